@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What agents answer, as typed values (docs/agent-api.md).
+"""Typed responses of agents (docs/reference/agent-api.md).
 
-Invariant: unknown keys are passed over, so that an agent of a newer version is understood.
+Invariant: unknown keys are ignored, for compatibility with newer agents.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Annotated
 import msgspec
 
 Generation = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-"""What every database can hold, and go on counting from: an agent may say anything."""
+"""A generation within the range of every database. The agent's value is untrusted."""
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
-    """What HAProxy itself says it serves: the ids of its listeners, and how many members."""
+    """The configuration that HAProxy reports: ids of its listeners, and number of members."""
 
     listeners: tuple[str, ...] = ()
     members: int = 0
 
 
 class Applied(msgspec.Struct, frozen=True, kw_only=True):
-    """A bundle is served: `how` is start, unchanged, runtime, reload or stop, `reason` says why not less."""
+    """Result of a push; `how` is start, unchanged, runtime, reload or stop, with its reason."""
 
     generation: Generation
     how: str
@@ -40,7 +40,7 @@ class BundleState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Info(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent says about itself and its machine."""
+    """Versions and state of an agent and its machine."""
 
     amphora_id: str
     agent_version: str
@@ -54,10 +54,10 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Vrrp(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent says of its VIPs.
+    """State of the VIPs of an amphora.
 
-    `connections` are those that clients have to VIPs through this amphora; `draining` the seconds for which they may
-    go on after the VIPs went, None when the last one has ended or that time is over.
+    `connections` is the number of client connections to VIPs through this amphora. `draining` is the number of seconds
+    for which they may continue after the release of the VIPs; None after their end.
     """
 
     holds_vip: bool | None = None
@@ -66,7 +66,7 @@ class Vrrp(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Renewed(msgspec.Struct, frozen=True, kw_only=True):
-    """The certificate that an agent shows from now on; `fingerprint` is the SHA-256 of its DER in hexadecimal."""
+    """The new certificate of an agent; `fingerprint` is the SHA-256 of its DER in hexadecimal."""
 
     expires_at: dt.datetime
     fingerprint: str

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who a controller is to agents, and whom it believes: the TLS side of its connections.
+"""TLS of connections to agents: identity, trust and time limits.
 
-Invariant: the other side proves to be the amphora that is meant, or nothing is sent. That its certificate is still
-valid is asked of everybody but who is about to be given another one. An exchange ends in time as a whole.
+Invariant: no request is sent before the peer has proven to be the intended amphora. Expired certificates are accepted
+only for the renewal of the certificate. A deadline limits each exchange as a whole.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ _NO_CHECK_TIME = 0x200000
 
 
 class Exchange(msgspec.Struct, frozen=True):
-    """One request and its answer.
+    """One request and its response.
 
     Attributes:
-        deadline: when it has to be over.
-        silence: seconds of silence after which the other side is asked whether it is there at all.
-        there: asks it.
+        deadline: of the exchange.
+        silence: seconds without data after which `is_alive` checks the peer.
+        is_alive: checks the peer on another connection; called with the deadline.
     """
 
     deadline: Any
     silence: float
-    there: Any
+    is_alive: Any
 
 
-# The exchange that this thread is in.
+# The current exchange of this thread.
 EXCHANGE: ContextVar[Exchange | None] = ContextVar("EXCHANGE", default=None)
-# Seconds between two looks whether that moment was brought forward.
+# Seconds between two checks of the deadline, which another thread may bring forward.
 _SLICE = 0.25
 
 
 class BoundedSocket(ssl.SSLSocket):
-    """Ends an exchange as a whole in time: a timeout for each read alone lets a peer drip bytes for ever."""
+    """Applies one deadline to all reads of an exchange: each read alone could restart its time-out."""
 
     def do_handshake(self, block: bool = False) -> None:
         self._in_slices(lambda: super(BoundedSocket, self).do_handshake(block))
@@ -64,34 +64,34 @@ class BoundedSocket(ssl.SSLSocket):
         return self._in_slices(lambda: super(BoundedSocket, self).send(data, flags))
 
     def _in_slices(self, act: Callable[[], T]) -> T:
-        """Wait a little at a time: somebody who waits for a dead peer hears within one slice that he need not."""
-        exchange, patience = EXCHANGE.get(), self.gettimeout()
-        asked = time.monotonic()
-        end = None if patience is None else asked + patience
+        """Wait in short slices, so that a cancelled deadline ends the wait within one slice."""
+        exchange, timeout = EXCHANGE.get(), self.gettimeout()
+        checked = time.monotonic()
+        end = None if timeout is None else checked + timeout
         try:
             while True:
                 now = time.monotonic()
                 left = _SLICE if exchange is None else min(exchange.deadline.left(), _SLICE)
                 left = left if end is None else min(left, end - now)
-                if exchange is not None and now - asked >= exchange.silence:
-                    # Long work looks like a dead agent. A frozen one shakes no hands.
-                    asked = now
-                    left = left if exchange.there(exchange.deadline) else 0.0
+                if exchange is not None and now - checked >= exchange.silence:
+                    # A busy agent is silent too, but it completes a handshake; a frozen one does not.
+                    checked = now
+                    left = left if exchange.is_alive(exchange.deadline) else 0.0
                 if left <= 0:
                     raise TimeoutError("timed out")
                 self.settimeout(left)
                 try:
                     return act()
                 except TimeoutError as error:
-                    # The kernel's own (ETIMEDOUT): the peer does not acknowledge what we send.
+                    # ETIMEDOUT from the kernel: the peer does not acknowledge data.
                     if error.errno is not None:
                         raise
         finally:
-            self.settimeout(patience)
+            self.settimeout(timeout)
 
 
-class _RenewingSocket(BoundedSocket):
-    """Of a connection on which nobody has looked at the clock: what is not valid yet is refused here."""
+class _ExpiryTolerantSocket(BoundedSocket):
+    """A socket whose context ignores validity dates; it still refuses a certificate that is not yet valid."""
 
     def do_handshake(self, block: bool = False) -> None:
         super().do_handshake(block)
@@ -102,112 +102,112 @@ class _RenewingSocket(BoundedSocket):
             raise error
 
 
-class Instead(msgspec.Struct, frozen=True, kw_only=True):
-    """What takes the place of the files, once an authority was rotated.
+class TlsOverride(msgspec.Struct, frozen=True, kw_only=True):
+    """Replacement of the configured files after a CA rotation.
 
     Attributes:
-        mark: another one where something of this has changed.
-        authorities: who vouches for amphorae, in PEM; None for the file.
-        certificate: our own one with its key, in PEM; None for the file.
+        version: changes with every other attribute.
+        authorities: CAs of amphorae, in PEM; None for the file.
+        certificate: client certificate with its key, in PEM; None for the file.
     """
 
-    mark: Any = None
+    version: Any = None
     authorities: bytes | None = None
     certificate: Secret | None = None
 
 
-class Identity:
-    """Our certificate and whom we trust, read again whenever the files change.
+class TlsIdentity:
+    """Client certificate and trusted CAs of a controller; loaded again when the files change.
 
     Args:
-        client_certificate: the file with our certificate and key.
-        ca_certificate: the file with who vouches for amphorae.
-        instead: says what takes their place now.
+        client_certificate: file with certificate and key.
+        ca_certificate: file with the CAs of amphorae.
+        load_override: returns the replacement of these files.
     """
 
     def __init__(
-        self, client_certificate: str, ca_certificate: str, instead: Callable[[], Instead] | None = None
+        self, client_certificate: str, ca_certificate: str, load_override: Callable[[], TlsOverride] | None = None
     ) -> None:
         self._client_certificate = client_certificate
         self._ca_certificate = ca_certificate
-        self._instead = instead or Instead
-        self._marks: tuple[object, ...] = ()
+        self._load_override = load_override or TlsOverride
+        self._versions: tuple[object, ...] = ()
         self._context: ssl.SSLContext | None = None
         self._lock = threading.Lock()
 
     def context(self) -> ssl.SSLContext:
-        """The TLS context, for any thread. While new files cannot be read (half written) the last good one stays."""
-        # Not under the lock: it may take long, and others need not wait for it.
-        instead = self._chosen()
+        """Return the TLS context, for any thread; keep the last one while new files are unreadable."""
+        # Outside the lock: the read of the database may be slow.
+        override = self._current_override()
         with self._lock:
-            return self._of(instead)
+            return self._update_context(override)
 
-    def _of(self, instead: Instead | None) -> ssl.SSLContext:
-        if instead is None:
-            assert self._context is not None  # noqa: S101 (for the type checker: otherwise it would have raised)
+    def _update_context(self, override: TlsOverride | None) -> ssl.SSLContext:
+        if override is None:
+            assert self._context is not None  # noqa: S101 (for the type checker: `_current_override` would have raised)
             return self._context
-        marks = (
-            None if instead.certificate else _mark(self._client_certificate),
-            None if instead.authorities else _mark(self._ca_certificate),
-            instead.mark,
+        versions = (
+            None if override.certificate else _file_version(self._client_certificate),
+            None if override.authorities else _file_version(self._ca_certificate),
+            override.version,
         )
-        if self._context is None or marks != self._marks:
+        if self._context is None or versions != self._versions:
             try:
-                self._context = self._read(instead)
+                self._context = self._create_context(override)
             except CertificateError as error:
                 if self._context is None:
                     raise
-                LOG.warning("the certificates in use are kept: %s", error)
-            # Even when it failed: the next attempt waits for the next change.
-            self._marks = marks
+                LOG.warning("cannot load certificates for agents, using the present ones: %s", error)
+            # Also after a failure: the next change triggers the next attempt.
+            self._versions = versions
         return self._context
 
-    def tolerant(self) -> ssl.SSLContext:
-        """A context for a connection to somebody whose certificate may have expired, or its authority's."""
-        context = self._read(self._instead())
-        context.sslsocket_class = _RenewingSocket
+    def context_ignoring_expiry(self) -> ssl.SSLContext:
+        """Return a context that accepts expired certificates of the agent and of its CA, for a renewal."""
+        context = self._create_context(self._load_override())
+        context.sslsocket_class = _ExpiryTolerantSocket
         context.verify_flags |= _NO_CHECK_TIME
         return context
 
-    def _chosen(self) -> Instead | None:
-        """What takes the place of the files; None where that cannot be told just now."""
+    def _current_override(self) -> TlsOverride | None:
+        """Return the replacement of the files; None if it cannot be read and there is a context already."""
         try:
-            return self._instead()
+            return self._load_override()
         except (CertificateError, StoreError) as error:
             if self._context is None:
                 raise
-            LOG.warning("the certificates in use are kept: %s", error)
+            LOG.warning("cannot read certificates for agents, using the present ones: %s", error)
             return None
 
-    def _read(self, instead: Instead) -> ssl.SSLContext:
+    def _create_context(self, override: TlsOverride) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.sslsocket_class = BoundedSocket
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        # The configured authority is the anchor, even if another one once signed it.
+        # The configured CA is the trust anchor, even if another CA has signed it.
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         remedy = "Check [certificates] ca_certificate and client_certificate."
         try:
-            if instead.authorities is None:
+            if override.authorities is None:
                 context.load_verify_locations(cafile=self._ca_certificate)
             else:
-                context.load_verify_locations(cadata=instead.authorities.decode())
+                context.load_verify_locations(cadata=override.authorities.decode())
         except OSError as error:
             happened = f"{self._ca_certificate}: {error.strerror or error}"
-            raise CertificateError("read the amphorae's authority", happened, remedy) from error
+            raise CertificateError("read the certificate authority of amphorae", happened, remedy) from error
         try:
-            # An encrypted key must fail here, not ask a terminal for its passphrase.
-            if instead.certificate is None:
+            # With an empty password an encrypted key fails instead of prompting on a terminal.
+            if override.certificate is None:
                 context.load_cert_chain(self._client_certificate, password=b"")
             else:
-                _load(context, instead.certificate)
+                _load_certificate(context, override.certificate)
         except (OSError, ValueError) as error:
             happened = f"{self._client_certificate}: {getattr(error, 'strerror', None) or error}"
             raise CertificateError("read the controllers' certificate and key", happened, remedy) from error
         return context
 
 
-def _load(context: ssl.SSLContext, certificate: Secret) -> None:
-    """The ssl module reads certificates from files only: this one is in memory, and nobody else's."""
+def _load_certificate(context: ssl.SSLContext, certificate: Secret) -> None:
+    """Load a certificate from memory: the ssl module reads only files, so use an anonymous one."""
     descriptor = os.memfd_create("certificate", os.MFD_CLOEXEC)
     try:
         os.write(descriptor, certificate.reveal())
@@ -216,7 +216,7 @@ def _load(context: ssl.SSLContext, certificate: Secret) -> None:
         os.close(descriptor)
 
 
-def _mark(path: str) -> object:
+def _file_version(path: str) -> object:
     try:
         found = Path(path).stat()
     except OSError:

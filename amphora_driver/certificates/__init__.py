@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The authority for amphorae and controllers."""
+"""Certificates of amphorae and controllers: the CA, its rotation, renewal and the trust store."""

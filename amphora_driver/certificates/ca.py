@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The authority that vouches for amphorae and controllers.
+"""The certificate authority of amphorae and controllers.
 
-Invariant: a certificate says exactly one thing. A server certificate names one amphora and can only answer; a
-client certificate can only ask. Neither can sign another, and none outlives the authority that signed it.
-Source: RFC 5280 §4.2. OpenSSL's X509_V_FLAG_X509_STRICT, which Python 3.13 sets by default, accepts what is
-issued here.
+Invariant: each certificate has one purpose. A server certificate names one amphora and is valid for servers only; a
+client certificate is valid for clients only. Neither can sign other certificates or outlive its authority.
+Source: RFC 5280 §4.2. OpenSSL's X509_V_FLAG_X509_STRICT, which Python 3.13 sets by default, accepts these
+certificates.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from amphora_driver.errors import CertificateError
 from amphora_driver.secret import Secret
 
-# Clocks differ: of amphorae that have just booted, and of hosts whose clock was an hour ahead, or in another time zone,
-# until somebody set it. Certificates begin to be valid so much earlier that this shuts nobody out.
+# Seconds by which the validity starts earlier. Clocks differ: of amphorae that have just booted, and of hosts whose
+# clock was wrong by an hour or by a time zone.
 CLOCK_SKEW = 86400.0
 _DAY = 86400.0
 _LONGEST_NAME = 64  # X.520 ub-common-name
@@ -40,34 +40,34 @@ _ISSUER_KEYS = (
 
 
 class Issued(msgspec.Struct, frozen=True, kw_only=True):
-    """A certificate (PEM), its private key (PKCS8 PEM) and the end of its validity in seconds since 1970."""
+    """A certificate (PEM), its private key (PKCS8 PEM) and its expiry in seconds since 1970."""
 
     certificate: bytes
     key: Secret
     expires_at: float
 
     def bundle(self) -> Secret:
-        """Certificate and private key in one PEM, as daemons want it in one file."""
+        """Return certificate and private key in one PEM, the format that daemons read from one file."""
         return Secret(self.certificate + self.key.reveal())
 
 
 def create_authority(common_name: str, days: int = 3650) -> tuple[bytes, Secret]:
-    """Make a new authority: a self-signed EC P-256 certificate and its private key.
+    """Create an authority: a self-signed EC P-256 certificate and its private key.
 
     Args:
-        common_name: what the certificate calls itself; at most 64 characters.
-        days: how long it is valid.
+        common_name: subject of the certificate; at most 64 characters.
+        days: of validity.
 
     Returns:
         The certificate in PEM and the unencrypted private key in PKCS8 PEM.
 
     Raises:
-        CertificateError: the name or the number of days cannot be used.
+        CertificateError: the name or the number of days is invalid.
     """
     wanted = f"create the certificate authority {common_name!r}"
     name = _name(common_name, wanted)
     if days <= 0:
-        raise CertificateError(wanted, f"{days} days is no validity", "Give at least one day.")
+        raise CertificateError(wanted, f"{days} days is not a valid period", "Give at least one day.")
     key = ec.generate_private_key(ec.SECP256R1())
     now = time.time()
     identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
@@ -79,7 +79,7 @@ def create_authority(common_name: str, days: int = 3650) -> tuple[bytes, Secret]
         .serial_number(x509.random_serial_number())
         .not_valid_before(_moment(now - CLOCK_SKEW))
         .not_valid_after(_moment(now + days * _DAY))
-        # Path length 0: nothing that this authority signs can become an authority.
+        # Path length 0: certificates of this authority cannot be authorities.
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_key_usage(sign_certificates=True), critical=True)
         .add_extension(identifier, critical=False)
@@ -93,12 +93,12 @@ class Authority:
     """Issues certificates.
 
     Args:
-        certificate_pem: the authority's certificate; of several in one PEM, the first.
+        certificate_pem: the authority's certificate; the first one if the PEM holds several.
         key: its private key in PEM, not encrypted.
         clock: the current time in seconds since 1970.
 
     Raises:
-        CertificateError: one of them is not what it should be, or they do not belong together.
+        CertificateError: the certificate or the key is invalid, or they are not a pair.
     """
 
     def __init__(self, certificate_pem: bytes, key: Secret, *, clock: Callable[[], float] = time.time) -> None:
@@ -118,29 +118,29 @@ class Authority:
         """Read an authority from two PEM files.
 
         Raises:
-            CertificateError: a file cannot be read, or is not what it should be.
+            CertificateError: a file cannot be read or has the wrong content.
         """
         certificate = _read_file(certificate_path, "ca_certificate")
         return cls(certificate, Secret(_read_file(key_path, "ca_private_key")))
 
     @property
     def expires_at(self) -> float:
-        """The end of the authority's own validity, in seconds since 1970."""
+        """Expiry of the authority's certificate, in seconds since 1970."""
         return self._certificate.not_valid_after_utc.timestamp()
 
     def is_among(self, pem: bytes) -> bool:
-        """Whether its certificate is one of these."""
+        """Whether the authority's certificate is one of these."""
         return self._certificate in x509.load_pem_x509_certificates(pem)
 
     def issue_server(self, amphora_id: str, days: float) -> Issued:
-        """Issue the certificate with which one amphora proves to be itself.
+        """Issue the server certificate of one amphora.
 
         Args:
-            amphora_id: becomes its only subject alternative name.
-            days: how long it is valid; shorter where the authority itself ends earlier.
+            amphora_id: the only subject alternative name.
+            days: of validity; shorter if the authority expires earlier.
 
         Raises:
-            CertificateError: the authority has expired, or the id or the days cannot be used.
+            CertificateError: the authority has expired, or the id or the number of days is invalid.
         """
         try:
             names = x509.SubjectAlternativeName([x509.DNSName(amphora_id)])
@@ -149,14 +149,14 @@ class Authority:
         return self._issue(amphora_id, days, ExtendedKeyUsageOID.SERVER_AUTH, names)
 
     def issue_client(self, name: str, days: float) -> Issued:
-        """Issue the certificate with which a controller may call agents.
+        """Issue the client certificate of a controller.
 
         Args:
-            name: what the certificate calls its holder; at most 64 characters.
-            days: how long it is valid; shorter where the authority itself ends earlier.
+            name: subject of the certificate; at most 64 characters.
+            days: of validity; shorter if the authority expires earlier.
 
         Raises:
-            CertificateError: the authority has expired, or the name or the days cannot be used.
+            CertificateError: the authority has expired, or the name or the number of days is invalid.
         """
         return self._issue(name, days, ExtendedKeyUsageOID.CLIENT_AUTH, None)
 
@@ -193,14 +193,14 @@ class Authority:
     def _validity(self, days: float, wanted: str) -> tuple[dt.datetime, dt.datetime]:
         now = self._clock()
         if not days > 0:
-            raise CertificateError(wanted, f"{days} days is no validity", "Give more than zero.")
+            raise CertificateError(wanted, f"{days} days is not a valid period", "Give more than zero.")
         if self.expires_at <= now:
             raise CertificateError(
                 wanted,
-                f"the authority itself expired on {self._certificate.not_valid_after_utc:%Y-%m-%d}",
-                "Make a new authority and give it to controllers and amphorae.",
+                f"the authority expired on {self._certificate.not_valid_after_utc:%Y-%m-%d}",
+                "Rotate the authority: amphoractl authority rotate.",
             )
-        # What outlives or predates its authority fails verification at a moment nobody expects.
+        # The validity must be within that of the authority; otherwise verification fails at an unexpected moment.
         begin = max(_moment(now - CLOCK_SKEW), self._certificate.not_valid_before_utc)
         end = min(_moment(now + days * _DAY), self._certificate.not_valid_after_utc)
         if end <= begin:
@@ -212,11 +212,11 @@ class Authority:
         return begin, end
 
 
-def ends(pem: bytes) -> float:
-    """When the first of these authorities' certificates ends, in seconds since 1970.
+def earliest_expiry(pem: bytes) -> float:
+    """Return the earliest expiry of these CA certificates, in seconds since 1970.
 
     Raises:
-        CertificateError: one of them is no authority's certificate.
+        CertificateError: the PEM holds no certificate.
     """
     try:
         found = x509.load_pem_x509_certificates(pem)
@@ -226,12 +226,12 @@ def ends(pem: bytes) -> float:
 
 
 def fingerprint(pem: bytes) -> str:
-    """The SHA-256 of the first certificate's DER, in hexadecimal."""
+    """Return the SHA-256 of the first certificate's DER, in hexadecimal."""
     return x509.load_pem_x509_certificate(pem).fingerprint(hashes.SHA256()).hex()
 
 
 def _moment(seconds: float) -> dt.datetime:
-    # X.509 knows whole seconds only.
+    # X.509 has a resolution of one second.
     return dt.datetime.fromtimestamp(int(seconds), dt.timezone.utc)
 
 
@@ -258,7 +258,7 @@ def _key_usage(*, sign_certificates: bool) -> x509.KeyUsage:
 
 
 def _authority_identifier(certificate: x509.Certificate) -> x509.AuthorityKeyIdentifier:
-    # It must repeat the authority's own identifier, which an operator's tool may have derived in another way.
+    # The identifier must equal the authority's own one, which another tool may have derived in another way.
     try:
         own = certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier)
     except x509.ExtensionNotFound:
@@ -268,7 +268,7 @@ def _authority_identifier(certificate: x509.Certificate) -> x509.AuthorityKeyIde
 
 
 def _digest(key: _IssuerKey) -> hashes.SHA256 | None:
-    # The Edwards curves bring their own hash.
+    # Edwards-curve signatures define their own hash.
     return None if isinstance(key, (ed25519.Ed25519PrivateKey, ed448.Ed448PrivateKey)) else hashes.SHA256()
 
 
@@ -320,7 +320,7 @@ def _read_key(secret: Secret) -> _IssuerKey:
             "Store it unencrypted, readable by the controller only.",
         ) from error
     except (ValueError, UnsupportedAlgorithm):
-        # The reason is left out on purpose: it could quote the file.
+        # The original reason is omitted: it could quote the file.
         raise CertificateError(wanted, "its private key is no PEM private key", remedy) from None
     if not isinstance(key, _ISSUER_KEYS):
         raise CertificateError(wanted, "its private key is of a kind that cannot sign certificates", remedy)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a certificate is renewed, and how an authority takes the place of another, as pure functions.
+"""Rules of certificate renewal and CA rotation. Pure.
 
-Invariant: a step of a rotation is named only when nobody can be shut out by it: whoever has to trust, or to show
-something else, has done so, and what was begun before the last step has ended. Who is waited for is said by name.
+Invariant: a step of a rotation is returned only if every connection works after it. All amphorae and controllers that
+need another trust list or certificate have it, and operations that began before the last step have ended. The result
+names the amphorae that the next step waits for.
 
-What an amphora trusts is one text (`amphora.trusts`): the ids of the controllers' authorities it was given, or, where
-these are files, ``files-`` and a digest of them; then, where the authority that signs amphorae's certificates is a
-file too, ``/`` and a digest of that one. So a file that was exchanged is noticed as well.
+The column `amphora.trusts` is one text. It holds the ids of the controllers' CAs, or ``files-`` and a digest if the
+CAs are files. If the CA of amphorae is a file too, ``/`` and its digest follow. A replaced file is therefore detected.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ if TYPE_CHECKING:
 
 DAY = 86400.0
 _DIGITS = 12
-# Certificates that were issued together are renewed over this part of the time before, and after, their moment.
+# Renewals of certificates that were issued together spread over this fraction of their due time, before and after it.
 _SPREAD = 0.1
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What every amphora is to have: who issued its certificate (None: the one of the files), and what it trusts."""
+class DesiredTrust(msgspec.Struct, frozen=True, kw_only=True):
+    """Desired issuing CA (None: the CA of the files) and trust list of every amphora."""
 
     authority: int | None
     trusts: str
 
 
-class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """How long certificates live.
+class CertificateLifetime(msgspec.Struct, frozen=True, kw_only=True):
+    """Lifetime of certificates.
 
     Attributes:
-        validity: seconds, where nobody wrote down when one was issued.
-        renew_at: the part of its life after which one is renewed.
+        validity: seconds, used if the issue date of a certificate is not recorded.
+        renew_at: fraction of the lifetime after which a certificate is renewed.
     """
 
     validity: float
     renew_at: float
 
 
-class Phase(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the rotation of one kind of authority is.
+class RotationPhase(msgspec.Struct, frozen=True, kw_only=True):
+    """Progress of the rotation of one kind of CA.
 
     Attributes:
         moves: the next step, if it may be taken now.
-        until: before that moment (seconds since 1970) it is not taken.
-        waits_for: the amphorae without which it is not taken.
-        reason: what is waited for, in words; empty where nothing is rotated.
+        until: the earliest time of the next step (seconds since 1970).
+        waits_for: the amphorae that the next step waits for.
+        reason: the condition that these amphorae must meet; empty without a rotation.
     """
 
     moves: dict[CaRecord, CaState] = {}
@@ -62,132 +62,134 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-def digest(content: bytes) -> str:
-    """What a file is called that may have been exchanged."""
+def file_digest(content: bytes) -> str:
+    """Return a short digest of a file, to detect its replacement."""
     return hashlib.sha256(content).hexdigest()[:_DIGITS]
 
 
-def trusts(controllers: Iterable[int], client_ca: bytes, signer: bytes | None) -> str:
-    """What an amphora trusts, as it is written down.
+def format_trusts(controllers: Iterable[int], client_ca: bytes, signer: bytes | None) -> str:
+    """Return the text of `amphora.trusts`.
 
     Args:
-        controllers: the ids of the controllers' authorities; empty where there are only files.
-        client_ca: those files.
-        signer: the file of the authority that signs amphorae's certificates; None where that one is recorded.
+        controllers: ids of the controllers' CAs; empty if they are files.
+        client_ca: content of these files.
+        signer: file of the CA of amphorae; None if this CA is recorded in the database.
     """
-    named = ",".join(str(one) for one in sorted(controllers)) or f"files-{digest(client_ca)}"
-    return named if signer is None else f"{named}/{digest(signer)}"
+    named = ",".join(str(one) for one in sorted(controllers)) or f"files-{file_digest(client_ca)}"
+    return named if signer is None else f"{named}/{file_digest(signer)}"
 
 
-def controllers_in(text: str | None) -> frozenset[int]:
-    """The ids of the controllers' authorities that an amphora trusts for sure."""
+def parse_controller_ids(text: str | None) -> frozenset[int]:
+    """Return the ids of the controllers' CAs that an amphora certainly trusts."""
     named = (text or "").partition("/")[0]
     return frozenset(int(one) for one in named.split(",") if one.isdecimal())
 
 
-def common(first: str | None, second: str) -> str:
-    """What an amphora trusts that was given one of the two, and nobody knows which."""
+def common_trust(first: str | None, second: str) -> str:
+    """Return the common part of two trust lists; it is unknown which of them the amphora has."""
     if first is None or first == second:
         return second
-    both = controllers_in(first) & controllers_in(second)
+    both = parse_controller_ids(first) & parse_controller_ids(second)
     return ",".join(str(one) for one in sorted(both)) or "unknown"
 
 
-def why(one: AmphoraCertificate, wanted: Wanted, terms: Terms, now: float) -> str:
-    """Why an amphora is to be given another certificate now; empty if it is not."""
-    if one.authority != wanted.authority:
-        return "another authority signs now"
-    if differs(one.trusts, wanted):
-        return "other authorities are to be trusted now"
-    due = due_at(one, terms)
+def renewal_reason(one: AmphoraCertificate, desired: DesiredTrust, lifetime: CertificateLifetime, now: float) -> str:
+    """Return why an amphora needs a new certificate now; empty if it does not."""
+    if one.authority != desired.authority:
+        return "another authority signs certificates now"
+    if trust_differs(one.trusts, desired):
+        return "other authorities must be trusted now"
+    due = renewal_due_at(one, lifetime)
     if due is None:
-        return "nobody knows until when its certificate is valid"
+        return "the expiry of its certificate is not known"
     if one.expires_at is not None and one.expires_at <= now:
         return "its certificate has expired"
-    return "its certificate has lived for long enough" if due <= now else ""
+    return "its certificate has reached its renewal time" if due <= now else ""
 
 
-def differs(text: str | None, wanted: Wanted) -> bool:
-    """Whether an amphora trusts something else than it is to."""
+def trust_differs(text: str | None, desired: DesiredTrust) -> bool:
+    """Whether the trust list of an amphora differs from the desired one."""
     if text is None:
-        # It is older than this text. Where there are files only it was given them, as far as anybody knows.
-        return not wanted.trusts.startswith("files-")
+        # The amphora is older than this column. Without recorded CAs it has the files.
+        return not desired.trusts.startswith("files-")
     named, _, signer = text.partition("/")
-    to_name, _, to_sign = wanted.trusts.partition("/")
+    to_name, _, to_sign = desired.trusts.partition("/")
     return named != to_name or bool(to_sign and signer and signer != to_sign)
 
 
-def due_at(one: AmphoraCertificate, terms: Terms) -> float | None:
-    """When its certificate is renewed, if nothing comes before; None if nobody knows.
+def renewal_due_at(one: AmphoraCertificate, lifetime: CertificateLifetime) -> float | None:
+    """Return when the certificate is renewed at the latest; None if its expiry is not known.
 
-    Those that were issued together are renewed one after the other, over a fifth of the time until then.
+    Renewals of certificates that were issued together spread over a fifth of the time.
     """
     if one.expires_at is None:
         return None
-    issued = one.expires_at - terms.validity if one.issued_at is None else one.issued_at
+    issued = one.expires_at - lifetime.validity if one.issued_at is None else one.issued_at
     fraction = int(hashlib.sha256(one.amphora_id.encode()).hexdigest()[:8], 16) / 0xFFFFFFFF
-    return issued + (one.expires_at - issued) * min(terms.renew_at * (1 - _SPREAD + 2 * _SPREAD * fraction), 0.99)
+    return issued + (one.expires_at - issued) * min(lifetime.renew_at * (1 - _SPREAD + 2 * _SPREAD * fraction), 0.99)
 
 
-def condition(one: AmphoraCertificate, wanted: Wanted, terms: Terms, now: float) -> str:
-    """How an amphora's certificate is, in one word: fine, due, overdue or expired."""
+def certificate_state(one: AmphoraCertificate, desired: DesiredTrust, lifetime: CertificateLifetime, now: float) -> str:
+    """Return the state of an amphora's certificate: fine, due, overdue or expired."""
     if one.expires_at is not None and one.expires_at <= now:
         return "expired"
-    due = due_at(one, terms)
+    due = renewal_due_at(one, lifetime)
     if due is not None and one.expires_at is not None and now > due + (one.expires_at - due) / 2:
         return "overdue"
-    return "due" if why(one, wanted, terms, now) else "fine"
+    return "due" if renewal_reason(one, desired, lifetime, now) else "fine"
 
 
-def goes_on(kind: CaKind, recorded: Sequence[CaRecord]) -> bool:
-    """Whether an authority of this kind is being replaced."""
+def is_rotating(kind: CaKind, recorded: Sequence[CaRecord]) -> bool:
+    """Whether a CA of this kind is being replaced."""
     return any(one.kind is kind and one.state in (CaState.NEXT, CaState.FORMER, CaState.LEAVING) for one in recorded)
 
 
-def phase(
+def rotation_phase(
     kind: CaKind, recorded: Sequence[CaRecord], held: Sequence[AmphoraCertificate], now: float, settle: float
-) -> Phase:
-    """The next step of the rotation of one kind of authority, or what it waits for.
+) -> RotationPhase:
+    """Return the next step of the rotation of one kind of CA, or its wait condition.
 
     Args:
-        kind: which kind.
-        recorded: the authorities that are not gone; those of other kinds do not matter.
-        held: what amphorae have.
+        kind: of the CA.
+        recorded: all CAs that are not gone; other kinds are ignored.
+        held: certificates and trust lists of the amphorae.
         now: seconds since 1970, by the database's clock.
-        settle: how many seconds every step lasts at the least: longer than anybody works with what was there before.
+        settle: minimum seconds of each step: longer than any process uses the data of the step before.
     """
     by_state = {one.state: one for one in recorded if one.kind is kind}
     current = by_state.get(CaState.CURRENT)
     if current is None:
-        return Phase()
+        return RotationPhase()
     if coming := by_state.get(CaState.NEXT):
         without = _not_trusting(held, coming) if kind is CaKind.CONTROLLER else ()
         moves = {coming: CaState.CURRENT, current: CaState.FORMER}
-        return _step(moves, coming, without, "everybody is to trust the new one", now, settle)
+        return _step(moves, coming, without, "every amphora must trust the new one", now, settle)
     if former := by_state.get(CaState.FORMER):
         by_others = _not_signed_by(held, current) if kind is CaKind.AMPHORA else ()
-        return _step({former: CaState.LEAVING}, former, by_others, "the new one is to sign everything", now, settle)
+        return _step(
+            {former: CaState.LEAVING}, former, by_others, "every certificate must be signed by the new one", now, settle
+        )
     if leaving := by_state.get(CaState.LEAVING):
         still = _trusting_others(held, current) if kind is CaKind.CONTROLLER else _not_signed_by(held, current)
-        return _step({leaving: CaState.GONE}, leaving, still, "nobody is to trust the old one any more", now, settle)
-    return Phase()
+        return _step({leaving: CaState.GONE}, leaving, still, "no amphora may trust the old one", now, settle)
+    return RotationPhase()
 
 
 def _step(
     moves: dict[CaRecord, CaState], since: CaRecord, waits_for: tuple[str, ...], reason: str, now: float, settle: float
-) -> Phase:
+) -> RotationPhase:
     until = since.changed_at + settle
     if now < until or waits_for:
-        return Phase(until=until, waits_for=waits_for, reason=reason)
-    return Phase(moves=moves, until=until, reason=reason)
+        return RotationPhase(until=until, waits_for=waits_for, reason=reason)
+    return RotationPhase(moves=moves, until=until, reason=reason)
 
 
 def _not_trusting(held: Sequence[AmphoraCertificate], one: CaRecord) -> tuple[str, ...]:
-    return tuple(each.amphora_id for each in held if one.id not in controllers_in(each.trusts))
+    return tuple(each.amphora_id for each in held if one.id not in parse_controller_ids(each.trusts))
 
 
 def _trusting_others(held: Sequence[AmphoraCertificate], current: CaRecord) -> tuple[str, ...]:
-    return tuple(each.amphora_id for each in held if controllers_in(each.trusts) != {current.id})
+    return tuple(each.amphora_id for each in held if parse_controller_ids(each.trusts) != {current.id})
 
 
 def _not_signed_by(held: Sequence[AmphoraCertificate], current: CaRecord) -> tuple[str, ...]:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Certificates of amphorae: given at boot, renewed in time, and moved on to other authorities.
+"""Certificates of amphorae: issued at boot, renewed in time, moved to another CA.
 
-Invariant: what an amphora was given is written down before a boot that may succeed unnoticed, and after a renewal that
-a new connection has shown. So a row never says that an amphora trusts what it does not trust, and a rotation that
-reads these rows shuts nobody out. A renewal that fails costs no user anything: it is tried again at a later look, and
-not in every turn in which somebody waits for something else.
+Invariant: a certificate is recorded before a boot, which may succeed unnoticed, and after a renewal that a new
+connection has confirmed. A row therefore never claims a trust that the amphora does not have, and a CA rotation based
+on these rows breaks no connection. A failed renewal affects no user: a later job repeats it, after a pause, so that it
+does not delay other changes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import msgspec
 from amphora_driver import failpoints
 from amphora_driver.certificates import ca_rotation
 from amphora_driver.certificates.ca import fingerprint
-from amphora_driver.certificates.ca_rotation import Terms
-from amphora_driver.certificates.trust_store import Papers
+from amphora_driver.certificates.ca_rotation import CertificateLifetime
+from amphora_driver.certificates.trust_store import AmphoraCredentials
 from amphora_driver.errors import AgentError, AmphoraDriverError, CertificateError, StoreError
 from amphora_driver.queue.jobs import guard_lease
 from amphora_driver.store import amphorae, ca_records
@@ -35,40 +35,44 @@ if TYPE_CHECKING:
 
     from amphora_driver.agent.client import AgentClient
     from amphora_driver.certificates.ca import Issued
-    from amphora_driver.certificates.trust_store import Trust
+    from amphora_driver.certificates.trust_store import TrustStore
     from amphora_driver.database.engine import Database
     from amphora_driver.reconcile.job import Turn
 
 LOG = logging.getLogger(__name__)
-# Seconds that one renewal may take of a turn in which users may wait for something else.
-_PATIENCE = 10.0
-# Seconds for which one that could not be renewed is left alone by this process, and when that was, by amphora and
-# `time.monotonic()`.
-_LEFT_ALONE = 60.0
+# Time-out of one renewal in seconds: users may wait for other changes of the same job.
+_RENEWAL_TIMEOUT = 10.0
+# Seconds without a further attempt after a failed renewal, and the times of the failures by amphora
+# (`time.monotonic()`).
+_RETRY_AFTER = 60.0
 _FAILED: dict[str, float] = {}
-# Load balancers that are made due at one look: a thousand amphorae do not renew at once.
+# Load balancers that become due in one round, so that not all amphorae renew at the same time.
 _MOST = 100
-# How many names a line of the log has.
+# Names in one log line.
 _NAMED = 5
 
 
-def terms(conf: ConfigOpts) -> Terms:
-    """How long certificates live, as configured."""
+def certificate_lifetime(conf: ConfigOpts) -> CertificateLifetime:
+    """Return the configured lifetime of certificates."""
     options = conf.certificates
-    return Terms(validity=options.validity_days * ca_rotation.DAY, renew_at=options.renew_at)
+    return CertificateLifetime(validity=options.validity_days * ca_rotation.DAY, renew_at=options.renew_at)
 
 
-def due(observed: Sequence[Amphora], wanted: ca_rotation.Wanted, agreed: Terms, now: float) -> dict[str, str]:
-    """Which amphorae of a load balancer are to be given another certificate now, and why.
+def due(
+    observed: Sequence[Amphora], desired: ca_rotation.DesiredTrust, lifetime: CertificateLifetime, now: float
+) -> dict[str, str]:
+    """Return the amphorae that need a new certificate now, with the reason.
 
-    Those whose agents have not answered yet come later, and one that is known to be dead is not asked.
+    Booting and dead amphorae are excluded.
     """
-    found = {one.id: ca_rotation.why(_held(one), wanted, agreed, now) for one in observed if _answers(one)}
+    found = {
+        one.id: ca_rotation.renewal_reason(_held(one), desired, lifetime, now) for one in observed if _is_callable(one)
+    }
     return {amphora_id: why for amphora_id, why in found.items() if why}
 
 
-def _answers(one: Amphora) -> bool:
-    # One that is being replaced is still talked to; one of which nothing was ever confirmed may not even be there.
+def _is_callable(one: Amphora) -> bool:
+    # The controller still calls a retiring amphora; one without a confirmed generation may not exist.
     there = one.state is AmphoraState.READY or (one.state is AmphoraState.RETIRING and one.confirmed > 0)
     return there and one.management_address is not None and not one.dead
 
@@ -87,87 +91,90 @@ def _held(one: Amphora) -> AmphoraCertificate:
 
 def _failed_lately(amphora_id: str) -> bool:
     at = _FAILED.get(amphora_id)
-    if at is not None and time.monotonic() - at >= _LEFT_ALONE:
-        # Also of those that are gone meanwhile, sooner or later: it is a number for each that did not answer.
+    if at is not None and time.monotonic() - at >= _RETRY_AFTER:
+        # Entries of deleted amphorae stay; each is one number.
         _FAILED.pop(amphora_id, None)
         return False
     return at is not None
 
 
-class Renewal:
-    """Gives the amphorae of one load balancer their certificates, in one turn.
+class CertificateRenewer:
+    """Issues and renews the certificates of one load balancer's amphorae in one job.
 
     Attributes:
-        tried: amphorae that are not renewed in this turn any more.
+        tried: amphorae whose renewal this job has attempted.
     """
 
     def __init__(
-        self, conf: ConfigOpts, database: Database, agents: AgentClient, trust: Trust | None, turn: Turn
+        self, conf: ConfigOpts, database: Database, agents: AgentClient, trust: TrustStore | None, turn: Turn
     ) -> None:
         self.tried: frozenset[str] = frozenset()
         self._days: int = conf.certificates.validity_days
-        self._terms = terms(conf)
+        self._lifetime = certificate_lifetime(conf)
         self._database = database
         self._agents = agents
         self._trust = trust
         self._turn = turn
-        self._wanted = self._now()
+        self._desired = self._load_desired()
 
-    def _now(self) -> ca_rotation.Wanted | None:
-        """What amphorae are to have; None where that is not known: then nothing is due."""
+    def _load_desired(self) -> ca_rotation.DesiredTrust | None:
+        """Return the trust that amphorae should have; None if it cannot be read: then no renewal is due."""
         if self._trust is None:
             return None
         try:
-            return self._trust.papers().wanted
+            return self._trust.credentials().desired
         except (CertificateError, StoreError) as error:
-            LOG.warning("whether certificates are to be renewed is not known: %s", error)
+            LOG.warning("renewing no certificates, cannot read the certificate authorities: %s", error)
             return None
 
     def due(self, observed: Sequence[Amphora], now: float) -> dict[str, str]:
-        """Which amphorae are to be given another certificate in this turn, and why."""
-        if self._wanted is None:
+        """Return the amphorae whose certificate this job should renew, with the reason."""
+        if self._desired is None:
             return {}
-        found = due(observed, self._wanted, self._terms, now)
-        left_alone = self.tried.union(one for one in found if _failed_lately(one))
-        return {amphora_id: why for amphora_id, why in found.items() if amphora_id not in left_alone}
+        found = due(observed, self._desired, self._lifetime, now)
+        skipped = self.tried.union(one for one in found if _failed_lately(one))
+        return {amphora_id: why for amphora_id, why in found.items() if amphora_id not in skipped}
 
-    def for_boot(self, amphora: Amphora, *, there: Callable[[], bool]) -> tuple[Papers, Issued] | None:
-        """What an amphora is booted with, written down already; None where only a test's authority is there.
+    def issue_for_boot(
+        self, amphora: Amphora, *, exists: Callable[[], bool]
+    ) -> tuple[AmphoraCredentials, Issued] | None:
+        """Issue and record the credentials of a boot; None without a trust store, in tests.
 
-        An earlier boot of the same amphora may have succeeded with something else: then only what both have counts.
+        An earlier boot of the same amphora may have succeeded with other credentials. Then the row records only the
+        common part.
 
         Args:
-            amphora: whose.
-            there: says whether something came of that.
+            amphora: to be booted.
+            exists: whether the machine of an earlier boot exists.
         """
         if self._trust is None:
             return None
-        papers = self._trust.papers()
-        issued = papers.issuer.issue_server(amphora.id, self._days)
-        by, trusts = papers.wanted.authority, papers.wanted.trusts
-        if amphora.certificate_issued_at is not None and there():
+        credentials = self._trust.credentials()
+        issued = credentials.issuer.issue_server(amphora.id, self._days)
+        by, trusts = credentials.desired.authority, credentials.desired.trusts
+        if amphora.certificate_issued_at is not None and exists():
             by = by if by == amphora.certificate_authority else None
-            trusts = ca_rotation.common(amphora.trusts, trusts)
-        self._note(amphora.id, by, trusts, issued.expires_at)
-        return papers, issued
+            trusts = ca_rotation.common_trust(amphora.trusts, trusts)
+        self._record(amphora.id, by, trusts, issued.expires_at)
+        return credentials, issued
 
     def renew(self, amphora: Amphora) -> None:
-        """Give an amphora another certificate, and whom it is to trust; what fails is tried at another time.
+        """Give an amphora a new certificate and trust list; a later job repeats a failed renewal.
 
         Raises:
-            LeaseLost: somebody else works on the load balancer now.
-            Superseded: something goes first.
+            LeaseLost: another process owns the load balancer.
+            Superseded: this job is preempted.
         """
         if self._trust is None:
             return
         self.tried |= {amphora.id}
-        deadline = self._turn.deadline.within(_PATIENCE)
+        deadline = self._turn.deadline.within(_RENEWAL_TIMEOUT)
         address = str(amphora.management_address)
         try:
-            papers = self._trust.papers()
-            issued = papers.issuer.issue_server(amphora.id, self._days)
+            credentials = self._trust.credentials()
+            issued = credentials.issuer.issue_server(amphora.id, self._days)
         except (CertificateError, StoreError) as error:
-            LOG.warning("no certificate can be issued to amphora %s: %s", amphora.id, error)
+            LOG.warning("cannot issue a certificate to amphora %s, trying again later: %s", amphora.id, error)
             return
         self._turn.check()
         try:
@@ -175,22 +182,22 @@ class Renewal:
                 amphora.id,
                 address,
                 issued.bundle(),
-                client_ca=papers.client_ca,
-                server_ca=papers.server_ca,
+                client_ca=credentials.client_ca,
+                server_ca=credentials.server_ca,
                 deadline=deadline,
             )
-            self._agents.prove(amphora.id, address, fingerprint(issued.certificate), deadline=deadline)
+            self._agents.verify_certificate(amphora.id, address, fingerprint(issued.certificate), deadline=deadline)
         except (AgentError, CertificateError) as error:
-            # What was only cut short is done in another turn.
+            # A preempted job raises here: this was no failure of the renewal.
             self._turn.check()
             _FAILED[amphora.id] = time.monotonic()
-            LOG.warning("the certificate of amphora %s is not renewed yet: %s", amphora.id, error)
+            LOG.warning("could not renew the certificate of amphora %s, trying again later: %s", amphora.id, error)
             return
         failpoints.reach_in("RenewCertificate", failpoints.Moment.DONE)
-        self._note(amphora.id, papers.wanted.authority, papers.wanted.trusts, issued.expires_at)
-        LOG.info("amphora %s has another certificate, and trusts %s", amphora.id, papers.wanted.trusts)
+        self._record(amphora.id, credentials.desired.authority, credentials.desired.trusts, issued.expires_at)
+        LOG.info("amphora %s has a new certificate and trusts %s", amphora.id, credentials.desired.trusts)
 
-    def _note(self, amphora_id: str, authority: int | None, trusts: str, expires_at: float) -> None:
+    def _record(self, amphora_id: str, authority: int | None, trusts: str, expires_at: float) -> None:
         now = self._database.now()
 
         def write(connection: sa.Connection) -> None:
@@ -207,125 +214,126 @@ class Renewal:
         self._database.write(write)
 
 
-class Fleet(msgspec.Struct, frozen=True, kw_only=True):
-    """Authorities and what amphorae have of them, of one moment."""
+class CertificateFleet(msgspec.Struct, frozen=True, kw_only=True):
+    """CAs and the certificates of all amphorae at one moment."""
 
     recorded: tuple[ca_records.CaRecord, ...]
     held: tuple[AmphoraCertificate, ...]
     now: float
 
 
-def look(database: Database) -> Fleet:
-    """Authorities and what amphorae have of them.
+def load_fleet(database: Database) -> CertificateFleet:
+    """Load the CAs and the certificates of all amphorae.
 
     Raises:
-        StoreError: the database said no.
+        StoreError: the database refused the query.
     """
     now = database.now()
     return database.read(
-        lambda connection: Fleet(
+        lambda connection: CertificateFleet(
             recorded=ca_records.list_cas(connection), held=ca_records.list_amphora_certificates(connection), now=now
         )
     )
 
 
-class Certificates:
-    """The duty of one controller: has certificates renewed in time, and rotations of authorities move on.
+class CertificateMaintenance:
+    """Periodic work of one controller: makes renewals due and advances CA rotations.
 
     Args:
         conf: our options.
-        database: where amphorae and authorities are.
-        trust: what amphorae are to have.
+        database: of amphorae and CAs.
+        trust: the trust store.
     """
 
-    def __init__(self, conf: ConfigOpts, database: Database, trust: Trust) -> None:
-        self._terms = terms(conf)
+    def __init__(self, conf: ConfigOpts, database: Database, trust: TrustStore) -> None:
+        self._lifetime = certificate_lifetime(conf)
         self._settle: float = conf.certificates.settle
         self._database = database
         self._trust = trust
-        self._said: dict[CaKind, tuple[str, ...]] = {}
+        self._logged: dict[CaKind, tuple[str, ...]] = {}
 
-    def attend(self) -> None:
-        """One look.
+    def run_once(self) -> None:
+        """Advance the rotations and make renewals due.
 
         Raises:
-            AmphoraDriverError: something could not be read or written; the next look does it.
+            AmphoraDriverError: a read or write failed; the next call repeats it.
         """
         for kind in CaKind:
             self.advance(kind)
-        self.hasten()
+        self.make_renewals_due()
 
     def advance(self, kind: CaKind) -> bool:
-        """Take the next step of the rotation of one kind of authority, if it can be taken; whether it was."""
+        """Take the next step of the rotation of one kind of CA, if it is possible; return whether it was."""
         failpoints.reach_in(f"Authority-{kind.value}", failpoints.Moment.BEFORE)
         now = self._database.now()
 
-        def see(connection: sa.Connection) -> ca_rotation.Phase:
+        def read(connection: sa.Connection) -> ca_rotation.RotationPhase:
             recorded = ca_records.list_cas(connection)
-            if not ca_rotation.goes_on(kind, recorded):
-                return ca_rotation.Phase()
-            return ca_rotation.phase(
+            if not ca_rotation.is_rotating(kind, recorded):
+                return ca_rotation.RotationPhase()
+            return ca_rotation.rotation_phase(
                 kind, recorded, ca_records.list_amphora_certificates(connection), now, self._settle
             )
 
-        def move(connection: sa.Connection) -> ca_rotation.Phase:
-            # Once more, in the transaction that writes: what is decided upon is what is there.
-            found = see(connection)
+        def write(connection: sa.Connection) -> ca_rotation.RotationPhase:
+            # Decide again in the writing transaction: the rows may have changed.
+            found = read(connection)
             return (
                 found
                 if found.moves and ca_records.change_ca_states(connection, found.moves, now)
-                else ca_rotation.Phase()
+                else ca_rotation.RotationPhase()
             )
 
-        found = self._database.read(see)
+        found = self._database.read(read)
         if found.moves:
-            # A step that lasts for some time by a clock that was set since has perhaps just begun.
+            # Ages that cross a jump of the clock are not reliable: the step may have just begun.
             found = (
-                self._database.write(move)
+                self._database.write(write)
                 if self._database.seconds_since_clock_jump() >= self._settle
-                else ca_rotation.Phase()
+                else ca_rotation.RotationPhase()
             )
         if found.moves:
             failpoints.reach_in(f"Authority-{kind.value}", failpoints.Moment.MARKED)
             steps = ", ".join(f"{one.id} is {state.value}" for one, state in found.moves.items())
-            LOG.info("authorities of kind %s: %s", kind.value, steps)
-        self._complain(kind, found)
+            LOG.info("certificate authorities of kind %s: %s", kind.value, steps)
+        self._log_waiting(kind, found)
         return bool(found.moves)
 
-    def _complain(self, kind: CaKind, found: ca_rotation.Phase) -> None:
-        """Say once who is waited for, whenever that changes after the time that a step takes anyway."""
+    def _log_waiting(self, kind: CaKind, found: ca_rotation.RotationPhase) -> None:
+        """Log the amphorae that the rotation waits for after the minimum time of a step, once for each change."""
         waits = found.waits_for if self._database.now() > found.until else ()
-        if waits and waits != self._said.get(kind):
+        if waits and waits != self._logged.get(kind):
             names = ", ".join(waits[:_NAMED]) + (" and others" if len(waits) > _NAMED else "")
             LOG.warning(
-                "the rotation of the authority of kind %s waits (%s) for %d amphorae: %s",
+                "rotation of the certificate authority of kind %s waits (%s) for %d amphorae: %s",
                 *(kind.value, found.reason, len(waits), names),
             )
-        self._said[kind] = waits
+        self._logged[kind] = waits
 
-    def hasten(self) -> int:
-        """Have load balancers looked at of which an amphora needs another certificate; returns how many."""
-        wanted = self._trust.papers().wanted
-        fleet = look(self._database)
-        needy = {
+    def make_renewals_due(self) -> int:
+        """Make load balancers due whose amphorae need a renewal; return their number."""
+        desired = self._trust.credentials().desired
+        fleet = load_fleet(self._database)
+        outdated = {
             one.load_balancer_id
             for one in fleet.held
-            if one.ready and ca_rotation.why(one, wanted, self._terms, fleet.now)
+            if one.ready and ca_rotation.renewal_reason(one, desired, self._lifetime, fleet.now)
         }
-        if not needy:
+        if not outdated:
             return 0
-        # Whoever cannot be reached is among them at each look, and must not keep the others from it.
-        chosen = random.sample(sorted(needy), min(_MOST, len(needy)))
+        # A random choice, so that unreachable amphorae do not block the others.
+        chosen = random.sample(sorted(outdated), min(_MOST, len(outdated)))
         return self._database.write(
             lambda connection: ca_records.make_load_balancers_due(connection, chosen, fleet.now)
         )
 
 
-def attended(certificates: Certificates) -> None:
-    """One look that fails without consequences for what else is looked after."""
+def renew_certificates(certificates: CertificateMaintenance) -> None:
+    """Run the maintenance once; errors are only logged, so that the other housekeeping continues."""
     try:
-        certificates.attend()
+        certificates.run_once()
     except AmphoraDriverError as error:
-        LOG.warning("certificates: %s", error)
+        LOG.warning("could not maintain certificates, trying again: %s", error)
     except Exception:
-        LOG.exception("looking after certificates failed, and goes on")
+        # An unexpected error must not stop the rest of the housekeeping.
+        LOG.exception("maintaining certificates failed, trying again")

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whom this process trusts, who it is to agents, and what an amphora is given.
+"""Trust store of a process: CAs, its client certificate, and the credentials of amphorae.
 
-Invariant: what is used for a handshake or a boot is never older than a few seconds by this process's own clock, also
-after it was stopped for a while; a rotation waits for longer than that after each of its steps. While the database is
-away, what was read last is used. Nobody waits for a slow database but the one who reads, and whoever knows nothing that
-is new enough. The private key of the client certificate that a process issues to itself is in its memory only, as are
-those of authorities in use.
+Invariant: the data of a handshake or a boot is at most a few seconds old on this process's monotonic clock, also after
+a pause of the process. A rotation waits longer than that after each step. While the database is not available, the
+process uses the data that it read last. Only one thread reads at a time; other threads wait for it only if their data
+is too old. The private keys of CAs and of the process's own client certificate exist in memory only.
 
-Before the first rotation of a kind, the files of the configuration are what counts; they are read whenever they change.
+Before the first rotation of a kind of CA the configured files apply. The process reads them again when they change.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from amphora_driver.agent.tls import Instead
+from amphora_driver.agent.tls import TlsOverride
 from amphora_driver.certificates import ca_rotation
-from amphora_driver.certificates.ca import Authority, Issued, create_authority, ends
+from amphora_driver.certificates.ca import Authority, Issued, create_authority, earliest_expiry
 from amphora_driver.errors import CertificateError, StoreError
 from amphora_driver.store import ca_records
 from amphora_driver.store.ca_records import TRUSTED_STATES, CaKind, CaRecord, CaState
@@ -38,140 +37,140 @@ if TYPE_CHECKING:
     from amphora_driver.database.vault import Vault
 
 LOG = logging.getLogger(__name__)
-# Seconds for which what was read is used, at the most, and the part of a rotation's shortest step that this may be.
-_FRESH, _OF_A_STEP = 5.0, 0.25
-# So many times longer it is used by the others while one reads anew: three quarters of a step, and never longer than
-# 15 s. A read that took longer than this many seconds was not slow: this process was stopped.
+# Maximum age of the data in seconds, and as a fraction of a rotation's shortest step.
+_MAX_AGE, _OF_A_STEP = 5.0, 0.25
+# Multiple of this age that other threads accept while one thread reads: three quarters of a step, and at most 15 s. A
+# read of more than _LONGEST_READ seconds was not slow: the process was paused.
 _MEANWHILE = 3
 _LONGEST_READ = 40.0
 _LONGEST_HOST = 40
 
 
-class Papers(msgspec.Struct, frozen=True, kw_only=True):
-    """What an amphora is given: a certificate by `issuer`, and whom it is to trust.
+class AmphoraCredentials(msgspec.Struct, frozen=True, kw_only=True):
+    """Credentials of an amphora that is booted or renewed now.
 
     Attributes:
-        wanted: how that is written down.
-        client_ca: authorities in PEM whose clients may call.
-        server_ca: authorities in PEM that vouch for amphorae.
-        issuer: signs its certificate.
+        desired: the record of this trust.
+        client_ca: CAs of controllers, in PEM.
+        server_ca: CAs of amphorae, in PEM.
+        issuer: of the amphora's certificate.
     """
 
-    wanted: ca_rotation.Wanted
+    desired: ca_rotation.DesiredTrust
     client_ca: bytes
     server_ca: bytes
     issuer: Authority
 
 
-class Trust:
-    """Authorities as they are now, for any thread.
+class TrustStore:
+    """Current CAs. For any thread.
 
     Args:
-        conf: the group `certificates` is used.
-        database: where authorities are recorded.
+        conf: our options; the group `certificates` is used.
+        database: of the recorded CAs.
         vault: opens their keys.
     """
 
     def __init__(self, conf: ConfigOpts, database: Database, vault: Vault) -> None:
         self._options = conf.certificates
-        self._fresh = min(_FRESH, _OF_A_STEP * conf.certificates.settle)
+        self._max_age = min(_MAX_AGE, _OF_A_STEP * conf.certificates.settle)
         self._database = database
         self._vault = vault
-        # Held for moments: what is known, and what follows from it. The other one is held by who reads.
+        # Protects the data and is held briefly; `_reading` is held during a read of the database.
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         self._recorded: tuple[CaRecord, ...] | None = None
-        # Since when what is recorded counts as known, by `time.monotonic()`.
+        # Time of the data, on `time.monotonic()`'s clock.
         self._known_at = 0.0
-        # Until when nobody asks again who knows nothing, and why.
-        self._away: tuple[float, StoreError] | None = None
+        # After a failed first read: time of the next attempt, and the error.
+        self._unavailable: tuple[float, StoreError] | None = None
         self._issuers: dict[int, Authority] = {}
-        self._of_files: tuple[object, Authority] | None = None
-        # The client certificate of this process, who issued it, and when it is issued anew (by the wall clock).
+        self._file_issuer: tuple[object, Authority] | None = None
+        # Client certificate of this process: CA id, certificate, and time of its renewal (wall clock).
         self._client: tuple[int, Issued, float] | None = None
 
-    def instead(self) -> Instead:
-        """What takes the place of the configured files in connections to agents.
+    def tls_override(self) -> TlsOverride:
+        """Return the CAs and the client certificate that replace the configured files.
 
         Raises:
-            CertificateError: the key of an authority is not what it should be.
-            StoreError: it cannot be opened, or nothing was ever read.
+            CertificateError: the key of a CA is invalid.
+            StoreError: the key cannot be opened, or no read has succeeded yet.
         """
         self._refresh()
         with self._lock:
             recorded = self._recorded or ()
             anchors = _certificates(recorded, CaKind.AMPHORA, TRUSTED_STATES)
-            shown = self._client_certificate(_current(recorded, CaKind.CONTROLLER))
-            mark = (anchors, None if shown is None else shown.certificate)
-            return Instead(mark=mark, authorities=anchors, certificate=None if shown is None else shown.bundle())
+            own = self._client_certificate(_current(recorded, CaKind.CONTROLLER))
+            version = (anchors, None if own is None else own.certificate)
+            return TlsOverride(version=version, authorities=anchors, certificate=None if own is None else own.bundle())
 
-    def papers(self) -> Papers:
-        """What an amphora is given that is booted or renewed now.
+    def credentials(self) -> AmphoraCredentials:
+        """Return the credentials of an amphora that is booted or renewed now.
 
         Raises:
-            CertificateError: a file cannot be read, or a key is not what it should be.
-            StoreError: a key cannot be opened, or nothing was ever read.
+            CertificateError: a file cannot be read, or a key is invalid.
+            StoreError: a key cannot be opened, or no read has succeeded yet.
         """
         self._refresh()
         with self._lock:
             recorded = self._recorded or ()
             signer, controllers = _current(recorded, CaKind.AMPHORA), _ids(recorded, CaKind.CONTROLLER)
-            client_ca = _certificates(recorded, CaKind.CONTROLLER, TRUSTED_STATES) or _file(
+            client_ca = _certificates(recorded, CaKind.CONTROLLER, TRUSTED_STATES) or _read_file(
                 self._options.client_ca, "client_ca"
             )
             server_ca = _certificates(recorded, CaKind.AMPHORA, {CaState.NEXT, CaState.CURRENT})
             if server_ca is None:
-                server_ca = _file(self._options.ca_certificate, "ca_certificate")
-            named = ca_rotation.trusts(controllers, client_ca, server_ca if signer is None else None)
-            return Papers(
-                wanted=ca_rotation.Wanted(authority=None if signer is None else signer.id, trusts=named),
+                server_ca = _read_file(self._options.ca_certificate, "ca_certificate")
+            trusts = ca_rotation.format_trusts(controllers, client_ca, server_ca if signer is None else None)
+            return AmphoraCredentials(
+                desired=ca_rotation.DesiredTrust(authority=None if signer is None else signer.id, trusts=trusts),
                 client_ca=client_ca,
                 server_ca=server_ca,
                 issuer=self._issuer(signer),
             )
 
     def _refresh(self) -> None:
-        """See to it that what is recorded is known, and new enough.
+        """Read the recorded CAs if the data is too old.
 
         Raises:
-            StoreError: nothing was ever read.
+            StoreError: no read has succeeded yet.
         """
-        if self._is_known_for(self._fresh):
+        if self._is_newer_than(self._max_age):
             return
-        # While somebody reads, the others go on with what they have; not with what is too old for that.
-        if not self._reading.acquire(blocking=not self._is_known_for(_MEANWHILE * self._fresh)):
+        # While one thread reads, the others use the present data, unless it is too old even for that.
+        if not self._reading.acquire(blocking=not self._is_newer_than(_MEANWHILE * self._max_age)):
             return
         try:
-            if not self._is_known_for(self._fresh):
+            if not self._is_newer_than(self._max_age):
                 self._read()
         finally:
             self._reading.release()
 
-    def _is_known_for(self, seconds: float) -> bool:
-        """Whether what is known became known no longer ago than that."""
+    def _is_newer_than(self, seconds: float) -> bool:
+        """Whether the data exists and is newer than this."""
         with self._lock:
             return self._recorded is not None and time.monotonic() - self._known_at < seconds
 
     def _read(self) -> None:
         begun = time.monotonic()
-        if self._away is not None and begun < self._away[0]:
-            raise StoreError(self._away[1].wanted, self._away[1].happened)
+        if self._unavailable is not None and begun < self._unavailable[0]:
+            raise StoreError(self._unavailable[1].wanted, self._unavailable[1].happened)
         try:
             found = self._database.read(ca_records.list_cas)
         except StoreError as error:
             with self._lock:
                 if self._recorded is None:
-                    self._away = time.monotonic() + self._fresh, error
+                    self._unavailable = time.monotonic() + self._max_age, error
                     raise
-                # Nothing can be written down either: whatever is begun now comes to nothing. A database that is slow
-                # to say no is not asked by everybody, one after the other: so from the end.
+                # The old data is safe: without the database no operation can be recorded either. The time counts from
+                # the end of the read, so that not every thread waits for a database that fails slowly.
                 ended = time.monotonic()
                 self._known_at = ended if ended - begun < _LONGEST_READ else begun
-            LOG.warning("the authorities in use are kept: %s", error)
+            LOG.warning("cannot read the certificate authorities, using the present ones: %s", error)
             return
         with self._lock:
-            # From the beginning of reading, not from its end.
-            self._recorded, self._known_at, self._away = found, begun, None
+            # The age counts from the start of the read.
+            self._recorded, self._known_at, self._unavailable = found, begun, None
             in_use = {one.id for one in found if one.state is not CaState.GONE}
             self._issuers = {number: issuer for number, issuer in self._issuers.items() if number in in_use}
 
@@ -181,8 +180,8 @@ class Trust:
             if signer is not None and not issuer.is_among(signer.certificate):
                 raise CertificateError(
                     "use the certificate authority",
-                    "the one in the files is not the one that is being replaced",
-                    "Put the files back to which [certificates] ca_certificate and ca_private_key pointed.",
+                    "the configured files hold another authority than the one that is being replaced",
+                    "Restore the files of [certificates] ca_certificate and ca_private_key.",
                 )
             return issuer
         found = self._issuers.get(signer.id)
@@ -193,21 +192,21 @@ class Trust:
 
     def _issuer_of_files(self) -> Authority:
         paths = (self._options.ca_certificate, self._options.ca_private_key)
-        marks = tuple(map(_mark, paths))
-        if self._of_files is None or self._of_files[0] != marks:
+        versions = tuple(map(_file_version, paths))
+        if self._file_issuer is None or self._file_issuer[0] != versions:
             try:
                 issuer = Authority.load(*paths)
             except CertificateError as error:
-                if self._of_files is None:
+                if self._file_issuer is None:
                     raise
-                # Half written, say. It is tried again after the next change.
-                LOG.warning("the authority in use is kept: %s", error)
-                issuer = self._of_files[1]
-            self._of_files = marks, issuer
-        return self._of_files[1]
+                # The file may be half written. The next change triggers another attempt.
+                LOG.warning("cannot read the certificate authority, using the present one: %s", error)
+                issuer = self._file_issuer[1]
+            self._file_issuer = versions, issuer
+        return self._file_issuer[1]
 
     def _client_certificate(self, signer: CaRecord | None) -> Issued | None:
-        """Who this process is to agents; None while that is the configured certificate."""
+        """Return the client certificate of this process; None while the configured one applies."""
         if signer is None or signer.sealed_key is None:
             self._client = None
             return None
@@ -217,7 +216,7 @@ class Trust:
             issued = self._issuer(signer).issue_client(name, self._options.validity_days)
             renewed = now + (issued.expires_at - now) * self._options.renew_at
             self._client = signer.id, issued, renewed
-            LOG.info("agents are shown a certificate of authority %d from now on", signer.id)
+            LOG.info("using a new client certificate of authority %d", signer.id)
         return self._client[1]
 
 
@@ -235,31 +234,31 @@ def _certificates(recorded: Iterable[CaRecord], kind: CaKind, states: Iterable[C
     return b"\n".join(found) + b"\n" if found else None
 
 
-def configured(conf: ConfigOpts, kind: CaKind) -> ca_records.NewCa:
-    """The authority of this kind that the files of the configuration hold, without its key.
+def load_configured_ca(conf: ConfigOpts, kind: CaKind) -> ca_records.NewCa:
+    """Return the CA of this kind from the configured file, without its key.
 
     Raises:
-        CertificateError: the file cannot be read, or holds something else.
+        CertificateError: the file cannot be read or holds no certificate.
     """
     option = "ca_certificate" if kind is CaKind.AMPHORA else "client_ca"
-    pem = _file(conf.certificates[option], option)
-    return ca_records.NewCa(certificate=pem, sealed_key=None, expires_at=ends(pem))
+    pem = _read_file(conf.certificates[option], option)
+    return ca_records.NewCa(certificate=pem, sealed_key=None, expires_at=earliest_expiry(pem))
 
 
-def create(kind: CaKind, vault: Vault, days: int) -> ca_records.NewCa:
-    """A new authority, its key sealed.
+def create_ca(kind: CaKind, vault: Vault, days: int) -> ca_records.NewCa:
+    """Create a CA with a sealed key.
 
     Raises:
-        CertificateError: the number of days cannot be used.
+        CertificateError: the number of days is invalid.
     """
-    # No two authorities have one name: who signed something is found by it.
+    # Names are unique, because verification finds the issuer of a certificate by its name.
     name = f"{kind.value} authority {time.strftime('%Y-%m-%d', time.gmtime())} {secrets.token_hex(4)}"
     certificate, key = create_authority(name, days)
     sealed = vault.seal(key, ca_records.key_location(kind, certificate))
-    return ca_records.NewCa(certificate=certificate, sealed_key=sealed, expires_at=ends(certificate))
+    return ca_records.NewCa(certificate=certificate, sealed_key=sealed, expires_at=earliest_expiry(certificate))
 
 
-def _file(path: str, option: str) -> bytes:
+def _read_file(path: str, option: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -270,7 +269,7 @@ def _file(path: str, option: str) -> bytes:
         ) from error
 
 
-def _mark(path: str) -> object:
+def _file_version(path: str) -> object:
     try:
         found = Path(path).stat()
     except OSError:

@@ -68,9 +68,15 @@ class ListCertificates(Lister):
         recorded = self.app.read(ca_records.list_cas)
         held: tuple[AmphoraCertificate, ...] = self.app.read(ca_records.list_amphora_certificates)
         options = self.app.conf.certificates
-        terms = ca_rotation.Terms(validity=options.validity_days * ca_rotation.DAY, renew_at=options.renew_at)
+        terms = ca_rotation.CertificateLifetime(
+            validity=options.validity_days * ca_rotation.DAY, renew_at=options.renew_at
+        )
         rows = (
-            (one, ca_rotation.condition(one, wanted, terms, now), ca_rotation.why(one, wanted, terms, now))
+            (
+                one,
+                ca_rotation.certificate_state(one, wanted, terms, now),
+                ca_rotation.renewal_reason(one, wanted, terms, now),
+            )
             for one in held
             for wanted in [_wanted(one, recorded)]
         )
@@ -119,7 +125,7 @@ class ListAuthorities(Lister):
             of_kind = [one for one in everyone if one.kind is kind]
             if all(one.state is CaState.GONE for one in of_kind):
                 yield self._of_files(kind, held, now)
-            phase = ca_rotation.phase(kind, of_kind, held, now, self.app.conf.certificates.settle)
+            phase = ca_rotation.rotation_phase(kind, of_kind, held, now, self.app.conf.certificates.settle)
             for one in of_kind:
                 moves = one.state in (CaState.NEXT, CaState.FORMER, CaState.LEAVING)
                 yield (
@@ -131,7 +137,7 @@ class ListAuthorities(Lister):
 
     def _of_files(self, kind: CaKind, held: tuple[AmphoraCertificate, ...], now: float) -> tuple[Any, ...]:
         try:
-            found = trust_store.configured(self.app.conf, kind)
+            found = trust_store.load_configured_ca(self.app.conf, kind)
         except CertificateError as error:
             # Whoever may ask the database may not be able to read files of the controllers.
             return (None, kind.value, "current", "", Moment(None), Moment(None), None, len(held), str(error), Names(()))
@@ -169,8 +175,8 @@ class RotateAuthority(ShowOne):
         vault = Vault.load(conf.store.encryption_key_file)
         # Once rows count, the files may be gone.
         rotated = any(one.kind is kind for one in self.app.read(ca_records.list_cas))
-        new = trust_store.create(kind, vault, parsed_args.days)
-        present = new if rotated else trust_store.configured(conf, kind)
+        new = trust_store.create_ca(kind, vault, parsed_args.days)
+        present = new if rotated else trust_store.load_configured_ca(conf, kind)
         now = database.now()
         number = database.write(lambda connection: ca_records.begin_ca_rotation(connection, kind, present, new, now))
         names = ("ID", "Kind", "State", "Fingerprint", "Expires")
@@ -183,13 +189,13 @@ class RotateAuthority(ShowOne):
         )
 
 
-def _wanted(one: AmphoraCertificate, recorded: tuple[CaRecord, ...]) -> ca_rotation.Wanted:
+def _wanted(one: AmphoraCertificate, recorded: tuple[CaRecord, ...]) -> ca_rotation.DesiredTrust:
     """What an amphora is to have; what is in files, which only controllers may be able to read, it has."""
     ids = [each.id for each in recorded if each.kind is CaKind.CONTROLLER and each.state in ca_records.TRUSTED_STATES]
     signer = [each.id for each in recorded if each.kind is CaKind.AMPHORA and each.state is CaState.CURRENT]
-    return ca_rotation.Wanted(
+    return ca_rotation.DesiredTrust(
         authority=signer[0] if signer else one.authority,
-        trusts=ca_rotation.trusts(ids, b"", None) if ids else one.trusts or "files-",
+        trusts=ca_rotation.format_trusts(ids, b"", None) if ids else one.trusts or "files-",
     )
 
 
@@ -197,7 +203,7 @@ def _depends(one: AmphoraCertificate, authority: CaRecord) -> bool:
     """Whether an amphora could not be reached, or could not reach, if this authority were gone now."""
     if authority.kind is CaKind.AMPHORA:
         return one.authority == authority.id
-    trusted = ca_rotation.controllers_in(one.trusts)
+    trusted = ca_rotation.parse_controller_ids(one.trusts)
     # One that was given files was given what was imported from them.
     return authority.id in trusted or (authority.sealed_key is None and not trusted)
 

@@ -17,14 +17,14 @@ import sqlalchemy as sa
 from cliff.command import Command
 
 from amphora_driver.agent.client import AgentClient
-from amphora_driver.certificates.trust_store import Trust
+from amphora_driver.certificates.trust_store import TrustStore
 from amphora_driver.cli import config_diff, id_prefix
 from amphora_driver.cli.terminal_escape import plain
 from amphora_driver.database.tables import amphora, amphora_seen, work
 from amphora_driver.database.vault import Vault
 from amphora_driver.deadline import Deadline
 from amphora_driver.errors import AgentError, AgentRefused, Conflict
-from amphora_driver.maintenance.drift_audit import record_of
+from amphora_driver.maintenance.drift_audit import load_record
 from amphora_driver.plugins import Catalogue
 from amphora_driver.queue import local_socket
 from amphora_driver.reconcile.desired_bundle import bodies
@@ -57,7 +57,7 @@ class DiffLoadBalancer(Command):
         """Ask every amphora, and print what differs."""
         catalogue, vault = Catalogue(self.app.conf, self.app.database), _vault(self.app)
         chosen = self.app.read(lambda connection: id_prefix.load_balancer(connection, parsed_args.load_balancer))
-        recorded = self.app.read(lambda connection: record_of(connection, chosen, catalogue))
+        recorded = self.app.read(lambda connection: load_record(connection, chosen, catalogue))
         if recorded is None:
             raise Conflict(f"compare load balancer {chosen}", "it is being made, or removed", "Wait for that.")
         wanted = {one: json.loads(body) for one, body in bodies(recorded, self.app.conf, vault).items()}
@@ -161,7 +161,7 @@ def _vault(app: Any) -> Vault:
 
 
 def _agents(app: Any, vault: Vault) -> AgentClient:
-    return AgentClient(app.conf, Trust(app.conf, app.database, vault))
+    return AgentClient(app.conf, TrustStore(app.conf, app.database, vault))
 
 
 def _said(agents: AgentClient, amphora_id: str, address: str | None) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def keys(conf: ConfigOpts, database: Database) -> Check:
     """Whether every secret can be opened with the keys of this host."""
     try:
         vault = Vault.load(conf.store.encryption_key_file)
-        counts = reencryption.count(database, vault)
+        counts = reencryption.count_key_usage(database, vault)
     except AmphoraDriverError as error:
         return failure("Keys", f"{error}")
     lost = sum(one.rows for one in counts if one.key is None)

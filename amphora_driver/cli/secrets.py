@@ -23,7 +23,7 @@ class SecretsStatus(Lister):
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
         """Column names and rows."""
         vault = Vault.load(self.app.conf.store.encryption_key_file)
-        counts = reencryption.count(self.app.database, vault)
+        counts = reencryption.count_key_usage(self.app.database, vault)
         rows = (
             (one.column, _place(one.key), one.fingerprint, _use(one.key), one.rows, one.unbound, one.misplaced)
             for one in counts
@@ -48,8 +48,8 @@ class ResealSecrets(ShowOne):
         """Names and values."""
         vault = Vault.load(self.app.conf.store.encryption_key_file)
         database = self.app.database
-        done = reencryption.reseal(database, vault, self._tell, bind=parsed_args.bind)
-        counts = reencryption.count(database, vault)
+        done = reencryption.reencrypt(database, vault, self._tell, bind=parsed_args.bind)
+        counts = reencryption.count_key_usage(database, vault)
         left = sum(one.rows for one in counts if one.key not in (0, None))
         lost = sum(one.rows for one in counts if one.key is None)
         # Some are left where a process that has not read the key file yet sealed one meanwhile: run it again.

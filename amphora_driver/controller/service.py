@@ -19,8 +19,8 @@ import cotyledon
 
 from amphora_driver import config, log_context
 from amphora_driver.agent.client import AgentClient
-from amphora_driver.certificates.renewal import Certificates
-from amphora_driver.certificates.trust_store import Trust
+from amphora_driver.certificates.renewal import CertificateMaintenance
+from amphora_driver.certificates.trust_store import TrustStore
 from amphora_driver.controller.liveness import ControllerLiveness
 from amphora_driver.controller.worker_slots import WorkerSlots
 from amphora_driver.database import schema_check
@@ -28,9 +28,9 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import AmphoraDriverError, StoreError
 from amphora_driver.failover.failure_detector import FailureDetector
-from amphora_driver.maintenance.drift_audit import Auditing
+from amphora_driver.maintenance.drift_audit import DriftAuditor
 from amphora_driver.maintenance.housekeeping import Housekeeping
-from amphora_driver.maintenance.image_rotation import Rotator
+from amphora_driver.maintenance.image_rotation import ImageRotator
 from amphora_driver.plugins import Catalogue
 from amphora_driver.queue import local_socket, notifier
 from amphora_driver.queue.jobs import Jobs, process_name
@@ -79,10 +79,10 @@ def create_context(conf: ConfigOpts, database: Database) -> Backends:
     """
     defaults.check(conf)
     vault = Vault.load(conf.store.encryption_key_file)
-    trust = Trust(conf, database, vault)
+    trust = TrustStore(conf, database, vault)
     try:
         # Report wrong files and keys at the start.
-        trust.papers()
+        trust.credentials()
     except StoreError as error:
         LOG.warning("cannot read the certificate authorities yet: %s", error)
     return Backends(
@@ -112,7 +112,7 @@ class Controller:
             context.catalogue,
             name,
             context.vault,
-            Certificates(conf, self._database, context.trust),
+            CertificateMaintenance(conf, self._database, context.trust),
         )
         self._reconciler = Reconciler(
             context,
@@ -128,8 +128,8 @@ class Controller:
         self._slots = WorkerSlots(conf.controller.threads)
         self._liveness = ControllerLiveness(self._database, name, lambda: len(self._slots.jobs()))
         self._draining = self._liveness.draining
-        self._auditing = Auditing(context, name, lambda: notifier.notify(conf, local_socket.CONTROLLER))
-        self._rotator = Rotator(
+        self._auditor = DriftAuditor(context, name, lambda: notifier.notify(conf, local_socket.CONTROLLER))
+        self._rotator = ImageRotator(
             conf, self._database, context.catalogue, name, lambda: notifier.notify(conf, local_socket.CONTROLLER)
         )
         self._detector = FailureDetector(
@@ -147,7 +147,7 @@ class Controller:
             threading.Thread(target=self._renew_leases, name="renew", daemon=True),
             threading.Thread(target=self._check_jobs, name="watch", daemon=True),
             threading.Thread(target=self._housekeeping.run, args=(self._stopping, self._draining), name="housekeeping"),
-            threading.Thread(target=self._auditing.run, args=(self._stopping, self._draining), name="audit"),
+            threading.Thread(target=self._auditor.run, args=(self._stopping, self._draining), name="audit"),
             threading.Thread(target=self._rotator.run, args=(self._stopping, self._draining), name="rotation"),
             threading.Thread(target=self._detector.run, args=(self._stopping, self._draining), name="detection"),
         ]

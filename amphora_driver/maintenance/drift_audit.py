@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparing what amphorae say they confirmed with what they would be given now.
+"""Drift audit: compares the configuration that amphorae report with the one that would be pushed now.
 
-Invariant: one controller at a time does it, and it changes rows only: a confirmation is taken back if it still is the
-one that was looked at, and the plan does the rest. An amphora that has another generation than it confirmed is due at
-once. One that has the right generation with another content was rendered by another version of us, or with other
-options: of these load balancers one after the other is due, with pauses, so that an upgrade of the controllers pushes
-nothing but one load balancer at a time; and none twice for the same reason.
+Invariant: one controller at a time holds the duty `audit`, and the audit only changes rows. It revokes a confirmation
+if the row still holds the audited value; the plan of the next job repairs the amphora. An amphora with a generation
+other than the confirmed one is due at once. The right generation with a different content was rendered by another
+version or with other options. Such load balancers become due one at a time, with pauses, and only once for the same
+content. An upgrade of the controllers therefore pushes one load balancer at a time.
 
-Whatever is wrong with one load balancer, or one amphora says, costs the others nothing: it is put off, and they go on.
-A round ends after its time, whoever does not answer, and at once when this controller stops or drains.
+An error with one load balancer or one amphora does not affect the others: its audit is postponed. A round ends after
+its time-out, also if an agent does not answer, and at once when this controller stops or drains.
 """
 
 from __future__ import annotations
@@ -49,57 +49,59 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 DUTY = "audit"
-# Seconds between two rounds: at the most, and at the least.
+# Seconds between two rounds.
 _LONGEST_ROUND, _SHORTEST_ROUND = 5.0, 0.2
 _ROUNDS = 10
-# So many times quicker than needed, for those that could not be asked.
-_SPARE = 1.5
-# Seconds an agent may take to say what it confirmed; and until one that did not answer is asked again.
-_PATIENCE = 5.0
-_AGAIN = 60.0
+# Each round has room for more amphorae than the interval requires, for the ones whose audit failed.
+_RESERVE = 1.5
+# Seconds until an agent must answer, and until the audit of an amphora without an answer is repeated.
+_AGENT_TIMEOUT = 5.0
+_RETRY_AFTER = 60.0
 _MOST_REMEMBERED = 10_000
-# Seconds for which a round begins with further amphorae, and between two looks whether it is to end; and how long the
-# duty is ours without being renewed, and when it is.
-_LONGEST, _SLICE = 20.0, 0.2
-_HELD, _RENEWED = 60.0, 10.0
-# Amphorae of a round that wait for a thread, for each thread.
+# Seconds of a round, and between two checks of whether it must end; seconds of the duty's lease, and between renewals.
+_ROUND_TIMEOUT, _CHECK_EVERY = 20.0, 0.2
+_DUTY_LEASE, _RENEW_EVERY = 60.0, 10.0
+# Amphorae that wait for a thread, for each thread.
 _QUEUED = 2
-# What no amphora comes to have: generations beyond ours. Who says so is not believed, and nothing counts from there.
-_FAR = 2**31
+# No correct amphora reports a generation this far beyond ours: the value is false and must not be counted on from.
+_IMPLAUSIBLE = 2**31
 
 
-class Verdict(str, Enum):
-    """What follows from what an agent says."""
+class Drift(str, Enum):
+    """Difference between the recorded and the reported configuration of an amphora.
 
-    SAME = "same"
+    RENDERER: the generation is equal, the content differs. IMPLAUSIBLE: the reported generation is false.
+    """
+
+    NONE = "none"
     BEHIND = "behind"
     AHEAD = "ahead"
-    FAR = "far"
+    IMPLAUSIBLE = "implausible"
     RENDERER = "renderer"
 
 
-def judge(generation: int, digest: str, said: BundleState) -> Verdict:
-    """Compare.
+def classify_drift(generation: int, digest: str, reported: BundleState) -> Drift:
+    """Return the drift of an amphora.
 
     Args:
         generation: the load balancer's newest one, which the amphora has confirmed.
-        digest: of the document it would be given now.
-        said: what its agent says of what it confirmed last.
+        digest: of the document that would be pushed now.
+        reported: the last confirmed bundle, as the agent reports it.
     """
-    if (said.generation or 0) < generation:
-        return Verdict.BEHIND
-    if said.generation is not None and said.generation > generation:
-        return Verdict.FAR if said.generation - generation > _FAR else Verdict.AHEAD
-    return Verdict.SAME if said.digest == digest else Verdict.RENDERER
+    if (reported.generation or 0) < generation:
+        return Drift.BEHIND
+    if reported.generation is not None and reported.generation > generation:
+        return Drift.IMPLAUSIBLE if reported.generation - generation > _IMPLAUSIBLE else Drift.AHEAD
+    return Drift.NONE if reported.digest == digest else Drift.RENDERER
 
 
-def record_of(connection: sa.Connection, load_balancer_id: str, catalogue: Any) -> Recorded | None:
-    """Everything that decides what the amphorae of a load balancer are given; None if it is not wanted, or not ready.
+def load_record(connection: sa.Connection, load_balancer_id: str, catalogue: Any) -> Recorded | None:
+    """Load all rows that determine the bundles; None if the load balancer is deleted or incomplete.
 
     Args:
         connection: of one reading transaction.
-        load_balancer_id: which one.
-        catalogue: knows topologies and network backends by name.
+        load_balancer_id: of the load balancer.
+        catalogue: of topologies and network backends.
     """
     row, everyone = amphorae.load_with_work(connection, load_balancer_id)
     if row is None or row.op != "apply" or row.read_back:
@@ -127,7 +129,10 @@ def record_of(connection: sa.Connection, load_balancer_id: str, catalogue: Any) 
 
 
 def _in_error(connection: sa.Connection, load_balancer_id: str) -> dict[str, str]:
-    """What the generation that is served was served without: HAProxy may have found it, and nobody else can tell."""
+    """Return the objects in ERROR with their reasons.
+
+    HAProxy may have rejected them, which rendering cannot find out.
+    """
     rows = connection.execute(
         sa.select(status.c.object_id, status.c.reason).where(
             status.c.load_balancer_id == load_balancer_id,
@@ -140,7 +145,7 @@ def _in_error(connection: sa.Connection, load_balancer_id: str) -> dict[str, str
 
 
 class _Target(msgspec.Struct, frozen=True):
-    """An amphora that is compared: with what is recorded, and the digest of what it would be given now."""
+    """An amphora to audit; `digest` is the one of the bundle that would be pushed now."""
 
     recorded: Recorded
     amphora: Amphora
@@ -154,102 +159,102 @@ class _End(Enum):
 _END = _End.END
 
 
-class Auditing:
-    """Looks at some amphorae now and then, so that each has its turn once in an interval.
+class DriftAuditor:
+    """Audits every amphora once in an interval, a few in each round.
 
     Args:
-        backends: agents, vault and so on.
+        backends: clients and backends of this controller.
         owner: name of this process.
-        due: called when a load balancer has become due.
+        on_due: called when a load balancer has become due.
     """
 
-    def __init__(self, backends: Backends, owner: str, due: Callable[[], None]) -> None:
+    def __init__(self, backends: Backends, owner: str, on_due: Callable[[], None]) -> None:
         self._backends = backends
         self._database: Database = backends.database
         self._owner = owner
-        self._due = due
+        self._on_due = on_due
         audit = backends.conf.audit
         self._interval: float = audit.interval
         self._most: int = audit.most_at_once
         self._pause: float = audit.renderer_pause
         self._round = min(max(self._interval / _ROUNDS, _SHORTEST_ROUND), _LONGEST_ROUND)
-        # Amphorae that did not answer: when they are asked again, on `time.monotonic()`'s clock.
-        self._later: dict[str, float] = {}
-        # Load balancers that are rendered in another way now, in the order in which they were found.
-        self._waiting: dict[str, None] = {}
+        # Amphorae whose audit failed: time of the next attempt, on `time.monotonic()`'s clock.
+        self._retry_at: dict[str, float] = {}
+        # Load balancers with drift RENDERER, in the order of their detection.
+        self._outdated: dict[str, None] = {}
         self._pushed_at = time.monotonic()
-        # What they would have been given when they were pushed because of that.
+        # Fingerprint of the content at the push that drift RENDERER caused, by load balancer.
         self._pushed: dict[str, str] = {}
-        # When the duty was renewed last.
-        self._held_at = 0.0
+        # Time of the last renewal of the duty.
+        self._renewed_at = 0.0
 
     def run(self, stopping: threading.Event, draining: threading.Event) -> None:
-        """Look until told to stop; while `draining` is set another controller does."""
+        """Run until `stopping` is set; release the duty while `draining` is set."""
         pool = ThreadPoolExecutor(self._most, "audit")
         try:
             while not stopping.wait(self._round):
                 try:
                     if draining.is_set():
                         release_duty(self._database, DUTY, self._owner)
-                    elif self._holds(at_once=True):
-                        self.audit(pool, self._while(stopping, draining))
+                    elif self._hold_duty(at_once=True):
+                        self.run_round(pool, self._until_end(stopping, draining))
                 except AmphoraDriverError as error:
-                    LOG.warning("audit: %s", error)
+                    LOG.warning("drift audit: %s", error)
                 except Exception:
-                    # Without this thread nothing would be compared any more, and nobody would notice.
-                    LOG.exception("audit failed, and goes on")
+                    # Without this thread no drift is found, and nothing reports that.
+                    LOG.exception("drift audit failed, trying again in %g s", self._round)
         finally:
             pool.shutdown(cancel_futures=True)
         try:
             release_duty(self._database, DUTY, self._owner)
         except AmphoraDriverError as error:
-            LOG.info("the duty of auditing runs out: %s", error)
+            LOG.info("could not release the audit duty, its lease expires: %s", error)
 
-    def _while(self, stopping: threading.Event, draining: threading.Event) -> Callable[[], bool]:
-        """Says whether a round that begins now goes on."""
-        ends = time.monotonic() + _LONGEST
+    def _until_end(self, stopping: threading.Event, draining: threading.Event) -> Callable[[], bool]:
+        """Return the condition under which a round that starts now continues."""
+        ends = time.monotonic() + _ROUND_TIMEOUT
 
         def goes_on() -> bool:
             ended = stopping.is_set() or draining.is_set() or time.monotonic() >= ends
-            return not ended and self._holds()
+            return not ended and self._hold_duty()
 
         return goes_on
 
-    def _holds(self, *, at_once: bool = False) -> bool:
-        """Whether the duty is ours; it is renewed now and then."""
+    def _hold_duty(self, *, at_once: bool = False) -> bool:
+        """Renew the duty if it is time; return whether this process holds it."""
         begun = time.monotonic()
-        if at_once or begun >= self._held_at + _RENEWED:
-            if not acquire_duty(self._database, DUTY, self._owner, _HELD):
+        if at_once or begun >= self._renewed_at + _RENEW_EVERY:
+            if not acquire_duty(self._database, DUTY, self._owner, _DUTY_LEASE):
                 return False
-            self._held_at = begun
+            self._renewed_at = begun
         return True
 
-    def audit(self, pool: ThreadPoolExecutor, goes_on: Callable[[], bool] = lambda: True) -> int:
-        """One round; returns how many amphorae were compared.
+    def run_round(self, pool: ThreadPoolExecutor, goes_on: Callable[[], bool] = lambda: True) -> int:
+        """Run one round; return the number of audited amphorae.
 
         Args:
-            pool: asks agents.
-            goes_on: asked between two amphorae.
+            pool: of the threads that call agents.
+            goes_on: whether the round continues; called between two amphorae.
         """
         now, moment = self._database.now(), time.monotonic()
-        self._later = {one: at for one, at in self._later.items() if at > moment}
+        self._retry_at = {one: at for one, at in self._retry_at.items() if at > moment}
 
         def read(connection: sa.Connection) -> list[AuditCandidate]:
-            many = math.ceil(config_drift.count_auditable(connection) * _SPARE * self._round / self._interval)
-            limit = max(many, self._most) + len(self._later)
+            many = math.ceil(config_drift.count_auditable(connection) * _RESERVE * self._round / self._interval)
+            limit = max(many, self._most) + len(self._retry_at)
             return config_drift.list_audit_candidates(connection, now - self._interval, limit)
 
-        due = [one for one in self._database.read(read) if one.amphora_id not in self._later]
+        due = [one for one in self._database.read(read) if one.amphora_id not in self._retry_at]
         by_balancer: dict[str, list[AuditCandidate]] = {}
         for one in due:
             by_balancer.setdefault(one.load_balancer_id, []).append(one)
         done = self._compare(pool, self._targets(by_balancer.values()), goes_on)
         if goes_on():
-            self._rerender(pool)
+            self._push_next_outdated(pool)
         return done
 
     def _compare(self, pool: ThreadPoolExecutor, targets: Iterator[_Target | None], goes_on: Callable[[], bool]) -> int:
-        """Have amphorae asked side by side, whosoever they are, and write down what they say."""
+        """Call agents concurrently and record the results; return the number of audited amphorae."""
         asked: dict[Future[BundleState | AmphoraDriverError], _Target] = {}
         done, more = 0, True
         try:
@@ -258,72 +263,72 @@ class Auditing:
                     target = next(targets, _END)
                     more = target is not _END
                     if isinstance(target, _Target):
-                        asked[pool.submit(self._ask, target.amphora)] = target
+                        asked[pool.submit(self._get_state, target.amphora)] = target
                     if more:
                         continue
-                for answer in wait(asked, _SLICE, FIRST_COMPLETED).done:
-                    done += self._heard(asked.pop(answer), answer)
+                for answer in wait(asked, _CHECK_EVERY, FIRST_COMPLETED).done:
+                    done += self._handle_answer(asked.pop(answer), answer)
         finally:
             for answer, target in asked.items():
-                # Who is being asked has not answered in a while, perhaps; the others come first in the next round.
+                # A running call may hang: postpone its amphora, so that the others come first in the next round.
                 if answer.done():
-                    done += self._heard(target, answer)
+                    done += self._handle_answer(target, answer)
                 elif not answer.cancel():
                     self._put_off([target.amphora.id])
         return done
 
     def _targets(self, due: Iterable[list[AuditCandidate]]) -> Iterator[_Target | None]:
-        """What to ask, of one load balancer after the other; None where there is nothing, so that others may go on."""
+        """Yield the amphorae to audit; None after each load balancer lets the caller check its limits."""
         for found in due:
             try:
-                yield from self._of_one(found)
-            except Exception as error:  # noqa: BLE001 - whatever is wrong with one, the others are compared
-                _complain(f"load balancer {found[0].load_balancer_id}", error)
+                yield from self._targets_of(found)
+            except Exception as error:  # noqa: BLE001 - an error of one load balancer must not stop the audit of the others
+                _log_failure(f"load balancer {found[0].load_balancer_id}", error)
                 self._put_off(one.amphora_id for one in found)
             yield None
 
-    def _of_one(self, due: list[AuditCandidate]) -> Iterator[_Target]:
+    def _targets_of(self, due: list[AuditCandidate]) -> Iterator[_Target]:
         load_balancer_id, ids = due[0].load_balancer_id, {one.amphora_id for one in due}
         recorded = self._database.read(
-            lambda connection: record_of(connection, load_balancer_id, self._backends.catalogue)
+            lambda connection: load_record(connection, load_balancer_id, self._backends.catalogue)
         )
         if recorded is None or recorded.generation != due[0].generation:
-            # It is changed just now, or its addresses are not known yet.
+            # It has changed meanwhile, or its addresses are not known yet.
             self._put_off(ids)
             return
-        expected = self._expected(recorded)
+        expected = self._expected_digests(recorded)
         for one in recorded.amphorae:
             if one.id in ids:
                 yield _Target(recorded=recorded, amphora=one, digest=expected[one.id])
 
-    def _expected(self, recorded: Recorded) -> dict[str, str]:
+    def _expected_digests(self, recorded: Recorded) -> dict[str, str]:
         made = bodies(recorded, self._backends.conf, self._backends.vault)
         return {one: _digest(body) for one, body in made.items()}
 
-    def _heard(self, target: _Target, answer: Future[BundleState | AmphoraDriverError]) -> int:
-        """Write down what an amphora said; returns how many were compared."""
+    def _handle_answer(self, target: _Target, answer: Future[BundleState | AmphoraDriverError]) -> int:
+        """Record the result of one amphora; return 1 if it was audited, 0 if not."""
         try:
-            said = answer.result()
-            if isinstance(said, AmphoraDriverError):
-                return self._unheard(target, said)
-            verdict = judge(target.recorded.generation, target.digest, said)
-            self._note(target.recorded, target.amphora, verdict, said)
-        except (Exception, CancelledError) as error:  # noqa: BLE001 - as above
-            return self._unheard(target, error)
+            reported = answer.result()
+            if isinstance(reported, AmphoraDriverError):
+                return self._handle_failure(target, reported)
+            drift = classify_drift(target.recorded.generation, target.digest, reported)
+            self._record(target.recorded, target.amphora, drift, reported)
+        except (Exception, CancelledError) as error:  # noqa: BLE001 - as in `_targets`
+            return self._handle_failure(target, error)
         return 1
 
-    def _unheard(self, target: _Target, error: BaseException) -> int:
-        _complain(f"amphora {target.amphora.id}", error)
+    def _handle_failure(self, target: _Target, error: BaseException) -> int:
+        _log_failure(f"amphora {target.amphora.id}", error)
         self._put_off([target.amphora.id])
         return 0
 
     def _put_off(self, amphora_ids: Iterable[str]) -> None:
-        at = time.monotonic() + min(_AGAIN, self._interval)
-        self._later |= dict.fromkeys(amphora_ids, at)
+        at = time.monotonic() + min(_RETRY_AFTER, self._interval)
+        self._retry_at |= dict.fromkeys(amphora_ids, at)
 
-    def _ask(self, amphora: Amphora) -> BundleState | AmphoraDriverError:
+    def _get_state(self, amphora: Amphora) -> BundleState | AmphoraDriverError:
         try:
-            deadline = Deadline(_PATIENCE, f"compare amphora {amphora.id}")
+            deadline = Deadline(_AGENT_TIMEOUT, f"audit amphora {amphora.id}")
             found: BundleState = self._backends.agents.bundle_state(
                 amphora.id, str(amphora.management_address), deadline=deadline
             )
@@ -331,27 +336,27 @@ class Auditing:
             return error
         return found
 
-    def _note(self, recorded: Recorded, amphora: Amphora, verdict: Verdict, said: BundleState) -> None:
-        """Write down what was found, and what follows from it."""
+    def _record(self, recorded: Recorded, amphora: Amphora, drift: Drift, reported: BundleState) -> None:
+        """Record the drift of an amphora, and revoke its confirmation where a push can repair it."""
         of, generation = recorded.tree.id, recorded.generation
         now = self._database.now()
-        if verdict is Verdict.SAME:
-            self._waiting.pop(of, None)
+        if drift is Drift.NONE:
+            self._outdated.pop(of, None)
             self._database.write(lambda connection: config_drift.record_audit(connection, [amphora.id], now))
             return
-        if verdict is Verdict.RENDERER:
-            why = "renderer: it was given what another version, or other options, made of the same generation"
-            in_vain = self._pushed.get(of) == _fingerprint(recorded)
-            if in_vain:
-                why = f"{why}; pushed once, and not again"
+        if drift is Drift.RENDERER:
+            why = "renderer: another version or other options rendered the same generation"
+            pushed_before = self._pushed.get(of) == _fingerprint(recorded)
+            if pushed_before:
+                why = f"{why}; it was pushed once, no further push"
             else:
-                self._waiting.setdefault(of)
+                self._outdated.setdefault(of)
             self._database.write(lambda connection: config_drift.record_audit(connection, [amphora.id], now, why))
             return
-        why = f"generation: it confirmed {generation} and says that it has {said.generation}"
-        if verdict is Verdict.FAR:
+        why = f"generation: it confirmed {generation} and reports {reported.generation}"
+        if drift is Drift.IMPLAUSIBLE:
             why = (
-                f"{why}, which nobody has given it; it takes nothing any more, and is to be replaced (amphora failover)"
+                f"{why}, which no controller has pushed; it accepts no push any more: replace it with amphora failover"
             )
             self._database.write(lambda connection: config_drift.record_audit(connection, [amphora.id], now, why))
             LOG.warning("load balancer %s, amphora %s: %s", of, amphora.id, why)
@@ -360,37 +365,37 @@ class Auditing:
         def write(connection: sa.Connection) -> bool:
             config_drift.lock_work_of_amphorae(connection, [amphora.id])
             config_drift.record_audit(connection, [amphora.id], now, why)
-            if verdict is Verdict.AHEAD:
-                return config_drift.advance_generation_beyond(connection, of, generation, said.generation or 0)
+            if drift is Drift.AHEAD:
+                return config_drift.advance_generation_beyond(connection, of, generation, reported.generation or 0)
             return config_drift.revoke_confirmation(connection, amphora.id, generation, why)
 
         if self._database.write(write):
-            LOG.warning("load balancer %s, amphora %s: %s; it is given its configuration again", of, amphora.id, why)
-            self._due()
+            LOG.warning("load balancer %s, amphora %s: %s; pushing its configuration again", of, amphora.id, why)
+            self._on_due()
 
-    def _rerender(self, pool: ThreadPoolExecutor) -> None:
-        """Have the next load balancer pushed that is rendered in another way now, if it is time for one."""
-        if not self._waiting or time.monotonic() < self._pushed_at + self._pause:
+    def _push_next_outdated(self, pool: ThreadPoolExecutor) -> None:
+        """Make the next load balancer with drift RENDERER due, if the pause is over."""
+        if not self._outdated or time.monotonic() < self._pushed_at + self._pause:
             return
-        of = next(iter(self._waiting))
-        del self._waiting[of]
+        of = next(iter(self._outdated))
+        del self._outdated[of]
         try:
-            self._rerender_one(pool, of)
-        except Exception as error:  # noqa: BLE001 - as above: it is found again
-            _complain(f"load balancer {of}", error)
+            self._push_outdated(pool, of)
+        except Exception as error:  # noqa: BLE001 - as in `_targets`; a later round finds it again
+            _log_failure(f"load balancer {of}", error)
 
-    def _rerender_one(self, pool: ThreadPoolExecutor, of: str) -> None:
-        recorded = self._database.read(lambda connection: record_of(connection, of, self._backends.catalogue))
+    def _push_outdated(self, pool: ThreadPoolExecutor, of: str) -> None:
+        recorded = self._database.read(lambda connection: load_record(connection, of, self._backends.catalogue))
         if recorded is None:
             return
-        # A change that came meanwhile has brought what differed: ask again before anything is pushed.
-        expected = self._expected(recorded)
+        # A push since the audit may have repaired the drift: ask the agents again.
+        expected = self._expected_digests(recorded)
         ready = [one for one in recorded.amphorae if one.confirmed == recorded.generation]
         different = [
             one
-            for one, said in zip(ready, pool.map(self._ask, ready), strict=True)
-            if not isinstance(said, AmphoraDriverError)
-            and judge(recorded.generation, expected[one.id], said) is Verdict.RENDERER
+            for one, reported in zip(ready, pool.map(self._get_state, ready), strict=True)
+            if not isinstance(reported, AmphoraDriverError)
+            and classify_drift(recorded.generation, expected[one.id], reported) is Drift.RENDERER
         ]
         if not different:
             return
@@ -398,21 +403,21 @@ class Auditing:
         if len(self._pushed) >= _MOST_REMEMBERED:
             self._pushed.clear()
         self._pushed[of] = _fingerprint(recorded)
-        # One taken back is enough: what it is given takes the next generation, for all of them.
+        # One revoked confirmation is enough: the push has a new generation for all amphorae.
         first = different[0]
-        why = "renderer: it is given what this version makes of its load balancer"
+        why = "renderer: this version renders the load balancer in another way"
         if self._database.write(
             lambda connection: config_drift.revoke_confirmation(connection, first.id, recorded.generation, why)
         ):
-            LOG.info("load balancer %s is rendered in another way now, and is pushed", of)
-            self._due()
+            LOG.info("load balancer %s: this version renders it in another way, pushing it", of)
+            self._on_due()
 
 
-def _complain(what: str, error: BaseException) -> None:
+def _log_failure(what: str, error: BaseException) -> None:
     if isinstance(error, AmphoraDriverError):
-        LOG.info("%s is not compared: %s", what, error)
+        LOG.info("%s: audit postponed: %s", what, error)
     else:
-        LOG.error("%s is not compared", what, exc_info=error)
+        LOG.error("%s: audit postponed", what, exc_info=error)
 
 
 def _digest(body: bytes) -> str:
@@ -420,7 +425,7 @@ def _digest(body: bytes) -> str:
 
 
 def _fingerprint(recorded: Recorded) -> str:
-    """What is wanted, whatever its generation: changed by users, not by pushes."""
+    """Return a digest of the recorded content. Users change it, pushes do not: it has no generation."""
     parts = (
         recorded.tree,
         recorded.tickets,

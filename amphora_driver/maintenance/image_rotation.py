@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moving a rotation on.
+"""Image rotation: replaces the amphorae of a rotation, a few load balancers at a time.
 
-Invariant: one controller at a time does it, and what it decides it decides about rows that it holds: those of the
-rotation, and of each load balancer whose turn comes. Time counts only while somebody watches: after a restart, or a
-stop, amphorae settle anew, and nothing has failed because nobody looked.
+Invariant: one controller at a time holds the duty `rotation`. It decides on locked rows: the row of the rotation, and
+the rows of each load balancer whose replacement starts. Durations include only the time that the controller observed.
+After a restart or a pause of the process the settle times start again, and no load balancer fails because of the pause.
 """
 
 from __future__ import annotations
@@ -19,8 +19,18 @@ from amphora_driver import failpoints
 from amphora_driver.database import clock
 from amphora_driver.database.tables import amphora, status, work
 from amphora_driver.errors import AmphoraDriverError
-from amphora_driver.maintenance import image_rotation_plan as deciding
-from amphora_driver.maintenance.image_rotation_plan import AnyMove, Begin, End, Facts, Finish, Limits, Pause, Say, Seen
+from amphora_driver.maintenance import image_rotation_plan as plan
+from amphora_driver.maintenance.image_rotation_plan import (
+    AmphoraFacts,
+    AnyMove,
+    FinishItem,
+    FinishRotation,
+    LoadBalancerFacts,
+    PauseRotation,
+    RotationLimits,
+    SetReason,
+    StartItem,
+)
 from amphora_driver.queue.jobs import acquire_duty, release_duty
 from amphora_driver.store import amphorae, circuit_breaker, failovers, rotations
 from amphora_driver.store.requests import Op
@@ -37,92 +47,97 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 DUTY = "rotation"
-# Seconds between two looks, and for which the duty is kept.
+# Seconds between two rounds, and of the duty's lease.
 _EVERY = 1.0
 _DUTY_SECONDS = 10.0
-# So much of the time between two looks counts: more was a stop of this process, or the database's.
+# Seconds between two rounds that count; a longer gap was a pause of this process or of the database.
 _LONGEST_GAP = 3.0
-# Load balancers that are looked at for the next turn, in their order: some of them may be busy.
+# Waiting load balancers that are read in their order: some of them may be busy.
 _CANDIDATES = 100
-# Heartbeats in a row that may be missing, and seconds that writing them down may take.
+# Consecutive heartbeats that may be missing, and seconds until a heartbeat is recorded.
 _MISSED, _WRITING = 3, 2.0
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """What the rows say of the rotation that has not ended."""
+    """Rows of the active rotation."""
 
     rotation: Rotation
     items: list[RotationItem]
-    facts: dict[str, Facts]
+    facts: dict[str, LoadBalancerFacts]
     breaker: str | None
 
 
-class Watch:
-    """What somebody who looks again and again remembers of load balancers and amphorae.
+class RotationWatch:
+    """State of load balancers and amphorae over several rounds.
 
     Args:
-        silence: seconds without a new heartbeat after which an amphora is not heard any more.
+        silence: seconds without a new heartbeat after which an amphora counts as silent.
     """
 
     def __init__(self, silence: float) -> None:
         self._silence = silence
-        # For each amphora the place of its last heartbeat, whether it was seen to change, and for how long it has not.
-        self._heard: dict[str, tuple[tuple[int, int], bool, float]] = {}
+        # By amphora: position of its last heartbeat, whether it changed so far, and the seconds since its last change.
+        self._heartbeats: dict[str, tuple[tuple[int, int], bool, float]] = {}
         self._watched: dict[str, float] = {}
         self._well: dict[str, float] = {}
-        # Of load balancers whose turn it is: attempts, and whether they were in ERROR, when they were seen first.
+        # By load balancer in replacement: attempts, and whether it was in ERROR, at the first observation.
         self._first: dict[str, tuple[int, bool]] = {}
 
-    def forget(self) -> None:
-        """Everything begins anew."""
-        self.__init__(self._silence)  # type: ignore[misc]
+    def reset(self) -> None:
+        """Forget everything."""
+        for memory in (self._heartbeats, self._watched, self._well, self._first):
+            memory.clear()
 
-    def look(self, places: dict[str, tuple[int, int]], gap: float) -> None:
-        """Take in the places of last heartbeats, `gap` seconds after those before."""
-        heard = {}
-        for one, place in places.items():
-            before = self._heard.get(one)
+    def observe_heartbeats(self, positions: dict[str, tuple[int, int]], gap: float) -> None:
+        """Take in the positions of the last heartbeats, `gap` seconds after the last call."""
+        heartbeats = {}
+        for one, position in positions.items():
+            before = self._heartbeats.get(one)
             if before is None:
-                heard[one] = (place, False, 0.0)
-            elif before[0] != place:
-                heard[one] = (place, True, 0.0)
+                heartbeats[one] = (position, False, 0.0)
+            elif before[0] != position:
+                heartbeats[one] = (position, True, 0.0)
             else:
-                heard[one] = (place, before[1], before[2] + gap)
-        self._heard = heard
+                heartbeats[one] = (position, before[1], before[2] + gap)
+        self._heartbeats = heartbeats
 
-    def heard(self, amphora_id: str) -> bool | None:
-        """Whether heartbeats of an amphora arrive; None if it was not watched for long enough."""
-        _place, moved, still = self._heard.get(amphora_id, ((0, 0), False, 0.0))
+    def is_heard(self, amphora_id: str) -> bool | None:
+        """Whether heartbeats of an amphora arrive; None if the observation was too short to tell."""
+        _position, moved, still = self._heartbeats.get(amphora_id, ((0, 0), False, 0.0))
         if still > self._silence:
             return False
         return True if moved else None
 
-    def judge(self, seen: Snapshot, gap: float) -> Snapshot:
-        """The same with what is remembered, `gap` seconds after the last look."""
+    def observe_rows(self, snapshot: Snapshot, gap: float) -> Snapshot:
+        """Take in the rows, `gap` seconds after the last call; return them with the durations."""
         watched, well, first = {}, {}, {}
-        for item in seen.items:
-            of, facts = item.load_balancer_id, seen.facts[item.load_balancer_id]
+        for item in snapshot.items:
+            of, facts = item.load_balancer_id, snapshot.facts[item.load_balancer_id]
             if item.state is ItemState.RUNNING:
                 watched[of] = self._watched.get(of, 0.0) + gap
                 before = self._first.get(of, (facts.attempts, facts.provisioning == "ERROR"))
-                # One success, and attempts are counted from the beginning.
+                # A success resets the attempts of the row, so the count starts again.
                 first[of] = (min(before[0], facts.attempts), before[1] and facts.provisioning == "ERROR")
-                if deciding.lacks(seen.rotation, item, facts) is None:
+                if plan.missing_condition(snapshot.rotation, item, facts) is None:
                     well[of] = self._well[of] + gap if of in self._well else 0.0
-            elif seen.breaker is None and seen.rotation.state is RotationState.RUNNING and deciding.blocks(facts):
+            elif (
+                snapshot.breaker is None
+                and snapshot.rotation.state is RotationState.RUNNING
+                and plan.blocking_reason(facts)
+            ):
                 watched[of] = self._watched.get(of, 0.0) + gap
         self._watched, self._well, self._first = watched, well, first
-        return self.known(seen)
+        return self.add_durations(snapshot)
 
-    def over(self, load_balancer_id: str) -> None:
-        """Its turn is over: should it have another one, that begins anew."""
+    def forget(self, load_balancer_id: str) -> None:
+        """Forget a load balancer whose replacement started or ended."""
         for memory in (self._watched, self._well, self._first):
             memory.pop(load_balancer_id, None)
 
-    def known(self, seen: Snapshot) -> Snapshot:
-        """The same with what is remembered now."""
+    def add_durations(self, snapshot: Snapshot) -> Snapshot:
+        """Return the rows with the durations and attempts observed so far."""
 
-        def knowing(of: str, facts: Facts) -> Facts:
+        def complete(of: str, facts: LoadBalancerFacts) -> LoadBalancerFacts:
             attempts, in_error = self._first.get(of, (facts.attempts, False))
             return msgspec.structs.replace(
                 facts,
@@ -132,104 +147,108 @@ class Watch:
                 was_in_error=in_error,
             )
 
-        return msgspec.structs.replace(seen, facts={of: knowing(of, one) for of, one in seen.facts.items()})
+        return msgspec.structs.replace(snapshot, facts={of: complete(of, one) for of, one in snapshot.facts.items()})
 
 
-class Rotator:
+class ImageRotator:
     """Replaces the amphorae of a rotation, a few load balancers at a time.
 
     Args:
         conf: our options.
-        database: where rotations are.
-        catalogue: knows how many amphorae a topology wants.
+        database: of the rotations.
+        catalogue: of topologies, which determine the number of amphorae.
         owner: name of this process.
-        tell: called when load balancers have become due.
+        on_due: called when load balancers have become due.
     """
 
     def __init__(
-        self, conf: ConfigOpts, database: Database, catalogue: Catalogue, owner: str, tell: Callable[[], None]
+        self, conf: ConfigOpts, database: Database, catalogue: Catalogue, owner: str, on_due: Callable[[], None]
     ) -> None:
-        self._limits = Limits(
+        self._limits = RotationLimits(
             settle=conf.rotation.settle,
-            patience=conf.rotation.patience,
+            timeout=conf.rotation.patience,
             give_up_after=conf.controller.give_up_after,
         )
         self._database = database
         self._catalogue = catalogue
         self._owner = owner
-        self._tell = tell
-        self._watch = Watch(_MISSED * conf.health.interval + _WRITING)
-        self._looked_at: float | None = None
+        self._on_due = on_due
+        self._watch = RotationWatch(_MISSED * conf.health.interval + _WRITING)
+        # Time of the last round; None while another process holds the duty.
+        self._last_round_at: float | None = None
 
     def run(self, stopping: threading.Event, draining: threading.Event) -> None:
-        """Move on whatever rotation there is, until told to stop; gives the duty up while `draining` is set."""
+        """Run until `stopping` is set; release the duty while `draining` is set."""
         while not stopping.wait(_EVERY):
             try:
                 if draining.is_set():
-                    self.rest()
+                    self.release()
                 else:
-                    self.look()
+                    self.advance()
             except AmphoraDriverError as error:
-                LOG.warning("the rotation waits: %s", error)
+                LOG.warning("could not advance the rotation, trying again: %s", error)
             except Exception:
-                LOG.exception("moving the rotation on failed, and is tried again")
+                # Without this thread the rotation stops, and nothing reports that.
+                LOG.exception("advancing the rotation failed, trying again in %g s", _EVERY)
         try:
-            self.rest()
+            self.release()
         except AmphoraDriverError as error:
-            LOG.info("the duty of the rotation runs out: %s", error)
+            LOG.info("could not release the rotation duty, its lease expires: %s", error)
 
-    def rest(self) -> None:
-        """Let another controller do it."""
-        if self._looked_at is not None:
-            self._looked_at = None
-            self._watch.forget()
+    def release(self) -> None:
+        """Release the duty, so that another controller can acquire it."""
+        if self._last_round_at is not None:
+            self._last_round_at = None
+            self._watch.reset()
             release_duty(self._database, DUTY, self._owner)
 
-    def look(self) -> list[AnyMove]:
-        """Have a look at the rotation that has not ended, if there is one, and do what is next; returns what."""
+    def advance(self) -> list[AnyMove]:
+        """Read the active rotation, if there is one, and execute its next moves; return them."""
         if self._database.read(rotations.get_active_rotation) is None:
-            self.rest()
+            self.release()
             return []
         if not acquire_duty(self._database, DUTY, self._owner, _DUTY_SECONDS):
-            self._looked_at = None
-            self._watch.forget()
+            self._last_round_at = None
+            self._watch.reset()
             return []
         now = time.monotonic()
-        gap = 0.0 if self._looked_at is None else min(now - self._looked_at, _LONGEST_GAP)
-        self._looked_at = now
-        seen, places = self._database.read(self._see_and_hear)
-        if seen is None:
+        gap = 0.0 if self._last_round_at is None else min(now - self._last_round_at, _LONGEST_GAP)
+        self._last_round_at = now
+        snapshot, positions = self._database.read(self._read_active)
+        if snapshot is None:
             return []
-        self._watch.look(places, gap)
-        seen = self._watch.judge(self._with_ears(seen), gap)
-        moves = self._moves(seen)
+        self._watch.observe_heartbeats(positions, gap)
+        snapshot = self._watch.observe_rows(self._add_heard(snapshot), gap)
+        moves = self._next_moves(snapshot)
         if not moves:
             return []
-        done = self._database.write(lambda connection: self._act(connection, seen.rotation.id, moves))
+        done = self._database.write(lambda connection: self._execute(connection, snapshot.rotation.id, moves))
         failpoints.reach(failpoints.Point.ROTATION_MOVED)
         for move in done:
-            LOG.info("rotation %d: %s", seen.rotation.id, _sentence(move))
-            if isinstance(move, Begin | Finish):
-                self._watch.over(move.item.load_balancer_id)
-        if any(isinstance(move, Begin) for move in done):
-            self._tell()
+            LOG.info("rotation %d: %s", snapshot.rotation.id, _describe(move))
+            if isinstance(move, StartItem | FinishItem):
+                self._watch.forget(move.item.load_balancer_id)
+        if any(isinstance(move, StartItem) for move in done):
+            self._on_due()
         return done
 
-    def _moves(self, seen: Snapshot) -> list[AnyMove]:
-        return deciding.next_moves(seen.rotation, seen.items, seen.facts, self._limits, seen.breaker)
+    def _next_moves(self, snapshot: Snapshot) -> list[AnyMove]:
+        return plan.next_moves(snapshot.rotation, snapshot.items, snapshot.facts, self._limits, snapshot.breaker)
 
-    def _act(self, connection: sa.Connection, rotation_id: int, meant: Sequence[AnyMove]) -> list[AnyMove]:
-        """Decide again, about rows that nobody else changes meanwhile, and write that down."""
+    def _execute(self, connection: sa.Connection, rotation_id: int, planned: Sequence[AnyMove]) -> list[AnyMove]:
+        """Decide again on locked rows and write the moves; return them."""
         found = rotations.get_rotation(connection, rotation_id, lock=True)
         if found.ended_at is not None:
             return []
-        held = {move.item.load_balancer_id for move in meant if isinstance(move, Begin)}
-        rotations.lock_work(connection, held)
-        seen = self._watch.known(self._with_ears(self._see(connection, found)))
+        locked = {move.item.load_balancer_id for move in planned if isinstance(move, StartItem)}
+        rotations.lock_work(connection, locked)
+        snapshot = self._watch.add_durations(self._add_heard(self._read(connection, found)))
         now = connection.execute(sa.select(clock.now(connection))).scalar_one()
-        # Those that became free in between come next time: nobody holds them.
+        # Load balancers that became ready meanwhile are not locked; the next round starts them.
         moves = [
-            move for move in self._moves(seen) if not isinstance(move, Begin) or move.item.load_balancer_id in held
+            move
+            for move in self._next_moves(snapshot)
+            if not isinstance(move, StartItem) or move.item.load_balancer_id in locked
         ]
         for move in moves:
             self._write(connection, found, move, now)
@@ -237,7 +256,7 @@ class Rotator:
         return moves
 
     def _write(self, connection: sa.Connection, found: Rotation, move: AnyMove, now: float) -> None:
-        if isinstance(move, Begin):
+        if isinstance(move, StartItem):
             rotations.begin_item(connection, found.id, move.item, move.operating)
             why = failovers.FailoverTrigger(
                 cause=failovers.Cause.ROTATION,
@@ -246,100 +265,101 @@ class Rotator:
                 rotation_id=found.id,
             )
             failovers.open_failovers(connection, move.item.load_balancer_id, move.amphorae, why, now)
-        elif isinstance(move, Finish):
+        elif isinstance(move, FinishItem):
             rotations.finish_item(connection, found.id, move.item, move.state, move.reason)
-        elif isinstance(move, Pause):
+        elif isinstance(move, PauseRotation):
             rotations.set_rotation_state(connection, found.id, RotationState.PAUSED, move.reason)
-        elif isinstance(move, Say):
+        elif isinstance(move, SetReason):
             rotations.set_rotation_reason(connection, found.id, move.reason)
         else:
             rotations.finish_rotation(connection, found.id, move.state)
 
-    # --- what the rows say --------------------------------------------------------------------------------------------
+    # --- reading the rows ---------------------------------------------------------------------------------------------
 
-    def _see_and_hear(self, connection: sa.Connection) -> tuple[Snapshot | None, dict[str, tuple[int, int]]]:
+    def _read_active(self, connection: sa.Connection) -> tuple[Snapshot | None, dict[str, tuple[int, int]]]:
         found = rotations.get_active_rotation(connection)
         if found is None:
             return None, {}
-        seen = self._see(connection, found)
-        return seen, amphorae.last_heartbeats(connection, [each.id for one in seen.facts.values() for each in one.live])
+        snapshot = self._read(connection, found)
+        ids = [each.id for one in snapshot.facts.values() for each in one.live]
+        return snapshot, amphorae.last_heartbeats(connection, ids)
 
-    def _see(self, connection: sa.Connection, found: Rotation) -> Snapshot:
+    def _read(self, connection: sa.Connection, found: Rotation) -> Snapshot:
         begun = [ItemState.RUNNING] if found.state is RotationState.ABORTED else [ItemState.RUNNING, ItemState.FAILED]
         items = rotations.list_items(connection, found.id, begun)
         items += rotations.list_items(connection, found.id, [ItemState.WAITING], _CANDIDATES)
         return Snapshot(
             rotation=found,
             items=items,
-            facts=self._facts(connection, [one.load_balancer_id for one in items]),
-            breaker=_breaker(connection),
+            facts=self._read_facts(connection, [one.load_balancer_id for one in items]),
+            breaker=_breaker_reason(connection),
         )
 
-    def _with_ears(self, seen: Snapshot) -> Snapshot:
-        def hearing(facts: Facts) -> Facts:
-            live = tuple(msgspec.structs.replace(one, heard=self._watch.heard(one.id)) for one in facts.live)
+    def _add_heard(self, snapshot: Snapshot) -> Snapshot:
+        def complete(facts: LoadBalancerFacts) -> LoadBalancerFacts:
+            live = tuple(msgspec.structs.replace(one, heard=self._watch.is_heard(one.id)) for one in facts.live)
             return msgspec.structs.replace(facts, live=live)
 
-        return msgspec.structs.replace(seen, facts={of: hearing(facts) for of, facts in seen.facts.items()})
+        return msgspec.structs.replace(snapshot, facts={of: complete(facts) for of, facts in snapshot.facts.items()})
 
-    def _facts(self, connection: sa.Connection, load_balancer_ids: Sequence[str]) -> dict[str, Facts]:
+    def _read_facts(self, connection: sa.Connection, load_balancer_ids: Sequence[str]) -> dict[str, LoadBalancerFacts]:
         works = connection.execute(sa.select(work).where(work.c.load_balancer_id.in_(load_balancer_ids))).all()
         machines: dict[str, list[sa.Row[tuple[object, ...]]]] = {}
         query = sa.select(amphora).where(amphora.c.load_balancer_id.in_(load_balancer_ids))
         for row in connection.execute(query.order_by(amphora.c.created_at, amphora.c.id)):
             machines.setdefault(row.load_balancer_id, []).append(row)
-        told = {
+        statuses = {
             row.object_id: row
             for row in connection.execute(sa.select(status).where(status.c.object_id.in_(load_balancer_ids)))
         }
-        found = dict.fromkeys(load_balancer_ids, Facts(recorded=False))
+        found = dict.fromkeys(load_balancer_ids, LoadBalancerFacts(recorded=False))
         for row in works:
             if row.op != Op.APPLY:
                 continue
             of = row.load_balancer_id
-            said = told.get(of)
-            gone = [one for one in machines.get(of, []) if one.state == amphorae.AmphoraState.RETIRING.value]
-            found[of] = Facts(
+            reported = statuses.get(of)
+            retiring = [one for one in machines.get(of, []) if one.state == amphorae.AmphoraState.RETIRING.value]
+            found[of] = LoadBalancerFacts(
                 generation=row.generation,
                 applied=row.applied,
                 settled=row.committed >= row.generation and not row.read_back,
-                provisioning=None if said is None else said.provisioning,
-                operating=None if said is None else said.operating,
+                provisioning=None if reported is None else reported.provisioning,
+                operating=None if reported is None else reported.operating,
                 number=len(self._catalogue.topology(row.topology).roles),
-                live=tuple(_seen(one) for one in machines.get(of, []) if one not in gone),
-                retiring=frozenset(one.id for one in gone),
-                draining=frozenset(one.id for one in gone if one.drains_until is not None),
+                live=tuple(_amphora_facts(one) for one in machines.get(of, []) if one not in retiring),
+                retiring=frozenset(one.id for one in retiring),
+                draining=frozenset(one.id for one in retiring if one.drains_until is not None),
                 attempts=row.attempts,
                 error=row.error,
             )
         return found
 
 
-def _seen(row: sa.Row[tuple[object, ...]]) -> Seen:
+def _amphora_facts(row: sa.Row[tuple[object, ...]]) -> AmphoraFacts:
     ready = row.state == amphorae.AmphoraState.READY.value
-    return Seen(id=row.id, ready=ready, confirmed=row.confirmed, heard=None, image=row.image)
+    return AmphoraFacts(id=row.id, ready=ready, confirmed=row.confirmed, heard=None, image=row.image)
 
 
-def _breaker(connection: sa.Connection) -> str | None:
-    """Why no fail-over is to be begun now, in words."""
+def _breaker_reason(connection: sa.Connection) -> str | None:
+    """Return why no fail-over may start now; None if one may."""
     rows = circuit_breaker.read_breaker_rows(connection)
     sight = rows.get(circuit_breaker.SIGHT)
     if sight is not None and sight.state == circuit_breaker.BLIND:
-        return f"nobody can tell which amphorae live ({sight.reason or 'no reason is known'})"
+        return f"the failure detector is blind ({sight.reason or 'no reason is known'})"
     for name in (circuit_breaker.OPERATOR, circuit_breaker.AUTOMATIC):
         row = rows.get(name)
         if row is not None and row.state != circuit_breaker.CLOSED:
-            return f"the breaker of fail-overs is {row.state} ({row.reason or 'no reason is known'})"
+            return f"the circuit breaker is {row.state} ({row.reason or 'no reason is known'})"
     return None
 
 
-def _sentence(move: AnyMove) -> str:
-    if isinstance(move, Begin):
-        return f"amphorae {', '.join(move.amphorae)} of load balancer {move.item.load_balancer_id} are replaced"
-    if isinstance(move, Finish):
-        return f"load balancer {move.item.load_balancer_id} is {move.state.value}: {move.reason or 'as well as before'}"
-    if isinstance(move, Pause):
-        return f"it is paused: {move.reason}"
-    if isinstance(move, End):
-        return f"it has ended: {move.state.value}"
-    return move.reason or "it goes on"
+def _describe(move: AnyMove) -> str:
+    if isinstance(move, StartItem):
+        return f"replacing amphorae {', '.join(move.amphorae)} of load balancer {move.item.load_balancer_id}"
+    if isinstance(move, FinishItem):
+        return f"load balancer {move.item.load_balancer_id} is {move.state.value}: {move.reason or 'healthy as before'}"
+    if isinstance(move, PauseRotation):
+        return f"paused: {move.reason}"
+    if isinstance(move, FinishRotation):
+        return f"ended: {move.state.value}"
+    return move.reason or "continues"

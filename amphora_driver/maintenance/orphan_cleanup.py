@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Removing what a crash between two systems left, and what nobody will ever ask for.
+"""Removes orphaned machines, ports and VIPs that a crash between two systems left.
 
-Invariant: a backend is asked first and the rows are read after that, so that nothing that is being made looks like
-nobody's. Only what this deployment made is listed at all, and only what was nobody's for the whole grace is removed:
-ids are never used again, so that nobody can come to own it then.
+Invariant: the backend is listed before the rows are read, so that an object in creation never looks like an orphan.
+The lists hold only objects of this deployment. An object is removed only after it had no owner for the whole grace
+period. Ids are never reused, so that a removed object cannot get an owner.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from amphora_driver.plugins import Catalogue
 
 LOG = logging.getLogger(__name__)
-# So many things of one kind that belong to nobody are believed, or a tenth of all; and all there is only if it is one.
+# Orphans of one kind that are plausible, if they are not more than a tenth of all objects.
 _MOST = 2
 
 
-class Sweeper:
-    """Looks for machines, ports and VIPs that belong to nobody.
+class OrphanCleaner:
+    """Finds and removes machines, ports and VIPs without an owner.
 
     Args:
         conf: our options.
-        database: where the rows are.
+        database: of the rows.
         catalogue: the backends.
     """
 
@@ -43,72 +43,72 @@ class Sweeper:
         self._database = database
         self._catalogue = catalogue
 
-    def sweep(self) -> int:
-        """Note what belongs to nobody, and remove what has for long; returns how many were removed.
+    def clean_up(self) -> int:
+        """Record orphans and remove old ones; return the number of removed objects.
 
-        A backend that is away is asked next time, and holds up no other.
+        A backend that is not available does not stop the others; the next call asks it again.
         """
         removed = 0
         for name, compute in self._catalogue.computes().items():
-            removed += self._look(OrphanKind.MACHINE, name, compute.machines, compute.destroy)
+            removed += self._clean(OrphanKind.MACHINE, name, compute.machines, compute.destroy)
         for name, network in self._catalogue.networks().items():
-            removed += self._look_at(name, network)
+            removed += self._clean_network(name, network)
         self._database.write(orphans.delete_stale_rows)
         return removed
 
-    def _look_at(self, name: str, network: Network) -> int:
+    def _clean_network(self, name: str, network: Network) -> int:
         def remove_ports(amphora_id: str) -> None:
             for port in network.ports(amphora_id):
                 network.delete_port(port.id)
 
-        return self._look(OrphanKind.PORTS, name, lambda: network.owners().amphorae, remove_ports) + self._look(
+        return self._clean(OrphanKind.PORTS, name, lambda: network.owners().amphorae, remove_ports) + self._clean(
             OrphanKind.VIP, name, lambda: network.owners().load_balancers, network.release_vip
         )
 
-    def _look(
-        self, thing: OrphanKind, backend: str, ask: Callable[[], Collection[str]], remove: Callable[[str], None]
+    def _clean(
+        self, kind: OrphanKind, backend: str, list_ids: Callable[[], Collection[str]], remove: Callable[[str], None]
     ) -> int:
         removed = 0
         try:
-            there = ask()
-            for one in self._due(thing, backend, there):
-                LOG.warning("%s %s (%s) belongs to nobody: it is removed", thing.value, one, backend)
+            existing = list_ids()
+            for one in self._removable(kind, backend, existing):
+                LOG.warning("removing %s %s (%s): it has no owner", kind.value, one, backend)
                 remove(one)
                 removed += 1
         except AmphoraDriverError as error:
             LOG.warning("housekeeping: %s", error)
         return removed
 
-    def _due(self, thing: OrphanKind, backend: str, there: Collection[str]) -> list[str]:
-        """Those that have belonged to nobody for long enough."""
+    def _removable(self, kind: OrphanKind, backend: str, existing: Collection[str]) -> list[str]:
+        """Return the objects without an owner for the whole grace period."""
         found, noted = self._database.read(
             lambda connection: (
-                orphans.find_unowned(connection, thing, there),
-                orphans.read_orphans(connection, thing, backend),
+                orphans.find_unowned(connection, kind, existing),
+                orphans.read_orphans(connection, kind, backend),
             )
         )
         if not (found or noted):
-            # Nearly always: looking costs less than locking.
+            # The usual case; a read costs less than a lock.
             return []
         for one in sorted(found - noted.keys()):
-            LOG.warning("%s %s (%s) belongs to nobody; it goes in %.0f s", thing.value, one, backend, self._grace)
+            LOG.warning("%s %s (%s) has no owner, removing it in %.0f s", kind.value, one, backend, self._grace)
         now = self._database.now()
         due = self._database.write(
-            lambda connection: orphans.update_orphans(connection, thing, backend, found, now, self._grace)
+            lambda connection: orphans.update_orphans(connection, kind, backend, found, now, self._grace)
         )
         if self._database.seconds_since_clock_jump() < self._grace:
-            # By a clock that was set since, what was found a moment ago is old.
+            # Ages that cross a jump of the clock are not reliable.
             return []
-        if _believable(len(due), len(there)):
+        if _is_plausible(len(due), len(existing)):
             return due
         LOG.error(
-            "%d of %d of %s (%s) belong to nobody: none is removed. Look whether rows were lost (an empty database, "
-            "one from a backup) or another deployment uses the same place; if neither, remove some by hand",
-            len(due), len(there), thing.value, backend,
+            "%d of %d of %s (%s) have no owner: none is removed. Check whether rows were lost (an empty or restored "
+            "database) or another deployment uses the same place; otherwise remove some of them manually",
+            len(due), len(existing), kind.value, backend,
         )  # fmt: skip
         return []
 
 
-def _believable(due: int, there: int) -> bool:
-    """Whether so many can be a crash's: it leaves one thing now and then. More is somebody else's, or rows are lost."""
-    return due <= max(_MOST, there // 10) and (due < there or due <= 1)
+def _is_plausible(orphans: int, existing: int) -> bool:
+    """Whether crashes can explain the number of orphans; more indicate lost rows or another deployment."""
+    return orphans <= max(_MOST, existing // 10) and (orphans < existing or orphans <= 1)

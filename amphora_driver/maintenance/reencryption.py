@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All sealed columns under the newest key, and bound to their rows.
+"""Re-encrypts all sealed columns with the newest key and binds the values to their rows.
 
-Invariant: a row is only ever changed from what was read to the same secret under the first key: whoever writes it
-meanwhile wins, and the next pass looks again. So it may be ended anywhere, repeated, and run on several hosts while
-everything works. What no key opens, or was sealed for another row, is left as it is, and counted.
+Invariant: each update replaces exactly the value that was read by the same secret under the first key. A concurrent
+write wins, and the next run handles the row. A run may therefore be interrupted and repeated, and several hosts may run
+it during normal operation. Values that no key opens, or that were sealed for another row, are unchanged and counted.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from amphora_driver.database.vault import SecretLocation, Vault
 
 LOG = logging.getLogger(__name__)
-# What a column's values are sealed for, and the columns beside the primary key that say it.
-_PLACES: dict[sa.Column[Any], tuple[tuple[sa.Column[Any], ...], Callable[[sa.Row[Any]], SecretLocation]]] = {
+# Location that the values of a column are bound to, and the columns besides the primary key that determine it.
+_LOCATIONS: dict[sa.Column[Any], tuple[tuple[sa.Column[Any], ...], Callable[[sa.Row[Any]], SecretLocation]]] = {
     secret.c.sealed: (
         (),
         lambda row: sealed_secrets.secret_location(SecretName(row.object_id, Purpose(row.purpose), row.ref)),
@@ -41,22 +41,22 @@ _PLACES: dict[sa.Column[Any], tuple[tuple[sa.Column[Any], ...], Callable[[sa.Row
         lambda row: ca_records.key_location(ca_records.CaKind(row.kind), row.certificate.encode()),
     ),
 }
-# Every column that holds something the vault sealed; tests look for more.
-SEALED: tuple[sa.Column[Any], ...] = tuple(_PLACES)
-# Rows read and written at once: a certificate takes kilobytes, and a writing transaction holds others up.
+# All sealed columns; a test searches the tables for further ones.
+SEALED: tuple[sa.Column[Any], ...] = tuple(_LOCATIONS)
+# Rows in one transaction: a certificate takes kilobytes, and a write blocks other writers.
 _BATCH = 100
 
 
-class Count(msgspec.Struct, frozen=True, kw_only=True):
-    """How many rows of a column are sealed with one key.
+class KeyUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Number of rows of a column that are sealed with one key.
 
     Attributes:
-        column: which one.
-        key: its line in the file, counted from 0; None where none of ours fits.
-        fingerprint: what the key is called.
-        rows: how many.
-        unbound: how many of those are bound to no row: an older version sealed them.
-        misplaced: how many of those were sealed for another row.
+        column: name of the column.
+        key: line of the key in the file, counted from 0; None for rows that no key of the file opens.
+        fingerprint: of the key.
+        rows: number of rows.
+        unbound: number of these rows that are bound to no row: an older version sealed them.
+        misplaced: number of these rows that were sealed for another row.
     """
 
     column: str
@@ -67,25 +67,25 @@ class Count(msgspec.Struct, frozen=True, kw_only=True):
     misplaced: int = 0
 
 
-def count(database: Database, vault: Vault) -> list[Count]:
-    """With which keys the rows are sealed: for each column every key of the file, and what fits none if there is any.
+def count_key_usage(database: Database, vault: Vault) -> list[KeyUsage]:
+    """Return the key usage of each column, by key; rows that no key opens have an entry of their own.
 
     Raises:
-        StoreError: the database said no.
+        StoreError: the database refused the query.
     """
-    found: list[Count] = []
+    found: list[KeyUsage] = []
     names = vault.fingerprints
     for column in SEALED:
         rows: dict[int | None, list[Binding | None]] = {number: [] for number in range(len(names))}
         for batch in _batches(database, column):
             for row in batch:
-                bound = vault.binding(row[-1], _PLACES[column][1](row))
+                bound = vault.binding(row[-1], _LOCATIONS[column][1](row))
                 rows.setdefault(vault.key_index(row[-1]), []).append(bound)
                 if bound is Binding.OTHER_ROW:
                     key = ", ".join(map(str, row[: len(column.table.primary_key)]))
                     LOG.warning("%s of row %s was sealed for another row or purpose", column, key)
         found += [
-            Count(
+            KeyUsage(
                 column=str(column),
                 key=key,
                 fingerprint=names[key] if key is not None and key < len(names) else "",
@@ -98,23 +98,23 @@ def count(database: Database, vault: Vault) -> list[Count]:
     return found
 
 
-def reseal(
-    database: Database, vault: Vault, told: Callable[[int], None] = lambda _: None, *, bind: bool = False
+def reencrypt(
+    database: Database, vault: Vault, on_progress: Callable[[int], None] = lambda _: None, *, bind: bool = False
 ) -> int:
     """Seal every row with the first key.
 
     Args:
-        database: whose rows.
+        database: of the rows.
         vault: the keys; the first one seals.
-        told: is given the number of rows done so far, after each batch.
-        bind: rows that are bound to nothing are bound to where they are. Whatever a writer of the database has put
-            there in the old form opens from then on.
+        on_progress: called after each batch with the number of changed rows so far.
+        bind: bind unbound values to their current row. From then on the vault opens every value in the old form, also
+            one that an attacker with write access to the database has copied there.
 
     Returns:
-        How many rows were changed.
+        The number of changed rows.
 
     Raises:
-        StoreError: the database said no; what was done until then is done.
+        StoreError: the database refused a transaction; earlier batches stay changed.
     """
     done = 0
     for column in SEALED:
@@ -122,17 +122,17 @@ def reseal(
             changes = list(_changes(column, batch, vault, bind=bind))
             if changes:
                 done += _write(database, column, changes)
-                told(done)
+                on_progress(done)
     return done
 
 
 def _changes(
     column: sa.Column[Any], batch: list[sa.Row[Any]], vault: Vault, *, bind: bool
 ) -> Iterator[tuple[sa.Row[Any], bytes]]:
-    """Rows that are sealed in another way than they should be, with what takes the place of their secret."""
+    """Yield the rows that need a new value, with this value."""
     for row in batch:
         with contextlib.suppress(StoreError):
-            again = vault.reseal(row[-1], _PLACES[column][1](row), bind=bind)
+            again = vault.reseal(row[-1], _LOCATIONS[column][1](row), bind=bind)
             if again != row[-1]:
                 yield row, again
 
@@ -153,9 +153,9 @@ def _write(database: Database, column: sa.Column[Any], changes: list[tuple[sa.Ro
 
 
 def _batches(database: Database, column: sa.Column[Any]) -> Iterator[list[sa.Row[Any]]]:
-    """The rows of a column in the order of their primary key, some at a time: the key first, what is sealed last."""
+    """Yield batches of rows in the order of the primary key: its columns first, the sealed column last."""
     keys = list(column.table.primary_key)
-    query = sa.select(*keys, *_PLACES[column][0], column).where(column.is_not(None)).order_by(*keys).limit(_BATCH)
+    query = sa.select(*keys, *_LOCATIONS[column][0], column).where(column.is_not(None)).order_by(*keys).limit(_BATCH)
     after: tuple[Any, ...] | None = None
     while True:
         page = query if after is None else query.where(_beyond(keys, after))
@@ -168,7 +168,10 @@ def _batches(database: Database, column: sa.Column[Any]) -> Iterator[list[sa.Row
 
 
 def _beyond(keys: list[sa.Column[Any]], after: tuple[Any, ...]) -> sa.ColumnElement[bool]:
-    """Rows after this one. Written out, because not every database compares rows by way of an index."""
+    """Return the condition for rows after this key.
+
+    Some databases use no index for a comparison of row values.
+    """
     first, *others = keys
     beyond: sa.ColumnElement[bool] = first > after[0]
     if not others:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from amphora_driver import failpoints, metrics
-from amphora_driver.certificates.renewal import Renewal
+from amphora_driver.certificates.renewal import CertificateRenewer
 from amphora_driver.compute.interface import BootRequest, Compute, MachineState
 from amphora_driver.deadline import kept
 from amphora_driver.errors import AgentError, AgentRefused, AgentUnreachable, AgentUntrusted, ComputeError
@@ -113,7 +113,7 @@ class Steps:
         self._turn = turn
         self._lease = turn.lease
         self._doing = ""
-        self.renewal = Renewal(self._conf, self._database, self._agents, backends.trust, turn)
+        self.renewal = CertificateRenewer(self._conf, self._database, self._agents, backends.trust, turn)
         self._pushing = Pushing(backends, turn, self._write)
         self._vips = Vips(self._database, self._write, self._conf.network.vip_patience)
         self.leaving = Leaving(backends, turn, self._write)
@@ -255,10 +255,10 @@ class Steps:
 
     def _identity_of(self, amphora: Amphora) -> tuple[dict[str, Secret], float]:
         """Who an amphora is and whom it trusts, as files; and when its certificate expires."""
-        given = self.renewal.for_boot(amphora, there=lambda: self._compute.get(amphora.id) is not None)
+        given = self.renewal.issue_for_boot(amphora, exists=lambda: self._compute.get(amphora.id) is not None)
         if given is not None:
-            papers, issued = given
-            client_ca, server_ca = papers.client_ca, papers.server_ca
+            credentials, issued = given
+            client_ca, server_ca = credentials.client_ca, credentials.server_ca
         else:
             options = self._conf.certificates
             issued = self._authority.issue_server(amphora.id, options.validity_days)

@@ -15,7 +15,7 @@ from throwaway_authority import CLIENT, SERVER, Authority
 
 from amphora_agent.stats.heartbeat_codec import decode
 from amphora_driver.agent.client import AgentClient
-from amphora_driver.agent.tls import Instead
+from amphora_driver.agent.tls import TlsOverride
 from amphora_driver.errors import AgentRefused, AgentUnreachable, AgentUntrusted
 from amphora_driver.secret import Secret
 
@@ -96,9 +96,9 @@ class Told:
     """What a controller is told to show and to believe instead of its files."""
 
     def __init__(self) -> None:
-        self.now = Instead()
+        self.now = TlsOverride()
 
-    def instead(self) -> Instead:
+    def tls_override(self) -> TlsOverride:
         return self.now
 
 
@@ -137,13 +137,13 @@ def test_both_authorities_are_rotated_and_nobody_is_shut_out(amphora, network, c
         authorities = {"client_ca": client_ca.encode(), "server_ca": server_ca.encode()}
         said = ctl(lambda: client.renew(amphora.id, AMPHORA, Secret(new.encode()), **authorities))
         assert said.fingerprint == fingerprint(new)
-        ctl(lambda: client.prove(amphora.id, AMPHORA, fingerprint(new)))
+        ctl(lambda: client.verify_certificate(amphora.id, AMPHORA, fingerprint(new)))
         amphora.disconnect()
         starts = amphora.status("amphora-agent")["starts"]
         amphora.supervisor(op="signal", name="amphora-agent", signal=9)
         eventually(lambda: amphora.status("amphora-agent")["starts"] > starts, "the agent starts again")
         eventually(answers, "what was confirmed is there after a start")
-        ctl(lambda: client.prove(amphora.id, AMPHORA, fingerprint(new)))
+        ctl(lambda: client.verify_certificate(amphora.id, AMPHORA, fingerprint(new)))
         return new
 
     def answers():
@@ -153,7 +153,7 @@ def test_both_authorities_are_rotated_and_nobody_is_shut_out(amphora, network, c
             return False
 
     def mark(number, **more):
-        told.now = Instead(mark=number, **more)
+        told.now = TlsOverride(version=number, **more)
 
     mine = Secret(calls.issue("controller", CLIENT).encode())
     # Everybody trusts both.
@@ -162,8 +162,8 @@ def test_both_authorities_are_rotated_and_nobody_is_shut_out(amphora, network, c
     # The new ones sign: what is shown by us is in memory only.
     mark(2, authorities=(old.pem + signs.pem).encode(), certificate=mine)
     assert answers(), "the former certificate is shown to us still, and ours is a new one"
-    with pytest.raises(AgentUntrusted, match="shows another one"):
-        ctl(lambda: client.prove(amphora.id, AMPHORA, fingerprint(old.issue(amphora.id, SERVER))))
+    with pytest.raises(AgentUntrusted, match="uses another one"):
+        ctl(lambda: client.verify_certificate(amphora.id, AMPHORA, fingerprint(old.issue(amphora.id, SERVER))))
     now = give(signs, old.pem + calls.pem, signs.pem)
     assert fingerprint(now) != fingerprint(before)
     # The old ones are trusted no more.

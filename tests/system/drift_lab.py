@@ -15,7 +15,7 @@ from sandbox_of_a_test import running
 
 from amphora_driver import config
 from amphora_driver.agent.client import AgentClient
-from amphora_driver.certificates.trust_store import Trust
+from amphora_driver.certificates.trust_store import TrustStore
 from amphora_driver.compute.netns import NetnsCompute
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora, work
@@ -80,7 +80,7 @@ class DriftLab(Cloud):
 
         def go():
             conf = config.load([str(self.settings.our_configuration)])
-            trust = Trust(conf, self.database, Vault.load(conf.store.encryption_key_file))
+            trust = TrustStore(conf, self.database, Vault.load(conf.store.encryption_key_file))
             client = AgentClient(conf, trust)
             try:
                 return ask(client)

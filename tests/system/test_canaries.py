@@ -28,7 +28,7 @@ from sandbox_of_a_test import running
 
 from amphora_driver import config
 from amphora_driver.agent.client import AgentClient
-from amphora_driver.certificates.trust_store import Trust
+from amphora_driver.certificates.trust_store import TrustStore
 from amphora_driver.compute.netns import NetnsCompute
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora, metadata, secret
@@ -254,7 +254,7 @@ def with_agents(settings, ask):
     def go():
         conf = config.load([str(settings.our_configuration)])
         database = Database(conf.store.connection)
-        client = AgentClient(conf, Trust(conf, database, Vault.load(conf.store.encryption_key_file)))
+        client = AgentClient(conf, TrustStore(conf, database, Vault.load(conf.store.encryption_key_file)))
         try:
             return ask(client)
         finally:

@@ -22,7 +22,7 @@ from kill_lab import Witness, in_step
 from amphora_driver import config
 from amphora_driver.agent.client import AgentClient
 from amphora_driver.certificates.ca import Authority
-from amphora_driver.certificates.trust_store import Trust
+from amphora_driver.certificates.trust_store import TrustStore
 from amphora_driver.database.tables import amphora
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import AgentError, AgentUntrusted
@@ -85,7 +85,7 @@ def ask(lab, amphora_id, *, by_files):
     vault = Vault.load(conf.store.encryption_key_file)
 
     def go():
-        client = AgentClient(conf, None if by_files else Trust(conf, lab.database, vault))
+        client = AgentClient(conf, None if by_files else TrustStore(conf, lab.database, vault))
         try:
             return client.info(amphora_id, address)
         finally:

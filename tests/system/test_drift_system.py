@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from drift_lab import PAUSE, drift_lab
 
-from amphora_driver.maintenance.drift_audit import record_of
+from amphora_driver.maintenance.drift_audit import load_record
 from amphora_driver.reconcile import desired_bundle
 
 pytestmark = pytest.mark.root
@@ -62,7 +62,7 @@ def test_an_amphora_that_somebody_else_pushed_is_pushed_again(lab, balancer):
     (one,) = lab.of(balancer)
     conf, vault = lab.compute_conf(), lab.vault()
     catalogue = lab.catalogue(conf)
-    recorded = lab.database.read(lambda c: record_of(c, balancer.id, catalogue))
+    recorded = lab.database.read(lambda c: load_record(c, balancer.id, catalogue))
     document = json.loads(desired_bundle.bodies(recorded, conf, vault)[one.id])
     document["generation"] += 5
     document["haproxy"] = document["haproxy"].replace("weight 1", "weight 9")

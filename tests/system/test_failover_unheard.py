@@ -12,7 +12,7 @@ from amphoractl import Amphoractl
 
 from amphora_driver import config
 from amphora_driver.agent.client import AgentClient
-from amphora_driver.certificates.trust_store import Trust
+from amphora_driver.certificates.trust_store import TrustStore
 from amphora_driver.database.vault import Vault
 from amphora_driver.host import namespaces
 from amphora_driver.store import amphorae
@@ -51,7 +51,7 @@ def agents(settings, database):
 
     def ask(question):
         def go():
-            trust = Trust(conf, database, Vault.load(conf.store.encryption_key_file))
+            trust = TrustStore(conf, database, Vault.load(conf.store.encryption_key_file))
             with closing(AgentClient(conf, trust)) as client:
                 return question(client)
 

@@ -6,12 +6,21 @@ import itertools
 import pytest
 
 from amphora_driver.certificates import ca_rotation
-from amphora_driver.certificates.ca_rotation import DAY, Terms, Wanted, common, controllers_in, differs, phase, trusts
+from amphora_driver.certificates.ca_rotation import (
+    DAY,
+    CertificateLifetime,
+    DesiredTrust,
+    common_trust,
+    format_trusts,
+    parse_controller_ids,
+    rotation_phase,
+    trust_differs,
+)
 from amphora_driver.store.ca_records import AmphoraCertificate, CaKind, CaRecord, CaState
 
 NOW = 2_000_000_000.0
-TERMS = Terms(validity=7 * DAY, renew_at=0.5)
-FILES = trusts((), b"controllers", b"signer")
+TERMS = CertificateLifetime(validity=7 * DAY, renew_at=0.5)
+FILES = format_trusts((), b"controllers", b"signer")
 
 
 def held(number=0, *, age=0.0, authority=None, trusts=FILES, **more):
@@ -29,12 +38,12 @@ def recorded(number, state, kind=CaKind.CONTROLLER, changed_at=NOW - 1000):
 
 
 def test_what_is_trusted_as_text():
-    assert trusts([2, 1], b"ignored", None) == "1,2"
-    assert trusts([2, 1], b"ignored", b"signer").startswith("1,2/")
-    assert trusts((), b"one", None).startswith("files-")
-    assert trusts((), b"one", b"x") != trusts((), b"two", b"x") != trusts((), b"two", b"y")
-    assert controllers_in("1,2/abc") == {1, 2}
-    assert controllers_in(FILES) == controllers_in(None) == controllers_in("unknown") == frozenset()
+    assert format_trusts([2, 1], b"ignored", None) == "1,2"
+    assert format_trusts([2, 1], b"ignored", b"signer").startswith("1,2/")
+    assert format_trusts((), b"one", None).startswith("files-")
+    assert format_trusts((), b"one", b"x") != format_trusts((), b"two", b"x") != format_trusts((), b"two", b"y")
+    assert parse_controller_ids("1,2/abc") == {1, 2}
+    assert parse_controller_ids(FILES) == parse_controller_ids(None) == parse_controller_ids("unknown") == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -49,7 +58,7 @@ def test_what_is_trusted_as_text():
     ],
 )
 def test_of_two_boots_only_what_both_gave_counts(first, second, both):
-    assert common(first, second) == both
+    assert common_trust(first, second) == both
 
 
 @pytest.mark.parametrize(
@@ -58,9 +67,13 @@ def test_of_two_boots_only_what_both_gave_counts(first, second, both):
         (None, FILES, False),  # older than the text: as far as anybody knows it has the files
         (None, "1,2", True),
         (FILES, FILES, False),
-        (trusts((), b"exchanged", b"signer"), FILES, True),
-        (trusts((), b"controllers", b"exchanged"), FILES, True),
-        (FILES, trusts((), b"controllers", None), False),  # the signer is recorded meanwhile: it is told by its id
+        (format_trusts((), b"exchanged", b"signer"), FILES, True),
+        (format_trusts((), b"controllers", b"exchanged"), FILES, True),
+        (
+            FILES,
+            format_trusts((), b"controllers", None),
+            False,
+        ),  # the signer is recorded meanwhile: it is told by its id
         ("1", "1,2", True),
         ("1,2", "1,2", False),
         ("1,2", "2", True),
@@ -68,7 +81,7 @@ def test_of_two_boots_only_what_both_gave_counts(first, second, both):
     ],
 )
 def test_what_it_trusts_is_what_it_should(has, wanted, other):
-    assert differs(has, Wanted(authority=None, trusts=wanted)) is other
+    assert trust_differs(has, DesiredTrust(authority=None, trusts=wanted)) is other
 
 
 @pytest.mark.parametrize(
@@ -82,27 +95,27 @@ def test_what_it_trusts_is_what_it_should(has, wanted, other):
         (held(age=3.9, issued_at=None), None, "lived for long enough", "due"),  # issued 7 days before it ends
         (held(age=1, issued_at=None), None, "", "fine"),
         (held(issued_at=None, expires_at=None), None, "nobody knows", "due"),
-        (held(authority=None), Wanted(authority=2, trusts=FILES), "another authority", "due"),
-        (held(authority=1), Wanted(authority=2, trusts=FILES), "another authority", "due"),
-        (held(trusts="1"), Wanted(authority=None, trusts="1,2"), "other authorities", "due"),
+        (held(authority=None), DesiredTrust(authority=2, trusts=FILES), "another authority", "due"),
+        (held(authority=1), DesiredTrust(authority=2, trusts=FILES), "another authority", "due"),
+        (held(trusts="1"), DesiredTrust(authority=None, trusts="1,2"), "other authorities", "due"),
     ],
 )
 def test_when_a_certificate_is_renewed(one, wanted, words, state):
-    wanted = wanted or Wanted(authority=None, trusts=FILES)
-    said = ca_rotation.why(one, wanted, TERMS, NOW)
+    wanted = wanted or DesiredTrust(authority=None, trusts=FILES)
+    said = ca_rotation.renewal_reason(one, wanted, TERMS, NOW)
     assert words in said
     assert bool(said) is bool(words)
-    assert ca_rotation.condition(one, wanted, TERMS, NOW) == state
+    assert ca_rotation.certificate_state(one, wanted, TERMS, NOW) == state
 
 
 def test_those_that_were_issued_together_are_not_renewed_together():
-    moments = sorted(ca_rotation.due_at(held(number), TERMS) - NOW for number in range(1000))
+    moments = sorted(ca_rotation.renewal_due_at(held(number), TERMS) - NOW for number in range(1000))
     assert moments[0] > 0.45 * 7 * DAY - 60
     assert moments[-1] < 0.55 * 7 * DAY + 60
     hours = [len(list(group)) for _, group in itertools.groupby(moments, lambda one: one // 3600)]
     assert max(hours) < 150, "a thousand over seventeen hours"
-    late = Terms(validity=DAY, renew_at=0.99)
-    assert ca_rotation.due_at(held(0), late) < NOW + 7 * DAY
+    late = CertificateLifetime(validity=DAY, renew_at=0.99)
+    assert ca_rotation.renewal_due_at(held(0), late) < NOW + 7 * DAY
 
 
 CONTROLLERS = [
@@ -124,10 +137,10 @@ CONTROLLERS = [
 def test_the_controllers_authority_moves_when_nobody_is_shut_out(states, trusted, moves, waits):
     rows = [recorded(*one) for one in states]
     everyone = [held(number, trusts=text) for number, text in enumerate(trusted)]
-    found = phase(CaKind.CONTROLLER, rows, everyone, NOW, 90.0)
+    found = rotation_phase(CaKind.CONTROLLER, rows, everyone, NOW, 90.0)
     assert {one.id: state for one, state in found.moves.items()} == moves
     assert len(found.waits_for) == waits
-    assert phase(CaKind.AMPHORA, rows, everyone, NOW, 90.0) == ca_rotation.Phase(), (
+    assert rotation_phase(CaKind.AMPHORA, rows, everyone, NOW, 90.0) == ca_rotation.RotationPhase(), (
         "the other kind is none of its business"
     )
 
@@ -145,7 +158,7 @@ AMPHORAE = [
 def test_the_amphorae_s_authority_moves_when_all_are_signed_by_the_new_one(states, signed, moves, waits):
     rows = [recorded(*one, CaKind.AMPHORA) for one in states]
     everyone = [held(number, authority=one) for number, one in enumerate(signed)]
-    found = phase(CaKind.AMPHORA, rows, everyone, NOW, 90.0)
+    found = rotation_phase(CaKind.AMPHORA, rows, everyone, NOW, 90.0)
     assert {one.id: state for one, state in found.moves.items()} == moves
     assert len(found.waits_for) == waits
 
@@ -154,6 +167,6 @@ def test_the_amphorae_s_authority_moves_when_all_are_signed_by_the_new_one(state
 def test_no_step_is_shorter_than_it_takes_to_forget_the_one_before(states, trusted, moves, _waits):
     rows = [recorded(*one, changed_at=NOW - 80) for one in states]
     everyone = [held(number, trusts=text) for number, text in enumerate(trusted)]
-    assert phase(CaKind.CONTROLLER, rows, everyone, NOW, 90.0).moves == {}
-    found = phase(CaKind.CONTROLLER, rows, everyone, NOW + 10, 90.0).moves
+    assert rotation_phase(CaKind.CONTROLLER, rows, everyone, NOW, 90.0).moves == {}
+    found = rotation_phase(CaKind.CONTROLLER, rows, everyone, NOW + 10, 90.0).moves
     assert {one.id: state for one, state in found.items()} == moves

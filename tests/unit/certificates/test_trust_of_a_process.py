@@ -12,7 +12,7 @@ from cryptography.fernet import Fernet
 from amphora_driver import config
 from amphora_driver.certificates import trust_store as trusting
 from amphora_driver.certificates.ca import Authority, create_authority
-from amphora_driver.certificates.trust_store import Trust
+from amphora_driver.certificates.trust_store import TrustStore
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables_fleet import authority
 from amphora_driver.database.vault import Vault
@@ -43,11 +43,11 @@ class House:
         migrated.write(url)
         self.database = Database(url)
         self.vault = Vault([Fernet.generate_key()])
-        self.trust = Trust(self.conf, self.database, self.vault)
+        self.trust = TrustStore(self.conf, self.database, self.vault)
 
     def begin(self, kind):
-        new = trusting.create(kind, self.vault, 30)
-        present = trusting.configured(self.conf, kind)
+        new = trusting.create_ca(kind, self.vault, 30)
+        present = trusting.load_configured_ca(self.conf, kind)
         number = self.database.write(lambda c: ca_records.begin_ca_rotation(c, kind, present, new, 1.0))
         return number, new.certificate
 
@@ -76,52 +76,52 @@ def issuer_of(pem):
 
 
 def test_before_the_first_rotation_the_files_count(house):
-    instead, papers = house.trust.instead(), house.trust.papers()
+    instead, papers = house.trust.tls_override(), house.trust.credentials()
     assert (instead.authorities, instead.certificate) == (None, None)
     assert (papers.client_ca, papers.server_ca) == (house.file("controller.pem"), house.file("amphora.pem"))
-    assert papers.wanted.authority is None
-    before = papers.wanted.trusts
+    assert papers.desired.authority is None
+    before = papers.desired.trusts
     house.folder.joinpath("controller.pem").write_bytes(create_authority("exchanged")[0])
-    assert house.trust.papers().wanted.trusts != before, "a file that was exchanged is noticed"
+    assert house.trust.credentials().desired.trusts != before, "a file that was exchanged is noticed"
 
 
 def test_the_authority_of_controllers(house):
     new, certificate = house.begin(CaKind.CONTROLLER)
     file = house.file("controller.pem")
     # Both are trusted; the present one is shown still, and that is a file.
-    papers = house.trust.papers()
+    papers = house.trust.credentials()
     assert subjects(papers.client_ca) == subjects(file + certificate)
-    assert papers.wanted.trusts.split("/")[0] == f"{new - 1},{new}"
-    assert house.trust.instead().certificate is None
+    assert papers.desired.trusts.split("/")[0] == f"{new - 1},{new}"
+    assert house.trust.tls_override().certificate is None
     house.move(**{f"_{new}": "current", f"_{new - 1}": "former"})
-    assert house.trust.papers().wanted == papers.wanted, "trusted as before"
-    shown = house.trust.instead()
+    assert house.trust.credentials().desired == papers.desired, "trusted as before"
+    shown = house.trust.tls_override()
     assert issuer_of(shown.certificate.reveal()) == subjects(certificate)[0]
-    assert house.trust.instead() == shown, "issued once"
+    assert house.trust.tls_override() == shown, "issued once"
     assert shown.authorities is None
     house.move(**{f"_{new - 1}": "leaving"})
-    papers = house.trust.papers()
-    assert (papers.client_ca.strip(), papers.wanted.trusts.split("/")[0]) == (certificate.strip(), str(new))
+    papers = house.trust.credentials()
+    assert (papers.client_ca.strip(), papers.desired.trusts.split("/")[0]) == (certificate.strip(), str(new))
 
 
 def test_the_authority_of_amphorae(house):
     new, certificate = house.begin(CaKind.AMPHORA)
     file = house.file("amphora.pem")
-    assert subjects(house.trust.instead().authorities) == subjects(file + certificate)
-    papers = house.trust.papers()
-    assert papers.wanted.authority == new - 1
+    assert subjects(house.trust.tls_override().authorities) == subjects(file + certificate)
+    papers = house.trust.credentials()
+    assert papers.desired.authority == new - 1
     assert issuer_of(papers.issuer.issue_server(AMPHORA, 1).certificate) == subjects(file)[0]
     house.move(**{f"_{new}": "current", f"_{new - 1}": "former"})
-    papers = house.trust.papers()
-    assert papers.wanted.authority == new
+    papers = house.trust.credentials()
+    assert papers.desired.authority == new
     assert issuer_of(papers.issuer.issue_server(AMPHORA, 1).certificate) == subjects(certificate)[0]
     assert papers.server_ca.strip() == certificate.strip()
-    assert subjects(house.trust.instead().authorities) == subjects(file + certificate), "others are renewed still"
+    assert subjects(house.trust.tls_override().authorities) == subjects(file + certificate), "others are renewed still"
     house.move(**{f"_{new - 1}": "leaving"})
-    assert house.trust.instead().authorities.strip() == certificate.strip()
+    assert house.trust.tls_override().authorities.strip() == certificate.strip()
     house.folder.joinpath("amphora.pem").unlink()
     house.folder.joinpath("amphora.key").unlink()
-    assert house.trust.papers().wanted.authority == new, "the files are needed no more"
+    assert house.trust.credentials().desired.authority == new, "the files are needed no more"
 
 
 def test_files_that_were_exchanged_in_a_rotation_sign_nothing(house):
@@ -130,20 +130,20 @@ def test_files_that_were_exchanged_in_a_rotation_sign_nothing(house):
     house.folder.joinpath("amphora.pem").write_bytes(certificate)
     house.folder.joinpath("amphora.key").write_bytes(key.reveal())
     with pytest.raises(CertificateError, match="not the one that is being replaced"):
-        house.trust.papers()
+        house.trust.credentials()
 
 
 def test_while_the_database_is_away_what_was_read_last_counts(house, monkeypatch):
     new, _ = house.begin(CaKind.CONTROLLER)
-    before = house.trust.papers()
+    before = house.trust.credentials()
 
     def away(_work):
         raise StoreError("read", "away")
 
     monkeypatch.setattr(house.database, "read", away)
-    assert house.trust.papers().wanted == before.wanted
+    assert house.trust.credentials().desired == before.desired
     with pytest.raises(StoreError):
-        Trust(house.conf, house.database, house.vault).papers()
+        TrustStore(house.conf, house.database, house.vault).credentials()
     assert new
 
 
@@ -170,7 +170,7 @@ class Reads:
 def reads(house, monkeypatch):
     """The authorities are known, and are to be read again; what is known is not too old to be used meanwhile."""
     house.begin(CaKind.CONTROLLER)
-    house.trust.papers()
+    house.trust.credentials()
     made = Reads(house, monkeypatch)
     clock = Clock(house.trust, monkeypatch)
     clock.later(6.0)
@@ -183,7 +183,7 @@ class Clock:
 
     def __init__(self, trust, monkeypatch):
         self.ahead = 0.0
-        trust._fresh = 5.0
+        trust._max_age = 5.0
         trust.clock = self
         monkeypatch.setattr(trusting, "time", self)
 
@@ -198,7 +198,7 @@ class Clock:
 
 
 def asking(trust, found):
-    thread = threading.Thread(target=lambda: found.append(trust.instead()))
+    thread = threading.Thread(target=lambda: found.append(trust.tls_override()))
     thread.start()
     return thread
 
@@ -207,12 +207,12 @@ def test_nobody_waits_for_a_slow_database_but_who_reads(house, reads):
     found = []
     one = asking(house.trust, found)
     assert reads.begun.wait(60)
-    before = house.trust.papers().wanted
-    assert house.trust.instead().mark == house.trust.instead().mark
+    before = house.trust.credentials().desired
+    assert house.trust.tls_override().version == house.trust.tls_override().version
     assert (reads.number, found) == (1, []), "one reads, and nobody else asks"
     reads.go_on.set()
     one.join(60)
-    assert house.trust.papers().wanted == before
+    assert house.trust.credentials().desired == before
     assert (reads.number, len(found)) == (1, 1)
 
 
@@ -242,10 +242,10 @@ def test_a_slow_failure_is_not_followed_by_another_one_at_once(house, reads):
     house.trust.clock.later(12.0)
     reads.go_on.set()
     one.join(60)
-    house.trust.papers()
+    house.trust.credentials()
     assert reads.number == 1, "counted from its end"
     house.trust.clock.later(6.0)
-    house.trust.papers()
+    house.trust.credentials()
     assert reads.number == 2
     # One that was stopped in the middle of it has failed long ago.
     house.trust.clock.later(6.0)
@@ -256,43 +256,43 @@ def test_a_slow_failure_is_not_followed_by_another_one_at_once(house, reads):
     house.trust.clock.later(3600.0)
     reads.go_on.set()
     one.join(60)
-    house.trust.papers()
+    house.trust.credentials()
     assert reads.number == 4
 
 
 def test_who_knows_nothing_is_told_so_without_asking_each_time(house, reads):
     reads.error = StoreError("read", "away")
     reads.go_on.set()
-    new = Trust(house.conf, house.database, house.vault)
-    new._fresh = 5.0
+    new = TrustStore(house.conf, house.database, house.vault)
+    new._max_age = 5.0
     for _ in range(3):
         with pytest.raises(StoreError, match="away"):
-            new.papers()
+            new.credentials()
     assert reads.number == 1
     house.trust.clock.later(6.0)
     reads.error = None
-    assert new.papers().wanted == house.trust.papers().wanted
+    assert new.credentials().desired == house.trust.credentials().desired
 
 
 def test_keys_of_authorities_that_are_gone_are_forgotten(house):
     new, _ = house.begin(CaKind.CONTROLLER)
     house.move(**{f"_{new}": "current", f"_{new - 1}": "former"})
-    house.trust.instead()
+    house.trust.tls_override()
     assert set(house.trust._issuers) == {new}
     house.move(**{f"_{new - 1}": "leaving"})
     house.move(**{f"_{new - 1}": "gone"})
     newest, _ = house.begin(CaKind.CONTROLLER)
     house.move(**{f"_{newest}": "current", f"_{new}": "former"})
-    house.trust.instead()
+    house.trust.tls_override()
     assert set(house.trust._issuers) == {new, newest}, "it is trusted still"
     house.move(**{f"_{new}": "leaving"})
     house.move(**{f"_{new}": "gone"})
-    house.trust.instead()
+    house.trust.tls_override()
     assert set(house.trust._issuers) == {newest}
 
 
 def test_no_two_authorities_have_one_name(house):
-    first, second = (trusting.create(CaKind.AMPHORA, house.vault, 30) for _ in range(2))
+    first, second = (trusting.create_ca(CaKind.AMPHORA, house.vault, 30) for _ in range(2))
     assert subjects(first.certificate) != subjects(second.certificate)
     key = house.vault.open(first.sealed_key, ca_records.key_location(CaKind.AMPHORA, first.certificate))
     assert Authority(first.certificate, key).expires_at == first.expires_at
@@ -307,6 +307,6 @@ def test_the_key_of_another_authority_signs_nothing(house):
     copied = by_kind[CaKind.CONTROLLER].sealed_key
     mine = authority.c.id == by_kind[CaKind.AMPHORA].id
     house.database.write(lambda c: c.execute(authority.update().where(mine).values(sealed_key=copied)))
-    house.trust.instead()
+    house.trust.tls_override()
     with pytest.raises(StoreError, match="table authority was sealed for another row or purpose"):
-        house.trust.papers()
+        house.trust.credentials()

@@ -101,7 +101,7 @@ def test_an_authority_is_rotated_by_one_command(amphoractl, place, database):
         made["Fingerprint"],
     )
     assert (old["Amphorae"], new["Amphorae"], new["Days left"]) == (1, 0, 100.0)
-    assert (old["Waits for"], new["Waits for"]) == ("", "everybody is to trust the new one")
+    assert (old["Waits for"], new["Waits for"]) == ("", "every amphora must trust the new one")
     assert new["Waiting amphorae"] == ["a0"]
     status, _, err = amphoractl(place, "authority", "rotate", "--kind", "controller")
     assert status == 1

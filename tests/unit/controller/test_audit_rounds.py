@@ -13,7 +13,7 @@ from amphora_driver.agent.client import BundleState
 from amphora_driver.database.tables import amphora, duty, work
 from amphora_driver.errors import AgentUnreachable, StoreError
 from amphora_driver.maintenance import drift_audit
-from amphora_driver.maintenance.drift_audit import DUTY, Auditing
+from amphora_driver.maintenance.drift_audit import DUTY, DriftAuditor
 from amphora_driver.queue.jobs import acquire_duty
 from amphora_driver.topology import SingleTopology
 
@@ -63,10 +63,10 @@ def control(tmp_path):
 def audits(control, monkeypatch):
     """Everything is due in each round."""
     monkeypatch.setattr(
-        drift_audit.Auditing, "_expected", lambda _, recorded: {one.id: "d" for one in recorded.amphorae}
+        drift_audit.DriftAuditor, "_expected_digests", lambda _, recorded: {one.id: "d" for one in recorded.amphorae}
     )
     control.conf.set_override("interval", 1.0, "audit")
-    made = Auditing(control.reconciler._backends, "me", lambda: None)
+    made = DriftAuditor(control.reconciler._backends, "me", lambda: None)
     made._most, made._round = 4, 1.0
     yield made
     control.conf.clear_override("interval", "audit")
@@ -103,9 +103,9 @@ def compared(control):
 def test_one_of_which_nothing_is_heard_stops_nobody(control, audits, pool, says):
     one = one_of(control)
     control.world.says[one] = says
-    assert audits.audit(pool) == MANY - 1
+    assert audits.run_round(pool) == MANY - 1
     assert compared(control) == {f"lb{number}" for number in range(1, MANY)}
-    assert set(audits._later) == {one}, "it is asked again later"
+    assert set(audits._retry_at) == {one}, "it is asked again later"
 
 
 def test_one_that_cannot_be_written_down_stops_nobody(control, audits, pool, monkeypatch):
@@ -115,9 +115,9 @@ def test_one_that_cannot_be_written_down_stops_nobody(control, audits, pool, mon
     def overflows(*_):
         raise OverflowError("too large")
 
-    monkeypatch.setattr(drift_audit.config_drift, "overtake", overflows)
-    assert audits.audit(pool) == MANY - 1
-    assert set(audits._later) == {one}
+    monkeypatch.setattr(drift_audit.config_drift, "advance_generation_beyond", overflows)
+    assert audits.run_round(pool) == MANY - 1
+    assert set(audits._retry_at) == {one}
 
 
 def test_one_that_cannot_be_rendered_stops_nobody(control, audits, pool, monkeypatch):
@@ -126,14 +126,14 @@ def test_one_that_cannot_be_rendered_stops_nobody(control, audits, pool, monkeyp
             raise ZeroDivisionError
         return {one.id: "d" for one in recorded.amphorae}
 
-    monkeypatch.setattr(drift_audit.Auditing, "_expected", expected)
-    assert audits.audit(pool) == MANY - 1
-    assert set(audits._later) == {one_of(control)}
+    monkeypatch.setattr(drift_audit.DriftAuditor, "_expected_digests", expected)
+    assert audits.run_round(pool) == MANY - 1
+    assert set(audits._retry_at) == {one_of(control)}
 
 
 def test_a_generation_that_nobody_gives_is_told_and_not_overtaken(control, audits, pool):
     control.world.says[one_of(control)] = BundleState(generation=2**62)
-    assert audits.audit(pool) == MANY
+    assert audits.run_round(pool) == MANY
     row = rows(control)["lb0"]
     assert "nobody has given it" in row.drift
     assert (row.generation, row.dirty) == (1, False)
@@ -148,7 +148,7 @@ def test_amphorae_of_all_load_balancers_are_asked_side_by_side(control, audits, 
         return BundleState(generation=1, digest="d")
 
     control.world.says |= dict.fromkeys(chosen, waits)
-    assert audits.audit(pool) == MANY
+    assert audits.run_round(pool) == MANY
 
 
 def test_a_round_ends_when_it_is_told_to_and_the_next_one_begins_with_the_others(control, audits, pool):
@@ -161,31 +161,31 @@ def test_a_round_ends_when_it_is_told_to_and_the_next_one_begins_with_the_others
     control.world.says |= {row.id: hangs for row in rows(control).values()}
     try:
         # It is asked before each amphora, and then ends although nobody has answered.
-        assert audits.audit(pool, lambda: next(questions, False)) == 0
-        first = set(audits._later)
+        assert audits.run_round(pool, lambda: next(questions, False)) == 0
+        first = set(audits._retry_at)
         assert 0 < len(first) <= 4, "those that were being asked"
     finally:
         released.set()
     control.world.says.clear()
-    assert audits.audit(pool) == MANY - len(first)
+    assert audits.run_round(pool) == MANY - len(first)
 
 
 def test_a_round_ends_with_its_time_its_duty_or_its_controller(control, audits, monkeypatch):
     stopping, draining = threading.Event(), threading.Event()
-    assert audits._while(stopping, draining)()
+    assert audits._until_end(stopping, draining)()
     for event in (stopping, draining):
-        goes_on = audits._while(stopping, draining)
+        goes_on = audits._until_end(stopping, draining)
         assert goes_on()
         event.set()
         assert not goes_on()
         event.clear()
-    monkeypatch.setattr(drift_audit, "_LONGEST", 0.0)
-    assert not audits._while(stopping, draining)()
+    monkeypatch.setattr(drift_audit, "_ROUND_TIMEOUT", 0.0)
+    assert not audits._until_end(stopping, draining)()
     monkeypatch.undo()
     # The duty is renewed between, and missed if it has gone to another one.
-    monkeypatch.setattr(drift_audit, "_RENEWED", 0.0)
+    monkeypatch.setattr(drift_audit, "_RENEW_EVERY", 0.0)
     control.database.write(lambda c: c.execute(duty.update().values(leased_until=0.0)))
-    goes_on = audits._while(stopping, draining)
+    goes_on = audits._until_end(stopping, draining)
     assert goes_on()
     assert not acquire_duty(control.database, DUTY, "another", 60.0)
     control.database.write(lambda c: c.execute(duty.update().values(leased_until=0.0)))

@@ -5,7 +5,7 @@ import pytest
 
 from amphora_driver.agent.client import BundleState
 from amphora_driver.cli import config_diff
-from amphora_driver.maintenance.drift_audit import Verdict, judge
+from amphora_driver.maintenance.drift_audit import Drift, classify_drift
 
 WANTED = {
     "generation": 4,
@@ -30,19 +30,19 @@ WANTED = {
 @pytest.mark.parametrize(
     ("said", "verdict"),
     [
-        (BundleState(generation=4, digest="d"), Verdict.SAME),
-        (BundleState(generation=4, digest="e"), Verdict.RENDERER),
-        (BundleState(generation=3, digest="d"), Verdict.BEHIND),
-        (BundleState(generation=0), Verdict.BEHIND),
-        (BundleState(), Verdict.BEHIND),
-        (BundleState(generation=5, digest="d"), Verdict.AHEAD),
-        (BundleState(generation=4 + 2**31, digest="d"), Verdict.AHEAD),
-        (BundleState(generation=5 + 2**31, digest="d"), Verdict.FAR),
-        (BundleState(generation=2**62), Verdict.FAR),
+        (BundleState(generation=4, digest="d"), Drift.NONE),
+        (BundleState(generation=4, digest="e"), Drift.RENDERER),
+        (BundleState(generation=3, digest="d"), Drift.BEHIND),
+        (BundleState(generation=0), Drift.BEHIND),
+        (BundleState(), Drift.BEHIND),
+        (BundleState(generation=5, digest="d"), Drift.AHEAD),
+        (BundleState(generation=4 + 2**31, digest="d"), Drift.AHEAD),
+        (BundleState(generation=5 + 2**31, digest="d"), Drift.IMPLAUSIBLE),
+        (BundleState(generation=2**62), Drift.IMPLAUSIBLE),
     ],
 )
 def test_the_verdict(said, verdict):
-    assert judge(4, "d", said) is verdict
+    assert classify_drift(4, "d", said) is verdict
 
 
 def said(**changes):

@@ -74,14 +74,14 @@ def left(database):
 
 def test_a_load_balancer_that_never_came(conf, database, network):
     claim(database, network, "lb-never", 3600)
-    Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT).sweep()
+    Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT).release_unused_vips()
     assert network.allocate_vip("lb-other", "demo", WISH)[0].address == "198.51.100.77"
     assert left(database) == []
 
 
 def test_one_that_may_still_come(conf, database, network):
     claim(database, network, "lb-soon", 1)
-    Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT).sweep()
+    Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT).release_unused_vips()
     with pytest.raises(Conflict):
         network.allocate_vip("lb-other", "demo", WISH)
     assert len(left(database)) == 1
@@ -91,17 +91,17 @@ def test_one_that_is_old_only_by_a_clock_that_was_set(conf, database, network, m
     claim(database, network, "lb-soon", 3600)
     housekeeping = Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT)
     monkeypatch.setattr(database, "seconds_since_clock_jump", lambda: conf.controller.forget_vip_after - 1)
-    housekeeping.sweep()
+    housekeeping.release_unused_vips()
     assert len(left(database)) == 1
     monkeypatch.setattr(database, "seconds_since_clock_jump", lambda: conf.controller.forget_vip_after)
-    housekeeping.sweep()
+    housekeeping.release_unused_vips()
     assert left(database) == []
 
 
 def test_one_that_came(conf, database, network):
     claim(database, network, "lb-here", 3600)
     database.write(lambda c: c.execute(work.insert().values(load_balancer_id="lb-here", op="apply", generation=1)))
-    Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT).sweep()
+    Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT).release_unused_vips()
     with pytest.raises(Conflict):
         network.allocate_vip("lb-other", "demo", WISH)
     assert left(database) == []
@@ -111,7 +111,7 @@ def test_addresses_of_a_backend_that_is_away_wait_and_hold_up_no_others(conf, da
     claim(database, network, "lb-never", 3600)
     database.write(lambda connection: vip_claims.record_claim(connection, "lb-elsewhere", "elsewhere"))
     database.write(lambda connection: connection.execute(vip_claim.update().values(claimed_at=0.0)))
-    Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT).sweep()
+    Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT).release_unused_vips()
     assert network.allocate_vip("lb-other", "demo", WISH)[0].address == "198.51.100.77"
     assert [row.load_balancer_id for row in left(database)] == ["lb-elsewhere"]
 
@@ -151,7 +151,7 @@ def test_the_old_state_of_ticket_keys_is_overwritten(conf, database):
     housekeeping = Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT)
     states = [state(database)]
     for _ in range(4):
-        assert housekeeping.rotate() == 1
+        assert housekeeping.rotate_ticket_keys() == 1
         database.write(lambda c: c.execute(work.update().values(**SETTLED, tickets_due=1.0)))
         states.append(state(database))
         assert lines(states[-1])[:2] == lines(states[-2])[1:], "sessions of the period before go on"
@@ -171,8 +171,8 @@ def test_a_state_that_no_key_opens_is_left_to_the_push(conf, database):
 def test_ticket_keys_move_on(conf, database):
     served_with_tickets(database, VAULT.seal(begun(), PLACE))
     housekeeping = Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT)
-    assert housekeeping.rotate() == 1
-    assert housekeeping.rotate() == 0
+    assert housekeeping.rotate_ticket_keys() == 1
+    assert housekeeping.rotate_ticket_keys() == 0
     row = database.read(lambda c: c.execute(sa.select(work)).one())
     assert (row.tickets, row.generation, row.dirty) == (2, 4, True)
     assert row.tickets_due == pytest.approx(time.time() + 43200, abs=600)

@@ -10,8 +10,8 @@ from amphora_driver.agent.client import Info
 from amphora_driver.certificates import ca_rotation
 from amphora_driver.certificates import renewal as renewing
 from amphora_driver.certificates.ca import Authority, create_authority
-from amphora_driver.certificates.renewal import Certificates, attended
-from amphora_driver.certificates.trust_store import Papers
+from amphora_driver.certificates.renewal import CertificateMaintenance, renew_certificates
+from amphora_driver.certificates.trust_store import AmphoraCredentials
 from amphora_driver.database.tables import amphora, work
 from amphora_driver.errors import AgentUntrusted, CertificateError, ComputeError, StoreError
 from amphora_driver.store import ca_records
@@ -26,13 +26,13 @@ class Trusted:
     """What amphorae are to have, as a test says."""
 
     def __init__(self):
-        self.wanted = ca_rotation.Wanted(authority=None, trusts="files-x/y")
+        self.wanted = ca_rotation.DesiredTrust(authority=None, trusts="files-x/y")
         self.error = None
 
-    def papers(self):
+    def credentials(self):
         if self.error is not None:
             raise self.error
-        return Papers(wanted=self.wanted, client_ca=b"callers", server_ca=b"signers", issuer=AUTHORITY)
+        return AmphoraCredentials(desired=self.wanted, client_ca=b"callers", server_ca=b"signers", issuer=AUTHORITY)
 
 
 class Certified(World):
@@ -62,7 +62,7 @@ class Certified(World):
         self._reach(amphora_id)
         self.taken.append((certificate, client_ca, server_ca))
 
-    def prove(self, amphora_id, _address, _fingerprint, *, deadline):
+    def verify_certificate(self, amphora_id, _address, _fingerprint, *, deadline):
         self._reach(amphora_id)
         if self.shows_another:
             raise AgentUntrusted("see the new certificate", "another one")
@@ -127,7 +127,7 @@ def test_of_two_boots_only_what_both_gave_counts(control, trust, monkeypatch, fi
     monkeypatch.setattr(control.world, "get", World.get.__get__(control.world) if there else lambda _: None)
     control.intents.create_load_balancer(TREE, read_back=False)
     for authority, trusts in (first, second):
-        trust.wanted = ca_rotation.Wanted(authority=authority, trusts=trusts)
+        trust.wanted = ca_rotation.DesiredTrust(authority=authority, trusts=trusts)
         control.hurry()
         control.reconciler.reconcile(control.jobs.claim())
     (one,) = control.observed().values()
@@ -155,7 +155,7 @@ def test_one_that_is_due_is_renewed_and_nothing_else_happens(control):
 
 def test_what_it_is_to_trust_has_changed(control, trust):
     begun(control)
-    trust.wanted = ca_rotation.Wanted(authority=2, trusts="1,2")
+    trust.wanted = ca_rotation.DesiredTrust(authority=2, trusts="1,2")
     due(control)
     control.work()
     (now,) = control.observed().values()
@@ -181,7 +181,7 @@ def test_a_renewal_that_fails_costs_no_user_anything(control, trouble, monkeypat
     due(control)
     control.work()
     assert len(control.world.taken) == taken, "not in every turn: users may wait for something else in it"
-    monkeypatch.setattr(renewing, "_LEFT_ALONE", 0.0)
+    monkeypatch.setattr(renewing, "_RETRY_AFTER", 0.0)
     due(control)
     control.work()
     (now,) = control.observed().values()
@@ -214,20 +214,20 @@ def test_what_is_to_be_had_is_not_known(control, trust):
 
 def test_the_look_of_the_duty(control, trust):
     begun(control)
-    duty = Certificates(control.conf, control.database, trust)
-    assert duty.hasten() == 0
+    duty = CertificateMaintenance(control.conf, control.database, trust)
+    assert duty.make_renewals_due() == 0
     age(control, 4)
-    assert duty.hasten() == 1
-    assert duty.hasten() == 0, "it is looked at already"
+    assert duty.make_renewals_due() == 1
+    assert duty.make_renewals_due() == 0, "it is looked at already"
     control.work()
-    assert duty.hasten() == 0
+    assert duty.make_renewals_due() == 0
     trust.error = StoreError("read", "away")
-    attended(duty)
+    renew_certificates(duty)
 
 
 def test_a_rotation_moves_on_by_the_duty(control, trust, monkeypatch, caplog):
     one = begun(control)
-    duty = Certificates(control.conf, control.database, trust)
+    duty = CertificateMaintenance(control.conf, control.database, trust)
     assert not duty.advance(CaKind.CONTROLLER), "nothing is rotated"
     new = NewCa(certificate=b"", sealed_key=b"sealed", expires_at=0.0)
     number = control.database.write(lambda c: ca_records.begin_ca_rotation(c, CaKind.CONTROLLER, new, new, 1.0))

@@ -5,24 +5,24 @@ import msgspec
 import pytest
 
 from amphora_driver.maintenance.image_rotation_plan import (
-    Begin,
-    End,
-    Facts,
-    Finish,
-    Limits,
-    Pause,
-    Say,
-    Seen,
-    blocks,
-    lacks,
+    AmphoraFacts,
+    FinishItem,
+    FinishRotation,
+    LoadBalancerFacts,
+    PauseRotation,
+    RotationLimits,
+    SetReason,
+    StartItem,
+    blocking_reason,
+    missing_condition,
     next_moves,
 )
 from amphora_driver.store.rotations import ItemState, Rotation, RotationItem, RotationState, Selection
 
-LIMITS = Limits(settle=10.0, patience=900.0, give_up_after=8)
-OLD = Seen(id="old", ready=True, confirmed=3, heard=True, image="one")
-NEW = Seen(id="new", ready=True, confirmed=3, heard=True, image="two")
-BEFORE = Facts(generation=3, applied=3, provisioning="ACTIVE", operating="ONLINE", live=(OLD,))
+LIMITS = RotationLimits(settle=10.0, timeout=900.0, give_up_after=8)
+OLD = AmphoraFacts(id="old", ready=True, confirmed=3, heard=True, image="one")
+NEW = AmphoraFacts(id="new", ready=True, confirmed=3, heard=True, image="two")
+BEFORE = LoadBalancerFacts(generation=3, applied=3, provisioning="ACTIVE", operating="ONLINE", live=(OLD,))
 AFTER = msgspec.structs.replace(BEFORE, live=(NEW,), watched=20.0, well=10.0)
 
 
@@ -73,7 +73,7 @@ def test_no_more_at_once_than_may_be(running, most, begun):
     items = [item(name) for name in ("a", "b")[:running]] + waiting("c", "d", "e")
     facts = {one.load_balancer_id: BEFORE for one in items}
     moves = next_moves(rotation(most=most), items, facts, LIMITS)
-    assert [move.item.load_balancer_id for move in moves if isinstance(move, Begin)] == begun
+    assert [move.item.load_balancer_id for move in moves if isinstance(move, StartItem)] == begun
     assert all(move.amphorae == ("old",) and move.operating == "ONLINE" for move in moves)
 
 
@@ -90,10 +90,10 @@ def test_only_those_that_are_not_as_wanted_are_replaced():
 BUSY = [
     (but(BEFORE, generation=4), "it is being changed"),
     (but(BEFORE, settled=False), "it is being changed"),
-    (but(BEFORE, retiring=frozenset({"another"})), "an amphora of it is being replaced"),
-    (but(BEFORE, number=2), "an amphora of it is being replaced"),
-    (but(BEFORE, live=(seen(OLD, ready=False),)), "an amphora of it is being replaced"),
-    (but(BEFORE, live=(seen(OLD, heard=False),)), "amphora old is not heard"),
+    (but(BEFORE, retiring=frozenset({"another"})), "one of its amphorae is being replaced"),
+    (but(BEFORE, number=2), "one of its amphorae is being replaced"),
+    (but(BEFORE, live=(seen(OLD, ready=False),)), "one of its amphorae is being replaced"),
+    (but(BEFORE, live=(seen(OLD, heard=False),)), "amphora old sends no heartbeats"),
     (BEFORE, None),
     # Nobody was watched for long enough to tell: no reason to wait.
     (but(BEFORE, live=(seen(OLD, heard=None),)), None),
@@ -102,16 +102,16 @@ BUSY = [
 
 @pytest.mark.parametrize(("facts", "reason"), BUSY)
 def test_one_that_is_busy_is_waited_for(facts, reason):
-    assert blocks(facts) == reason
+    assert blocking_reason(facts) == reason
     moves = outcome(facts, waiting("a"))
     if reason is None:
-        assert isinstance(moves[0], Begin)
+        assert isinstance(moves[0], StartItem)
     else:
-        assert moves == [Say(reason=f"load balancer a is waited for: {reason}")]
+        assert moves == [SetReason(reason=f"waiting for load balancer a: {reason}")]
         # It was said already.
         assert outcome(facts, waiting("a"), reason=moves[0].reason) == []
         (passed,) = outcome(but(facts, watched=900.0), waiting("a"))
-        assert (passed.state, passed.reason) == (ItemState.SKIPPED, f"it was waited for in vain: {reason}")
+        assert (passed.state, passed.reason) == (ItemState.SKIPPED, f"not started in 900 s: {reason}")
 
 
 def test_others_have_their_turn_before_one_that_is_busy():
@@ -119,30 +119,30 @@ def test_others_have_their_turn_before_one_that_is_busy():
     facts = {"a": but(BEFORE, settled=False), "b": BEFORE}
     (begin,) = next_moves(rotation(), items, facts, LIMITS)
     assert begin.item.load_balancer_id == "b"
-    said = rotation(reason="load balancer a is waited for")
-    assert next_moves(said, items, facts, LIMITS)[-1] == Say(reason=None)
+    said = rotation(reason="waiting for load balancer a")
+    assert next_moves(said, items, facts, LIMITS)[-1] == SetReason(reason=None)
 
 
 @pytest.mark.parametrize(
     ("facts", "state", "words"),
     [
-        (Facts(recorded=False), ItemState.SKIPPED, "it was deleted"),
-        (but(BEFORE, live=(NEW,)), ItemState.DONE, "had been replaced already"),
+        (LoadBalancerFacts(recorded=False), ItemState.SKIPPED, "it was deleted"),
+        (but(BEFORE, live=(NEW,)), ItemState.DONE, "were replaced already"),
         (but(BEFORE, provisioning="ERROR", error="no quota"), ItemState.SKIPPED, "it is in ERROR: no quota"),
     ],
 )
 def test_some_have_no_turn_at_all(facts, state, words):
     move = outcome(facts, waiting("a"))[0]
-    assert isinstance(move, Finish)
+    assert isinstance(move, FinishItem)
     assert move.state is state
     assert words in move.reason
 
 
 def test_nothing_is_begun_while_the_breaker_is_open():
     assert outcome(BEFORE, waiting("a"), breaker="the breaker is open") == [
-        Say(reason="nothing is begun: the breaker is open")
+        SetReason(reason="no replacement starts: the breaker is open")
     ]
-    assert isinstance(outcome(AFTER, breaker="the breaker is open")[0], Finish), "what was begun is finished"
+    assert isinstance(outcome(AFTER, breaker="the breaker is open")[0], FinishItem), "what was begun is finished"
 
 
 # --- when its turn is over --------------------------------------------------------------------------------------------
@@ -154,10 +154,10 @@ LACKING = [
     (but(AFTER, live=()), "a new amphora is not ready yet"),
     (but(AFTER, number=2), "a new amphora is not ready yet"),
     (but(AFTER, live=(seen(NEW, ready=False),)), "a new amphora is not ready yet"),
-    (but(AFTER, generation=4), "generation 4 is not served by all yet"),
+    (but(AFTER, generation=4), "not all amphorae serve generation 4 yet"),
     (but(AFTER, generation=4, applied=4), "amphora new has not confirmed generation 4 yet"),
-    (but(AFTER, live=(seen(NEW, heard=None),)), "amphora new is not heard"),
-    (but(AFTER, live=(seen(NEW, heard=False),)), "amphora new is not heard"),
+    (but(AFTER, live=(seen(NEW, heard=None),)), "amphora new sends no heartbeats"),
+    (but(AFTER, live=(seen(NEW, heard=False),)), "amphora new sends no heartbeats"),
     (but(AFTER, operating="DEGRADED"), "its operating status is DEGRADED, and was ONLINE before"),
     (but(AFTER, operating="ERROR"), "its operating status is ERROR, and was ONLINE before"),
 ]
@@ -165,16 +165,16 @@ LACKING = [
 
 @pytest.mark.parametrize(("facts", "words"), LACKING)
 def test_it_is_watched_until_nothing_is_lacking(facts, words):
-    assert lacks(rotation(), item(), facts) == words
+    assert missing_condition(rotation(), item(), facts) == words
     assert outcome(facts) == []
     failed, paused = outcome(but(facts, watched=900.0, error="no machine"))
-    assert failed == Finish(item=item(), state=ItemState.FAILED, reason=f"not done in 900 s: {words} (no machine)")
-    assert paused == Pause(reason=f"load balancer a: {failed.reason}")
+    assert failed == FinishItem(item=item(), state=ItemState.FAILED, reason=f"not done in 900 s: {words} (no machine)")
+    assert paused == PauseRotation(reason=f"load balancer a: {failed.reason}")
 
 
 def test_it_is_done_when_it_was_well_for_long_enough():
     assert outcome(but(AFTER, well=9.9)) == []
-    assert outcome(AFTER) == [Finish(item=item(), state=ItemState.DONE)]
+    assert outcome(AFTER) == [FinishItem(item=item(), state=ItemState.DONE)]
 
 
 @pytest.mark.parametrize(
@@ -182,23 +182,25 @@ def test_it_is_done_when_it_was_well_for_long_enough():
     [("ERROR", "ERROR", True), ("DEGRADED", "ERROR", False), ("ERROR", "ONLINE", True), (None, "ONLINE", True)],
 )
 def test_no_worse_than_before(before, after, well):
-    assert (lacks(rotation(), item(operating=before), but(AFTER, operating=after)) is None) is well
+    assert (missing_condition(rotation(), item(operating=before), but(AFTER, operating=after)) is None) is well
 
 
 def test_connections_that_drain_are_not_waited_for():
     facts = but(AFTER, retiring=frozenset({"old"}), draining=frozenset({"old"}))
-    assert lacks(rotation(), item(), facts) is None
+    assert missing_condition(rotation(), item(), facts) is None
 
 
 def test_one_that_was_deleted_meanwhile_is_no_failure():
-    assert outcome(Facts(recorded=False)) == [Finish(item=item(), state=ItemState.SKIPPED, reason="it was deleted")]
+    assert outcome(LoadBalancerFacts(recorded=False)) == [
+        FinishItem(item=item(), state=ItemState.SKIPPED, reason="it was deleted")
+    ]
 
 
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
         (but(AFTER, live=(), provisioning="ERROR", error="quota"), "it is in ERROR: quota"),
-        (but(AFTER, live=(), tried=8, error="no machine"), "it was tried 8 times: no machine"),
+        (but(AFTER, live=(), tried=8, error="no machine"), "8 attempts failed: no machine"),
     ],
 )
 def test_what_has_failed_stops_everything(facts, words):
@@ -206,7 +208,7 @@ def test_what_has_failed_stops_everything(facts, words):
     every = {"a": facts, "b": BEFORE, "c": BEFORE}
     failed, paused = next_moves(rotation(most=3), items, every, LIMITS)
     assert (failed.state, failed.reason) == (ItemState.FAILED, words)
-    assert paused == Pause(reason=f"load balancer a: {words}")
+    assert paused == PauseRotation(reason=f"load balancer a: {words}")
     (alone,) = next_moves(rotation(RotationState.ABORTED, most=3), items[:1], every, LIMITS)
     assert alone == failed, "who was aborted is not paused"
 
@@ -219,8 +221,8 @@ def test_what_had_failed_before_is_tried_again():
 def test_a_new_amphora_of_another_image_is_a_failure():
     failed, paused = outcome(but(AFTER, live=(seen(NEW, image="one"),)), image="two")
     assert failed.reason == "amphora new was booted from one, and not from two"
-    assert isinstance(paused, Pause)
-    assert outcome(AFTER, image="two") == [Finish(item=item(), state=ItemState.DONE)]
+    assert isinstance(paused, PauseRotation)
+    assert outcome(AFTER, image="two") == [FinishItem(item=item(), state=ItemState.DONE)]
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------
@@ -238,8 +240,8 @@ def test_a_new_amphora_of_another_image_is_a_failure():
     ],
 )
 def test_it_ends_when_nothing_is_left(state, items, end):
-    assert outcome(BEFORE, items, state=state) == ([] if end is None else [End(state=end)])
+    assert outcome(BEFORE, items, state=state) == ([] if end is None else [FinishRotation(state=end)])
 
 
 def test_what_is_done_now_may_not_have_been_the_last():
-    assert not any(isinstance(move, End) for move in outcome(AFTER))
+    assert not any(isinstance(move, FinishRotation) for move in outcome(AFTER))

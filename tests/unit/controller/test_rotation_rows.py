@@ -16,8 +16,8 @@ from amphora_driver.database.tables import amphora, status, work
 from amphora_driver.database.tables_fleet import failover
 from amphora_driver.errors import StoreError
 from amphora_driver.maintenance import image_rotation as module
-from amphora_driver.maintenance.image_rotation import DUTY, Rotator, Watch
-from amphora_driver.maintenance.image_rotation_plan import Begin, Finish
+from amphora_driver.maintenance.image_rotation import DUTY, ImageRotator, RotationWatch
+from amphora_driver.maintenance.image_rotation_plan import FinishItem, StartItem
 from amphora_driver.store import amphorae, circuit_breaker, failovers, process_registry, rotations
 from amphora_driver.store.rotations import ItemState, RotationState, Selection
 
@@ -37,7 +37,7 @@ class Fleet:
         self.one = self.rotator("one")
 
     def rotator(self, name):
-        return Rotator(self.conf, self.database, CATALOGUE, name, lambda: self.told.append(name))
+        return ImageRotator(self.conf, self.database, CATALOGUE, name, lambda: self.told.append(name))
 
     def write(self, *statements):
         self.database.write(lambda c: [c.execute(one) for one in statements])
@@ -89,7 +89,7 @@ class Fleet:
         moves = []
         for _ in range(times):
             self.beat(*silent)
-            moves += (by or self.one).look()
+            moves += (by or self.one).advance()
         return moves
 
     def ask(self, most=1, **selection):
@@ -128,7 +128,7 @@ def test_one_after_the_other_and_each_is_proven(fleet):
         fleet.add(name)
     number = fleet.ask()
     (begin,) = fleet.look()
-    assert isinstance(begin, Begin)
+    assert isinstance(begin, StartItem)
     assert fleet.told == ["one"]
     (row,) = fleet.database.read(lambda c: c.execute(sa.select(failover)).all())
     assert (row.cause, row.rotation_id, row.asked_by, row.load_balancer_id) == ("rotation", number, "admin", "a")
@@ -137,7 +137,7 @@ def test_one_after_the_other_and_each_is_proven(fleet):
     fleet.replace("a")
     assert fleet.look(5) == [], "it settles"
     moves = fleet.look(3)
-    assert [type(move) for move in moves] == [Finish, Begin]
+    assert [type(move) for move in moves] == [FinishItem, StartItem]
     assert fleet.states(number) == {"a": ItemState.DONE, "b": ItemState.RUNNING}
     fleet.replace("b")
     fleet.look(10)
@@ -154,7 +154,7 @@ def test_a_pair_is_begun_as_a_whole(fleet):
     fleet.look()
     assert fleet.machines("a", "retiring") == ["a-1", "a-2"]
     fleet.replace("a")
-    assert any(isinstance(move, Finish) for move in fleet.look(10))
+    assert any(isinstance(move, FinishItem) for move in fleet.look(10))
 
 
 def test_a_new_amphora_that_is_not_heard_stops_everything(fleet):
@@ -168,7 +168,7 @@ def test_a_new_amphora_that_is_not_heard_stops_everything(fleet):
     fleet.look(10, silent=[new])
     found = fleet.state(number)
     assert found.state is RotationState.PAUSED
-    assert found.reason == f"load balancer a: not done in 20 s: amphora {new} is not heard"
+    assert found.reason == f"load balancer a: not done in 20 s: amphora {new} sends no heartbeats"
     assert fleet.states(number) == {"a": ItemState.FAILED, "b": ItemState.WAITING}
     # Somebody has mended it.
     fleet.database.write(lambda c: rotations.resume_rotation(c, number))
@@ -205,11 +205,11 @@ def test_the_next_controller_goes_on_from_the_rows(fleet):
     two = fleet.rotator("two")
     assert fleet.look(3, by=two) == [], "it is somebody else's duty"
     # The first one dies; it is known of nothing it remembered.
-    fleet.one.rest()
+    fleet.one.release()
     fleet.replace("a")
     assert fleet.look(5, by=two) == []
     moves = fleet.look(5, by=two)
-    assert [type(move) for move in moves] == [Finish, Begin]
+    assert [type(move) for move in moves] == [FinishItem, StartItem]
     assert fleet.states(number) == {"a": ItemState.DONE, "b": ItemState.RUNNING}
 
 
@@ -223,7 +223,7 @@ def test_two_that_both_believe_it_is_their_duty_exceed_nothing(fleet, monkeypatc
     def go(name):
         one = fleet.rotator(name)
         gate.wait()
-        one.look()
+        one.advance()
 
     threads = [threading.Thread(target=go, args=(name,)) for name in ("x", "y", "z")]
     for thread in threads:
@@ -247,7 +247,7 @@ def test_what_a_user_has_begun_meanwhile_goes_first(fleet, monkeypatch):
     fleet.look()
     assert fleet.states(number) == {"a": ItemState.WAITING}
     assert fleet.machines("a") == ["a-1"]
-    assert fleet.state(number).reason == "load balancer a is waited for: it is being changed"
+    assert fleet.state(number).reason == "waiting for load balancer a: it is being changed"
     fleet.write(work.update().values(applied=2, committed=2))
     fleet.write(amphora.update().values(confirmed=2))
     fleet.look(2)
@@ -258,10 +258,10 @@ def test_what_a_user_has_begun_meanwhile_goes_first(fleet, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "state", "words"),
     [
-        (circuit_breaker.AUTOMATIC, "open", "the breaker of fail-overs is open (9 are silent)"),
-        (circuit_breaker.AUTOMATIC, "trial", "the breaker of fail-overs is trial (9 are silent)"),
-        (circuit_breaker.OPERATOR, "open", "the breaker of fail-overs is open (9 are silent)"),
-        (circuit_breaker.SIGHT, "blind", "nobody can tell which amphorae live (9 are silent)"),
+        (circuit_breaker.AUTOMATIC, "open", "the circuit breaker is open (9 are silent)"),
+        (circuit_breaker.AUTOMATIC, "trial", "the circuit breaker is trial (9 are silent)"),
+        (circuit_breaker.OPERATOR, "open", "the circuit breaker is open (9 are silent)"),
+        (circuit_breaker.SIGHT, "blind", "the failure detector is blind (9 are silent)"),
     ],
 )
 def test_an_open_breaker_is_waited_for(fleet, name, state, words):
@@ -276,7 +276,7 @@ def test_an_open_breaker_is_waited_for(fleet, name, state, words):
     fleet.look(25)
     found = fleet.state(number)
     assert found.state is RotationState.RUNNING, "it is waited for without end"
-    assert found.reason == f"nothing is begun: {words}"
+    assert found.reason == f"no replacement starts: {words}"
     put(circuit_breaker.SEEING if name == circuit_breaker.SIGHT else circuit_breaker.CLOSED)
     fleet.look(2)
     assert fleet.states(number) == {"a": ItemState.RUNNING}
@@ -343,14 +343,14 @@ def eventually(question, seconds=20.0):
 
 
 def test_who_is_heard():
-    watch = Watch(3.0)
-    watch.look({"a": (1, 1)}, 1.0)
-    assert watch.heard("a") is None
-    watch.look({"a": (1, 2)}, 1.0)
-    assert watch.heard("a") is True
+    watch = RotationWatch(3.0)
+    watch.observe_heartbeats({"a": (1, 1)}, 1.0)
+    assert watch.is_heard("a") is None
+    watch.observe_heartbeats({"a": (1, 2)}, 1.0)
+    assert watch.is_heard("a") is True
     for _ in range(3):
-        watch.look({"a": (1, 2)}, 1.0)
-    assert watch.heard("a") is True
-    watch.look({"a": (1, 2)}, 1.0)
-    assert watch.heard("a") is False
-    assert watch.heard("b") is None
+        watch.observe_heartbeats({"a": (1, 2)}, 1.0)
+    assert watch.is_heard("a") is True
+    watch.observe_heartbeats({"a": (1, 2)}, 1.0)
+    assert watch.is_heard("a") is False
+    assert watch.is_heard("b") is None

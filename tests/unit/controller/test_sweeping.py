@@ -15,7 +15,7 @@ from amphora_driver.database.tables import amphora_seen, orphan, work
 from amphora_driver.errors import ComputeError
 from amphora_driver.host import namespaces
 from amphora_driver.maintenance import orphan_cleanup
-from amphora_driver.maintenance.orphan_cleanup import Sweeper
+from amphora_driver.maintenance.orphan_cleanup import OrphanCleaner
 from amphora_driver.model.network import FixedAddress, VipRequest
 from amphora_driver.network.bridges import Switch
 from amphora_driver.network.ip_allocation import AddressRange
@@ -71,7 +71,7 @@ def catalogue(conf, database):
 
 @pytest.fixture
 def sweeper(conf, database, catalogue, network):
-    return Sweeper(conf, database, catalogue)
+    return OrphanCleaner(conf, database, catalogue)
 
 
 def noted(database):
@@ -95,13 +95,13 @@ def test_ports_and_vips_that_belong_to_nobody(database, network, sweeper):
         network.ensure_port(owner, "vip", ["vip-subnet"])
     for load_balancer in ("lost", "mine", "claimed"):
         network.allocate_vip(load_balancer, "demo", [VipRequest(subnet_id="vip-subnet")])
-    assert sweeper.sweep() == 0, "a crash looks like a step that is being taken"
+    assert sweeper.clean_up() == 0, "a crash looks like a step that is being taken"
     assert noted(database) == {LOST, "lost"}
     time_passes(database)
-    assert sweeper.sweep() == 2
+    assert sweeper.clean_up() == 2
     assert network.owners().amphorae == {OWNED}
     assert network.owners().load_balancers == {"mine", "claimed"}
-    assert sweeper.sweep() == 0
+    assert sweeper.clean_up() == 0
     assert noted(database) == set()
 
 
@@ -110,20 +110,20 @@ def test_what_users_and_hosts_have_is_never_touched(database, network, sweeper):
     used = network.create_port("vip", [FixedAddress(subnet_id="vip-subnet", address="198.51.101.78")])
     network.allocate_vip("lost", "demo", [VipRequest(port_id=used.id)])
     host = network.fixed_port("client", "vip", [FixedAddress(subnet_id="vip-subnet", address="198.51.101.79")])
-    sweeper.sweep()
+    sweeper.clean_up()
     time_passes(database)
-    assert sweeper.sweep() == 1
+    assert sweeper.clean_up() == 1
     assert {one.id for one in network.all_ports()} == {brought.id, used.id, host.id}
     assert network.owner(used.id) == f"user-{used.id}", "given back to whoever brought it"
 
 
 def test_what_comes_to_somebody_in_time_is_forgotten(database, network, sweeper):
     network.ensure_port(OWNED, "vip", ["vip-subnet"])
-    sweeper.sweep()
+    sweeper.clean_up()
     assert noted(database) == {OWNED}
     own(database)
     time_passes(database)
-    assert sweeper.sweep() == 0
+    assert sweeper.clean_up() == 0
     assert noted(database) == set()
 
 
@@ -131,24 +131,24 @@ def test_what_is_old_only_by_a_clock_that_was_set_stays(conf, database, network,
     own(database)
     network.ensure_port(LOST, "vip", ["vip-subnet"])
     network.ensure_port(OWNED, "vip", ["vip-subnet"])
-    sweeper.sweep()
+    sweeper.clean_up()
     time_passes(database)
     monkeypatch.setattr(database, "seconds_since_clock_jump", lambda: conf.controller.orphan_grace - 1)
-    assert sweeper.sweep() == 0
+    assert sweeper.clean_up() == 0
     assert noted(database) == {LOST}
     monkeypatch.setattr(database, "seconds_since_clock_jump", lambda: conf.controller.orphan_grace)
-    assert sweeper.sweep() == 1
+    assert sweeper.clean_up() == 1
 
 
 @pytest.mark.parametrize("count", [2, 3, 10])
 def test_so_much_that_belongs_to_nobody_is_not_believed(database, network, sweeper, caplog, count):
     for _ in range(count):
         network.ensure_port(str(uuid.uuid4()), "vip", ["vip-subnet"])
-    sweeper.sweep()
+    sweeper.clean_up()
     time_passes(database)
-    assert sweeper.sweep() == 0
+    assert sweeper.clean_up() == 0
     assert len(network.all_ports()) == count
-    assert f"{count} of {count} of ports (local) belong to nobody: none is removed" in caplog.text
+    assert f"{count} of {count} of ports (local) have no owner: none is removed" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_so_much_that_belongs_to_nobody_is_not_believed(database, network, sweep
      (10, 10, False), (10, 99, False), (10, 100, True), (11, 100, False)],
 )  # fmt: skip
 def test_how_much_is_believed(due, there, believed):
-    assert orphan_cleanup._believable(due, there) is believed
+    assert orphan_cleanup._is_plausible(due, there) is believed
 
 
 def test_a_backend_that_is_away_holds_up_no_other(database, network, sweeper, catalogue, monkeypatch):
@@ -166,16 +166,16 @@ def test_a_backend_that_is_away_holds_up_no_other(database, network, sweeper, ca
 
     monkeypatch.setattr(catalogue.compute(None, None), "machines", away)
     network.ensure_port(LOST, "vip", ["vip-subnet"])
-    sweeper.sweep()
+    sweeper.clean_up()
     time_passes(database)
-    assert sweeper.sweep() == 1
+    assert sweeper.clean_up() == 1
 
 
 def test_rows_written_in_the_moment_an_amphora_went(database, sweeper):
     own(database)
     rows = [{"amphora_id": one, "seen_at": 0.0, "generation": 0, "epoch": 0, "sequence": 0} for one in (LOST, OWNED)]
     database.write(lambda c: c.execute(amphora_seen.insert(), rows))
-    sweeper.sweep()
+    sweeper.clean_up()
     assert database.read(lambda c: c.execute(sa.select(amphora_seen.c.amphora_id)).scalars().all()) == [OWNED]
 
 
@@ -191,10 +191,10 @@ def test_a_machine_that_was_booted_after_everybody_forgot_it(conf, database, net
             compute.boot(BootRequest(amphora_id=one, load_balancer_id="mine", files={}))
         assert namespaces.exists(compute.namespace(LOST))
         assert compute.machines() == {LOST, OWNED}
-        sweeper.sweep()
+        sweeper.clean_up()
         time_passes(database)
         # The machine takes its management port with it.
-        assert sweeper.sweep() == 1
+        assert sweeper.clean_up() == 1
         assert compute.machines() == {OWNED}
         assert not namespaces.exists(compute.namespace(LOST))
         assert namespaces.exists(compute.namespace(OWNED))

@@ -77,7 +77,10 @@ def _certificates_age(deployment):
 
 def _authorities_rotate(deployment):
     for kind in CaKind:
-        new, present = trust_store.create(kind, deployment.vault, 30), trust_store.configured(deployment.conf, kind)
+        new, present = (
+            trust_store.create_ca(kind, deployment.vault, 30),
+            trust_store.load_configured_ca(deployment.conf, kind),
+        )
         begin = partial(ca_records.begin_ca_rotation, kind=kind, configured=present, new=new, now=1.0)
         deployment.database.write(begin)
 

@@ -6,13 +6,13 @@ SIGKILL ends all three at once and so loses more than the death of one process.
 
 import time
 
-from amphora_driver.certificates.renewal import Certificates
-from amphora_driver.certificates.trust_store import Trust
+from amphora_driver.certificates.renewal import CertificateMaintenance
+from amphora_driver.certificates.trust_store import TrustStore
 from amphora_driver.failover.failure_detector import FailureDetector
 from amphora_driver.failover.failure_rules import ProbeOutcome, ProbeResult
 from amphora_driver.health.service import HealthManager
 from amphora_driver.maintenance.housekeeping import Housekeeping
-from amphora_driver.maintenance.image_rotation import Rotator
+from amphora_driver.maintenance.image_rotation import ImageRotator
 from amphora_driver.provider_agent.status_reporter import Reporter
 from amphora_driver.queue.jobs import Jobs
 from amphora_driver.reconcile.executor import Backends
@@ -38,9 +38,9 @@ class ControlPlane:
     def __init__(self, deployment, name, duties):
         self._deployment = deployment
         conf, database = deployment.conf, deployment.database
-        trust = Trust(conf, database, deployment.vault)
+        trust = TrustStore(conf, database, deployment.vault)
         # Each round reads the authorities anew.
-        trust._fresh = 0.0
+        trust._max_age = 0.0
         backends = Backends(
             conf=conf,
             database=database,
@@ -59,8 +59,8 @@ class ControlPlane:
         turns = {
             HEALTH: lambda: _Health(deployment, name).turn,
             DETECTION: lambda: _detector(deployment, name).run_once,
-            ROTATION: lambda: Rotator(conf, database, deployment.catalogue, name, lambda: None).look,
-            CERTIFICATES: lambda: Certificates(conf, database, trust).attend,
+            ROTATION: lambda: ImageRotator(conf, database, deployment.catalogue, name, lambda: None).advance,
+            CERTIFICATES: lambda: CertificateMaintenance(conf, database, trust).run_once,
         }
         self._turns = [make() for duty, make in turns.items() if duty in duties]
 
@@ -75,7 +75,7 @@ class ControlPlane:
         self._reporter.attempt()
         if time.monotonic() >= self._housekeeping_at:
             self._housekeeping_at = time.monotonic() + _HOUSEKEEPING_EVERY
-            self._housekeeping.sweep()
+            self._housekeeping.release_unused_vips()
 
     def pause(self):
         """Seconds until the next work may be due."""

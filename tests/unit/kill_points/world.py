@@ -150,7 +150,7 @@ class World:
         with self.kept.open() as state:
             _reached(state, amphora_id)["certificate"] = certificate.reveal()
 
-    def prove(self, amphora_id, _address, _fingerprint, *, deadline):
+    def verify_certificate(self, amphora_id, _address, _fingerprint, *, deadline):
         assert _reached(self.kept.read(), amphora_id)["certificate"] is not None, "a certificate is proven, not given"
 
     # --- heartbeats ---------------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def fill(database, certificates=250, machines=3, vault=BEFORE):
 
 
 def by_key(database, vault=BOTH):
-    return {(one.column, one.key): one.rows for one in reencryption.count(database, vault)}
+    return {(one.column, one.key): one.rows for one in reencryption.count_key_usage(database, vault)}
 
 
 def test_every_row_once(any_database):
@@ -96,7 +96,7 @@ def test_every_row_once(any_database):
         ("authority.sealed_key", 1): 1,
     }
     told = []
-    assert reencryption.reseal(any_database, BOTH, told.append) == 254
+    assert reencryption.reencrypt(any_database, BOTH, told.append) == 254
     assert told == [100, 200, 250, 253, 254]
     assert by_key(any_database)["secret.sealed", 1] == by_key(any_database)["amphora.heartbeat_key", 1] == 0
     only = Vault([NEW])
@@ -108,7 +108,7 @@ def test_every_row_once(any_database):
     for row in rows:
         number = int(row.object_id.partition("-")[2]) * 4 + int(row.ref.partition("-")[2])
         assert only.open(row.sealed, place_of(number)) == Secret(b"secret %d" % number)
-    assert reencryption.reseal(any_database, BOTH) == 0, "again: nothing to do"
+    assert reencryption.reencrypt(any_database, BOTH) == 0, "again: nothing to do"
 
 
 def test_it_goes_on_where_it_was_ended(database):
@@ -121,9 +121,9 @@ def test_it_goes_on_where_it_was_ended(database):
         raise Killed
 
     with pytest.raises(Killed):
-        reencryption.reseal(database, BOTH, die)
+        reencryption.reencrypt(database, BOTH, die)
     assert by_key(database)["secret.sealed", 0] == 100
-    assert reencryption.reseal(database, BOTH) == 154
+    assert reencryption.reencrypt(database, BOTH) == 154
 
 
 def test_whoever_writes_meanwhile_wins(database, monkeypatch):
@@ -139,9 +139,9 @@ def test_whoever_writes_meanwhile_wins(database, monkeypatch):
         return write(*words)
 
     monkeypatch.setattr(reencryption, "_write", late)
-    assert reencryption.reseal(database, BOTH) == 2, "a secret, and the key of an authority"
+    assert reencryption.reencrypt(database, BOTH) == 2, "a secret, and the key of an authority"
     assert by_key(database)["secret.sealed", 1] == 1, "left for the next pass"
-    assert reencryption.reseal(database, BOTH) == 1
+    assert reencryption.reencrypt(database, BOTH) == 1
     sealed = database.read(
         lambda connection: connection.execute(sa.select(secret.c.sealed).where(secret.c.ref == "ref-0")).scalar_one()
     )
@@ -151,13 +151,13 @@ def test_whoever_writes_meanwhile_wins(database, monkeypatch):
 def test_what_no_key_opens_stays_and_is_counted(database):
     fill(database, certificates=1, machines=1, vault=Vault([LOST]))
     before = database.read(lambda connection: connection.execute(sa.select(secret.c.sealed)).scalars().all())
-    assert reencryption.reseal(database, BOTH) == 0
+    assert reencryption.reencrypt(database, BOTH) == 0
     assert database.read(lambda connection: connection.execute(sa.select(secret.c.sealed)).scalars().all()) == before
     assert by_key(database)["secret.sealed", None] == by_key(database)["amphora.heartbeat_key", None] == 1
 
 
 def states(database, vault=BOTH):
-    counts = reencryption.count(database, vault)
+    counts = reencryption.count_key_usage(database, vault)
     return {one.column: (one.rows, one.unbound, one.misplaced) for one in counts if one.rows}
 
 
@@ -166,11 +166,11 @@ def test_values_of_an_older_version_are_bound_to_their_rows_on_request(any_datab
     unbound = {"secret.sealed": (120, 120, 0), "amphora.heartbeat_key": (3, 3, 0), "authority.sealed_key": (1, 1, 0)}
     assert states(any_database) == unbound
     assert any_database.read(lambda c: amphorae.read_heartbeat_keys(c, BOTH)) == {}, "nothing else opens them"
-    assert reencryption.reseal(any_database, BOTH) == 0
+    assert reencryption.reencrypt(any_database, BOTH) == 0
     assert states(any_database) == unbound, "not unasked: an attacker may have put some there"
-    assert reencryption.reseal(any_database, BOTH, bind=True) == 124
+    assert reencryption.reencrypt(any_database, BOTH, bind=True) == 124
     assert states(any_database) == {name: (rows, 0, 0) for name, (rows, *_) in unbound.items()}
-    assert reencryption.reseal(any_database, BOTH, bind=True) == 0, "again: nothing to do"
+    assert reencryption.reencrypt(any_database, BOTH, bind=True) == 0, "again: nothing to do"
     keys = any_database.read(lambda c: amphorae.read_heartbeat_keys(c, Vault([NEW])))
     assert keys == {f"amphora-{number}": Secret(b"heartbeat %d" % number) for number in range(3)}
     (signer, _imported) = any_database.read(ca_records.list_cas)
@@ -200,7 +200,7 @@ def test_a_copy_in_another_row_is_not_resealed_and_is_named(database, source, ca
     copied = database.write(copy)
     with pytest.raises(StoreError, match="another row or purpose"):
         BOTH.open(copied, place_of(0))
-    assert reencryption.reseal(database, BOTH, bind=True) == 8, "all but the copy"
+    assert reencryption.reencrypt(database, BOTH, bind=True) == 8, "all but the copy"
     kept = database.read(lambda c: sealed_secrets.load_secrets(c, "lb"))
     assert kept[name_of(0)].content == copied
     assert states(database)["secret.sealed"] == (1, 0, 1)

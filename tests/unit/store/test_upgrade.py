@@ -150,7 +150,7 @@ def test_everything_is_there_afterwards_and_work_goes_on(filled):
     check_rows(url, written)
     database = Database(url)
     try:
-        assert reencryption.reseal(database, VAULT, bind=True) == 3
+        assert reencryption.reencrypt(database, VAULT, bind=True) == 3
         read_by_todays_code(database)
         continued_by_a_controller(database)
     finally:
