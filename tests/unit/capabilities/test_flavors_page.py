@@ -17,8 +17,8 @@ FALLS_BACK = {
     "loadbalancer_topology": "[controller] loadbalancer_topology",
     "compute_driver": "[compute] driver",
     "network_driver": "[network] driver",
-    "warm_spares": f"[spares] number ({config.SPARES[0].default})",
-    "vrrp_advert_interval": f"[vrrp] advert_interval ({config.VRRP[0].default})",
+    "warm_spares": f"[spares] number ({config.GROUPS['spares'][0].default})",
+    "vrrp_advert_interval": f"[vrrp] advert_interval ({config.GROUPS['vrrp'][0].default})",
 }
 
 
@@ -31,7 +31,7 @@ def values(schema):
 
 
 def default(key):
-    options = {option.name: option for option in config.HAPROXY}
+    options = {option.name: option for option in config.GROUPS["haproxy"]}
     if key in options:
         shown = options[key].default
         return f"[haproxy] {key}" + ("" if shown is None else f" ({str(shown).lower()})")
@@ -68,7 +68,7 @@ def test_the_examples_would_be_accepted():
 
 
 def test_every_default_of_a_flavor_is_an_option_with_the_same_limits():
-    options = {option.name: option for option in config.HAPROXY}
+    options = {option.name: option for option in config.GROUPS["haproxy"]}
     for key, option in options.items():
         schema = flavors.SCHEMA.properties[key]
         if schema["type"] == "integer":
@@ -78,5 +78,5 @@ def test_every_default_of_a_flavor_is_an_option_with_the_same_limits():
 
 
 def test_the_interval_of_vrrp_has_the_same_limits_in_a_flavor_and_in_the_configuration():
-    schema, option = flavors.SCHEMA.properties["vrrp_advert_interval"], config.VRRP[0]
+    schema, option = flavors.SCHEMA.properties["vrrp_advert_interval"], config.GROUPS["vrrp"][0]
     assert (option.type.min, option.type.max) == (schema["minimum"], schema["maximum"])

@@ -86,5 +86,5 @@ def _tells(conf, url):
 
 
 def test_the_broker_and_its_password_are_no_secret_told():
-    (option,) = [one for one in config.QUEUE if one.name == "broker_url"]
+    (option,) = [one for one in config.GROUPS["queue"] if one.name == "broker_url"]
     assert option.secret

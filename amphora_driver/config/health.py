@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of the heartbeats: group [health]."""
+
+from __future__ import annotations
+
+from oslo_config import cfg
+
+OPTIONS: dict[str, list[cfg.Opt]] = {
+    "health": [
+        cfg.StrOpt(
+            "bind_address",
+            default="0.0.0.0",
+            help="Local address on which the health manager receives heartbeats. The default is all IPv4 addresses.",
+        ),
+        cfg.PortOpt(
+            "bind_port", default=5555, help="UDP port on which the health manager receives heartbeats. 0 to 65535."
+        ),
+        cfg.ListOpt(
+            "targets",
+            default=[],
+            help="Addresses of all health managers as address:port, separated by commas. Every amphora sends its "
+            "heartbeats to each of them. The default is none: no heartbeat is sent.",
+        ),
+        cfg.FloatOpt(
+            "interval", default=3.0, min=0.1, help="Seconds between two heartbeats of an amphora. At least 0.1."
+        ),
+        cfg.FloatOpt(
+            "flush_interval",
+            default=0.5,
+            min=0.05,
+            help="Seconds between two writes to the database. Status changes in between are written together. At least "
+            "0.05.",
+        ),
+    ]
+}
