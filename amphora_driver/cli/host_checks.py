@@ -64,7 +64,7 @@ def keys(conf: ConfigOpts, database: Database) -> Check:
     unbound = sum(one.unbound for one in counts)
     if unbound:
         words = f"{unbound} of {total} secrets are not bound to their rows, and are not opened"
-        return failure("Keys", f"{words}. Run once: amphoractl secrets reseal --bind (docs/secrets.md).")
+        return failure("Keys", f"{words}. Run once: amphoractl secrets reseal --bind (docs/explanation/secrets.md).")
     if old:
         return warning(
             "Keys", f"{old} of {total} secrets are sealed with an older key. Run: amphoractl secrets reseal."

@@ -203,7 +203,7 @@ OTHER_V6 = member(3, address="2001:DB8::0:1")
     [
         (lambda one: one.listener_create(listener(protocol="TERMINATED_HTTPS")), "default_tls_container_ref"),
         (lambda one: one.listener_create(listener(connection_limit="many")), "connection_limit"),
-        (lambda one: one.listener_create(listener(insert_headers=["X-Forwarded-For"])), "understand"),
+        (lambda one: one.listener_create(listener(insert_headers=["X-Forwarded-For"])), "read an object from Octavia"),
         (lambda one: one.listener_update(listener(), listener(allowed_cidrs=["192.0.2.0/99"])), "allowed_cidrs"),
         (lambda one: one.member_batch_update(POOL, [member(1), member(1, member_id=MONITOR)]), "192.0.2.1 port 8080"),
         (lambda one: one.pool_create(pool(pool_id=MONITOR, members=[V6, OTHER_V6])), "2001:DB8::0:1 port 8080"),

@@ -161,7 +161,7 @@ def test_what_an_amphora_lost_while_its_job_ended_is_not_forgotten(database):
     database.write(lambda c: c.execute(amphora.update().values(state="ready", confirmed=1)))
     one = jobs.Jobs(database, "one", 30)
     lease = one.claim()
-    ending = threading.Thread(target=one.finish, args=(lease, 1))
+    ending = threading.Thread(target=one.complete, args=(lease, 1))
 
     def take_back(connection):
         amphorae.lower_confirmed(connection, "a", 1, 0)
