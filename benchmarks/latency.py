@@ -44,7 +44,7 @@ def main():
     parser.add_argument("--agent-python", default=str(_AGENT), help="interpreter of the amphorae's environment")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="adb-") as folder:
-        settings = sandbox_settings.choose(chosen.state or Path(folder), None, chosen.agent_python)
+        settings = sandbox_settings.load_or_create_settings(chosen.state or Path(folder), None, chosen.agent_python)
         stack = Stack(settings)
         try:
             stack.up()

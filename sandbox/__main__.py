@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _up(chosen: argparse.Namespace, screen: _Screen) -> None:
-    settings = sandbox_settings.choose(
+    settings = sandbox_settings.load_or_create_settings(
         chosen.state.absolute(),
         chosen.prefix,
         chosen.agent_python,
@@ -82,14 +82,14 @@ def _up(chosen: argparse.Namespace, screen: _Screen) -> None:
 
 
 def _down(chosen: argparse.Namespace, screen: _Screen) -> None:
-    settings = sandbox_settings.find(chosen.state.absolute())
+    settings = sandbox_settings.load_settings(chosen.state.absolute())
     if settings is not None:
         Stack(settings, screen.step).down()
     screen.end("Nothing runs any more.")
 
 
 def _status(chosen: argparse.Namespace, screen: _Screen) -> None:
-    settings = _existing(chosen)
+    settings = _load_existing(chosen)
     stack = Stack(settings)
     table = Table("program", "process", "log")
     for program in stack.programs():
@@ -117,10 +117,10 @@ def _print_load_balancers(settings: Settings, screen: _Screen) -> None:
 def _demo(chosen: argparse.Namespace, screen: _Screen) -> None:
     from sandbox import demo  # noqa: PLC0415 - the clients take most of a second to import
 
-    settings = _existing(chosen)
+    settings = _load_existing(chosen)
     load_balancer = demo.ensure_load_balancer(settings, screen.step, screen.note)
-    demo.await_answer(settings, load_balancer.vip_address, screen.note)
-    answers = demo.count_answers(settings, load_balancer.vip_address, _REQUESTS)
+    demo.wait_for_response(settings, load_balancer.vip_address, screen.note)
+    answers = demo.count_responses(settings, load_balancer.vip_address, _REQUESTS)
     screen.step(f"{_REQUESTS} requests from the client to http://{load_balancer.vip_address}/")
     table = Table("member", "answers")
     for member, number in sorted(answers.items()):
@@ -145,8 +145,8 @@ def _print_hints(settings: Settings, vip: str, screen: _Screen) -> None:
         screen.console.print(f"  {line}", soft_wrap=True, markup=False)
 
 
-def _existing(chosen: argparse.Namespace) -> Settings:
-    settings = sandbox_settings.find(chosen.state.absolute())
+def _load_existing(chosen: argparse.Namespace) -> Settings:
+    settings = sandbox_settings.load_settings(chosen.state.absolute())
     if settings is None:
         raise sandbox_settings.SandboxError(f"find a sandbox in {chosen.state}", "none was ever started", "Run `up`.")
     return settings

@@ -44,7 +44,7 @@ def write(settings: Settings) -> None:
         settings.tls,
     ):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    _write(settings.our_configuration, _ini(_our_options(settings)))
+    _write(settings.driver_configuration, _ini(_driver_options(settings)))
     _write(settings.octavia_configuration, _ini(_octavia_options(settings)))
     _write(settings.clouds, _clouds(settings))
     _write(settings.etc / "policy.yaml", "{}\n")
@@ -56,7 +56,7 @@ def write(settings: Settings) -> None:
         _certificates(settings.etc)
 
 
-def _our_options(settings: Settings) -> _Sections:
+def _driver_options(settings: Settings) -> _Sections:
     ours = {
         "store": {
             "connection": settings.database_url,
@@ -101,17 +101,17 @@ def _our_options(settings: Settings) -> _Sections:
         },
     }
     if settings.compute == "qemu":
-        for group, options in _virtual(emulated=emulated(settings)).items():
+        for group, options in _qemu_options(emulated=uses_emulation(settings)).items():
             ours[group] = {**ours.get(group, {}), **options}
     return {group: {**ours.get(group, {}), **settings.options.get(group, {})} for group in {**ours, **settings.options}}
 
 
-def emulated(settings: Settings) -> bool:
+def uses_emulation(settings: Settings) -> bool:
     """Whether its amphorae are virtual machines that have to be emulated."""
     return settings.compute == "qemu" and not kvm_probe.usable(PROGRAM)
 
 
-def _virtual(*, emulated: bool) -> _Sections:
+def _qemu_options(*, emulated: bool) -> _Sections:
     """What is different where amphorae are virtual machines; one that is emulated takes longer for most things."""
     ours: _Sections = {"compute": {"driver": "qemu"}, "agent": {"services": "systemd"}}
     if emulated:

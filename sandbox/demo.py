@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 Report = Callable[[str], None]
 NAME = "demo"
-_LOOK_AGAIN = 0.1
+_POLL_INTERVAL = 0.1
 # An emulated machine boots; whoever looks at it all the time takes the processor from it.
-_SLOW_LOOK_AGAIN = 1.0
-_SAY_SO_EVERY = 30.0
+_SLOW_POLL_INTERVAL = 1.0
+_NOTE_INTERVAL = 30.0
 
 
 def connect(settings: Settings) -> Any:
@@ -53,23 +53,23 @@ def wait_active(settings: Settings, connection: Any, load_balancer_id: str, note
         SandboxError: it becomes ERROR, or takes longer than it may.
     """
     began = time.monotonic()
-    emulated = config_files.emulated(settings)
+    emulated = config_files.uses_emulation(settings)
     said = began
     while True:
         found = connection.load_balancer.get_load_balancer(load_balancer_id)
         if found.provisioning_status == "ACTIVE":
             return found
         now = time.monotonic()
-        if found.provisioning_status == "ERROR" or now > began + settings.patience:
+        if found.provisioning_status == "ERROR" or now > began + settings.wait_timeout:
             raise SandboxError(
                 f"wait for load balancer {found.name}",
                 f"it is {found.provisioning_status}",
                 "See `amphoractl loadbalancer show` and the controller's log.",
             )
-        if emulated and now - said > _SAY_SO_EVERY:
+        if emulated and now - said > _NOTE_INTERVAL:
             said = now
             note(f"still waiting: it is {found.provisioning_status}, its amphora boots ({now - began:.0f} s)")
-        time.sleep(_SLOW_LOOK_AGAIN if emulated else _LOOK_AGAIN)
+        time.sleep(_SLOW_POLL_INTERVAL if emulated else _POLL_INTERVAL)
 
 
 def ensure_load_balancer(settings: Settings, report: Report, note: Report) -> Any:
@@ -100,7 +100,7 @@ def ensure_load_balancer(settings: Settings, report: Report, note: Report) -> An
     started = time.monotonic()
     if found.provisioning_status != "ACTIVE" and settings.compute == "qemu":
         how = "emulated, because KVM does not work here: this takes some minutes"
-        how = how if config_files.emulated(settings) else "by KVM"
+        how = how if config_files.uses_emulation(settings) else "by KVM"
         console = f"{os.path.relpath(settings.machines)}/*/console.log"
         note(f"its amphora is a virtual machine, {how}. Its console: {console}")
     found = wait_active(settings, connection, found.id, note)
@@ -125,7 +125,7 @@ def get(
     return namespaces.run_inside(namespaces.path(settings.host(host)), request)
 
 
-def await_answer(settings: Settings, address: str, note: Report) -> None:
+def wait_for_response(settings: Settings, address: str, note: Report) -> None:
     """Wait until the load balancer answers at all.
 
     One that is ACTIVE does so at once, unless its amphorae were only now powered on again: Octavia hears nothing of
@@ -139,15 +139,15 @@ def await_answer(settings: Settings, address: str, note: Report) -> None:
             if get(settings, address)[0] < http.client.INTERNAL_SERVER_ERROR:
                 return
         now = time.monotonic()
-        if now > began + settings.patience:
+        if now > began + settings.wait_timeout:
             return
-        if now - said > _SAY_SO_EVERY:
+        if now - said > _NOTE_INTERVAL:
             said = now
             note(f"still waiting: http://{address}/ does not answer, its amphora boots ({now - began:.0f} s)")
-        time.sleep(_SLOW_LOOK_AGAIN)
+        time.sleep(_SLOW_POLL_INTERVAL)
 
 
-def count_answers(settings: Settings, address: str, number: int) -> Counter[str]:
+def count_responses(settings: Settings, address: str, number: int) -> Counter[str]:
     """Who answered how many of so many requests.
 
     Raises:

@@ -22,7 +22,7 @@ from amphora_driver.database.engine import Database
 from amphora_driver.errors import AmphoraDriverError, Conflict
 from amphora_driver.model.network import FixedAddress, Port
 from amphora_driver.network.local import LocalNetwork
-from sandbox.local_requests import refusal
+from sandbox.local_requests import rejection_reason
 
 _SINGULAR = {
     "networks": "network",
@@ -37,7 +37,7 @@ _PROJECT = {"project_id": "sandbox", "tenant_id": "sandbox"}
 _Row = dict[str, Any]
 
 
-class Answers:
+class Resources:
     """The tables in the network API's own words."""
 
     def __init__(self, network: LocalNetwork) -> None:
@@ -126,62 +126,62 @@ class Answers:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    answers: Answers
+    resources: Resources
 
     def parse_request(self) -> bool:
         if not super().parse_request():
             return False
-        reason = refusal(self.headers.get("Host"), self.headers.get("Origin"))
+        reason = rejection_reason(self.headers.get("Host"), self.headers.get("Origin"))
         if reason is not None:
             # The body is not read: the connection cannot have another request.
             self.close_connection = True
-            self._answer(403, _error(reason))
+            self._respond(403, _error(reason))
         return reason is None
 
     def do_GET(self) -> None:
         parts, query = self._request()
         if not parts:
             link = {"rel": "self", "href": f"http://{self.headers.get('Host')}/v2.0/"}
-            return self._answer(200, {"versions": [{"id": "v2.0", "status": "CURRENT", "links": [link]}]})
+            return self._respond(200, {"versions": [{"id": "v2.0", "status": "CURRENT", "links": [link]}]})
         kind = parts[0]
         if kind in _EMPTY:
-            return self._answer(404, _error(f"no {kind} here")) if parts[1:] else self._answer(200, {_key(kind): []})
+            return self._respond(404, _error(f"no {kind} here")) if parts[1:] else self._respond(200, {_key(kind): []})
         if kind not in _SINGULAR:
-            return self._answer(404, _error(f"no {kind} here"))
-        rows: list[_Row] = getattr(self.answers, _key(kind))()
+            return self._respond(404, _error(f"no {kind} here"))
+        rows: list[_Row] = getattr(self.resources, _key(kind))()
         if parts[1:]:
             found = [row for row in rows if row["id"] == parts[1]]
             if not found:
-                return self._answer(404, _error(f"{_SINGULAR[kind]} {parts[1]} could not be found"))
-            return self._answer(200, {_SINGULAR[kind]: found[0]})
+                return self._respond(404, _error(f"{_SINGULAR[kind]} {parts[1]} could not be found"))
+            return self._respond(200, {_SINGULAR[kind]: found[0]})
         wanted = {name: value for name, value in query if rows and name in rows[0]}
         kept = [row for row in rows if all(str(row[name]) == value for name, value in wanted.items())]
-        return self._answer(200, {_key(kind): kept})
+        return self._respond(200, {_key(kind): kept})
 
     def do_POST(self) -> None:
         parts, _ = self._request()
         if parts != ["ports"]:
-            return self._answer(404, _error("only ports can be made here"))
-        return self._try(lambda: self._answer(201, {"port": self.answers.create_port(self.body["port"])}))
+            return self._respond(404, _error("only ports can be made here"))
+        return self._respond_errors(lambda: self._respond(201, {"port": self.resources.create_port(self.body["port"])}))
 
     def do_DELETE(self) -> None:
         parts, _ = self._request()
         if len(parts) != 2 or parts[0] != "ports":
-            return self._answer(404, _error("only ports can be removed here"))
+            return self._respond(404, _error("only ports can be removed here"))
 
         def remove() -> None:
-            self.answers.delete_port(parts[1])
-            self._answer(204, None)
+            self.resources.delete_port(parts[1])
+            self._respond(204, None)
 
-        return self._try(remove)
+        return self._respond_errors(remove)
 
-    def _try(self, work: Callable[[], None]) -> None:
+    def _respond_errors(self, work: Callable[[], None]) -> None:
         try:
             work()
         except (KeyError, TypeError) as error:
-            self._answer(400, _error(f"the request lacks {error}"))
+            self._respond(400, _error(f"the request lacks {error}"))
         except AmphoraDriverError as error:
-            self._answer(409 if isinstance(error, Conflict) else 400, _error(str(error)))
+            self._respond(409 if isinstance(error, Conflict) else 400, _error(str(error)))
 
     def _request(self) -> tuple[list[str], list[tuple[str, str]]]:
         length = int(self.headers.get("Content-Length") or 0)
@@ -190,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
         parts = [part for part in url.path.split("/") if part]
         return [part for part in parts[1:] if part != "qos"], parse_qsl(url.query)
 
-    def _answer(self, status: int, body: _Row | None) -> None:
+    def _respond(self, status: int, body: _Row | None) -> None:
         data = b"" if body is None else json.dumps(body).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -209,7 +209,7 @@ def _error(message: str) -> _Row:
 
 def serve(listener: socket.socket, network: LocalNetwork) -> None:
     """Answer on a listening socket until the process ends."""
-    handler = type("Handler", (_Handler,), {"answers": Answers(network)})
+    handler = type("Handler", (_Handler,), {"resources": Resources(network)})
     server = ThreadingHTTPServer(listener.getsockname()[:2], handler, bind_and_activate=False)
     server.socket.close()
     server.socket = listener

@@ -16,9 +16,9 @@ import sys
 from pathlib import Path
 
 from amphora_driver.host import namespaces
-from sandbox.forward_out import copy
+from sandbox.forward_out import copy_stream
 
-_HERE = "127.0.0.1"
+_LOOPBACK_ADDRESS = "127.0.0.1"
 _LISTENER = 3
 
 
@@ -41,13 +41,13 @@ async def _forward(place: Path, port: int, reader: asyncio.StreamReader, writer:
     inside = await asyncio.to_thread(namespaces.run_inside, place, socket.socket)
     inside.setblocking(False)
     try:
-        await asyncio.get_running_loop().sock_connect(inside, (_HERE, port))
+        await asyncio.get_running_loop().sock_connect(inside, (_LOOPBACK_ADDRESS, port))
         there, back = await asyncio.open_connection(sock=inside)
     except OSError:
         inside.close()
         writer.close()
         return
-    await asyncio.gather(copy(reader, back), copy(there, writer))
+    await asyncio.gather(copy_stream(reader, back), copy_stream(there, writer))
 
 
 if __name__ == "__main__":

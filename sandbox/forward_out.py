@@ -19,13 +19,13 @@ from urllib.parse import urlsplit
 from amphora_driver.host import namespaces
 from sandbox.settings import SandboxError
 
-_HERE = "127.0.0.1"
-_LOOPBACK = {_HERE, "localhost"}
+_LOOPBACK_ADDRESS = "127.0.0.1"
+_LOOPBACK_NAMES = {_LOOPBACK_ADDRESS, "localhost"}
 _CHUNK = 65536
 _DEFAULT_PORTS = {"amqp": 5672, "mysql": 3306, "mariadb": 3306, "postgresql": 5432}
 
 
-def ports(*urls: str | None) -> tuple[int, ...]:
+def loopback_ports(*urls: str | None) -> tuple[int, ...]:
     """The ports on the machine's loopback that these URLs name.
 
     Raises:
@@ -37,11 +37,11 @@ def ports(*urls: str | None) -> tuple[int, ...]:
             parts = urlsplit(url)
             if not parts.hostname or "unix_socket=" in parts.query:
                 continue
-            if parts.hostname not in _LOOPBACK:
+            if parts.hostname not in _LOOPBACK_NAMES:
                 raise SandboxError(
                     f"use a server on {parts.hostname}",
                     "the sandbox's controller lives in a network namespace that reaches no other machine",
-                    f"Name one on {_HERE}, or a unix socket.",
+                    f"Name one on {_LOOPBACK_ADDRESS}, or a unix socket.",
                 )
             port = parts.port or _DEFAULT_PORTS.get(parts.scheme.partition("+")[0])
             if port is not None:
@@ -49,7 +49,7 @@ def ports(*urls: str | None) -> tuple[int, ...]:
     return tuple(found)
 
 
-def listening(namespace: str, wanted: tuple[int, ...]) -> bool:
+def is_listening(namespace: str, wanted: tuple[int, ...]) -> bool:
     """Whether it does, as the kernel has it (proc(5), /proc/net/tcp)."""
     text = namespaces.run_inside(namespaces.path(namespace), Path("/proc/thread-self/net/tcp").read_text)
     return all(f":{port:04X} 00000000:0000 0A" in text for port in wanted)
@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
 
 def _listener(port: int) -> socket.socket:
     # A socket stays in the namespace it was made in, whoever uses it.
-    return socket.create_server((_HERE, port), backlog=128)
+    return socket.create_server((_LOOPBACK_ADDRESS, port), backlog=128)
 
 
 async def _serve(listeners: dict[int, socket.socket]) -> None:
@@ -79,14 +79,14 @@ async def _serve(listeners: dict[int, socket.socket]) -> None:
 
 async def _forward(port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     try:
-        there, back = await asyncio.open_connection(_HERE, port)
+        there, back = await asyncio.open_connection(_LOOPBACK_ADDRESS, port)
     except OSError:
         writer.close()
         return
-    await asyncio.gather(copy(reader, back), copy(there, writer))
+    await asyncio.gather(copy_stream(reader, back), copy_stream(there, writer))
 
 
-async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+async def copy_stream(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
     """Hand on what comes, until no more does."""
     try:
         while data := await source.read(_CHUNK):

@@ -17,7 +17,7 @@ Application = Callable[[dict[str, Any], Any], Iterable[bytes]]
 _LOCAL = re.compile(r"(?:localhost|127\.\d{1,3}\.\d{1,3}\.\d{1,3}|\[::1\])(?::\d{1,5})?", re.IGNORECASE)
 
 
-def refusal(host: str | None, origin: str | None) -> str | None:
+def rejection_reason(host: str | None, origin: str | None) -> str | None:
     """Why a request is refused; None if it is not.
 
     Args:
@@ -31,11 +31,11 @@ def refusal(host: str | None, origin: str | None) -> str | None:
     return None
 
 
-def only_local(application: Application) -> Application:
-    """A WSGI application that answers 403 to requests that `refusal` names."""
+def reject_remote_requests(application: Application) -> Application:
+    """A WSGI application that answers 403 to requests that `rejection_reason` names."""
 
     def call(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        reason = refusal(environ.get("HTTP_HOST"), environ.get("HTTP_ORIGIN"))
+        reason = rejection_reason(environ.get("HTTP_HOST"), environ.get("HTTP_ORIGIN"))
         if reason is None:
             return application(environ, start_response)
         start_response("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])

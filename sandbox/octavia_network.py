@@ -32,16 +32,16 @@ class SandboxNetworkDriver(base.AbstractNetworkDriver):
     """Answers Octavia's questions about networks, subnets, ports, security groups and QoS policies."""
 
     def get_network(self, network_id: str, **_context: Any) -> Any:
-        return _network(_one(local_network().networks(), network_id, base.NetworkNotFound, "id"))
+        return _network(_find(local_network().networks(), network_id, base.NetworkNotFound, "id"))
 
     def get_network_by_name(self, network_name: str) -> Any:
-        return _network(_one(local_network().networks(), network_name, base.NetworkNotFound, "name"))
+        return _network(_find(local_network().networks(), network_name, base.NetworkNotFound, "name"))
 
     def get_subnet(self, subnet_id: str, **_context: Any) -> Any:
-        return _subnet(_one(local_network().subnets(), subnet_id, base.SubnetNotFound, "id"))
+        return _subnet(_find(local_network().subnets(), subnet_id, base.SubnetNotFound, "id"))
 
     def get_subnet_by_name(self, subnet_name: str) -> Any:
-        return _subnet(_one(local_network().subnets(), subnet_name, base.SubnetNotFound, "name"))
+        return _subnet(_find(local_network().subnets(), subnet_name, base.SubnetNotFound, "name"))
 
     def get_port(self, port_id: str, **_context: Any) -> Any:
         port = local_network().port(port_id)
@@ -69,26 +69,26 @@ class SandboxNetworkDriver(base.AbstractNetworkDriver):
         return None
 
     def get_security_group_by_id(self, sg_id: str, **_context: Any) -> Any:
-        group = _one(local_network().port_security.groups(), sg_id, base.SecurityGroupNotFound, "id")
+        group = _find(local_network().port_security.groups(), sg_id, base.SecurityGroupNotFound, "id")
         return shown.SecurityGroup(id=group.id, name=group.name)
 
     def get_qos_policy(self, qos_policy_id: str, **_context: Any) -> Any:
-        policy = _one(local_network().port_security.policies(), qos_policy_id, base.QosPolicyNotFound, "id")
+        policy = _find(local_network().port_security.policies(), qos_policy_id, base.QosPolicyNotFound, "id")
         return shown.QosPolicy(id=policy.id)
 
     def qos_enabled(self) -> bool:
         return True
 
-    def _not_ours(self, *_: Any, **__: Any) -> NoReturn:
+    def _unsupported(self, *_: Any, **__: Any) -> NoReturn:
         raise base.NetworkException("Ports and addresses are made by the provider driver, not by Octavia.")
 
-    allocate_vip = deallocate_vip = create_port = delete_port = unplug_vip = unplug_network = _not_ours
-    plug_fixed_ip = unplug_fixed_ip = get_plugged_networks = failover_preparation = plug_port = _not_ours
-    get_network_configs = update_vip_sg = update_aap_port_sg = plug_aap_port = unplug_aap_port = _not_ours
-    set_port_admin_state_up = _not_ours
+    allocate_vip = deallocate_vip = create_port = delete_port = unplug_vip = unplug_network = _unsupported
+    plug_fixed_ip = unplug_fixed_ip = get_plugged_networks = failover_preparation = plug_port = _unsupported
+    get_network_configs = update_vip_sg = update_aap_port_sg = plug_aap_port = unplug_aap_port = _unsupported
+    set_port_admin_state_up = _unsupported
 
 
-def _one(candidates: Any, wanted: str, missing: type[Exception], attribute: str) -> Any:
+def _find(candidates: Any, wanted: str, missing: type[Exception], attribute: str) -> Any:
     for candidate in candidates:
         if getattr(candidate, attribute) == wanted:
             return candidate

@@ -28,7 +28,7 @@ _LOOKUPS = (
 )
 
 
-def ensure() -> None:
+def ensure_schema() -> None:
     """Make tables and rows, unless an earlier start has."""
     engine = api.get_engine()
     file = engine.dialect.name == "sqlite"
@@ -41,13 +41,13 @@ def ensure() -> None:
         for model, names in _LOOKUPS:
             for name in names:
                 session.merge(model(name=name))
-        _placeholders(session)
+        _add_placeholders(session)
     with engine.begin() as connection:
         if file:
             connection.exec_driver_sql(f"PRAGMA user_version = {_VERSION}")
 
 
-def _placeholders(session: object) -> None:
+def _add_placeholders(session: object) -> None:
     """The rows that deleted load balancers point at as their flavor and zone."""
     nil, gone = constants.NIL_UUID, "DELETED-PLACEHOLDER"
     add = session.merge  # type: ignore[attr-defined]

@@ -21,47 +21,49 @@ from oslo_config import cfg
 from sqlalchemy import engine, event, orm, pool
 from wsme import types as wsme_types  # type: ignore[import-untyped]
 
-from sandbox.local_requests import Application, only_local
+from sandbox.local_requests import Application, reject_remote_requests
 
 _PROJECT = "sandbox"
 
 
-class _Writers(threading.local):
+class _WriteLock(threading.local):
     """The turn of this thread: its open lock and the connection that has it."""
 
     lock: int | None = None
     holder: int | None = None
 
 
-_writers = _Writers()
+_write_lock = _WriteLock()
 
 
-def _is_octavias(connection: Any) -> bool:
+def _is_octavia_database(connection: Any) -> bool:
     url = connection.engine.url
     return bool(url.get_backend_name() == "sqlite" and str(url) == cfg.CONF.database.connection)
 
 
 def _begin(connection: Any) -> None:
     # oslo.db looks at the same mark and then leaves the BEGIN to us; it removes the mark at the end.
-    if not _is_octavias(connection) or "in_transaction" in connection.info:
+    if not _is_octavia_database(connection) or "in_transaction" in connection.info:
         return
     connection.info["in_transaction"] = True
     mine = id(connection.connection.driver_connection)
-    if _writers.lock is None:
-        _writers.lock = os.open(f"{connection.engine.url.database}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        _writers.holder = mine
-        fcntl.flock(_writers.lock, fcntl.LOCK_EX)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if _writers.holder == mine else "BEGIN")
+    if _write_lock.lock is None:
+        _write_lock.lock = os.open(
+            f"{connection.engine.url.database}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+        )
+        _write_lock.holder = mine
+        fcntl.flock(_write_lock.lock, fcntl.LOCK_EX)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if _write_lock.holder == mine else "BEGIN")
 
 
 def _checkin(dbapi_connection: Any, _record: Any) -> None:
     # SQLAlchemy announces a commit before it happens; when the connection goes back it has happened.
-    if _writers.lock is not None and _writers.holder == id(dbapi_connection):
-        os.close(_writers.lock)
-        _writers.lock = _writers.holder = None
+    if _write_lock.lock is not None and _write_lock.holder == id(dbapi_connection):
+        os.close(_write_lock.lock)
+        _write_lock.lock = _write_lock.holder = None
 
 
-def _by_definition(kind: type, attributes: list[Any]) -> None:
+def _sort_by_definition(kind: type, attributes: list[Any]) -> None:
     """Sort the attributes of one of the API's types as they are defined.
 
     The original reads and parses the source of each class to find that order: more than half of the time the API, and
@@ -73,7 +75,7 @@ def _by_definition(kind: type, attributes: list[Any]) -> None:
 
 def prepare() -> None:
     """Make SQLite bearable, and the start quick; before Octavia's modules are imported and its options read."""
-    wsme_types.sort_attributes = _by_definition
+    wsme_types.sort_attributes = _sort_by_definition
     from octavia.common import config  # noqa: F401, PLC0415 - registers the options
 
     cfg.CONF.set_override("pool_timeout", None, group="database")
@@ -89,7 +91,7 @@ def api() -> Application:
     from sandbox import octavia_schema  # noqa: PLC0415 - the same
 
     application = app.setup_app(argv=["octavia-api", "--config-file", os.environ["OCTAVIA_CONF"]])
-    octavia_schema.ensure()
+    octavia_schema.ensure_schema()
 
     def with_project(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         # Clients of auth type "none" name no project, without which Octavia creates nothing.
@@ -97,7 +99,7 @@ def api() -> Application:
         environ.setdefault("HTTP_X_USER_ID", _PROJECT)
         return application(environ, start_response)  # type: ignore[no-any-return]
 
-    return only_local(with_project)
+    return reject_remote_requests(with_project)
 
 
 def driver_agent() -> int:

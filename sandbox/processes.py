@@ -25,7 +25,7 @@ from sandbox.settings import SandboxError
 if TYPE_CHECKING:
     from sandbox.settings import Settings
 
-_TICK = 0.03
+_POLL_INTERVAL = 0.03
 _STOP_SECONDS = 8.0
 _TAIL_LINES = 15
 
@@ -61,7 +61,7 @@ class Supervision:
 
     def running(self, name: str) -> Process | None:
         """The program's process, if it runs."""
-        process = self._known(name)
+        process = self._read_process(name)
         return process if process is not None and process.alive() else None
 
     def start(self, program: Program) -> bool:
@@ -82,7 +82,7 @@ class Supervision:
         finally:
             if listener is not None:
                 listener.close()
-        self._record(program.name).write_bytes(msgspec.json.encode(process))
+        self._process_file(program.name).write_bytes(msgspec.json.encode(process))
         return True
 
     def wait_ready(self, program: Program, seconds: float) -> None:
@@ -91,13 +91,13 @@ class Supervision:
         Raises:
             SandboxError: it ended, or takes longer.
         """
-        process = self._known(program.name)
-        for _ in range(int(seconds / _TICK)):
-            if process is None or process.wait(_TICK):
-                self._fail(program.name, "it ended at once")
+        process = self._read_process(program.name)
+        for _ in range(int(seconds / _POLL_INTERVAL)):
+            if process is None or process.wait(_POLL_INTERVAL):
+                self._raise_start_error(program.name, "it ended at once")
             elif program.ready(process):
                 return
-        self._fail(program.name, f"it is not ready after {seconds:.0f} seconds")
+        self._raise_start_error(program.name, f"it is not ready after {seconds:.0f} seconds")
 
     def stop(self, name: str) -> bool:
         """End a program and all it started; False if it did not run."""
@@ -108,7 +108,7 @@ class Supervision:
         return self._stop(self.names())
 
     def _stop(self, names: list[str]) -> list[str]:
-        known = {name: process for name in names if (process := self._known(name)) is not None}
+        known = {name: process for name in names if (process := self._read_process(name)) is not None}
         ran = [name for name, process in known.items() if process.alive()]
         signal_and_wait([known[name] for name in ran], signal.SIGTERM, _STOP_SECONDS)
         for name in ran:
@@ -117,7 +117,7 @@ class Supervision:
                 os.killpg(known[name].pid, signal.SIGKILL)
             known[name].wait(_STOP_SECONDS)
         for name in names:
-            self._record(name).unlink(missing_ok=True)
+            self._process_file(name).unlink(missing_ok=True)
         return ran
 
     def names(self) -> list[str]:
@@ -136,12 +136,12 @@ class Supervision:
             return ""
         return "\n".join(lines[-_TAIL_LINES:])
 
-    def _record(self, name: str) -> Path:
+    def _process_file(self, name: str) -> Path:
         return self._settings.run / f"{name}.process"
 
-    def _known(self, name: str) -> Process | None:
+    def _read_process(self, name: str) -> Process | None:
         try:
-            return msgspec.json.decode(self._record(name).read_bytes(), type=Process)
+            return msgspec.json.decode(self._process_file(name).read_bytes(), type=Process)
         except (FileNotFoundError, msgspec.DecodeError):
             return None
 
@@ -155,7 +155,7 @@ class Supervision:
         }
         return {**kept, **self._settings.environment(), **fixed}
 
-    def _fail(self, name: str, happened: str) -> None:
+    def _raise_start_error(self, name: str, happened: str) -> None:
         tail = self.tail(name)
         raise SandboxError(f"start {name}", happened, f"Its log is {self.log(name)}" + (f":\n{tail}" if tail else "."))
 

@@ -84,7 +84,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return Path(self.state, "tls")
 
     @property
-    def our_configuration(self) -> Path:
+    def driver_configuration(self) -> Path:
         """Options of the provider."""
         return self.etc / "amphora-driver.conf"
 
@@ -139,7 +139,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.prefix}-control"
 
     @property
-    def patience(self) -> float:
+    def wait_timeout(self) -> float:
         """Seconds within which something that was asked of Octavia has come to an end, good or bad."""
         return 1200.0 if self.compute == "qemu" else 120.0
 
@@ -150,13 +150,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     def environment(self) -> dict[str, str]:
         """What clients and programs find their way with."""
         return {
-            "AMPHORA_DRIVER_CONFIG": str(self.our_configuration),
+            "AMPHORA_DRIVER_CONFIG": str(self.driver_configuration),
             "OS_CLIENT_CONFIG_FILE": str(self.clouds),
             "OS_CLOUD": "sandbox",
         }
 
 
-def find(state: Path) -> Settings | None:
+def load_settings(state: Path) -> Settings | None:
     """The sandbox with this state directory, if it was ever started."""
     try:
         return msgspec.json.decode(_file(state).read_bytes(), type=Settings)
@@ -166,7 +166,7 @@ def find(state: Path) -> Settings | None:
         raise SandboxError(f"read {_file(state)}", str(error), "Remove the state directory to start afresh.") from error
 
 
-def choose(
+def load_or_create_settings(
     state: Path,
     prefix: str | None = None,
     agent_python: str | None = None,
@@ -179,7 +179,7 @@ def choose(
     options: dict[str, dict[str, str]] | None = None,
 ) -> Settings:
     """The sandbox with this state directory, its choices made now if it was never started."""
-    known = find(state)
+    known = load_settings(state)
     if known is not None:
         if compute not in {None, known.compute}:
             raise SandboxError(

@@ -80,12 +80,12 @@ class Stack:
             SandboxError: naming the program that did not start, and its log.
         """
         _check_machine(self._settings)
-        with self._alone():
+        with self._locked():
             config_files.write(self._settings)
-            with self._opened() as network:
+            with self._open_network() as network:
                 migrate.upgrade(self._settings.database_url)
-                topology.define(network)
-                topology.build(self._settings, network)
+                topology.define_networks(network)
+                topology.build_networks(self._settings, network)
                 self._report("networks: management, vip, members; a client and three members")
                 self._power_on(network)
             (self._settings.run / "bells").mkdir(exist_ok=True, mode=0o700)
@@ -98,14 +98,14 @@ class Stack:
 
     def down(self) -> None:
         """End and remove everything but the state directory."""
-        with self._alone():
+        with self._locked():
             ended = self._supervision.stop_all()
             if ended:
                 self._report(f"ended: {', '.join(ended)}")
-            if self._settings.our_configuration.exists():
-                with self._opened() as network:
+            if self._settings.driver_configuration.exists():
+                with self._open_network() as network:
                     self._power_off(network)
-            removed = [name for name in namespaces.names(f"{self._settings.prefix}-") if self._remove(name)]
+            removed = [name for name in namespaces.names(f"{self._settings.prefix}-") if self._remove_namespace(name)]
             if removed:
                 self._report(f"namespaces removed: {', '.join(removed)}")
 
@@ -122,7 +122,7 @@ class Stack:
                 name=name,
                 argv=(sys.executable, "-S", demo_hosts.__file__, name, str(demo_hosts.MEMBER_PORT)),
                 namespace=settings.host(name),
-                ready=_listens("tcp6", demo_hosts.MEMBER_PORT),
+                ready=_listens_on_port("tcp6", demo_hosts.MEMBER_PORT),
             )
             for name in topology.MEMBERS
         ]
@@ -134,41 +134,44 @@ class Stack:
                 name="network-api",
                 argv=(*module, "sandbox.fake_neutron_api"),
                 listen=settings.network_port,
-                ready=_answers(settings.network_port),
+                ready=_answers_http(settings.network_port),
             ),
             Program(
                 name="octavia-api",
                 argv=(*module, *gunicorn),
                 listen=settings.octavia_port,
-                ready=_answers(settings.octavia_port),
+                ready=_answers_http(settings.octavia_port),
             ),
             Program(
                 name="octavia-driver-agent",
                 argv=(*module, "sandbox.octavia_start"),
-                ready=_all(_accepts(settings.run, "status", "stats", "get"), _rings(settings.run, "reporter")),
+                ready=_all(
+                    _listens_on_unix(settings.run, "status", "stats", "get"),
+                    _has_wakeup_socket(settings.run, "reporter"),
+                ),
             ),
             Program(
                 name="amphora-controller",
                 argv=(*module, "amphora_driver.controller.service"),
                 namespace=settings.control,
-                ready=_rings(settings.run, "controller"),
+                ready=_has_wakeup_socket(settings.run, "controller"),
             ),
             Program(
                 name="amphora-health-manager",
                 argv=(*module, "amphora_driver.health.service"),
                 namespace=settings.control,
-                ready=_listens("udp", config_files.HEALTH_PORT),
+                ready=_listens_on_port("udp", config_files.HEALTH_PORT),
             ),
         ]
 
     def _forward_out(self, module: tuple[str, ...]) -> list[Program]:
         """The way to servers on this machine, where the sandbox was given any."""
-        ports = forward_out.ports(self._settings.store_url, self._settings.broker_url)
+        ports = forward_out.loopback_ports(self._settings.store_url, self._settings.broker_url)
         if not ports:
             return []
         control = self._settings.control
         argv = (*module, forward_out.__name__, control, *(str(port) for port in ports))
-        return [Program(name="forward-out", argv=argv, ready=lambda _: forward_out.listening(control, ports))]
+        return [Program(name="forward-out", argv=argv, ready=lambda _: forward_out.is_listening(control, ports))]
 
     def _forward_in(self, module: tuple[str, ...]) -> list[Program]:
         """The way to the controller's status page, where one is wanted. It is not waited for: nobody needs it yet."""
@@ -178,16 +181,16 @@ class Stack:
         argv = (*module, forward_in.__name__, settings.control, str(config_files.STATUS_PORT))
         return [Program(name="status-page", argv=argv, listen=settings.status_port)]
 
-    def _computes(self, network: LocalNetwork) -> tuple[NetnsCompute | QemuCompute, ...]:
+    def _compute_backends(self, network: LocalNetwork) -> tuple[NetnsCompute | QemuCompute, ...]:
         """Both: a flavor may have named the one that is not the default."""
-        options = config.load([str(self._settings.our_configuration)])
+        options = config.load([str(self._settings.driver_configuration)])
         found: tuple[NetnsCompute | QemuCompute, ...] = (NetnsCompute(options, network),)
         # One from before there were virtual machines has no place of its own for them; the default one is others'.
         return (*found, QemuCompute(options, network)) if self._settings.machines.exists() else found
 
     def _power_on(self, network: LocalNetwork) -> None:
         booting = {}
-        for compute in self._computes(network):
+        for compute in self._compute_backends(network):
             for amphora_id in compute.booted():
                 if compute.power_on(amphora_id):
                     self._report(f"amphora {amphora_id} is powered on again")
@@ -195,18 +198,18 @@ class Stack:
                     if machine is not None and machine.management_address is not None:
                         booting[amphora_id] = machine.management_address
         if booting:
-            self._note(f"virtual machines boot{', emulated' if config_files.emulated(self._settings) else ''}")
-            port = config.load([str(self._settings.our_configuration)]).agent.port
-            vm_wait.await_agents(self._settings, booting, port, self._note)
+            self._note(f"virtual machines boot{', emulated' if config_files.uses_emulation(self._settings) else ''}")
+            port = config.load([str(self._settings.driver_configuration)]).agent.port
+            vm_wait.wait_for_agents(self._settings, booting, port, self._note)
             self._report("they have booted")
 
     def _power_off(self, network: LocalNetwork) -> None:
-        for compute in self._computes(network):
+        for compute in self._compute_backends(network):
             for amphora_id in compute.booted():
                 compute.power_off(amphora_id)
                 self._report(f"amphora {amphora_id} is off")
 
-    def _remove(self, name: str) -> bool:
+    def _remove_namespace(self, name: str) -> bool:
         """Remove a namespace and whatever still runs in it, of which no record is left."""
         if not signal_and_wait(namespaces.processes(name), signal.SIGKILL, _KILL_SECONDS):
             raise SandboxError(f"remove the namespace {name}", "a process in it does not end")
@@ -214,15 +217,15 @@ class Stack:
         return True
 
     @contextmanager
-    def _opened(self) -> Iterator[LocalNetwork]:
+    def _open_network(self) -> Iterator[LocalNetwork]:
         database = Database(self._settings.database_url)
         try:
-            yield LocalNetwork(config.load([str(self._settings.our_configuration)]), database)
+            yield LocalNetwork(config.load([str(self._settings.driver_configuration)]), database)
         finally:
             database.dispose()
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[None]:
         descriptor = os.open(self._settings.state, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -241,7 +244,7 @@ def _check_machine(settings: Settings) -> None:
         raise SandboxError("start the sandbox", f"{', '.join(missing)} is not installed", remedy)
 
 
-def _answers(port: int) -> Callable[[Process], bool]:
+def _answers_http(port: int) -> Callable[[Process], bool]:
     """A request is answered. The socket listens already: the request waits until the program takes it."""
 
     def ready(_: Process) -> bool:
@@ -257,7 +260,7 @@ def _answers(port: int) -> Callable[[Process], bool]:
     return ready
 
 
-def _accepts(folder: Path, *names: str) -> Callable[[Process], bool]:
+def _listens_on_unix(folder: Path, *names: str) -> Callable[[Process], bool]:
     """The kernel knows listening sockets with these paths.
 
     Trying them would do harm: the driver agent's process for a connection that ends without a word never ends itself.
@@ -267,7 +270,7 @@ def _accepts(folder: Path, *names: str) -> Callable[[Process], bool]:
     return lambda process: wanted <= {path for path, flags in _unix_sockets(process) if flags == _LISTENING}
 
 
-def _rings(folder: Path, role: str) -> Callable[[Process], bool]:
+def _has_wakeup_socket(folder: Path, role: str) -> Callable[[Process], bool]:
     """Its doorbell hangs: the kernel knows the socket, the file alone could be that of a dead process."""
     beginning = str(folder / "bells" / f"{role}-")
 
@@ -284,7 +287,7 @@ def _unix_sockets(process: Process) -> list[tuple[str, str]]:
     return [(row[7], row[3]) for row in rows if len(row) > 7]
 
 
-def _listens(protocol: str, port: int) -> Callable[[Process], bool]:
+def _listens_on_port(protocol: str, port: int) -> Callable[[Process], bool]:
     """The kernel knows a socket with this port in the program's namespace."""
 
     def ready(process: Process) -> bool:

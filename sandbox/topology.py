@@ -29,18 +29,18 @@ CLIENT = "client"
 _NAMESPACE = uuid.UUID("5f1f4ab5-70f2-4f3c-9f70-6f6d6d0b8d7e")
 
 
-def identifier(name: str) -> str:
+def derive_id(name: str) -> str:
     """The id of a network or subnet, made from its name."""
     return str(uuid.uuid5(_NAMESPACE, name))
 
 
-MANAGEMENT_NETWORK = identifier("management")
-VIP_NETWORK = identifier("vip")
-MEMBER_NETWORK = identifier("members")
-VIP_SUBNET = identifier("vip-subnet")
-VIP_SUBNET_6 = identifier("vip-subnet-v6")
-MEMBER_SUBNET = identifier("member-subnet")
-MEMBER_SUBNET_6 = identifier("member-subnet-v6")
+MANAGEMENT_NETWORK = derive_id("management")
+VIP_NETWORK = derive_id("vip")
+MEMBER_NETWORK = derive_id("members")
+VIP_SUBNET = derive_id("vip-subnet")
+VIP_SUBNET_6 = derive_id("vip-subnet-v6")
+MEMBER_SUBNET = derive_id("member-subnet")
+MEMBER_SUBNET_6 = derive_id("member-subnet-v6")
 
 _NETWORKS = {
     MANAGEMENT_NETWORK: ("management", "br-mgmt"),
@@ -58,14 +58,14 @@ _SUBNETS = (
 _WEB = tuple(Rule(protocol="tcp", first_port=port, last_port=port) for port in (80, 443))
 
 
-def define(network: LocalNetwork) -> None:
+def define_networks(network: LocalNetwork) -> None:
     """Write networks and subnets down, with a security group and a QoS policy to try."""
     for network_id, (name, bridge) in _NETWORKS.items():
         network.define_network(network_id, name, bridge)
     for name, network_id, cidr, gateway, first, last in _SUBNETS:
         network.define_subnet(
             AddressRange(
-                id=identifier(name),
+                id=derive_id(name),
                 network_id=network_id,
                 name=name,
                 cidr=cidr,
@@ -74,25 +74,25 @@ def define(network: LocalNetwork) -> None:
                 last=last,
             )
         )
-    network.port_security.define_group(SecurityGroup(id=identifier("web"), name="web", rules=_WEB))
-    network.port_security.define_policy(QosPolicy(id=identifier("ten-megabit"), name="ten-megabit", egress_kbps=10_000))
+    network.port_security.define_group(SecurityGroup(id=derive_id("web"), name="web", rules=_WEB))
+    network.port_security.define_policy(QosPolicy(id=derive_id("ten-megabit"), name="ten-megabit", egress_kbps=10_000))
 
 
-def build(settings: Settings, network: LocalNetwork) -> None:
+def build_networks(settings: Settings, network: LocalNetwork) -> None:
     """Make the switch, and the namespaces of control plane, witness, client and members, as far as they are missing."""
     switch = bridges.Switch(settings.switch, MANAGEMENT_NETWORK)
     switch.ensure(network.networks(), network.subnets())
     network.port_security.enforce()
-    _host(settings, network, switch, "control", MANAGEMENT_NETWORK, {"management-subnet": CONTROL_ADDRESS})
-    _host(settings, network, switch, "witness", MANAGEMENT_NETWORK, {"management-subnet": WITNESS_ADDRESS})
+    _ensure_host(settings, network, switch, "control", MANAGEMENT_NETWORK, {"management-subnet": CONTROL_ADDRESS})
+    _ensure_host(settings, network, switch, "witness", MANAGEMENT_NETWORK, {"management-subnet": WITNESS_ADDRESS})
     client = {"vip-subnet": "198.51.100.2", "vip-subnet-v6": "2001:db8:1::2"}
-    _host(settings, network, switch, CLIENT, VIP_NETWORK, client)
+    _ensure_host(settings, network, switch, CLIENT, VIP_NETWORK, client)
     for name, number in MEMBERS.items():
         addresses = {"member-subnet": f"192.0.2.{number}", "member-subnet-v6": f"2001:db8:2::{number}"}
-        _host(settings, network, switch, name, MEMBER_NETWORK, addresses)
+        _ensure_host(settings, network, switch, name, MEMBER_NETWORK, addresses)
 
 
-def _host(
+def _ensure_host(
     settings: Settings,
     network: LocalNetwork,
     switch: bridges.Switch,
@@ -100,7 +100,7 @@ def _host(
     network_id: str,
     addresses: dict[str, str],
 ) -> Port:
-    wanted = [FixedAddress(subnet_id=identifier(subnet), address=address) for subnet, address in addresses.items()]
+    wanted = [FixedAddress(subnet_id=derive_id(subnet), address=address) for subnet, address in addresses.items()]
     port = network.fixed_port(name, network_id, wanted)
     segment = next(one for one in network.networks() if one.id == network_id)
     place = namespaces.path(settings.host(name))

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from sandbox.settings import Settings
 
 # Seconds between two looks, between two words, and for one answer.
-_PAUSE, _SAY_SO_EVERY, _ANSWER = 1.0, 30.0, 10.0
+_POLL_INTERVAL, _NOTE_INTERVAL, _HANDSHAKE_TIMEOUT = 1.0, 30.0, 10.0
 
 
-def await_agents(settings: Settings, addresses: Mapping[str, str], port: int, note: Callable[[str], None]) -> None:
+def wait_for_agents(settings: Settings, addresses: Mapping[str, str], port: int, note: Callable[[str], None]) -> None:
     """Wait until each of them has answered, or for as long as anything may take here.
 
     Args:
@@ -34,18 +34,18 @@ def await_agents(settings: Settings, addresses: Mapping[str, str], port: int, no
     left = dict(addresses)
     while True:
         for amphora_id, address in addresses.items():
-            if amphora_id in left and _answers(settings, amphora_id, (address, port)):
+            if amphora_id in left and _accepts_tls(settings, amphora_id, (address, port)):
                 del left[amphora_id]
         now = time.monotonic()
-        if not left or now > began + settings.patience:
+        if not left or now > began + settings.wait_timeout:
             return
-        if now - said > _SAY_SO_EVERY:
+        if now - said > _NOTE_INTERVAL:
             said = now
             note(f"still waiting: {len(left)} of {len(addresses)} amphorae boot ({now - began:.0f} s)")
-        time.sleep(_PAUSE)
+        time.sleep(_POLL_INTERVAL)
 
 
-def _answers(settings: Settings, amphora_id: str, place: tuple[str, int]) -> bool:
+def _accepts_tls(settings: Settings, amphora_id: str, place: tuple[str, int]) -> bool:
     """Whether it speaks TLS. One that does not trust us, or we it, does."""
     context = ssl.create_default_context(cafile=settings.etc / "amphora_ca.pem")
     context.load_cert_chain(settings.etc / "controller.pem")
@@ -53,7 +53,7 @@ def _answers(settings: Settings, amphora_id: str, place: tuple[str, int]) -> boo
     def greet() -> bool:
         try:
             with (
-                socket.create_connection(place, timeout=_ANSWER) as connection,
+                socket.create_connection(place, timeout=_HANDSHAKE_TIMEOUT) as connection,
                 context.wrap_socket(connection, server_hostname=amphora_id),
             ):
                 return True

@@ -31,7 +31,7 @@ class Amphoractl:
         handlers, level = root.handlers[:], root.level
         try:
             status = Application(stdout=out, stderr=err).run(
-                ["--config-file", str(self._settings.our_configuration), *words]
+                ["--config-file", str(self._settings.driver_configuration), *words]
             )
         finally:
             # Cliff gives the root logger a handler of its own.

@@ -41,7 +41,7 @@ class DriftLab(Cloud):
     def __init__(self, stack, settings, connection, database):
         super().__init__(settings, connection, database)
         self.stack = stack
-        conf = config.load([str(settings.our_configuration)])
+        conf = config.load([str(settings.driver_configuration)])
         self.compute = NetnsCompute(conf, LocalNetwork(conf, database))
 
     # --- what is recorded ---------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ class DriftLab(Cloud):
         """Ask an agent as a controller does."""
 
         def go():
-            conf = config.load([str(self.settings.our_configuration)])
+            conf = config.load([str(self.settings.driver_configuration)])
             trust = TrustStore(conf, self.database, Vault.load(conf.store.encryption_key_file))
             client = AgentClient(conf, trust)
             try:
@@ -132,7 +132,7 @@ class DriftLab(Cloud):
         raise AssertionError(f"{name} does not run")
 
     def compute_conf(self):
-        return config.load([str(self.settings.our_configuration)])
+        return config.load([str(self.settings.driver_configuration)])
 
     def vault(self):
         return Vault.load(str(self.settings.etc / "encryption.keys"))
@@ -153,9 +153,9 @@ class DriftLab(Cloud):
         """Have agents run by another Python from now on."""
         self.stack.supervision.stop("amphora-controller")
         parser = configparser.ConfigParser(interpolation=None, strict=False)
-        parser.read(self.settings.our_configuration)
+        parser.read(self.settings.driver_configuration)
         parser.set("compute_netns", "agent_python", str(python))
-        with self.settings.our_configuration.open("w") as opened:
+        with self.settings.driver_configuration.open("w") as opened:
             parser.write(opened)
         self.restart()
 

@@ -96,8 +96,8 @@ class Lab:
         self.database = database
         self.cloud = Cloud(settings, connection, database)
         self._points = points
-        self._network = LocalNetwork(config.load([str(settings.our_configuration)]), database)
-        self._compute = NetnsCompute(config.load([str(settings.our_configuration)]), self._network)
+        self._network = LocalNetwork(config.load([str(settings.driver_configuration)]), database)
+        self._compute = NetnsCompute(config.load([str(settings.driver_configuration)]), self._network)
 
     # --- dying --------------------------------------------------------------------------------------------------------
 

@@ -145,7 +145,7 @@ class Fleet:
         shows = words[0] == "rotate" or words[-1] in ("list", "show") or "show" in words
         done = subprocess.run(
             [Path(sys.executable).with_name("amphoractl"), *words, *(("-f", "json") if shows else ())],
-            env={**os.environ, config.FILE_VARIABLE: str(self.settings.our_configuration)},
+            env={**os.environ, config.FILE_VARIABLE: str(self.settings.driver_configuration)},
             capture_output=True,
             text=True,
             timeout=60,

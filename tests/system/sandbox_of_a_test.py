@@ -135,11 +135,11 @@ def _started(choices):
 
 def _settings(folder, number, choices):
     """Its names and ports are nobody else's: several start at the same time, and each looks before it takes."""
-    chosen = sandbox_settings.choose(folder, _prefix(number), AGENT_PYTHON, **choices)
+    chosen = sandbox_settings.load_or_create_settings(folder, _prefix(number), AGENT_PYTHON, **choices)
     octavia, network = _ports(number)
     settings = msgspec.structs.replace(chosen, octavia_port=octavia, network_port=network, status_port=0)
     (folder / "sandbox.json").write_bytes(msgspec.json.encode(settings))
-    assert sandbox_settings.find(folder) == settings
+    assert sandbox_settings.load_settings(folder) == settings
     return settings
 
 

@@ -194,7 +194,7 @@ def make_the_agent_talk(cloud, amphora_id):
     settings = cloud.settings
     path = settings.amphorae / amphora_id / "etc" / "agent.conf"
     path.write_text(path.read_text().replace("[agent]\n", "[agent]\nlog_level = DEBUG\n", 1))
-    conf = config.load([str(settings.our_configuration)])
+    conf = config.load([str(settings.driver_configuration)])
     compute = NetnsCompute(conf, LocalNetwork(conf, cloud.database))
     compute.power_off(amphora_id)
     assert compute.power_on(amphora_id)
@@ -252,7 +252,7 @@ def with_agents(settings, ask):
     """Ask an agent as a controller does."""
 
     def go():
-        conf = config.load([str(settings.our_configuration)])
+        conf = config.load([str(settings.driver_configuration)])
         database = Database(conf.store.connection)
         client = AgentClient(conf, TrustStore(conf, database, Vault.load(conf.store.encryption_key_file)))
         try:
@@ -289,7 +289,7 @@ def state(cloud, listener):
 
 def pushed_in_vain(cloud, balancer, amphora_id):
     """The machine is off in the middle of a change: the push fails, and is tried until it is back."""
-    conf = config.load([str(cloud.settings.our_configuration)])
+    conf = config.load([str(cloud.settings.driver_configuration)])
     compute = NetnsCompute(conf, LocalNetwork(conf, cloud.database))
     compute.power_off(amphora_id)
     cloud.balancers.update_listener(cloud.listener_of(balancer), name="again")
@@ -360,7 +360,7 @@ def authorities_rotated(cloud, balancer):
     for kind in ca_records.CaKind:
         done = subprocess.run(
             [Path(sys.executable).with_name("amphoractl"), "-vvv", "authority", "rotate", "--kind", kind.value],
-            env={**os.environ, config.FILE_VARIABLE: str(settings.our_configuration)},
+            env={**os.environ, config.FILE_VARIABLE: str(settings.driver_configuration)},
             capture_output=True,
             text=True,
             check=False,

@@ -56,7 +56,7 @@ def amphoractl(lab, *words):
     """What a command says, as JSON."""
     done = subprocess.run(
         [Path(sys.executable).with_name("amphoractl"), *words, "-f", "json"],
-        env={**os.environ, config.FILE_VARIABLE: str(lab.settings.our_configuration)},
+        env={**os.environ, config.FILE_VARIABLE: str(lab.settings.driver_configuration)},
         capture_output=True,
         text=True,
         check=False,
@@ -81,7 +81,7 @@ def change(lab, amphora_id, **values):
 def ask(lab, amphora_id, *, by_files):
     """What an amphora says to a controller that knows the files only, or what is recorded."""
     address = row_of(lab, amphora_id).management_address
-    conf = config.load([str(lab.settings.our_configuration)])
+    conf = config.load([str(lab.settings.driver_configuration)])
     vault = Vault.load(conf.store.encryption_key_file)
 
     def go():

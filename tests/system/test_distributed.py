@@ -81,7 +81,7 @@ def program(stack):
     """The controller of the other host."""
     settings = stack.settings
     options = ConfigParser(interpolation=None)
-    options.read(settings.our_configuration)
+    options.read(settings.driver_configuration)
     bells = settings.run / "far"
     bells.mkdir(exist_ok=True)
     url = sa.make_url(settings.database_url).update_query_dict({"unix_socket": stack.line.path})

@@ -147,7 +147,7 @@ def _lab(folder):
     }
     with running(options=options) as (_stack, settings):
         connection, database = demo.connect(settings), Database(settings.database_url)
-        conf = config.load([str(settings.our_configuration)])
+        conf = config.load([str(settings.driver_configuration)])
         cloud = Cloud(settings, connection, database)
         try:
             yield Lab(cloud, NetnsCompute(conf, LocalNetwork(conf, database)), folder)

@@ -47,7 +47,7 @@ def replacements(cloud, balancer, former):
 @pytest.fixture
 def agents(settings, database):
     """Asks an agent as a controller does."""
-    conf = config.load([str(settings.our_configuration)])
+    conf = config.load([str(settings.driver_configuration)])
 
     def ask(question):
         def go():

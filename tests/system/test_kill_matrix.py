@@ -135,7 +135,7 @@ def test_one_that_kills_every_controller(lab, cloud, victim):
     """Its user is told, with the reason; others go on, and so does it once that is mended."""
     other = cloud.served("beside", ("member1",))
     lab.deadly("ApplyVipOptions-before")
-    policy = topology.identifier("ten-megabit")
+    policy = topology.derive_id("ten-megabit")
     cloud.put(f"loadbalancers/{victim.id}", {"loadbalancer": {"vip_qos_policy_id": policy}})
     changes = 0
     while state(cloud, victim) != "ERROR":

@@ -45,7 +45,7 @@ def pairs(cloud):
 
 @pytest.fixture
 def compute(settings, database):
-    conf = config.load([str(settings.our_configuration)])
+    conf = config.load([str(settings.driver_configuration)])
     return NetnsCompute(conf, LocalNetwork(conf, database))
 
 
@@ -223,7 +223,7 @@ def test_a_tls_session_goes_on_with_the_other_amphora_and_after_a_rotation(cloud
     # The next keys, as housekeeping has them taken: amphorae are pushed, and nobody outside hears of it.
     heard = database.read(lambda c: c.execute(sa.select(status.c.object_id, status.c.version)).all())
     database.write(lambda c: c.execute(work.update().values(tickets_due=1.0)))
-    conf = config.load([str(settings.our_configuration)])
+    conf = config.load([str(settings.driver_configuration)])
     vault = Vault.load(conf.store.encryption_key_file)
     cloud.until(lambda: Housekeeping(conf, database, None, "a test", vault).rotate(), "it is settled")
     generation = database.read(lambda c: c.execute(sa.select(work.c.generation)).scalar())

@@ -29,7 +29,7 @@ def test_the_programs_are_all_there(stack):
 
 
 def test_settings_are_chosen_once(settings, tmp_path):
-    again = sandbox_settings.choose(tmp_path / "../.." / settings.state, "other", "/no/such/python")
+    again = sandbox_settings.load_or_create_settings(tmp_path / "../.." / settings.state, "other", "/no/such/python")
     assert again == settings
 
 

@@ -63,7 +63,7 @@ class Lab:
         self.stack, self.clock, self.python = stack, clock, python
         self.database = Database(settings.database_url)
         self.cloud = Cloud(settings, connection, self.database)
-        self.network = LocalNetwork(config.load([str(settings.our_configuration)]), self.database)
+        self.network = LocalNetwork(config.load([str(settings.driver_configuration)]), self.database)
         self.settings = settings
 
     @contextmanager
@@ -119,7 +119,7 @@ class Lab:
     def amphoractl(self, *words):
         done = subprocess.run(
             [Path(sys.executable).with_name("amphoractl"), *words, "-f", "json"],
-            env={**os.environ, config.FILE_VARIABLE: str(self.settings.our_configuration)},
+            env={**os.environ, config.FILE_VARIABLE: str(self.settings.driver_configuration)},
             capture_output=True,
             check=False,
         )

@@ -128,7 +128,7 @@ def test_log_lines_of_a_job_say_what_they_are_about(cloud, settings, stack):
 
 def test_who_has_the_token_sees_it_and_nobody_else_does(settings, tmp_path):
     (free_port,) = free_ports(1)
-    conf = config.load([str(settings.our_configuration)])
+    conf = config.load([str(settings.driver_configuration)])
     token = tmp_path / "token"
     token.write_text("correct horse\n", encoding="utf-8")
     token.chmod(0o600)

@@ -287,7 +287,7 @@ def way_back(settings, member, gateway):
 
 
 def test_security_groups_know_udp(cloud, settings, members, database):
-    network = LocalNetwork(config.load([str(settings.our_configuration)]), database)
+    network = LocalNetwork(config.load([str(settings.driver_configuration)]), database)
     balancer = served(cloud, "udp-group", ("member1",))
     assert answers(settings, balancer.vip_address, 2) == {"member1": 2}
     group_id = str(uuid.uuid4())

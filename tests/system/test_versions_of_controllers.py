@@ -85,7 +85,7 @@ def amphoractl(lab, *words, folder=None):
         [sys.executable, "-m", "amphora_driver.cli.main", *words, "-f", "json"],
         env={
             **os.environ,
-            config.FILE_VARIABLE: str(lab.settings.our_configuration),
+            config.FILE_VARIABLE: str(lab.settings.driver_configuration),
             **({} if folder is None else environment(folder)),
         },
         capture_output=True,

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.root
 
 NOT_SERVED, TAKEN, INVALID = 501, 409, 400
 STREAM_PORT = 9000
-TINY = topology.identifier("zz-tiny")
+TINY = topology.derive_id("zz-tiny")
 SHUT_OUT = "TimeoutError"
 # Bytes: more than a limited client can get in three seconds.
 _PLENTY = 30_000_000
@@ -32,7 +32,7 @@ _PLENTY = 30_000_000
 
 @pytest.fixture(scope="module")
 def network(settings, database):
-    return LocalNetwork(config.load([str(settings.our_configuration)]), database)
+    return LocalNetwork(config.load([str(settings.driver_configuration)]), database)
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ SIX = topology.VIP_SUBNET_6
         ),
         ({"additional_vips": [{"subnet_id": topology.MEMBER_SUBNET}]}, INVALID, "must belong to the same network"),
         ({"additional_vips": [{"subnet_id": topology.VIP_SUBNET}]}, INVALID, "Duplicate VIP subnet"),
-        ({"vip_subnet_id": topology.identifier("management-subnet")}, NOT_SERVED, "management network is for"),
+        ({"vip_subnet_id": topology.derive_id("management-subnet")}, NOT_SERVED, "management network is for"),
         ({"vip_qos_policy_id": topology.VIP_SUBNET}, INVALID, "qos_policy"),
         ({"vip_sg_ids": [topology.VIP_SUBNET]}, INVALID, "Security Group"),
     ],

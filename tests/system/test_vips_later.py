@@ -84,7 +84,7 @@ def ours(cloud, load_balancer_id):
 
 def operator_sees(cloud, load_balancer_id):
     """The line about VIPs of `amphoractl loadbalancer show`."""
-    argv = [sys.executable, "-m", "amphora_driver.cli.main", "--config-file", str(cloud.settings.our_configuration)]
+    argv = [sys.executable, "-m", "amphora_driver.cli.main", "--config-file", str(cloud.settings.driver_configuration)]
     done = subprocess.run(
         [*argv, "loadbalancer", "show", load_balancer_id, "-f", "value", "-c", "VIPs"],
         capture_output=True,
@@ -203,7 +203,7 @@ def test_an_address_that_was_asked_for_and_is_refused_in_the_end(cloud, answers)
 
 
 @pytest.mark.parametrize(
-    "asked", [{"vip_qos_policy_id": topology.identifier("ten-megabit")}, {"vip_sg_ids": [topology.identifier("web")]}]
+    "asked", [{"vip_qos_policy_id": topology.derive_id("ten-megabit")}, {"vip_sg_ids": [topology.derive_id("web")]}]
 )
 def test_options_that_this_backend_does_not_know(cloud, asked):
     (name,) = asked
@@ -216,5 +216,5 @@ def test_options_that_this_backend_does_not_know(cloud, asked):
 def test_the_names_of_ids_are_real(cloud):
     """What the test before asks for exists: it is not Octavia that refuses it."""
     group = cloud.connection.network.find_security_group("web")
-    assert uuid.UUID(group.id) == uuid.UUID(topology.identifier("web"))
-    assert cloud.connection.network.find_qos_policy("ten-megabit").id == topology.identifier("ten-megabit")
+    assert uuid.UUID(group.id) == uuid.UUID(topology.derive_id("web"))
+    assert cloud.connection.network.find_qos_policy("ten-megabit").id == topology.derive_id("ten-megabit")

@@ -67,7 +67,7 @@ def tree_of(cloud, balancer):
 def rendered(cloud, balancer):
     """What `amphoractl loadbalancer render` prints."""
     program = Path(sys.executable).with_name("amphoractl")
-    command = [program, "--config-file", cloud.settings.our_configuration, "loadbalancer", "render", balancer.id]
+    command = [program, "--config-file", cloud.settings.driver_configuration, "loadbalancer", "render", balancer.id]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout

@@ -17,10 +17,10 @@ SETTINGS = Settings(
 @pytest.fixture(autouse=True)
 def slow(monkeypatch):
     """Machines are emulated; pauses are not waited for, and each look says something."""
-    monkeypatch.setattr(config_files, "emulated", lambda settings: settings.compute == "qemu")
-    for name in ("_LOOK_AGAIN", "_SLOW_LOOK_AGAIN"):
+    monkeypatch.setattr(config_files, "uses_emulation", lambda settings: settings.compute == "qemu")
+    for name in ("_POLL_INTERVAL", "_SLOW_POLL_INTERVAL"):
         monkeypatch.setattr(demo, name, 0.0)
-    monkeypatch.setattr(demo, "_SAY_SO_EVERY", -1.0)
+    monkeypatch.setattr(demo, "_NOTE_INTERVAL", -1.0)
 
 
 def octavia(*statuses):
@@ -53,7 +53,7 @@ def test_one_that_was_powered_on_again_answers_when_it_has_booted(monkeypatch):
 
     monkeypatch.setattr(demo, "get", get)
     said = []
-    demo.await_answer(SETTINGS, "198.51.100.10", said.append)
+    demo.wait_for_response(SETTINGS, "198.51.100.10", said.append)
     assert answers == []
     assert len(said) == 3
 
@@ -61,4 +61,4 @@ def test_one_that_was_powered_on_again_answers_when_it_has_booted(monkeypatch):
 def test_amphorae_made_of_namespaces_are_not_waited_for(monkeypatch):
     monkeypatch.setattr(demo, "get", lambda *_: pytest.fail("asked"))
     settings = Settings(state="/nowhere", prefix="x", octavia_port=1, network_port=2, agent_python="/usr/bin/python3")
-    demo.await_answer(settings, "198.51.100.10", lambda _: None)
+    demo.wait_for_response(settings, "198.51.100.10", lambda _: None)

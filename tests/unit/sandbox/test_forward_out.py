@@ -20,11 +20,11 @@ from sandbox.settings import SandboxError
     ],
 )
 def test_what_is_on_loopback_is_passed_through(url, ports):
-    assert forward_out.ports(url) == ports
+    assert forward_out.loopback_ports(url) == ports
 
 
 def test_another_machine_is_out_of_reach_and_no_password_is_told():
     with pytest.raises(SandboxError) as caught:
-        forward_out.ports("amqp://user:canary@192.0.2.1:5672//")
+        forward_out.loopback_ports("amqp://user:canary@192.0.2.1:5672//")
     assert "192.0.2.1" in str(caught.value)
     assert "canary" not in str(caught.value)

@@ -3,13 +3,13 @@
 
 import pytest
 
-from sandbox.local_requests import only_local, refusal
+from sandbox.local_requests import reject_remote_requests, rejection_reason
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.1:9876", "localhost:9876", "LOCALHOST", "[::1]:9876"])
 @pytest.mark.parametrize("origin", [None, "http://127.0.0.1:8000", "http://localhost"])
 def test_programs_of_this_machine_are_answered(host, origin):
-    assert refusal(host, origin) is None
+    assert rejection_reason(host, origin) is None
 
 
 @pytest.mark.parametrize(
@@ -18,17 +18,17 @@ def test_programs_of_this_machine_are_answered(host, origin):
      "localhost.evil.example", "127.0.0.1\n", "10.0.0.1", "[::2]:9876"],
 )  # fmt: skip
 def test_other_names_are_refused(host):
-    assert "Host" in refusal(host, None)
+    assert "Host" in rejection_reason(host, None)
 
 
 @pytest.mark.parametrize("origin", ["null", "http://evil.example", "https://127.0.0.1.evil.example", "", "file://"])
 def test_web_pages_of_other_hosts_are_refused(origin):
-    assert "web page" in refusal("127.0.0.1:9876", origin)
+    assert "web page" in rejection_reason("127.0.0.1:9876", origin)
 
 
 def test_a_refused_request_does_not_reach_the_application():
     answered = []
-    application = only_local(lambda environ, start: answered.append(environ) or [b"yes"])
+    application = reject_remote_requests(lambda environ, start: answered.append(environ) or [b"yes"])
     statuses = []
     said = application({"HTTP_HOST": "evil.example"}, lambda status, headers: statuses.append(status))
     assert (statuses, answered) == (["403 Forbidden"], [])

@@ -22,9 +22,9 @@ def folder():
 
 
 def options(folder, **choices):
-    settings = sandbox_settings.choose(folder, "x1", "/usr/bin/python3", **choices)
+    settings = sandbox_settings.load_or_create_settings(folder, "x1", "/usr/bin/python3", **choices)
     config_files.write(settings)
-    return settings, config.load([str(settings.our_configuration)])
+    return settings, config.load([str(settings.driver_configuration)])
 
 
 @pytest.fixture(autouse=True, params=["emulated", "accelerated"])
@@ -47,7 +47,7 @@ def test_virtual_machines_get_their_images_and_more_time_where_they_are_emulated
     assert (conf.controller.boot_timeout > plain.controller.boot_timeout) is emulated
     assert (conf.failover.silent_after > plain.failover.silent_after) is emulated
     assert (conf.agent.connect_timeout > plain.agent.connect_timeout) is emulated
-    assert settings.patience > conf.controller.boot_timeout
+    assert settings.wait_timeout > conf.controller.boot_timeout
     assert conf.controller.lease == plain.controller.lease
     assert conf.failover.witnesses == plain.failover.witnesses
 
@@ -62,10 +62,10 @@ def test_what_is_chosen_besides_counts_more(folder):
 
 def test_a_sandbox_stays_what_it_was_begun_as(folder):
     settings, _ = options(folder, compute="qemu")
-    assert sandbox_settings.choose(folder) == settings
-    assert sandbox_settings.choose(folder, compute="qemu") == settings
+    assert sandbox_settings.load_or_create_settings(folder) == settings
+    assert sandbox_settings.load_or_create_settings(folder, compute="qemu") == settings
     with pytest.raises(SandboxError, match="begun with qemu"):
-        sandbox_settings.choose(folder, compute="netns")
+        sandbox_settings.load_or_create_settings(folder, compute="netns")
 
 
 def test_one_that_an_older_version_began_is_made_of_namespaces(folder):
@@ -74,4 +74,4 @@ def test_one_that_an_older_version_began_is_made_of_namespaces(folder):
     written = msgspec.json.decode(file.read_bytes())
     del written["compute"], written["images"]
     file.write_bytes(msgspec.json.encode(written))
-    assert sandbox_settings.find(folder) == settings
+    assert sandbox_settings.load_settings(folder) == settings

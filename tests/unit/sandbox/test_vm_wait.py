@@ -19,7 +19,7 @@ NAME = "0b9d8a5e-0000-4000-8000-000000000001"
 def settings(tmp_path, monkeypatch):
     """A sandbox whose control plane is in this namespace."""
     monkeypatch.setattr(namespaces, "run_inside", lambda _, work: work())
-    for name in ("_PAUSE", "_SAY_SO_EVERY"):
+    for name in ("_POLL_INTERVAL", "_NOTE_INTERVAL"):
         monkeypatch.setattr(vm_wait, name, -1.0)
     monkeypatch.setattr(vm_wait.time, "sleep", lambda _: None)
     found = Settings(
@@ -66,7 +66,7 @@ def served(tmp_path):
 def test_it_is_waited_for_until_it_speaks(settings, served):
     found, authority = settings
     said = []
-    vm_wait.await_agents(found, {NAME: "127.0.0.1"}, served(authority, 2), said.append)
+    vm_wait.wait_for_agents(found, {NAME: "127.0.0.1"}, served(authority, 2), said.append)
     assert len(said) == 2
     assert "1 of 1 amphorae boot" in said[0]
 
@@ -74,13 +74,13 @@ def test_it_is_waited_for_until_it_speaks(settings, served):
 def test_one_that_another_authority_vouches_for_speaks(settings, served):
     found, _ = settings
     said = []
-    vm_wait.await_agents(found, {NAME: "127.0.0.1"}, served(create_authority("others"), 0), said.append)
+    vm_wait.wait_for_agents(found, {NAME: "127.0.0.1"}, served(create_authority("others"), 0), said.append)
     assert said == []
 
 
 def test_one_that_never_speaks_is_left_to_fail_over(settings, monkeypatch):
     found, _ = settings
-    monkeypatch.setattr(Settings, "patience", -1.0)
+    monkeypatch.setattr(Settings, "wait_timeout", -1.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    vm_wait.await_agents(found, {NAME: "127.0.0.1"}, port, pytest.fail)
+    vm_wait.wait_for_agents(found, {NAME: "127.0.0.1"}, port, pytest.fail)
