@@ -17,10 +17,10 @@ from adapter_heartbeats import heartbeat_key
 from adapter_tree import tree
 
 import amphora_agent
+from amphora_driver.model.amphora import AttachedPort
 from amphora_driver.model.network import FixedAddress, Port, Subnet
 from amphora_driver.render import haproxy
 from amphora_driver.render.bundle import Served, bundle
-from amphora_driver.store.amphorae import AttachedPort
 
 GENERATION, LIMIT = 4_000_000_001, 4_000_000_002
 _MAC = "02:00:00:00:5e:0b"

@@ -18,6 +18,7 @@ from amphora_driver.agent.client import Applied, Info, Loaded, Vrrp
 from amphora_driver.certificates.ca import Authority, create_authority
 from amphora_driver.compute.interface import Machine, MachineState
 from amphora_driver.database.tables import status, work
+from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.enums import Kind, Topology
 from amphora_driver.model.loadbalancer import LoadBalancer, Member, Profile, Vip
 from amphora_driver.model.network import FixedAddress, Port, Subnet
@@ -26,7 +27,6 @@ from amphora_driver.queue.jobs import Jobs
 from amphora_driver.reconcile.executor import Backends
 from amphora_driver.reconcile.reconciler import Reconciler
 from amphora_driver.store import amphorae, status_outbox
-from amphora_driver.store.amphorae import AmphoraState
 from amphora_driver.store.requests import RequestRecorder
 
 # More rounds than any of these jobs takes.

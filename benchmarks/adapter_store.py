@@ -9,8 +9,8 @@ from adapter_tree import tree
 
 from amphora_driver.database import migrate, tables
 from amphora_driver.database.engine import Database
+from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.store import amphorae, desired_objects
-from amphora_driver.store.amphorae import AmphoraState
 
 
 class Store:

@@ -22,9 +22,9 @@ from amphora_driver.certificates.ca import fingerprint
 from amphora_driver.certificates.ca_rotation import CertificateLifetime
 from amphora_driver.certificates.trust_store import AmphoraCredentials
 from amphora_driver.errors import AgentError, AmphoraDriverError, CertificateError, StoreError
+from amphora_driver.model.amphora import Amphora, AmphoraState
 from amphora_driver.queue.jobs import guard_lease
 from amphora_driver.store import amphorae, ca_records
-from amphora_driver.store.amphorae import Amphora, AmphoraState
 from amphora_driver.store.ca_records import AmphoraCertificate, CaKind
 
 if TYPE_CHECKING:

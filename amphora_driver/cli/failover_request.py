@@ -20,9 +20,9 @@ from cliff.command import Command
 from amphora_driver.cli import id_prefix
 from amphora_driver.database.tables import amphora, work
 from amphora_driver.errors import Conflict
+from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.queue import local_socket
 from amphora_driver.store import failovers
-from amphora_driver.store.amphorae import AmphoraState
 from amphora_driver.store.requests import Op
 from amphora_driver.store.spare_pools import ROLE
 

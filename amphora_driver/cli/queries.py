@@ -16,9 +16,9 @@ import sqlalchemy as sa
 from amphora_driver.cli import id_prefix
 from amphora_driver.database.tables import amphora, amphora_seen, request, status, wanted_object, work
 from amphora_driver.database.tables_fleet import failover, silence
+from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.enums import Kind, Provisioning
 from amphora_driver.model.loadbalancer import Vip
-from amphora_driver.store.amphorae import AmphoraState
 from amphora_driver.store.requests import Op
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from cliff.lister import Lister
 
 from amphora_driver.cli.formatting import Counts
 from amphora_driver.database.tables import amphora, work
+from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.store import spare_pools
-from amphora_driver.store.amphorae import AmphoraState
 from amphora_driver.store.spare_pools import SparePoolSpec
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ import msgspec
 
 from amphora_driver.cli import queries
 from amphora_driver.cli.formatting import lasting
+from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.store import circuit_breaker, process_registry
-from amphora_driver.store.amphorae import AmphoraState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

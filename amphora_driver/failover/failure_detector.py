@@ -49,10 +49,10 @@ from amphora_driver.failover.judged_amphora import (
     silence_row,
 )
 from amphora_driver.failover.reachability_probe import ReachabilityProbe
+from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.queue import local_socket
 from amphora_driver.queue.jobs import acquire_duty, release_duty
 from amphora_driver.store import circuit_breaker, failovers, silent_amphorae
-from amphora_driver.store.amphorae import AmphoraState
 from amphora_driver.store.failovers import Event
 
 if TYPE_CHECKING:

@@ -22,9 +22,10 @@ from amphora_driver.health.lost_configs import Losses
 from amphora_driver.health.stale_connections import Leftovers
 from amphora_driver.health.status import Report, Statuses, operating_statuses
 from amphora_driver.health.write_batch import Batches, Entry
+from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.store import amphorae, config_drift, desired_objects, status_outbox
-from amphora_driver.store.amphorae import AmphoraState, LastHeartbeat
+from amphora_driver.store.amphorae import LastHeartbeat
 from amphora_driver.untrusted_text import printable
 
 if TYPE_CHECKING:

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
     from amphora_driver.agent.client import BundleState
     from amphora_driver.database.engine import Database
+    from amphora_driver.model.amphora import Amphora
     from amphora_driver.reconcile.executor import Backends
-    from amphora_driver.store.amphorae import Amphora
     from amphora_driver.store.config_drift import AuditCandidate
 
 LOG = logging.getLogger(__name__)

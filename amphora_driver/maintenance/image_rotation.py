@@ -31,6 +31,7 @@ from amphora_driver.maintenance.image_rotation_plan import (
     SetReason,
     StartItem,
 )
+from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.queue.jobs import acquire_duty, release_duty
 from amphora_driver.store import amphorae, circuit_breaker, failovers, rotations
 from amphora_driver.store.requests import Op
@@ -318,7 +319,7 @@ class ImageRotator:
                 continue
             of = row.load_balancer_id
             reported = statuses.get(of)
-            retiring = [one for one in machines.get(of, []) if one.state == amphorae.AmphoraState.RETIRING.value]
+            retiring = [one for one in machines.get(of, []) if one.state == AmphoraState.RETIRING.value]
             found[of] = LoadBalancerFacts(
                 generation=row.generation,
                 applied=row.applied,
@@ -336,7 +337,7 @@ class ImageRotator:
 
 
 def _amphora_facts(row: sa.Row[tuple[object, ...]]) -> AmphoraFacts:
-    ready = row.state == amphorae.AmphoraState.READY.value
+    ready = row.state == AmphoraState.READY.value
     return AmphoraFacts(id=row.id, ready=ready, confirmed=row.confirmed, heard=None, image=row.image)
 
 

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from oslo_config.cfg import ConfigOpts
 
     from amphora_driver.database.vault import Vault
+    from amphora_driver.model.amphora import Amphora, AttachedPort
     from amphora_driver.model.loadbalancer import LoadBalancer
     from amphora_driver.model.secret_refs import SecretName
-    from amphora_driver.store.amphorae import Amphora, AttachedPort
     from amphora_driver.store.sealed_secrets import SealedSecret
 
 

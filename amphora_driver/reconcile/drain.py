@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     import sqlalchemy as sa
 
     from amphora_driver.compute.interface import Compute
+    from amphora_driver.model.amphora import Amphora
     from amphora_driver.network.interface import Network
     from amphora_driver.reconcile import steps
     from amphora_driver.reconcile.job import Turn
-    from amphora_driver.store.amphorae import Amphora
 
     Write = Callable[[Callable[[sa.Connection], object]], None]
 

@@ -20,6 +20,7 @@ from amphora_driver.certificates.renewal import CertificateRenewer
 from amphora_driver.compute.interface import BootRequest, Compute, MachineState
 from amphora_driver.deadline import kept
 from amphora_driver.errors import AgentError, AgentRefused, AgentUnreachable, AgentUntrusted, ComputeError
+from amphora_driver.model.amphora import Amphora, AmphoraState, AttachedPort
 from amphora_driver.model.loadbalancer import Profile
 from amphora_driver.queue.jobs import guard_lease
 from amphora_driver.reconcile import plan as planning
@@ -29,7 +30,6 @@ from amphora_driver.reconcile.spare_pool import Sparing
 from amphora_driver.reconcile.vip_allocation import Vips
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, failovers, generations
-from amphora_driver.store.amphorae import Amphora, AmphoraState, AttachedPort
 from amphora_driver.store.failovers import Event
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from amphora_driver.model.amphora import Amphora, AmphoraState, Partner
 from amphora_driver.reconcile import vip_allocation, vrrp_peers
 from amphora_driver.reconcile.spare_pool_plan import plan_pool
 from amphora_driver.reconcile.steps import (
@@ -42,7 +43,6 @@ from amphora_driver.reconcile.steps import (
     Unplug,
     Wanted,
 )
-from amphora_driver.store.amphorae import Amphora, AmphoraState, Partner
 
 # Who takes steps knows them from here.
 __all__ = [

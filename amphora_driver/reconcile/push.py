@@ -20,6 +20,7 @@ import msgspec
 from amphora_driver import log_context, metrics
 from amphora_driver.errors import AgentError, AgentRefused, ModelError, StoreError
 from amphora_driver.health.initial_status import Unmeasured, unmeasured
+from amphora_driver.model.amphora import Amphora, AmphoraState
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.model.secret_refs import ticket_secret_name
 from amphora_driver.queue.jobs import oldest_open_request, record_outcome
@@ -31,7 +32,6 @@ from amphora_driver.render.haproxy import render
 from amphora_driver.render.udp import virtual_servers
 from amphora_driver.store import amphorae, failovers, generations, status_outbox
 from amphora_driver.store import sealed_secrets as kept
-from amphora_driver.store.amphorae import Amphora, AmphoraState
 from amphora_driver.store.failovers import Event
 from amphora_driver.store.sealed_secrets import SealedSecret
 from amphora_driver.untrusted_text import printable

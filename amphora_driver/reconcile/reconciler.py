@@ -26,6 +26,7 @@ from amphora_driver.errors import (
     Superseded,
     UnsupportedOption,
 )
+from amphora_driver.model.amphora import Amphora, AmphoraState
 from amphora_driver.model.secret_refs import secrets_of_tree
 from amphora_driver.queue.jobs import Jobs, Lease, guard_lease, has_open_request, record_outcome
 from amphora_driver.reconcile import plan as planning
@@ -132,7 +133,7 @@ class Reconciler:
                 "Their logs say what they did last. It is tried again, now and then.",
             )
 
-    def _converge(self, turn: Turn) -> tuple[planning.Wanted, tuple[amphorae.Amphora, ...], planning.Await | None]:
+    def _converge(self, turn: Turn) -> tuple[planning.Wanted, tuple[Amphora, ...], planning.Await | None]:
         """Take steps until none is left; returns what was seen last, and what it waits for."""
         steps = Steps(self._backends, turn)
         while True:
@@ -146,7 +147,7 @@ class Reconciler:
             self._reported()
 
     def _give_back(
-        self, turn: Turn, seen: planning.Wanted, observed: tuple[amphorae.Amphora, ...], step: planning.Await | None
+        self, turn: Turn, seen: planning.Wanted, observed: tuple[Amphora, ...], step: planning.Await | None
     ) -> None:
         if step is None and seen.replacing:
             now = self._database.now()
@@ -174,7 +175,7 @@ class Reconciler:
         if awaited and self._room is not None:
             self._room.wait_for(awaited)
 
-    def _look(self, turn: Turn, steps: Steps) -> tuple[planning.Wanted | None, tuple[amphorae.Amphora, ...]]:
+    def _look(self, turn: Turn, steps: Steps) -> tuple[planning.Wanted | None, tuple[Amphora, ...]]:
         """What is wanted and what there is, of one moment."""
         now = self._database.now()
         seen, observed = self._database.read(lambda connection: self._observe(connection, turn, steps, now))
@@ -182,7 +183,7 @@ class Reconciler:
 
     def _observe(
         self, connection: sa.Connection, turn: Turn, steps: Steps, now: float
-    ) -> tuple[planning.Wanted | None, tuple[amphorae.Amphora, ...]]:
+    ) -> tuple[planning.Wanted | None, tuple[Amphora, ...]]:
         lease, load_balancer_id = turn.lease, turn.lease.load_balancer_id
         row, observed = amphorae.load_with_work(connection, load_balancer_id)
         if row is None:
@@ -191,7 +192,7 @@ class Reconciler:
         turn.saw(row.generation, row.op)
         log_context.of_generation(row.generation)
         turn.replacing = bool(row.replacing)
-        turn.staying = frozenset(one.id for one in observed if one.state is not amphorae.AmphoraState.RETIRING)
+        turn.staying = frozenset(one.id for one in observed if one.state is not AmphoraState.RETIRING)
         if row.op == Op.SPARES:
             return self._pool(connection, row, observed, turn, steps, now), observed
         gone = row.op == Op.DELETE
@@ -248,7 +249,7 @@ class Reconciler:
         self,
         connection: sa.Connection,
         row: Any,
-        observed: tuple[amphorae.Amphora, ...],
+        observed: tuple[Amphora, ...],
         turn: Turn,
         steps: Steps,
         now: float,
@@ -304,7 +305,7 @@ class Reconciler:
 
 
 def _round(
-    steps: Steps, todo: Sequence[planning.AnyStep], seen: planning.Wanted, observed: tuple[amphorae.Amphora, ...]
+    steps: Steps, todo: Sequence[planning.AnyStep], seen: planning.Wanted, observed: tuple[Amphora, ...]
 ) -> planning.Await | None:
     """Take these steps; returns what is to be waited for before it is looked again.
 
@@ -334,7 +335,7 @@ def _round(
 
 
 def networks(
-    tree: LoadBalancer, observed: tuple[amphorae.Amphora, ...], network: Network
+    tree: LoadBalancer, observed: tuple[Amphora, ...], network: Network
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
     """The networks an amphora of this load balancer needs, with their subnets: the VIP's first.
 

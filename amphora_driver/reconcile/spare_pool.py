@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     import sqlalchemy as sa
 
+    from amphora_driver.model.amphora import Amphora
     from amphora_driver.reconcile.job import Turn
-    from amphora_driver.store.amphorae import Amphora
 
     Write = Callable[[Callable[[sa.Connection], object]], None]
 

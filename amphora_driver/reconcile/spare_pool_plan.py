@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from amphora_driver.model.amphora import Amphora, AmphoraState
 from amphora_driver.reconcile.steps import (
     AnyStep,
     AskSpares,
@@ -22,7 +23,6 @@ from amphora_driver.reconcile.steps import (
     Retire,
     Wanted,
 )
-from amphora_driver.store.amphorae import Amphora, AmphoraState
 from amphora_driver.store.spare_pools import ROLE
 
 if TYPE_CHECKING:

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from amphora_driver.database.engine import Database
+    from amphora_driver.model.amphora import Amphora
     from amphora_driver.model.loadbalancer import LoadBalancer, Vip
     from amphora_driver.network.interface import Network
     from amphora_driver.reconcile import plan as planning
-    from amphora_driver.store.amphorae import Amphora
 
     Write = Callable[[Callable[[sa.Connection], object]], None]
 

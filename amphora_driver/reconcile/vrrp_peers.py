@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from amphora_driver.model.amphora import Amphora, AmphoraState, Partner
 from amphora_driver.model.loadbalancer import Vip
 from amphora_driver.render.bundle import BundlePartner, BundleVrrp
-from amphora_driver.store.amphorae import Amphora, AmphoraState, Partner
 
 # Every pair has its own: advertisements are sent to each partner's own address, so that two pairs on one network never
 # hear each other (RFC 9568 numbers virtual routers per network only because they share a multicast group).

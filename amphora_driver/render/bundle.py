@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from amphora_driver.model.amphora import AttachedPort
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer
 from amphora_driver.render.udp import VirtualServer
 from amphora_driver.secret import Secret
-from amphora_driver.store.amphorae import AttachedPort
 from amphora_driver.validation import addresses
 
 _TCP = "tcp"

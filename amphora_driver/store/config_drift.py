@@ -15,7 +15,7 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.database.tables import DUE_NOW, amphora, work
-from amphora_driver.store.amphorae import AmphoraState
+from amphora_driver.model.amphora import AmphoraState
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

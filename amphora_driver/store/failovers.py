@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from amphora_driver import failpoints
 from amphora_driver.database.tables import URGENT, amphora, work
 from amphora_driver.database.tables_fleet import failover, failover_event
-from amphora_driver.store.amphorae import AmphoraState
+from amphora_driver.model.amphora import AmphoraState
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

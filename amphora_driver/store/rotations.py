@@ -18,8 +18,8 @@ from amphora_driver.database import clock
 from amphora_driver.database.tables import URGENT, amphora, duty, wanted_object, work
 from amphora_driver.database.tables_fleet import rotation, rotation_item
 from amphora_driver.errors import Conflict, UnknownObject
+from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.store import spare_pools
-from amphora_driver.store.amphorae import AmphoraState
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence

@@ -15,9 +15,9 @@ import sqlalchemy as sa
 from amphora_driver.database import clock
 from amphora_driver.database.tables import amphora, amphora_seen, duty, status, work
 from amphora_driver.database.tables_fleet import failover, failover_event, process, silence
+from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.enums import Kind, Operating
 from amphora_driver.store import status_outbox
-from amphora_driver.store.amphorae import AmphoraState
 from amphora_driver.store.failovers import Cause, Event
 from amphora_driver.store.process_registry import ProcessKind
 from amphora_driver.store.requests import Op

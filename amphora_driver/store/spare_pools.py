@@ -16,8 +16,8 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.database.tables import URGENT, amphora, amphora_seen, work
+from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.loadbalancer import Profile
-from amphora_driver.store.amphorae import AmphoraState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

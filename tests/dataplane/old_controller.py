@@ -15,11 +15,11 @@ from wanted import LB, NETWORK, SUBNET, listener, load_balancer, member, pool
 import amphora_driver
 from amphora_driver.agent.client import AgentClient
 from amphora_driver.health.heartbeat_codec import open_datagram
+from amphora_driver.model.amphora import AttachedPort
 from amphora_driver.model.network import FixedAddress, Port, Subnet
 from amphora_driver.render.bundle import Served, bundle
 from amphora_driver.render.haproxy import render
 from amphora_driver.secret import Secret
-from amphora_driver.store.amphorae import AttachedPort
 
 
 def body(told, generation, weight):

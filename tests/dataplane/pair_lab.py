@@ -36,6 +36,7 @@ from served import CLIENT_ADDRESSES, MEMBER_ADDRESSES, Pushed, _content
 from visitors import Visitor
 from wanted import LB, NETWORK, SUBNET, SUBNET6, VIP, VIP6, listener, load_balancer, member, pool
 
+from amphora_driver.model.amphora import AttachedPort
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.model.network import FixedAddress, Port, Subnet
 from amphora_driver.reconcile.tls_tickets import SEED_LENGTH, ticket_keys
@@ -43,7 +44,6 @@ from amphora_driver.render.bundle import BundleFile, BundlePartner, BundleVrrp, 
 from amphora_driver.render.bundle import Served as Given
 from amphora_driver.render.haproxy import render
 from amphora_driver.secret import Secret
-from amphora_driver.store.amphorae import AttachedPort
 
 _SEED = Secret(bytes(range(SEED_LENGTH)))
 FAST, PATIENT, USUAL = 0.2, 0.5, 1.0

@@ -31,6 +31,7 @@ from visitors import Visitor
 from wanted import LB, NETWORK, SUBNET, SUBNET6, id_of
 
 from amphora_driver.errors import ModelError
+from amphora_driver.model.amphora import AttachedPort
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.model.network import FixedAddress, Port, Subnet
 from amphora_driver.render.bundle import BundleFile, bundle
@@ -38,7 +39,6 @@ from amphora_driver.render.bundle import Served as Given
 from amphora_driver.render.haproxy import Rendered, render
 from amphora_driver.render.tls import File
 from amphora_driver.secret import Secret
-from amphora_driver.store.amphorae import AttachedPort
 
 MEMBER_ADDRESSES = (
     *(f"198.51.100.{n}/24" for n in range(110, 120)),

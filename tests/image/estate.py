@@ -32,12 +32,12 @@ from amphora_driver.compute.interface import BootRequest, MachineState
 from amphora_driver.database import migrate
 from amphora_driver.database.engine import Database
 from amphora_driver.host import namespaces
+from amphora_driver.model.amphora import AttachedPort
 from amphora_driver.model.network import FixedAddress
 from amphora_driver.network import bridges
 from amphora_driver.network.ip_allocation import AddressRange
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.secret import Secret
-from amphora_driver.store.amphorae import AttachedPort
 
 MANAGEMENT, AGENT, HEARTBEATS = "management", 9443, 5555
 CONTROLLER = "203.0.113.2"

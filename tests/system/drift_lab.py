@@ -21,10 +21,10 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora, work
 from amphora_driver.database.vault import Vault
 from amphora_driver.host import namespaces
+from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.plugins import Catalogue
 from amphora_driver.store import amphorae
-from amphora_driver.store.amphorae import AmphoraState
 from sandbox import demo
 
 PAUSE = 2.0

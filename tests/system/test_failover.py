@@ -22,9 +22,9 @@ from amphora_driver.compute.netns import NetnsCompute
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora, work
 from amphora_driver.database.tables_fleet import failover, failover_event
+from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.store import amphorae, spare_pools
-from amphora_driver.store.amphorae import AmphoraState
 from sandbox import demo
 
 pytestmark = pytest.mark.root

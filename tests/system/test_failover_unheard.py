@@ -15,8 +15,8 @@ from amphora_driver.agent.client import AgentClient
 from amphora_driver.certificates.trust_store import TrustStore
 from amphora_driver.database.vault import Vault
 from amphora_driver.host import namespaces
+from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.store import amphorae
-from amphora_driver.store.amphorae import AmphoraState
 
 pytestmark = pytest.mark.root
 

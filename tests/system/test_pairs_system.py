@@ -20,9 +20,9 @@ from amphora_driver.database.tables import amphora, request, status, work
 from amphora_driver.database.vault import Vault
 from amphora_driver.host import namespaces
 from amphora_driver.maintenance.housekeeping import Housekeeping
+from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.store import amphorae
-from amphora_driver.store.amphorae import AmphoraState
 from sandbox import topology
 
 pytestmark = pytest.mark.root

@@ -10,12 +10,12 @@ import pytest
 from msgspec.structs import replace
 
 from amphora_agent.bundle import parse
+from amphora_driver.model.amphora import AttachedPort
 from amphora_driver.model.enums import ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
 from amphora_driver.model.network import FixedAddress, Port, Subnet
 from amphora_driver.render.bundle import Served, allowed, bundle, interfaces
 from amphora_driver.render.haproxy import render
-from amphora_driver.store.amphorae import AttachedPort
 
 LB = "1b000000-0000-4000-8000-000000000001"
 

@@ -11,13 +11,13 @@ from amphora_driver import config
 from amphora_driver.agent.client import Vrrp
 from amphora_driver.database.engine import Database
 from amphora_driver.errors import AgentRefused, AgentUnreachable, Superseded
+from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.queue.jobs import Jobs
 from amphora_driver.reconcile import plan as planning
 from amphora_driver.reconcile.executor import Backends, Steps
 from amphora_driver.reconcile.job import Turn
 from amphora_driver.store import amphorae
-from amphora_driver.store.amphorae import AmphoraState
 from amphora_driver.store.requests import RequestRecorder
 
 LB, OLD, NEW = "lb", "old", "new"

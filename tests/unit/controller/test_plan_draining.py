@@ -4,9 +4,9 @@
 import pytest
 from pair_story import DRAIN, NOW, ROLES, B, House, M, amphora, but, knows, retiring, wanted
 
+from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.reconcile import plan as planning
 from amphora_driver.reconcile import vrrp_peers
-from amphora_driver.store.amphorae import AmphoraState
 
 NEW_B = amphora("b2", "BACKUP", 23, partners=(knows("m", 21), knows("m2", 24)))
 NEW_M = amphora("m2", "MASTER", 24, partners=(knows("b2", 23), knows("m", 21)))

@@ -4,9 +4,9 @@
 import pytest
 from pair_story import DRAIN, NOW, ROLES, B, House, M, amphora, but, knows, retiring, wanted
 
+from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.reconcile import plan as planning
 from amphora_driver.reconcile import vrrp_peers
-from amphora_driver.store.amphorae import AmphoraState
 
 
 def dead(one, **changes):

@@ -4,8 +4,8 @@
 import pytest
 from pair_story import NOW, B, House, M, amphora, but, knows, retiring, wanted
 
+from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.reconcile import plan as planning
-from amphora_driver.store.amphorae import AmphoraState
 
 UNASKED = {"holder_asked": False}
 # What was heard of them: M has the VIPs, B has not; or nothing at all, right after they were made.

@@ -5,11 +5,11 @@ import msgspec
 import pytest
 from pair_story import NOW, ROLES, VIP, B, House, M, amphora, but, knows, retiring, wanted
 
+from amphora_driver.model.amphora import AmphoraState, AttachedPort
 from amphora_driver.model.loadbalancer import Vip
 from amphora_driver.model.network import FixedAddress, Port
 from amphora_driver.reconcile import plan as planning
 from amphora_driver.reconcile import vrrp_peers
-from amphora_driver.store.amphorae import AmphoraState, AttachedPort
 
 
 def test_a_new_pair_is_booted_side_by_side_and_pushed_once():

@@ -3,10 +3,10 @@
 
 import pytest
 
+from amphora_driver.model.amphora import Amphora, AmphoraState
 from amphora_driver.reconcile import plan as planning
 from amphora_driver.reconcile.spare_pool_plan import LOOK_PAUSE
 from amphora_driver.store import spare_pools
-from amphora_driver.store.amphorae import Amphora, AmphoraState
 from amphora_driver.store.spare_pools import Spare, SparePoolSpec, SparePoolState
 
 NOW = 1000.0

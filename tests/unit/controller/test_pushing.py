@@ -16,6 +16,7 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import status, work
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import AgentRefused, AgentUnreachable, Superseded
+from amphora_driver.model.amphora import AmphoraState, AttachedPort
 from amphora_driver.model.enums import Kind, ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Profile, Vip
 from amphora_driver.model.network import FixedAddress, Port, Subnet
@@ -26,7 +27,6 @@ from amphora_driver.reconcile.job import Turn
 from amphora_driver.reconcile.push import Pushing
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, config_drift, generations, sealed_secrets, status_outbox
-from amphora_driver.store.amphorae import AmphoraState, AttachedPort
 from amphora_driver.store.requests import RequestRecorder
 
 LB, LISTENER, SECOND, THIRD, FOURTH = (f"10000000-0000-4000-8000-00000000000{number}" for number in range(1, 6))

@@ -12,11 +12,11 @@ from amphora_driver.compute.interface import Machine, MachineState
 from amphora_driver.database.tables import URGENT, amphora, work
 from amphora_driver.database.tables_fleet import failover, failover_event
 from amphora_driver.errors import AgentUnreachable, ComputeError
+from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import Profile
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, failovers, pending_rereads, spare_pools
-from amphora_driver.store.amphorae import AmphoraState
 from amphora_driver.store.failovers import Cause, FailoverTrigger
 from amphora_driver.topology import SingleTopology
 

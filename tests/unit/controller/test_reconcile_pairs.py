@@ -6,9 +6,9 @@ import time
 import pytest
 from control import LB, LISTENER, TREE, controlled
 
+from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.enums import Kind
 from amphora_driver.store import amphorae
-from amphora_driver.store.amphorae import AmphoraState
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from amphora_driver.agent.client import Applied
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import status, work
 from amphora_driver.database.vault import Vault
+from amphora_driver.model.amphora import AmphoraState, AttachedPort
 from amphora_driver.model.enums import Algorithm, Kind, ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Vip
 from amphora_driver.model.network import FixedAddress, Port, Subnet
@@ -26,7 +27,6 @@ from amphora_driver.queue.jobs import Jobs
 from amphora_driver.reconcile.executor import Backends
 from amphora_driver.reconcile.reconciler import Reconciler
 from amphora_driver.store import amphorae
-from amphora_driver.store.amphorae import AmphoraState, AttachedPort
 from amphora_driver.store.requests import RequestRecorder
 
 # The incumbent takes 208 for the job alone, and 2,297 where the load balancer is larger.

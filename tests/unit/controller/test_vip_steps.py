@@ -13,6 +13,7 @@ from test_plan import TREE, amphora, port, wanted
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import request, vip_claim, work
 from amphora_driver.errors import Conflict, NetworkError, UnsupportedOption
+from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.loadbalancer import Vip, without_addresses
 from amphora_driver.model.network import VipOptions, VipRequest
 from amphora_driver.network.interface import NotYet
@@ -21,7 +22,6 @@ from amphora_driver.reconcile import vip_allocation
 from amphora_driver.reconcile.vip_allocation import Given, Vips
 from amphora_driver.store import desired_objects as store
 from amphora_driver.store import vip_claims
-from amphora_driver.store.amphorae import AmphoraState
 from amphora_driver.store.vip_claims import PendingVipRequest
 
 BARE = without_addresses(TREE)

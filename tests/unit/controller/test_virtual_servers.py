@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from amphora_agent.bundle import parse
 from amphora_driver import config
+from amphora_driver.model.amphora import Amphora, AmphoraState
 from amphora_driver.model.enums import Algorithm, L7Action, ListenerProtocol, MonitorType, PersistenceType, PoolProtocol
 from amphora_driver.model.loadbalancer import (
     HealthMonitor,
@@ -36,7 +37,6 @@ from amphora_driver.render.bundle import Served, bundle
 from amphora_driver.render.effective_defaults import Defaults
 from amphora_driver.render.haproxy import render
 from amphora_driver.render.udp import virtual_servers
-from amphora_driver.store.amphorae import Amphora, AmphoraState
 
 
 def ident(kind: int, number: int) -> str:

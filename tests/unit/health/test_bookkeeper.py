@@ -13,6 +13,7 @@ from amphora_driver.health.amphora_reports import Ledger
 from amphora_driver.health.heartbeat_codec import Heartbeat
 from amphora_driver.health.status import Drifted, ListenerReport, PoolReport, Report
 from amphora_driver.health.status_writer import Bookkeeper
+from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.enums import Kind, ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Vip
 from amphora_driver.store import amphorae, desired_objects, status_outbox
@@ -186,7 +187,7 @@ def test_after_an_outage_the_newest_word_is_written(house):
 
 def test_the_word_of_a_retiring_amphora_does_not_count(house):
     house.amphora("am-new", "lb1")
-    house.database.write(lambda c: amphorae.update_amphora(c, "am1", state=amphorae.AmphoraState.RETIRING))
+    house.database.write(lambda c: amphorae.update_amphora(c, "am1", state=AmphoraState.RETIRING))
     house.say("am1", word="DOWN", count=99)
     house.say("am-new", word="UP")
     house.flush()
@@ -399,7 +400,7 @@ def test_what_another_health_manager_heard_later_stays(house, now):
 def test_an_amphora_that_lost_what_it_served_is_given_it_again(house, database):
     rung = []
     house.books = Bookkeeper(house.trying, house.ledger, interval=0.0, due=lambda: rung.append(True))
-    database.write(lambda c: amphorae.update_amphora(c, "am1", confirmed=1, state=amphorae.AmphoraState.READY))
+    database.write(lambda c: amphorae.update_amphora(c, "am1", confirmed=1, state=AmphoraState.READY))
     database.write(lambda c: c.execute(work.update().values(dirty=False, applied=1)))
     database.write(lambda c: status_outbox.confirm_generation(c, "lb1", 1, {}))
     house.say()
@@ -422,10 +423,10 @@ def test_an_amphora_that_lost_what_it_served_is_given_it_again(house, database):
 
 
 def test_what_was_confirmed_anew_meanwhile_stays(house, database):
-    database.write(lambda c: amphorae.update_amphora(c, "am1", confirmed=2, state=amphorae.AmphoraState.READY))
+    database.write(lambda c: amphorae.update_amphora(c, "am1", confirmed=2, state=AmphoraState.READY))
     assert not database.write(lambda c: amphorae.lower_confirmed(c, "am1", 1, 0))
     assert [row.confirmed for row in house.rows(amphora)] == [2]
-    database.write(lambda c: amphorae.update_amphora(c, "am1", state=amphorae.AmphoraState.RETIRING))
+    database.write(lambda c: amphorae.update_amphora(c, "am1", state=AmphoraState.RETIRING))
     assert not database.write(lambda c: amphorae.lower_confirmed(c, "am1", 2, 0))
 
 
@@ -441,7 +442,7 @@ def test_a_complaint_is_marked_and_ends_and_is_told_once_whoever_restarts(house,
         (row,) = house.rows(amphora)
         return row.drifts, row.drift
 
-    database.write(lambda c: amphorae.update_amphora(c, "am1", confirmed=1, state=amphorae.AmphoraState.READY))
+    database.write(lambda c: amphorae.update_amphora(c, "am1", confirmed=1, state=AmphoraState.READY))
     listens()
     house.say(drift=("link",), drifted=FOUND)
     house.flush()

@@ -6,6 +6,7 @@ import sqlalchemy as sa
 from amphora_driver.database import tables
 from amphora_driver.database.tables import work
 from amphora_driver.model import from_octavia
+from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.provider_agent.octavia_audit import differences
 from amphora_driver.store import amphorae, desired_objects, failovers, rotations, spare_pools, status_outbox
 
@@ -25,7 +26,7 @@ _BUSY = sa.select(work.c.load_balancer_id, work.c.op, work.c.generation, work.c.
         ),
     )
 )
-_UNSETTLED = sa.select(tables.amphora.c.id).where(tables.amphora.c.state != amphorae.AmphoraState.READY.value)
+_UNSETTLED = sa.select(tables.amphora.c.id).where(tables.amphora.c.state != AmphoraState.READY.value)
 
 
 def undone(deployment):
@@ -52,7 +53,7 @@ def waited_for(deployment):
 
 def _unsettled(connection):
     of = tables.amphora
-    return connection.execute(sa.select(of.c.id).where(of.c.state != amphorae.AmphoraState.READY.value)).scalars()
+    return connection.execute(sa.select(of.c.id).where(of.c.state != AmphoraState.READY.value)).scalars()
 
 
 def unowned(deployment):

@@ -9,6 +9,7 @@ import sqlalchemy as sa
 
 from amphora_driver.database.tables import URGENT, amphora, work
 from amphora_driver.errors import LeaseLost
+from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.queue import jobs
 from amphora_driver.store import amphorae, failovers
 
@@ -111,7 +112,7 @@ def test_what_an_amphora_lost_while_the_job_ended_makes_it_due_again(database):
     one = jobs.Jobs(database, "one", 30)
     lease = one.claim()
     database.write(lambda c: amphorae.insert_amphora(c, "am", "lb", "STANDALONE", b"key"))
-    database.write(lambda c: amphorae.update_amphora(c, "am", confirmed=1, state=amphorae.AmphoraState.READY))
+    database.write(lambda c: amphorae.update_amphora(c, "am", confirmed=1, state=AmphoraState.READY))
     assert database.write(lambda c: amphorae.lower_confirmed(c, "am", 1, 0))
     one.complete(lease, 1)
     again = one.claim()
