@@ -2,7 +2,7 @@
 """Encryption of secrets at rest.
 
 Invariant: a table holds a secret only as a result of `Vault.seal`. A sealed value is bound to its location (table, row,
-purpose), which is part of the authenticated content, so a copy in another location does not open. Older versions
+purpose), which is part of the authenticated content. A copy in another location does not open. Older versions
 created unbound values; only `reseal` opens these. The first key seals and all keys open. A new first key therefore
 starts a key rotation (docs/explanation/secrets.md).
 

@@ -2,7 +2,7 @@
 """The outbox of statuses for Octavia.
 
 Invariant: one row per object holds its newest status, and stays due until Octavia has received exactly that version.
-So no status is lost while the driver agent is down, no old status overtakes a newer one, and many changes of an object
+No status is lost while the driver agent is down, and no old status overtakes a newer one. Many changes of an object
 become one report. An object that waits for a newer generation reports no provisioning status. A load balancer reports
 nothing until Octavia's own transaction has ended.
 """
