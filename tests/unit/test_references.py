@@ -20,7 +20,7 @@ def generated():
     return module.DOCUMENTS
 
 
-@pytest.mark.parametrize("name", ["configuration.md", "amphora-driver.conf.sample", "amphoractl.md"])
+@pytest.mark.parametrize("name", ["configuration.md", "amphora-driver.conf.sample", "amphoractl.md", "packages.md"])
 def test_a_generated_reference_is_current(name):
     text = generated()[name]()
     assert text == (ROOT / "docs/reference" / name).read_text(encoding="utf-8"), (
