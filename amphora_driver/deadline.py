@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When an operation has to be over.
+"""Deadlines of operations.
 
-Invariant: there is one for each operation, made when it begins and handed down. Whoever waits for something takes the
-least of its own patience and of what is left. It may be brought forward, also from another thread, and never put off.
+Invariant: each operation has one deadline, created at its start and passed to all its parts. Every wait uses the
+shorter of its own time-out and the remaining time. Any thread may bring a deadline forward; nothing extends it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class Deadline:
-    """A moment on the clock that only goes forward, and how far away it is.
+    """A moment on the monotonic clock.
 
     Args:
         seconds: from now.
-        wanted: what has to be done by then, as an infinitive; for the error.
-        part_of: the operation this is a part of; it ends with that one at the latest.
+        wanted: the purpose of the operation, as an infinitive, for the error.
+        part_of: deadline of the enclosing operation, which also limits this one.
     """
 
     def __init__(self, seconds: float, wanted: str = "finish", part_of: Deadline | None = None) -> None:
@@ -32,53 +32,53 @@ class Deadline:
         self._whole = part_of
         self._seconds = seconds
         self._at = time.monotonic() + seconds
-        # Why it was brought forward.
+        # Why the deadline was brought forward.
         self._reason = ""
 
     def left(self) -> float:
-        """Seconds until then; zero or less when it has passed."""
+        """Return the remaining seconds; zero or less after the deadline."""
         own = self._at - time.monotonic()
         return own if self._whole is None else min(own, self._whole.left())
 
     def passed(self) -> bool:
-        """Whether nothing is left."""
+        """Whether the deadline has passed."""
         return self.left() <= 0
 
-    def least(self, seconds: float) -> float:
-        """How long somebody may wait that would wait for so many seconds; more than 0.
+    def limit_wait(self, seconds: float) -> float:
+        """Return the shorter of a time-out and the remaining time; more than 0.
 
         Raises:
-            DeadlinePassed: nothing is left.
+            DeadlinePassed: no time is left.
         """
         left = self.left()
         if left <= 0:
-            raise DeadlinePassed(self._wanted, self.why())
+            raise DeadlinePassed(self._wanted, self.reason())
         return min(seconds, left)
 
     def within(self, seconds: float) -> Deadline:
-        """A part of this operation, that has so many seconds at the most."""
+        """Return the deadline of a part of this operation, at most this many seconds from now."""
         return Deadline(seconds, self._wanted, self)
 
-    def cut(self, reason: str, grace: float = 0.0) -> None:
-        """Bring it forward: nothing is left after `grace` seconds."""
+    def bring_forward(self, reason: str, grace: float = 0.0) -> None:
+        """Bring the deadline forward to `grace` seconds from now."""
         self._reason = self._reason or reason
         self._at = min(self._at, time.monotonic() + grace)
 
-    def why(self) -> str:
-        """Why nothing is left."""
+    def reason(self) -> str:
+        """Return why the deadline has passed."""
         if self._reason:
             return self._reason
         if self._whole is not None and self._whole.passed():
-            return self._whole.why()
-        return f"it was not done in {self._seconds:g} s"
+            return self._whole.reason()
+        return f"it did not finish in {self._seconds:g} s"
 
 
 _CURRENT: ContextVar[Deadline | None] = ContextVar("_CURRENT", default=None)
 
 
 @contextmanager
-def kept(deadline: Deadline) -> Iterator[None]:
-    """Have whatever this thread calls keep the deadline: backends whose interfaces do not speak of time."""
+def apply_deadline(deadline: Deadline) -> Iterator[None]:
+    """Apply the deadline to all calls of this thread: backend interfaces have no deadline argument."""
     token = _CURRENT.set(deadline)
     try:
         yield
@@ -86,11 +86,11 @@ def kept(deadline: Deadline) -> Iterator[None]:
         _CURRENT.reset(token)
 
 
-def least(seconds: float) -> float:
-    """How long whoever would wait for so many seconds may wait in the operation this thread is in.
+def limit_wait(seconds: float) -> float:
+    """Return the shorter of a time-out and the remaining time of this thread's operation.
 
     Raises:
-        DeadlinePassed: it has no time left.
+        DeadlinePassed: no time is left.
     """
     current = _CURRENT.get()
-    return seconds if current is None else current.least(seconds)
+    return seconds if current is None else current.limit_wait(seconds)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Octavia's door.
+"""The provider driver: translates, validates and records Octavia's calls.
 
-Invariant: a call translates, validates, records intent and job in one SQL transaction, rings a bell and returns. It
-never waits for an amphora, never talks to Octavia (whose transaction is still open, so that anything reported now
-would be lost), and costs the same whatever the size of the load balancer. What cannot be served is refused here, by
-name.
+Invariant: a call translates, validates, records the desired state and the job in one SQL transaction, notifies the
+controllers and returns. It never waits for an amphora. It never calls Octavia, whose transaction is still open: a
+status reported now would be lost. Its cost does not depend on the size of the load balancer. Unsupported options are
+refused here by name.
 
-Octavia makes a new instance for every request: all that lasts is kept in the module.
+Octavia creates a new instance for every request, so the module holds the shared state.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _CHECKS: dict[Kind, Callable[[Any], None]] = {
 
 
 def _check(node: Node) -> None:
-    """Refuse what cannot be served, whatever kind of object it is."""
+    """Refuse unsupported options of one object."""
     _CHECKS[desired_objects.kind_of(node)](node)
     if isinstance(node, Pool):
         pool_members.check_distinct(node)
@@ -88,21 +88,21 @@ def _check(node: Node) -> None:
 
 
 class _Shared:
-    """What every instance of one process shares, made at the first call."""
+    """State that all instances of a process share, created at the first call."""
 
     def __init__(self, conf: ConfigOpts) -> None:
         self.conf = conf
         self.database = Database(conf.store.connection)
-        self.recorder = RequestRecorder(self.database, _check, self._fits)
+        self.recorder = RequestRecorder(self.database, _check, self._check_in_context)
         self.catalogue = Catalogue(conf, self.database)
 
     @functools.cached_property
     def vault(self) -> Vault:
-        """What seals users' secrets; read when the first one comes."""
+        """The vault for users' secrets, loaded at its first use."""
         return Vault.load(self.conf.store.encryption_key_file)
 
-    def _fits(self, node: Node, balancer: LoadBalancer) -> None:
-        """Refuse TLS of which the profile leaves nothing, and what its backends or its VIPs do not have."""
+    def _check_in_context(self, node: Node, balancer: LoadBalancer) -> None:
+        """Refuse options that contradict the profile, the backends or the VIPs of the load balancer."""
         ours, chosen = self.conf.haproxy, balancer.profile
         oldest, ciphers = chosen.tls_minimum_version or ours.tls_minimum_version, chosen.tls_ciphers
         if isinstance(node, Listener) and tls.terminates(node):
@@ -120,7 +120,7 @@ class _Shared:
             options.check_vip_options(node, name, self.catalogue.network(name).supports)
 
     def vip_network(self, load_balancer_id: str) -> tuple[str, bool]:
-        """The network backend a load balancer's VIPs were taken from, or would be; and whether it has answered."""
+        """Return the network backend of a load balancer's VIPs, and whether it has allocated them."""
         noted, wish = self.database.read(
             lambda connection: (
                 vip_claims.network_of_claim(connection, load_balancer_id),
@@ -135,8 +135,8 @@ def _shared() -> _Shared:
     return _Shared(config.shared())
 
 
-def _answering(method: F) -> F:
-    """Turn our errors into the ones Octavia understands: a sentence for the user, one more for the operator's log."""
+def _translate_errors(method: F) -> F:
+    """Translate errors to those of octavia_lib, with texts for the user and for the operator."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -152,7 +152,7 @@ def _answering(method: F) -> F:
         except UnknownObject as error:
             raise exceptions.NotFound(**_fault(error)) from error
         except AmphoraDriverError as error:
-            # One line in our log and one in Octavia's: the reference leads from a user's question to both.
+            # The reference connects a user's question with the lines in both logs.
             reference = secrets.token_hex(4)
             LOG.exception("%s failed (reference %s)", method.__name__, reference)
             raise exceptions.DriverError(**_fault(error, reference)) from error
@@ -161,11 +161,11 @@ def _answering(method: F) -> F:
 
 
 def _fault(error: AmphoraDriverError, reference: str = "") -> dict[str, str]:
-    """What Octavia tells the user, and what it writes to its log.
+    """Return the fault texts for the user and for the operator.
 
     Args:
-        reference: the user is told no more than this. Octavia hands the sentence on to tenants: the words of a database
-            or of another service name hosts, accounts and paths.
+        reference: shown to the user instead of the error. Octavia passes the text to tenants, and errors of a database
+            or another service name hosts, accounts and paths.
     """
     operator = f"{type(error).__name__}: {error}"
     if not reference or (isinstance(error, NetworkError) and error.final):
@@ -179,11 +179,11 @@ def _fault(error: AmphoraDriverError, reference: str = "") -> dict[str, str]:
 
 
 class AmphoraProviderDriver(provider_base.ProviderDriver):
-    """The provider ``haproxy``. Method names, arguments and errors are those of octavia_lib 3.12's `ProviderDriver`."""
+    """The provider ``haproxy``; implements `ProviderDriver` of octavia_lib 3.12."""
 
     # --- load balancers -----------------------------------------------------------------------------------------------
 
-    @_answering
+    @_translate_errors
     def create_vip_port(
         self,
         loadbalancer_id: str,
@@ -191,10 +191,10 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
         vip_dictionary: dict[str, Any],
         additional_vip_dicts: list[dict[str, Any]] | None = None,
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Take the addresses of a load balancer that is about to be created; again for the same one: the same.
+        """Allocate the VIPs of a load balancer before its creation. Idempotent.
 
-        Octavia asks before the flavor is known: the default network backend answers. If that needs time, what the user
-        asked for is returned, without the addresses and the port that are not known; the controller asks on.
+        Octavia calls this before the flavor is known, so the default network backend allocates. If the backend needs
+        time, the user's request is returned without the unknown addresses and ports; the controller continues.
         """
         primary = VipRequest(
             subnet_id=vip_dictionary.get("vip_subnet_id"),
@@ -242,12 +242,12 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
             for one in others
         ]
 
-    @_answering
+    @_translate_errors
     def loadbalancer_create(self, loadbalancer: data_models.LoadBalancer) -> None:
-        """A new load balancer, alone or with everything in it.
+        """Create a load balancer, alone or fully populated.
 
-        A fully populated one arrives without its L7 policies and with half of its nested lists: it is read back
-        from Octavia once that has committed it.
+        Octavia passes a fully populated one without its L7 policies and with half of its nested lists. It is read from
+        Octavia after Octavia's commit.
         """
         shared = _shared()
         network, answered = shared.vip_network(from_octavia.get_id(Kind.LOAD_BALANCER, loadbalancer))
@@ -256,102 +256,102 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
             chosen = profile.choose(flavor, zone, shared.catalogue.deployment(), vip_network=network)
             tree = msgspec.structs.replace(from_octavia.load_balancer(loadbalancer), profile=chosen)
             tree = tree if answered else without_addresses(tree)
-            # Looked at only: they are read back with everything else.
+            # Only validated: the later read from Octavia includes them.
             certificates.contents(from_octavia.read_secrets(Kind.LOAD_BALANCER, loadbalancer))
             availability_zones.check_vips(zone, tree.vips)
             shared.recorder.create_load_balancer(tree, read_back=bool(tree.listeners or tree.pools))
         except StoreError:
-            # Whether it was recorded is not known. If it was not, housekeeping gives the claimed addresses back.
+            # The commit may have succeeded. If it has not, housekeeping releases the claimed addresses.
             raise
         except AmphoraDriverError:
-            # Octavia forgets the load balancer; its addresses must not stay taken.
+            # Octavia drops the load balancer, so release its addresses.
             shared.catalogue.network(network).release_vip(from_octavia.get_id(Kind.LOAD_BALANCER, loadbalancer))
             raise
-        _ring(tree.id)
+        _notify(tree.id)
 
-    @_answering
+    @_translate_errors
     def loadbalancer_delete(self, loadbalancer: data_models.LoadBalancer, cascade: bool = False) -> None:
-        """The load balancer goes, with all children: without `cascade`, Octavia itself made sure that it has none."""
+        """Delete a load balancer with all children. Without `cascade` Octavia has checked that it has none."""
         load_balancer_id = from_octavia.get_id(Kind.LOAD_BALANCER, loadbalancer)
         _shared().recorder.delete_load_balancer(load_balancer_id)
-        _ring(load_balancer_id)
+        _notify(load_balancer_id)
 
-    @_answering
+    @_translate_errors
     def loadbalancer_failover(self, loadbalancer_id: str) -> None:
-        """Every amphora of the load balancer is replaced by a new one."""
+        """Replace every amphora of a load balancer."""
         _shared().recorder.fail_over(loadbalancer_id)
-        _ring(loadbalancer_id)
+        _notify(loadbalancer_id)
 
-    @_answering
+    @_translate_errors
     def loadbalancer_failover_with_flavor(self, loadbalancer_id: str, flavor_id: str) -> None:
-        """Resizing by fail-over is not served."""
+        """Refuse resizing by fail-over."""
         raise UnsupportedOption(
             f"fail over load balancer {loadbalancer_id} to flavor {flavor_id}",
             "changing the flavor is not supported",
             "Fail over without a flavor, or create a load balancer with the flavor you want.",
         )
 
-    @_answering
+    @_translate_errors
     def loadbalancer_update(
         self, old_loadbalancer: data_models.LoadBalancer, new_loadbalancer: data_models.LoadBalancer
     ) -> None:
-        """Attributes of a load balancer change."""
+        """Update attributes of a load balancer."""
         self._update(Kind.LOAD_BALANCER, new_loadbalancer)
 
     # --- listeners ----------------------------------------------------------------------------------------------------
 
-    @_answering
+    @_translate_errors
     def listener_create(self, listener: data_models.Listener) -> None:
-        """A new listener."""
+        """Create a listener."""
         self._create(Kind.LISTENER, listener)
 
-    @_answering
+    @_translate_errors
     def listener_update(self, old_listener: data_models.Listener, new_listener: data_models.Listener) -> None:
-        """Attributes of a listener change."""
+        """Update attributes of a listener."""
         self._update(Kind.LISTENER, new_listener)
 
-    @_answering
+    @_translate_errors
     def listener_delete(self, listener: data_models.Listener) -> None:
-        """A listener goes, with its policies."""
+        """Delete a listener with its policies."""
         self._delete(Kind.LISTENER, listener)
 
     # --- pools --------------------------------------------------------------------------------------------------------
 
-    @_answering
+    @_translate_errors
     def pool_create(self, pool: data_models.Pool) -> None:
-        """A new pool; given a listener, it becomes its default pool (Octavia makes no other call for that)."""
+        """Create a pool; with a listener it becomes its default pool (Octavia makes no other call for that)."""
         self._create(Kind.POOL, pool, for_listener=from_octavia.get_value(pool, "listener_id") or None)
 
-    @_answering
+    @_translate_errors
     def pool_update(self, old_pool: data_models.Pool, new_pool: data_models.Pool) -> None:
-        """Attributes of a pool change."""
+        """Update attributes of a pool."""
         self._update(Kind.POOL, new_pool)
 
-    @_answering
+    @_translate_errors
     def pool_delete(self, pool: data_models.Pool) -> None:
-        """A pool goes, with members and health monitor."""
+        """Delete a pool with its members and health monitor."""
         self._delete(Kind.POOL, pool)
 
     # --- members ------------------------------------------------------------------------------------------------------
 
-    @_answering
+    @_translate_errors
     def member_create(self, member: data_models.Member) -> None:
-        """A new member."""
+        """Create a member."""
         self._create(Kind.MEMBER, member)
 
-    @_answering
+    @_translate_errors
     def member_update(self, old_member: data_models.Member, new_member: data_models.Member) -> None:
-        """Attributes of a member change."""
+        """Update attributes of a member."""
         self._update(Kind.MEMBER, new_member)
 
-    @_answering
+    @_translate_errors
     def member_delete(self, member: data_models.Member) -> None:
-        """A member goes."""
+        """Delete a member."""
         self._delete(Kind.MEMBER, member)
 
-    @_answering
+    @_translate_errors
     def member_batch_update(self, pool_id: str, members: Sequence[data_models.Member]) -> None:
-        """The members of a pool become exactly these; those already known carry changed fields only."""
+        """Replace the members of a pool by exactly these; known members have only their changed fields."""
         load_balancer_id = _shared().recorder.set_members(
             pool_id,
             [
@@ -363,100 +363,100 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
                 for one in members
             ],
         )
-        _ring(load_balancer_id)
+        _notify(load_balancer_id)
 
     # --- health monitors ----------------------------------------------------------------------------------------------
 
-    @_answering
+    @_translate_errors
     def health_monitor_create(self, healthmonitor: data_models.HealthMonitor) -> None:
-        """A new health monitor."""
+        """Create a health monitor."""
         self._create(Kind.HEALTH_MONITOR, healthmonitor)
 
-    @_answering
+    @_translate_errors
     def health_monitor_update(
         self, old_healthmonitor: data_models.HealthMonitor, new_healthmonitor: data_models.HealthMonitor
     ) -> None:
-        """Attributes of a health monitor change."""
+        """Update attributes of a health monitor."""
         self._update(Kind.HEALTH_MONITOR, new_healthmonitor)
 
-    @_answering
+    @_translate_errors
     def health_monitor_delete(self, healthmonitor: data_models.HealthMonitor) -> None:
-        """A health monitor goes."""
+        """Delete a health monitor."""
         self._delete(Kind.HEALTH_MONITOR, healthmonitor)
 
     # --- L7 -----------------------------------------------------------------------------------------------------------
 
-    @_answering
+    @_translate_errors
     def l7policy_create(self, l7policy: data_models.L7Policy) -> None:
-        """A new L7 policy."""
+        """Create an L7 policy."""
         self._create(Kind.L7POLICY, l7policy)
 
-    @_answering
+    @_translate_errors
     def l7policy_update(self, old_l7policy: data_models.L7Policy, new_l7policy: data_models.L7Policy) -> None:
-        """Attributes of an L7 policy change."""
+        """Update attributes of an L7 policy."""
         self._update(Kind.L7POLICY, new_l7policy)
 
-    @_answering
+    @_translate_errors
     def l7policy_delete(self, l7policy: data_models.L7Policy) -> None:
-        """An L7 policy goes, with its rules."""
+        """Delete an L7 policy with its rules."""
         self._delete(Kind.L7POLICY, l7policy)
 
-    @_answering
+    @_translate_errors
     def l7rule_create(self, l7rule: data_models.L7Rule) -> None:
-        """A new L7 rule."""
+        """Create an L7 rule."""
         self._create(Kind.L7RULE, l7rule)
 
-    @_answering
+    @_translate_errors
     def l7rule_update(self, old_l7rule: data_models.L7Rule, new_l7rule: data_models.L7Rule) -> None:
-        """Attributes of an L7 rule change."""
+        """Update attributes of an L7 rule."""
         self._update(Kind.L7RULE, new_l7rule)
 
-    @_answering
+    @_translate_errors
     def l7rule_delete(self, l7rule: data_models.L7Rule) -> None:
-        """An L7 rule goes."""
+        """Delete an L7 rule."""
         self._delete(Kind.L7RULE, l7rule)
 
     # --- flavors and availability zones -------------------------------------------------------------------------------
 
-    @_answering
+    @_translate_errors
     def get_supported_flavor_metadata(self) -> dict[str, str]:
-        """The flavor keys this provider serves, with descriptions."""
+        """Return the supported flavor keys, with descriptions."""
         return flavors.supported(_shared().catalogue.deployment())
 
-    @_answering
+    @_translate_errors
     def validate_flavor(self, flavor_metadata: dict[str, Any]) -> None:
-        """Refuse flavor keys or values that are not served."""
+        """Refuse unsupported flavor keys or values."""
         flavors.validate(flavor_metadata, _shared().catalogue.deployment())
 
-    @_answering
+    @_translate_errors
     def get_supported_availability_zone_metadata(self) -> dict[str, str]:
-        """The availability-zone keys this provider serves, with descriptions."""
+        """Return the supported availability-zone keys, with descriptions."""
         return availability_zones.supported(_shared().catalogue.deployment())
 
-    @_answering
+    @_translate_errors
     def validate_availability_zone(self, availability_zone_metadata: dict[str, Any]) -> None:
-        """Refuse availability-zone keys or values that are not served."""
+        """Refuse unsupported availability-zone keys or values."""
         availability_zones.validate(availability_zone_metadata, _shared().catalogue.deployment())
 
-    # --- the three verbs everything below a load balancer knows -------------------------------------------------------
+    # --- create, update and delete of child objects -------------------------------------------------------------------
 
     def _create(self, kind: Kind, source: object, *, for_listener: str | None = None) -> None:
-        # References are the user's here, contents come in the database's order.
-        contents = _sealed(from_octavia.read_secrets(kind, source, paired=False))
+        # octavia-lib returns SNI contents in DB order; do not pair by position.
+        contents = _validate_and_seal(from_octavia.read_secrets(kind, source, paired=False))
         node = from_octavia.node(kind, source)
-        _ring(_shared().recorder.create_object(kind, node, for_listener=for_listener, contents=contents))
+        _notify(_shared().recorder.create_object(kind, node, for_listener=for_listener, contents=contents))
 
     def _update(self, kind: Kind, new: object) -> None:
-        contents = _sealed(from_octavia.read_secrets(kind, new))
+        contents = _validate_and_seal(from_octavia.read_secrets(kind, new))
         fields = from_octavia.changed_fields(kind, new)
-        _ring(_shared().recorder.update_object(kind, from_octavia.get_id(kind, new), fields, contents=contents))
+        _notify(_shared().recorder.update_object(kind, from_octavia.get_id(kind, new), fields, contents=contents))
 
     def _delete(self, kind: Kind, source: object) -> None:
-        _ring(_shared().recorder.delete_object(kind, from_octavia.get_id(kind, source)))
+        _notify(_shared().recorder.delete_object(kind, from_octavia.get_id(kind, source)))
 
 
-def _sealed(given: Mapping[SecretName, SecretMaterial]) -> dict[SecretName, SealedSecret]:
-    """What a table may hold of these secrets, after a look at what is in them."""
+def _validate_and_seal(given: Mapping[SecretName, SecretMaterial]) -> dict[SecretName, SealedSecret]:
+    """Validate the secrets and return them sealed for the database."""
     if not given:
         return {}
     vault = _shared().vault
@@ -467,13 +467,13 @@ def _sealed(given: Mapping[SecretName, SecretMaterial]) -> dict[SecretName, Seal
 
 
 def _member_of(pool_id: str, source: data_models.Member) -> Any:
-    """A new member of a batch, which may not name the pool the batch is for."""
+    """Return a new member of a batch; it may lack the id of the batch's pool."""
     source.pool_id = pool_id
     return from_octavia.member(source)
 
 
-def _ring(load_balancer_id: str) -> None:
-    """Wake whoever makes the world match, and whoever tells Octavia about it."""
+def _notify(load_balancer_id: str) -> None:
+    """Notify the controllers of the job, and the reporters of a new status."""
     failpoints.reach(failpoints.Point.INTENT_COMMITTED)
     conf = _shared().conf
     notifier.notify(conf, local_socket.CONTROLLER, load_balancer_id)

@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exception tree.
+"""Exceptions of the control plane.
 
-AmphoraDriverError              every error of ours; carries what was wanted, what happened, what to do
-├── ConfigurationError          an operator's option is missing or contradicts another
-├── RequestError                a user asked for something that cannot be had
-│   ├── UnsupportedOption       an option, or a value of it, that this provider does not serve
-│   └── Conflict                it collides with something that exists
-├── ModelError                  a recorded load balancer cannot be expressed (names the object)
-│   └── QuotingError            a value HAProxy has no way to write
-├── StoreError                  the database said no
-│   ├── UnknownObject           nothing is recorded under this id
-│   ├── SchemaMismatch          the database's schema is not the one this version works with
-│   └── LeaseLost               another process owns the load balancer now; stop without a trace
-├── NetworkError                an address, port or subnet could not be had
+AmphoraDriverError              base; has the attempted operation, the failure and the remedy
+├── ConfigurationError          an option of the operator is missing or contradicts another one
+├── RequestError                a user's request cannot be served
+│   ├── UnsupportedOption       this provider does not support the option or its value
+│   └── Conflict                the request conflicts with an existing object
+├── ModelError                  a recorded load balancer cannot be rendered (names the object)
+│   └── QuotingError            HAProxy has no quoting for a value
+├── StoreError                  the database refused or did not answer
+│   ├── UnknownObject           no object with this id is recorded
+│   ├── SchemaMismatch          the database schema does not fit this version
+│   └── LeaseLost               another process owns the load balancer; stop without further writes
+├── NetworkError                an address, port or subnet is not available
 ├── ComputeError                an amphora could not be booted, found or removed
 ├── CertificateError            a certificate could not be issued or read
-├── DeadlinePassed              an operation had its time
-├── Deadly                      processes that worked on it ended, one after the other
-├── Superseded                  something that goes first was asked for; this gives way to it
+├── DeadlinePassed              an operation has exceeded its deadline
+├── CrashLoop                   several processes ended while they worked on a load balancer
+├── Superseded                  a request of higher priority preempts the job
 ├── HeartbeatRefused            a datagram is not a heartbeat of the amphora it names
-└── AgentError                  an amphora's agent did not do as asked
-    ├── AgentUnreachable        no answer in time: try again later
-    ├── AgentRefused            it answered no, with a reason (a bad configuration, for example)
-    └── AgentUntrusted          it is not who it should be
+└── AgentError                  an agent did not execute a call
+    ├── AgentUnreachable        no response in time: try again later
+    ├── AgentRefused            the agent refused the call with a reason (an invalid configuration, for example)
+    └── AgentUntrusted          the peer is not the intended amphora
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class AmphoraDriverError(Exception):
     """Base of all errors.
 
     Args:
-        wanted: what was being attempted, as an infinitive ("boot amphora 1234").
-        happened: what went wrong, in the words of whoever knows best.
-        remedy: what the reader can do; may be empty where nothing but waiting helps.
+        wanted: the attempted operation, as an infinitive ("boot amphora 1234").
+        happened: the failure, as the failing component describes it.
+        remedy: what the reader can do; empty if a retry may help.
 
     Attributes:
-        final: another attempt is not expected to end otherwise, so that the user hears of it at once.
+        final: a retry is not expected to succeed, so the user is informed at once.
     """
 
     final = False
@@ -54,30 +54,30 @@ class AmphoraDriverError(Exception):
 
 
 class ConfigurationError(AmphoraDriverError):
-    """An operator's option is missing or contradicts another."""
+    """An option of the operator is missing or contradicts another one."""
 
     final = True
 
 
 class RequestError(AmphoraDriverError):
-    """A user asked for something that cannot be had."""
+    """A user's request cannot be served."""
 
     final = True
 
 
 class UnsupportedOption(RequestError):
-    """An option, or a value of it, that this provider does not serve."""
+    """This provider does not support the option or its value."""
 
 
 class Conflict(RequestError):
-    """The request collides with something that exists."""
+    """The request conflicts with an existing object."""
 
 
 class ModelError(AmphoraDriverError):
-    """A recorded load balancer cannot be expressed.
+    """A recorded load balancer cannot be rendered.
 
     Args:
-        object_id: the object at fault; everything else of the load balancer is well.
+        object_id: the faulty object; the other objects of the load balancer are valid.
     """
 
     final = True
@@ -88,15 +88,15 @@ class ModelError(AmphoraDriverError):
 
 
 class QuotingError(ModelError):
-    """A value HAProxy has no way to write."""
+    """HAProxy has no quoting for a value."""
 
 
 class StoreError(AmphoraDriverError):
-    """The database said no."""
+    """The database refused or did not answer."""
 
 
 class UnknownObject(StoreError):
-    """Nothing is recorded under this id."""
+    """No object with this id is recorded."""
 
 
 class ContentRefused(StoreError):
@@ -104,7 +104,7 @@ class ContentRefused(StoreError):
 
 
 class SchemaMismatch(StoreError):
-    """The database's schema is not the one this version works with."""
+    """The database schema does not fit this version."""
 
 
 class LeaseLost(StoreError):
@@ -112,10 +112,10 @@ class LeaseLost(StoreError):
 
 
 class NetworkError(AmphoraDriverError):
-    """An address, port or subnet could not be had.
+    """An address, port or subnet is not available.
 
     Args:
-        final: nothing but a change by somebody helps: a quota, for example.
+        final: a retry cannot succeed without a change: a quota, for example.
     """
 
     def __init__(self, wanted: str, happened: str, remedy: str = "", *, final: bool = False) -> None:
@@ -127,7 +127,7 @@ class ComputeError(AmphoraDriverError):
     """An amphora could not be booted, found or removed.
 
     Args:
-        final: nothing but a change by somebody helps: a quota, or a flavor that does not exist, for example.
+        final: a retry cannot succeed without a change: a quota or a missing flavor, for example.
     """
 
     def __init__(self, wanted: str, happened: str, remedy: str = "", *, final: bool = False) -> None:
@@ -140,18 +140,18 @@ class CertificateError(AmphoraDriverError):
 
 
 class DeadlinePassed(AmphoraDriverError):
-    """An operation had its time."""
+    """An operation has exceeded its deadline."""
 
 
 class Superseded(AmphoraDriverError):
-    """Something that goes first was asked for meanwhile, or this process ends: the work is left to be taken up anew."""
+    """A request of higher priority or the end of this process preempts a job, which runs again later."""
 
 
 class HeartbeatRefused(AmphoraDriverError):
     """A datagram is not a heartbeat of the amphora it names.
 
     Args:
-        reason: one word, by which refusals are counted.
+        reason: one word for the metric of refusals.
     """
 
     def __init__(self, wanted: str, happened: str, remedy: str = "", *, reason: str = "") -> None:
@@ -159,27 +159,27 @@ class HeartbeatRefused(AmphoraDriverError):
         self.reason = reason
 
 
-class Deadly(AmphoraDriverError):
-    """Processes that worked on a load balancer ended, one after the other, before anything had come of it."""
+class CrashLoop(AmphoraDriverError):
+    """Several processes in a row ended while they worked on a load balancer, without progress."""
 
     final = True
 
 
 class AgentError(AmphoraDriverError):
-    """An amphora's agent did not do as asked."""
+    """An agent did not execute a call."""
 
 
 class AgentUnreachable(AgentError):
-    """No answer in time."""
+    """No response in time."""
 
 
 class AgentRefused(AgentError):
-    """The agent answered no, with a reason.
+    """The agent refused the call with a reason.
 
     Args:
-        object_id: the listener, pool or member its reason points at, where it could tell.
-        status: the HTTP status of its answer; 0 where that is not known.
-        generation: the one it serves, where it said so.
+        object_id: the listener, pool or member that the reason names; None if unknown.
+        status: HTTP status of the response; 0 if unknown.
+        generation: the served generation; None if unknown.
     """
 
     def __init__(
@@ -196,9 +196,9 @@ class AgentRefused(AgentError):
         self.object_id = object_id
         self.status = status
         self.generation = generation
-        # One whose machine failed (5xx) may do better next time; one that understood and refused will not.
+        # A retry may succeed after a server error (5xx), but not after a refusal (4xx).
         self.final = 400 <= status < 500
 
 
 class AgentUntrusted(AgentError):
-    """The answering side could not prove to be the amphora it should be."""
+    """The peer has not proven to be the intended amphora."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The moments of an accepted call at which a test may have a process of the control plane die, or wait.
+"""Failpoints: places where a test can kill or stop a process of the control plane.
 
-Invariant: nothing happens at any of them unless the environment variable `VARIABLE` was set when the process started,
-which it never is outside of tests. It names a directory; a file in it arms the point of the same name: ``die`` in it
-means SIGKILL, once, ``die again`` SIGKILL for whoever comes, anything else means to wait until the file is gone. Of
-several processes or threads that reach an armed point at once, one dies (once).
+Invariant: failpoints do nothing unless the environment variable `VARIABLE` was set at the start of the process, which
+only tests do. It names a directory. A file in it arms the failpoint of the same name. The content ``die`` means one
+SIGKILL, ``die again`` SIGKILL for every process that arrives; any other content means to wait until the file is
+deleted. If several processes or threads reach a failpoint with ``die``, one of them dies.
 """
 
 from __future__ import annotations
@@ -22,94 +22,94 @@ _POLL_SECONDS = 0.005
 
 
 class Point(Enum):
-    """In the order in which a call reaches them; no call reaches them all."""
+    """Failpoints in the order in which a request reaches them; no request reaches all."""
 
     # In octavia-api.
     CLAIM_NOTED = "claim-noted"
-    """It is written down that addresses are about to be taken."""
+    """The claim of addresses is recorded, and no address is allocated yet."""
     ADDRESSES_TAKEN = "addresses-taken"
-    """They are, and Octavia does not know them yet."""
+    """Addresses are allocated, and Octavia does not know them yet."""
     INTENT_WRITTEN = "intent-written"
-    """What is wanted is in an open transaction of ours."""
+    """The desired state is written in an open transaction."""
     INTENT_COMMITTED = "intent-committed"
-    """What is wanted is recorded; nobody was woken, and Octavia's transaction is open still."""
+    """The desired state is committed, no process is notified, and Octavia's transaction is open."""
 
     # In the provider agent.
     BARRIER_NEXT = "barrier-next"
-    """Octavia's transactions are about to be waited for."""
+    """The wait for Octavia's transactions is about to start."""
     BARRIER_PASSED = "barrier-passed"
-    """They have ended, and that is not written down."""
+    """Octavia's transactions have ended, which is not recorded yet."""
     COMMITTED = "committed"
-    """That is written down."""
+    """The end of Octavia's transactions is recorded."""
     TREE_READ = "tree-read"
-    """What arrived incomplete was read, and is not written down."""
+    """An incomplete load balancer was read from Octavia and is not recorded yet."""
     TREE_TAKEN = "tree-taken"
-    """It is written down."""
+    """The complete load balancer is recorded."""
     REPORT_SENT = "report-sent"
-    """Octavia has taken statuses, and that is not written down."""
+    """Octavia has accepted statuses, which is not recorded yet."""
     REPORT_TAKEN = "report-taken"
-    """It is."""
+    """The accepted statuses are recorded."""
 
-    # In a controller; steps have points of their own, see `Moment`.
+    # In a controller; steps have further failpoints, see `Moment`.
     CLAIMED = "claimed"
-    """The lease of a load balancer was taken."""
+    """The lease of a load balancer is acquired."""
     FINISHING = "finishing"
-    """Nothing is left to do, and the lease is about to be given back."""
+    """The plan is empty, and the lease is about to be returned."""
     FINISHED = "finished"
-    """It is given back."""
+    """The lease is returned."""
     FAILOVER_WRITTEN = "failover-written"
-    """That amphorae are replaced is in an open transaction of ours, whoever asked for it."""
+    """A fail-over of any cause is written in an open transaction."""
     FAILOVER_BEGUN = "failover-begun"
-    """That silent amphorae are replaced is recorded; nobody was woken."""
+    """An automatic fail-over is committed, and no process is notified."""
     ROTATION_WRITTEN = "rotation-written"
-    """What is next in a rotation is in an open transaction of ours."""
+    """The next moves of a rotation are written in an open transaction."""
     ROTATION_MOVED = "rotation-moved"
-    """It is recorded; nobody was woken."""
+    """The moves of a rotation are committed, and no process is notified."""
 
     # In a health manager.
     FLUSHING = "flushing"
-    """What amphorae said is about to be written down."""
+    """The reports of amphorae are about to be written."""
     FLUSHED = "flushed"
-    """It is."""
+    """The reports of amphorae are written."""
 
 
 class Moment(Enum):
-    """Within a step of a controller's, whatever kind of step it is."""
+    """Failpoints of every step of a controller."""
 
     BEFORE = "before"
-    """It is about to begin."""
+    """The step is about to start."""
     DONE = "done"
-    """What it does outside is done, and its mark in the store is about to be written."""
+    """The external effect is done, and its record is about to be written."""
     MARKED = "marked"
-    """The mark is there."""
+    """The record is written."""
 
 
 def reach(point: Point) -> None:
-    """Say that a call has come this far."""
+    """Act on the failpoint if a test has armed it."""
     if _DIRECTORY is not None:
         _stop(Path(_DIRECTORY, point.value))
 
 
-def reach_in(step: str, moment: Moment) -> None:
-    """Say that a step of this kind has come this far; the point's name is both, as in ``Boot-done``."""
+def reach_step(step: str, moment: Moment) -> None:
+    """Act on the failpoint of a kind of step if a test has armed it; its name is like ``Boot-done``."""
     if _DIRECTORY is not None:
         _stop(Path(_DIRECTORY, f"{step}-{moment.value}"))
 
 
 def _stop(armed: Path) -> None:
-    _obey(armed)
+    _die_if_told(armed)
     while armed.exists():
-        armed.with_suffix(".here").touch()  # says that it waits
+        armed.with_suffix(".here").touch()  # shows the test that this process waits
         time.sleep(_POLL_SECONDS)
-        _obey(armed)
+        _die_if_told(armed)
     armed.with_suffix(".here").unlink(missing_ok=True)
 
 
-def _obey(armed: Path) -> None:
-    """Die if that is asked for; also whoever waits may be told to."""
+def _die_if_told(armed: Path) -> None:
+    """Kill this process if the file says so; a test may write it while the process waits."""
     with suppress(FileNotFoundError):
-        wish = armed.read_text(encoding="ascii")
-        if wish == "die":
+        command = armed.read_text(encoding="ascii")
+        if command == "die":
             armed.unlink()
-        if wish in {"die", "die again"}:
+        if command in {"die", "die again"}:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a log line is about: load balancer, amphora and generation as fields of their own.
+"""Log context: load balancer, amphora and generation as fields of each log line.
 
-Invariant: whoever begins a job says once what it is about; every line written on the way has the fields, whoever writes
-it, and none after. Threads that a job starts say it again: nothing is inherited by accident. Imports nothing of ours.
+Invariant: the start of a job sets the fields once. All log lines of this thread have them until the end of the job.
+Threads that a job starts set them again. This module imports no other module of the project.
 
 The plain format shows `[lb=… amphora=… gen=…]` before the message; oslo.log's JSON formatter has them as keys of
 `extra`.
@@ -18,62 +18,62 @@ from typing import Any
 
 from oslo_log import log
 
-# Names of the fields, as JSON has them, and short, as people read them.
+# Names of the fields in JSON, and their short forms in the plain format.
 _SHORT = {"load_balancer": "lb", "amphora": "amphora", "generation": "gen"}
 _NOTHING: Mapping[str, str | int] = {}
-_subject: ContextVar[Mapping[str, str | int]] = ContextVar("amphora_log_subject", default=_NOTHING)
+_fields: ContextVar[Mapping[str, str | int]] = ContextVar("amphora_log_fields", default=_NOTHING)
 
 
 @contextmanager
 def about(
     load_balancer: str | None = None, amphora: str | None = None, generation: int | None = None
 ) -> Iterator[None]:
-    """Lines of this thread are about these until the block ends; what is not named stays as it was outside."""
-    said = {"load_balancer": load_balancer, "amphora": amphora, "generation": generation}
-    token = _subject.set({**_subject.get(), **{name: value for name, value in said.items() if value}})
+    """Set the fields of this thread's log lines until the block ends; None leaves a field unchanged."""
+    values = {"load_balancer": load_balancer, "amphora": amphora, "generation": generation}
+    token = _fields.set({**_fields.get(), **{name: value for name, value in values.items() if value}})
     try:
         yield
     finally:
-        _subject.reset(token)
+        _fields.reset(token)
 
 
-def of_generation(generation: int) -> None:
-    """Until the innermost `about` ends, lines are about this generation."""
-    _subject.set({**_subject.get(), "generation": generation})
+def set_generation(generation: int) -> None:
+    """Set the generation until the innermost `about` ends."""
+    _fields.set({**_fields.get(), "generation": generation})
 
 
-def subject() -> Mapping[str, str | int]:
-    """What lines of this thread are about now."""
-    return _subject.get()
+def current_fields() -> Mapping[str, str | int]:
+    """Return the fields of this thread."""
+    return _fields.get()
 
 
 def setup(conf: Any, name: str) -> None:
-    """Set logging up as the configuration says, with our fields.
+    """Configure logging with the context fields.
 
     Args:
-        conf: options; those of oslo.log among them.
+        conf: options, including those of oslo.log.
         name: of the program.
     """
     log.setup(conf, name)
-    attach(logging.getLogger())
+    add_context_filter(logging.getLogger())
 
 
-def attach(logger: logging.Logger) -> None:
-    """Have every handler of a logger know the fields."""
+def add_context_filter(logger: logging.Logger) -> None:
+    """Add the fields to every handler of a logger."""
     for handler in logger.handlers:
-        if not any(isinstance(one, Subject) for one in handler.filters):
-            handler.addFilter(Subject())
+        if not any(isinstance(one, ContextFilter) for one in handler.filters):
+            handler.addFilter(ContextFilter())
 
 
-class Subject(logging.Filter):
-    """Puts the fields on each line; lets every line pass."""
+class ContextFilter(logging.Filter):
+    """Adds the fields to each record; rejects none."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        said = _subject.get()
-        if said:
-            # What oslo.log's plain formatter writes before the message, and the keys its JSON formatter takes over.
-            words = (f"{short}={said[name]}" for name, short in _SHORT.items() if name in said)
+        fields = _fields.get()
+        if fields:
+            # oslo.log's plain formatter writes `instance` before the message; its JSON formatter adds `extra_keys`.
+            words = (f"{short}={fields[name]}" for name, short in _SHORT.items() if name in fields)
             record.instance = f"[{' '.join(words)}] "
-            record.extra_keys = [*getattr(record, "extra_keys", ()), *said]
-            vars(record).update(said)
+            record.extra_keys = [*getattr(record, "extra_keys", ()), *fields]
+            vars(record).update(fields)
         return True

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backends of a deployment, found by name through their entry points.
+"""Plug-ins of a deployment: topologies, compute and network backends, loaded by entry point.
 
-Invariant: no backend is imported before somebody needs it, each is made once in a process, and one that cannot be had
-is an error of whoever needs it, and of nobody else. Several of a kind serve side by side; who needs one says which,
-because every load balancer stays with those it was created with.
+Invariant: a backend is imported at its first use and created once in each process. A backend that cannot be loaded
+fails only the operations that need it. Several backends of one kind may be active, and each caller names one, because a
+load balancer keeps the backends of its creation.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Catalogue:
     """Topologies, compute and network backends.
 
     Args:
-        conf: our options; they say which backends are enabled, and which is the default.
-        database: given to network backends.
+        conf: our options, with the enabled and the default backends.
+        database: passed to network backends.
     """
 
     def __init__(self, conf: ConfigOpts, database: Database) -> None:
@@ -49,19 +49,19 @@ class Catalogue:
         self._topologies: tuple[str, ...] | None = None
 
     def topology(self, name: str) -> Topology:
-        """A topology.
+        """Return a topology.
 
         Raises:
-            ConfigurationError: no such one is installed.
+            ConfigurationError: no topology of this name is installed.
         """
         found: Topology = self._type(TOPOLOGY, name)
         return found
 
     def network(self, name: str | None) -> Network:
-        """A network backend; None for the default.
+        """Return a network backend; None for the default one.
 
         Raises:
-            ConfigurationError: it is not enabled, not installed, or cannot be made.
+            ConfigurationError: it is not enabled, not installed, or cannot be created.
         """
         chosen = name or self._conf.network.driver
         kind = self._enabled("network", chosen)
@@ -69,10 +69,10 @@ class Catalogue:
         return made
 
     def compute(self, name: str | None, network: str | None) -> Any:
-        """A compute backend that takes ports from this network backend; None for the defaults.
+        """Return a compute backend that uses ports of this network backend; None for the defaults.
 
         Raises:
-            ConfigurationError: one of them is not enabled, not installed, or cannot be made.
+            ConfigurationError: one of them is not enabled, not installed, or cannot be created.
         """
         chosen, source = name or self._conf.compute.driver, network or self._conf.network.driver
         kind = self._enabled("compute", chosen)
@@ -80,18 +80,18 @@ class Catalogue:
         return self._once((kind, chosen, source), lambda: self._type(kind, chosen)(self._conf, ports))
 
     def networks(self) -> dict[str, Network]:
-        """Every network backend that is enabled and can be had, by name."""
+        """Return all enabled network backends that can be loaded, by name."""
         return self._all("network", self.network)
 
     def computes(self) -> dict[str, Any]:
-        """Every compute backend that is enabled and can be had, by name, with a network backend that suits it."""
+        """Return all enabled compute backends that can be loaded, each with a compatible network backend."""
 
-        def suited(name: str) -> Any:
+        def with_network(name: str) -> Any:
             wiring = self._type(COMPUTE, name).wiring
             names = (one for one in self._names("network") if self._type(NETWORK, one).wiring == wiring)
             return self.compute(name, next(names, None))
 
-        return self._all("compute", suited)
+        return self._all("compute", with_network)
 
     def _all(self, group: str, get: Callable[[str], Any]) -> dict[str, Any]:
         found = {}
@@ -99,11 +99,11 @@ class Catalogue:
             try:
                 found[name] = get(name)
             except (ConfigurationError, AttributeError) as error:
-                LOG.warning("the %s backend %s cannot be asked: %s", group, name, error)
+                LOG.warning("skipping the %s backend %s, it cannot be loaded: %s", group, name, error)
         return found
 
     def deployment(self) -> Deployment:
-        """What there is to choose from; what is enabled but cannot be had is left out."""
+        """Return the topologies and backends that users can choose; omit the ones that cannot be loaded."""
         options = self._conf.haproxy
         if self._topologies is None:
             self._topologies = tuple(sorted(ExtensionManager(TOPOLOGY).names()))
@@ -131,11 +131,11 @@ class Catalogue:
                     wiring=backend.wiring,
                 )
             except (ConfigurationError, AttributeError) as error:
-                LOG.error("the %s backend %s is not offered: %s", group, name, error)  # noqa: TRY400 - all is said
+                LOG.error("not offering the %s backend %s: %s", group, name, error)  # noqa: TRY400 - the message is complete
         return found
 
     def _names(self, group: str) -> list[str]:
-        """The default is always enabled."""
+        """Return the names of the enabled backends, always including the default."""
         options = self._conf[group]
         return list(dict.fromkeys([options.driver, *options.enabled_drivers]))
 
@@ -144,12 +144,12 @@ class Catalogue:
             raise ConfigurationError(
                 f"use the {group} backend {name}",
                 "it is not enabled in this deployment",
-                f"Add it to [{group}] enabled_drivers for as long as load balancers are with it.",
+                f"Add it to [{group}] enabled_drivers while load balancers use it.",
             )
         return f"amphora_driver.{group}"
 
     def _type(self, group: str, name: str) -> Any:
-        """The class behind an entry point."""
+        """Return the class of an entry point."""
         with self._lock:
             if (group, name) not in self._types:
                 self._types[group, name] = _load(group, name)
@@ -173,14 +173,16 @@ def _load(group: str, name: str) -> Any:
         return DriverManager(group, name, on_load_failure_callback=_failed).driver
     except NoMatches as error:
         raise ConfigurationError(
-            wanted, "no entry point of this name is installed", f"Install what brings it, or correct {group}."
+            wanted,
+            "no entry point of this name is installed",
+            f"Install the package that provides it, or correct {group}.",
         ) from error
     except MultipleMatches as error:
-        raise ConfigurationError(wanted, f"several packages bring it: {error}", "Remove all but one.") from error
+        raise ConfigurationError(wanted, f"several packages provide it: {error}", "Remove all but one.") from error
     except AmphoraDriverError:
         raise
     except Exception as error:
-        raise ConfigurationError(wanted, _words(error), "Install what it needs.") from error
+        raise ConfigurationError(wanted, _words(error), "Install its dependencies.") from error
 
 
 def _failed(_manager: object, _entry_point: object, error: Exception) -> None:

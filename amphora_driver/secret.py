@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A value that must never be read by accident.
+"""A secret value that no text representation shows.
 
-Invariant: no representation of a `Secret` (repr, str, format, pickle) shows what it holds; only `reveal()` does,
-so that every place where a secret leaves its wrapping can be found by searching for that word.
+Invariant: no representation of a `Secret` (repr, str, format, pickle) shows its content; only `reveal()` returns it.
+A search for `reveal` therefore finds every place that reads a secret.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Secret:
         self._value = value
 
     def reveal(self) -> bytes:
-        """The bytes themselves."""
+        """Return the content."""
         return self._value
 
     def __repr__(self) -> str:
@@ -38,4 +38,4 @@ class Secret:
         return hash((Secret, self._value))
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a Secret is not pickled: hand it over with reveal(), where it is really needed")
+        raise TypeError("a Secret cannot be pickled: pass the content of reveal() where it is necessary")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text of an amphora, for databases, logs and users.
+"""Sanitizes text from an amphora for databases, logs and users. Pure.
 
-Invariant: pure. An attacker may control the amphora: no database refuses the result (PostgreSQL takes no NUL, a MariaDB
-of utf8mb3 nothing beyond the BMP), and it is one line.
+Invariant: an attacker may control the amphora. The result is one line that every database accepts: PostgreSQL refuses
+NUL, and MariaDB with utf8mb3 refuses characters outside the BMP.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ _CUT = " (cut)"
 
 
 def printable(text: str, most: int) -> str:
-    """At most this many characters of a text, in printable ASCII.
+    """Return a text in printable ASCII, cut to a maximum length.
 
     Args:
-        text: anything; line breaks become `; `.
-        most: characters of the result.
+        text: any text; line breaks become `; `.
+        most: maximum number of characters of the result.
     """
-    # More than that is never looked at.
+    # Limits the work for a large text.
     head = text[: most + 1]
     line = "; ".join(part.strip() for part in head.splitlines() if part.strip())
     plain = line if line.isascii() and line.isprintable() else ascii(line)[1:-1]

@@ -193,7 +193,7 @@ class CertificateRenewer:
             _FAILED[amphora.id] = time.monotonic()
             LOG.warning("could not renew the certificate of amphora %s, trying again later: %s", amphora.id, error)
             return
-        failpoints.reach_in("RenewCertificate", failpoints.Moment.DONE)
+        failpoints.reach_step("RenewCertificate", failpoints.Moment.DONE)
         self._record(amphora.id, credentials.desired.authority, credentials.desired.trusts, issued.expires_at)
         LOG.info("amphora %s has a new certificate and trusts %s", amphora.id, credentials.desired.trusts)
 
@@ -264,7 +264,7 @@ class CertificateMaintenance:
 
     def advance(self, kind: CaKind) -> bool:
         """Take the next step of the rotation of one kind of CA, if it is possible; return whether it was."""
-        failpoints.reach_in(f"Authority-{kind.value}", failpoints.Moment.BEFORE)
+        failpoints.reach_step(f"Authority-{kind.value}", failpoints.Moment.BEFORE)
         now = self._database.now()
 
         def read(connection: sa.Connection) -> ca_rotation.RotationPhase:
@@ -293,7 +293,7 @@ class CertificateMaintenance:
                 else ca_rotation.RotationPhase()
             )
         if found.moves:
-            failpoints.reach_in(f"Authority-{kind.value}", failpoints.Moment.MARKED)
+            failpoints.reach_step(f"Authority-{kind.value}", failpoints.Moment.MARKED)
             steps = ", ".join(f"{one.id} is {state.value}" for one, state in found.moves.items())
             LOG.info("certificate authorities of kind %s: %s", kind.value, steps)
         self._log_waiting(kind, found)

@@ -26,7 +26,7 @@ from amphora_driver.compute.state_dirs import (
     write_image_name,
     write_private,
 )
-from amphora_driver.deadline import least
+from amphora_driver.deadline import limit_wait
 from amphora_driver.errors import ComputeError
 from amphora_driver.host import namespaces
 from amphora_driver.host.detached_process import Process, find_by_last_argument, signal_and_wait, spawn
@@ -237,8 +237,8 @@ class NetnsCompute:
         # If the first process of a PID namespace ends, the kernel ends all others and waits for them.
         known = [] if process is None else [*process.children(), process]
         # An outermost process that has just started may have no child yet, or a child without the parent-death signal.
-        if not signal_and_wait(known, signal.SIGKILL, least(_KILL_SECONDS)) or not signal_and_wait(
-            namespaces.processes(self.namespace(amphora_id)), signal.SIGKILL, least(_KILL_SECONDS)
+        if not signal_and_wait(known, signal.SIGKILL, limit_wait(_KILL_SECONDS)) or not signal_and_wait(
+            namespaces.processes(self.namespace(amphora_id)), signal.SIGKILL, limit_wait(_KILL_SECONDS)
         ):
             raise ComputeError(f"stop amphora {amphora_id}", "a process of the amphora does not end after SIGKILL")
         (self._state_dirs.path(amphora_id) / "process.json").unlink(missing_ok=True)

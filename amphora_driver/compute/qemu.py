@@ -45,7 +45,7 @@ from amphora_driver.compute.state_dirs import (
     write_image_name,
     write_private,
 )
-from amphora_driver.deadline import least
+from amphora_driver.deadline import limit_wait
 from amphora_driver.errors import ComputeError
 from amphora_driver.host import namespaces
 from amphora_driver.host.detached_process import Process, find_by_last_argument, signal_and_wait, spawn
@@ -274,7 +274,7 @@ class QemuCompute:
 
     def _stop(self, folder: Path, wanted: str) -> None:
         process = self._process(folder)
-        if process is not None and not signal_and_wait([process], signal.SIGKILL, least(_KILL_SECONDS)):
+        if process is not None and not signal_and_wait([process], signal.SIGKILL, limit_wait(_KILL_SECONDS)):
             raise ComputeError(wanted, "the QEMU process does not end after SIGKILL")
         (folder / _PROCESS_FILE).unlink(missing_ok=True)
 
@@ -332,7 +332,13 @@ def _make_overlay(folder: Path, wanted: str) -> None:
     argv = ["qemu-img", "create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", BASE, temporary]
     try:
         subprocess.run(
-            argv, cwd=folder, capture_output=True, text=True, timeout=least(_OVERLAY_SECONDS), check=True, umask=0o077
+            argv,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=limit_wait(_OVERLAY_SECONDS),
+            check=True,
+            umask=0o077,
         )
     except subprocess.SubprocessError as error:
         reason = getattr(error, "stderr", None) or str(error)

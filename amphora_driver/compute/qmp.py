@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from amphora_driver.deadline import least
+from amphora_driver.deadline import limit_wait
 from amphora_driver.errors import ComputeError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Monitor:
         while device in self.device_ids():
             if time.monotonic() > deadline:
                 return False
-            time.sleep(least(_PAUSE))
+            time.sleep(limit_wait(_PAUSE))
         return True
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ def open_monitor(folder: Path, wanted: str) -> Iterator[Monitor]:
     place = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(least(_SECONDS))
+            connection.settimeout(limit_wait(_SECONDS))
             _connect(connection, f"/proc/self/fd/{place}/{SOCKET}")
             monitor = Monitor(connection, wanted)
             try:
@@ -133,4 +133,4 @@ def _connect(connection: socket.socket, path: str) -> None:
             return
         if time.monotonic() > deadline:
             raise TimeoutError("its monitor socket does not exist or refuses connections")
-        time.sleep(least(_PAUSE))
+        time.sleep(limit_wait(_PAUSE))

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from amphora_driver.compute.interface import BootRequest
-from amphora_driver.deadline import least
+from amphora_driver.deadline import limit_wait
 from amphora_driver.errors import ComputeError
 
 _ID = re.compile(r"[0-9a-f][0-9a-f-]{7,35}")
@@ -120,7 +120,7 @@ def _wait_for_lock(descriptor: int, folder: Path) -> None:
             raise ComputeError(
                 f"work on {folder}", f"another thread or process has held its lock for {_LOCK_SECONDS:g} s"
             )
-        time.sleep(least(_LOCK_PAUSE))
+        time.sleep(limit_wait(_LOCK_PAUSE))
 
 
 def agent_files(request: BootRequest, address: str) -> dict[str, bytes]:

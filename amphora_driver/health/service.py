@@ -100,12 +100,12 @@ class HealthManager:
         ]
         for thread in others:
             thread.start()
-        metrics.heartbeats_from(lambda: (self._receiver.accepted, self._receiver.refused))
+        metrics.set_heartbeat_source(lambda: (self._receiver.accepted, self._receiver.refused))
         try:
             with self._telemetry:
                 self._receiver.run()
         finally:
-            metrics.heartbeats_from(None)
+            metrics.set_heartbeat_source(None)
             self.stop()
             for thread in others:
                 thread.join()

@@ -91,7 +91,7 @@ class Batches:
         now = time.monotonic()
         self.refused[owner] += 1
         self._refused_at[owner] = now
-        metrics.refused()
+        metrics.count_refused_rows()
         if now - self._logged_at.get(owner, -_LOG_INTERVAL) >= _LOG_INTERVAL:
             self._logged_at[owner] = now
             words = printable(str(error), _LONGEST_REASON)

@@ -241,7 +241,7 @@ class Reporter:
         """A call that changes something in Octavia; while it lasts the duty is kept."""
         self._telling = True
         try:
-            with metrics.octavia(what):
+            with metrics.octavia_call(what):
                 yield
         finally:
             self._telling = False
@@ -334,7 +334,7 @@ class Reporter:
         failpoints.reach(failpoints.Point.REPORT_SENT)
         self._database.write(lambda connection: status_outbox.mark_reported(connection, accepted))
         failpoints.reach(failpoints.Point.REPORT_TAKEN)
-        metrics.reported("taken", len(accepted))
+        metrics.count_reports("taken", len(accepted))
         return True
 
     def _due(self, report: status_outbox.StatusReport) -> bool:
@@ -357,7 +357,7 @@ class Reporter:
                 # Nothing is there to be told about: deleted before, or never committed.
                 return True
             pause = min(2 * self._refused.get(report.object_id, (0.0, 0.125))[1], 60.0)
-            metrics.reported("refused")
+            metrics.count_reports("refused")
             LOG.warning(
                 "Octavia refused %s %s (%s): again in %.0f s", report.kind, report.object_id, error.fault_string, pause
             )
@@ -374,7 +374,7 @@ class Reporter:
         totals = self._database.read(lambda connection: listener_stats.list_due_totals(connection, _MOST_ROWS))
         if not totals:
             return
-        with metrics.octavia("statistics"):
+        with metrics.octavia_call("statistics"):
             self.library.update_listener_statistics({"listeners": [one.to_octavia() for one in totals]})
         self._database.write(lambda connection: listener_stats.mark_totals_reported(connection, totals))
 

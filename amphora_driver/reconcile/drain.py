@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from amphora_driver.deadline import kept
+from amphora_driver.deadline import apply_deadline
 from amphora_driver.errors import AgentError, AmphoraDriverError, ComputeError, DeadlinePassed
 from amphora_driver.store import amphorae, failovers
 from amphora_driver.store.failovers import Event
@@ -189,7 +189,7 @@ class Leaving:
         deadline = self._turn.deadline if patience is None else self._turn.deadline.within(patience)
         left: AmphoraDriverError | None = None
         try:
-            with kept(deadline):
+            with apply_deadline(deadline):
                 compute.destroy(amphora.id)
         except (ComputeError, DeadlinePassed) as error:
             left = error

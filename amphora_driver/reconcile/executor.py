@@ -18,7 +18,7 @@ import msgspec
 from amphora_driver import failpoints, metrics
 from amphora_driver.certificates.renewal import CertificateRenewer
 from amphora_driver.compute.interface import BootRequest, Compute, MachineState
-from amphora_driver.deadline import kept
+from amphora_driver.deadline import apply_deadline
 from amphora_driver.errors import AgentError, AgentRefused, AgentUnreachable, AgentUntrusted, ComputeError
 from amphora_driver.model.amphora import Amphora, AmphoraState, AttachedPort
 from amphora_driver.model.loadbalancer import Profile
@@ -134,10 +134,10 @@ class Steps:
         self._network: Network = self._catalogue.network(wanted.network)
         self._compute: Compute = self._catalogue.compute(wanted.compute, wanted.network)
         self._doing = type(step).__name__
-        failpoints.reach_in(self._doing, failpoints.Moment.BEFORE)
-        with kept(self._turn.deadline), metrics.step(self._doing):
+        failpoints.reach_step(self._doing, failpoints.Moment.BEFORE)
+        with apply_deadline(self._turn.deadline), metrics.step(self._doing):
             self._ways[type(step)](step, wanted, {one.id: one for one in observed})
-        failpoints.reach_in(self._doing, failpoints.Moment.MARKED)
+        failpoints.reach_step(self._doing, failpoints.Moment.MARKED)
 
     def _ways_to(self) -> dict[type, Way]:
         return {
@@ -173,7 +173,7 @@ class Steps:
             guard_lease(connection, self._lease, applied)
             change(connection)
 
-        failpoints.reach_in(self._doing, failpoints.Moment.DONE)
+        failpoints.reach_step(self._doing, failpoints.Moment.DONE)
         self._database.write(write)
 
     def _marked(

@@ -79,7 +79,7 @@ class Turn:
             self._gives_way = first
         if self._gives_way is not None:
             raise self.superseded()
-        self.deadline.least(1.0)
+        self.deadline.limit_wait(1.0)
 
     def superseded(self) -> Superseded:
         """The error with which it ends when it gives way."""
@@ -89,7 +89,7 @@ class Turn:
         """Have it end from another thread: before its next effect, and what it waits for after `grace` seconds."""
         if self._gives_way is None:
             self._gives_way = reason
-        self.deadline.cut(reason, grace)
+        self.deadline.bring_forward(reason, grace)
 
     @property
     def gives_way(self) -> bool:

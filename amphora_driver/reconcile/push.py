@@ -192,7 +192,7 @@ class Pushing:
                 try:
                     self._give(round_, amphora, served)
                 except AgentError as error:
-                    metrics.push_failed(error)
+                    metrics.count_push_failure(error)
                     return error
             return None
 
@@ -222,7 +222,7 @@ class Pushing:
             raise AgentRefused(wanted, f"it serves {applied.generation}")
         words = (amphora.id, round_.generation, printable(applied.how, 20), printable(applied.reason, 500))
         LOG.info("amphora %s serves generation %d by %s (%s)", *words)
-        metrics.pushed(applied.how)
+        metrics.count_push(applied.how)
 
     def _settle(self, round_: _Round, wanted: planning.Wanted, answers: Answers, *, whole: bool) -> AgentError | None:
         """Write down who serves it now; returns why one of them could not be asked."""
@@ -270,7 +270,7 @@ class Pushing:
 
     def _note_latency(self) -> None:
         """Count how long whoever waited for what was confirmed has waited."""
-        metrics.confirmed(self._accepted, time.time())
+        metrics.observe_apply(self._accepted, time.time())
         self._accepted = None
 
     def _without(self, wanted: planning.Wanted) -> dict[str, str]:

@@ -20,7 +20,7 @@ from amphora_driver.errors import (
     AgentError,
     AmphoraDriverError,
     ComputeError,
-    Deadly,
+    CrashLoop,
     LeaseLost,
     NetworkError,
     Superseded,
@@ -124,10 +124,10 @@ class Reconciler:
         """Work on nothing of which others have died, but now and then.
 
         Raises:
-            Deadly: it is not to be worked on for now, and its user is told.
+            CrashLoop: it is not to be worked on for now, and its user is told.
         """
         if lease.deaths >= self._backends.conf.controller.give_up_after:
-            raise Deadly(
+            raise CrashLoop(
                 f"work on load balancer {lease.load_balancer_id}",
                 f"{lease.deaths} controllers in a row ended, or stood still, before anything had come of it",
                 "Their logs say what they did last. It is tried again, now and then.",
@@ -190,7 +190,7 @@ class Reconciler:
             return None, ()
         # At once: what comes between this look and the next one is newer than what was seen.
         turn.saw(row.generation, row.op)
-        log_context.of_generation(row.generation)
+        log_context.set_generation(row.generation)
         turn.replacing = bool(row.replacing)
         turn.staying = frozenset(one.id for one in observed if one.state is not AmphoraState.RETIRING)
         if row.op == Op.SPARES:
@@ -297,7 +297,7 @@ class Reconciler:
                 if self._database.write(lambda connection: _give_up(connection, turn, str(error), always=first)):
                     self._reported()
             # Whoever lives to say so has not died of it; but of what others have died, one more is enough to tell.
-            deaths = lease.deaths - 1 if isinstance(error, Deadly) else 0
+            deaths = lease.deaths - 1 if isinstance(error, CrashLoop) else 0
             self._jobs.retry_later(lease, pause, str(error), turn.generation or None, deaths=deaths)
         except (AmphoraDriverError, OSError) as trouble:
             # The lease runs out by itself, and somebody takes the load balancer up again.

@@ -136,7 +136,7 @@ class Looking:
         if self._counted_until:
             for one in found:
                 if one.id not in self._counted:
-                    metrics.failover_ended(one.cause, one.outcome or "", duration(one))
+                    metrics.count_failover(one.cause, one.outcome or "", duration(one))
         self._counted = {one.id for one in found}
         self._counted_until = now
 

@@ -18,10 +18,10 @@ def test_a_part_ends_with_the_whole_at_the_latest():
 
 def test_who_waits_takes_the_least():
     whole = Deadline(10)
-    assert whole.least(3) == 3
-    assert 9 < whole.least(60) <= 10
+    assert whole.limit_wait(3) == 3
+    assert 9 < whole.limit_wait(60) <= 10
     with pytest.raises(DeadlinePassed, match="boot"):
-        Deadline(0, "boot it").least(3)
+        Deadline(0, "boot it").limit_wait(3)
 
 
 def test_it_is_brought_forward_for_its_parts_too_and_never_put_off():
@@ -30,20 +30,20 @@ def test_it_is_brought_forward_for_its_parts_too_and_never_put_off():
     threading.Thread(target=whole.cut, args=("it is deleted", 5)).start()
     while part.left() > 5:
         pass
-    whole.cut("another reason", 50)
+    whole.bring_forward("another reason", 50)
     assert part.left() <= 5
-    whole.cut("now")
+    whole.bring_forward("now")
     assert part.passed()
     with pytest.raises(DeadlinePassed, match="it is deleted"):
-        part.least(1)
+        part.limit_wait(1)
 
 
 def test_backends_keep_the_deadline_of_the_operation_they_are_called_for():
-    assert deadline.least(7) == 7, "nobody set one"
-    with deadline.kept(Deadline(2)):
-        assert deadline.least(7) <= 2
-        with deadline.kept(Deadline(1)):
-            assert deadline.least(7) <= 1
-        assert deadline.least(7) > 1
-    with deadline.kept(Deadline(-1)), pytest.raises(DeadlinePassed):
-        deadline.least(7)
+    assert deadline.limit_wait(7) == 7, "nobody set one"
+    with deadline.apply_deadline(Deadline(2)):
+        assert deadline.limit_wait(7) <= 2
+        with deadline.apply_deadline(Deadline(1)):
+            assert deadline.limit_wait(7) <= 1
+        assert deadline.limit_wait(7) > 1
+    with deadline.apply_deadline(Deadline(-1)), pytest.raises(DeadlinePassed):
+        deadline.limit_wait(7)

@@ -15,7 +15,7 @@ from amphora_driver.failpoints import Moment, Point
 _REACH = """
 from amphora_driver import failpoints
 failpoints.reach(failpoints.Point.CLAIMED)
-failpoints.reach_in("Boot", failpoints.Moment.DONE)
+failpoints.reach_step("Boot", failpoints.Moment.DONE)
 print("through")
 """
 
@@ -63,4 +63,4 @@ def test_nothing_happens_where_nobody_asked_for_it(monkeypatch, tmp_path):
     monkeypatch.setattr(failpoints, "_DIRECTORY", None)
     monkeypatch.setattr(failpoints, "_stop", pytest.fail)
     failpoints.reach(Point.CLAIMED)
-    failpoints.reach_in("Boot", Moment.BEFORE)
+    failpoints.reach_step("Boot", Moment.BEFORE)

@@ -451,7 +451,7 @@ def test_a_deadline_that_is_brought_forward_ends_an_exchange_under_way(world):
     begun = threading.Event()
     agent.behave = lambda _handler: (begun.set(), time.sleep(2.5))
     deadline = Deadline(60)
-    cutter = threading.Thread(target=lambda: (begun.wait(10), deadline.cut("something else goes first")))
+    cutter = threading.Thread(target=lambda: (begun.wait(10), deadline.bring_forward("something else goes first")))
     cutter.start()
     begin = time.monotonic()
     with pytest.raises(AgentUnreachable, match="in time"):

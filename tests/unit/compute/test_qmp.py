@@ -65,7 +65,7 @@ def test_a_device_that_its_guest_keeps_is_not_waited_for(paused):
 
 def test_nobody_there_is_an_error_in_time(tmp_path):
     with (
-        deadline.kept(deadline.Deadline(0.3, "try")),
+        deadline.apply_deadline(deadline.Deadline(0.3, "try")),
         pytest.raises(AmphoraDriverError),
         qmp.open_monitor(tmp_path, "talk to nobody"),
     ):
@@ -77,7 +77,7 @@ def test_somebody_who_says_nothing_is_an_error_in_time(tmp_path):
         silent.bind(str(tmp_path / qmp.SOCKET))
         silent.listen()
         with (
-            deadline.kept(deadline.Deadline(0.5, "try")),
+            deadline.apply_deadline(deadline.Deadline(0.5, "try")),
             pytest.raises(AmphoraDriverError),
             qmp.open_monitor(tmp_path, "talk to somebody"),
         ):

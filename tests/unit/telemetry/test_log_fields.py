@@ -27,8 +27,8 @@ def written(request):
     logger.propagate = False
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
-    log_context.attach(logger)
-    log_context.attach(logger)
+    log_context.add_context_filter(logger)
+    log_context.add_context_filter(logger)
     yield request.param, logger, lambda: text.getvalue().splitlines()
     logger.removeHandler(handler)
 
@@ -50,7 +50,7 @@ def test_every_line_on_the_way_has_them_and_none_after(written):
     logger.info("before")
     with log_context.about(load_balancer="lb1"):
         logger.info("begun")
-        log_context.of_generation(7)
+        log_context.set_generation(7)
         logger.info("looked")
         with log_context.about(amphora="a1"):
             logger.warning("said: 100 %% of %s", "it")
@@ -78,4 +78,4 @@ def test_threads_say_it_for_themselves(written):
 def test_an_error_leaves_nothing_behind():
     with pytest.raises(ValueError, match="on the way"), log_context.about(load_balancer="lb1"):
         raise ValueError("on the way")
-    assert log_context.subject() == {}
+    assert log_context.current_fields() == {}

@@ -11,7 +11,7 @@ from test_attention import AUTHORITY, GOING, ROTATION
 
 from amphora_driver import metrics
 from amphora_driver.errors import AgentRefused, AgentUnreachable, LeaseLost, StoreError
-from amphora_driver.metrics import Meters
+from amphora_driver.metrics import ProcessMetrics
 from amphora_driver.store.failovers import Cause, FailoverOutcome
 from amphora_driver.telemetry import fleet_metrics
 from amphora_driver.telemetry.alerts import notices
@@ -61,7 +61,7 @@ def told(view, own=None):
 
 
 def test_jobs_and_steps():
-    meters = Meters()
+    meters = ProcessMetrics()
     with meters.job() as job:
         job.outcome = "finished"
     with pytest.raises(RuntimeError), meters.job():
@@ -79,13 +79,13 @@ def test_jobs_and_steps():
 
 
 def test_pushes():
-    meters = Meters()
-    meters.pushed("reload")
-    meters.pushed("anything <else>")
-    meters.push_failed(AgentUnreachable("push", "it is away"))
-    meters.push_failed(AgentRefused("push", "no"))
-    meters.confirmed(None, 5.0)
-    meters.confirmed(3.0, 5.0)
+    meters = ProcessMetrics()
+    meters.count_push("reload")
+    meters.count_push("anything <else>")
+    meters.count_push_failure(AgentUnreachable("push", "it is away"))
+    meters.count_push_failure(AgentRefused("push", "no"))
+    meters.observe_apply(None, 5.0)
+    meters.observe_apply(3.0, 5.0)
     assert value(meters, "amphora_pushes_total", how="reload") == 1
     assert value(meters, "amphora_pushes_total", how="other") == 1
     assert value(meters, "amphora_push_failures_total", error="AgentRefused") == 1
@@ -94,7 +94,7 @@ def test_pushes():
 
 
 def test_transactions_that_did_not_happen():
-    meters = Meters()
+    meters = ProcessMetrics()
     for error in (StoreError("read", "away"), LeaseLost("write", "taken over")):
         with pytest.raises(StoreError), meters.transaction("read"):
             raise error
@@ -103,15 +103,15 @@ def test_transactions_that_did_not_happen():
 
 
 def test_calls_of_octavia_and_what_came_of_them():
-    meters = Meters()
-    with meters.octavia("barrier"):
+    meters = ProcessMetrics()
+    with meters.octavia_call("barrier"):
         pass
-    with pytest.raises(UpdateStatusError), meters.octavia("statuses"):
+    with pytest.raises(UpdateStatusError), meters.octavia_call("statuses"):
         raise UpdateStatusError(fault_string="no such file")
-    with pytest.raises(UpdateStatusError), meters.octavia("statuses"):
+    with pytest.raises(UpdateStatusError), meters.octavia_call("statuses"):
         raise UpdateStatusError(fault_string="not there", status_object="listeners", status_object_id="li")
-    meters.reported("taken", 3)
-    meters.reported("refused")
+    meters.count_reports("taken", 3)
+    meters.count_reports("refused")
     assert value(meters, "amphora_octavia_seconds_count", call="barrier") == 1
     assert value(meters, "amphora_octavia_seconds_count", call="statuses") == 2
     assert value(meters, "amphora_octavia_seconds_count", call="statistics") == 0
@@ -122,9 +122,9 @@ def test_calls_of_octavia_and_what_came_of_them():
 
 
 def test_heartbeats_are_read_where_they_are_counted():
-    meters = Meters()
+    meters = ProcessMetrics()
     assert value(meters, "amphora_heartbeats_received_total") is None
-    meters.heartbeats_from(lambda: (7, {"signature": 2}))
+    meters.set_heartbeat_source(lambda: (7, {"signature": 2}))
     assert value(meters, "amphora_heartbeats_received_total") == 7
     assert value(meters, "amphora_heartbeats_refused_total", reason="signature") == 2
 
@@ -173,8 +173,8 @@ def test_the_fleet():
 
 
 def test_every_name_is_documented_and_every_documented_name_is_there():
-    meters = Meters()
-    meters.heartbeats_from(lambda: (1, {"magic": 1}))
+    meters = ProcessMetrics()
+    meters.set_heartbeat_source(lambda: (1, {"magic": 1}))
     with meters.step("Push"):
         pass
     with pytest.raises(RuntimeError), meters.step("Push"):
