@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one-machine stack: real Octavia, this provider, and namespaces for amphorae, clients and members."""
+"""The sandbox: Octavia, this provider, amphorae, a client and members on one machine."""

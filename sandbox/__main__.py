@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sandbox's command: ``python -m sandbox up|demo|status|down … --state DIR``.
+"""The command of the sandbox: ``python -m sandbox up|demo|status|down … --state DIR``.
 
-Invariant: what a person needs to see is on the screen, everything else is in a log whose name is on the screen.
+Invariant: the terminal shows results, progress and the paths of logs; everything else is in these logs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _REQUESTS = 12
 
 
 class _Screen:
-    """Says what was done and how long it took."""
+    """Prints steps and their duration to the terminal."""
 
     def __init__(self) -> None:
         self.console = Console(highlight=False)
@@ -44,16 +44,20 @@ class _Screen:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Console entry."""
+    """Entry point of ``python -m sandbox``."""
     parser = argparse.ArgumentParser(prog="python -m sandbox", description=__doc__.splitlines()[0])
     parser.add_argument("commands", nargs="+", choices=sorted(_COMMANDS), metavar="|".join(_COMMANDS))
-    parser.add_argument("--state", type=Path, required=True, help="directory of this sandbox")
-    parser.add_argument("--prefix", help="beginning of the names of namespaces, at most 6 characters; first start only")
-    parser.add_argument("--agent-python", help="interpreter of the amphorae's environment; first start only")
-    parser.add_argument("--database-url", help="SQLAlchemy URL of the provider's database; first start only")
-    parser.add_argument("--broker-url", help="RabbitMQ, for jobs by way of Celery; first start only")
-    parser.add_argument("--compute", choices=["netns", "qemu"], help="what amphorae are; first start only")
-    parser.add_argument("--images", type=Path, help="folder of the images of virtual machines; first start only")
+    parser.add_argument("--state", type=Path, required=True, help="state directory of this sandbox")
+    parser.add_argument("--prefix", help="prefix of namespace names, at most 6 characters; first start only")
+    parser.add_argument("--agent-python", help="Python interpreter of the agents; first start only")
+    parser.add_argument(
+        "--database-url", help="SQLAlchemy URL of the provider's database (default: SQLite); first start only"
+    )
+    parser.add_argument("--broker-url", help="URL of RabbitMQ, for Celery as the queue engine; first start only")
+    parser.add_argument(
+        "--compute", choices=["netns", "qemu"], help="compute backend of the amphorae; first start only"
+    )
+    parser.add_argument("--images", type=Path, help="directory with the images of virtual machines; first start only")
     chosen = parser.parse_args(arguments)
     screen = _Screen()
     try:
@@ -76,16 +80,16 @@ def _up(chosen: argparse.Namespace, screen: _Screen) -> None:
         images=None if chosen.images is None else str(chosen.images.absolute()),
     )
     Stack(settings, screen.step, screen.note).up()
-    screen.end(f"The stack runs: Octavia's API on {settings.endpoint}, logs in {os.path.relpath(settings.log)}.")
+    screen.end(f"The sandbox runs. Octavia's API: {settings.endpoint}, logs: {os.path.relpath(settings.log)}.")
     if settings.status_port:
-        screen.console.print(f"The status page: {settings.status_page}", soft_wrap=True)
+        screen.console.print(f"Status page: {settings.status_page}", soft_wrap=True)
 
 
 def _down(chosen: argparse.Namespace, screen: _Screen) -> None:
     settings = sandbox_settings.load_settings(chosen.state.absolute())
     if settings is not None:
         Stack(settings, screen.step).down()
-    screen.end("Nothing runs any more.")
+    screen.end("The sandbox is stopped.")
 
 
 def _status(chosen: argparse.Namespace, screen: _Screen) -> None:
@@ -106,7 +110,7 @@ def _status(chosen: argparse.Namespace, screen: _Screen) -> None:
 
 
 def _print_load_balancers(settings: Settings, screen: _Screen) -> None:
-    from sandbox import demo  # noqa: PLC0415 - the clients take most of a second to import
+    from sandbox import demo  # noqa: PLC0415 - the import of the clients takes most of a second
 
     table = Table("load balancer", "VIP", "provisioning", "operating")
     for one in demo.connect(settings).load_balancer.load_balancers():
@@ -115,7 +119,7 @@ def _print_load_balancers(settings: Settings, screen: _Screen) -> None:
 
 
 def _demo(chosen: argparse.Namespace, screen: _Screen) -> None:
-    from sandbox import demo  # noqa: PLC0415 - the clients take most of a second to import
+    from sandbox import demo  # noqa: PLC0415 - the import of the clients takes most of a second
 
     settings = _load_existing(chosen)
     load_balancer = demo.ensure_load_balancer(settings, screen.step, screen.note)
@@ -140,7 +144,7 @@ def _print_hints(settings: Settings, vip: str, screen: _Screen) -> None:
         "./quickstart status",
         "./quickstart down",
     ]
-    screen.console.print("\nWhat to try next:")
+    screen.console.print("\nExamples:")
     for line in lines:
         screen.console.print(f"  {line}", soft_wrap=True, markup=False)
 
@@ -148,7 +152,9 @@ def _print_hints(settings: Settings, vip: str, screen: _Screen) -> None:
 def _load_existing(chosen: argparse.Namespace) -> Settings:
     settings = sandbox_settings.load_settings(chosen.state.absolute())
     if settings is None:
-        raise sandbox_settings.SandboxError(f"find a sandbox in {chosen.state}", "none was ever started", "Run `up`.")
+        raise sandbox_settings.SandboxError(
+            f"find a sandbox in {chosen.state}", "it was never started", "Run `up` first."
+        )
     return settings
 
 

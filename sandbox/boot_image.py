@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An image, booted by hand, for whoever has just built one: ``diskimage/boot``.
+"""Manual boot of an image, to test it after a build: ``diskimage/boot``.
 
-Invariant: the machine is told what the controller would tell it, by the same config drive, and nothing of it stays but
-what `--keep` names. Its network is qemu's own: nothing of this machine's is touched, no root is needed, and its agent
-is reached through a port of the loopback.
+Invariant: the config drive has the same content as one from the controller. All files are temporary unless `--keep` is
+given. The guest uses QEMU's user network: this needs no root and changes nothing on this machine. The agent is
+reachable through a port on 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -30,45 +30,49 @@ from amphora_driver.compute.state_dirs import write_private
 from amphora_driver.model.network import FixedAddress, Port, Subnet
 
 _AGENT_PORT = 9443
-# What qemu's own network gives its guest (QEMU's documentation, "Using the user mode network stack").
+# The guest's network in QEMU (QEMU's documentation, "Using the user mode network stack").
 _SUBNET = Subnet(id="qemu", network_id="qemu", cidr="10.0.2.0/24", gateway="10.0.2.2")
 _ADDRESS, _MAC = "10.0.2.15", "52:54:00:12:34:56"
 _DAYS = 30
-# How a qcow2 file begins (QEMU's docs/interop/qcow2.txt).
+# The first bytes of a qcow2 file (QEMU's docs/interop/qcow2.txt).
 _QCOW2 = b"QFI\xfb"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Console entry."""
+    """Entry point of diskimage/boot."""
     parser = argparse.ArgumentParser(
-        prog="diskimage/boot", description="Boot an image, and say how to reach its agent."
+        prog="diskimage/boot", description="Boot an image and print how to reach its agent."
     )
-    parser.add_argument("image", type=Path, help="a disk that boots; it is not written to")
-    parser.add_argument("--memory", type=int, default=512, help="MiB")
-    parser.add_argument("--port", type=int, default=_AGENT_PORT, help="of 127.0.0.1, for the agent")
+    parser.add_argument("image", type=Path, help="disk image; the guest's changes to it are discarded")
+    parser.add_argument("--memory", type=int, default=512, help="memory in MiB")
     parser.add_argument(
-        "--arch", choices=sorted(ARCHITECTURES), help="of the image; default: what the manifest beside it says"
-    )
-    parser.add_argument(
-        "--accelerator", choices=["auto", "kvm", "tcg"], default="auto", help="auto is tcg for arm64, wherever that is"
+        "--port", type=int, default=_AGENT_PORT, help="port of 127.0.0.1 that is forwarded to the agent"
     )
     parser.add_argument(
-        "--firmware", type=Path, help="instead of the usual one, as /usr/share/ovmf/OVMF.fd for UEFI on amd64"
+        "--arch", choices=sorted(ARCHITECTURES), help="architecture of the image; default: from the manifest beside it"
     )
-    parser.add_argument("--keep", type=Path, help="folder for disk, certificates and drive; they stay")
+    parser.add_argument(
+        "--accelerator", choices=["auto", "kvm", "tcg"], default="auto", help="auto always means tcg for arm64"
+    )
+    parser.add_argument(
+        "--firmware",
+        type=Path,
+        help="firmware instead of the default, for example /usr/share/ovmf/OVMF.fd for UEFI on amd64",
+    )
+    parser.add_argument("--keep", type=Path, help="directory to keep certificates and config drive in")
     chosen = parser.parse_args(arguments)
     for file in (chosen.image, chosen.firmware):
         if file is not None and not file.is_file():
-            parser.error(f"there is no {file}")
+            parser.error(f"{file} does not exist")
     kind = image_architecture(chosen.image) if chosen.arch is None else ARCHITECTURES[chosen.arch]
     if shutil.which(kind.program) is None:
-        parser.error(f"{kind.program} is not there. apt-get install {kind.package}")
+        parser.error(f"{kind.program} is not installed; apt-get install {kind.package}")
     if chosen.firmware is None and kind.firmware is not None:
         chosen.firmware, package = Path(kind.firmware[0]), kind.firmware[1]
         if not chosen.firmware.is_file():
-            parser.error(f"there is no {chosen.firmware}. apt-get install {package}")
+            parser.error(f"{chosen.firmware} does not exist; apt-get install {package}")
     if not _free(chosen.port):
-        parser.error(f"somebody has port {chosen.port} of 127.0.0.1; --port names another one")
+        parser.error(f"port {chosen.port} of 127.0.0.1 is in use; choose another one with --port")
     with ExitStack() as closing:
         folder = chosen.keep or Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="amphora-")))
         folder.mkdir(parents=True, exist_ok=True)
@@ -78,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _boot(folder: Path, chosen: argparse.Namespace, kind: Architecture) -> int:
     amphora_id = str(uuid.uuid4())
     _write_drive(folder, amphora_id)
-    # What is tried is a guest of amd64.
+    # The probe runs an amd64 guest.
     found = chosen.accelerator == "auto" and kind is AMD64 and kvm_probe.usable(kind.program)
     accelerated = chosen.accelerator == "kvm" or found
     hardware = Hardware(
@@ -100,23 +104,23 @@ def _boot(folder: Path, chosen: argparse.Namespace, kind: Architecture) -> int:
     )
     place = shlex.quote(str(folder))
     sys.stdout.write(
-        f"Amphora {amphora_id}, {'by KVM' if accelerated else 'emulated: a boot takes some minutes'}. "
-        "When it has booted, its agent answers:\n\n"
+        f"Amphora {amphora_id}, {'with KVM' if accelerated else 'emulated: the boot takes some minutes'}. "
+        "After the boot, its agent answers:\n\n"
         f"  curl --cacert {place}/amphora_ca.pem --cert {place}/controller.pem "
         f"--connect-to ::127.0.0.1:{chosen.port} https://{amphora_id}:{_AGENT_PORT}/v2/info\n\n"
-        "Its console; Ctrl-C ends it.\n"
+        "The console follows; Ctrl-C stops the machine.\n"
     )
     sys.stdout.flush()
     return _run(argv, folder)
 
 
 def _run(argv: list[str], folder: Path) -> int:
-    """Run qemu to its end. Whoever ends us ends it, and it has the time to give the terminal back as it was."""
-    asked: list[int] = []
+    """Run QEMU until it ends. A signal to this process stops QEMU, which then restores the terminal."""
+    received: list[int] = []
     running: list[subprocess.Popen[bytes]] = []
 
     def end(number: int, _: object) -> None:
-        asked.append(number)
+        received.append(number)
         for process in running:
             process.terminate()
 
@@ -124,10 +128,10 @@ def _run(argv: list[str], folder: Path) -> int:
         signal.signal(number, end)
     with subprocess.Popen(argv, cwd=folder) as process:
         running.append(process)
-        if asked:
+        if received:
             process.terminate()
         status = process.wait()
-    return 0 if asked else status
+    return 0 if received else status
 
 
 def _begins(file: Path, with_these: bytes) -> bool:
@@ -146,7 +150,10 @@ def _free(port: int) -> bool:
 
 
 def _write_drive(folder: Path, amphora_id: str) -> None:
-    amphorae, controllers = create_authority("amphorae by hand"), create_authority("controllers by hand")
+    amphorae, controllers = (
+        create_authority("amphorae of a manual boot"),
+        create_authority("controllers of a manual boot"),
+    )
     conf = (
         f"[agent]\namphora_id = {amphora_id}\nbind_address = {_ADDRESS}\nbind_port = {_AGENT_PORT}\n"
         "services = systemd\n[heartbeat]\ninterval = 10\ntargets =\n"
@@ -162,7 +169,9 @@ def _write_drive(folder: Path, amphora_id: str) -> None:
     port = Port(id="management", network_id=_SUBNET.network_id, mac=_MAC, mtu=1500, addresses=fixed)
     write_private(folder / DRIVE, build_config_drive(amphora_id, f"amphora-{amphora_id}", files, port, (_SUBNET,)))
     write_private(folder / "amphora_ca.pem", amphorae[0])
-    write_private(folder / "controller.pem", Authority(*controllers).issue_client("by hand", _DAYS).bundle().reveal())
+    write_private(
+        folder / "controller.pem", Authority(*controllers).issue_client("manual boot", _DAYS).bundle().reveal()
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configuration files, keys and certificates of a sandbox.
 
-Invariant: files are written only where their content differs, and keys and authorities are made once: a running
-stack never finds the ground moved under it.
+Invariant: a file is written only if its content changes. Keys and certificate authorities are created once, so that a
+restart of the sandbox does not invalidate the certificates of running amphorae.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ PROGRAM = "qemu-system-x86_64"
 HEALTH_PORT = 5555
 STATUS_PORT = 9878
 _CLIENT_DAYS = 3650
-# Seconds for a machine that is emulated beside many others.
+# Boot time-out in seconds of an emulated machine on a busy host.
 _EMULATED_BOOT = "900"
 _Sections = dict[str, dict[str, str]]
 
 
 def write(settings: Settings) -> None:
-    """Write everything that is not there yet."""
+    """Create directories, configuration files, keys and certificates that are missing or outdated."""
     for folder in (
         settings.etc,
         settings.data,
@@ -66,7 +66,7 @@ def _driver_options(settings: Settings) -> _Sections:
             "doorbell_dir": str(settings.run / "bells"),
             **({"engine": "celery", "broker_url": settings.broker_url} if settings.broker_url else {}),
         },
-        # One machine: a controller that does not renew for so long is dead, not slow.
+        # On one machine, a controller that does not renew its leases for 3 s has ended.
         "controller": {"lease": "3"},
         "agent": {"services": "supervisor"},
         "octavia": {f"{name}_socket": str(settings.run / f"{name}.sock") for name in ("status", "stats", "get")},
@@ -76,7 +76,7 @@ def _driver_options(settings: Settings) -> _Sections:
             "targets": f"{topology.CONTROL_ADDRESS}:{HEALTH_PORT}",
             "interval": "1",
         },
-        # However few amphorae there are: one that is dead is told from a management network that is gone.
+        # With few amphorae, only a witness distinguishes a dead amphora from a lost management network.
         "failover": {"witnesses": f"{topology.WITNESS_ADDRESS}:{topology.WITNESS_PORT}"},
         "status": {"bind_address": "127.0.0.1", "bind_port": str(STATUS_PORT)},
         "compute_netns": {
@@ -107,12 +107,12 @@ def _driver_options(settings: Settings) -> _Sections:
 
 
 def uses_emulation(settings: Settings) -> bool:
-    """Whether its amphorae are virtual machines that have to be emulated."""
+    """Whether the amphorae are virtual machines without KVM."""
     return settings.compute == "qemu" and not kvm_probe.usable(PROGRAM)
 
 
 def _qemu_options(*, emulated: bool) -> _Sections:
-    """What is different where amphorae are virtual machines; one that is emulated takes longer for most things."""
+    """The options that differ for virtual machines. Emulated ones get longer time-outs."""
     ours: _Sections = {"compute": {"driver": "qemu"}, "agent": {"services": "systemd"}}
     if emulated:
         ours["agent"] |= {"connect_timeout": "15", "request_timeout": "180"}
@@ -123,7 +123,7 @@ def _qemu_options(*, emulated: bool) -> _Sections:
 
 def _octavia_options(settings: Settings) -> _Sections:
     return {
-        # One process, nobody to send messages to.
+        # Octavia's API sends no messages: the provider does not use its workers.
         "DEFAULT": {"transport_url": "fake://"},
         "oslo_messaging_notifications": {"driver": "noop"},
         "oslo_concurrency": {"lock_path": str(settings.run / "lock")},
@@ -139,7 +139,7 @@ def _octavia_options(settings: Settings) -> _Sections:
             "default_provider_driver": "haproxy",
         },
         "controller_worker": {"network_driver": "amphora_sandbox_network"},
-        # Otherwise Octavia fills its own timeouts into every listener, and none would ever be a flavor's to choose.
+        # Otherwise Octavia sets its own time-outs in every listener, and the time-outs of a flavor have no effect.
         "haproxy_amphora": {f"timeout_{one}": "0" for one in ("client_data", "member_connect", "member_data")},
         "certificates": {"cert_manager": "local_cert_manager", "storage_path": str(settings.tls)},
         "driver_agent": {
@@ -162,9 +162,9 @@ def _clouds(settings: Settings) -> str:
 
 
 def _env(settings: Settings) -> str:
-    """For a shell: the clients' programs, and where they find this sandbox."""
+    """The shell environment for clients of this sandbox."""
     exports = {**settings.environment(), "PATH": f"{Path(sys.executable).parent}:$PATH"}
-    # Where whoever started us wants compiled Python to lie.
+    # Keep the cache directory for bytecode that quickstart has chosen.
     prefix = os.environ.get("PYTHONPYCACHEPREFIX")
     if prefix:
         exports["PYTHONPYCACHEPREFIX"] = prefix
@@ -172,14 +172,14 @@ def _env(settings: Settings) -> str:
 
 
 def _certificates(folder: Path) -> None:
-    """Two authorities: one vouches for amphorae, the other for controllers."""
+    """Create the certificate authorities of amphorae and controllers, and the client certificate."""
     certificate, key = create_authority("sandbox amphorae")
     _write(folder / "amphora_ca.pem", certificate.decode())
     _write(folder / "amphora_ca.key", key.reveal().decode())
     certificate, key = create_authority("sandbox controllers")
     _write(folder / "controller_ca.pem", certificate.decode())
     client = Authority(certificate, key).issue_client("sandbox controller", _CLIENT_DAYS)
-    # Last: it says that all the others are there.
+    # Last: `write` takes this file as the sign that all others exist.
     _write(folder / "controller.pem", client.bundle().reveal().decode())
 
 

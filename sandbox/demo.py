@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demonstration: a load balancer through Octavia's own API, and requests through the load balancer.
+"""The demonstration: create a load balancer through Octavia's API and send requests through it.
 
-Invariant: what is there already is used: a second run makes nothing new. Requests come from the client's namespace,
-over the same networks as any other machine's.
+Invariant: a second run uses the existing objects. Requests come from the client's namespace over the VIP network.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ if TYPE_CHECKING:
 Report = Callable[[str], None]
 NAME = "demo"
 _POLL_INTERVAL = 0.1
-# An emulated machine boots; whoever looks at it all the time takes the processor from it.
+# Frequent polling slows down the boot of an emulated machine.
 _SLOW_POLL_INTERVAL = 1.0
 _NOTE_INTERVAL = 30.0
 
 
 def connect(settings: Settings) -> Any:
-    """An openstacksdk connection to this sandbox."""
+    """Open an openstacksdk connection to this sandbox."""
     return openstack.connection.Connection(
         auth_type="none",
         auth={"endpoint": settings.endpoint},
@@ -44,40 +43,44 @@ def connect(settings: Settings) -> Any:
 
 
 def wait_active(settings: Settings, connection: Any, load_balancer_id: str, note: Report) -> Any:
-    """The load balancer, when it is ACTIVE.
+    """Wait until the load balancer is ACTIVE; returns it.
 
     Args:
-        note: told now and then that it is waited for, where that takes long.
+        settings: the sandbox.
+        connection: the client of Octavia's API.
+        load_balancer_id: the load balancer.
+        note: receives progress messages of a long wait.
 
     Raises:
-        SandboxError: it becomes ERROR, or takes longer than it may.
+        SandboxError: the load balancer becomes ERROR, or the time-out expires.
     """
-    began = time.monotonic()
+    started = time.monotonic()
     emulated = config_files.uses_emulation(settings)
-    said = began
+    noted = started
     while True:
         found = connection.load_balancer.get_load_balancer(load_balancer_id)
         if found.provisioning_status == "ACTIVE":
             return found
         now = time.monotonic()
-        if found.provisioning_status == "ERROR" or now > began + settings.wait_timeout:
+        if found.provisioning_status == "ERROR" or now > started + settings.wait_timeout:
             raise SandboxError(
                 f"wait for load balancer {found.name}",
                 f"it is {found.provisioning_status}",
-                "See `amphoractl loadbalancer show` and the controller's log.",
+                "See `amphoractl loadbalancer show` and the log of the controller.",
             )
-        if emulated and now - said > _NOTE_INTERVAL:
-            said = now
-            note(f"still waiting: it is {found.provisioning_status}, its amphora boots ({now - began:.0f} s)")
+        if emulated and now - noted > _NOTE_INTERVAL:
+            noted = now
+            note(f"still waiting: load balancer is {found.provisioning_status}, amphora boots ({now - started:.0f} s)")
         time.sleep(_SLOW_POLL_INTERVAL if emulated else _POLL_INTERVAL)
 
 
 def ensure_load_balancer(settings: Settings, report: Report, note: Report) -> Any:
-    """The demonstration's load balancer, ACTIVE; created in one request with all below it if it is not there.
+    """The ACTIVE load balancer of the demonstration; one request creates it with its children.
 
     Args:
-        report: told of every step.
-        note: told what is waited for, and for how long.
+        settings: the sandbox.
+        report: receives a message for each step.
+        note: receives progress messages of a long wait.
     """
     connection = connect(settings)
     found = connection.load_balancer.find_load_balancer(NAME)
@@ -99,10 +102,10 @@ def ensure_load_balancer(settings: Settings, report: Report, note: Report) -> An
         )
     started = time.monotonic()
     if found.provisioning_status != "ACTIVE" and settings.compute == "qemu":
-        how = "emulated, because KVM does not work here: this takes some minutes"
-        how = how if config_files.uses_emulation(settings) else "by KVM"
+        how = "emulated, because KVM does not work here: the boot takes some minutes"
+        how = how if config_files.uses_emulation(settings) else "with KVM"
         console = f"{os.path.relpath(settings.machines)}/*/console.log"
-        note(f"its amphora is a virtual machine, {how}. Its console: {console}")
+        note(f"the amphora is a virtual machine, {how}. Console: {console}")
     found = wait_active(settings, connection, found.id, note)
     report(f"load balancer {NAME} is ACTIVE on {found.vip_address} (waited {time.monotonic() - started:.1f} s)")
     return found
@@ -111,7 +114,7 @@ def ensure_load_balancer(settings: Settings, report: Report, note: Report) -> An
 def get(
     settings: Settings, address: str, path: str = "/", port: int = 80, host: str = topology.CLIENT
 ) -> tuple[int, str]:
-    """Status and body of one request, sent from a host's namespace over a connection of its own."""
+    """Send one request from a host's namespace over a new connection; returns status and body."""
 
     def request() -> tuple[int, str]:
         connection = http.client.HTTPConnection(address, port, timeout=10)
@@ -126,32 +129,32 @@ def get(
 
 
 def wait_for_response(settings: Settings, address: str, note: Report) -> None:
-    """Wait until the load balancer answers at all.
+    """Wait until the load balancer answers.
 
-    One that is ACTIVE does so at once, unless its amphorae were only now powered on again: Octavia hears nothing of
-    that, and a virtual machine takes its time to boot and be given what it had.
+    An ACTIVE load balancer answers at once unless its virtual machines have just been powered on: Octavia does not know
+    this, and a machine needs time to boot and to get its configuration.
     """
     if settings.compute != "qemu":
         return
-    began = said = time.monotonic()
+    started = noted = time.monotonic()
     while True:
         with suppress(OSError, http.client.HTTPException):
             if get(settings, address)[0] < http.client.INTERNAL_SERVER_ERROR:
                 return
         now = time.monotonic()
-        if now > began + settings.wait_timeout:
+        if now > started + settings.wait_timeout:
             return
-        if now - said > _NOTE_INTERVAL:
-            said = now
-            note(f"still waiting: http://{address}/ does not answer, its amphora boots ({now - began:.0f} s)")
+        if now - noted > _NOTE_INTERVAL:
+            noted = now
+            note(f"still waiting: http://{address}/ does not answer, amphora boots ({now - started:.0f} s)")
         time.sleep(_SLOW_POLL_INTERVAL)
 
 
 def count_responses(settings: Settings, address: str, number: int) -> Counter[str]:
-    """Who answered how many of so many requests.
+    """Send requests; returns the number of responses by member.
 
     Raises:
-        SandboxError: one of them was not answered.
+        SandboxError: a request has no response.
     """
     try:
         return Counter(get(settings, address)[1].strip() for _ in range(number))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A member's web server.
+"""The web server of a member.
 
-Invariant: it imports the standard library alone and starts in a moment. ``/`` answers with the member's name,
-``/slow/SECONDS`` after a pause, ``/size/BYTES`` with so many bytes.
+Invariant: it imports only the standard library, so that it starts fast. ``/`` returns the name of the member,
+``/slow/SECONDS`` delays this response, ``/size/BYTES`` returns a body of this size.
 
 Started as ``python demo_hosts.py NAME PORT`` in the member's namespace.
 """
@@ -28,7 +28,7 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    # A small answer goes out at once, not when the client has acknowledged its head.
+    # A small body is sent at once; with Nagle's algorithm it waits for the acknowledgement of the headers.
     wbufsize = -1
     disable_nagle_algorithm = True
 
@@ -47,10 +47,10 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    do_HEAD = do_GET  # noqa: N815 - the name http.server looks for
+    do_HEAD = do_GET  # noqa: N815 - http.server requires this name
 
     def log_message(self, *_: object) -> None:
-        """Nobody reads it."""
+        """Write no log: it has no reader."""
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""As much of the network API as load balancer clients ask for.
+"""The part of Neutron's API that the clients of load balancers need.
 
-Invariant: it shows the provider's own tables and changes nothing but a user's own ports. Lists are filtered by any
-attribute, as the clients do to turn a name into an id.
+Invariant: the API shows the tables of the local network backend. It changes only ports of users. Lists accept any
+attribute as a filter, because clients use filters to convert a name to an id.
 
 Started as ``python -m sandbox.fake_neutron_api`` with a listening socket as descriptor 3.
 """
@@ -31,20 +31,20 @@ _SINGULAR = {
     "security-groups": "security_group",
     "policies": "policy",
 }
-# Clients ask for these too, before they send anything.
+# Clients also request these collections, which are always empty here.
 _EMPTY = {"extensions", "subnetpools", "routers"}
 _PROJECT = {"project_id": "sandbox", "tenant_id": "sandbox"}
 _Row = dict[str, Any]
 
 
 class Resources:
-    """The tables in the network API's own words."""
+    """The resources of the local network backend in the format of Neutron."""
 
     def __init__(self, network: LocalNetwork) -> None:
         self._network = network
 
     def networks(self) -> list[_Row]:
-        """Every network."""
+        """All networks."""
         return [
             {
                 "id": segment.id, "name": segment.name, "mtu": segment.mtu, "status": "ACTIVE", "admin_state_up": True,
@@ -54,7 +54,7 @@ class Resources:
         ]  # fmt: skip
 
     def subnets(self) -> list[_Row]:
-        """Every subnet."""
+        """All subnets."""
         return [
             {
                 "id": subnet.id, "name": subnet.name, "network_id": subnet.network_id, "cidr": subnet.cidr,
@@ -65,11 +65,11 @@ class Resources:
         ]  # fmt: skip
 
     def ports(self) -> list[_Row]:
-        """Every port."""
+        """All ports."""
         return [self.port(port) for port in self._network.all_ports()]
 
     def port(self, port: Port) -> _Row:
-        """One port."""
+        """Convert one port."""
         owner = self._network.owner(port.id) or ""
         free = owner == f"user-{port.id}"
         return {
@@ -80,7 +80,7 @@ class Resources:
         }  # fmt: skip
 
     def security_groups(self) -> list[_Row]:
-        """Every security group."""
+        """All security groups."""
         return [
             {
                 "id": group.id, "name": group.name, "description": "", "stateful": False,
@@ -97,7 +97,7 @@ class Resources:
         ]  # fmt: skip
 
     def policies(self) -> list[_Row]:
-        """Every QoS policy."""
+        """All QoS policies."""
         return [
             {
                 "id": policy.id, "name": policy.name, "shared": True,
@@ -112,7 +112,7 @@ class Resources:
         ]  # fmt: skip
 
     def create_port(self, body: _Row) -> _Row:
-        """A user's own port."""
+        """Create a port of a user."""
         wanted = [
             FixedAddress(subnet_id=one["subnet_id"], address=one.get("ip_address", ""))
             for one in body.get("fixed_ips") or ()
@@ -120,7 +120,7 @@ class Resources:
         return self.port(self._network.create_port(body["network_id"], wanted))
 
     def delete_port(self, port_id: str) -> None:
-        """Remove it again."""
+        """Delete a port of a user."""
         self._network.remove_user_port(port_id)
 
 
@@ -133,7 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
             return False
         reason = rejection_reason(self.headers.get("Host"), self.headers.get("Origin"))
         if reason is not None:
-            # The body is not read: the connection cannot have another request.
+            # The body stays unread: the connection cannot carry another request.
             self.close_connection = True
             self._respond(403, _error(reason))
         return reason is None
@@ -145,9 +145,13 @@ class _Handler(BaseHTTPRequestHandler):
             return self._respond(200, {"versions": [{"id": "v2.0", "status": "CURRENT", "links": [link]}]})
         kind = parts[0]
         if kind in _EMPTY:
-            return self._respond(404, _error(f"no {kind} here")) if parts[1:] else self._respond(200, {_key(kind): []})
+            return (
+                self._respond(404, _error(f"the sandbox has no {kind}"))
+                if parts[1:]
+                else self._respond(200, {_key(kind): []})
+            )
         if kind not in _SINGULAR:
-            return self._respond(404, _error(f"no {kind} here"))
+            return self._respond(404, _error(f"the sandbox has no {kind}"))
         rows: list[_Row] = getattr(self.resources, _key(kind))()
         if parts[1:]:
             found = [row for row in rows if row["id"] == parts[1]]
@@ -161,13 +165,13 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         parts, _ = self._request()
         if parts != ["ports"]:
-            return self._respond(404, _error("only ports can be made here"))
+            return self._respond(404, _error("the sandbox can create ports only"))
         return self._respond_errors(lambda: self._respond(201, {"port": self.resources.create_port(self.body["port"])}))
 
     def do_DELETE(self) -> None:
         parts, _ = self._request()
         if len(parts) != 2 or parts[0] != "ports":
-            return self._respond(404, _error("only ports can be removed here"))
+            return self._respond(404, _error("the sandbox can delete ports only"))
 
         def remove() -> None:
             self.resources.delete_port(parts[1])
@@ -179,7 +183,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             work()
         except (KeyError, TypeError) as error:
-            self._respond(400, _error(f"the request lacks {error}"))
+            self._respond(400, _error(f"the request has no {error}"))
         except AmphoraDriverError as error:
             self._respond(409 if isinstance(error, Conflict) else 400, _error(str(error)))
 
@@ -208,7 +212,7 @@ def _error(message: str) -> _Row:
 
 
 def serve(listener: socket.socket, network: LocalNetwork) -> None:
-    """Answer on a listening socket until the process ends."""
+    """Serve requests on a listening socket until the process ends."""
     handler = type("Handler", (_Handler,), {"resources": Resources(network)})
     server = ThreadingHTTPServer(listener.getsockname()[:2], handler, bind_and_activate=False)
     server.socket.close()

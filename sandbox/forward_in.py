@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A way into the sandbox's control namespace, for a browser on this machine: the status page.
+"""Forwards a port of this machine to the status page in the sandbox's control namespace.
 
-Invariant: it listens on the machine's loopback only, on the socket it is handed as descriptor 3, and forwards to one
-port on the namespace's loopback. It keeps nothing.
+Invariant: the process listens only on the loopback of the machine, on the socket that it inherits as descriptor 3. It
+forwards to one port on the loopback of the namespace. It has no state.
 
 ``python -m sandbox.forward_in NAMESPACE PORT``
 """
@@ -37,7 +37,7 @@ async def _serve(place: Path, port: int) -> None:
 
 
 async def _forward(place: Path, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    # A socket stays in the namespace it was made in, whoever uses it.
+    # A socket belongs to the namespace in which it was created.
     inside = await asyncio.to_thread(namespaces.run_inside, place, socket.socket)
     inside.setblocking(False)
     try:

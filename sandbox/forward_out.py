@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A way out of the sandbox's control namespace, to servers on the machine's own loopback: a database, a broker.
+"""Forwards ports of the control namespace to servers on the loopback: a database, a broker.
 
-Invariant: it listens in that namespace on the very address and port it forwards to outside, so that one configuration
-serves the programs on both sides. It keeps nothing: who is cut off here connects again.
+Invariant: the process listens in the namespace on the same address and port as the server outside, so that programs on
+both sides use the same configuration. It has no state: clients reconnect after a restart.
 
 ``python -m sandbox.forward_out NAMESPACE PORT…``
 """
@@ -26,10 +26,10 @@ _DEFAULT_PORTS = {"amqp": 5672, "mysql": 3306, "mariadb": 3306, "postgresql": 54
 
 
 def loopback_ports(*urls: str | None) -> tuple[int, ...]:
-    """The ports on the machine's loopback that these URLs name.
+    """The loopback ports in these URLs.
 
     Raises:
-        SandboxError: one names another machine, which the control namespace has no way to.
+        SandboxError: a URL names another machine, which the control namespace cannot reach.
     """
     found: dict[int, None] = {}
     for one in urls:
@@ -40,8 +40,8 @@ def loopback_ports(*urls: str | None) -> tuple[int, ...]:
             if parts.hostname not in _LOOPBACK_NAMES:
                 raise SandboxError(
                     f"use a server on {parts.hostname}",
-                    "the sandbox's controller lives in a network namespace that reaches no other machine",
-                    f"Name one on {_LOOPBACK_ADDRESS}, or a unix socket.",
+                    "the controller of the sandbox runs in a network namespace without a route to other machines",
+                    f"Use a server on {_LOOPBACK_ADDRESS} or a unix socket.",
                 )
             port = parts.port or _DEFAULT_PORTS.get(parts.scheme.partition("+")[0])
             if port is not None:
@@ -50,7 +50,7 @@ def loopback_ports(*urls: str | None) -> tuple[int, ...]:
 
 
 def is_listening(namespace: str, wanted: tuple[int, ...]) -> bool:
-    """Whether it does, as the kernel has it (proc(5), /proc/net/tcp)."""
+    """Whether all ports have a listening socket in the namespace (proc(5), /proc/net/tcp)."""
     text = namespaces.run_inside(namespaces.path(namespace), Path("/proc/thread-self/net/tcp").read_text)
     return all(f":{port:04X} 00000000:0000 0A" in text for port in wanted)
 
@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _listener(port: int) -> socket.socket:
-    # A socket stays in the namespace it was made in, whoever uses it.
+    # A socket belongs to the namespace in which it was created.
     return socket.create_server((_LOOPBACK_ADDRESS, port), backlog=128)
 
 
@@ -87,13 +87,13 @@ async def _forward(port: int, reader: asyncio.StreamReader, writer: asyncio.Stre
 
 
 async def copy_stream(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-    """Hand on what comes, until no more does."""
+    """Copy data until the end of the source, then close the target."""
     try:
         while data := await source.read(_CHUNK):
             target.write(data)
             await target.drain()
     except OSError:
-        # One side is gone; the other one is told by our closing.
+        # One side has closed its connection; closing the target informs the other side.
         pass
     finally:
         target.close()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests the sandbox's APIs take: those of programs on this machine, and none that a web page has caused.
+"""Access check of the sandbox's APIs: they accept requests of local programs, but not of web pages.
 
-Both APIs listen on loopback and ask for no password. A browser on this machine sends them requests of a web page, with
-the page's host name in `Host` if its name resolves to loopback, or with the page's address in `Origin` (RFC 9110,
-section 7.2; RFC 6454, section 7).
+Both APIs listen on the loopback without authentication. A web page can make a browser on this machine send requests to
+them. Such a request has the page's host name in `Host` if this name resolves to the loopback, or the page's origin in
+`Origin` (RFC 9110, section 7.2; RFC 6454, section 7).
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ _LOCAL = re.compile(r"(?:localhost|127\.\d{1,3}\.\d{1,3}\.\d{1,3}|\[::1\])(?::\d
 
 
 def rejection_reason(host: str | None, origin: str | None) -> str | None:
-    """Why a request is refused; None if it is not.
+    """The reason to reject a request; None to accept it.
 
     Args:
         host: the header `Host`.
-        origin: the header `Origin`, None without one.
+        origin: the header `Origin`; None if the request has none.
     """
     if host is None or not _LOCAL.fullmatch(host):
-        return "Could not answer: the header Host does not name this machine's loopback. Use 127.0.0.1."
+        return "Could not answer: the header Host does not name the loopback of this machine. Use 127.0.0.1."
     if origin is not None and not _LOCAL.fullmatch(origin.removeprefix("http://")):
-        return "Could not answer: a web page of another host has caused this request."
+        return "Could not answer: a web page of another host sent this request."
     return None
 
 
 def reject_remote_requests(application: Application) -> Application:
-    """A WSGI application that answers 403 to requests that `rejection_reason` names."""
+    """Wrap a WSGI application; requests with a `rejection_reason` get the status 403."""
 
     def call(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         reason = rejection_reason(environ.get("HTTP_HOST"), environ.get("HTTP_ORIGIN"))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Octavia's API is told of networks.
+"""The network driver for Octavia's API.
 
-Invariant: every answer comes from the provider's own tables: Octavia, the clients and the provider see the same
-networks. Only questions are answered; addresses and ports are the provider's business, which Octavia leaves to it.
+Invariant: all data come from the tables of the local network backend, so that Octavia, the clients and the provider see
+the same networks. The driver is read-only: the provider allocates addresses and ports.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from amphora_driver.network.local import LocalNetwork
 
 @functools.lru_cache(maxsize=1)
 def local_network() -> LocalNetwork:
-    """The tables, opened once in each process: Octavia makes a new driver for every question."""
+    """The local network backend, cached: Octavia creates a new driver for each request."""
     conf = config.shared()
     return LocalNetwork(conf, Database(conf.store.connection))
 
 
 class SandboxNetworkDriver(base.AbstractNetworkDriver):
-    """Answers Octavia's questions about networks, subnets, ports, security groups and QoS policies."""
+    """Reads networks, subnets, ports, security groups and QoS policies for Octavia."""
 
     def get_network(self, network_id: str, **_context: Any) -> Any:
         return _network(_find(local_network().networks(), network_id, base.NetworkNotFound, "id"))
@@ -80,7 +80,9 @@ class SandboxNetworkDriver(base.AbstractNetworkDriver):
         return True
 
     def _unsupported(self, *_: Any, **__: Any) -> NoReturn:
-        raise base.NetworkException("Ports and addresses are made by the provider driver, not by Octavia.")
+        raise base.NetworkException(
+            "The sandbox's network driver is read-only; the provider driver allocates ports and addresses."
+        )
 
     allocate_vip = deallocate_vip = create_port = delete_port = unplug_vip = unplug_network = _unsupported
     plug_fixed_ip = unplug_fixed_ip = get_plugged_networks = failover_preparation = plug_port = _unsupported
@@ -123,7 +125,7 @@ def _port(port: Port) -> Any:
     return shown.Port(
         id=port.id,
         name=owner,
-        # Octavia refuses a VIP port that a device uses.
+        # Octavia refuses a VIP port with a device id.
         device_id="" if owner == f"user-{port.id}" else owner,
         mac_address=port.mac,
         network_id=port.network_id,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Octavia's tables in a SQLite file, or any other database.
+"""Creates Octavia's tables in SQLite or any other database.
 
-Invariant: the tables are those of Octavia's own models, and the rows of its lookup tables those of its constants. Its
-migrations cannot do this: they change constraints in a way only MySQL knows.
+Invariant: the tables follow from Octavia's models, and the rows of lookup tables from its constants. Octavia's
+migrations are not usable: they change constraints with statements that only MySQL supports.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LOOKUPS = (
 
 
 def ensure_schema() -> None:
-    """Make tables and rows, unless an earlier start has."""
+    """Create the tables and the lookup rows if they are missing."""
     engine = api.get_engine()
     file = engine.dialect.name == "sqlite"
     with engine.connect() as connection:
@@ -48,7 +48,7 @@ def ensure_schema() -> None:
 
 
 def _add_placeholders(session: object) -> None:
-    """The rows that deleted load balancers point at as their flavor and zone."""
+    """Add the rows that deleted load balancers refer to as their flavor and availability zone."""
     nil, gone = constants.NIL_UUID, "DELETED-PLACEHOLDER"
     add = session.merge  # type: ignore[attr-defined]
     provider = {"id": nil, "name": gone, "provider_name": constants.DELETED}

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Octavia's API and driver agent on SQLite, without a change to Octavia.
 
-Invariant: writers of Octavia's database queue. SQLite knows no SELECT … FOR UPDATE, and a reader that turns into a
-writer is refused: so every outermost transaction of a thread takes a file lock and then begins as a writer. A second
-session that Octavia opens inside one (to read a flavor) stays an ordinary reader, or the thread would wait for itself.
+Invariant: write transactions on Octavia's database are serialized. SQLite has no SELECT … FOR UPDATE, and it refuses
+the change of a read transaction to a write transaction. Therefore the outermost transaction of a thread takes a file
+lock and begins as a write transaction. A nested session (Octavia reads a flavor) stays a read transaction, because the
+thread would wait for its own lock.
 
-`[database] pool_timeout` has a default in Octavia that SQLAlchemy refuses for SQLite files.
+SQLAlchemy refuses Octavia's default of `[database] pool_timeout` for SQLite files.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _PROJECT = "sandbox"
 
 
 class _WriteLock(threading.local):
-    """The turn of this thread: its open lock and the connection that has it."""
+    """The write lock of this thread: the open lock file and the connection that holds it."""
 
     lock: int | None = None
     holder: int | None = None
@@ -42,7 +43,7 @@ def _is_octavia_database(connection: Any) -> bool:
 
 
 def _begin(connection: Any) -> None:
-    # oslo.db looks at the same mark and then leaves the BEGIN to us; it removes the mark at the end.
+    # oslo.db uses the same mark: with it, oslo.db does not send BEGIN itself. It removes the mark at the end.
     if not _is_octavia_database(connection) or "in_transaction" in connection.info:
         return
     connection.info["in_transaction"] = True
@@ -57,24 +58,24 @@ def _begin(connection: Any) -> None:
 
 
 def _checkin(dbapi_connection: Any, _record: Any) -> None:
-    # SQLAlchemy announces a commit before it happens; when the connection goes back it has happened.
+    # The event "commit" comes before the commit. The commit is complete when the connection returns to the pool.
     if _write_lock.lock is not None and _write_lock.holder == id(dbapi_connection):
         os.close(_write_lock.lock)
         _write_lock.lock = _write_lock.holder = None
 
 
 def _sort_by_definition(kind: type, attributes: list[Any]) -> None:
-    """Sort the attributes of one of the API's types as they are defined.
+    """Sort the attributes of an API type in the order of their definition.
 
-    The original reads and parses the source of each class to find that order: more than half of the time the API, and
-    the driver agent, take to start. A class has known it by itself for many versions of Python.
+    The original function of WSME parses the source of each class to find this order. This takes more than half of the
+    start time of the API and of the driver agent. In current versions of Python, a class keeps the order itself.
     """
-    places = [name for one in kind.__mro__ for name in vars(one)]
-    attributes.sort(key=lambda attribute: places.index(attribute.key))
+    order = [name for one in kind.__mro__ for name in vars(one)]
+    attributes.sort(key=lambda attribute: order.index(attribute.key))
 
 
 def prepare() -> None:
-    """Make SQLite bearable, and the start quick; before Octavia's modules are imported and its options read."""
+    """Install the SQLite lock and the fast start. Call it before the import of Octavia's modules."""
     wsme_types.sort_attributes = _sort_by_definition
     from octavia.common import config  # noqa: F401, PLC0415 - registers the options
 
@@ -88,13 +89,13 @@ def api() -> Application:
     prepare()
     from octavia.api import app  # noqa: PLC0415 - only after `prepare`
 
-    from sandbox import octavia_schema  # noqa: PLC0415 - the same
+    from sandbox import octavia_schema  # noqa: PLC0415 - only after `prepare`
 
     application = app.setup_app(argv=["octavia-api", "--config-file", os.environ["OCTAVIA_CONF"]])
     octavia_schema.ensure_schema()
 
     def with_project(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        # Clients of auth type "none" name no project, without which Octavia creates nothing.
+        # Clients with the auth type "none" send no project, but Octavia requires one.
         environ.setdefault("HTTP_X_PROJECT_ID", _PROJECT)
         environ.setdefault("HTTP_X_USER_ID", _PROJECT)
         return application(environ, start_response)  # type: ignore[no-any-return]
@@ -103,11 +104,14 @@ def api() -> Application:
 
 
 def driver_agent() -> int:
-    """Run octavia-driver-agent. It forks for every call: imports and compiled statements are shared with the forks."""
+    """Run octavia-driver-agent.
+
+    The agent forks for every call. Modules and statements that are loaded before the fork are shared with all forks.
+    """
     prepare()
     from octavia.cmd import driver_agent as agent  # noqa: PLC0415 - only after `prepare`
     from octavia.common import service  # noqa: PLC0415 - only after `prepare`
-    from octavia.db import models  # noqa: F401, PLC0415 - known to configure_mappers
+    from octavia.db import models  # noqa: F401, PLC0415 - for configure_mappers
 
     orm.configure_mappers()
     sys.argv = ["octavia-driver-agent", "--config-file", os.environ["OCTAVIA_CONF"]]
@@ -117,16 +121,16 @@ def driver_agent() -> int:
         read_options(arguments)
         _compile_statements()
 
-    # Between the options and the first fork: the agent has no place for it.
+    # The agent has no hook between the options and the first fork: wrap the function that reads the options.
     service.prepare_service = read_options_and_compile
     return int(agent.main() or 0)
 
 
 def _compile_statements() -> None:
-    """Send one status of an object that does not exist, so that SQLAlchemy has compiled the statements of a report.
+    """Compile the SQL statements of a status report before the first fork.
 
-    Without this every fork compiles them again: 55 ms of processor time for each call instead of 26. No connection is
-    kept, because a connection must not be shared with a fork.
+    The function reports the status of an object that does not exist. Without it, every fork compiles the statements:
+    55 ms of processor time for each call instead of 26 ms. It closes its connection, because forks must not share one.
     """
     from octavia.api.drivers.driver_agent import driver_updater  # noqa: PLC0415 - only after `prepare`
     from octavia.db import api as database  # noqa: PLC0415 - only after `prepare`

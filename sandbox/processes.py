@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sandbox's programs: started detached, found again, ended by number.
+"""The programs of the sandbox: start as detached processes, find and stop them again.
 
-Invariant: what runs is known by number and start time from a file below the state directory, so that any later command
-ends exactly those processes and their children, and starts none a second time.
+Invariant: a file in the state directory records PID and start time of each program. A later command stops exactly these
+processes and their children, and never starts a program twice.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _TAIL_LINES = 15
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
-    """One program of the stack.
+    """One program of the sandbox.
 
     Args:
-        name: of its log and its record.
+        name: the name; also of its log and its process file.
         argv: program and arguments.
-        namespace: the network namespace it runs in; None for the machine's own.
-        listen: a port of 127.0.0.1 whose socket it is handed as descriptor 3: who connects waits until it is ready.
-        ready: whether it can be used; asked again and again, so it must be quick.
+        namespace: the network namespace of the program; None for the root namespace.
+        listen: a port of 127.0.0.1. The program inherits the listening socket as descriptor 3: early clients wait.
+        ready: whether the program is ready; polled, so it must be fast.
     """
 
     name: str
@@ -49,10 +49,10 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Supervision:
-    """Starts and ends programs of one sandbox.
+    """Starts and stops the programs of one sandbox.
 
     Attributes:
-        spawn: starts a process, with the arguments and the result of `compute.process.spawn`. A test may replace it.
+        spawn: starts a process like `detached_process.spawn`. A test may replace it.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -60,12 +60,12 @@ class Supervision:
         self.spawn = spawn
 
     def running(self, name: str) -> Process | None:
-        """The program's process, if it runs."""
+        """The process of a program; None if it does not run."""
         process = self._read_process(name)
         return process if process is not None and process.alive() else None
 
     def start(self, program: Program) -> bool:
-        """Start a program; False if it runs already."""
+        """Start a program; False if it runs."""
         if self.running(program.name) is not None:
             return False
         argv = list(program.argv)
@@ -86,25 +86,25 @@ class Supervision:
         return True
 
     def wait_ready(self, program: Program, seconds: float) -> None:
-        """Wait until a started program can be used.
+        """Wait until a started program is ready.
 
         Raises:
-            SandboxError: it ended, or takes longer.
+            SandboxError: the program ended, or the time-out expired.
         """
         process = self._read_process(program.name)
         for _ in range(int(seconds / _POLL_INTERVAL)):
             if process is None or process.wait(_POLL_INTERVAL):
-                self._raise_start_error(program.name, "it ended at once")
+                self._raise_start_error(program.name, "it ended")
             elif program.ready(process):
                 return
         self._raise_start_error(program.name, f"it is not ready after {seconds:.0f} seconds")
 
     def stop(self, name: str) -> bool:
-        """End a program and all it started; False if it did not run."""
+        """Stop a program and its children; False if it did not run."""
         return bool(self._stop([name]))
 
     def stop_all(self) -> list[str]:
-        """End every program, all at once; the names of those that ran."""
+        """Stop all programs in parallel; returns the names of the programs that ran."""
         return self._stop(self.names())
 
     def _stop(self, names: list[str]) -> list[str]:
@@ -112,7 +112,7 @@ class Supervision:
         ran = [name for name, process in known.items() if process.alive()]
         signal_and_wait([known[name] for name in ran], signal.SIGTERM, _STOP_SECONDS)
         for name in ran:
-            # It led a session of its own: what is left of that is its children.
+            # The program was a session leader: kill the rest of its process group, which are its children.
             with suppress(ProcessLookupError):
                 os.killpg(known[name].pid, signal.SIGKILL)
             known[name].wait(_STOP_SECONDS)
@@ -121,15 +121,15 @@ class Supervision:
         return ran
 
     def names(self) -> list[str]:
-        """The programs that were started and not ended since."""
+        """The names of all programs that were started and not stopped."""
         return sorted(path.stem for path in self._settings.run.glob("*.process"))
 
     def log(self, name: str) -> Path:
-        """The file with what a program says."""
+        """The log file of a program."""
         return self._settings.log / f"{name}.log"
 
     def tail(self, name: str) -> str:
-        """The end of it."""
+        """The last lines of a program's log."""
         try:
             lines = self.log(name).read_text(encoding="utf-8", errors="replace").splitlines()
         except FileNotFoundError:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What distinguishes one sandbox from another, and where its files are.
+"""The settings of a sandbox and the paths of its files.
 
-Invariant: everything a sandbox leaves behind lies below its state directory, and everything it runs carries its prefix:
-several sandboxes live side by side. The choices are made once, at the first start, and written down.
+Invariant: all files of a sandbox are in its state directory, and all its namespaces have its prefix, so that several
+sandboxes can run at the same time. The settings are chosen at the first start and stored.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from amphora_driver.host import namespaces
 OCTAVIA_PORT = 9876
 NETWORK_PORT = 9696
 STATUS_PORT = 9878
-# sun_path is 108 bytes; the longest name below the state directory is a doorbell's.
+# sun_path has 108 bytes. The longest socket path below the state directory is that of a controller.
 _LONGEST_STATE = 107 - len("/run/bells/controller-4194304-7fffffffffff")
 
 
 class SandboxError(AmphoraDriverError):
-    """The one-machine stack could not be started or ended."""
+    """The sandbox could not be started or stopped."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """One sandbox."""
+    """The settings of one sandbox."""
 
     state: str
     prefix: str
     octavia_port: int
     network_port: int
     agent_python: str
-    # SQLAlchemy URLs of databases elsewhere; files of the state directory without.
+    # SQLAlchemy URLs of external databases; None for SQLite files in the state directory.
     store_url: str | None = None
     octavia_url: str | None = None
-    # Celery's broker; without it hints stay on this machine.
+    # URL of Celery's broker; None for local sockets.
     broker_url: str | None = None
-    # Where the status page is found from outside; 0 for nowhere.
+    # Port of the status page on 127.0.0.1; 0 for none.
     status_port: int = 0
-    # Compute backend of its amphorae, and for qemu the folder of their images.
+    # Compute backend of the amphorae, and the directory of images for qemu.
     compute: str = "netns"
     images: str | None = None
-    # Options of the provider, by group, beside or instead of the sandbox's own.
+    # Options of the provider by group; they override those of the sandbox.
     options: dict[str, dict[str, str]] = {}
 
     @property
@@ -60,72 +60,72 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def run(self) -> Path:
-        """Sockets and what is known of processes."""
+        """Sockets and process files."""
         return Path(self.state, "run")
 
     @property
     def log(self) -> Path:
-        """One file for each program."""
+        """Log files, one for each program."""
         return Path(self.state, "log")
 
     @property
     def amphorae(self) -> Path:
-        """One folder for each amphora."""
+        """The directories of `netns` amphorae."""
         return Path(self.state, "amphorae")
 
     @property
     def machines(self) -> Path:
-        """The same where they are virtual machines."""
+        """The directories of `qemu` amphorae."""
         return Path(self.state, "machines")
 
     @property
     def tls(self) -> Path:
-        """Octavia's local certificates: NAME.crt and NAME.key make the reference NAME."""
+        """Certificates for Octavia: NAME.crt and NAME.key belong to the reference NAME."""
         return Path(self.state, "tls")
 
     @property
     def driver_configuration(self) -> Path:
-        """Options of the provider."""
+        """The configuration file of the provider."""
         return self.etc / "amphora-driver.conf"
 
     @property
     def octavia_configuration(self) -> Path:
-        """Options of Octavia."""
+        """The configuration file of Octavia."""
         return self.etc / "octavia.conf"
 
     @property
     def clouds(self) -> Path:
-        """What clients need to find Octavia; the cloud is called sandbox."""
+        """The clouds.yaml for clients; the name of the cloud is `sandbox`."""
         return self.etc / "clouds.yaml"
 
     @property
     def env(self) -> Path:
-        """The same for a shell, to be sourced."""
+        """A shell script that sets the environment of clients."""
         return Path(self.state, "env")
 
     @property
     def octavia_database_url(self) -> str:
-        """Octavia's own database."""
+        """The URL of Octavia's database."""
         return self.octavia_url or f"sqlite:///{self.data / 'octavia.sqlite'}"
 
     @property
     def database_url(self) -> str:
-        """The provider's database."""
+        """The URL of the provider's database."""
         return self.store_url or f"sqlite:///{self.data / 'amphora-driver.sqlite'}"
 
     @property
     def endpoint(self) -> str:
-        """Octavia's API."""
+        """The URL of Octavia's API."""
         return f"http://127.0.0.1:{self.octavia_port}"
 
     @property
     def status_page(self) -> str:
-        """The controller's status page."""
+        """The URL of the controller's status page."""
         return f"http://127.0.0.1:{self.status_port}/"
 
     @property
     def network_endpoint(self) -> str:
-        """The network API."""
+        """The URL of the network API."""
         return f"http://127.0.0.1:{self.network_port}"
 
     @property
@@ -140,7 +140,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def wait_timeout(self) -> float:
-        """Seconds within which something that was asked of Octavia has come to an end, good or bad."""
+        """Time-out in seconds for an operation in Octavia."""
         return 1200.0 if self.compute == "qemu" else 120.0
 
     def host(self, name: str) -> str:
@@ -148,7 +148,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.prefix}-{name}"
 
     def environment(self) -> dict[str, str]:
-        """What clients and programs find their way with."""
+        """Environment variables for clients and programs."""
         return {
             "AMPHORA_DRIVER_CONFIG": str(self.driver_configuration),
             "OS_CLIENT_CONFIG_FILE": str(self.clouds),
@@ -157,13 +157,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_settings(state: Path) -> Settings | None:
-    """The sandbox with this state directory, if it was ever started."""
+    """The stored settings of the sandbox in this directory; None if it was never started."""
     try:
         return msgspec.json.decode(_file(state).read_bytes(), type=Settings)
     except FileNotFoundError:
         return None
     except msgspec.DecodeError as error:
-        raise SandboxError(f"read {_file(state)}", str(error), "Remove the state directory to start afresh.") from error
+        raise SandboxError(
+            f"read {_file(state)}", str(error), "Remove the state directory to create a new sandbox."
+        ) from error
 
 
 def load_or_create_settings(
@@ -178,20 +180,20 @@ def load_or_create_settings(
     images: str | None = None,
     options: dict[str, dict[str, str]] | None = None,
 ) -> Settings:
-    """The sandbox with this state directory, its choices made now if it was never started."""
+    """The stored settings of the sandbox; at its first start, new settings from the arguments."""
     known = load_settings(state)
     if known is not None:
         if compute not in {None, known.compute}:
             raise SandboxError(
                 f"use {compute} in {state}",
-                f"this sandbox was begun with {known.compute}",
-                "Remove the state directory to start afresh.",
+                f"this sandbox was created with {known.compute}",
+                "Remove the state directory to create a new sandbox.",
             )
         return known
     if len(str(state)) > _LONGEST_STATE:
         raise SandboxError(
             f"use {state}",
-            "unix sockets below it would have too long a path",
+            "the paths of unix sockets below it are too long",
             f"Choose a directory with at most {_LONGEST_STATE} characters.",
         )
     settings = Settings(
@@ -200,7 +202,7 @@ def load_or_create_settings(
         octavia_port=_free_port(OCTAVIA_PORT),
         network_port=_free_port(NETWORK_PORT),
         status_port=_free_port(STATUS_PORT),
-        # Amphorae are started elsewhere. A link stays one: it is what makes an environment of it.
+        # Agents start in another directory. The link is not resolved: Python finds the virtual environment by it.
         agent_python=str(Path(agent_python or sys.executable).absolute()),
         store_url=store_url,
         octavia_url=octavia_url,
@@ -210,7 +212,7 @@ def load_or_create_settings(
         options=options or {},
     )
     state.mkdir(parents=True, exist_ok=True, mode=0o755)
-    # URLs have passwords in them.
+    # The URLs may contain passwords.
     _file(state).touch(mode=0o600)
     _file(state).write_bytes(msgspec.json.format(msgspec.json.encode(settings)))
     return settings
@@ -226,7 +228,7 @@ def _free_prefix() -> str:
 
 
 def _free_port(preferred: int) -> int:
-    """The usual port, or any other when somebody has it."""
+    """The preferred port, or any other one if it is in use."""
     for port in (preferred, 0):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -235,4 +237,4 @@ def _free_port(preferred: int) -> int:
             except OSError:
                 continue
             return int(probe.getsockname()[1])
-    raise SandboxError("find a port", "every port of 127.0.0.1 is in use")
+    raise SandboxError("find a free port", "all ports of 127.0.0.1 are in use")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of things: what is made before what, and taken away again.
+"""Start and stop of the sandbox.
 
-Invariant: `up` and `down` may be interrupted anywhere and repeated: each looks at what is there and does the rest. One
-of them at a time works on a sandbox. After `down` nothing is left but the state directory.
+Invariant: `up` and `down` are idempotent and continue after an interruption. A lock serializes them. After `down`, only
+the state directory is left.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Stack:
     """One sandbox.
 
     Args:
-        settings: which one.
-        report: told of every step, in words.
-        note: told what is waited for.
+        settings: the settings of the sandbox.
+        report: receives a message for each step.
+        note: receives progress messages of a long wait.
     """
 
     def __init__(self, settings: Settings, report: Report = lambda _: None, note: Report = lambda _: None) -> None:
@@ -65,19 +65,19 @@ class Stack:
 
     @property
     def settings(self) -> Settings:
-        """Which sandbox this is."""
+        """The settings of the sandbox."""
         return self._settings
 
     @property
     def supervision(self) -> Supervision:
-        """The programs."""
+        """The processes of the programs."""
         return self._supervision
 
     def up(self) -> None:
-        """Start what does not run yet.
+        """Start everything that does not run.
 
         Raises:
-            SandboxError: naming the program that did not start, and its log.
+            SandboxError: a program did not start; the error names its log.
         """
         _check_machine(self._settings)
         with self._locked():
@@ -90,18 +90,18 @@ class Stack:
                 self._power_on(network)
             (self._settings.run / "bells").mkdir(exist_ok=True, mode=0o700)
             programs = self.programs()
-            # All at once: most of the time goes into importing, and the two processors share it.
+            # In parallel: most of the start time is the import of modules, which uses all processors.
             started = [program for program in programs if self._supervision.start(program)]
             for program in started:
                 self._supervision.wait_ready(program, _READY_SECONDS)
                 self._report(f"{program.name} is ready")
 
     def down(self) -> None:
-        """End and remove everything but the state directory."""
+        """Stop and remove everything except the state directory."""
         with self._locked():
             ended = self._supervision.stop_all()
             if ended:
-                self._report(f"ended: {', '.join(ended)}")
+                self._report(f"stopped: {', '.join(ended)}")
             if self._settings.driver_configuration.exists():
                 with self._open_network() as network:
                     self._power_off(network)
@@ -110,7 +110,7 @@ class Stack:
                 self._report(f"namespaces removed: {', '.join(removed)}")
 
     def programs(self) -> list[Program]:
-        """What runs, in the order in which it is waited for."""
+        """The programs, in the order in which `up` waits for them."""
         settings = self._settings
         module = (sys.executable, "-m")
         gunicorn = (
@@ -147,14 +147,14 @@ class Stack:
                 argv=(*module, "sandbox.octavia_start"),
                 ready=_all(
                     _listens_on_unix(settings.run, "status", "stats", "get"),
-                    _has_wakeup_socket(settings.run, "reporter"),
+                    _has_notification_socket(settings.run, "reporter"),
                 ),
             ),
             Program(
                 name="amphora-controller",
                 argv=(*module, "amphora_driver.controller.service"),
                 namespace=settings.control,
-                ready=_has_wakeup_socket(settings.run, "controller"),
+                ready=_has_notification_socket(settings.run, "controller"),
             ),
             Program(
                 name="amphora-health-manager",
@@ -165,7 +165,7 @@ class Stack:
         ]
 
     def _forward_out(self, module: tuple[str, ...]) -> list[Program]:
-        """The way to servers on this machine, where the sandbox was given any."""
+        """The forwarder to servers on this machine, if the settings name any."""
         ports = forward_out.loopback_ports(self._settings.store_url, self._settings.broker_url)
         if not ports:
             return []
@@ -174,7 +174,7 @@ class Stack:
         return [Program(name="forward-out", argv=argv, ready=lambda _: forward_out.is_listening(control, ports))]
 
     def _forward_in(self, module: tuple[str, ...]) -> list[Program]:
-        """The way to the controller's status page, where one is wanted. It is not waited for: nobody needs it yet."""
+        """The forwarder to the status page, if it has a port. `up` does not wait for it."""
         settings = self._settings
         if not settings.status_port:
             return []
@@ -182,10 +182,10 @@ class Stack:
         return [Program(name="status-page", argv=argv, listen=settings.status_port)]
 
     def _compute_backends(self, network: LocalNetwork) -> tuple[NetnsCompute | QemuCompute, ...]:
-        """Both: a flavor may have named the one that is not the default."""
+        """All compute backends: a flavor may select another one than the default."""
         options = config.load([str(self._settings.driver_configuration)])
         found: tuple[NetnsCompute | QemuCompute, ...] = (NetnsCompute(options, network),)
-        # One from before there were virtual machines has no place of its own for them; the default one is others'.
+        # An old sandbox has no directory for virtual machines; the default directory belongs to other sandboxes.
         return (*found, QemuCompute(options, network)) if self._settings.machines.exists() else found
 
     def _power_on(self, network: LocalNetwork) -> None:
@@ -193,7 +193,7 @@ class Stack:
         for compute in self._compute_backends(network):
             for amphora_id in compute.booted():
                 if compute.power_on(amphora_id):
-                    self._report(f"amphora {amphora_id} is powered on again")
+                    self._report(f"amphora {amphora_id} is powered on")
                     machine = compute.get(amphora_id) if isinstance(compute, QemuCompute) else None
                     if machine is not None and machine.management_address is not None:
                         booting[amphora_id] = machine.management_address
@@ -201,18 +201,18 @@ class Stack:
             self._note(f"virtual machines boot{', emulated' if config_files.uses_emulation(self._settings) else ''}")
             port = config.load([str(self._settings.driver_configuration)]).agent.port
             vm_wait.wait_for_agents(self._settings, booting, port, self._note)
-            self._report("they have booted")
+            self._report("virtual machines have booted")
 
     def _power_off(self, network: LocalNetwork) -> None:
         for compute in self._compute_backends(network):
             for amphora_id in compute.booted():
                 compute.power_off(amphora_id)
-                self._report(f"amphora {amphora_id} is off")
+                self._report(f"amphora {amphora_id} is powered off")
 
     def _remove_namespace(self, name: str) -> bool:
-        """Remove a namespace and whatever still runs in it, of which no record is left."""
+        """Remove a namespace and kill the processes in it that have no record."""
         if not signal_and_wait(namespaces.processes(name), signal.SIGKILL, _KILL_SECONDS):
-            raise SandboxError(f"remove the namespace {name}", "a process in it does not end")
+            raise SandboxError(f"remove the namespace {name}", "a process in it does not end after SIGKILL")
         namespaces.remove(name)
         return True
 
@@ -245,7 +245,7 @@ def _check_machine(settings: Settings) -> None:
 
 
 def _answers_http(port: int) -> Callable[[Process], bool]:
-    """A request is answered. The socket listens already: the request waits until the program takes it."""
+    """A request gets a response. The socket listens already: the request waits for the program."""
 
     def ready(_: Process) -> bool:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_READY_SECONDS)
@@ -261,24 +261,24 @@ def _answers_http(port: int) -> Callable[[Process], bool]:
 
 
 def _listens_on_unix(folder: Path, *names: str) -> Callable[[Process], bool]:
-    """The kernel knows listening sockets with these paths.
+    """The program listens on unix sockets with these names.
 
-    Trying them would do harm: the driver agent's process for a connection that ends without a word never ends itself.
+    The check does not connect: the driver agent's process for a connection without a request never ends.
     """
     wanted = {str(folder / f"{name}.sock") for name in names}
 
     return lambda process: wanted <= {path for path, flags in _unix_sockets(process) if flags == _LISTENING}
 
 
-def _has_wakeup_socket(folder: Path, role: str) -> Callable[[Process], bool]:
-    """Its doorbell hangs: the kernel knows the socket, the file alone could be that of a dead process."""
+def _has_notification_socket(folder: Path, role: str) -> Callable[[Process], bool]:
+    """The program has bound its notification socket. The file alone may belong to a dead process."""
     beginning = str(folder / "bells" / f"{role}-")
 
     return lambda process: any(path.startswith(beginning) for path, _ in _unix_sockets(process))
 
 
 def _unix_sockets(process: Process) -> list[tuple[str, str]]:
-    """Path and flags of the named unix sockets in the process's network namespace (proc(5), /proc/net/unix)."""
+    """Path and flags of the unix sockets in the process's network namespace (/proc/net/unix)."""
     try:
         lines = Path(f"/proc/{process.pid}/net/unix").read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
@@ -288,7 +288,7 @@ def _unix_sockets(process: Process) -> list[tuple[str, str]]:
 
 
 def _listens_on_port(protocol: str, port: int) -> Callable[[Process], bool]:
-    """The kernel knows a socket with this port in the program's namespace."""
+    """The program has a socket with this port in its namespace."""
 
     def ready(process: Process) -> bool:
         try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sandbox's networks.
+"""The networks of the sandbox.
 
-Invariant: only addresses reserved for documentation (RFC 5737, RFC 3849) are used, so that nothing can be mistaken for,
-or reach, a network of the machine's owner. Ids are made from names: every sandbox has the same ones.
+Invariant: all addresses are reserved for documentation (RFC 5737, RFC 3849), so that they cannot conflict with a real
+network. Ids derive from names: they are the same in every sandbox.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sandbox.settings import Settings
 
 CONTROL_ADDRESS = "203.0.113.2"
-# A machine beside the amphorae on which nothing runs: its kernel says no, which is as good as an answer for a witness.
+# A host on the management network without programs: its kernel refuses a connection, which proves reachability.
 WITNESS_ADDRESS = "203.0.113.3"
 WITNESS_PORT = 22
 MEMBERS = {"member1": 11, "member2": 12, "member3": 13}
@@ -30,7 +30,7 @@ _NAMESPACE = uuid.UUID("5f1f4ab5-70f2-4f3c-9f70-6f6d6d0b8d7e")
 
 
 def derive_id(name: str) -> str:
-    """The id of a network or subnet, made from its name."""
+    """The id of a network or subnet, derived from its name."""
     return str(uuid.uuid5(_NAMESPACE, name))
 
 
@@ -59,7 +59,7 @@ _WEB = tuple(Rule(protocol="tcp", first_port=port, last_port=port) for port in (
 
 
 def define_networks(network: LocalNetwork) -> None:
-    """Write networks and subnets down, with a security group and a QoS policy to try."""
+    """Create the rows of networks and subnets, and an example security group and QoS policy."""
     for network_id, (name, bridge) in _NETWORKS.items():
         network.define_network(network_id, name, bridge)
     for name, network_id, cidr, gateway, first, last in _SUBNETS:
@@ -79,7 +79,7 @@ def define_networks(network: LocalNetwork) -> None:
 
 
 def build_networks(settings: Settings, network: LocalNetwork) -> None:
-    """Make the switch, and the namespaces of control plane, witness, client and members, as far as they are missing."""
+    """Create the switch and the namespaces of control plane, witness, client and members."""
     switch = bridges.Switch(settings.switch, MANAGEMENT_NETWORK)
     switch.ensure(network.networks(), network.subnets())
     network.port_security.enforce()

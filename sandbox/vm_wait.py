@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Virtual machines that were powered on again, until their agents answer.
+"""Wait for the agents of virtual machines after they are powered on.
 
-Invariant: whoever looks for amphorae that are silent is started after they could have spoken; a machine that boots is
-not one that is dead. One that never answers is left to him.
+Invariant: failure detection starts after the machines have booted, so that it does not take a booting machine for a
+dead one. The wait has a time-out: failure detection handles a machine that never answers.
 """
 
 from __future__ import annotations
@@ -18,39 +18,40 @@ from amphora_driver.host import namespaces
 if TYPE_CHECKING:
     from sandbox.settings import Settings
 
-# Seconds between two looks, between two words, and for one answer.
+# Seconds between two polls, between two progress messages, and for a TLS handshake.
 _POLL_INTERVAL, _NOTE_INTERVAL, _HANDSHAKE_TIMEOUT = 1.0, 30.0, 10.0
 
 
 def wait_for_agents(settings: Settings, addresses: Mapping[str, str], port: int, note: Callable[[str], None]) -> None:
-    """Wait until each of them has answered, or for as long as anything may take here.
+    """Wait until each agent has answered, or until the time-out of the sandbox.
 
     Args:
-        addresses: on the management network, by amphora.
-        port: of their agents.
-        note: told now and then who is waited for.
+        settings: the sandbox.
+        addresses: management addresses by amphora id.
+        port: the port of the agents.
+        note: receives progress messages.
     """
-    began = said = time.monotonic()
+    started = noted = time.monotonic()
     left = dict(addresses)
     while True:
         for amphora_id, address in addresses.items():
             if amphora_id in left and _accepts_tls(settings, amphora_id, (address, port)):
                 del left[amphora_id]
         now = time.monotonic()
-        if not left or now > began + settings.wait_timeout:
+        if not left or now > started + settings.wait_timeout:
             return
-        if now - said > _NOTE_INTERVAL:
-            said = now
-            note(f"still waiting: {len(left)} of {len(addresses)} amphorae boot ({now - began:.0f} s)")
+        if now - noted > _NOTE_INTERVAL:
+            noted = now
+            note(f"still waiting: {len(left)} of {len(addresses)} amphorae boot ({now - started:.0f} s)")
         time.sleep(_POLL_INTERVAL)
 
 
 def _accepts_tls(settings: Settings, amphora_id: str, place: tuple[str, int]) -> bool:
-    """Whether it speaks TLS. One that does not trust us, or we it, does."""
+    """Whether the agent answers with TLS, even if a certificate is refused."""
     context = ssl.create_default_context(cafile=settings.etc / "amphora_ca.pem")
     context.load_cert_chain(settings.etc / "controller.pem")
 
-    def greet() -> bool:
+    def handshake() -> bool:
         try:
             with (
                 socket.create_connection(place, timeout=_HANDSHAKE_TIMEOUT) as connection,
@@ -62,4 +63,4 @@ def _accepts_tls(settings: Settings, amphora_id: str, place: tuple[str, int]) ->
         except OSError:
             return False
 
-    return namespaces.run_inside(namespaces.path(settings.control), greet)
+    return namespaces.run_inside(namespaces.path(settings.control), handshake)

@@ -64,7 +64,7 @@ def test_a_sandbox_stays_what_it_was_begun_as(folder):
     settings, _ = options(folder, compute="qemu")
     assert sandbox_settings.load_or_create_settings(folder) == settings
     assert sandbox_settings.load_or_create_settings(folder, compute="qemu") == settings
-    with pytest.raises(SandboxError, match="begun with qemu"):
+    with pytest.raises(SandboxError, match="created with qemu"):
         sandbox_settings.load_or_create_settings(folder, compute="netns")
 
 
