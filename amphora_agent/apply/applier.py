@@ -222,7 +222,7 @@ class Applier:
     # -- drift ----------------------------------------------------------------------------------------------
 
     def add_change_listener(self, listener: Callable[[], None]) -> None:
-        """Call a function at the begin of each change, under the lock."""
+        """Call a function at the start of each change, under the lock."""
         self._change_listeners.append(listener)
 
     def run_on_confirmed(self, inspect: Callable[[Bundle], T]) -> T | None:

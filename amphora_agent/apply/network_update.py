@@ -19,7 +19,7 @@ class NetworkUpdate:
         may_lack: a missing interface without a VIP is no error, because the bundle is confirmed already.
 
     Attributes:
-        is_needed: whether the network differs from the bundle at the begin of the change.
+        is_needed: whether the network differs from the bundle at the start of the change.
     """
 
     def __init__(self, parts: Components, bundle: Bundle, served: Bundle | None, *, may_lack: bool) -> None:

@@ -182,7 +182,7 @@ def _summary(reasons: list[str]) -> str:
 
 
 def _changed_range(old: Sequence[Server], new: Sequence[Server]) -> tuple[Sequence[Server], Sequence[Server]]:
-    """Return both lists without their common begin and end, which were parsed from equal lines."""
+    """Return both lists without their common start and end, which were parsed from equal lines."""
     first = _common_length(old, new)
     old, new = old[first:], new[first:]
     last = _common_length(old[::-1], new[::-1])
@@ -190,7 +190,7 @@ def _changed_range(old: Sequence[Server], new: Sequence[Server]) -> tuple[Sequen
 
 
 def _common_length(old: Sequence[Server], new: Sequence[Server]) -> int:
-    """Return the number of common servers at the begin."""
+    """Return the number of common servers at the start."""
     alike = list(map(is_, old, new))
     return len(alike) if all(alike) else alike.index(False)
 

@@ -287,7 +287,7 @@ def parse(text: str, before: Configuration | None = None) -> Configuration:
 
 @dataclass(frozen=True)
 class CommonLines:
-    """The numbers of common lines at the begin and the end of two texts, and their numbers of characters."""
+    """The numbers of common lines at the start and the end of two texts, and their numbers of characters."""
 
     first: int = 0
     last: int = 0
@@ -307,7 +307,7 @@ def common_lines(old: str, new: str) -> CommonLines:
 
 
 def _common(old: str, new: str, spare: int, *, backwards: bool = False) -> int:
-    """Return the number of common characters at the begin or the end, by bisection.
+    """Return the number of common characters at the start or the end, by bisection.
 
     Args:
         spare: characters at the other end to leave out.
@@ -336,7 +336,7 @@ def _section_starts(rows: Sequence[Row], same: CommonLines, before: Configuratio
 
 
 def _unchanged_sections(same: CommonLines, length: int, before: Configuration) -> dict[tuple[int, int], Section]:
-    """Return the unchanged sections by their begin and end in the new text, which has so many lines."""
+    """Return the unchanged sections by their start and end in the new text, which has so many lines."""
     ends = itertools.chain((section.number - 1 for section in before.sections[1:]), [len(before.rows)])
     kept, more = len(before.rows) - same.last, length - len(before.rows)
     found = {}
