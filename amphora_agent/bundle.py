@@ -214,8 +214,8 @@ def _interface_document(interface: Interface) -> dict[str, Any]:
 
 
 def _allowed_document(one: AllowedSources) -> dict[str, Any]:
-    said: dict[str, Any] = {"port": one.port, "networks": [str(each) for each in one.networks]}
-    return said if one.protocol == _TCP else {**said, "protocol": one.protocol}
+    document: dict[str, Any] = {"port": one.port, "networks": [str(each) for each in one.networks]}
+    return document if one.protocol == _TCP else {**document, "protocol": one.protocol}
 
 
 def _vrrp_document(vrrp: Vrrp) -> dict[str, Any]:

@@ -419,13 +419,13 @@ class Applier:
             if attempt.draft is not None:
                 attempt.draft.discard()
             if self._parts.swap.committed:
-                change = self._parts.haproxy_update.restore(self._parts.swap.rollback())
+                change = self._parts.haproxy_update.restore(self._parts.swap.roll_back())
                 if change is not None:
                     self._count(change)
         except (AgentError, OSError) as error:
             _log.error("Rollback failed; the next change reloads HAProxy: %s", error)
         finally:
-            self._parts.udp_update.rollback(self._served, attempt.bundle)
+            self._parts.udp_update.roll_back(self._served, attempt.bundle)
             self._parts.plumbing.roll_back(self._served)
 
     def _count(self, change: Change) -> None:

@@ -16,7 +16,7 @@ from amphora_agent.paths import Paths
 
 
 class ConfigSwap:
-    """One change at a time: `reserve`, `mark_unfinished`, `commit`, and then `finish` or `rollback`.
+    """One change at a time: `reserve`, `mark_unfinished`, `commit`, and then `finish` or `roll_back`.
 
     Attributes:
         committed: whether the file was replaced since the last `reserve` or `finish`.
@@ -80,7 +80,7 @@ class ConfigSwap:
         self.committed = True
         reach(Point.SWITCHED)
 
-    def rollback(self) -> Document | None:
+    def roll_back(self) -> Document | None:
         """Restore the previous file and return it; None if there was none.
 
         The mark of an unfinished change stays: the next change reloads HAProxy.

@@ -23,7 +23,7 @@ from amphora_agent.errors import AgentError, ConfigurationRefused, HaproxyError
 from amphora_agent.failpoints import Point, reach
 from amphora_agent.haproxy import config_file, config_parser, tls_diff
 from amphora_agent.haproxy.config_check import Check
-from amphora_agent.haproxy.config_diff import Decision, Reload, Runtime, Unchanged, compare
+from amphora_agent.haproxy.config_diff import Decision, Reload, Runtime, Unchanged, compare_configurations
 from amphora_agent.haproxy.config_file import Document
 from amphora_agent.haproxy.config_parser import Configuration
 from amphora_agent.haproxy.process import Haproxy
@@ -137,7 +137,7 @@ class HaproxyUpdate:
                 self._files.tls_state(running, last.files, before.files or directory, ()),
                 self._files.tls_state(wanted, bundle.files, directory, different),
             )
-            return compare(running, wanted, process_changes, files, self._haproxy.features())
+            return compare_configurations(running, wanted, process_changes, files, self._haproxy.features())
         except (ConfigurationRefused, OSError):
             return Reload("the previous configuration cannot be compared")
 

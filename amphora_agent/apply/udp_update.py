@@ -77,7 +77,7 @@ class UdpUpdate:
         self._service.serve(servers, paired=paired)
         self._served = servers, paired
 
-    def rollback(self, served: Bundle | None, failed: Bundle) -> None:
+    def roll_back(self, served: Bundle | None, failed: Bundle) -> None:
         """Restore the virtual servers of the previous bundle, unless they are still served."""
         before = replace(failed, virtual_servers=(), vrrp=None) if served is None else served
         wanted = _wanted(before)

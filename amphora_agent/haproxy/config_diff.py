@@ -88,7 +88,7 @@ class Reload:
 Decision = Unchanged | Runtime | Reload
 
 
-def compare(
+def compare_configurations(
     old: Configuration,
     new: Configuration,
     process_changes: Sequence[str] = (),
@@ -118,9 +118,9 @@ def compare(
             return change
         limits = list(_limit_changes(before, after))
         if limits and not features.limits:
-            return Reload(f"listener {after.name} takes {limits[0].maxconn or 'all'} connections")
+            return Reload(f"listener {after.name} accepts {limits[0].maxconn or 'all'} connections")
         actions += [*limits, *change.actions]
-        reasons += [f"listener {after.name} takes {limits[0].maxconn or 'all'} connections"] if limits else []
+        reasons += [f"listener {after.name} accepts {limits[0].maxconn or 'all'} connections"] if limits else []
         reasons += [change.reason] if change.reason else []
         order_only = order_only or [s.name for s in was] != [s.name for s in now]
     if (replaced := sum(isinstance(action, ReplaceServer) for action in actions)) > MAX_REPLACED:
@@ -173,7 +173,7 @@ def _describe_change(old: Section, new: Section) -> str:
             return f"'{' '.join(words)[:80]}' is new"
     for words in before:
         if words not in after:
-            return f"'{' '.join(words)[:80]}' is gone"
+            return f"'{' '.join(words)[:80]}' was removed"
     return "the order of its lines"
 
 
@@ -263,7 +263,7 @@ def _server_actions(backend: str, old: Server, new: Server) -> Iterable[tuple[Se
         address, port = _check_endpoint(new)
         yield SetCheck(backend, name, address, port), "is monitored elsewhere"
     if old.maxconn != new.maxconn:
-        yield SetServerMaxconn(backend, name, new.maxconn), f"takes {new.maxconn or 'all'} connections"
+        yield SetServerMaxconn(backend, name, new.maxconn), f"accepts {new.maxconn or 'all'} connections"
     if old.weight != new.weight:
         yield SetWeight(backend, name, new.weight), f"has weight {new.weight}"
     if old.disabled != new.disabled:

@@ -208,7 +208,7 @@ def _listener_difference(wanted: Configuration, listeners: dict[str, int]) -> st
     for name, section in expected.items():
         limit = section.setting("maxconn")
         if limit is not None and limit[0].isdecimal() and listeners[name] != int(limit[0]):
-            return f"listener {name} takes {listeners[name]} connections, not {limit[0]}"
+            return f"listener {name} accepts {listeners[name]} connections, not {limit[0]}"
     return ""
 
 

@@ -22,7 +22,7 @@ from amphora_agent.haproxy.config_parser import AGENT_PREFIX
 from amphora_agent.haproxy.stick_table_sync import PEERS
 from amphora_agent.octavia_api_v1.certificates import bundle_name
 
-# What the worker's template has for the metrics of HAProxy; an amphora of ours has its own (`AGENT_PREFIX` + "metrics").
+# What the worker's template has for the metrics of HAProxy; ours is `AGENT_PREFIX` + "metrics".
 _EXPORTERS = {("frontend", "prometheus-exporter-internal-endpoint"), ("backend", "prometheus-exporter-internal")}
 _EXPORTER = "prometheus-exporter-internal"
 _MACHINE = {"global", "peers"}

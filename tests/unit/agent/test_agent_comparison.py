@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from amphora_agent.haproxy.config_diff import MAX_REPLACED, Reload, Runtime, Unchanged, compare
+from amphora_agent.haproxy.config_diff import MAX_REPLACED, Reload, Runtime, Unchanged, compare_configurations
 from amphora_agent.haproxy.config_parser import parse
 from amphora_agent.haproxy.features import Features
 from amphora_agent.haproxy.runtime_actions import (
@@ -40,7 +40,7 @@ def configuration(*lines, defaults=("mode http",), frontend="bind 198.51.100.5:8
 
 
 def test_nothing_to_notice():
-    assert compare(configuration(ONE), configuration("# why", ONE + "   # because")) == Unchanged()
+    assert compare_configurations(configuration(ONE), configuration("# why", ONE + "   # because")) == Unchanged()
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_nothing_to_notice():
     ],
 )
 def test_at_run_time(old, new, kinds):
-    verdict = compare(configuration(*old), configuration(*new))
+    verdict = compare_configurations(configuration(*old), configuration(*new))
     if not kinds and old[0].split()[1] == new[0].split()[1]:
         assert verdict == Unchanged()
         return
@@ -94,7 +94,7 @@ def test_at_run_time(old, new, kinds):
     [
         (configuration(ONE), configuration(ONE, name="q:l"), "backend q:l added; backend p:l removed"),
         (configuration(ONE), configuration(ONE, frontend="bind 198.51.100.5:81"), "'bind 198.51.100.5:81' is new"),
-        (configuration(ONE, "fullconn 1"), configuration(ONE), "'fullconn 1' is gone"),
+        (configuration(ONE, "fullconn 1"), configuration(ONE), "'fullconn 1' was removed"),
         (configuration("a x", "b"), configuration("b", "a x"), "the order of its lines"),
         (configuration(ONE), configuration(ONE.replace("5s", "6s")), "no other member could serve meanwhile"),
         (configuration(ONE), configuration(ONE.replace("192.0.2.1", "a.example")), "its address is a.example:80"),
@@ -148,7 +148,7 @@ def test_at_run_time(old, new, kinds):
     ],
 )
 def test_by_a_reload(old, new, reason):
-    verdict = compare(old, new)
+    verdict = compare_configurations(old, new)
     assert isinstance(verdict, Reload)
     assert reason in verdict.reason
 
@@ -156,7 +156,7 @@ def test_by_a_reload(old, new, reason):
 def test_the_pool_is_never_emptier_than_wanted():
     old = configuration("server a 192.0.2.1:80 weight 0", "server b 192.0.2.2:80", "server c 192.0.2.3:80")
     new = configuration("server b 192.0.2.2:80 disabled", "server c 192.0.2.3:80 weight 0", "server a 192.0.2.1:80")
-    assert compare(old, new).actions == (
+    assert compare_configurations(old, new).actions == (
         SetWeight("p:l", "a", 1),
         SetMaintenance("p:l", "b", True),
         SetWeight("p:l", "c", 0),
@@ -166,7 +166,7 @@ def test_the_pool_is_never_emptier_than_wanted():
 def test_a_dynamic_cookie_is_computed_before_a_new_server_has_requests():
     old = configuration(*COOKIE, "dynamic-cookie-key k", ONE)
     new = configuration(*COOKIE, "dynamic-cookie-key k", TWO, "server c 192.0.2.3:80 disabled")
-    verdict = compare(old, new)
+    verdict = compare_configurations(old, new)
     assert isinstance(verdict, Runtime)
     added = [action for action in verdict.actions if isinstance(action, AddServer)]
     assert [(action.server.name, action.awaits_cookie) for action in added] == [("b", True), ("c", False)]
@@ -186,7 +186,7 @@ def test_a_dynamic_cookie_is_computed_before_a_new_server_has_requests():
 )
 def test_who_joins_waits_for_his_first_check_where_somebody_stays(before, after, awaits_check):
     for features in (Features(cookies=True, init_state=True), Features()):
-        verdict = compare(configuration(*before), configuration(*after), features=features)
+        verdict = compare_configurations(configuration(*before), configuration(*after), features=features)
         added = [action.awaits_check for action in verdict.actions if isinstance(action, AddServer)]
         assert added == [awaits_check and features.init_state]
 
@@ -194,27 +194,29 @@ def test_who_joins_waits_for_his_first_check_where_somebody_stays(before, after,
 def test_what_a_server_can_do_itself_is_not_done_for_it():
     lines = (*COOKIE, "dynamic-cookie-key k")
     many = [f"server s{n} 192.0.2.9:{n}" for n in range(1, 2000)]
-    verdict = compare(configuration(*lines), configuration(*lines, *many), features=Features(cookies=True))
+    verdict = compare_configurations(
+        configuration(*lines), configuration(*lines, *many), features=Features(cookies=True)
+    )
     assert isinstance(verdict, Runtime)
     assert {type(action) for action in verdict.actions} == {AddServer}
     assert not any(action.awaits_cookie for action in verdict.actions)
     own = configuration("cookie C", ONE), configuration("cookie C", ONE, TWO + " cookie b")
-    assert isinstance(compare(*own), Reload)
-    assert isinstance(compare(*own, features=Features(cookies=True)), Runtime)
+    assert isinstance(compare_configurations(*own), Reload)
+    assert isinstance(compare_configurations(*own, features=Features(cookies=True)), Runtime)
 
 
 def test_who_serves_while_a_member_is_replaced():
     off, none, spare, new = (f"server {name} 192.0.2.7:80" for name in ("off", "none", "spare", "new"))
     old = configuration(ONE, TWO, off + " disabled", none + " weight 0", spare + " backup")
     wanted = configuration(ONE + " fall 2", TWO, off + " disabled", none + " weight 0", spare + " backup", new)
-    (action,) = (action for action in compare(old, wanted).actions if isinstance(action, ReplaceServer))
+    (action,) = (action for action in compare_configurations(old, wanted).actions if isinstance(action, ReplaceServer))
     assert (action.server.name, action.others, action.idle) == ("a", {"b"}, False)
 
 
 def test_a_member_is_changed_by_one_command_for_each_of_its_values():
     old = configuration(ONE + " addr 192.0.2.8 port 1 maxconn 5", TWO)
     new = configuration("server a [2001:db8::9]:81 check inter 5s port 2 addr 192.0.2.9 weight 4", TWO)
-    verdict = compare(old, new)
+    verdict = compare_configurations(old, new)
     assert verdict.actions == (
         SetAddress("p:l", "a", "2001:db8::9", 81),
         SetCheck("p:l", "a", "192.0.2.9", 2),
@@ -229,37 +231,43 @@ def test_a_member_is_changed_by_one_command_for_each_of_its_values():
 )
 def test_the_limit_of_a_listener(old, new, maxconn):
     texts = [configuration(frontend=f"bind 198.51.100.5:80\n    {line}") for line in (old, new)]
-    verdict = compare(*texts, features=Features(limits=True))
+    verdict = compare_configurations(*texts, features=Features(limits=True))
     assert verdict.actions == (SetFrontendMaxconn("l", maxconn),)
-    assert compare(*texts) == Reload(verdict.reason)
+    assert compare_configurations(*texts) == Reload(verdict.reason)
     assert verdict.reason
 
 
 @pytest.mark.parametrize("odd", ["maxconn 5k", "maxconn 1\n    maxconn 2", "maxconn"])
 def test_a_limit_that_is_none_is_not_set(odd):
     old, new = (configuration(frontend=f"bind 198.51.100.5:80\n    {line}") for line in ("maxconn 1", odd))
-    assert isinstance(compare(old, new, features=Features(limits=True)), Reload)
+    assert isinstance(compare_configurations(old, new, features=Features(limits=True)), Reload)
 
 
 def test_files_come_before_servers_and_go_after_them():
     files = TlsChanges((LoadFile("ca-file", "a"),), (UnloadFile("ca-file", "b"),), ("because",))
-    verdict = compare(configuration(ONE), configuration(TWO), files=files)
+    verdict = compare_configurations(configuration(ONE), configuration(TWO), files=files)
     assert [type(action) for action in verdict.actions] == [LoadFile, AddServer, RemoveServer, UnloadFile]
     assert verdict.reason.startswith("because; ")
-    assert compare(configuration(ONE), configuration(ONE), files=TlsChanges(reasons=("x",))) == Runtime((), "x")
+    assert compare_configurations(configuration(ONE), configuration(ONE), files=TlsChanges(reasons=("x",))) == Runtime(
+        (), "x"
+    )
     stuck = TlsChanges((), (), ("because",), ("cannot",))
-    assert compare(configuration(ONE), configuration(TWO), files=stuck) == Reload("cannot")
-    assert compare(configuration(ONE), configuration(ONE), ["elsewhere"], stuck) == Reload("elsewhere; because")
+    assert compare_configurations(configuration(ONE), configuration(TWO), files=stuck) == Reload("cannot")
+    assert compare_configurations(configuration(ONE), configuration(ONE), ["elsewhere"], stuck) == Reload(
+        "elsewhere; because"
+    )
 
 
 def test_quotes_that_change_nothing_are_no_hindrance():
-    verdict = compare(configuration(ONE), configuration(ONE, TWO + " sni 'str(x)' check-sni \"x\""))
+    verdict = compare_configurations(configuration(ONE), configuration(ONE, TWO + " sni 'str(x)' check-sni \"x\""))
     assert isinstance(verdict, Runtime)
     assert verdict.actions[0].server.keywords[2:] == ("sni", "str(x)", "check-sni", "x")
 
 
 def test_reasons_stay_short():
-    verdict = compare(configuration(), configuration(*(f"server s{n} 192.0.2.1:{n}" for n in range(1, 60))))
+    verdict = compare_configurations(
+        configuration(), configuration(*(f"server s{n} 192.0.2.1:{n}" for n in range(1, 60)))
+    )
     assert isinstance(verdict, Runtime)
     assert verdict.reason.endswith("and 56 more")
 

@@ -55,7 +55,7 @@ def test_it_is_as_wanted(server, said):
         ("server a 192.0.2.1:80", {"admin": 8}, "gets no new requests"),
         ("server a 192.0.2.1:80 check addr 192.0.2.9", {"at": "192.0.2.8"}, "is monitored at 192.0.2.8"),
         ("server a 192.0.2.1:80 check port 8", {"checked": 9}, "is monitored on port 9"),
-        ("server a 192.0.2.1:80", {"limit": 8}, "listener l takes 8 connections, not 7"),
+        ("server a 192.0.2.1:80", {"limit": 8}, "listener l accepts 8 connections, not 7"),
     ],
 )
 def test_it_is_not(server, said, words):

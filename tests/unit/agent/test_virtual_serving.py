@@ -73,21 +73,21 @@ def test_what_failed_is_put_back_and_what_cannot_be_is_asked_for_again():
     checker.broken = True
     with pytest.raises(VirtualServersError):
         one.apply(TWO)
-    one.rollback(ONE, TWO)
+    one.roll_back(ONE, TWO)
     checker.broken = False
     checker.told()
     one.apply(ONE)
     assert checker.told() == [("differs", 1, False), ("serve", [1], False)]
     one.apply(TWO)
-    one.rollback(ONE, TWO)
+    one.roll_back(ONE, TWO)
     assert checker.told() == [("serve", [2], False), ("serve", [1], False)]
     # Nothing was begun, or there is nothing to go back to.
-    one.rollback(ONE, TWO)
+    one.roll_back(ONE, TWO)
     assert checker.told() == []
     other, fresh = serving()
-    fresh.rollback(NONE, replace(NONE, load_balancer_id=uuid.UUID(int=9)))
+    fresh.roll_back(NONE, replace(NONE, load_balancer_id=uuid.UUID(int=9)))
     assert other.told() == []
-    fresh.rollback(None, ONE)
+    fresh.roll_back(None, ONE)
     assert ("serve", [], False) in other.told()
 
 
@@ -97,14 +97,14 @@ def test_a_listener_that_was_refused_leaves_nobody_behind():
     one.apply(NONE)
     checker.told()
     one.validate(ONE)
-    one.rollback(NONE, ONE)
+    one.roll_back(NONE, ONE)
     assert checker.told() == [("check", 1), ("serve", [], False)]
-    one.rollback(NONE, replace(NONE, generation=7))
+    one.roll_back(NONE, replace(NONE, generation=7))
     assert checker.told() == []
     one.apply(ONE)
     checker.told()
     one.validate(TWO)
-    one.rollback(ONE, TWO)
+    one.roll_back(ONE, TWO)
     assert checker.told() == [("check", 1)]
 
 
