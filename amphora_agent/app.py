@@ -117,7 +117,7 @@ def _serve_confirmed(applier: Applier, responder: ResponderDaemon) -> bool:
 
 
 def _answer_errors(app: Flask) -> None:
-    """Answer every error as docs/agent-api.md says."""
+    """Answer every error as docs/reference/agent-api.md says."""
 
     @app.errorhandler(AgentError)
     def ours(error: AgentError) -> ResponseReturnValue:
@@ -126,7 +126,7 @@ def _answer_errors(app: Flask) -> None:
 
     @app.errorhandler(HTTPException)
     def protocol(error: HTTPException) -> ResponseReturnValue:
-        said = AgentError("serve the request", error.description or error.name, "See docs/agent-api.md.")
+        said = AgentError("serve the request", error.description or error.name, "See docs/reference/agent-api.md.")
         return jsonify(said.document()), error.code or 500
 
     @app.errorhandler(Exception)

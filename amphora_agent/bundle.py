@@ -244,7 +244,7 @@ def parse(body: bytes) -> Bundle:
         return _bundle(json.loads(body, object_pairs_hook=_reject_duplicate_keys), _file)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise MalformedBundle(
-            "read the bundle", str(error).strip("'\""), "See docs/agent-api.md for the format."
+            "read the bundle", str(error).strip("'\""), "See docs/reference/agent-api.md for the format."
         ) from error
 
 

@@ -37,8 +37,8 @@ class Target:
 class Settings:
     """Everything the compute backend decided at boot.
 
-    ``heartbeat_format`` is "native" or "octavia" (docs/amphora-api-v1.md); in the latter the key is any text. ``pair``
-    tells that Octavia means this amphora to be one of two. ``audit_interval`` is the time between two looks at what was
+    ``heartbeat_format`` is "native" or "octavia" (docs/reference/amphora-api-v1.md); in the latter the key is any text.
+    ``pair`` tells that Octavia means this amphora to be one of two. ``audit_interval`` is the time between two looks at what was
     changed by hand, in seconds.
     """
 
@@ -86,7 +86,7 @@ def load(paths: Paths) -> Settings:
         )
     except (OSError, configparser.Error, ValueError) as error:
         raise SettingsError(
-            f"read {file}", str(error), "The compute backend writes it at boot; see docs/agent-api.md."
+            f"read {file}", str(error), "The compute backend writes it at boot; see docs/reference/agent-api.md."
         ) from error
 
 

@@ -88,7 +88,7 @@ class BundleRefused(AgentError):
 
 
 class RequestRefused(AgentError):
-    """A request of Octavia's amphora API cannot be served as it is (docs/amphora-api-v1.md).
+    """A request of Octavia's amphora API cannot be served as it is (docs/reference/amphora-api-v1.md).
 
     Args:
         message: what Octavia's API says in this case.

@@ -48,7 +48,7 @@ def _seconds(name: str, default: float | None) -> float:
     try:
         document = json.loads(request.get_data() or b"{}")
     except ValueError as error:
-        raise MalformedBundle(wanted, str(error), "See docs/agent-api.md for its shape.") from error
+        raise MalformedBundle(wanted, str(error), "See docs/reference/agent-api.md for its shape.") from error
     value = document.get(name, default) if isinstance(document, dict) and document.keys() <= {name} else None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LONGEST_SECONDS:
         raise MalformedBundle(wanted, f"it has to be 0 to {LONGEST_SECONDS} seconds, and the only key")

@@ -148,7 +148,7 @@ class Applier:
             The result for this generation, or for a newer one.
 
         Raises:
-            AgentError: as in docs/agent-api.md; the last good configuration is served.
+            AgentError: as in docs/reference/agent-api.md; the last good configuration is served.
         """
         generation_check.refuse_foreign(bundle, self._settings.amphora_id, self._last)
         result = self._queue.run_in_turn(

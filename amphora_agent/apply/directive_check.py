@@ -53,7 +53,7 @@ def _refusal(configuration: Configuration) -> ConfigurationRefused:
             return ConfigurationRefused(
                 _ACTION,
                 f"line {number}: {line.refusal}",
-                "The amphora's image may be older than the controller: docs/agent-api.md lists what an agent accepts.",
+                "The image may be older than the controller: docs/reference/agent-api.md lists the accepted directives.",
                 object_id=configuration.object_at(number),
             )
     raise AssertionError("a section is refused, and none of its lines")

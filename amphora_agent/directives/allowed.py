@@ -3,8 +3,8 @@
 
 Invariant: pure. With an accepted line, HAProxy opens no file except those of the bundle and of this machine, runs no
 program, and opens no socket except listeners, members and their checks. A line without a matching entry is refused.
-The entries are those of this project's template (`amphora_driver/render`) and of Octavia's (`docs/amphora-api-v1.md`);
-a directive that is new in one of them needs an entry here first.
+The entries are those of this project's template (`amphora_driver/render`) and of Octavia's
+(`docs/reference/amphora-api-v1.md`); a directive that is new in one of them needs an entry here first.
 Source: HAProxy manual, sections 4, 5 and 7.
 """
 

@@ -23,7 +23,7 @@ _MAX_SENTENCES, _MAX_SENTENCE_LENGTH = 5, 160
 class Difference:
     """One difference from the confirmed bundle.
 
-    ``kind`` is one of the words in docs/heartbeat.md; ``sentence`` is for operators and holds no secret.
+    ``kind`` is one of the words in docs/reference/heartbeat.md; ``sentence`` is for operators and holds no secret.
     """
 
     kind: str

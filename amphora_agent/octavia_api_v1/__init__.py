@@ -1,2 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Octavia's documented amphora API 1.0: what its worker uploads, as parts of a bundle (docs/amphora-api-v1.md)."""
+"""Octavia's amphora API 1.0: uploads of its worker as parts of a bundle.
+
+See docs/reference/amphora-api-v1.md.
+"""

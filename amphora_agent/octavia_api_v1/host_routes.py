@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Octavia's documented amphora API 1.0: what it asks of the machine and its agent (docs/amphora-api-v1.md).
+"""Octavia's documented amphora API 1.0: what it asks of the machine and its agent (docs/reference/amphora-api-v1.md).
 
 Invariant: what is only read changes nothing and is answered whoever drives the amphora.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Octavia's documented amphora API 1.0: what changes the amphora (docs/amphora-api-v1.md).
+"""Octavia's documented amphora API 1.0: what changes the amphora (docs/reference/amphora-api-v1.md).
 
 Invariant: thin. A route reads its request, calls one method, and answers in the API's own shape; errors, too.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The encoding of heartbeat datagrams (docs/heartbeat.md).
+"""The encoding of heartbeat datagrams (docs/reference/heartbeat.md).
 
 Invariant: each datagram is complete, authenticated, and at most `LARGEST` bytes long.
 """

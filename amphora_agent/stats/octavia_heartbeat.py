@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heartbeats in the format of Octavia's own health manager (docs/amphora-api-v1.md).
+"""Heartbeats in the format of Octavia's own health manager (docs/reference/amphora-api-v1.md).
 
 Invariant: no traffic is reported twice. The reported counters are on disk before the datagram is sent: a lost datagram
 is not repeated, also after a restart of the agent.

@@ -17,7 +17,7 @@ from typing import Any
 
 from amphora_driver.cli.terminal_escape import plain
 
-# The agent hides the same words (docs/agent-api.md, `GET /v2/diagnostics`).
+# The agent hides the same words (docs/reference/agent-api.md, `GET /v2/diagnostics`).
 _SECRET_WORDS = re.compile(r"\b(dynamic-cookie-key|password|insecure-password)([ \t]+)\S+")
 # What stands in HAProxy's file before the load balancer's part.
 _END_OF_HEAD = "# From here on: the load balancer's part.\n"

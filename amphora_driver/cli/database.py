@@ -52,7 +52,8 @@ class UpgradeDatabase(ShowOne):
             _nobody_works(migrate.active_processes(self.app.conf.store.connection))
         done = migrate.upgrade(self.app.conf.store.connection)
         if done.before and done.before < _BOUND_SINCE:
-            self.app.stderr.write("Run before the services start: amphoractl secrets reseal --bind (docs/secrets.md)\n")
+            command = "amphoractl secrets reseal --bind (docs/explanation/secrets.md)"
+            self.app.stderr.write(f"Run before the services start: {command}\n")
         return ("Before", "After"), (done.before, done.after)
 
 

@@ -232,7 +232,7 @@ def of_witnesses(witnesses: Sequence[str], machines: Sequence[Any]) -> Check:
     words = (
         "none is configured: where no amphora at all is heard, dead ones are replaced late, or taken for dead wrongly"
     )
-    return warning("Witnesses", f"{words}. Set [failover] witnesses (docs/failover.md).")
+    return warning("Witnesses", f"{words}. Set [failover] witnesses (docs/explanation/failure-detection.md).")
 
 
 def of_silence(machines: Sequence[Any], now: float, patience: float) -> Check:
@@ -337,7 +337,9 @@ def of_authorities(ends: Mapping[str, float], now: float) -> Check:
     soon = [f"{name} in {lasting(end - now)}" for name, end in ends.items() if now < end <= now + _MONTH]
     if over:
         words = f"expired: {', '.join(over)}"
-        return failure("Authorities", f"{words}. Run: amphoractl authority rotate; docs/certificates.md has the rest.")
+        return failure(
+            "Authorities", f"{words}. Run: amphoractl authority rotate; see docs/how-to/rotate-certificates.md."
+        )
     if soon:
         return warning("Authorities", f"expires soon: {', '.join(soon)}. Run: amphoractl authority rotate.")
     first = min(ends, key=lambda name: ends[name], default=None)
@@ -351,7 +353,7 @@ def of_resyncs(rows: Sequence[Any], now: float, patience: float) -> Check:
     late = [row for row in rows if row.ended_at is None and now - row.asked_at > patience]
     if apart:
         words = ", ".join(f"{row.load_balancer_id} ({row.outcome})" for row in apart[:_NAMED])
-        remedy = "docs/operations.md, database restored from a backup, says what to do."
+        remedy = "docs/how-to/operate.md, database restored from a backup, says what to do."
         return warning(
             "Octavia's records", f"{len(apart)} load balancers are known to one side only: {words}. {remedy}"
         )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from amphora_driver.health.amphora_reports import Seen
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 30.0, 1800.0
-# Words of docs/heartbeat.md after which its ports have to be attached again.
+# Words of docs/reference/heartbeat.md after which its ports have to be attached again.
 _UNPLUGGED = "interface"
 _MOST_WORDS = 8
 # Seconds between two notes about one amphora: each is an UPDATE and a line of the log.

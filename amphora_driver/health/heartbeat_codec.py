@@ -3,7 +3,7 @@
 
 Invariant: nothing of a datagram is believed, unpacked or parsed before its signature was checked with the key of the
 amphora it names. What is unpacked is bounded, as a whole and in each part: an attacker may control the amphora.
-Source: docs/heartbeat.md.
+Source: docs/reference/heartbeat.md.
 """
 
 from __future__ import annotations

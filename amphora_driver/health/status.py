@@ -66,7 +66,7 @@ class Drifted(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """A heartbeat's document (docs/heartbeat.md); what it does not name it says nothing about.
+    """A heartbeat's document (docs/reference/heartbeat.md); what it does not name it says nothing about.
 
     Attributes:
         generation: the configuration the amphora serves; None before its first.

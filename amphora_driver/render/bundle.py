@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The document an amphora is given (docs/agent-api.md).
+"""The document an amphora is given (docs/reference/agent-api.md).
 
 Invariant: pure. The same load balancer, generation and ports make the same bytes, so that an agent can tell "the same
 again" from "something else" by looking.

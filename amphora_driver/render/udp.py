@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""UDP and SCTP listeners as the virtual servers of a bundle (docs/agent-api.md).
+"""UDP and SCTP listeners as the virtual servers of a bundle (docs/reference/agent-api.md).
 
 Invariant: pure, like rendering, and with the same rules: an object that cannot be served is named in `Made.refused` and
 left out, everything else is served, and what is left out never lets in more than was wanted. The same load balancer

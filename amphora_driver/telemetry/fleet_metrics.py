@@ -3,7 +3,7 @@
 
 Invariant: facts of the fleet (names that begin with `amphora_fleet_`) are of one look at the rows, the same whichever
 process gives them; everything else is of the process that says it. The two can be asked for apart, so that nothing is
-counted twice. Every name is explained in docs/metrics.md.
+counted twice. Every name is explained in docs/reference/metrics.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """The work that the checks of one request may cost.
 
 Invariant: work is counted in steps of PCRE2 and in octets, not in seconds, so that a request has the same answer on
-every machine. All that one request may use takes less than a tenth of a second of a processor (docs/l7.md).
+every machine. All that one request may use takes less than a tenth of a second of a processor (docs/reference/l7.md).
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def check(text: str) -> None:
         if expression is not None and not _EXPRESSION.fullmatch(expression):
             raise _refusal(
                 f"amphorae do not accept the sample expression {expression!r}",
-                "See docs/agent-api.md: none reads a file or the environment.",
+                "See docs/reference/agent-api.md: none reads a file or the environment.",
             )
         at = piece.end()
 

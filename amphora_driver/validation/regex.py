@@ -33,7 +33,7 @@ LIBRARY = "libpcre2-8.so.0"
 STEPS = 10_000
 """Steps of one search from one place of the text.
 
-Measured with HAProxy 2.6 and PCRE2 10.42 (JIT), paths of 8 and 14 KB: docs/l7.md."""
+Measured with HAProxy 2.6 and PCRE2 10.42 (JIT), paths of 8 and 14 KB: docs/reference/l7.md."""
 
 LONGEST = 8_192
 """Longer texts have no answer where doubt matters, unless the pattern matches at their beginning only: the effort for

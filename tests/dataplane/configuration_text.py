@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration texts as a controller writes them.
 
-Invariant: names are those of docs/agent-api.md: listeners, pools and members by their ids.
+Invariant: names are those of docs/reference/agent-api.md: listeners, pools and members by their ids.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fail-overs through Octavia's real API, under load: planned and not, with and without a spare, and what goes wrong.
 
-AMPHORA_FAILOVER_TABLE names a file to which what was measured is appended, as rows of the table in docs/failover.md.
+AMPHORA_FAILOVER_TABLE names a file to which what was measured is appended, as rows of the table in
+docs/explanation/failure-detection.md.
 """
 
 import json
@@ -171,7 +172,7 @@ def lab(whole):
 
 
 def noted(cause, topology, spare, killed_at, row, clients):
-    """One row of the table in docs/failover.md."""
+    """One row of the table in docs/explanation/failure-detection.md."""
     detected = f"{row.begun_at - killed_at:.1f} s" if killed_at else "-"
     since = killed_at or row.begun_at
     cells = (cause, topology, spare, detected, f"{row.served_at - since:.1f} s", f"{clients.gap:.2f} s")

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A network backend that needs time: the call returns without an address, and everything else goes on (docs/vips.md).
+"""A network backend that needs time: the call returns without an address, and everything else continues.
+
+See docs/reference/vips.md.
 
 What Octavia does with such a load balancer is here too: it is the reason for what is said there about its interface.
 """

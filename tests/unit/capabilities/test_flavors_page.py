@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/flavors.md says of every key what schema and configuration say: its tables are compared row by row."""
+"""docs/reference/flavors.md says of every key what schema and configuration say: its tables are compared row by row."""
 
 import json
 import re

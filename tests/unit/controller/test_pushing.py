@@ -157,7 +157,7 @@ def older(document):
     if "virtual_servers" not in document:
         return None
     happened = "the agent could not read the bundle: the bundle has unknown keys: virtual_servers"
-    return AgentRefused("serve it", happened, "See docs/agent-api.md for its shape.", status=400)
+    return AgentRefused("serve it", happened, "See docs/reference/agent-api.md for its shape.", status=400)
 
 
 def away(_document):

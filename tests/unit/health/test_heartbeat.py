@@ -47,7 +47,7 @@ def header(*, amphora_id=AMPHORA, epoch=5, sequence=7):
 
 
 def sealed(document, **about):
-    """As docs/heartbeat.md says, written here a second time: the agent's codec is another package's."""
+    """As docs/reference/heartbeat.md says, written here a second time: the agent's codec is another package's."""
     content = document if isinstance(document, bytes) else json.dumps(document).encode()
     return signed(header(**about) + zlib.compress(content))
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One amphora with a valid key sends 2,000 hostile datagrams in a second beside 500 honest amphorae.
 
-The health manager is a process of its own, with a real database. Its limit of memory is in docs/heartbeat.md.
+The health manager is a process of its own, with a real database. Its limit of memory is in docs/reference/heartbeat.md.
 """
 
 import hashlib
