@@ -53,7 +53,7 @@ def _refusal(configuration: Configuration) -> ConfigurationRefused:
             return ConfigurationRefused(
                 _ACTION,
                 f"line {number}: {line.refusal}",
-                "The image may be older than the controller: docs/reference/agent-api.md lists the accepted directives.",
+                "The image may be older than the controller. See docs/reference/agent-api.md for the directives.",
                 object_id=configuration.object_at(number),
             )
     raise AssertionError("a section is refused, and none of its lines")
