@@ -38,8 +38,8 @@ class Settings:
     """Everything the compute backend decided at boot.
 
     ``heartbeat_format`` is "native" or "octavia" (docs/reference/amphora-api-v1.md); in the latter the key is any text.
-    ``pair`` tells that this amphora is one of two in Octavia's topology. ``audit_interval`` is the time between two drift
-    checks in seconds.
+    ``pair`` tells that this amphora is one of two in Octavia's topology. ``audit_interval`` is the time between two
+    drift checks in seconds.
     """
 
     amphora_id: uuid.UUID
