@@ -11,10 +11,13 @@ import ipaddress
 from collections.abc import Collection
 
 import msgspec
+from netaddr import EUI, IPRange, IPSet, mac_unix_expanded
 
 from amphora_driver.errors import Conflict, NetworkError, UnsupportedOption
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+# The prefix of locally assigned MAC addresses in OpenStack: fa:16:3e.
+_OUI = 0xFA163E << 24
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,17 +97,13 @@ def find_free_address(subnet: AddressRange, taken: Collection[str], wanted: str)
     Raises:
         NetworkError: no address is free.
     """
-    occupied = {int(ipaddress.ip_address(address)) for address in taken}
-    if subnet.gateway is not None:
-        occupied.add(int(ipaddress.ip_address(subnet.gateway)))
-    first, last = ipaddress.ip_address(subnet.first), ipaddress.ip_address(subnet.last)
-    # One candidate more than occupied addresses always includes a free one, whatever the size of the pool.
-    for number in range(int(first), min(int(last), int(first) + len(occupied)) + 1):
-        if number not in occupied:
-            return str(type(first)(number))
+    pool = IPSet(IPRange(subnet.first, subnet.last))
+    free = pool - IPSet([*taken, *([] if subnet.gateway is None else [subnet.gateway])])
+    for lowest in free.iter_ipranges():
+        return str(lowest[0])
     raise NetworkError(
         wanted,
-        f"every address of {subnet} from {first} to {last} is in use",
+        f"every address of {subnet} from {subnet.first} to {subnet.last} is in use",
         "Delete unused load balancers or ports, or use another subnet.",
         final=True,
     )
@@ -117,4 +116,4 @@ def derive_mac(network_id: str, address: str, attempt: int = 0) -> str:
     valid. `attempt` selects another MAC address in the rare case that the first one is in use.
     """
     digest = hashlib.sha256(f"{network_id} {address} {attempt}".encode()).digest()
-    return "fa:16:3e:" + ":".join(f"{byte:02x}" for byte in digest[:3])
+    return str(EUI(_OUI + int.from_bytes(digest[:3], "big"), dialect=mac_unix_expanded))
