@@ -79,6 +79,7 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
 
     parts = Components.create(paths, haproxy, keepalived, inner, virtual)
     applier = Applier(settings, parts, on_applied=after, set_ping_targets=responder.set_targets)
+    drift_checker = DriftChecker(applier, parts)
     handover = VipHandover(paths, inner, vrrp_state, lambda: applier.vrrp_instance)
     app = Flask("amphora_agent")
     app.config["MAX_CONTENT_LENGTH"] = LARGEST_BODY
@@ -107,7 +108,7 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
     vrrp_state.start()
     handover.start()
     sender.start()
-    DriftRepair(DriftChecker(applier, parts), drift, settings.audit_interval, sender.send_now).start()
+    DriftRepair(drift_checker, drift, settings.audit_interval, sender.send_now).start()
     return app
 
 
