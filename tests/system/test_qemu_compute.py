@@ -244,7 +244,7 @@ def test_half_an_interface_becomes_a_whole_one(lab, booted):
     """The controller died between joining qemu to the tap and giving the machine its interface."""
     port = lab.network.ensure_port(booted.amphora_id, "net", ["net4"])
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("amphora_driver.compute.qemu.interface", lambda _: {"driver": "nothing-like-it"})
+        patched.setattr("amphora_driver.compute.qemu.interface_options", lambda _: {"driver": "nothing-like-it"})
         with pytest.raises(ComputeError, match="nothing-like-it"):
             lab.compute.attach(booted.amphora_id, port)
     lab.compute.attach(booted.amphora_id, port)

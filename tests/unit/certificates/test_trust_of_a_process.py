@@ -27,7 +27,7 @@ class House:
     """A configuration with files, a database, and a process that reads both at every question."""
 
     def __init__(self, folder, monkeypatch):
-        monkeypatch.setattr(trusting, "_FRESH", 0.0)
+        monkeypatch.setattr(trusting, "_MAX_AGE", 0.0)
         self.folder = folder
         for name in ("amphora", "controller"):
             certificate, key = create_authority(f"{name} of the files")
