@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is in an image: packages of the distribution and of Python, as the tree itself says.
+"""The packages in an image: Debian packages and Python distributions, read from the file system tree.
 
-Invariant: read from the finished tree, never from what was asked for. A tree does not have the files it was installed
-from: their digests are those of apt's index, which an element noted, and of the wheels that the build gave to the tree.
+Invariant: the data come from the finished tree, never from the requested packages. The tree does not contain the
+package files. Their digests come from apt's index, which an element has saved, and from the wheels of the build.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Package:
 
     Attributes:
         kind: "deb" or "pypi", as in package URLs.
-        source: the name and version of what a deb was built from; the same as its own where nothing is said.
-        sha256: of the file it was installed from, in hexadecimal; empty where that is not known.
+        source: name and version of the source package of a deb; its own name and version if there is no field.
+        sha256: the digest of the package file in hexadecimal; empty if unknown.
     """
 
     kind: str
@@ -39,7 +39,7 @@ class Package:
 
 
 def digest(file: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """The SHA-256 digest of a file in hexadecimal."""
     found = hashlib.sha256()
     with file.open("rb") as data:
         while block := data.read(2**20):
@@ -48,11 +48,11 @@ def digest(file: Path) -> str:
 
 
 def debs(status: str, digests: str = "") -> tuple[Package, ...]:
-    """The installed packages.
+    """The installed Debian packages.
 
     Args:
-        status: dpkg's status file (deb822).
-        digests: what the element noted of them.
+        status: the content of dpkg's status file (deb822).
+        digests: the lines that the element has saved.
     """
     known = {tuple(line.split()[:3]): line.split()[3] for line in digests.splitlines()}
     found = []
@@ -70,13 +70,13 @@ def debs(status: str, digests: str = "") -> tuple[Package, ...]:
 
 
 def wheels(folder: Path) -> dict[tuple[str, str], str]:
-    """SHA-256 of the wheels of a folder, by canonical name and version."""
+    """The SHA-256 digests of the wheels in a directory, by canonical name and version."""
     split = ((wheel, *wheel.name.split("-")[:2]) for wheel in folder.glob("*.whl"))
     return {(canonical(name), version): digest(wheel) for wheel, name, version in split}
 
 
 def canonical(name: str) -> str:
-    """The name of a Python distribution as indexes write it."""
+    """The normalized name of a Python distribution."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -92,11 +92,11 @@ def distributions(place: Path, digests: Mapping[tuple[str, str], str]) -> tuple[
 
 
 def packages(tree: Path, given: Path | None = None) -> tuple[Package, ...]:
-    """Everything in a tree that came as a package.
+    """All packages in a tree.
 
     Args:
         tree: the root of the file system.
-        given: the folder of the wheels it was installed from; without it digests of Python are not known.
+        given: the directory of the wheels of the build; None leaves the digests of Python distributions empty.
     """
     status = (tree / "var/lib/dpkg/status").read_text(encoding="utf-8")
     noted = tree / _DEB_DIGESTS
@@ -105,7 +105,7 @@ def packages(tree: Path, given: Path | None = None) -> tuple[Package, ...]:
 
 
 def version_of(tree: Path) -> str:
-    """The distribution's version (os-release(5), `VERSION_ID`)."""
+    """The version of Debian (os-release(5), `VERSION_ID`)."""
     text = (tree / "usr/lib/os-release").read_text(encoding="utf-8")
     found = re.search(r'^VERSION_ID="?([0-9.]+)"?$', text, re.MULTILINE)
     return found[1] if found else ""

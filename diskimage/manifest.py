@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an image is, beside it: its manifest.
+"""The manifest of an image, a JSON file beside it.
 
-Invariant: a manifest is enough to ask for the same packages again (`pins`, `requirements`), and to tell whether one got
-them (`differences`).
+Invariant: a manifest is sufficient to request the same packages again (`pins`, `requirements`) and to verify the result
+(`differences`).
 
     python3 -m diskimage.manifest write TREE WHEELS OUTPUT.manifest NAME RELEASE ARCH COMMIT BUILT ELEMENTS FILE...
     python3 -m diskimage.manifest pins MANIFEST | requirements MANIFEST | summary MANIFEST | compare MANIFEST TREE
@@ -22,7 +22,7 @@ FORMAT = 2
 _AGENT = "octavia-amphora-driver"
 
 
-def document(
+def build_manifest(
     tree: Path,
     wheels: Path,
     *,
@@ -34,14 +34,18 @@ def document(
     elements: Sequence[str],
     files: Sequence[Path],
 ) -> dict[str, Any]:
-    """The manifest.
+    """The content of a manifest.
 
     Args:
-        tree: what is in the image.
-        wheels: the folder of what its Python was installed from.
-        commit: of these sources, with "-dirty" where they were changed since.
-        built: when, RFC 3339.
-        files: the images that were made of the tree.
+        tree: the root of the image's file system.
+        wheels: the directory of the wheels of the build.
+        name: the name of the image.
+        release: the Debian release.
+        architecture: the Debian architecture.
+        commit: the commit of the sources, with "-dirty" after local changes.
+        built: the time of the build, RFC 3339.
+        elements: the elements of diskimage-builder.
+        files: the image files.
     """
     found = packages(tree, wheels)
     versions = {one.name: one.version for one in found}
@@ -56,7 +60,7 @@ def document(
         "haproxy": versions.get("haproxy"),
         "keepalived": versions.get("keepalived"),
         "kernel": sorted(path.name for path in (tree / "lib/modules").glob("*")),
-        "tree_bytes": size(tree),
+        "tree_bytes": tree_size(tree),
         "files": {file.name: {"bytes": file.stat().st_size, "sha256": digest(file)} for file in files},
         "packages": [
             {"name": one.name, "version": one.version, "architecture": one.architecture, "sha256": one.sha256}
@@ -69,8 +73,8 @@ def document(
     }
 
 
-def size(tree: Path) -> int:
-    """How many bytes its files have, each counted once however many names it has."""
+def tree_size(tree: Path) -> int:
+    """The size of all files in a tree in bytes; a file with several hard links counts once."""
     seen = {}
     for path in tree.rglob("*"):
         found = path.lstat()
@@ -79,11 +83,11 @@ def size(tree: Path) -> int:
     return sum(seen.values())
 
 
-def read(file: Path) -> dict[str, Any]:
-    """A manifest that was written before.
+def read_manifest(file: Path) -> dict[str, Any]:
+    """Read a manifest.
 
     Raises:
-        ValueError: it is not one.
+        ValueError: the file is not a manifest of this format.
     """
     found = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(found, dict) or found.get("format") != FORMAT:
@@ -92,7 +96,7 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def pins(manifest: dict[str, Any]) -> str:
-    """apt_preferences(5) that allow these versions only."""
+    """apt_preferences(5) that pin the versions of a manifest."""
     blocks = [
         f"Package: {one['name']}\nPin: version {one['version']}\nPin-Priority: 1001\n" for one in manifest["packages"]
     ]
@@ -100,7 +104,7 @@ def pins(manifest: dict[str, Any]) -> str:
 
 
 def requirements(manifest: dict[str, Any]) -> str:
-    """The same for pip, with the digests of the files."""
+    """A requirements file for pip with the versions and digests of a manifest."""
     return "".join(
         f"{one['name']}=={one['version']} --hash=sha256:{one['sha256']}\n"
         for one in manifest["python"]
@@ -109,19 +113,19 @@ def requirements(manifest: dict[str, Any]) -> str:
 
 
 def differences(manifest: dict[str, Any], found: Sequence[Package]) -> list[str]:
-    """In what a tree is not as a manifest says, a line for each package; the agent itself may be another one."""
+    """The differences between a manifest and a tree, one line for each package except the agent."""
     wanted = {("deb", one["name"]): one["version"] for one in manifest["packages"]}
     wanted |= {("pypi", one["name"]): one["version"] for one in manifest["python"]}
     there = {(one.kind, one.name): one.version for one in found}
     return [
-        f"{name}: {wanted.get((kind, name), 'not')} was asked for, {there.get((kind, name), 'not')} is there"
+        f"{name}: requested {wanted.get((kind, name), 'none')}, installed {there.get((kind, name), 'none')}"
         for kind, name in sorted(wanted.keys() | there.keys())
         if name != _AGENT and wanted.get((kind, name)) != there.get((kind, name))
     ]
 
 
 def summary(manifest: dict[str, Any]) -> str:
-    """One line for a person."""
+    """A summary of a manifest in one line."""
     agent = manifest["agent"]
     return (
         f"{manifest['name']}: {len(manifest['packages'])} packages, {len(manifest['python'])} of Python, "
@@ -135,11 +139,11 @@ _TEXTS = {"pins": pins, "requirements": requirements, "summary": summary}
 
 
 def main(words: Sequence[str]) -> None:
-    """Console entry."""
+    """Entry point of the commands."""
     verb, *rest = words
     if verb == "write":
         tree, wheels, output, name, release, architecture, commit, built, elements, *files = rest
-        found = document(
+        found = build_manifest(
             Path(tree),
             Path(wheels),
             name=name,
@@ -152,8 +156,8 @@ def main(words: Sequence[str]) -> None:
         )
         Path(output).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     elif verb in _TEXTS:
-        sys.stdout.write(_TEXTS[verb](read(Path(rest[0]))))
-    elif lines := differences(read(Path(rest[0])), packages(Path(rest[1]))):
+        sys.stdout.write(_TEXTS[verb](read_manifest(Path(rest[0]))))
+    elif lines := differences(read_manifest(Path(rest[0])), packages(Path(rest[1]))):
         sys.exit("\n".join(lines))
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The image's bill of materials.
+"""The software bill of materials (SBOM) of an image.
 
-Invariant: every package in the tree is in it, with the package URL scanners look vulnerabilities up by. Nothing is said
-that is not known: licences of Debian's packages are in their copyright files in the image, not in a field.
-What scanners want to see is as Syft and Trivy write it themselves: the distribution as `debian-13` in the URL and as a
-package of its own, the source package as `upstream` in the URL and in `sourceInfo`.
+Invariant: the document has every package of the tree, with the package URL that vulnerability scanners use. Unknown
+facts have no value: the licences of Debian packages are in their copyright files in the image, not in a field.
+The format for scanners is that of Syft and Trivy: the distribution is `debian-13` in the URL and a separate package;
+the source package is `upstream` in the URL and in `sourceInfo`.
 Source: SPDX 2.3; the purl specification.
 
     python3 -m diskimage.sbom TREE WHEELS OUTPUT NAME BUILT [IMAGE...]
@@ -26,30 +26,30 @@ from diskimage.contents import Package, digest, packages, version_of
 _UNKNOWN = "NOASSERTION"
 
 
-def document(
+def build_sbom(
     found: Sequence[Package], *, name: str, debian: str, built: str, files: Sequence[tuple[str, str]] = ()
 ) -> dict[str, Any]:
-    """The document.
+    """The SPDX document.
 
     Args:
-        found: what is in the image.
-        name: the image's.
-        debian: Debian's version, as in `VERSION_ID`.
-        built: when, RFC 3339 in UTC.
-        files: names and SHA-256 of the images.
+        found: the packages of the image.
+        name: the name of the image.
+        debian: the version of Debian, as in `VERSION_ID`.
+        built: the time of the build, RFC 3339 in UTC.
+        files: names and SHA-256 digests of the image files.
     """
     system = {
-        **_unsaid("SPDXRef-Debian", "debian"),
+        **_unknown_fields("SPDXRef-Debian", "debian"),
         "versionInfo": debian,
         "primaryPackagePurpose": "OPERATING-SYSTEM",
     }
     listed = [system, *(_package(one, debian) for one in found)]
     image = {
-        **_unsaid("SPDXRef-Image", name),
+        **_unknown_fields("SPDXRef-Image", name),
         "primaryPackagePurpose": "OTHER",
         "comment": "; ".join(f"{file} sha256:{sha}" for file, sha in files),
     }
-    # The same content has the same name, whoever writes it down.
+    # The namespace depends on the content only.
     mark = hashlib.sha256(json.dumps([name, built, listed], sort_keys=True).encode()).hexdigest()
     contains = [
         {"spdxElementId": "SPDXRef-Image", "relationshipType": "CONTAINS", "relatedSpdxElement": one["SPDXID"]}
@@ -72,8 +72,8 @@ def document(
     }
 
 
-def _unsaid(identifier: str, name: str) -> dict[str, Any]:
-    """What every package says, and of which we know nothing."""
+def _unknown_fields(identifier: str, name: str) -> dict[str, Any]:
+    """The mandatory fields of a package with unknown values."""
     return {
         "SPDXID": identifier,
         "name": name,
@@ -85,7 +85,7 @@ def _unsaid(identifier: str, name: str) -> dict[str, Any]:
     }
 
 
-def url(one: Package, debian: str) -> str:
+def package_url(one: Package, debian: str) -> str:
     """The package URL."""
     version = quote(one.version, safe="")
     if one.kind != "deb":
@@ -101,11 +101,11 @@ def _package(one: Package, debian: str) -> dict[str, Any]:
     reference = {
         "referenceCategory": "PACKAGE-MANAGER",
         "referenceType": "purl",
-        "referenceLocator": url(one, debian),
+        "referenceLocator": package_url(one, debian),
     }
-    # Letters, numbers, points and hyphens only (SPDX 2.3, 7.2): "libstdc++6" and "libstdc--6" stay two.
+    # Letters, digits, dots and hyphens only (SPDX 2.3, 7.2); "libstdc++6" and "libstdc--6" must stay different.
     identifier = f"SPDXRef-{one.kind}-" + re.sub(r"[^A-Za-z0-9.-]", lambda sign: f".{ord(sign[0]):x}.", one.name)
-    entry = {**_unsaid(identifier, one.name), "versionInfo": one.version, "externalRefs": [reference]}
+    entry = {**_unknown_fields(identifier, one.name), "versionInfo": one.version, "externalRefs": [reference]}
     if one.licence:
         entry["licenseDeclared"] = one.licence
     if one.sha256:
@@ -116,11 +116,11 @@ def _package(one: Package, debian: str) -> dict[str, Any]:
 
 
 def main(words: Sequence[str]) -> None:
-    """Console entry."""
+    """Entry point of the command."""
     tree, wheels, output, name, built, *images = words
     files = [(Path(image).name, digest(Path(image))) for image in images]
     debian = version_of(Path(tree))
-    found = document(packages(Path(tree), Path(wheels)), name=name, debian=debian, built=built, files=files)
+    found = build_sbom(packages(Path(tree), Path(wheels)), name=name, debian=debian, built=built, files=files)
     Path(output).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of the machine an image was built on is left in it.
+"""Finds traces of the build machine in an image.
 
-Invariant: an image in which anything is found is not shipped. Files that came out of packages as they are (/usr, and
-dpkg's own scripts) are not searched for words: they are everybody's.
+Invariant: the build fails if an image has a trace. Unchanged files of packages (/usr and the scripts of dpkg) are not
+searched for words, because they do not depend on the build machine.
 
     python3 -m diskimage.traces TREE WORD...
 """
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-# What must not be there at all, as patterns from the root.
+# Patterns of files that must not exist, relative to the root.
 FORBIDDEN = (
     *("etc/apt/sources.list", "etc/apt/sources.list.d/*", "etc/apt/preferences.d/*", "etc/apt/auth.conf*"),
     *("etc/apt/apt.conf.d/*proxy*", "var/lib/apt/lists/*", "var/cache/apt/**/*.deb", "var/cache/apt/*.bin"),
@@ -44,24 +44,25 @@ _PRIVATE_KEY = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY-----\s+[A-Za-z0-9+/=]
 _LARGEST = 64 * 2**20
 
 
-def found(tree: Path, words: Sequence[str]) -> Iterator[str]:
-    """One sentence for each trace.
+def find_traces(tree: Path, words: Sequence[str]) -> Iterator[str]:
+    """Search a tree; yields one message for each trace.
 
     Args:
-        words: what would betray the machine: its name, the mirror's host, the folder it built in.
+        tree: the root of the file system.
+        words: the host name of the build machine, the host of the mirror, the build directory.
     """
     for pattern in FORBIDDEN:
         for path in sorted(tree.glob(pattern)):
             if not (path.is_dir() and not path.is_symlink() and not any(path.iterdir())):
-                yield f"/{path.relative_to(tree)} is there"
+                yield f"/{path.relative_to(tree)} must not exist"
     yield from _files_that_should_be_empty(tree)
     sought = [(word, word.encode()) for word in words if word]
     for path in _searched(tree):
         data = path.read_bytes()
         name = f"/{path.relative_to(tree)}"
-        yield from (f"{name} has {word!r} in it" for word, as_bytes in sought if as_bytes in data)
+        yield from (f"{name} contains {word!r}" for word, as_bytes in sought if as_bytes in data)
         if _PRIVATE_KEY.search(data):
-            yield f"{name} has a private key in it"
+            yield f"{name} contains a private key"
 
 
 def _files_that_should_be_empty(tree: Path) -> Iterator[str]:
@@ -89,6 +90,6 @@ def _searched(tree: Path) -> Iterator[Path]:
 
 
 if __name__ == "__main__":
-    lines = list(found(Path(sys.argv[1]), sys.argv[2:]))
+    lines = list(find_traces(Path(sys.argv[1]), sys.argv[2:]))
     if lines:
         sys.exit("\n".join(lines))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which packages of an image have a newer version: `diskimage/check-updates`.
+"""Finds packages of an image that have a newer version: `diskimage/check-updates`.
 
-Invariant: versions are compared by dpkg. A package that no index has is named, and never taken for one without updates.
+Invariant: dpkg compares the versions. A package that is in no index is reported; it does not count as up to date.
 
     python3 -m diskimage.updates names MANIFEST
-    python3 -m diskimage.updates compare MANIFEST AVAILABLE     what `apt-cache madison` printed
+    python3 -m diskimage.updates compare MANIFEST AVAILABLE     the output of `apt-cache madison`
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diskimage.manifest import read
+from diskimage.manifest import read_manifest
 
 Newer = Callable[[str, str], bool]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A version that an archive has, and the suite of the archive ("trixie-security")."""
+    """A version in an archive, and the suite of the archive ("trixie-security")."""
 
     version: str
     suite: str
@@ -33,8 +33,8 @@ class Update:
     """A package with a newer version.
 
     Attributes:
-        suite: of the newest version.
-        fixes: whether the security suite has a version that is newer than the image's.
+        suite: the suite of the newest version.
+        fixes: whether the security suite has a newer version than the image.
     """
 
     name: str
@@ -48,8 +48,8 @@ class Update:
         return f"{self.name}: {self.installed} in the image, {self.newest} in the archive ({kind})"
 
 
-def available(text: str) -> dict[str, tuple[Candidate, ...]]:
-    """What `apt-cache madison` prints, by package: lines of name, version, and address, suite, architecture."""
+def parse_madison(text: str) -> dict[str, tuple[Candidate, ...]]:
+    """Parse the output of `apt-cache madison`; returns the candidates by package."""
     found: dict[str, tuple[Candidate, ...]] = {}
     for line in text.splitlines():
         words = [word.strip() for word in line.split("|")]
@@ -59,14 +59,14 @@ def available(text: str) -> dict[str, tuple[Candidate, ...]]:
     return found
 
 
-def updates(
+def find_updates(
     installed: Mapping[str, str], candidates: Mapping[str, Sequence[Candidate]], newer: Newer
 ) -> tuple[Update, ...]:
-    """Packages with a newer version, by name.
+    """The packages with a newer version, sorted by name.
 
     Args:
-        installed: versions in the image.
-        candidates: what the archive has.
+        installed: the versions in the image.
+        candidates: the versions in the archive.
         newer: whether the first version is newer than the second.
     """
     found = []
@@ -82,30 +82,30 @@ def updates(
     return tuple(found)
 
 
-def by_dpkg(one: str, other: str) -> bool:
-    """Whether a version is newer than another one."""
+def is_newer(one: str, other: str) -> bool:
+    """Whether the first version is newer than the second one, according to dpkg."""
     return subprocess.run(["dpkg", "--compare-versions", one, "gt", other], check=False).returncode == 0
 
 
 def main(words: Sequence[str]) -> None:
-    """Console entry."""
+    """Entry point of the commands."""
     verb, manifest, *rest = words
     try:
-        installed = {one["name"]: one["version"] for one in read(Path(manifest))["packages"]}
+        installed = {one["name"]: one["version"] for one in read_manifest(Path(manifest))["packages"]}
     except (OSError, ValueError, LookupError, TypeError) as error:
-        sys.exit(f"The packages of {manifest} could not be read: {error}")
+        sys.exit(f"Could not read the packages of {manifest}: {error}")
     if not installed:
-        sys.exit(f"{manifest} names no package of Debian.")
+        sys.exit(f"{manifest} has no Debian package.")
     if verb == "names":
         sys.stdout.write("".join(f"{name}\n" for name in sorted(installed)))
         return
-    candidates = available(Path(rest[0]).read_text(encoding="utf-8"))
+    candidates = parse_madison(Path(rest[0]).read_text(encoding="utf-8"))
     unknown = sorted(installed.keys() - candidates.keys())
     if len(unknown) == len(installed):
-        sys.exit("The archive has none of the image's packages.")
+        sys.exit("The archive has no package of the image.")
     if unknown:
-        sys.stderr.write(f"Not in the archive, so not compared: {', '.join(unknown)}\n")
-    sys.stdout.write("".join(f"{one}\n" for one in updates(installed, candidates, by_dpkg)))
+        sys.stderr.write(f"Not compared, because the archive does not have them: {', '.join(unknown)}\n")
+    sys.stdout.write("".join(f"{one}\n" for one in find_updates(installed, candidates, is_newer)))
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def test_the_agent_alone():
     """What is installed in an amphora has no entry point, package or dependency of the control plane."""
     parser = configparser.ConfigParser(interpolation=None, delimiters=("=",))
     parser.optionxform = str
-    parser.read_string(agent_source.reduced((ROOT / "setup.cfg").read_text()))
+    parser.read_string(agent_source.agent_setup_cfg((ROOT / "setup.cfg").read_text()))
     assert parser["options.packages.find"]["include"].split() == ["amphora_agent*"]
     assert list(parser["options.extras_require"]) == ["agent"]
     assert list(parser["options.entry_points"]) == ["console_scripts"]
@@ -79,7 +79,7 @@ def test_the_agent_alone():
 
 
 def test_the_source_of_the_agent(tmp_path):
-    agent_source.stage(ROOT, tmp_path / "agent")
+    agent_source.stage_source(ROOT, tmp_path / "agent")
     assert (tmp_path / "agent/amphora_agent/server.py").exists()
     assert not list(tmp_path.rglob("*.pyc"))
     assert not (tmp_path / "agent/amphora_driver").exists()

@@ -12,7 +12,7 @@ from diskimage import disk
 
 
 def test_partitions_lie_one_behind_the_other():
-    bios, uefi, root = disk.layout(2048)
+    bios, uefi, root = disk.partition_layout(2048)
     assert (bios.first, uefi.first, root.first) == (1, 2, 10)
     assert bios.first + bios.length <= uefi.first
     assert uefi.first + uefi.length <= root.first
@@ -21,7 +21,7 @@ def test_partitions_lie_one_behind_the_other():
 
 def test_the_first_sector_keeps_the_table():
     boot, present = bytes(range(256)) * 2, b"\xee" * 512
-    found = disk.first_sector(present, boot, 2048)
+    found = disk.boot_sector(present, boot, 2048)
     assert struct.unpack_from("<Q", found, 0x5C) == (2048,)
     assert found[440:] == present[440:]
     assert found[:0x5C] == boot[:0x5C]
@@ -29,7 +29,7 @@ def test_the_first_sector_keeps_the_table():
 
 
 def test_the_core_knows_where_the_rest_of_it_is():
-    found = disk.placed(b"\x01" * 1300, 2048)
+    found = disk.core_with_block_list(b"\x01" * 1300, 2048)
     assert len(found) == 3 * 512
     assert struct.unpack_from("<QH", found, 500) == (2049, 2)
 
@@ -37,7 +37,7 @@ def test_the_core_knows_where_the_rest_of_it_is():
 @pytest.mark.parametrize("length", [0, 512, 2**20 + 1])
 def test_a_core_that_does_not_fit(length):
     with pytest.raises(ValueError, match="core"):
-        disk.placed(bytes(length), 2048)
+        disk.core_with_block_list(bytes(length), 2048)
 
 
 @pytest.mark.skipif(
@@ -51,7 +51,7 @@ def test_a_small_disk(tmp_path):
     (tree / "etc/os-release").write_text("ID=debian\n")
     for name, content in (("boot.img", b"B" * 512), ("core.img", b"C" * 1300), ("bootx64.efi", b"MZ")):
         (tree / "boot/amphora" / name).write_bytes(content)
-    disk.make(tree, file, 64)
+    disk.make_disk(tree, file, 64)
     table = json.loads(subprocess.run(["sfdisk", "--json", file], check=True, capture_output=True).stdout)[
         "partitiontable"
     ]

@@ -61,7 +61,7 @@ def test_a_manifest_says_what_the_image_is(written):
 
 
 def test_the_same_packages_can_be_asked_for(written):
-    found = manifest.read(written)
+    found = manifest.read_manifest(written)
     assert "Package: libstdc++6\nPin: version 14.2.0-19\nPin-Priority: 1001\n" in manifest.pins(found)
     assert manifest.requirements(found) == f"flask==3.1.3 --hash=sha256:{sha256(b'flask')}\n"
 
@@ -77,14 +77,14 @@ def test_a_manifest_has_the_digest_of_each_file_that_was_installed(written):
 
 
 def test_other_packages_are_noticed(written, tree):
-    found = manifest.read(written)
+    found = manifest.read_manifest(written)
     assert manifest.differences(found, contents.packages(tree)) == []
     status = tree / "var/lib/dpkg/status"
     status.write_text(status.read_text().replace("3.0.11-1+deb13u5", "3.0.12-1").replace("libstdc++6", "libstdc++7"))
     assert manifest.differences(found, contents.packages(tree)) == [
-        "haproxy: 3.0.11-1+deb13u5 was asked for, 3.0.12-1 is there",
-        "libstdc++6: 14.2.0-19 was asked for, not is there",
-        "libstdc++7: not was asked for, 14.2.0-19 is there",
+        "haproxy: requested 3.0.11-1+deb13u5, installed 3.0.12-1",
+        "libstdc++6: requested 14.2.0-19, installed none",
+        "libstdc++7: requested none, installed 14.2.0-19",
     ]
     with pytest.raises(SystemExit, match="haproxy"):
         manifest.main(["compare", str(written), str(tree)])
@@ -95,7 +95,7 @@ def test_something_else_is_not_a_manifest(tmp_path):
     for text in ("[]", "{}", '{"format": 1}'):
         file.write_text(text)
         with pytest.raises(ValueError, match="not a manifest"):
-            manifest.read(file)
+            manifest.read_manifest(file)
 
 
 def test_every_package_is_in_the_bill_of_materials(tree, wheels, image, tmp_path):
@@ -122,11 +122,11 @@ def test_every_package_is_in_the_bill_of_materials(tree, wheels, image, tmp_path
 
 
 def test_references_of_the_bill_of_materials_hold(tree):
-    found = sbom.document(contents.packages(tree), name="a", debian="13", built="2026-11-22T00:00:00Z")
+    found = sbom.build_sbom(contents.packages(tree), name="a", debian="13", built="2026-11-22T00:00:00Z")
     names = [one["SPDXID"] for one in found["packages"]]
     assert len(set(names)) == len(names)
     assert all(re.fullmatch(r"SPDXRef-[A-Za-z0-9.-]+", name) for name in names)
     related = {one["relatedSpdxElement"] for one in found["relationships"]}
     assert related == set(names)
-    again = sbom.document(contents.packages(tree), name="a", debian="13", built="2026-11-22T00:00:00Z")
+    again = sbom.build_sbom(contents.packages(tree), name="a", debian="13", built="2026-11-22T00:00:00Z")
     assert again == found

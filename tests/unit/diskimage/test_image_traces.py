@@ -9,7 +9,7 @@ WORDS = ["packages.example.net", "builder-7"]
 
 
 def test_a_clean_tree_has_none(tree):
-    assert list(traces.found(tree, WORDS)) == []
+    assert list(traces.find_traces(tree, WORDS)) == []
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_what_is_found(tree, name, text):
     file = tree / name
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
-    assert list(traces.found(tree, WORDS)) != []
+    assert list(traces.find_traces(tree, WORDS)) != []
 
 
 @pytest.mark.parametrize("name", ["var/lib/dpkg/info/base.postinst", "usr/share/doc/x/copyright"])
@@ -49,4 +49,4 @@ def test_what_packages_bring_is_not_a_trace(tree, name):
     file = tree / name
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("see packages.example.net")
-    assert list(traces.found(tree, WORDS)) == []
+    assert list(traces.find_traces(tree, WORDS)) == []

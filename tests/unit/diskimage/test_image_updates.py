@@ -42,12 +42,12 @@ def newer(one, other):
     ],
 )
 def test_updates(installed, candidates, found):
-    got = updates.updates({"a": installed}, {"a": [Candidate(*one) for one in candidates]}, newer)
+    got = updates.find_updates({"a": installed}, {"a": [Candidate(*one) for one in candidates]}, newer)
     assert [(one.newest, one.suite, one.fixes) for one in got] == ([] if found is None else [found])
 
 
 def test_what_apt_says():
-    found = updates.available(MADISON + "N: something else\n")
+    found = updates.parse_madison(MADISON + "N: something else\n")
     assert found == {
         "haproxy": (Candidate("3.0.11-1+deb13u6", "trixie-security"), Candidate("3.0.11-1+deb13u2", "trixie")),
         "libstdc++6": (Candidate("14.2.0-19", "trixie"),),
@@ -60,7 +60,7 @@ def test_what_apt_says():
 def test_versions_are_compared_as_debian_does(one, other, found):
     if shutil.which("dpkg") is None:
         pytest.skip("there is no dpkg on this machine")
-    assert updates.by_dpkg(one, other) is found
+    assert updates.is_newer(one, other) is found
 
 
 @pytest.fixture
@@ -124,15 +124,15 @@ def test_an_image_without_updates(check):
     done = check(installed=[("haproxy", "3.0.11-1+deb13u6"), ("mine", "1")])
     assert done.returncode == 0
     assert "No package of the image has a newer version" in done.stdout
-    assert done.stderr == "Not in the archive, so not compared: mine\n"
+    assert done.stderr == "Not compared, because the archive does not have them: mine\n"
 
 
 @pytest.mark.parametrize(
     ("more", "said"),
     [
         ({"status": 100}, "apt could not read the indexes of trixie"),
-        ({"said": ""}, "has none of the image's packages"),
-        ({"installed": []}, "names no package"),
+        ({"said": ""}, "has no package of the image"),
+        ({"installed": []}, "has no Debian package"),
         ({"mirror": "file:///nonexistent"}, "no trixie"),
     ],
 )
