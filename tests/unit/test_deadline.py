@@ -27,7 +27,7 @@ def test_who_waits_takes_the_least():
 def test_it_is_brought_forward_for_its_parts_too_and_never_put_off():
     whole = Deadline(60)
     part = whole.within(30).within(20)
-    threading.Thread(target=whole.cut, args=("it is deleted", 5)).start()
+    threading.Thread(target=whole.bring_forward, args=("it is deleted", 5)).start()
     while part.left() > 5:
         pass
     whole.bring_forward("another reason", 50)

@@ -89,12 +89,12 @@ def test_what_it_trusts_is_what_it_should(has, wanted, other):
     [
         (held(age=0), None, "", "fine"),
         (held(age=3.1), None, "", "fine"),
-        (held(age=3.9), None, "lived for long enough", "due"),
-        (held(age=6.9), None, "lived for long enough", "overdue"),
+        (held(age=3.9), None, "reached its renewal time", "due"),
+        (held(age=6.9), None, "reached its renewal time", "overdue"),
         (held(age=7.1), None, "expired", "expired"),
-        (held(age=3.9, issued_at=None), None, "lived for long enough", "due"),  # issued 7 days before it ends
+        (held(age=3.9, issued_at=None), None, "reached its renewal time", "due"),  # issued 7 days before it ends
         (held(age=1, issued_at=None), None, "", "fine"),
-        (held(issued_at=None, expires_at=None), None, "nobody knows", "due"),
+        (held(issued_at=None, expires_at=None), None, "expiry of its certificate is not known", "due"),
         (held(authority=None), DesiredTrust(authority=2, trusts=FILES), "another authority", "due"),
         (held(authority=1), DesiredTrust(authority=2, trusts=FILES), "another authority", "due"),
         (held(trusts="1"), DesiredTrust(authority=None, trusts="1,2"), "other authorities", "due"),

@@ -129,7 +129,7 @@ def test_files_that_were_exchanged_in_a_rotation_sign_nothing(house):
     certificate, key = create_authority("another")
     house.folder.joinpath("amphora.pem").write_bytes(certificate)
     house.folder.joinpath("amphora.key").write_bytes(key.reveal())
-    with pytest.raises(CertificateError, match="not the one that is being replaced"):
+    with pytest.raises(CertificateError, match="another authority than the one that is being replaced"):
         house.trust.credentials()
 
 

@@ -135,7 +135,7 @@ def test_a_generation_that_nobody_gives_is_told_and_not_overtaken(control, audit
     control.world.says[one_of(control)] = BundleState(generation=2**62)
     assert audits.run_round(pool) == MANY
     row = rows(control)["lb0"]
-    assert "nobody has given it" in row.drift
+    assert "no controller has pushed" in row.drift
     assert (row.generation, row.dirty) == (1, False)
 
 

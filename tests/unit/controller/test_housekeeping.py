@@ -163,7 +163,7 @@ def test_the_old_state_of_ticket_keys_is_overwritten(conf, database):
 def test_a_state_that_no_key_opens_is_left_to_the_push(conf, database):
     lost = Vault([Fernet.generate_key()]).seal(begun(), PLACE)
     served_with_tickets(database, lost)
-    assert Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT).rotate() == 1
+    assert Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT).rotate_ticket_keys() == 1
     assert database.read(lambda c: c.execute(sa.select(secret.c.sealed)).scalar_one()) == lost
     assert database.read(lambda c: c.execute(sa.select(work.c.dirty)).scalar_one())
 
