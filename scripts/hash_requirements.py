@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes requirements/: what is installed as root, with the version and the digests of each file that pip may take.
+"""Writes requirements/: all distributions to install, with versions and digests of the files that pip may use.
 
-Invariant: setup.cfg and pyproject.toml say what is needed, constraints.txt in which versions; the rest follows, for
-each Python and machine named here. Index and certificates are those pip is configured with.
+Invariant: setup.cfg and the files pyproject.toml name the direct requirements, and constraints.txt the versions. The
+script computes the rest for each Python and architecture below. pip's configuration determines index and certificates.
 
-    .sandbox/test-venv/bin/python scripts/hash_requirements.py     after a change of setup.cfg or constraints.txt
+    .sandbox/test-venv/bin/python scripts/hash_requirements.py     after a change of these files
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Listing:
-    """One file of requirements.
+    """One file in requirements/.
 
     Attributes:
-        name: the file's, without its suffix.
-        what: its first line.
-        includes: listings that it reads; it does not repeat their lines.
-        extras: of setup.cfg.
-        named: requirements that setup.cfg does not have.
+        name: the name of the file without suffix.
+        what: the first line of the file.
+        includes: listings that the file includes; it does not repeat their lines.
+        extras: extras of setup.cfg.
+        named: requirements that are not in setup.cfg.
     """
 
     name: str
@@ -72,13 +72,13 @@ def sandbox_requirements() -> tuple[str, ...]:
     return tuple(tomllib.loads(text)["project"]["dependencies"])
 
 
-# A listing has the name of the environment in .sandbox that it makes, where it makes one.
+# The listing of an environment in .sandbox has the same name as the environment.
 LISTINGS = (
-    Listing("build", "What builds this project and the libraries that have no wheel.", named=build_requirements()),
-    Listing("agent-venv", "What the agent needs, on this machine and in an image.", extras=("agent",)),
+    Listing("build", "Tools to build this project and libraries without a wheel.", named=build_requirements()),
+    Listing("agent-venv", "Requirements of the agent, on this machine and in an image.", extras=("agent",)),
     Listing("venv", "The environment of ./quickstart.", ("build", "agent-venv"), ("driver",), sandbox_requirements()),
     Listing("test-venv", "The environment of ./run-tests.", ("venv",), ("distributed", "test")),
-    Listing("image", "What installs the agent in an image, and does not stay there.", named=("pip",)),
+    Listing("image", "Installs the agent in an image, and does not stay there.", named=("pip",)),
     Listing(
         "diskimage-venv",
         "The environment of diskimage/build.",
@@ -90,14 +90,14 @@ LISTINGS = (
 
 
 def constraints() -> dict[str, str]:
-    """Versions by canonical name."""
+    """The versions in constraints.txt by canonical name."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = (line.split("==") for line in lines if line and not line.startswith("#"))
     return {canonicalize_name(name): version for name, version in pinned}
 
 
-def roots(listing: Listing) -> list[Requirement]:
-    """What a listing begins with."""
+def direct_requirements(listing: Listing) -> list[Requirement]:
+    """The direct requirements of a listing."""
     parser = configparser.ConfigParser(interpolation=None, delimiters=("=",))
     parser.read_string((ROOT / "setup.cfg").read_text(encoding="utf-8"))
     extras = parser["options.extras_require"]
@@ -106,7 +106,7 @@ def roots(listing: Listing) -> list[Requirement]:
 
 
 def environments() -> Iterator[dict[str, str]]:
-    """The machines that are served, as markers see them."""
+    """The supported environments, as variables of markers."""
     for python in PYTHONS:
         for machine in MACHINES:
             yield {
@@ -122,18 +122,18 @@ def environments() -> Iterator[dict[str, str]]:
             }
 
 
-def needed(
+def resolve_requirements(
     begin: Iterable[Requirement], needs: Mapping[str, Sequence[str]], environment: Mapping[str, str]
 ) -> set[str]:
-    """The names of all that an environment needs.
+    """The names of all distributions that an environment needs.
 
     Args:
-        begin: what is asked for.
-        needs: by canonical name, the requirements of each distribution (its metadata, `Requires-Dist`).
-        environment: what markers are judged by.
+        begin: the direct requirements.
+        needs: the requirements of each distribution (metadata `Requires-Dist`) by canonical name.
+        environment: the variables of markers.
 
     Raises:
-        LookupError: something is needed whose metadata is not there.
+        LookupError: the metadata of a required distribution are missing.
     """
     found: set[tuple[str, str]] = set()
     waiting = [(requirement, "") for requirement in begin]
@@ -147,38 +147,38 @@ def needed(
                 continue
             found.add((name, extra))
             if name not in needs:
-                raise LookupError(f"{requirement} is needed, and constraints.txt has no version of it. Add one.")
+                raise LookupError(f"{requirement} is needed, and constraints.txt has no version of it; add one.")
             waiting += [(Requirement(line), extra) for line in needs[name]]
     return {name for name, _ in found}
 
 
-def everywhere(listing: Listing, needs: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
-    """What a listing needs, with its includes: by name, the Pythons that need it."""
+def distributions_of(listing: Listing, needs: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    """All distributions of a listing and its includes: the Pythons that need them, by name."""
     found: dict[str, set[str]] = {}
     for environment in environments():
-        for name in needed(roots(listing), needs, environment):
+        for name in resolve_requirements(direct_requirements(listing), needs, environment):
             found.setdefault(name, set()).add(environment["python_version"])
     for included in (other for other in LISTINGS if other.name in listing.includes):
-        for name, pythons in everywhere(included, needs).items():
+        for name, pythons in distributions_of(included, needs).items():
             found.setdefault(name, set()).update(pythons)
     return {name: tuple(python for python in PYTHONS if python in pythons) for name, pythons in found.items()}
 
 
-def lines(listing: Listing, needs: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """What stands in a listing itself: by name, the marker ("" where all Pythons need it)."""
+def own_lines(listing: Listing, needs: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """The lines of a listing without its includes: the marker by name, "" for all Pythons."""
     included: dict[str, tuple[str, ...]] = {}
     for other in LISTINGS:
         if other.name in listing.includes:
-            included |= everywhere(other, needs)
-    found = everywhere(listing, needs)
-    return {name: marker(found[name]) for name in sorted(found.keys() - included.keys())}
+            included |= distributions_of(other, needs)
+    found = distributions_of(listing, needs)
+    return {name: python_marker(found[name]) for name in sorted(found.keys() - included.keys())}
 
 
-def marker(pythons: tuple[str, ...]) -> str:
-    """The condition under which a requirement holds.
+def python_marker(pythons: tuple[str, ...]) -> str:
+    """The marker for these Pythons.
 
     Raises:
-        ValueError: these are neither the oldest nor the newest Pythons.
+        ValueError: they are neither the oldest nor the newest Pythons.
     """
     if pythons == PYTHONS:
         return ""
@@ -186,14 +186,14 @@ def marker(pythons: tuple[str, ...]) -> str:
         return f' ; python_version >= "{pythons[0]}"'
     if pythons == PYTHONS[: len(pythons)]:
         return f' ; python_version <= "{pythons[-1]}"'
-    raise ValueError(f"no marker says {', '.join(pythons)}")
+    raise ValueError(f"no marker selects {', '.join(pythons)}")
 
 
 # --- the files of a version -------------------------------------------------------------------------------------------
 
 
-def fits(tag: Tag, python: str, machine: str) -> bool:
-    """Whether a wheel with this tag can be installed there (Debian: glibc)."""
+def fits_environment(tag: Tag, python: str, machine: str) -> bool:
+    """Whether a wheel with this tag is installable for this Python and architecture (glibc)."""
     minor = int(python.split(".")[1])
     of = re.fullmatch(r"(py|cp)3(\d*)", tag.interpreter)
     if of is None:
@@ -203,12 +203,12 @@ def fits(tag: Tag, python: str, machine: str) -> bool:
     return right and (tag.platform == "any" or re.fullmatch(f"(many)?linux.*_{machine}", tag.platform) is not None)
 
 
-def taken(names: Iterable[str], version: str) -> list[str]:
-    """Which files of a version pip may take on the machines that are served: wheels, and the source where one lacks.
+def usable_files(names: Iterable[str], version: str) -> list[str]:
+    """The files of a version that pip may use: wheels, and the source if an environment has no wheel.
 
     Args:
-        names: file names, of all versions.
-        version: the one that is wanted.
+        names: the file names of all versions.
+        version: the version to select.
     """
     wheels: dict[str, Collection[Tag]] = {}
     sources = []
@@ -223,50 +223,52 @@ def taken(names: Iterable[str], version: str) -> list[str]:
                 if str(of) == version:
                     sources.append(name)
         except (InvalidWheelFilename, InvalidSdistFilename):
-            continue  # of the time before these names had rules
+            continue  # an old file name that does not follow the specification
     used = set()
     whole = True
     for python in PYTHONS:
         for machine in MACHINES:
-            here = [name for name, tags in wheels.items() if any(fits(tag, python, machine) for tag in tags)]
+            here = [
+                name for name, tags in wheels.items() if any(fits_environment(tag, python, machine) for tag in tags)
+            ]
             used.update(here)
             whole = whole and bool(here)
     return sorted([*used, *([] if whole else sources)])
 
 
 def pip(*words: str) -> str:
-    """What pip prints."""
+    """Run pip; returns its output."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *words]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def index() -> str:
-    """The address of the index that pip asks."""
-    from pip._internal.models.index import PyPI  # noqa: PLC0415 - its default, which no command of pip prints
+    """The URL of the index that pip uses."""
+    from pip._internal.models.index import PyPI  # noqa: PLC0415 - the default; no pip command prints it
 
-    # Those of the environment come last, and win.
+    # Variables of the environment come last and take precedence.
     configured = re.findall(r"^\S+\.index-url='(http.*)'$", pip("config", "list"), re.MULTILINE)
     return (configured or [PyPI.simple_url])[-1].rstrip("/")
 
 
 def digests(address: str, name: str, version: str) -> list[str]:
-    """SHA-256 of all files that are taken of a version.
+    """The SHA-256 digests of the files of a version that pip may use.
 
     Raises:
-        LookupError: the index has none.
+        LookupError: the index has no usable file.
     """
     request = urllib.request.Request(f"{address}/{name}/", headers={"Accept": _JSON})  # noqa: S310 - pip's own index
     with urllib.request.urlopen(request, timeout=_SECONDS) as answer:  # noqa: S310
         files: list[dict[str, Any]] = json.load(answer)["files"]
     by_name = {file["filename"]: file["hashes"]["sha256"] for file in files}
-    found = [by_name[file] for file in taken(by_name, version)]
+    found = [by_name[file] for file in usable_files(by_name, version)]
     if not found:
-        raise LookupError(f"The index has no file of {name} {version} that Debian's Pythons can use.")
+        raise LookupError(f"The index has no file of {name} {version} for the supported environments.")
     return sorted(found)
 
 
 def metadata() -> dict[str, list[str]]:
-    """By canonical name, what each distribution of constraints.txt requires. Nothing is installed."""
+    """The requirements of each distribution in constraints.txt, by canonical name; installs nothing."""
     with tempfile.TemporaryDirectory() as place:
         report = Path(place) / "report.json"
         words = ("--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", str(report))
@@ -276,12 +278,14 @@ def metadata() -> dict[str, list[str]]:
 
 
 def main() -> None:
-    """Console entry."""
+    """Write all listings."""
     versions, needs, address = constraints(), metadata(), index()
-    wanted = {listing.name: lines(listing, needs) for listing in LISTINGS}
+    wanted = {listing.name: own_lines(listing, needs) for listing in LISTINGS}
     unused = versions.keys() - {name for found in wanted.values() for name in found}
     if unused:
-        raise SystemExit(f"constraints.txt has versions of what is not needed: {', '.join(sorted(unused))}")
+        raise SystemExit(
+            f"constraints.txt has versions of distributions that are not needed: {', '.join(sorted(unused))}"
+        )
     with ThreadPoolExecutor(8) as threads:
         names = sorted({name for found in wanted.values() for name in found})
         found = dict(zip(names, threads.map(lambda name: digests(address, name, versions[name]), names), strict=True))
@@ -290,7 +294,7 @@ def main() -> None:
         text = [
             "# SPDX-License-Identifier: Apache-2.0",
             f"# {listing.what}",
-            "# Written by scripts/hash_requirements.py from setup.cfg and constraints.txt.",
+            "# Generated by scripts/hash_requirements.py.",
             *(f"-r {name}.txt" for name in listing.includes),
         ]
         for name, condition in wanted[listing.name].items():

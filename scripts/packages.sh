@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-# Installs Debian packages without starting or enabling a service. To be sourced after environment.sh.
+# Installs Debian packages without starting or enabling services. Source this file after environment.sh.
 policy=/usr/sbin/policy-rc.d
 policy_mark="# Written by scripts/packages.sh, process"
 
-# install_packages [PROGRAM=PACKAGE...]: what is missing of the programs everything needs, and of these.
+# install_packages [PROGRAM=PACKAGE...]: installs these packages and the common ones if their programs are missing.
 install_packages() {
   local wanted=() pair
   for pair in haproxy=haproxy keepalived=keepalived nft=nftables ip=iproute2 nsenter=util-linux python3=python3 "$@"; do
@@ -12,17 +12,17 @@ install_packages() {
   python3 -c 'import ensurepip, venv' 2>/dev/null || wanted+=(python3-venv)
   remove_stale_policy
   ((${#wanted[@]})) || return 0
-  command -v apt-get >/dev/null || die "Could not install ${wanted[*]}: there is no apt-get here. Install them and run this again."
+  command -v apt-get >/dev/null || die "Could not install ${wanted[*]}: apt-get does not exist here. Install them and run this again."
   say "Installing ${wanted[*]} (Debian packages)"
   mkdir -p "$home"
   install_quietly "${wanted[@]}" >"$home/apt.log" 2>&1 || die "Could not install ${wanted[*]}. See $home/apt.log."
 }
 
-# A subshell: its traps remove the policy after every signal but SIGKILL.
+# A subshell: its traps remove the policy file after every signal except SIGKILL.
 install_quietly() (
   local before
   before=$(enabled_units)
-  # invoke-rc.d(8) asks this file whether a service may start. A file of another program stays as it is.
+  # invoke-rc.d(8) runs this file to decide whether a service may start. A file of another program is not changed.
   if [[ ! -e $policy ]]; then
     trap 'rm -f "$policy"' EXIT
     trap 'exit 129' HUP
@@ -33,13 +33,13 @@ install_quietly() (
   fi
   DEBIAN_FRONTEND=noninteractive apt-get -q update || exit 1
   DEBIAN_FRONTEND=noninteractive apt-get -q install -y --no-install-recommends "$@" || exit 1
-  # Installing enables a service for the next boot. The tests start what they need themselves.
+  # A package enables its services for the next boot. Disable them: the tests start their own instances.
   local new
   new=$(LC_ALL=C comm -13 <(echo "$before") <(enabled_units))
   [[ -z $new ]] || disable_units $new
 )
 
-# Removes the policy of a killed process: it keeps all packages from restarting their services after an update.
+# Removes the policy file of a killed process, which would prevent restarts of services after updates.
 remove_stale_policy() {
   local process
   process=$(sed -n "s|^$policy_mark ||p" "$policy" 2>/dev/null) || true
@@ -47,7 +47,7 @@ remove_stale_policy() {
   [[ -z $process ]] || grep -q '^State:[[:space:]]*[^Z]' "/proc/$process/status" 2>/dev/null || rm -f "$policy"
 }
 
-# Units that systemd or the scripts of System V start at boot, one a line, in order.
+# Prints the units that systemd or System V scripts start at boot, sorted.
 enabled_units() {
   {
     find /etc/systemd/system -type l -path '*.wants/*' -printf '%f\n' 2>/dev/null

@@ -73,7 +73,7 @@ def test_the_listings_have_the_versions_of_the_constraints():
 @pytest.mark.parametrize("listing", hashing.LISTINGS, ids=lambda listing: listing.name)
 def test_a_listing_has_all_that_is_asked_for_in_a_version_that_fits(listing):
     versions, there = hashing.constraints(), included(listing.name)
-    for requirement in hashing.roots(listing):
+    for requirement in hashing.direct_requirements(listing):
         name = canonicalize_name(requirement.name)
         assert name in there, f"{requirement}: run scripts/hash_requirements.py"
         assert requirement.specifier.contains(versions[name]), requirement
@@ -87,7 +87,7 @@ def test_a_listing_is_complete(name):
     versions = hashing.constraints()
     python = ".".join(map(str, sys.version_info[:2]))
     here = next(one for one in hashing.environments() if one["python_version"] == python)
-    wanted = hashing.needed(hashing.roots(listing), needs, here)
+    wanted = hashing.resolve_requirements(hashing.direct_requirements(listing), needs, here)
     assert wanted - included(name) == set()
     for one in wanted:
         for line in needs[one]:
@@ -110,20 +110,20 @@ def test_pip_takes_nothing_without_a_digest(script):
 
 
 def test_where_only_the_newest_python_needs_something():
-    assert hashing.marker(hashing.PYTHONS) == ""
-    assert hashing.marker(("3.13",)) == ' ; python_version >= "3.13"'
-    assert hashing.marker(("3.11", "3.12")) == ' ; python_version <= "3.12"'
+    assert hashing.python_marker(hashing.PYTHONS) == ""
+    assert hashing.python_marker(("3.13",)) == ' ; python_version >= "3.13"'
+    assert hashing.python_marker(("3.11", "3.12")) == ' ; python_version <= "3.12"'
     with pytest.raises(ValueError, match=r"3\.12"):
-        hashing.marker(("3.12",))
+        hashing.python_marker(("3.12",))
 
 
 def test_what_requirements_require_is_followed():
     needs = {"a": ["B[more]>=1", "c; python_version >= '3.13'"], "b": ["d; extra == 'more'", "a"], "c": [], "d": []}
     old, new = ({"python_version": python} for python in ("3.11", "3.13"))
-    assert hashing.needed([Requirement("A")], needs, old) == {"a", "b", "d"}
-    assert hashing.needed([Requirement("a")], needs, new) == {"a", "b", "c", "d"}
+    assert hashing.resolve_requirements([Requirement("A")], needs, old) == {"a", "b", "d"}
+    assert hashing.resolve_requirements([Requirement("a")], needs, new) == {"a", "b", "c", "d"}
     with pytest.raises(LookupError, match=r"e is needed, and constraints\.txt"):
-        hashing.needed([Requirement("e")], needs, new)
+        hashing.resolve_requirements([Requirement("e")], needs, new)
 
 
 @pytest.mark.parametrize(
@@ -143,13 +143,13 @@ def test_what_requirements_require_is_followed():
     ids=str,
 )
 def test_wheels_that_fit(tag, fits):
-    assert hashing.fits(tag, "3.13", "x86_64") is fits
+    assert hashing.fits_environment(tag, "3.13", "x86_64") is fits
 
 
 def test_the_source_is_taken_where_a_machine_has_no_wheel():
     source, pure = "a-1.0.tar.gz", "a-1.0-py3-none-any.whl"
     intel = [f"a-1.0-cp3{minor}-cp3{minor}-manylinux_2_28_x86_64.whl" for minor in (11, 12, 13)]
     others = ["a-1.1.tar.gz", "a-1.0-cp310-cp310-win_amd64.whl", "a-1.0.egg", "nonsense.whl"]
-    assert hashing.taken([source, pure, *others], "1.0") == [pure]
-    assert hashing.taken([source, *intel, *others], "1.0") == sorted([source, *intel])
-    assert hashing.taken([source, *others], "1.0") == [source]
+    assert hashing.usable_files([source, pure, *others], "1.0") == [pure]
+    assert hashing.usable_files([source, *intel, *others], "1.0") == sorted([source, *intel])
+    assert hashing.usable_files([source, *others], "1.0") == [source]
