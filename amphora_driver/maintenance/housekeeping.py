@@ -144,7 +144,7 @@ class Housekeeping:
         try:
             return self._vault.seal(tls_tickets.rotated(self._vault.open(one.sealed, place)), place)
         except StoreError as error:
-            LOG.warning("load balancer %s: its TLS ticket keys start anew: %s", one.load_balancer_id, error)
+            LOG.warning("load balancer %s: the next push creates new TLS ticket keys: %s", one.load_balancer_id, error)
             return None
 
     def _release_vip(self, orphan: vip_claims.OrphanedClaim) -> bool:
