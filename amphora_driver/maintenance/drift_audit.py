@@ -355,9 +355,7 @@ class DriftAuditor:
             return
         why = f"generation: it confirmed {generation} and reports {reported.generation}"
         if drift is Drift.IMPLAUSIBLE:
-            why = (
-                f"{why}, which no controller has pushed; it now refuses every push: replace it with amphora failover"
-            )
+            why = f"{why}, which no controller has pushed; it now refuses every push: replace it with amphora failover"
             self._database.write(lambda connection: config_drift.record_audit(connection, [amphora.id], now, why))
             LOG.warning("load balancer %s, amphora %s: %s", of, amphora.id, why)
             return
