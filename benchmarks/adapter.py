@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This provider, plugged into the side-by-side benchmark (see README.md).
+"""The adapter of this provider for the side-by-side benchmark (see README.md).
 
-Every number is earned with the code that runs in production. Where the harness measures something that is not there,
-`NotImplementedError` says why.
+All measurements use production code. A case that does not exist here raises `NotImplementedError` with the reason.
 """
 
 from pathlib import Path
@@ -22,7 +21,7 @@ from amphora_driver.database.vault import Vault
 
 
 class Haproxy(Rendering, Store, Heard, Beats, Provider, Flow, Processes, Metrics, Agent, Adapter):
-    """Rendering with nothing remembered; everything else as it is."""
+    """All cases; rendering without caches."""
 
     name = "haproxy"
 
@@ -34,12 +33,12 @@ class Haproxy(Rendering, Store, Heard, Beats, Provider, Flow, Processes, Metrics
 
 
 class Remembering(RememberingRendering, Haproxy):
-    """What the harness calls `ours-remembering`."""
+    """The implementation `ours-remembering` of the harness."""
 
     name = "haproxy-remembering"
 
 
 class OneChanged(OneChangedRendering, Haproxy):
-    """What the harness calls `ours-one-changed`."""
+    """The implementation `ours-one-changed` of the harness."""
 
     name = "haproxy-one-changed"

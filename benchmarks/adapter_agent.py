@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The harness's case `agent`: a supervisor with a real agent and HAProxy, pushed bundles as a controller pushes them.
+"""The case `agent` of the harness: a real agent with HAProxy, and bundles as from a controller.
 
-The harness sends the same bodies again and again, and an agent refuses a generation that does not grow. So a body
-says `GENERATION`, which `side_by_side.py` replaces on the way by the next number; where it says `LIMIT`, by another
-limit each time, which takes a new worker.
+The harness sends the same bodies repeatedly, but an agent refuses a generation that does not increase. Therefore,
+`side_by_side.py` replaces `GENERATION` in a body by the next number, and `LIMIT` by a different limit, which requires a
+reload.
 """
 
 import base64
@@ -24,14 +24,14 @@ from amphora_driver.render.bundle import Served, bundle
 
 GENERATION, LIMIT = 4_000_000_001, 4_000_000_002
 _MAC = "02:00:00:00:5e:0b"
-# The agent is the one that this interpreter would import.
+# The agent that this interpreter imports.
 _PACKAGE = Path(amphora_agent.__file__).parents[1]
 _SCRIPT = """set -e
 export PYTHONPATH={package}
 unshare --fork --kill-child=KILL --pid --mount --uts --ipc --propagation private --mount-proc -- \
     {python} -m amphora_agent.services.supervisor {folder}/spec.json &
 until inner=$(cat /proc/$!/task/$!/children 2>/dev/null); inner=${{inner%% *}}; [ -n "$inner" ]; do sleep 0.01; done
-# The amphora's interface, put where the agent would find it on a machine that has one.
+# Create the amphora's interface in the namespace where the agent expects it.
 inside() {{ nsenter --target "$inner" --mount -- ip -n amphora-haproxy "$@"; }}
 until inside link show lo >/dev/null 2>&1; do sleep 0.01; done
 inside link add new0 address {mac} type veth peer name switch
@@ -42,7 +42,7 @@ wait
 
 
 class Agent:
-    """An amphora made of namespaces, its agent listening where the harness is."""
+    """An amphora in namespaces; its agent listens in the network namespace of the harness."""
 
     def agent_prepare(self, pki, spec, spec2, port):
         folder = Path(self.workdir) / "agent"
@@ -87,7 +87,7 @@ def _etc(etc, amphora, pki, port):
 
 
 def _with(whole, marker):
-    """The same with one member more."""
+    """The load balancer with an additional member."""
     first, *others = whole.pools
     member = msgspec.structs.replace(first.members[0], id=marker, address="10.249.0.1")
     first = msgspec.structs.replace(first, members=(*first.members, member))
@@ -97,7 +97,7 @@ def _with(whole, marker):
 def _bundle(whole, spec, amphora):
     rendered = haproxy.render(whole)
     if rendered.refused or rendered.files:
-        raise RuntimeError("not everything of it can be served here")
+        raise RuntimeError("the renderer has omitted objects, or the load balancer has files")
     vip, network = spec["vip"], spec["vip"]["ip"].rpartition(".")[0]
     plugged = AttachedPort(
         port=Port(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The harness's case `flow`: jobs of the controller, from the lease to the lease.
+"""The case `flow` of the harness: jobs of the controller, from the claim of the lease to its release.
 
-Ours is the code that runs in production: leases, plan, steps, rendering, bundles, the rows. Agents, machines and
-networks are stand-ins that say yes, as the incumbent's drivers that do nothing are in this case. Proof is what the rows
-say, and the document that the stand-in for the agent was given last.
+Leases, plan, steps, rendering, bundles and database rows are production code. Agents, machines and networks are fakes
+that always succeed, like the no-op drivers of the incumbent in this case. The rows and the last bundle that the fake
+agent received prove the result.
 """
 
 import itertools
@@ -29,7 +29,7 @@ from amphora_driver.reconcile.reconciler import Reconciler
 from amphora_driver.store import amphorae, status_outbox
 from amphora_driver.store.requests import RequestRecorder
 
-# More rounds than any of these jobs takes.
+# Upper limit of the rounds of a job.
 _MOST_ROUNDS = 50
 _CREATED = {
     "lb_create_single": Topology.SINGLE,
@@ -38,7 +38,7 @@ _CREATED = {
 
 
 class Flow:
-    """One controller with hands of its own: whoever measures calls the job and waits for its end."""
+    """One controller without worker threads: the measurement runs the job in its own thread."""
 
     def flow_setup(self):
         certificate, key = create_authority("bench")
@@ -66,13 +66,13 @@ class Flow:
             self._jobs,
             lambda: None,
         )
-        # By operation and number: the load balancer, and what is to be there (or gone) afterwards.
+        # By operation and number: the load balancer, and the object that must exist (or not) afterwards.
         self._operations = {}
         self._of_topology = {topology: [] for topology in _CREATED.values()}
         self._members = {}
 
     def flow_prepare(self, op, spec, i):
-        """What the calls of Octavia's and its commit leave behind; what went before is finished and reported."""
+        """Create the state after Octavia's call and commit; earlier operations are complete and reported."""
         if op == "member_create":
             before = self._members.get(spec["id"])
             if before:
@@ -138,10 +138,10 @@ class Flow:
             wrong.append("one that was to go is there")
         return True if not wrong else "; ".join(wrong)
 
-    # --- what goes on around the job --------------------------------------------------------------------------------
+    # --- steps before and after a job ---------------------------------------------------------------------------------
 
     def _work_off(self, load_balancer_id, *, boots=False):
-        """Claim and reconcile until nothing is due; what waits for an agent to boot is woken at once."""
+        """Claim and reconcile until no job is due; a job that waits for a boot becomes due at once."""
         for _ in range(_MOST_ROUNDS):
             lease = self._jobs.claim()
             if lease is not None:
@@ -151,7 +151,7 @@ class Flow:
                 return
 
     def _commit(self, load_balancer_id):
-        """The barrier has passed."""
+        """Mark the current generation as committed in Octavia."""
         self.database.write(
             lambda connection: connection.execute(
                 work.update().where(work.c.load_balancer_id == load_balancer_id).values(committed=work.c.generation)
@@ -183,7 +183,7 @@ class Flow:
 
 
 def _wake(connection, load_balancer_id):
-    """What the waiting room does once an agent's port listens."""
+    """Make a waiting job due, as the controller does after an agent listens."""
     mine = work.c.load_balancer_id == load_balancer_id
     return connection.execute(
         work.update().where(mine, work.c.dirty, work.c.owner.is_(None), work.c.free_at > 0.0).values(free_at=0.0)
@@ -204,7 +204,7 @@ def _load_balancer(topology):
 _numbers = itertools.count()
 
 
-# --- stand-ins ------------------------------------------------------------------------------------------------------
+# --- fakes ----------------------------------------------------------------------------------------------------------
 
 
 class _Generation(msgspec.Struct):
@@ -212,7 +212,7 @@ class _Generation(msgspec.Struct):
 
 
 class _Agents:
-    """Agents that serve whatever they are given."""
+    """Agents that accept every bundle."""
 
     def __init__(self):
         self.given = {}
@@ -243,7 +243,7 @@ class _Agents:
 
 
 class _Compute:
-    """Machines that run as soon as they are ordered."""
+    """Machines that are RUNNING at once."""
 
     def __init__(self):
         self._machines = {}
@@ -266,7 +266,7 @@ class _Compute:
 
 
 class _Network:
-    """Networks with as many addresses as it takes."""
+    """Networks with unlimited addresses."""
 
     def __init__(self):
         self._lock = threading.Lock()
@@ -304,7 +304,7 @@ class _Network:
 
 
 class _Catalogue:
-    """The real topologies with the stand-ins for the rest."""
+    """The real topologies, and fakes of the other backends."""
 
     def __init__(self, real, network, compute):
         self.topology = real.topology

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The harness's cases `hb_*`: heartbeats as agents send them and as the health manager hears them.
+"""The cases `hb_*` of the harness: heartbeats from agents and their processing in the health manager.
 
-What the incumbent writes for a heartbeat is written here for each heartbeat too.
+Like the incumbent, this adapter writes the time of every heartbeat to the database.
 """
 
 import hashlib
@@ -23,24 +23,24 @@ from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae
 
 GENERATION = 1
-# Datagrams the UDP case prepares for each one it sends: the harness sends the same ones in every run, and a replay
-# is refused.
+# Datagrams that the UDP case prepares for each one it sends. The harness sends the same datagrams in every run, and the
+# receiver refuses replays.
 _VARIANTS = 24
 _ROUNDS = 10_000
-_PATIENCE = 60.0
+_TIMEOUT = 60.0
 
 
 class Heard:
-    """Received: one by one, and through a socket."""
+    """The receiving side: single heartbeats, and heartbeats through a socket."""
 
-    def hb_setup(self, key):  # noqa: ARG002 - here every amphora has a key of its own
+    def hb_setup(self, key):  # noqa: ARG002 - here every amphora has its own key
         self._keys = {}
         self._numbers = {}
         self._epoch, self._offset = 1, 0
         self._variants, self._batch, self._drained = 0, [], False
         self._ledger = Ledger()
         self._unwritten = set()
-        # Each heartbeat's moment is written down, although the runs are shorter than the usual second between two.
+        # Write the time of every heartbeat; the default interval of one second is longer than a run.
         status_writer._SEEN_EVERY = 0.0  # noqa: SLF001
         self._bookkeeper = status_writer.Bookkeeper(self.database, self._ledger)
 
@@ -63,7 +63,7 @@ class Heard:
         made.message, made.used = message, False
 
     def _datagrams(self, message, variant):
-        """As the agent makes them; counters are absolute, so the deltas of the message are added up."""
+        """Datagrams as from an agent. Counters are absolute, so that the deltas of the message are added."""
         number = self._numbers[message["id"]]
         times = number + self._offset + variant * _ROUNDS
         listeners = {
@@ -87,7 +87,7 @@ class Heard:
             open_datagram(part, self._keys[amphora_id_of(part)])
 
     def hb_apply(self, datagram):
-        if datagram.used:  # the harness applies its first batch twice; a replay would be refused
+        if datagram.used:  # the harness applies its first batch twice, and the receiver refuses replays
             self._encode(datagram, datagram.message)
         datagram.used = True
         if datagram.message["id"] in self._unwritten:
@@ -97,11 +97,11 @@ class Heard:
 
     def _hear(self, heartbeat):
         if not self._ledger.accept(heartbeat, time.monotonic()):
-            raise RuntimeError(f"heartbeat {heartbeat.epoch}/{heartbeat.sequence} is not news")
+            raise RuntimeError(f"heartbeat {heartbeat.epoch}/{heartbeat.sequence} was refused")
         self._unwritten.add(heartbeat.amphora_id)
 
     def hb_flush(self):
-        """Once a round: batches span load balancers, as in production, never heartbeats of one amphora."""
+        """Flush once a round. A batch has several load balancers, but one heartbeat of each amphora."""
         self._bookkeeper.flush()
         self._unwritten.clear()
 
@@ -126,7 +126,7 @@ class Heard:
 
     # --- heartbeats over UDP ------------------------------------------------------------------------------------------
 
-    def udp_start(self, port, workers):  # noqa: ARG002 - one process hears, others stand by
+    def udp_start(self, port, workers):  # noqa: ARG002 - one process receives, the others are on standby
         self._variants = 1
         self._left, self._gate, self._done = 0, threading.Event(), threading.Event()
         self._receiver = Receiver("127.0.0.1", port, self._new_keys, self._received)
@@ -136,7 +136,7 @@ class Heard:
         return self.database.read(lambda connection: amphorae.read_heartbeat_keys(connection, self._vault, known))
 
     def _received(self, heartbeat):
-        # Everything waits in the socket until the clock runs.
+        # All datagrams wait in the socket until the measurement starts.
         self._gate.wait()
         if heartbeat.amphora_id in self._unwritten:
             self.hb_flush()
@@ -151,7 +151,7 @@ class Heard:
         self._left = n
         self._done.clear()
         self._gate.set()
-        if not self._done.wait(_PATIENCE) or self._receiver.refused:
+        if not self._done.wait(_TIMEOUT) or self._receiver.refused:
             raise RuntimeError(f"{self._left} of {n} datagrams are missing; refused: {self._receiver.refused}")
         self._drained = True
         for one in self._batch:
@@ -159,7 +159,7 @@ class Heard:
 
 
 class Beats:
-    """Sent by the agent."""
+    """The sending side: the agent."""
 
     def beat_setup(self, lb_id, sock, pid, config, key):  # noqa: ARG002
         paths = Paths(self.folder / f"beat-{lb_id}")
@@ -171,7 +171,7 @@ class Beats:
         self._amphora, self._sequence = uuid.UUID(lb_id), 0
 
     def beat(self):
-        """What the agent's sender does: sample, write the counters down, say everything."""
+        """One cycle of the agent's sender: sample, store the counters, send the complete heartbeat."""
         self._agent_ledger.sample()
         document = self._agent_ledger.document(GENERATION)
         self._agent_ledger.write()
@@ -186,11 +186,11 @@ class Beats:
 
 
 class Sent(bytearray):
-    """A datagram that can be made anew in its place, and what it was made of."""
+    """A datagram that can be replaced in place, and its source message."""
 
     __slots__ = ("later", "message", "rest", "used")
 
 
 def heartbeat_key(amphora_id):
-    """Each amphora's own."""
+    """The heartbeat key of an amphora."""
     return Secret(hashlib.sha256(amphora_id.encode()).digest())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scrapes of metrics in the side-by-side benchmark: the agent's responder as a process of its own.
+"""Metrics scrapes in the side-by-side benchmark: the agent's responder as a separate process.
 
-adapter_metrics.py PORT SOCKET-OF-HAPROXY
+adapter_metrics.py PORT HAPROXY-SOCKET
 """
 
 import sys
@@ -11,10 +11,10 @@ from pathlib import Path
 
 
 class Metrics:
-    """The harness's case `prometheus`.
+    """The case `prometheus` of the harness.
 
-    It puts HAProxy's exporter where our responder usually listens, for the incumbent translates that; we read the
-    statistics socket, which the harness's HAProxy has as well.
+    The incumbent converts the output of HAProxy's exporter, which the harness puts on the responder's usual port. This
+    responder reads the statistics socket of the same HAProxy.
     """
 
     def prom_command(self):
@@ -22,7 +22,7 @@ class Metrics:
 
 
 def main(port, place):
-    from amphora_agent.haproxy.runtime_socket import Socket  # noqa: PLC0415 - the adapter has no use for them
+    from amphora_agent.haproxy.runtime_socket import Socket  # noqa: PLC0415 - the adapter itself does not need them
     from amphora_agent.network.namespace import Namespace  # noqa: PLC0415
     from amphora_agent.paths import Paths  # noqa: PLC0415
     from amphora_agent.responder import prometheus  # noqa: PLC0415

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The harness's case `resource`: what is imported, installed and kept running."""
+"""The case `resource` of the harness: imports, installation size and idle daemons."""
 
 import sys
 import uuid
@@ -13,7 +13,7 @@ from amphora_driver.database import migrate
 
 
 class Processes:
-    """Daemons are measured idle."""
+    """The idle daemons and the requirements."""
 
     def imports(self):
         return {
@@ -24,7 +24,7 @@ class Processes:
         }
 
     def closures(self):
-        """Top-level requirements by extra, since the package itself requires nothing."""
+        """The direct requirements by extra; the package without extras has none."""
         from packaging.requirements import Requirement  # noqa: PLC0415
 
         found = {"driver": [], "agent": []}
@@ -58,7 +58,7 @@ class Processes:
 
 
 def _configuration(etc):
-    """Everything a controller and a health manager read when they start."""
+    """Write all files that controller and health manager read at their start."""
     from amphora_driver.certificates.ca import Authority, create_authority  # noqa: PLC0415
 
     etc.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ client_certificate = {etc}/controller.pem
 
 
 def _agent_script(folder):
-    """Start the agent in a mount namespace of its own: its paths are fixed."""
+    """A script that starts the agent in its own mount namespace, because its paths are fixed."""
     from amphora_driver.certificates.ca import Authority, create_authority  # noqa: PLC0415
 
     amphora = str(uuid.uuid4())

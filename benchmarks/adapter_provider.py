@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The harness's case `provider`: calls as Octavia makes them, each with an object that is not recorded yet."""
+"""The case `provider` of the harness: calls from Octavia, each with a new object."""
 
 import itertools
 import os
@@ -11,7 +11,7 @@ from amphora_driver import config
 
 
 class Provider:
-    """What is recorded stays: the database grows with every call."""
+    """The calls. Their records stay: the database grows with every call."""
 
     def provider_setup(self, spec):
         conf = self.folder / "amphora-driver.conf"
@@ -23,7 +23,7 @@ class Provider:
             f"[queue]\ndoorbell_dir = {self.folder}/bells\n"
         )
         os.environ[config.FILE_VARIABLE] = str(conf)
-        from octavia_lib.api.drivers import data_models  # noqa: PLC0415 - other cases measure what is imported
+        from octavia_lib.api.drivers import data_models  # noqa: PLC0415 - other cases measure imports
 
         from amphora_driver.driver import AmphoraProviderDriver  # noqa: PLC0415
 
@@ -64,18 +64,18 @@ class Provider:
 
     def provider_call(self, call):
         if call not in self._calls:
-            raise NotImplementedError(f"{call}: calls make no dictionaries")
+            raise NotImplementedError(f"{call}: provider calls here create no dictionaries")
         method, source, name = self._calls[call]
         setattr(source, name, str(uuid.uuid4()))
         if call == "member_create":
-            # A pool has an address and port once.
+            # An address and port must be unique in a pool.
             number = next(self._numbers)
             source.address = f"10.1.{number // 250 % 250}.{number % 250 + 1}"
         method(source)
 
 
 def _certificate():
-    """A real one, with its authority's: what cannot be served is refused."""
+    """A valid certificate with its CA: the driver refuses an invalid one."""
     from amphora_driver.certificates.ca import Authority, create_authority  # noqa: PLC0415
 
     authority, key = create_authority("bench")

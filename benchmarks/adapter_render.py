@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The harness's case `render`: what a controller renders, checked by HAProxy as an amphora has it checked.
+"""The case `render` of the harness: rendering, and a check by HAProxy as in an amphora.
 
-Only the load balancer's part is rendered in the measured time, as in production: the machine's part is written by the
-agent, from its own templates, when the amphora starts and with each set of files. It stands before the text so that
-`haproxy -c` reads what an amphora's HAProxy reads.
+The measured time includes only the load balancer's part, as in production: the agent writes the machine's part from its
+own templates. This part precedes the text, so that `haproxy -c` reads the same configuration as in an amphora.
 """
 
 import hashlib
@@ -22,7 +21,7 @@ from amphora_driver.render import haproxy
 
 
 class Rendering:
-    """Nothing is remembered from one rendering to the next."""
+    """Rendering with empty caches."""
 
     def render_setup(self, spec):
         self._tree = tree(spec)
@@ -37,7 +36,7 @@ class Rendering:
         return self._machine + haproxy.render(self._tree).text
 
     def render_files(self):
-        """Secrets are the harness's certificate."""
+        """Write the files of the text; the harness's certificate replaces all secrets."""
         return {str(self._place / one.name): one.content or "@pem" for one in self._files}
 
     @property
@@ -48,7 +47,7 @@ class Rendering:
         paths = Paths(Path(self.workdir) / "machine")
         for folder in (paths.var, paths.run, self._place):
             folder.mkdir(parents=True, exist_ok=True)
-        # It writes and computes here, and runs nothing: no services, no namespace, no accounts.
+        # This instance only writes and computes: it needs no services, no namespace and no accounting.
         agent = Agent(paths, None, None, None)
         agent.write_machine_configuration()
         files = [File(one.name, hashlib.sha256(one.name.encode()).hexdigest()) for one in rendered.files]
@@ -59,14 +58,14 @@ class Rendering:
 
 
 class RememberingRendering(Rendering):
-    """Rendering the very same load balancer again: every section is remembered."""
+    """Rendering of the same objects again: all sections are cached."""
 
     def render(self):
         return self._machine + haproxy.render(self._tree).text
 
 
 class OneChangedRendering(Rendering):
-    """Rendering after one member changed, from objects read anew: what a controller does all day."""
+    """Rendering after a change of one member, from new objects, as in a controller."""
 
     def render_setup(self, spec):
         super().render_setup(spec)
@@ -95,7 +94,7 @@ _REMEMBERED = tuple(_caches())
 
 
 def forget():
-    """Empty every cache that a rendering fills."""
+    """Clear all caches of the renderer."""
     haproxy.forget()
     for one in _REMEMBERED:
         one.cache_clear()

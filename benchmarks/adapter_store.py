@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load balancers in the database, for every case that has one; the harness's case `graph`."""
+"""Load balancers in the database for all cases; the case `graph` of the harness."""
 
 import time
 
@@ -14,12 +14,12 @@ from amphora_driver.store import amphorae, desired_objects
 
 
 class Store:
-    """Recorded as a controller leaves them: applied, confirmed, ACTIVE."""
+    """Records as a controller leaves them: applied, confirmed, ACTIVE."""
 
     def db_setup(self, url):
         migrate.upgrade(url)
         self.url = url
-        self.database = Database(url, durable=False)  # as controller and health manager have it
+        self.database = Database(url, durable=False)  # as in controller and health manager
 
     def db_add(self, specs):
         for spec in specs:
@@ -52,7 +52,7 @@ class Store:
             )  # fmt: skip
 
     def graph_load(self, lb_id):
-        """What a controller reads for one round of work."""
+        """Read all data that a controller reads for one job."""
 
         def read(connection):
             work = connection.execute(sa.select(tables.work).where(tables.work.c.load_balancer_id == lb_id)).one()
@@ -61,7 +61,7 @@ class Store:
         return self.database.read(read)
 
     def sql_count(self, on):
-        """Statements without BEGIN: with SQLite we begin transactions ourselves, which others leave to the driver."""
+        """Count statements without BEGIN, because only this provider sends it explicitly (SQLite)."""
         engine = self.database.engine
         if on:
             self._counted = {"statements": 0, "commits": 0}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The harness's load balancers as our model, whole: nothing of them is left out."""
+"""Conversion of the harness's load balancers to the model of this provider, without omissions."""
 
 from amphora_driver.model.enums import (
     Algorithm,
@@ -22,7 +22,7 @@ from amphora_driver.model.loadbalancer import (
 )
 
 _SUITES = ("AES128-GCM-SHA256", "AES256-GCM-SHA384", "CHACHA20-POLY1305")
-# Octavia's own default, which the harness gives to the incumbent's listeners.
+# Octavia's default, which the harness sets for the incumbent's listeners.
 _CIPHERS = ":".join(
     [
         "TLS_AES_128_GCM_SHA256",
@@ -35,7 +35,7 @@ _CIPHERS = ":".join(
 
 
 def tree(spec):
-    """The harness's description as our model."""
+    """Convert a load balancer of the harness."""
     vip = spec["vip"]
     return LoadBalancer(
         id=spec["id"],

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How small and how quick the agent is, measured on one that runs in namespaces of its own.
+"""Measures the start time, memory and disk usage of an agent in namespaces.
 
     .sandbox/test-venv/bin/python benchmarks/agent_footprint.py [--times N] [--install] [--agent-python PATH]
 
 Prints one table:
 
-* from the start of the amphora, and of the agent alone (after kill -9), to the first answer over mutual TLS: seconds
-  on the wall, and the processor time that all processes of the amphora have used until then, which is what the wall
-  says on a quiet machine;
-* for each process of the agent: proportional (PSS), resident (RSS) and private memory. PSS shares a page among those
-  who map it, so that the sum is what the amphora pays; RSS counts it for each. HAProxy is not in the sum;
-* with --install: what `pip install .[agent]` puts into a fresh environment, with and without compiled files (they are
-  counted by their length, and not by the blocks that a file system rounds them up to).
+* from the start of the amphora, or of the agent alone (after kill -9), to the first response over mutual TLS: wall
+  time in seconds, and the processor time of all processes of the amphora. Both are equal on an idle machine;
+* for each process of the agent: proportional (PSS), resident (RSS) and private memory. PSS divides a page among the
+  processes that map it, so that the sum is the memory of the amphora; RSS counts it for each. HAProxy is not included;
+* with --install: the size of a new environment after `pip install .[agent]`, with and without compiled files (length of
+  the files, not allocated blocks).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from types import SimpleNamespace
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "dataplane"), str(ROOT / "tests")]
 
-import amphora_lab  # noqa: E402 (the laboratory is no package)
+import amphora_lab  # noqa: E402 (tests/dataplane is not a package)
 from amphora_lab import Amphora, Network, descendants, eventually  # noqa: E402
 from configuration_text import listener, text  # noqa: E402
 from throwaway_authority import Authority  # noqa: E402
@@ -41,13 +40,13 @@ _OF_PIP = ("pip", "setuptools", "pkg_resources", "_distutils_hack", "distutils-p
 
 
 def main() -> int:
-    """Console entry."""
+    """Run all measurements."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--times", type=int, default=7, help="starts to measure")
-    parser.add_argument("--agent-python", default=str(_AGENT), help="interpreter of the amphora's environment")
-    parser.add_argument("--install", action="store_true", help="measure an installation too (takes a while)")
+    parser.add_argument("--times", type=int, default=7, help="number of starts")
+    parser.add_argument("--agent-python", default=str(_AGENT), help="Python interpreter of the agent")
+    parser.add_argument("--install", action="store_true", help="also measure an installation (takes some minutes)")
     chosen = parser.parse_args()
-    # The laboratory starts an amphora with the interpreter that it runs in itself.
+    # amphora_lab starts an amphora with the current interpreter.
     amphora_lab.sys = SimpleNamespace(executable=chosen.agent_python)
     network = Network(f"af{os.getpid()}")
     try:
@@ -93,7 +92,7 @@ def _until_it_answers(amphora: Amphora, begin) -> float:
 
 
 def _processor_time(amphora: Amphora) -> float:
-    """Seconds that the supervisor and all that it has started have computed, those that have ended included."""
+    """The processor time of the supervisor and all its descendants, including ended ones, in seconds."""
     init = amphora.init()
     ticks = 0
     for pid in (init, *descendants(init)):
@@ -109,7 +108,7 @@ def _restart(amphora: Amphora) -> None:
 
 
 def _memory(amphora: Amphora) -> dict[str, tuple[int, int, int]]:
-    """By process: proportional, resident and private bytes."""
+    """PSS, RSS and private memory in bytes by process."""
     init = amphora.init()
     names = {init: "supervisor"}
     for pid in descendants(init):
@@ -136,7 +135,7 @@ def _sizes(pid: int) -> tuple[int, int, int]:
 def _installation() -> None:
     with tempfile.TemporaryDirectory(prefix="af-") as folder:
         place = Path(folder)
-        # A copy: building leaves files beside what is built.
+        # Build a copy, because a build leaves files beside the sources.
         source = place / "source"
         source.mkdir()
         for name in ("amphora_agent", "amphora_driver"):

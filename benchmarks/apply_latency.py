@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long an agent takes to bring a change about: from the push to the answer, which says that HAProxy runs it.
+"""Measures the time of a change in an agent: from the push to the confirmation that HAProxy has it.
 
     .sandbox/test-venv/bin/python benchmarks/apply_latency.py [--times N] [--sizes 10,1000,10000,10000/50]
 
-For each size (members, or members/pools) a real amphora in namespaces is pushed the whole bundle with one member
-added, weighted, disabled, enabled and removed, and with a line that takes a new worker. Nobody visits it, and its
-members are not checked: what is measured is the change alone. Needs root and HAProxy.
+For each size (members, or members/pools), a real amphora in namespaces gets complete bundles: with one member added,
+with another weight, disabled, enabled and removed, and with a line that requires a reload. There is no client traffic,
+and members have no health checks: the result is the time of the change alone. Needs root and HAProxy.
 
-"live" is when the running HAProxy has the change: from then on it says so if asked for that server's weight (each
-millisecond; of 10,000 HAProxy 2.6 takes 2 ms to find it). "answer" is when the agent has also seen that HAProxy would
-start with it, asked what came of it, and confirmed it on disk. Wall time is from the first byte of the request, its
-body built before; the best one says most about the agent on a machine with other work. CPU is of all processes of the
-amphora while the request lasts, heartbeats among them: the agent itself, `haproxy -c` (what the agent has waited
-for), and HAProxy; from ticks of 10 ms over all repetitions, so it is a mean.
+"live" is the time until the running HAProxy has the change. The benchmark polls the weight of the server every
+millisecond (HAProxy 2.6 needs 2 ms to find one of 10,000). "answer" is the time until the agent has also checked the
+file with `haproxy -c`, read back the result, and confirmed it on disk. Wall time starts with the first byte of the
+request; its body is prepared before. On a busy machine, the best value is the most meaningful one. CPU time includes
+all processes of the amphora during the request, also heartbeats: the agent itself, `haproxy -c` (child processes of the
+agent), and HAProxy. It is a mean over all repetitions, measured in ticks of 10 ms.
 """
 
 import argparse
@@ -40,13 +40,13 @@ _LARGEST_POOL = 40_000
 
 
 def main():
-    """Console entry."""
+    """Run all measurements."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--times", type=int, default=20, help="repetitions of each change")
     parser.add_argument("--reloads", type=int, default=5, help="repetitions of the reload")
     parser.add_argument("--sizes", default="10,1000,10000,10000/50", help="members, or members/pools")
     chosen = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the namespaces go away then, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the cleanup of the namespaces runs
     print(f"{'members':>9} {'pools':>5} {'change':>8} {'n':>3} {'how':>8}", end="")
     print(f" {'live: best':>10} {'p50 ms':>7} {'answer: best':>12} {'p50':>7} {'p90':>7}", end="")
     print(f" {'agent':>7} {'-c':>7} {'haproxy':>7}  (CPU ms)")
@@ -92,12 +92,12 @@ def _tree(members, pools):
 
 
 def _member(pool_number, number):
-    """Nobody's address: one is never asked for."""
+    """The unused address of a member without health checks."""
     return QuickMember(f"{pool_number}/{number}", FIRST_PORT + number % _LARGEST_POOL)
 
 
 def _expected(member_id, step, prepared):
-    """What to ask HAProxy, and what it says as soon as the step is live; None where it says nothing of the kind."""
+    """The HAProxy command that shows the step, and its output when the step is live; None if none does."""
     if step not in ("add", "weight", "remove"):
         return None
     line = next(n for n, each in enumerate(prepared.text_lines) if member_id in each.split()[1:2])
@@ -119,7 +119,7 @@ def _note(prepared, amphora, answers, spent, expected=None):
 
 
 def _until(amphora, question, answer):
-    """When HAProxy answers like this."""
+    """Wait until HAProxy gives this output; returns the time."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         now = amphora.ask_haproxy(question)
@@ -130,7 +130,7 @@ def _until(amphora, question, answer):
 
 
 def _cpu(amphora):
-    """Seconds of the agent itself, of what it has waited for, and of HAProxy."""
+    """CPU seconds of the agent, of its ended children, and of HAProxy."""
     agent = waited = haproxy = 0.0
     for pid in descendants(amphora.init()):
         try:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For how long nobody serves: every event, at several advertisement intervals, as a client sees it.
+"""Measures the outage of a pair for a client: every kind of event, at several advertisement intervals.
 
     .sandbox/test-venv/bin/python benchmarks/failover.py [--adverts 0.2 1] [--times N]
 
-A client asks every 10 ms on a new connection; the outage is from the first request that failed to the last one, in
-milliseconds: the median and the worst of N runs, and how many requests failed in the worst one. Needs root.
+A client sends a request on a new connection every 10 ms. The outage is the time from the first failed request to the
+last one. The output has the median and the worst of N runs in milliseconds, and the failed requests of the worst one.
+Needs root.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "dataplane"), str(ROOT / "tests")]
 
-from amphora_lab import eventually  # noqa: E402 (not before its place is known)
+from amphora_lab import eventually  # noqa: E402 (only after sys.path is set)
 from pair_lab import PLACES, Pair, PairNetwork  # noqa: E402
 from throwaway_authority import Authority  # noqa: E402
 from wanted import listener, load_balancer, member, pool  # noqa: E402
@@ -36,7 +37,7 @@ EVENTS = {
 
 
 def main():
-    """Console entry."""
+    """Run all measurements."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--adverts", type=float, nargs="+", default=[0.2, 1.0], help="intervals in seconds")
     parser.add_argument("--times", type=int, default=3, help="runs of each event")
@@ -50,7 +51,7 @@ def main():
 
 
 def _measure(advert, times):
-    """Every event at one interval."""
+    """Run all events at one interval."""
     network = PairNetwork(f"fo{os.getpid()}")
     with tempfile.TemporaryDirectory(prefix="failover-") as folder:
         pair = Pair(network, Path(folder), Authority("controllers"), advert)
@@ -65,7 +66,7 @@ def _measure(advert, times):
 
 
 def _once(pair, event):
-    """One outage, in seconds, and how many requests failed."""
+    """Run one event; returns the outage in seconds and the number of failed requests."""
     pair.mend()
     pair.push(load_balancer(listener(80), pool("pool", *[member(peer) for peer in pair.peers])))
     pair.calm()

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a user waits, measured on a sandbox of its own through the real Octavia API.
+"""Measures the latency of API operations for a user, in a separate sandbox with the real Octavia API.
 
     .sandbox/venv/bin/python benchmarks/latency.py [--state DIR] [--times N]
 
 Prints, in milliseconds, p50, p90 and the worst of:
 
-* POST member: until Octavia answered; until a client's request was first answered by the new member; until ACTIVE
-* a change of members, from the moment our provider notes that it was accepted, still in its transaction: until a
-  controller takes the first step (its log says when, in whole milliseconds; job, lease and tree are read before)
-* POST loadbalancer (alone): until Octavia answered; until ACTIVE
-* POST loadbalancer (with listener, pool, members): until ACTIVE; until a client's request was first answered
+* POST member: until Octavia's response; until the first response of the new member to a client; until ACTIVE
+* a change of members: from the record in the provider's transaction until the first step of a controller (in whole
+  milliseconds, from its log; the controller reads job, lease and tree before)
+* POST loadbalancer (alone): until Octavia's response; until ACTIVE
+* POST loadbalancer (with listener, pool, members): until ACTIVE; until the first response to a client
 """
 
 import argparse
@@ -37,11 +37,11 @@ _AGENT = Path(__file__).parent.parent / ".sandbox" / "agent-venv" / "bin" / "pyt
 
 
 def main():
-    """Console entry."""
+    """Run all measurements."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--state", type=Path, help="directory of the sandbox; a temporary one by default")
+    parser.add_argument("--state", type=Path, help="state directory of the sandbox; default: a temporary one")
     parser.add_argument("--times", type=int, default=20, help="repetitions of the member measurement")
-    parser.add_argument("--agent-python", default=str(_AGENT), help="interpreter of the amphorae's environment")
+    parser.add_argument("--agent-python", default=str(_AGENT), help="Python interpreter of the agents")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="adb-") as folder:
         settings = sandbox_settings.load_or_create_settings(chosen.state or Path(folder), None, chosen.agent_python)
@@ -90,7 +90,7 @@ def _measure(stack, times):
 
 
 def _members(settings, balancers, rows, times):
-    """A pool of two members; the third comes and goes. Returns the load balancer's id."""
+    """Create a pool with two members, then add and remove a third; returns the load balancer's id."""
     first = dict(list(topology.MEMBERS.items())[:2])
     made = balancers.create_load_balancer(
         name="members", vip_subnet_id=topology.VIP_SUBNET, listeners=[_listener("members", first)]
@@ -115,7 +115,7 @@ def _members(settings, balancers, rows, times):
 
 
 def _begun(stack, load_balancer_id, rows):
-    """How long each change waited for a controller."""
+    """The delay of each change until the controller's first step."""
     mine = sa.select(request.c.generation, request.c.accepted_at).where(
         request.c.load_balancer_id == load_balancer_id, request.c.action.in_(("create member", "delete member"))
     )
@@ -124,7 +124,7 @@ def _begun(stack, load_balancer_id, rows):
     database.dispose()
     step = re.compile(rf"^(\S+ \S+) .*\[lb={load_balancer_id} gen=(\d+)\] .*: Push ", re.MULTILINE)
     for at, generation in step.findall(stack.supervision.log("amphora-controller").read_text(encoding="utf-8")):
-        # The first one only: a push may be repeated.
+        # Use the first push only: it may be repeated.
         since = accepted.pop(int(generation), None)
         if since is not None:
             waited = dt.datetime.fromisoformat(at).timestamp() - since
@@ -132,7 +132,7 @@ def _begun(stack, load_balancer_id, rows):
 
 
 class _Watch:
-    """A client that asks again and again until the answer is the one waited for."""
+    """A client that repeats a request until it gets the expected response."""
 
     def __init__(self, settings, address, wanted):
         self.seen_at = 0.0
@@ -145,7 +145,7 @@ class _Watch:
 
     def _run(self):
         settings, address, wanted = self._arguments
-        # One thread stays in the client's namespace: entering it for each request would cost more than the request.
+        # One thread stays in the client's namespace, because entering it costs more than a request.
         namespaces.run_inside(namespaces.path(settings.host(topology.CLIENT)), lambda: self._ask(address, wanted))
 
     def _ask(self, address, wanted):
@@ -195,7 +195,7 @@ def _until_active(balancers, load_balancer_id):
         if found == "ACTIVE":
             return
         assert found != "ERROR", "the load balancer is in ERROR"
-        # Asking costs the API, which has one processor like everybody else, more than the answer is worth.
+        # Poll slowly: frequent requests would load the API.
         time.sleep(0.02)
     raise AssertionError("not ACTIVE in time")
 

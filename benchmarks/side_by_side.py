@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The harness's compare.py, with two repairs.
+"""The harness's compare.py with two corrections.
 
-It gives up a case at the first thing one side does not have; here it goes on. And it sends bodies that never change,
-while ours carry a number that grows (see `adapter_agent`): the number is put in on the way, in the harness's own time.
+The original ends a case at the first operation that one side does not have; this one continues. The original sends
+constant bodies; this one inserts an increasing number into our bodies (see `adapter_agent`) before it sends them.
 
-side_by_side.py FOLDER-OF-THE-HARNESS ARGUMENTS-OF-COMPARE.PY
+    side_by_side.py HARNESS-DIRECTORY ARGUMENTS-OF-COMPARE.PY
 """
 
 import base64
@@ -15,7 +15,7 @@ sys.path.insert(0, sys.argv.pop(1))
 
 import compare
 
-# What `adapter_agent` writes where a number is to be.
+# Placeholders that `adapter_agent` writes.
 _GENERATION, _LIMIT = b"4000000001", b"4000000002"
 _generations = itertools.count(1)
 
@@ -23,7 +23,7 @@ _interleave = compare.Ctx.interleave
 
 
 def interleave(*args, **kwargs):
-    """Without the sides that have no result at all."""
+    """Ignore sides without a result."""
     return {name: values for name, values in _interleave(*args, **kwargs).items() if values}
 
 
@@ -31,7 +31,7 @@ _request = compare.Https.request
 
 
 def request(self, req, fresh=True):
-    """With the next generation, and another limit than the last time, where the body wants them."""
+    """Replace the placeholders in a body by the next generation and a different limit."""
     method, path, body, kind = req
     if path == "/v2/bundle" and body is not None:
         number = next(_generations)
