@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands about amphorae.
+"""Commands about amphorae and warm spares.
 
-Invariant: the heartbeat key is not among the columns that are read, so that it cannot be shown. Warm spares belong to
-no load balancer, and are not in the list. The names of columns never change: programs read them.
+Invariant: the queries never read the heartbeat key, so no command can show it. `amphora list` excludes warm spares,
+which belong to no load balancer. `spare list` counts a booting spare as booting, never as ready. Programs read the
+column names, so these never change.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,36 +19,43 @@ import sqlalchemy as sa
 from cliff.lister import Lister
 from cliff.show import ShowOne
 
-from amphora_driver.cli import id_prefix, queries
-from amphora_driver.cli.formatting import Age, Moment, Partners, Plain, Ports, Said
+from amphora_driver.cli import queries
+from amphora_driver.cli.formatting import Age, Counts, Partners, Ports, Timestamp, Value, YesNo
 from amphora_driver.database.tables import amphora, work
+from amphora_driver.model.amphora import AmphoraState
+from amphora_driver.store import spare_pools
+from amphora_driver.store.spare_pools import SparePoolSpec
 
 LIST_HEAD = (
     *("ID", "Load balancer", "Role", "State", "Has VIPs", "Address", "Wanted", "Confirmed", "Reported generation"),
     *("Last heartbeat", "Silent", "Certificate expires", "Image", "Agent version", "Drift"),
 )
+SPARES_HEAD = (
+    *("Pool", "Compute", "Flavor", "Zone", "Image tag", "Wanted", "Ready", "Booting", "Leaving", "Load balancers"),
+    *("Images", "Attempts", "Error"),
+)
 
 
 class ListAmphorae(Lister):
-    """Amphorae: whom they serve, what they confirmed, who has the VIPs, when they were heard."""
+    """List amphorae: load balancer, confirmed generation, VIPs and last heartbeat of each."""
 
     def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Options."""
+        """Add the arguments."""
         parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument("--loadbalancer", metavar="ID", help="Only those of this load balancer.")
-        parser.add_argument("--project", metavar="ID", help="Only those of load balancers of this project.")
-        parser.add_argument("--status", metavar="STATE", help="Only those in this state: booting, ready or retiring.")
-        parser.add_argument("--stale", action="store_true", help="Only those that should be heard and are not.")
+        parser.add_argument("--loadbalancer", metavar="ID", help="Only amphorae of this load balancer.")
+        parser.add_argument("--project", metavar="ID", help="Only amphorae of this project's load balancers.")
+        parser.add_argument("--status", metavar="STATE", help="Only amphorae in this state: booting, ready, retiring.")
+        parser.add_argument("--stale", action="store_true", help="Only amphorae without a recent heartbeat.")
         return parser
 
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
-        """Column names and rows."""
+        """Return column names and rows."""
 
-        def look(connection: sa.Connection) -> Sequence[Any]:
-            # A row whose load balancer is gone is shown all the same.
-            query = queries.amphorae().where(sa.or_(work.c.op.is_(None), id_prefix.IS_LOAD_BALANCER))
+        def read(connection: sa.Connection) -> Sequence[Any]:
+            # An amphora whose load balancer has no row is listed as well.
+            query = queries.amphora_query().where(sa.or_(work.c.op.is_(None), queries.IS_LOAD_BALANCER))
             if parsed_args.loadbalancer:
-                chosen = id_prefix.load_balancer(connection, parsed_args.loadbalancer)
+                chosen = queries.find_load_balancer_id(connection, parsed_args.loadbalancer)
                 query = query.where(amphora.c.load_balancer_id == chosen)
             if parsed_args.project:
                 query = query.where(work.c.project_id == parsed_args.project)
@@ -54,58 +63,95 @@ class ListAmphorae(Lister):
                 query = query.where(amphora.c.state == parsed_args.status.lower())
             return connection.execute(query).all()
 
-        rows: Sequence[Any] = self.app.read(look)
+        rows: Sequence[Any] = self.app.read(read)
         if parsed_args.stale:
             before = time.time() - self.app.conf.failover.silent_after
             rows = [row for row in rows if queries.is_stale(row, before)]
-        return LIST_HEAD, map(_listed, rows)
+        return LIST_HEAD, map(_list_row, rows)
 
 
 class ShowAmphora(ShowOne):
-    """All that is recorded of one amphora."""
+    """Show everything that is recorded about one amphora."""
 
     def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Options."""
+        """Add the arguments."""
         parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument("amphora", metavar="ID", help="Id of the amphora, or the beginning of it.")
+        parser.add_argument("amphora", metavar="ID", help="Id of the amphora, or a unique prefix of it.")
         return parser
 
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-        """Names and values."""
+        """Return names and values."""
 
-        def look(connection: sa.Connection) -> Any:
-            sought = id_prefix.amphora_id(connection, parsed_args.amphora)
-            return connection.execute(queries.amphorae().where(amphora.c.id == sought)).one()
+        def read(connection: sa.Connection) -> Any:
+            chosen = queries.find_amphora_id(connection, parsed_args.amphora)
+            return connection.execute(queries.amphora_query().where(amphora.c.id == chosen)).one()
 
-        shown = _shown(self.app.read(look))
+        shown = _details(self.app.read(read))
         return tuple(shown), tuple(shown.values())
 
 
-def _listed(row: Any) -> tuple[Any, ...]:
+class ListSpares(Lister):
+    """List the pools of warm spares: desired, ready and booting spares, and load balancers that use them."""
+
+    def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
+        """Return column names and rows."""
+        number = self.app.conf.spares.number
+        return SPARES_HEAD, self.app.read(lambda connection: _spare_rows(connection, number))
+
+
+def _list_row(row: Any) -> tuple[Any, ...]:
     return (
-        *(row.id, row.load_balancer_id, row.role, row.state, Said(row.holds_vip), Plain(row.management_address)),
-        *(Plain(row.wanted), row.confirmed, Plain(row.heard), Age(row.seen_at), Plain(row.silent)),
-        *(Moment(row.certificate_expires_at), Plain(row.image), Plain(row.agent_version), Plain(row.drift)),
+        *(row.id, row.load_balancer_id, row.role, row.state, YesNo(row.holds_vip), Value(row.management_address)),
+        *(Value(row.wanted), row.confirmed, Value(row.heard), Age(row.seen_at), Value(row.silent)),
+        *(Timestamp(row.certificate_expires_at), Value(row.image), Value(row.agent_version), Value(row.drift)),
     )
 
 
-def _shown(row: Any) -> dict[str, Any]:
+def _details(row: Any) -> dict[str, Any]:
     return {
-        **dict(zip(LIST_HEAD, _listed(row), strict=True)),
-        "Verdict": Plain(row.verdict),
-        "Reason": Plain(row.reason),
-        "Compute ID": Plain(row.compute_id),
-        "Created": Moment(row.created_at),
-        "Booted": Moment(row.booted_at),
-        "Ready": Moment(row.ready_at),
-        "Confirmed at": Moment(row.confirmed_at),
+        **dict(zip(LIST_HEAD, _list_row(row), strict=True)),
+        "Verdict": Value(row.verdict),
+        "Reason": Value(row.reason),
+        "Compute ID": Value(row.compute_id),
+        "Created": Timestamp(row.created_at),
+        "Booted": Timestamp(row.booted_at),
+        "Ready": Timestamp(row.ready_at),
+        "Confirmed at": Timestamp(row.confirmed_at),
         "Handed over": bool(row.handed_over),
-        "Drains until": Moment(row.drains_until or None),
-        "Certificate issued": Moment(row.certificate_issued_at),
-        "Certificate authority": Plain(row.certificate_authority),
-        "Trusts": Plain(row.trusts),
+        "Drains until": Timestamp(row.drains_until or None),
+        "Certificate issued": Timestamp(row.certificate_issued_at),
+        "Certificate authority": Value(row.certificate_authority),
+        "Trusts": Value(row.trusts),
         "Compared": Age(row.audited_at),
         "Drifts": bool(row.drifts),
         "Partners": Partners(msgspec.json.decode(row.partners) if row.partners else []),
         "Ports": Ports(msgspec.json.decode(row.plugged) if row.plugged else []),
     }
+
+
+def _spare_rows(connection: sa.Connection, configured: int) -> list[tuple[Any, ...]]:
+    pools = spare_pools.list_pools(connection)
+    spares = connection.execute(
+        sa.select(amphora.c.load_balancer_id, amphora.c.state, amphora.c.image)
+        .join(work, work.c.load_balancer_id == amphora.c.load_balancer_id)
+        .where(work.c.op == spare_pools.OP)
+    ).all()
+    counted = sa.select(work.c.spare_pool, sa.func.count()).where(work.c.spare_pool.is_not(None))
+    users: dict[str | None, int] = dict(connection.execute(counted.group_by(work.c.spare_pool)).tuples().all())
+    return [
+        _spare_row(pool, [one for one in spares if one.load_balancer_id == pool.load_balancer_id], users, configured)
+        for pool in pools
+    ]
+
+
+def _spare_row(pool: Any, spares: Sequence[Any], users: dict[str | None, int], configured: int) -> tuple[Any, ...]:
+    spec = msgspec.json.decode(pool.spares, type=SparePoolSpec)
+    user_count = users.get(pool.load_balancer_id, 0)
+    wanted = (configured if spec.number is None else spec.number) if user_count else 0
+    states = Counter(one.state for one in spares)
+    images = Counter(one.image for one in spares if one.image and one.state == AmphoraState.READY.value)
+    return (
+        *(pool.load_balancer_id, spec.compute, spec.compute_flavor, spec.compute_zone, spec.image_tag, wanted),
+        *(states[one.value] for one in (AmphoraState.READY, AmphoraState.BOOTING, AmphoraState.RETIRING)),
+        *(user_count, Counts(images), pool.attempts, pool.error),
+    )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands about the processes of the control plane.
 
-Invariant: what is shown is what processes said of themselves; one that is dead has said nothing for a while. Draining
-is written down, and obeyed by the controller itself within a few seconds.
+Invariant: the output is what the processes recorded about themselves. A process without a recent "last sign" is dead.
+A drain is a database row; the controller obeys it within a few seconds.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import sqlalchemy as sa
 from cliff.command import Command
 from cliff.lister import Lister
 
-from amphora_driver.cli.failover_request import who_where
-from amphora_driver.cli.formatting import Age, Listed, Moment
+from amphora_driver.cli.formatting import Age, Timestamp, ValueList
+from amphora_driver.cli.operator_name import operator_at_host
 from amphora_driver.errors import UnknownObject
 from amphora_driver.store import process_registry
 from amphora_driver.store.process_registry import ProcessKind
@@ -25,16 +25,16 @@ _HEAD = ("Name", "Kind", "Host", "Version", "Since", "Last sign", "Jobs", "Dutie
 
 
 class ListControllers(Lister):
-    """Controllers: what each works on, which duties it has, and whether it drains. One without a sign is dead."""
+    """List controllers with their jobs, duties and drain state. An old last sign means a dead controller."""
 
     def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Options."""
+        """Add the arguments."""
         parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument("--all", action="store_true", help="Health managers and provider agents too.")
+        parser.add_argument("--all", action="store_true", help="Include health managers and provider agents.")
         return parser
 
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
-        """Column names and rows."""
+        """Return column names and rows."""
 
         def read(connection: sa.Connection) -> tuple[Any, dict[str, list[str]], dict[str, float]]:
             kind = None if parsed_args.all else ProcessKind.CONTROLLER
@@ -42,59 +42,63 @@ class ListControllers(Lister):
             return every, process_registry.list_duties(connection), process_registry.list_drained_hosts(connection)
 
         rows, duties, hosts = self.app.read(read)
-        return _HEAD, (_shown(row, duties.get(row.name, []), hosts) for row in rows)
+        return _HEAD, (_row(row, duties.get(row.name, []), hosts) for row in rows)
 
 
-class _Draining(Command):
-    """Whether controllers take up anything new."""
+class _SetDraining(Command):
+    """Set or clear the drain of controllers."""
 
     draining = True
 
     def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Options."""
+        """Add the arguments."""
         parser: argparse.ArgumentParser = super().get_parser(prog_name)
         which = parser.add_mutually_exclusive_group(required=True)
-        which.add_argument("name", nargs="?", metavar="NAME", help="Name of a controller, as long as it runs.")
-        which.add_argument("--host", metavar="HOST", help="All controllers of this host, also those that start later.")
+        which.add_argument("name", nargs="?", metavar="NAME", help="Name of one running controller.")
+        which.add_argument(
+            "--host", metavar="HOST", help="All controllers of this host, including those that start later."
+        )
         return parser
 
     def take_action(self, parsed_args: argparse.Namespace) -> None:
-        """Write it down."""
+        """Write the row."""
         if parsed_args.host is None:
-            self.app.database.write(lambda connection: self._one(connection, parsed_args.name))
+            self.app.database.write(lambda connection: self._set_process(connection, parsed_args.name))
         else:
-            self.app.database.write(lambda connection: self._host(connection, parsed_args.host))
+            self.app.database.write(lambda connection: self._set_host(connection, parsed_args.host))
 
-    def _one(self, connection: sa.Connection, name: str) -> None:
+    def _set_process(self, connection: sa.Connection, name: str) -> None:
         verb = "drain" if self.draining else "resume"
         row = next(
             (one for one in process_registry.list_processes(connection, ProcessKind.CONTROLLER) if one.name == name),
             None,
         )
         if row is None:
-            raise UnknownObject(f"{verb} controller {name}", "none of this name is known", "See: controller list.")
+            raise UnknownObject(
+                f"{verb} controller {name}", "no controller has this name", "List them: amphoractl controller list."
+            )
         if not self.draining and row.host in process_registry.list_drained_hosts(connection):
             remedy = f"Use: amphoractl controller resume --host {row.host}."
             raise UnknownObject(f"resume controller {name}", f"its host {row.host} is drained", remedy)
         process_registry.set_process_draining(connection, name, draining=self.draining)
 
-    def _host(self, connection: sa.Connection, host: str) -> None:
-        process_registry.set_host_draining(connection, host, who_where(), draining=self.draining)
+    def _set_host(self, connection: sa.Connection, host: str) -> None:
+        process_registry.set_host_draining(connection, host, operator_at_host(), draining=self.draining)
 
 
-class DrainController(_Draining):
-    """Have a controller finish what it works on, take up nothing new, and give its duties to others."""
+class DrainController(_SetDraining):
+    """Drain a controller: it finishes its jobs, starts no new ones, and releases its duties."""
 
 
-class ResumeController(_Draining):
-    """Have a controller that drains take up work again."""
+class ResumeController(_SetDraining):
+    """End the drain of a controller: it starts jobs again."""
 
     draining = False
 
 
-def _shown(row: Any, duties: list[str], hosts: dict[str, float]) -> tuple[Any, ...]:
+def _row(row: Any, duties: list[str], hosts: dict[str, float]) -> tuple[Any, ...]:
     draining = row.draining or (row.kind == ProcessKind.CONTROLLER.value and row.host in hosts)
     return (
         *(row.name, row.kind, row.host, row.version),
-        *(Moment(row.started_at), Age(row.seen_at), row.jobs, Listed(duties), bool(draining)),
+        *(Timestamp(row.started_at), Age(row.seen_at), row.jobs, ValueList(duties), bool(draining)),
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands about the database's schema.
 
-Invariant: `status` works with every schema, or none; only `upgrade` changes one.
+Invariant: `database status` works with every schema and without one. Only `database upgrade` changes the schema.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from cliff.show import ShowOne
 from amphora_driver.database import migrate, schema_check
 from amphora_driver.errors import StoreError
 
-# The first schema whose versions bind sealed values to their rows.
+# First schema revision in which encrypted values are bound to their rows.
 _BOUND_SINCE = "0004"
 
 
 class DatabaseStatus(ShowOne):
-    """Where the database's schema stands, and whether this version works with it."""
+    """Show the schema of the database, and whether this version can use it."""
 
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-        """Names and values."""
+        """Return names and values."""
         found = self.app.recorded_schema()
         wrong = schema_check.describe_mismatch(found)
         happened, remedy = wrong or ("", "")
@@ -31,38 +31,43 @@ class DatabaseStatus(ShowOne):
 
 
 class UpgradeDatabase(ShowOne):
-    """Bring the database to the schema of this version; makes it where there is none. May be ended and run again.
+    """Create the database schema, or upgrade it to this version. Can be interrupted and repeated.
 
-    Refused while processes work with another schema: they would go on as before, beside what the new one brings.
+    The command is refused while processes of another version use the database: they do not know the new schema.
     """
 
     def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Options."""
+        """Add the arguments."""
         parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument("--force", action="store_true", help="also while somebody seems to work, who does not")
+        parser.add_argument(
+            "--force",
+            action="store_true",
+            help="Upgrade even if processes seem to use the database. Use it only if none of them runs.",
+        )
         return parser
 
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-        """Names and values.
+        """Return names and values.
 
         Raises:
-            StoreError: somebody works with it, or the database said no.
+            StoreError: processes use the database, or the database refused a statement.
         """
         if not parsed_args.force:
-            _nobody_works(migrate.active_processes(self.app.conf.store.connection))
+            _refuse_if_in_use(migrate.active_processes(self.app.conf.store.connection))
         done = migrate.upgrade(self.app.conf.store.connection)
         if done.before and done.before < _BOUND_SINCE:
-            command = "amphoractl secrets reseal --bind (docs/explanation/secrets.md)"
-            self.app.stderr.write(f"Run before the services start: {command}\n")
+            self.app.stderr.write(
+                "Before the services start, run: amphoractl secrets reseal --bind (docs/explanation/secrets.md)\n"
+            )
         return ("Before", "After"), (done.before, done.after)
 
 
-def _nobody_works(names: tuple[str, ...]) -> None:
-    """Refuse to go on while somebody works."""
+def _refuse_if_in_use(names: tuple[str, ...]) -> None:
+    """Raise StoreError if processes use the database."""
     if names:
         raise StoreError(
             "upgrade the database",
-            f"these processes work with it: {', '.join(names)}",
-            "Stop controllers, health managers and octavia-driver-agent, of every version, on every host. One that "
-            "died counts for a minute; if you know that none of these lives: --force.",
+            f"these processes use it: {', '.join(names)}",
+            "Stop the controllers, health managers and octavia-driver-agent on every host. A crashed process is listed "
+            "for a minute; if none of these runs, use --force.",
         )

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fail-overs, who is silent, what is allowed now, and who is heard that nobody knows.
+"""Commands about fail-overs, the circuit breaker and unknown amphorae.
 
-Invariant: all of it is read from rows, and holding the breaker open or closing it writes one: it says the same, and
-does what it says, whether or not any other process of ours is alive.
+Invariant: the commands read and write database rows only. They work while no other process of the control plane runs;
+a controller performs a requested fail-over as soon as one runs. Octavia receives no PENDING status, so users can change
+their load balancers meanwhile. A request for an amphora that is being replaced or deleted is refused.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -17,34 +19,38 @@ from cliff.command import Command
 from cliff.lister import Lister
 from cliff.show import ShowOne
 
-from amphora_driver.cli.failover_request import who
-from amphora_driver.cli.formatting import Age, Moment, Plain, Span
-from amphora_driver.cli.terminal_escape import plain
+from amphora_driver.cli import queries
+from amphora_driver.cli.formatting import Age, Duration, Timestamp, Value, escape_unprintable
+from amphora_driver.cli.operator_name import operator_name
 from amphora_driver.database import clock
-from amphora_driver.database.tables import duty
+from amphora_driver.database.tables import amphora, duty, work
 from amphora_driver.database.tables_fleet import failover
-from amphora_driver.errors import UnknownObject
+from amphora_driver.errors import Conflict, UnknownObject
+from amphora_driver.model.amphora import AmphoraState
+from amphora_driver.queue import local_socket
 from amphora_driver.store import circuit_breaker, failovers, silent_amphorae, unknown_amphorae
+from amphora_driver.store.requests import Op
+from amphora_driver.store.spare_pools import ROLE
 
-_LISTED = ("ID", "Cause", "Load balancer", "Amphora", "Began", "Served after", "Ended", "Outcome")
-_SHOWN = (
+_LIST_HEAD = ("ID", "Cause", "Load balancer", "Amphora", "Began", "Served after", "Ended", "Outcome")
+_SHOW_HEAD = (
     *("ID", "Load balancer", "Amphora", "Cause", "Reason", "Asked by", "Rotation", "Heard last", "Began"),
     *("Served", "Ended", "Outcome", "Time line"),
 )
-_MOST = 100
+_DEFAULT_LIMIT = 100
 
 
-class TimeLine(FormattableColumn):
-    """Events as rows of `failover_event`, the first one first; `from` is when the first of them was."""
+class Timeline(FormattableColumn):
+    """Rows of `failover_event`, oldest first."""
 
     def human_readable(self) -> str:
         begin = self._value[0].at if self._value else 0.0
-        return "\n".join(plain(_line(row, row.at - begin)) for row in self._value)
+        return "\n".join(escape_unprintable(_describe_event(row, row.at - begin)) for row in self._value)
 
     def machine_readable(self) -> list[dict[str, Any]]:
         return [
             {
-                "at": Moment(row.at).machine_readable(),
+                "at": Timestamp(row.at).machine_readable(),
                 "event": row.word,
                 "amphora": row.amphora_id,
                 "detail": row.detail,
@@ -53,14 +59,14 @@ class TimeLine(FormattableColumn):
         ]
 
 
-class Silent(FormattableColumn):
+class SilentAmphorae(FormattableColumn):
     """Rows of `silence`."""
 
     def human_readable(self) -> str:
         return "\n".join(
-            plain(
+            escape_unprintable(
                 f"{row.amphora_id} of {row.load_balancer_id}: {row.kind.replace('_', ' ')} since "
-                f"{Moment(row.since).human_readable()}; {row.verdict}"
+                f"{Timestamp(row.since).human_readable()}; {row.verdict}"
             )
             for row in self._value
         )
@@ -71,141 +77,128 @@ class Silent(FormattableColumn):
                 "amphora": row.amphora_id,
                 "load_balancer": row.load_balancer_id,
                 "kind": row.kind,
-                "since": Moment(row.since).machine_readable(),
+                "since": Timestamp(row.since).machine_readable(),
                 "verdict": row.verdict,
             }
             for row in self._value
         ]
 
 
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
 class ListFailovers(Lister):
-    """Fail-overs, the newest first: why, of which amphora, and how long users waited."""
+    """List fail-overs, newest first: cause, amphora, and seconds until the load balancer was served again."""
 
     def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Options."""
+        """Add the arguments."""
         parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument("--loadbalancer", metavar="ID", help="Only those of this load balancer.")
-        parser.add_argument("--open", action="store_true", help="Only those that go on.")
-        parser.add_argument("--limit", type=int, default=_MOST, metavar="NUMBER", help=f"At most so many ({_MOST}).")
+        parser.add_argument("--loadbalancer", metavar="ID", help="Only fail-overs of the load balancer with this id.")
+        parser.add_argument("--open", action="store_true", help="Only fail-overs in progress.")
+        parser.add_argument(
+            "--limit",
+            type=int,
+            default=_DEFAULT_LIMIT,
+            metavar="NUMBER",
+            help=f"Largest number of lines (default: {_DEFAULT_LIMIT}).",
+        )
         return parser
 
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
-        """Column names and rows."""
+        """Return column names and rows."""
         query = sa.select(failover).order_by(failover.c.id.desc()).limit(parsed_args.limit)
         if parsed_args.loadbalancer:
             query = query.where(failover.c.load_balancer_id == parsed_args.loadbalancer)
         if parsed_args.open:
             query = query.where(failover.c.ended_at.is_(None))
         rows = self.app.read(lambda connection: connection.execute(query).all())
-        return _LISTED, (_listed(row) for row in rows)
+        return _LIST_HEAD, (_list_row(row) for row in rows)
 
 
 class ShowFailover(ShowOne):
-    """One fail-over: its cause, and what happened when."""
+    """Show the cause and the events of one fail-over."""
 
     def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Options."""
+        """Add the arguments."""
         parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument("failover", type=int, metavar="ID", help="Its number, from `failover list`.")
+        parser.add_argument("failover", type=int, metavar="ID", help="Number of the fail-over, from `failover list`.")
         return parser
 
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-        """Names and values."""
+        """Return names and values."""
         number = parsed_args.failover
         query = sa.select(failover).where(failover.c.id == number)
         row, events = self.app.read(
             lambda connection: (connection.execute(query).first(), failovers.list_failover_events(connection, number))
         )
         if row is None:
-            raise UnknownObject(f"show fail-over {number}", "there is none with this number", "See failover list.")
-        times = tuple(Moment(at) for at in (row.silent_since, row.begun_at, row.served_at, row.ended_at))
-        why = (row.cause, Plain(row.reason), Plain(row.asked_by), row.rotation_id)
-        which = (row.id, row.load_balancer_id, row.amphora_id)
-        return _SHOWN, (*which, *why, *times, row.outcome, TimeLine(sorted(events, key=lambda one: (one.at, one.id))))
+            raise UnknownObject(
+                f"show fail-over {number}", "no fail-over has this number", "List them: amphoractl failover list."
+            )
+        times = tuple(Timestamp(at) for at in (row.silent_since, row.begun_at, row.served_at, row.ended_at))
+        cause = (row.cause, Value(row.reason), Value(row.asked_by), row.rotation_id)
+        ids = (row.id, row.load_balancer_id, row.amphora_id)
+        timeline = Timeline(sorted(events, key=lambda one: (one.at, one.id)))
+        return _SHOW_HEAD, (*ids, *cause, *times, row.outcome, timeline)
 
 
 class FailoverStatus(ShowOne):
-    """Whether amphorae are replaced unasked now, who is silent, and what follows from that or why nothing does."""
+    """Show whether silent amphorae are replaced now, which amphorae are silent, and what happens next."""
 
     def take_action(self, _parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-        """Names and values."""
+        """Return names and values."""
 
-        def work(connection: sa.Connection) -> tuple[Any, ...]:
-            held = sa.select(duty.c.owner).where(
+        def read(connection: sa.Connection) -> tuple[Any, ...]:
+            owner = sa.select(duty.c.owner).where(
                 duty.c.name == silent_amphorae.DUTY, duty.c.leased_until > clock.now(connection)
             )
             return (
-                connection.execute(held).scalar(),
+                connection.execute(owner).scalar(),
                 circuit_breaker.read_breaker_rows(connection),
                 silent_amphorae.list_silent_amphorae(connection),
                 failovers.list_open_failovers(connection),
             )
 
-        detector, rows, silent, going = self.app.read(work)
+        detector, rows, silent, in_progress = self.app.read(read)
         automatic, sight = rows.get(circuit_breaker.AUTOMATIC), rows.get(circuit_breaker.SIGHT)
         state = automatic.state if automatic is not None else circuit_breaker.CLOSED
         values = {
-            "Allowed now": Plain(allowed(detector, rows, automatic=self.app.conf.failover.automatic)),
+            "Allowed now": Value(describe_permission(detector, rows, automatic=self.app.conf.failover.automatic)),
             "Breaker": f"held {circuit_breaker.OPEN}" if circuit_breaker.OPERATOR in rows else state,
-            "Since": Moment(getattr(rows.get(circuit_breaker.OPERATOR) or automatic, "since", None)),
-            "Reason": Plain(getattr(rows.get(circuit_breaker.OPERATOR) or automatic, "reason", None)),
-            "Next trial": Moment(
+            "Since": Timestamp(getattr(rows.get(circuit_breaker.OPERATOR) or automatic, "since", None)),
+            "Reason": Value(getattr(rows.get(circuit_breaker.OPERATOR) or automatic, "reason", None)),
+            "Next trial": Timestamp(
                 automatic.trial_at if automatic is not None and state == circuit_breaker.OPEN else None
             ),
             "Detector": detector,
             "Watched": sight.watched if sight is not None else None,
-            "Silent": Silent(silent),
-            "Fail-overs going on": len(going),
+            "Silent": SilentAmphorae(silent),
+            "Fail-overs going on": len(in_progress),
         }
         return tuple(values), tuple(values.values())
 
 
-class OpenBreaker(Command):
-    """Have nothing replaced unasked until `breaker close`, whatever falls silent."""
-
-    def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Options."""
-        parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument("--reason", default="", metavar="WORDS", help="Why, for those who look.")
-        return parser
-
-    def take_action(self, parsed_args: argparse.Namespace) -> None:
-        """Write it down."""
-        database = self.app.database
-        reason = ": ".join(part for part in (who(), parsed_args.reason) if part)
-        database.write(lambda connection: circuit_breaker.hold_breaker_open(connection, reason, database.now()))
-        self.app.stdout.write("The breaker is held open: no amphora is replaced unasked.\n")
-
-
-class CloseBreaker(Command):
-    """Have silent amphorae replaced again, one after the other: those that are silent now are taken for dead."""
-
-    def take_action(self, _parsed_args: argparse.Namespace) -> None:
-        """Write it down."""
-        database = self.app.database
-        reason = f"closed by {who()}"
-        database.write(lambda connection: circuit_breaker.close_breaker(connection, reason, database.now()))
-        self.app.stdout.write("The breaker is closed.\n")
-
-
 class ListZombies(Lister):
-    """Who sends heartbeats under an id that nobody has. Signed by nobody we know: hints, never proof."""
+    """List machines that send heartbeats under an unknown amphora id.
+
+    The control plane has no key for these heartbeats and cannot verify them. They are a hint, not a proof.
+    """
 
     def take_action(self, _parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
-        """Column names and rows."""
+        """Return column names and rows."""
         head = ("Amphora", "Address", "First heard", "Last heard", "Verdict")
         rows = self.app.read(unknown_amphorae.list_unknown_amphorae)
         return head, (
-            (row.amphora_id, row.address, Moment(row.first_at), Age(row.last_at), Plain(row.verdict)) for row in rows
+            (row.amphora_id, row.address, Timestamp(row.first_at), Age(row.last_at), Value(row.verdict)) for row in rows
         )
 
 
-def allowed(detector: str | None, rows: dict[str, circuit_breaker.BreakerRow], *, automatic: bool) -> str:
-    """Whether a silent amphora would be replaced now, and if not, why not.
+def describe_permission(detector: str | None, rows: dict[str, circuit_breaker.BreakerRow], *, automatic: bool) -> str:
+    """Return whether the detector would replace a silent amphora now, and the reason if not.
 
     Args:
-        detector: who looks for silent amphorae; None if nobody does.
-        rows: the breaker's.
+        detector: name of the controller that detects silent amphorae; None without one.
+        rows: the rows of the circuit breaker by name.
         automatic: option of [failover].
     """
     sight, known = rows.get(circuit_breaker.SIGHT), rows.get(circuit_breaker.AUTOMATIC)
@@ -215,9 +208,10 @@ def allowed(detector: str | None, rows: dict[str, circuit_breaker.BreakerRow], *
     if held is not None:
         return f"nothing: the breaker is held open by {held.reason or 'an operator'}"
     if detector is None:
-        return "nothing: no controller looks for silent amphorae; is one running?"
+        return "nothing: no controller detects silent amphorae; is one running?"
     if sight is None or sight.state == circuit_breaker.BLIND:
-        return f"nothing: the control plane is blind ({sight.reason if sight is not None else 'it has not looked yet'})"
+        reason = sight.reason if sight is not None else "it has not read any heartbeat yet"
+        return f"nothing: the control plane is blind ({reason})"
     if known is not None and known.state == circuit_breaker.OPEN:
         return f"nothing: the breaker is open ({known.reason})"
     if known is not None and known.state != circuit_breaker.CLOSED:
@@ -225,15 +219,162 @@ def allowed(detector: str | None, rows: dict[str, circuit_breaker.BreakerRow], *
     return "fail-over of silent amphorae"
 
 
-def _listed(row: Any) -> tuple[Any, ...]:
-    after = None if row.served_at is None else row.served_at - row.begun_at
+# --- circuit breaker ------------------------------------------------------------------------------------------------
+
+
+class OpenBreaker(Command):
+    """Hold the circuit breaker open: no automatic fail-over begins until `breaker close`."""
+
+    def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
+        """Add the arguments."""
+        parser: argparse.ArgumentParser = super().get_parser(prog_name)
+        parser.add_argument("--reason", default="", metavar="WORDS", help="Reason, shown by `failover status`.")
+        return parser
+
+    def take_action(self, parsed_args: argparse.Namespace) -> None:
+        """Write the row."""
+        database = self.app.database
+        reason = ": ".join(part for part in (operator_name(), parsed_args.reason) if part)
+        database.write(lambda connection: circuit_breaker.hold_breaker_open(connection, reason, database.now()))
+        self.app.stdout.write("The breaker is held open: no automatic fail-over begins.\n")
+
+
+class CloseBreaker(Command):
+    """Close the circuit breaker. Amphorae that are silent now count as dead and are replaced."""
+
+    def take_action(self, _parsed_args: argparse.Namespace) -> None:
+        """Write the row."""
+        database = self.app.database
+        reason = f"closed by {operator_name()}"
+        database.write(lambda connection: circuit_breaker.close_breaker(connection, reason, database.now()))
+        self.app.stdout.write("The breaker is closed.\n")
+
+
+# --- requests -------------------------------------------------------------------------------------------------------
+
+
+class FailOverLoadBalancer(Command):
+    """Replace all amphorae of a load balancer, one at a time. Users can change it meanwhile."""
+
+    def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
+        """Add the arguments."""
+        parser: argparse.ArgumentParser = super().get_parser(prog_name)
+        parser.add_argument("load_balancer", metavar="ID", help="Id of the load balancer, or a unique prefix of it.")
+        _add_reason(parser)
+        return parser
+
+    def take_action(self, parsed_args: argparse.Namespace) -> None:
+        """Write the rows and print what happens next."""
+
+        def write(connection: sa.Connection) -> str:
+            chosen = queries.find_load_balancer_id(connection, parsed_args.load_balancer)
+            attempt = f"fail over load balancer {chosen}"
+            _refuse_if_deleted(connection, attempt, chosen)
+            rows = _read_amphorae(connection, amphora.c.load_balancer_id == chosen)
+            live = [row.id for row in rows if row.state != AmphoraState.RETIRING.value]
+            if not live:
+                reason = rows and _describe_replacement(connection, chosen)
+                raise Conflict(
+                    attempt, reason or "it has no amphora yet: it is being created", "Wait until that is done."
+                )
+            return _request_failovers(connection, chosen, live, parsed_args.reason)
+
+        _write_and_notify(self, write)
+
+
+class FailOverAmphora(Command):
+    """Replace one amphora by a new one or by a warm spare."""
+
+    def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
+        """Add the arguments."""
+        parser: argparse.ArgumentParser = super().get_parser(prog_name)
+        parser.add_argument("amphora", metavar="ID", help="Id of the amphora, or a unique prefix of it.")
+        _add_reason(parser)
+        return parser
+
+    def take_action(self, parsed_args: argparse.Namespace) -> None:
+        """Write the row and print what happens next."""
+
+        def write(connection: sa.Connection) -> str:
+            chosen = queries.find_amphora_id(connection, parsed_args.amphora)
+            attempt = f"fail over amphora {chosen}"
+            (row,) = _read_amphorae(connection, amphora.c.id == chosen)
+            if row.role == ROLE:
+                raise Conflict(
+                    attempt,
+                    "it is a warm spare without a load balancer",
+                    "Its pool replaces a spare that does not answer.",
+                )
+            _refuse_if_deleted(connection, attempt, row.load_balancer_id)
+            if row.state == AmphoraState.RETIRING.value:
+                reason = _describe_replacement(connection, row.load_balancer_id, chosen)
+                raise Conflict(attempt, reason, "Wait until that is done.")
+            return _request_failovers(connection, row.load_balancer_id, [chosen], parsed_args.reason)
+
+        _write_and_notify(self, write)
+
+
+def _add_reason(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--reason", metavar="TEXT", default="an operator asked for it", help="Reason, for the history.")
+
+
+def _write_and_notify(command: Command, write: Callable[[sa.Connection], str]) -> None:
+    message = command.app.database.write(write)
+    # Only processes of this host receive the notification; controllers of other hosts poll.
+    local_socket.wake_role(command.app.conf.queue.doorbell_dir, local_socket.CONTROLLER)
+    command.app.stdout.write(message + "\n")
+
+
+def _request_failovers(
+    connection: sa.Connection, load_balancer_id: str, amphora_ids: Sequence[str], reason: str
+) -> str:
+    trigger = failovers.FailoverTrigger(cause=failovers.Cause.OPERATOR, reason=reason, asked_by=operator_name())
+    failovers.open_failovers(connection, load_balancer_id, amphora_ids, trigger, time.time())
+    newest = max(row.id for row in failovers.list_open_failovers_of(connection, load_balancer_id))
+    if len(amphora_ids) == 1:
+        head = f"Amphora {amphora_ids[0]} is to be replaced"
+        first = "a new amphora or takes a warm spare"
+    else:
+        head = f"{len(amphora_ids)} amphorae ({', '.join(amphora_ids)}) are to be replaced"
+        first = "new amphorae or takes warm spares, one at a time"
     return (
-        *(row.id, row.cause, row.load_balancer_id, row.amphora_id, Moment(row.begun_at), Span(after)),
-        *(Moment(row.ended_at), row.outcome),
+        f"{head}. A controller boots {first}, moves the service there, and then deletes the old one. Follow it with: "
+        f"amphoractl failover show {newest}"
     )
 
 
-def _line(row: Any, after: float) -> str:
+def _read_amphorae(connection: sa.Connection, condition: sa.ColumnElement[bool]) -> Sequence[Any]:
+    columns = (amphora.c.id, amphora.c.load_balancer_id, amphora.c.role, amphora.c.state)
+    return connection.execute(sa.select(*columns).where(condition).order_by(amphora.c.created_at)).all()
+
+
+def _refuse_if_deleted(connection: sa.Connection, attempt: str, load_balancer_id: str) -> None:
+    op = connection.execute(sa.select(work.c.op).where(work.c.load_balancer_id == load_balancer_id)).scalar()
+    if op != Op.APPLY:
+        raise Conflict(attempt, "the load balancer is being deleted", "No action is needed.")
+
+
+def _describe_replacement(connection: sa.Connection, load_balancer_id: str, amphora_id: str | None = None) -> str:
+    """Return which fail-over already replaces the amphora."""
+    rows = failovers.list_open_failovers_of(connection, load_balancer_id)
+    of_amphora = [row for row in rows if amphora_id in (None, row.amphora_id)]
+    if not of_amphora:
+        return "it is being replaced already"
+    first = of_amphora[0]
+    ago = max(0.0, time.time() - first.begun_at)
+    cause = f"{first.cause}: {first.reason}" if first.reason else first.cause
+    return f"it is being replaced already (fail-over {first.id}, begun {ago:.0f} s ago because of {cause})"
+
+
+def _list_row(row: Any) -> tuple[Any, ...]:
+    after = None if row.served_at is None else row.served_at - row.begun_at
+    return (
+        *(row.id, row.cause, row.load_balancer_id, row.amphora_id, Timestamp(row.begun_at), Duration(after)),
+        *(Timestamp(row.ended_at), row.outcome),
+    )
+
+
+def _describe_event(row: Any, after: float) -> str:
     words = f"{after:+8.2f} s {row.word.replace('_', ' ')}"
-    amphora = f" {row.amphora_id}" if row.amphora_id else ""
-    return f"{words}{amphora}{': ' + row.detail if row.detail else ''}"
+    amphora_words = f" {row.amphora_id}" if row.amphora_id else ""
+    return f"{words}{amphora_words}{': ' + row.detail if row.detail else ''}"

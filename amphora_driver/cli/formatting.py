@@ -1,28 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that read differently for a person and for a program.
+"""Column values with one form for tables and one for JSON and YAML, and safe output to a terminal.
 
-Invariant: JSON and YAML get numbers, lists and ISO 8601 times that can be computed with; a table gets words that can be
-printed.
+Invariant: JSON and YAML contain numbers, lists and ISO 8601 times. A table contains short printable text.
+
+Invariant: names, reasons, configurations and the reports of amphorae are untrusted, and a terminal executes control
+sequences (ECMA-48). Unprintable characters are written as JSON escapes (RFC 8259, section 7), so JSON output stays
+equivalent.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TextIO, cast
 
 from cliff.columns import FormattableColumn
 
-from amphora_driver.cli.terminal_escape import plain
-
-# Longest line of a request's outcome in a table; the whole text is in JSON.
-_LONGEST = 100
+# Longest outcome of a request in a table; JSON contains the whole text.
+_MAX_OUTCOME = 100
 _MINUTE, _HOUR, _DAYS = 60.0, 3600.0, 2 * 86400.0
+# The unprintable characters with which commands separate lines and columns.
+_LAYOUT = "\n\t"
 
 
-class Moment(FormattableColumn):
-    """Seconds since 1970, or None."""
+# --- output to a terminal -------------------------------------------------------------------------------------------
+
+
+def escape_unprintable(text: str, keep: str = "") -> str:
+    r"""Return the text with each unprintable character as an escape such as `\u001b`.
+
+    Args:
+        text: untrusted text.
+        keep: unprintable characters that stay unchanged.
+    """
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() or one in keep else _escape(one) for one in text)
+
+
+def _escape(character: str) -> str:
+    number = ord(character)
+    return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
+
+
+class EscapingStream:
+    """Wraps a text stream and escapes unprintable characters in everything that is written.
+
+    Args:
+        stream: standard output or standard error.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write the escaped text; return the number of characters before the escape."""
+        self._stream.write(escape_unprintable(text, _LAYOUT))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write several texts."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def escaping_stream(stream: TextIO) -> TextIO:
+    """Return the stream wrapped in an `EscapingStream`."""
+    return cast("TextIO", EscapingStream(stream))
+
+
+# --- column values --------------------------------------------------------------------------------------------------
+
+
+class Timestamp(FormattableColumn):
+    """A time in seconds since 1970, or None."""
 
     def human_readable(self) -> str:
         return "" if self._value is None else _utc(self._value).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -32,11 +87,11 @@ class Moment(FormattableColumn):
 
 
 class Age(FormattableColumn):
-    """The time since a moment (seconds since 1970), or None if it never came.
+    """Seconds that have passed since a time, or None for an event that has not happened.
 
     Args:
-        value: the moment.
-        never: what a table says where there is none.
+        value: the time in seconds since 1970.
+        never: text of a table for None.
     """
 
     def __init__(self, value: float | None, never: str = "never") -> None:
@@ -44,62 +99,61 @@ class Age(FormattableColumn):
         self._never = never
 
     def human_readable(self) -> str:
-        return self._never if self._value is None else f"{lasting(self._seconds())} ago"
+        return self._never if self._value is None else f"{format_duration(self._seconds())} ago"
 
     def machine_readable(self) -> float | None:
         return None if self._value is None else self._seconds()
 
     def _seconds(self) -> float:
-        # Clocks of two machines differ a little: nothing was heard in the future.
+        # The clocks of two hosts differ slightly; an age is never negative.
         return round(max(0.0, time.time() - float(self._value)), 1)
 
 
-class Left(FormattableColumn):
-    """The time until a moment (seconds since 1970), or None if none is set."""
+class Remaining(FormattableColumn):
+    """Seconds until a time (seconds since 1970), 0 if it has passed; or None."""
 
     def human_readable(self) -> str:
-        return "" if self._value is None else lasting(self._seconds())
+        return "" if self._value is None else format_duration(self._seconds())
 
     def machine_readable(self) -> float | None:
         return None if self._value is None else self._seconds()
 
     def _seconds(self) -> float:
-        # What is over is due now.
         return round(max(0.0, float(self._value) - time.time()), 1)
 
 
-class Span(FormattableColumn):
-    """How long something took or is lasting, in seconds; None if it has not begun or not ended."""
+class Duration(FormattableColumn):
+    """A duration in seconds, or None without a start or an end."""
 
     def human_readable(self) -> str:
-        return "" if self._value is None else lasting(self._value)
+        return "" if self._value is None else format_duration(self._value)
 
     def machine_readable(self) -> float | None:
         return None if self._value is None else round(float(self._value), 3)
 
 
-class Plain(FormattableColumn):
-    """A word or a number, or None: an empty field for a person."""
+class Value(FormattableColumn):
+    """A text or a number, or None: an empty field in a table."""
 
     def human_readable(self) -> str:
-        return "" if self._value is None else plain(str(self._value), "\n")
+        return "" if self._value is None else escape_unprintable(str(self._value), "\n")
 
     def machine_readable(self) -> Any:
         return self._value
 
 
-class Listed(FormattableColumn):
-    """Several words."""
+class ValueList(FormattableColumn):
+    """Several texts."""
 
     def human_readable(self) -> str:
-        return ", ".join(plain(str(one)) for one in self._value)
+        return ", ".join(escape_unprintable(str(one)) for one in self._value)
 
     def machine_readable(self) -> list[Any]:
         return list(self._value)
 
 
-class Said(FormattableColumn):
-    """What an amphora said in its last heartbeat, or None if it did not say."""
+class YesNo(FormattableColumn):
+    """A boolean of an amphora's last heartbeat, or None if the heartbeat does not contain it."""
 
     def human_readable(self) -> str:
         return {True: "yes", False: "no"}.get(self._value, "")
@@ -109,48 +163,48 @@ class Said(FormattableColumn):
 
 
 class Partners(FormattableColumn):
-    """The amphorae that one knows to be its partners."""
+    """The VRRP peers that an amphora knows."""
 
     def human_readable(self) -> str:
-        return "\n".join(plain(f"{one.get('id')} at {one.get('address')}") for one in self._value)
+        return "\n".join(escape_unprintable(f"{one.get('id')} at {one.get('address')}") for one in self._value)
 
     def machine_readable(self) -> list[Any]:
         return list(self._value)
 
 
 class Requests(FormattableColumn):
-    """Accepted calls as dictionaries, newest first."""
+    """Accepted provider calls as dictionaries, newest first."""
 
     def human_readable(self) -> str:
         rows: Sequence[Mapping[str, Any]] = self._value
-        return "\n".join(plain(_request(row)) for row in rows)
+        return "\n".join(escape_unprintable(_describe_request(row)) for row in rows)
 
     def machine_readable(self) -> list[dict[str, Any]]:
-        return [_timed(row, "accepted_at", "applied_at") for row in self._value]
+        return [_with_iso_times(row, "accepted_at", "applied_at") for row in self._value]
 
 
-class Machines(FormattableColumn):
-    """The amphorae of a load balancer as dictionaries, the oldest first."""
+class Amphorae(FormattableColumn):
+    """The amphorae of a load balancer as dictionaries, oldest first."""
 
     def human_readable(self) -> str:
-        return "\n".join(plain(_machine(row)) for row in self._value) or "none"
+        return "\n".join(escape_unprintable(_describe_amphora(row)) for row in self._value) or "none"
 
     def machine_readable(self) -> list[dict[str, Any]]:
-        return [_timed(row, "certificate_expires_at", "seen_at", "audited_at") for row in self._value]
+        return [_with_iso_times(row, "certificate_expires_at", "seen_at", "audited_at") for row in self._value]
 
 
 class Failovers(FormattableColumn):
-    """Fail-overs that go on, as dictionaries, the oldest first."""
+    """Fail-overs in progress as dictionaries, oldest first."""
 
     def human_readable(self) -> str:
-        return "\n".join(plain(_failover(row)) for row in self._value) or "none"
+        return "\n".join(escape_unprintable(_describe_failover(row)) for row in self._value) or "none"
 
     def machine_readable(self) -> list[dict[str, Any]]:
-        return [_timed(row, "silent_since", "begun_at", "served_at", "ended_at") for row in self._value]
+        return [_with_iso_times(row, "silent_since", "begun_at", "served_at", "ended_at") for row in self._value]
 
 
 class Counts(FormattableColumn):
-    """How many of each kind."""
+    """Numbers by kind."""
 
     def human_readable(self) -> str:
         return ", ".join(f"{number} {kind}" for kind, number in self._value.items()) or "nothing"
@@ -159,28 +213,29 @@ class Counts(FormattableColumn):
         return dict(self._value)
 
 
-class Chosen(FormattableColumn):
-    """What flavor and availability zone chose, by name."""
+class Profile(FormattableColumn):
+    """The values that the flavor and the availability zone set, by name."""
 
     def human_readable(self) -> str:
-        return "\n".join(plain(f"{name}: {value}") for name, value in self._value.items()) or "as configured"
+        lines = (escape_unprintable(f"{name}: {value}") for name, value in self._value.items())
+        return "\n".join(lines) or "as configured"
 
     def machine_readable(self) -> dict[str, Any]:
         return dict(self._value)
 
 
 class Ports(FormattableColumn):
-    """What an amphora is plugged into, as recorded."""
+    """The network ports of an amphora, as the database has them."""
 
     def human_readable(self) -> str:
-        return "\n".join(plain(_port(one.get("port", {}))) for one in self._value)
+        return "\n".join(escape_unprintable(_describe_port(one.get("port", {}))) for one in self._value)
 
     def machine_readable(self) -> list[Any]:
         return list(self._value)
 
 
-def lasting(seconds: float) -> str:
-    """A time in seconds, as a person says it: never more than two units."""
+def format_duration(seconds: float) -> str:
+    """Return a duration as text with at most two units."""
     if seconds < _MINUTE:
         return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
     minutes, hours, days = int(seconds // 60), int(seconds // 3600), int(seconds // 86400)
@@ -193,22 +248,22 @@ def _utc(seconds: float) -> dt.datetime:
     return dt.datetime.fromtimestamp(seconds, dt.timezone.utc)
 
 
-def _timed(row: Mapping[str, Any], *times: str) -> dict[str, Any]:
-    """A row with these of its values as ISO 8601 times."""
-    return {name: Moment(value).machine_readable() if name in times else value for name, value in row.items()}
+def _with_iso_times(row: Mapping[str, Any], *times: str) -> dict[str, Any]:
+    """Return the row with these values as ISO 8601 times."""
+    return {name: Timestamp(value).machine_readable() if name in times else value for name, value in row.items()}
 
 
-def _machine(row: Mapping[str, Any]) -> str:
+def _describe_amphora(row: Mapping[str, Any]) -> str:
     generation = f"confirmed {row['confirmed']}"
     if row["heard"] is not None and row["heard"] != row["confirmed"]:
-        generation += f" (says {row['heard']})"
+        generation += f" (reports {row['heard']})"
     holds = ", had the VIPs" if row["silent"] else ", has the VIPs"
     words = [
         f"{row['id']} {row['role']} {row['state']}" + (holds if row["has_vips"] else ""),
-        f"{generation}, heard {Age(row['seen_at']).human_readable()}",
+        f"{generation}, last heartbeat {Age(row['seen_at']).human_readable()}",
     ]
     words += [f"{name}: {row[name]}" for name in ("silent", "verdict") if row[name]]
-    # What was found stays: whether it still is so is another question.
+    # The text of the last drift stays after the repair.
     words += [f"{'drift' if row['drifts'] else 'last drift'}: {row['drift']}"] if row["drift"] else []
     words += [f"reason: {row['reason']}"] if row["reason"] else []
     words += [f"agent {row['agent_version']}"] if row["agent_version"] else []
@@ -216,22 +271,25 @@ def _machine(row: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _failover(row: Mapping[str, Any]) -> str:
+def _describe_failover(row: Mapping[str, Any]) -> str:
     begun = f"{row['id']}: {row['cause']}, begun {Age(row['begun_at']).human_readable()}"
-    served = "" if row["served_at"] is None else f", served again after {lasting(row['served_at'] - row['begun_at'])}"
+    served = ""
+    if row["served_at"] is not None:
+        served = f", served again after {format_duration(row['served_at'] - row['begun_at'])}"
     return f"{begun}{served}, amphora {row['amphora_id'] or 'all'} ({row['reason'] or 'no reason given'})"
 
 
-def _request(row: Mapping[str, Any]) -> str:
-    begin = f"{row['generation']}: {row['action']} {row['object_id']}, {Moment(row['accepted_at']).human_readable()}"
+def _describe_request(row: Mapping[str, Any]) -> str:
+    accepted = Timestamp(row["accepted_at"]).human_readable()
+    begin = f"{row['generation']}: {row['action']} {row['object_id']}, {accepted}"
     if row["applied_at"] is None:
         end = "not applied yet"
     else:
         end = f"applied after {row['applied_at'] - row['accepted_at']:.2f} s"
     outcome = " ".join((row["outcome"] or "").split())
-    return f"{begin}, {end}" + (f" ({outcome[:_LONGEST]})" if outcome else "")
+    return f"{begin}, {end}" + (f" ({outcome[:_MAX_OUTCOME]})" if outcome else "")
 
 
-def _port(port: Mapping[str, Any]) -> str:
+def _describe_port(port: Mapping[str, Any]) -> str:
     addresses = ", ".join(str(one.get("address")) for one in port.get("addresses", ()))
     return f"{port.get('mac')} {addresses} on network {port.get('network_id')}"

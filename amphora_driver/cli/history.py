@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happened to a load balancer, in the order in which it happened.
+"""The events of a load balancer: requests, fail-overs and resyncs in order of time.
 
-Invariant: a line says one thing that happened at one moment. A request is two lines, when it was accepted and when it
-was applied, so that what went on meanwhile stands between them.
+Invariant: one line is one event at one time. A request has two lines, one for its acceptance and one for its
+application, so events in between are listed between them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.cli.formatting import Moment, Plain, Span, lasting
+from amphora_driver.cli.formatting import Duration, Timestamp, Value, format_duration
 from amphora_driver.database.tables import request
 from amphora_driver.database.tables_fleet import failover, failover_event, resync
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 HEAD = ("At", "What", "Event", "Number", "Object", "Seconds", "Detail")
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that happened.
+class HistoryEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """One event.
 
     Attributes:
-        at: when (seconds since 1970).
-        what: request, fail-over or resync.
-        event: in a few words.
-        number: the generation of a request, the id of a fail-over.
-        object_id: which object or amphora.
-        seconds: since the request was accepted, or the fail-over begun.
+        at: time in seconds since 1970.
+        what: "request", "fail-over" or "resync".
+        event: the event in a few words.
+        number: generation of a request, or id of a fail-over.
+        object_id: id of the object or amphora.
+        seconds: time since the acceptance of the request, or since the start of the fail-over.
         detail: outcome or reason.
     """
 
@@ -44,19 +44,19 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     detail: str | None = None
 
 
-def of(connection: sa.Connection, load_balancer_id: str, limit: int) -> list[Line]:
-    """The newest lines, the newest first.
+def list_events(connection: sa.Connection, load_balancer_id: str, limit: int) -> list[HistoryEvent]:
+    """Return the newest events, newest first.
 
     Args:
         connection: of a reading transaction.
-        load_balancer_id: whose; it may be gone.
-        limit: the most lines.
+        load_balancer_id: the load balancer, which may be deleted.
+        limit: largest number of events.
     """
     requests = sa.select(request).where(request.c.load_balancer_id == load_balancer_id)
-    lines = [
-        line
+    found = [
+        event
         for row in connection.execute(requests.order_by(request.c.id.desc()).limit(limit))
-        for line in _of_request(row)
+        for event in _request_events(row)
     ]
     events = (
         sa.select(failover_event, failover.c.cause, failover.c.asked_by, failover.c.silent_since, failover.c.begun_at)
@@ -64,50 +64,53 @@ def of(connection: sa.Connection, load_balancer_id: str, limit: int) -> list[Lin
         .where(failover.c.load_balancer_id == load_balancer_id)
     )
     rows = connection.execute(events.order_by(failover_event.c.id.desc()).limit(limit))
-    lines += [line for row in rows for line in _of_event(row)]
+    found += [_failover_event(row) for row in rows]
     for row in connection.execute(sa.select(resync).where(resync.c.load_balancer_id == load_balancer_id)):
-        lines += _of_resync(row)
-    # What was written later comes first where two moments are the same.
-    return sorted(lines, key=lambda line: line.at, reverse=True)[:limit]
+        found += _resync_events(row)
+    # Of two events with the same time, the one that was written later comes first.
+    return sorted(found, key=lambda event: event.at, reverse=True)[:limit]
 
 
-def shown(line: Line) -> tuple[Any, ...]:
-    """A line in the order of `HEAD`."""
+def to_row(event: HistoryEvent) -> tuple[Any, ...]:
+    """Return the values in the order of `HEAD`."""
     return (
-        *(Moment(line.at), line.what, line.event, Plain(line.number), Plain(line.object_id)),
-        *(Span(line.seconds), Plain(line.detail)),
+        *(Timestamp(event.at), event.what, event.event, Value(event.number), Value(event.object_id)),
+        *(Duration(event.seconds), Value(event.detail)),
     )
 
 
-def _of_request(row: Any) -> Iterator[Line]:
+def _request_events(row: Any) -> Iterator[HistoryEvent]:
     common = {"what": "request", "number": row.generation, "object_id": row.object_id}
     if row.applied_at is not None:
         took = row.applied_at - row.accepted_at
-        yield Line(at=row.applied_at, event=f"applied: {row.action}", seconds=took, detail=row.outcome, **common)
-        yield Line(at=row.accepted_at, event=row.action, **common)
+        yield HistoryEvent(
+            at=row.applied_at, event=f"applied: {row.action}", seconds=took, detail=row.outcome, **common
+        )
+        yield HistoryEvent(at=row.accepted_at, event=row.action, **common)
     else:
-        yield Line(at=row.accepted_at, event=row.action, detail=row.outcome or "not applied yet", **common)
+        yield HistoryEvent(at=row.accepted_at, event=row.action, detail=row.outcome or "not applied yet", **common)
 
 
-def _of_event(row: Any) -> Iterator[Line]:
+def _failover_event(row: Any) -> HistoryEvent:
     common = {"what": "fail-over", "number": row.failover_id, "object_id": row.amphora_id}
     words = row.word.replace("_", " ")
     if row.word == "begun":
-        asked = f", asked for by {row.asked_by}" if row.asked_by else ""
+        requested = f", requested by {row.asked_by}" if row.asked_by else ""
         since = row.silent_since
-        heard = "" if since is None else f", {lasting(max(0.0, row.at - since))} after it was heard last"
-        yield Line(at=row.at, event=words, detail=f"{row.cause}{asked}{heard}: {row.detail or ''}", **common)
-    else:
-        yield Line(at=row.at, event=words, seconds=row.at - row.begun_at, detail=row.detail, **common)
+        heard = "" if since is None else f", {format_duration(max(0.0, row.at - since))} after its last heartbeat"
+        return HistoryEvent(
+            at=row.at, event=words, detail=f"{row.cause}{requested}{heard}: {row.detail or ''}", **common
+        )
+    return HistoryEvent(at=row.at, event=words, seconds=row.at - row.begun_at, detail=row.detail, **common)
 
 
-def _of_resync(row: Any) -> Iterator[Line]:
+def _resync_events(row: Any) -> Iterator[HistoryEvent]:
     common: dict[str, Any] = {"what": "resync", "object_id": row.load_balancer_id}
     if row.ended_at is not None:
         took = row.ended_at - row.asked_at
         words = ": ".join(word for word in (row.outcome, row.detail) if word)
-        yield Line(at=row.ended_at, event="ended", seconds=took, detail=words, **common)
-    asked = f"asked for by {row.asked_by}" if row.asked_by else None
+        yield HistoryEvent(at=row.ended_at, event="ended", seconds=took, detail=words, **common)
+    requested = f"requested by {row.asked_by}" if row.asked_by else None
     waits = None if row.ended_at is not None else row.detail or "not begun yet"
-    detail = "; ".join(word for word in (asked, waits) if word) or None
-    yield Line(at=row.asked_at, event="asked for", detail=detail, **common)
+    detail = "; ".join(word for word in (requested, waits) if word) or None
+    yield HistoryEvent(at=row.asked_at, event="asked for", detail=detail, **common)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this host has to have for the control plane: keys, files, sockets, backends, a broker.
+"""Checks of this host: keys, files, sockets, backends and the message broker.
 
-Invariant: every question is bounded, changes nothing, and has an answer: whatever goes wrong is a finding. What only
-hosts of another kind need is no failure here.
+Invariant: every check has a time limit, changes nothing and returns a result; an exception is a failed check. A part
+that only another kind of host needs is not a failure on this host.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 from cryptography import x509
 
-from amphora_driver.cli import id_prefix, status_checks
-from amphora_driver.cli.status_checks import Check, failure, warning, well
+from amphora_driver.cli import queries, status_checks
+from amphora_driver.cli.status_checks import Check, failure, success, warning
 from amphora_driver.database.tables import work
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import AmphoraDriverError
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
 
     from amphora_driver.database.engine import Database
 
-# Seconds for the broker's and a socket's answer.
-_PATIENCE = 5.0
-# What asks Octavia's agent for nothing. Something has to be sent: its handler never notices that a connection that said
-# nothing was closed, and keeps a processor busy for good.
-_NOTHING = {
+# Time limit in seconds for an answer of the broker or of a socket.
+_TIMEOUT = 5.0
+# Requests without an effect, by socket. An empty connection is not possible: octavia-driver-agent's handler does not
+# detect that such a connection was closed, and occupies a processor for ever.
+_EMPTY_REQUESTS = {
     "status": b"{}",
     "stats": b'{"listeners": []}',
     "get": b'{"object": "loadbalancers", "id": "00000000-0000-0000-0000-000000000000"}',
 }
-_PATHS = ("ca_certificate", "client_ca", "client_certificate")
+_CERTIFICATE_OPTIONS = ("ca_certificate", "client_ca", "client_certificate")
 
 
-def keys(conf: ConfigOpts, database: Database) -> Check:
-    """Whether every secret can be opened with the keys of this host."""
+def check_keys(conf: ConfigOpts, database: Database) -> Check:
+    """Check that the keys of this host decrypt every secret."""
     try:
         vault = Vault.load(conf.store.encryption_key_file)
         counts = reencryption.count_key_usage(database, vault)
@@ -55,54 +55,58 @@ def keys(conf: ConfigOpts, database: Database) -> Check:
     old = sum(one.rows for one in counts if one.key not in (0, None))
     total = sum(one.rows for one in counts)
     if lost:
-        words = f"{lost} of {total} secrets fit no key of {conf.store.encryption_key_file}"
-        return failure("Keys", f"{words}. Put the key back that sealed them; see: amphoractl secrets status.")
+        words = f"no key of {conf.store.encryption_key_file} decrypts {lost} of {total} secrets"
+        return failure("Keys", f"{words}. Restore the key that encrypted them; see: amphoractl secrets status.")
     misplaced = sum(one.misplaced for one in counts)
     if misplaced:
-        words = f"{misplaced} of {total} secrets were sealed for other rows, and are not opened"
+        words = f"{misplaced} of {total} secrets were encrypted for other rows and are refused"
         return failure("Keys", f"{words}. Restrict write access to the database; see: amphoractl secrets status.")
     unbound = sum(one.unbound for one in counts)
     if unbound:
-        words = f"{unbound} of {total} secrets are not bound to their rows, and are not opened"
+        words = f"{unbound} of {total} secrets are not bound to their rows and are refused"
         return failure("Keys", f"{words}. Run once: amphoractl secrets reseal --bind (docs/explanation/secrets.md).")
     if old:
         return warning(
-            "Keys", f"{old} of {total} secrets are sealed with an older key. Run: amphoractl secrets reseal."
+            "Keys", f"{old} of {total} secrets are encrypted with an older key. Run: amphoractl secrets reseal."
         )
-    return well("Keys", f"{total} secrets, sealed with the newest of {len(vault.fingerprints)} keys")
+    return success("Keys", f"{total} secrets, encrypted with the newest of {len(vault.fingerprints)} keys")
 
 
-def authorities(conf: ConfigOpts, rows: Sequence[Any], now: float) -> Check:
-    """Certificates of the configuration's files, and of the authorities that were rotated.
+def check_authorities(conf: ConfigOpts, rows: Sequence[Any], now: float) -> Check:
+    """Check the expiry of the configured certificates and of the CAs in the database.
 
     Args:
-        conf: our options.
-        rows: of the table `authority`, without those that are gone.
+        conf: the options.
+        rows: rows of the table `authority` whose state is not gone.
         now: seconds since 1970.
     """
     found = {f"authority {row.id} ({row.kind}, {row.state})": float(row.expires_at) for row in rows}
     missing = []
-    for option in _PATHS:
+    for option in _CERTIFICATE_OPTIONS:
         path = Path(conf.certificates[option])
         try:
-            found[str(path)] = _ends(path.read_bytes())
+            found[str(path)] = _expiry(path.read_bytes())
         except OSError as error:
             missing.append(f"{path}: {error.strerror}")
         except ValueError as error:
             return failure(
-                "Authorities", f"{path} is no PEM certificate ({error}). Put it right: [certificates] {option}."
+                "Authorities", f"{path} is not a PEM certificate ({error}). Correct [certificates] {option}."
             )
     if missing:
         words = "; ".join(missing)
-        return warning("Authorities", f"not on this host: {words}. Controllers and this program need them.")
-    return status_checks.of_authorities(found, now)
+        return warning(
+            "Authorities", f"not readable on this host: {words}. Controllers and amphoractl need these files."
+        )
+    return status_checks.check_authorities(found, now)
 
 
-def backends(conf: ConfigOpts, database: Database) -> Check:
-    """Whether what load balancers are with, or would be with, is installed here."""
+def check_backends(conf: ConfigOpts, database: Database) -> Check:
+    """Check that the backends of existing and new load balancers are installed."""
     catalogue = Catalogue(conf, database)
-    used = sa.select(work.c.topology, work.c.compute, work.c.network).where(id_prefix.IS_LOAD_BALANCER).distinct()
-    rows = [tuple(row) for row in database.read(lambda connection: connection.execute(used).all())]
+    backend_query = (
+        sa.select(work.c.topology, work.c.compute, work.c.network).where(queries.IS_LOAD_BALANCER).distinct()
+    )
+    rows = [tuple(row) for row in database.read(lambda connection: connection.execute(backend_query).all())]
     wrong, found = [], set()
     for topology, compute, network in [*rows, (conf.controller.loadbalancer_topology, None, None)]:
         try:
@@ -114,102 +118,102 @@ def backends(conf: ConfigOpts, database: Database) -> Check:
         found |= {topology, compute or conf.compute.driver, network or conf.network.driver}
     if wrong:
         return failure("Backends", " ".join(dict.fromkeys(wrong)))
-    return well("Backends", ", ".join(sorted(found)))
+    return success("Backends", ", ".join(sorted(found)))
 
 
-def sockets(conf: ConfigOpts, *, elsewhere: bool, here: bool) -> Check:
-    """Octavia's sockets.
+def check_octavia_sockets(conf: ConfigOpts, *, elsewhere: bool, here: bool) -> Check:
+    """Check that octavia-driver-agent answers on its three sockets.
 
     Args:
-        conf: our options.
-        elsewhere: a provider agent lives on some host.
-        here: one lives, or should, on this one.
+        conf: the options.
+        elsewhere: whether a provider agent runs on some host.
+        here: whether a provider agent is recorded for this host.
     """
-    asked = ((conf.octavia[f"{name}_socket"], document) for name, document in _NOTHING.items())
-    wrong = [words for path, document in asked if (words := _unanswered(path, document))]
+    requests = ((conf.octavia[f"{name}_socket"], document) for name, document in _EMPTY_REQUESTS.items())
+    wrong = [words for path, document in requests if (words := _socket_error(path, document))]
     if not wrong:
-        return well("Octavia's sockets", "all three answer")
+        return success("Octavia's sockets", "all three answer")
     words = "; ".join(wrong)
     if elsewhere and not here:
-        return well("Octavia's sockets", "not on this host; a provider agent on another one has them")
+        return success("Octavia's sockets", "not on this host; a provider agent runs on another host")
     return failure("Octavia's sockets", f"{words}. Start octavia-driver-agent, or correct [octavia] *_socket.")
 
 
-def doorbells(conf: ConfigOpts) -> Check:
-    """Where processes of this host wake each other."""
+def check_local_sockets(conf: ConfigOpts) -> Check:
+    """Check the directory of the sockets by which processes of this host notify each other."""
     path = Path(conf.queue.doorbell_dir)
     if not path.is_dir():
-        words = f"{path} is not there: changes wait up to {conf.queue.poll_interval:.0f} s"
-        return warning("Doorbells", f"{words}. Start a service, which makes it, or correct [queue] doorbell_dir.")
+        words = f"{path} does not exist: changes wait up to {conf.queue.poll_interval:.0f} s"
+        return warning("Doorbells", f"{words}. Start a service, which creates it, or correct [queue] doorbell_dir.")
     if not os.access(path, os.W_OK | os.X_OK):
-        return warning("Doorbells", f"{path} is closed to this user. Run this as the user of the services.")
-    return well("Doorbells", str(path))
+        return warning("Doorbells", f"this user cannot write to {path}. Run this command as the user of the services.")
+    return success("Doorbells", str(path))
 
 
-def broker(conf: ConfigOpts) -> Check:
-    """Whether hints can be published; only a few seconds are waited for that."""
+def check_broker(conf: ConfigOpts) -> Check:
+    """Check that the message broker accepts a connection within a few seconds."""
     if conf.queue.engine == "embedded":
-        return well("Broker", "none is configured: other hosts look by themselves")
+        return success("Broker", "not configured: controllers of other hosts poll the database")
     answer: list[str | None] = []
-    asking = threading.Thread(target=lambda: answer.append(_published(conf.queue.broker_url)), daemon=True)
-    asking.start()
-    asking.join(_PATIENCE)
+    connecting = threading.Thread(target=lambda: answer.append(_broker_error(conf.queue.broker_url)), daemon=True)
+    connecting.start()
+    connecting.join(_TIMEOUT)
     if not answer:
-        words = f"no answer in {_PATIENCE:.0f} s"
+        words = f"no answer in {_TIMEOUT:.0f} s"
     elif answer[0] is None:
-        return well("Broker", "it answers")
+        return success("Broker", "it answers")
     else:
         words = answer[0]
-    remedy = f"Look at RabbitMQ; without it changes wait up to {conf.queue.poll_interval:.0f} s."
+    remedy = f"Check RabbitMQ; without it changes wait up to {conf.queue.poll_interval:.0f} s."
     return warning("Broker", f"{words}. {remedy}")
 
 
-def bounded(name: str, question: Callable[[], Check]) -> Check:
-    """The answer to a question, also where it goes wrong in a way nobody has thought of."""
+def run_check(name: str, check: Callable[[], Check]) -> Check:
+    """Return the result of a check; an unexpected exception is a failure."""
     try:
-        return question()
-    except Exception as error:  # noqa: BLE001 - one question that cannot be asked hides no other answer
-        return failure(name, f"could not be looked at: {type(error).__name__}: {error}")
+        return check()
+    except Exception as error:  # noqa: BLE001 - one broken check must not hide the results of the others
+        return failure(name, f"the check raised {type(error).__name__}: {error}. Report this as a bug.")
 
 
-def _ends(pem: bytes) -> float:
+def _expiry(pem: bytes) -> float:
     return min(one.not_valid_after_utc.timestamp() for one in x509.load_pem_x509_certificates(pem))
 
 
-def _unanswered(path: str, document: bytes) -> str | None:
-    """What is wrong with a socket of Octavia's agent; None if it answers."""
+def _socket_error(path: str, document: bytes) -> str | None:
+    """Return the error of a socket of octavia-driver-agent; None if it answers."""
     try:
         if not stat.S_ISSOCK(Path(path).stat().st_mode):
-            return f"{path} is no socket"
-        with socket.socket(socket.AF_UNIX) as asking:
-            asking.settimeout(_PATIENCE)
-            asking.connect(path)
-            # Its length in decimal digits, a new line, and the document: in one piece.
-            asking.sendall(b"%d\n%s" % (len(document), document))
-            return None if asking.recv(1) else f"{path} hangs up"
+            return f"{path} is not a socket"
+        with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(_TIMEOUT)
+            client.connect(path)
+            # One message: the length in decimal digits, a new line, and the document.
+            client.sendall(b"%d\n%s" % (len(document), document))
+            return None if client.recv(1) else f"{path} closed the connection without an answer"
     except OSError as error:
         return f"{path}: {error.strerror or error}"
 
 
-def _published(url: str) -> str | None:
-    """Connect to the broker; what was wrong, without its password."""
+def _broker_error(url: str) -> str | None:
+    """Connect to the broker; return the error without the password, or None."""
     try:
-        from amphora_driver.queue import rabbitmq as celery_broker  # noqa: PLC0415 - only several hosts have it installed
+        from amphora_driver.queue import rabbitmq as celery_broker  # noqa: PLC0415 - installed only with engine = celery
 
         connection = celery_broker.create_celery_app(url).connection_for_write()
     except ImportError as error:
         return f"{error.name} is not installed"
     try:
-        connection.ensure_connection(max_retries=1, timeout=int(_PATIENCE))
-    except Exception as error:  # noqa: BLE001 - every transport has its own errors
+        connection.ensure_connection(max_retries=1, timeout=int(_TIMEOUT))
+    except Exception as error:  # noqa: BLE001 - each transport has its own exceptions
         return f"{type(error).__name__}: {error}"
     finally:
         connection.release()
     return None
 
 
-def hosts_of(rows: Sequence[Any], now: float, kind: str) -> Mapping[str, bool]:
-    """On which hosts processes of a kind are known, and whether one of them lives."""
+def hosts_by_liveness(rows: Sequence[Any], now: float, kind: str) -> Mapping[str, bool]:
+    """Return the hosts with recorded processes of a kind, and whether one of them is alive."""
     found: dict[str, bool] = {}
     for row in rows:
         if row.kind == kind:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is being worked on, and what it waits for.
+"""The command that lists pending jobs and the event that each one waits for.
 
-Invariant: a load balancer is in the list as long as anything of it is not done: not committed by Octavia, not read
-back, not served, or not reported. An empty list means that nothing is pending.
+Invariant: a load balancer is listed while a change is not committed by Octavia, not read back, not applied or not
+reported. An empty list means that nothing is pending.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import sqlalchemy as sa
 from cliff.lister import Lister
 
-from amphora_driver.cli import id_prefix, queries
-from amphora_driver.cli.formatting import Age, Left, Plain
+from amphora_driver.cli import queries
+from amphora_driver.cli.formatting import Age, Remaining, Value
 from amphora_driver.database.tables import work
 
 HEAD = (
@@ -26,16 +26,18 @@ HEAD = (
 
 
 class ListWork(Lister):
-    """Load balancers with something left to do: what they wait for, since when, who works on them, what went wrong."""
+    """List load balancers with pending changes: owner, last error, and what each one waits for."""
 
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
-        """Column names and rows."""
+        """Return column names and rows."""
         now = time.time()
-        return HEAD, (_shown(row, now) for row in self.app.read(lambda connection: connection.execute(_left()).all()))
+        return HEAD, (
+            _row(row, now) for row in self.app.read(lambda connection: connection.execute(_pending_query()).all())
+        )
 
 
 def waits_for(row: Any, now: float) -> str:
-    """What has to happen next.
+    """Return the event that the load balancer waits for.
 
     Args:
         row: of the table `work`, with `to_report` beside it.
@@ -52,16 +54,16 @@ def waits_for(row: Any, now: float) -> str:
     return "Octavia to be told" if row.to_report else "a controller"
 
 
-def _left() -> sa.Select[Any]:
-    pending, to_report, since = queries.pending(), queries.to_report(), queries.pending_since()
+def _pending_query() -> sa.Select[Any]:
+    pending, to_report, since = queries.count_pending(), queries.count_unreported(), queries.pending_since()
     undone = sa.or_(work.c.dirty, work.c.committed < work.c.generation, work.c.read_back, pending > 0, to_report > 0)
     columns = (work, pending.label("pending"), to_report.label("to_report"), since.label("since"))
-    return sa.select(*columns).where(undone, id_prefix.IS_LOAD_BALANCER).order_by(since, work.c.load_balancer_id)
+    return sa.select(*columns).where(undone, queries.IS_LOAD_BALANCER).order_by(since, work.c.load_balancer_id)
 
 
-def _shown(row: Any, now: float) -> tuple[Any, ...]:
+def _row(row: Any, now: float) -> tuple[Any, ...]:
     return (
         *(row.load_balancer_id, row.op, row.generation, row.applied, waits_for(row, now), Age(row.since)),
-        *(row.pending, row.to_report, Plain(row.owner), row.epoch, row.attempts),
-        *(Left(row.free_at if row.dirty else None), Plain(row.error)),
+        *(row.pending, row.to_report, Value(row.owner), row.epoch, row.attempts),
+        *(Remaining(row.free_at if row.dirty else None), Value(row.error)),
     )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands about load balancers.
 
-Invariant: what is shown is what the rows say, wanted and served side by side, without interpretation. The names of
-columns never change: programs read them.
+Invariant: the commands show the recorded rows, desired and confirmed generation side by side. Programs read the
+column names, so these never change.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from cliff.command import Command
 from cliff.lister import Lister
 from cliff.show import ShowOne
 
-from amphora_driver.cli import history, id_prefix, queries
+from amphora_driver.cli import history, queries
 from amphora_driver.cli.formatting import (
     Age,
-    Chosen,
+    Amphorae,
     Counts,
     Failovers,
-    Left,
-    Listed,
-    Machines,
-    Moment,
-    Plain,
+    Profile,
+    Remaining,
     Requests,
+    Timestamp,
+    Value,
+    ValueList,
+    escape_unprintable,
 )
 from amphora_driver.cli.jobs import waits_for
-from amphora_driver.cli.queries import Balancer
-from amphora_driver.cli.terminal_escape import plain
+from amphora_driver.cli.queries import LoadBalancerSummary
 from amphora_driver.database.tables import request, wanted_object, work
 from amphora_driver.errors import UnknownObject
 from amphora_driver.model.enums import Kind
@@ -50,30 +50,35 @@ LONG_HEAD = (*LIST_HEAD, "Reason", "VIPs", "Pending since", "Next attempt", "Own
 
 
 class ListLoadBalancers(Lister):
-    """Load balancers: what is wanted and what is served, how they are, and what they wait for."""
+    """List load balancers: statuses, desired and applied generation, amphorae, and pending changes."""
 
     def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Options."""
+        """Add the arguments."""
         parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument("--project", metavar="ID", help="Only those of this project.")
+        parser.add_argument("--project", metavar="ID", help="Only load balancers of this project.")
         parser.add_argument(
             "--status",
             action="append",
             metavar="STATUS",
-            help="Only those with this provisioning or operating status, or one that begins so (PENDING); repeatable.",
+            help="Only load balancers with this provisioning or operating status or prefix of it (PENDING); can be "
+            "repeated.",
         )
         parser.add_argument(
-            "--stale", action="store_true", help="Only those with an amphora that should be heard and is not."
+            "--stale", action="store_true", help="Only load balancers with an amphora without a recent heartbeat."
         )
-        parser.add_argument("--dirty", action="store_true", help="Only those with work left.")
-        parser.add_argument("--long", action="store_true", help="Also reasons, VIPs, who works on it, and drift.")
+        parser.add_argument("--dirty", action="store_true", help="Only load balancers with a job that is not done.")
+        parser.add_argument(
+            "--long", action="store_true", help="Show more columns: reason, VIPs, owner of the job, and drift."
+        )
         return parser
 
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
-        """Column names and rows."""
+        """Return column names and rows."""
         conditions = [work.c.project_id == parsed_args.project] if parsed_args.project else []
         conditions += [work.c.dirty] if parsed_args.dirty else []
-        found: list[Balancer] = self.app.read(lambda connection: queries.balancers(connection, *conditions))
+        found: list[LoadBalancerSummary] = self.app.read(
+            lambda connection: queries.list_load_balancers(connection, *conditions)
+        )
         if parsed_args.status:
             words = tuple(word.upper() for word in parsed_args.status)
             found = [one for one in found if any(status.upper().startswith(words) for status in _statuses(one))]
@@ -85,132 +90,142 @@ class ListLoadBalancers(Lister):
 
 
 class ShowLoadBalancer(ShowOne):
-    """One load balancer: how it is and why, its amphorae, what is being done to it, and the calls accepted lately."""
+    """Show one load balancer: statuses with reason, amphorae, fail-overs, and the latest requests."""
 
     def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Options."""
+        """Add the arguments."""
         parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument("load_balancer", metavar="ID", help="Id of the load balancer, or the beginning of it.")
+        parser.add_argument("load_balancer", metavar="ID", help="Id of the load balancer, or a unique prefix of it.")
         parser.add_argument(
-            "--requests", type=int, default=10, metavar="NUMBER", help="How many calls to show (default: 10)."
+            "--requests", type=int, default=10, metavar="NUMBER", help="Number of requests to show (default: 10)."
         )
         return parser
 
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-        """Names and values."""
+        """Return names and values."""
         now = time.time()
         shown: dict[str, Any] = self.app.read(
-            lambda connection: _show(connection, parsed_args.load_balancer, parsed_args.requests, now)
+            lambda connection: _details(connection, parsed_args.load_balancer, parsed_args.requests, now)
         )
         return tuple(shown), tuple(shown.values())
 
 
 class ShowHistory(Lister):
-    """What happened to a load balancer, newest first: calls and what became of them, fail-overs step by step."""
+    """List the events of a load balancer, newest first: requests with their outcome, fail-overs, resyncs."""
 
     def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Options."""
+        """Add the arguments."""
         parser: argparse.ArgumentParser = super().get_parser(prog_name)
         parser.add_argument(
-            "load_balancer", metavar="ID", help="Id of the load balancer, or the beginning of it; it may be gone."
+            "load_balancer",
+            metavar="ID",
+            help="Id of the load balancer, or a unique prefix of it; also of a deleted one.",
         )
         parser.add_argument(
-            "--limit", type=int, default=100, metavar="NUMBER", help="How many lines to show (default: 100)."
+            "--limit", type=int, default=100, metavar="NUMBER", help="Largest number of lines (default: 100)."
         )
         return parser
 
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
-        """Column names and rows."""
-        sought, limit = parsed_args.load_balancer, max(1, parsed_args.limit)
+        """Return column names and rows."""
+        prefix, limit = parsed_args.load_balancer, max(1, parsed_args.limit)
 
-        def look(connection: sa.Connection) -> list[history.Line]:
-            return history.of(connection, id_prefix.load_balancer(connection, sought, gone=True), limit)
+        def read(connection: sa.Connection) -> list[history.HistoryEvent]:
+            chosen = queries.find_load_balancer_id(connection, prefix, deleted=True)
+            return history.list_events(connection, chosen, limit)
 
-        return history.HEAD, (history.shown(line) for line in self.app.read(look))
+        return history.HEAD, (history.to_row(event) for event in self.app.read(read))
 
 
 class RenderLoadBalancer(Command):
-    """Print the haproxy.cfg that the recorded load balancer becomes."""
+    """Print the haproxy.cfg that is rendered from the recorded load balancer."""
 
     def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Options."""
+        """Add the arguments."""
         parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument("load_balancer", metavar="ID", help="Id of the load balancer, or the beginning of it.")
+        parser.add_argument("load_balancer", metavar="ID", help="Id of the load balancer, or a unique prefix of it.")
         return parser
 
     def take_action(self, parsed_args: argparse.Namespace) -> int:
-        """Print; 1 if a part of it cannot be rendered."""
+        """Print the file; return 1 if a part of the load balancer cannot be rendered."""
 
         def load(connection: sa.Connection) -> LoadBalancer:
-            return desired_objects.load_tree(connection, id_prefix.load_balancer(connection, parsed_args.load_balancer))
+            return desired_objects.load_tree(
+                connection, queries.find_load_balancer_id(connection, parsed_args.load_balancer)
+            )
 
         tree = self.app.read(load)
         rendered = haproxy.render(tree, defaults=defaults.defaults(self.app.conf), shared_tickets=True)
-        self.app.stdout.write(rendered.text if rendered.text is not None else "# HAProxy is not wanted\n")
+        self.app.stdout.write(rendered.text if rendered.text is not None else "# This load balancer needs no HAProxy\n")
         for refusal in rendered.refused:
-            self.app.stderr.write(f"{plain(str(refusal))}\n")
+            self.app.stderr.write(f"{escape_unprintable(str(refusal))}\n")
         return 1 if rendered.refused else 0
 
 
-def _row(one: Balancer, now: float) -> tuple[Any, ...]:
-    """A line of the list, in the order of `LONG_HEAD`."""
-    row, heard = one.work, queries.heard_least(one.amphorae)
+def _row(one: LoadBalancerSummary, now: float) -> tuple[Any, ...]:
+    """Return the values in the order of `LONG_HEAD`."""
+    row, heard = one.work, queries.oldest_heartbeat(one.amphorae)
     waits = waits_for(row, now) if row.dirty or row.to_report or row.pending or row.committed < row.generation else None
     return (
-        *(row.load_balancer_id, Plain(one.named.name if one.named else None), row.project_id, row.topology),
+        *(row.load_balancer_id, Value(one.named.name if one.named else None), row.project_id, row.topology),
         *(*_statuses(one), row.generation, row.applied),
-        *(Counts(_states(one)), Plain(queries.holder(one.amphorae)), Age(heard or None)),
-        *(Plain(waits), row.attempts, Plain(row.error), Listed(sorted({failover.cause for failover in one.failovers}))),
-        *(Plain(one.status.reason if one.status else None), Listed(_addresses(one)), Age(one.since, "")),
-        *(Left(row.free_at if row.dirty and row.free_at else None), Plain(row.owner), row.op, bool(row.dirty)),
-        Listed(sorted({machine.drift for machine in one.amphorae if machine.drift})),
+        *(Counts(_states(one)), Value(queries.vip_holder(one.amphorae)), Age(heard or None)),
+        *(
+            Value(waits),
+            row.attempts,
+            Value(row.error),
+            ValueList(sorted({failover.cause for failover in one.failovers})),
+        ),
+        *(Value(one.status.reason if one.status else None), ValueList(_addresses(one)), Age(one.since, "")),
+        *(Remaining(row.free_at if row.dirty and row.free_at else None), Value(row.owner), row.op, bool(row.dirty)),
+        ValueList(sorted({machine.drift for machine in one.amphorae if machine.drift})),
     )
 
 
-def _statuses(one: Balancer) -> tuple[str, str]:
-    return queries.provisioning(one), queries.operating(one)
+def _statuses(one: LoadBalancerSummary) -> tuple[str, str]:
+    return queries.provisioning_status(one), queries.operating_status(one)
 
 
-def _states(one: Balancer) -> dict[str, int]:
+def _states(one: LoadBalancerSummary) -> dict[str, int]:
     states = [machine.state for machine in one.amphorae]
     found = {state: states.count(state) for state in sorted(set(states))}
     return {**found, **({"silent": len(one.silent)} if one.silent else {})}
 
 
-def _addresses(one: Balancer) -> list[str]:
+def _addresses(one: LoadBalancerSummary) -> list[str]:
     if one.named is None or one.named.vip is None:
         return []
     return [vip.address for vip in (one.named.vip, *one.named.additional_vips) if vip.address]
 
 
-def _show(connection: sa.Connection, text: str, requests: int, now: float) -> dict[str, Any]:
-    load_balancer_id = id_prefix.load_balancer(connection, text)
-    (one,) = queries.balancers(connection, work.c.load_balancer_id == load_balancer_id)
+def _details(connection: sa.Connection, text: str, requests: int, now: float) -> dict[str, Any]:
+    load_balancer_id = queries.find_load_balancer_id(connection, text)
+    (one,) = queries.list_load_balancers(connection, work.c.load_balancer_id == load_balancer_id)
     row = one.work
     listed = dict(zip(LONG_HEAD, _row(one, now), strict=True))
     for name in ("VIPs", "Drift", "Amphorae", "Fail-over"):
         del listed[name]
     return {
         **listed,
-        "Status since": Moment((one.status.since or None) if one.status else None),
+        "Status since": Timestamp((one.status.since or None) if one.status else None),
         "Committed": row.committed,
         "Epoch": row.epoch,
-        "Leased until": Moment(row.leased_until),
+        "Leased until": Timestamp(row.leased_until),
         "Objects pending": row.pending,
         "To report": row.to_report,
-        "Compute": Plain(row.compute),
-        "Network": Plain(row.network),
+        "Compute": Value(row.compute),
+        "Network": Value(row.network),
         **_vips(connection, load_balancer_id),
-        "Profile": Chosen(_profile(connection, load_balancer_id)),
-        "Spare pool": Plain(row.spare_pool),
+        "Profile": Profile(_profile(connection, load_balancer_id)),
+        "Spare pool": Value(row.spare_pool),
         "Objects": Counts(_objects(connection, load_balancer_id)),
-        "Amphorae": Machines([_machine(machine, one) for machine in one.amphorae]),
+        "Amphorae": Amphorae([_amphora_fields(machine, one) for machine in one.amphorae]),
         "Fail-overs": Failovers([dict(failover._mapping) for failover in one.failovers]),  # noqa: SLF001 - SQLAlchemy's public name
         "Requests": Requests(_requests(connection, load_balancer_id, requests)),
     }
 
 
-def _machine(row: Any, one: Balancer) -> dict[str, Any]:
+def _amphora_fields(row: Any, one: LoadBalancerSummary) -> dict[str, Any]:
     names = (
         *("id", "role", "state", "management_address", "confirmed", "heard", "seen_at", "certificate_expires_at"),
         *("image", "agent_version", "drift", "audited_at", "reason"),
@@ -218,22 +233,22 @@ def _machine(row: Any, one: Balancer) -> dict[str, Any]:
     silent = {"silent": row.silent, "verdict": row.verdict, "drifts": bool(row.drifts)}
     return {
         **{name: getattr(row, name) for name in names},
-        "has_vips": row.id == queries.holder(one.amphorae),
+        "has_vips": row.id == queries.vip_holder(one.amphorae),
         **silent,
     }
 
 
 def _vips(connection: sa.Connection, load_balancer_id: str) -> dict[str, Any]:
-    """The addresses, what they have besides, and why something of it is missing.
+    """Return the VIPs, their QoS policy and security groups, and the reason for missing ones.
 
-    Octavia's users see no address that was found after the creation: an operator finds it here.
+    Octavia does not show an address that was allocated after the creation; an operator finds it here.
     """
     try:
         node: LoadBalancer = desired_objects.load_object(connection, Kind.LOAD_BALANCER, load_balancer_id)
     except UnknownObject:
         return {}
-    wish = vip_claims.read_pending_request(connection, load_balancer_id)
-    waiting = "" if wish is None else f" ({wish.reason}; asked {wish.attempts} times)"
+    pending = vip_claims.read_pending_request(connection, load_balancer_id)
+    waiting = "" if pending is None else f" ({pending.reason}; asked {pending.attempts} times)"
     shown: dict[str, Any] = {"VIPs": ", ".join(vip.address or f"not known yet{waiting}" for vip in node.vips)}
     if node.vip_qos_policy_id:
         shown["QoS policy"] = node.vip_qos_policy_id
@@ -247,13 +262,13 @@ def _vips(connection: sa.Connection, load_balancer_id: str) -> dict[str, Any]:
 
 
 def _profile(connection: sa.Connection, load_balancer_id: str) -> dict[str, Any]:
-    """What was chosen at creation, without what has a line of its own; nothing of one that is being removed."""
+    """Return the values of flavor and availability zone that no other line of the output shows."""
     try:
         node = desired_objects.load_object(connection, Kind.LOAD_BALANCER, load_balancer_id)
     except UnknownObject:
         return {}
-    chosen: dict[str, Any] = msgspec.to_builtins(node.profile)
-    return {name: value for name, value in chosen.items() if name not in ("topology", "compute", "network")}
+    values: dict[str, Any] = msgspec.to_builtins(node.profile)
+    return {name: value for name, value in values.items() if name not in ("topology", "compute", "network")}
 
 
 def _objects(connection: sa.Connection, load_balancer_id: str) -> dict[str, int]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`amphoractl`: the operator's look at what is recorded.
+"""`amphoractl`, the operator's command line.
 
-Invariant: what is shown is read from the database: it says the same whether or not any other process of ours is alive.
-Only the commands whose name is a verb of change write (`database upgrade`, `secrets reseal`), and they may be repeated.
-No secret is ever shown, sealed or open. Strangers' words reach a terminal only as printable text.
+Invariant: commands read the database, so their output does not depend on other processes of the control plane. A
+command that writes can be repeated. No command shows a secret, encrypted or not. Untrusted text reaches a terminal only
+as printable characters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from oslo_config.cfg import ConfigOpts
 from sqlalchemy.exc import DBAPIError
 
 from amphora_driver import config
-from amphora_driver.cli.terminal_escape import screened
+from amphora_driver.cli.formatting import escaping_stream
 from amphora_driver.database import schema_check
 from amphora_driver.database.engine import Database, parse_url
 from amphora_driver.errors import ConfigurationError, StoreError
@@ -32,30 +32,30 @@ T = TypeVar("T")
 
 
 class Amphoractl(App):
-    """The application; commands read through `read`, those that write take `database`."""
+    """The application. Commands read with `read`; commands that write use `database`."""
 
     NAME = "amphoractl"
 
     def __init__(self, commands: CommandManager | None = None, **streams: Any) -> None:
         super().__init__(
-            description="Look at load balancers and amphorae as they are recorded; look after database and keys.",
+            description="Show and operate load balancers, amphorae and controllers; maintain database and keys.",
             version=_version(),
             command_manager=CommandManager(COMMANDS) if commands is None else commands,
             deferred_help=True,
             **streams,
         )
-        # Also what a logger or a formatter of cliff's writes goes through these.
-        self.stdout: TextIO = screened(streams.get("stdout") or sys.stdout)
-        self.stderr: TextIO = screened(streams.get("stderr") or sys.stderr)
+        # Cliff's loggers and formatters write to these streams, too.
+        self.stdout: TextIO = escaping_stream(streams.get("stdout") or sys.stdout)
+        self.stderr: TextIO = escaping_stream(streams.get("stderr") or sys.stderr)
         self._conf: ConfigOpts | None = None
         self._database: Database | None = None
 
     @property
     def conf(self) -> ConfigOpts:
-        """Our options.
+        """The options of the configuration file.
 
         Raises:
-            ConfigurationError: a file that was asked for is missing or not understood.
+            ConfigurationError: a named file does not exist or is not valid.
         """
         if self._conf is None:
             self._conf = config.load(self.options.config_file)
@@ -64,23 +64,23 @@ class Amphoractl(App):
     def build_option_parser(
         self, description: str | None, version: str | None, argparse_kwargs: dict[str, Any] | None = None
     ) -> argparse.ArgumentParser:
-        """Cliff's options and ours."""
+        """Return cliff's parser with --config-file."""
         named = {"prog": self.NAME, **(argparse_kwargs or {})}
         parser: argparse.ArgumentParser = super().build_option_parser(description, version, named)
         parser.add_argument(
             "--config-file",
             action="append",
             metavar="FILE",
-            help=f"Configuration file; may be repeated. Default: ${config.FILE_VARIABLE} or {config.DEFAULT_FILE}.",
+            help=f"Configuration file; can be repeated. Default: ${config.FILE_VARIABLE} or {config.DEFAULT_FILE}.",
         )
         return parser
 
     @property
     def database(self) -> Database:
-        """Our database.
+        """The configured database.
 
         Raises:
-            ConfigurationError: there is none where the configuration says.
+            ConfigurationError: the configured SQLite file does not exist.
         """
         if self._database is None:
             self._database = _database(self.conf.store.connection)
@@ -90,18 +90,18 @@ class Amphoractl(App):
         """Run `work` in one reading transaction.
 
         Raises:
-            ConfigurationError: no database is where the configuration says.
-            SchemaMismatch: it is not one for this version.
-            StoreError: the database said no.
+            ConfigurationError: the configured SQLite file does not exist.
+            SchemaMismatch: the schema belongs to another version.
+            StoreError: the database refused the transaction.
         """
         return self.database.read(work)
 
     def recorded_schema(self) -> tuple[str, ...]:
-        """Where the database's schema stands, whichever that is.
+        """Return the revisions of the database's schema, also of a schema of another version.
 
         Raises:
-            ConfigurationError: no database is where the configuration says.
-            StoreError: the database said no.
+            ConfigurationError: the configured SQLite file does not exist.
+            StoreError: the database refused the read.
         """
         try:
             with self.database.engine.connect().execution_options(amphora_read_only=True) as connection:
@@ -110,7 +110,7 @@ class Amphoractl(App):
             raise StoreError("read from the database", str(error.orig or error)) from error
 
     def clean_up(self, cmd: object, result: int, err: BaseException | None) -> None:
-        """Close connections when a command ends."""
+        """Close the connections when a command ends."""
         super().clean_up(cmd, result, err)
         if self._database is not None:
             self._database.dispose()
@@ -118,16 +118,13 @@ class Amphoractl(App):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the console script.
+    """Run one command and return the exit status.
 
     Args:
-        argv: arguments without the program's name; None for those of this process.
-
-    Returns:
-        The exit status.
+        argv: arguments without the program's name; None for the arguments of this process.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # Without a command cliff would open an interactive session.
+    # Without a command, cliff opens an interactive session.
     return int(Amphoractl().run(arguments or ["help"]))
 
 
@@ -135,11 +132,11 @@ def _database(url: str) -> Database:
     found = parse_url(url)
     path = found.database if found.get_backend_name() == "sqlite" else None
     if path is not None and not Path(path).exists():
-        # SQLite would make an empty one: a reader must not.
+        # SQLite creates a missing file; a command that reads must not.
         raise ConfigurationError(
             "open the database",
             f"{path} does not exist",
-            "Check [store] connection, or give --config-file. A new one is made by: amphoractl database upgrade.",
+            "Check [store] connection, or use --config-file. To create a new database: amphoractl database upgrade.",
         )
     return Database(url)
 

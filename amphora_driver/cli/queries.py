@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is recorded of load balancers, put together from all tables that know something of them.
+"""Queries about load balancers and amphorae, and the lookup of an object by the prefix of its id.
 
-Invariant: everything is of one reading transaction, and a fleet costs as many statements as one load balancer. What a
-row means is decided by functions without I/O.
+Invariant: one reading transaction gives a consistent result, and the number of statements does not depend on the number
+of load balancers. Functions without I/O interpret the rows.
+
+Invariant: a prefix stands for exactly one object. A prefix that several ids share is refused with a list of these ids,
+so no command acts on the wrong object. A pool of warm spares is not a load balancer.
 """
 
 from __future__ import annotations
@@ -13,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.cli import id_prefix
 from amphora_driver.database.tables import amphora, amphora_seen, request, status, wanted_object, work
 from amphora_driver.database.tables_fleet import failover, silence
+from amphora_driver.errors import UnknownObject
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.enums import Kind, Provisioning
 from amphora_driver.model.loadbalancer import Vip
@@ -25,64 +28,69 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 _UNKNOWN = "unknown"
+# The table `work` also has one row per pool of warm spares, with this operation.
+SPARES = "spares"
+IS_LOAD_BALANCER = work.c.op != SPARES
+# Largest number of ids that the refusal of an ambiguous prefix lists.
+_MAX_LISTED = 10
 
 
-class Named(msgspec.Struct, frozen=True):
-    """Of a recorded load balancer what everybody wants to see; the rest of the row is not decoded."""
+class DisplayFields(msgspec.Struct, frozen=True):
+    """The fields of a recorded load balancer that lists show; the other fields are not decoded."""
 
     name: str | None = None
     vip: Vip | None = None
     additional_vips: tuple[Vip, ...] = ()
 
 
-class Balancer(msgspec.Struct, frozen=True, kw_only=True):
+class LoadBalancerSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One load balancer.
 
     Attributes:
-        work: its row of the table `work`, with `to_report` and `pending` (numbers of objects) beside it.
-        status: of the load balancer itself; None if nothing was ever said.
-        named: None once it is removed.
-        amphorae: rows of `amphora` and what was heard of each, the oldest first.
-        since: when the oldest request was accepted that is not applied yet (seconds since 1970).
-        failovers: those that go on, the oldest first.
-        silent: ids of amphorae nobody hears.
+        work: its row of the table `work`, with `to_report` and `pending` (numbers of objects).
+        status: row of its own status; None before the first report.
+        named: name and VIPs; None after the deletion of the load balancer.
+        amphorae: rows of `amphora_query`, oldest first.
+        since: acceptance time of the oldest request that is not applied (seconds since 1970).
+        failovers: fail-overs in progress, oldest first.
+        silent: ids of silent amphorae.
     """
 
     work: Any
     status: Any
-    named: Named | None
+    named: DisplayFields | None
     amphorae: Sequence[Any] = ()
     since: float | None = None
     failovers: Sequence[Any] = ()
     silent: frozenset[str] = frozenset()
 
 
-def balancers(connection: sa.Connection, *conditions: sa.ColumnElement[bool]) -> list[Balancer]:
-    """Load balancers, by id.
+def list_load_balancers(connection: sa.Connection, *conditions: sa.ColumnElement[bool]) -> list[LoadBalancerSummary]:
+    """Return the load balancers, ordered by id.
 
     Args:
         connection: of a reading transaction.
         conditions: on the table `work`.
     """
-    chosen = sa.select(work.c.load_balancer_id).where(id_prefix.IS_LOAD_BALANCER, *conditions)
-    rows = connection.execute(_work(chosen)).all()
+    chosen = sa.select(work.c.load_balancer_id).where(IS_LOAD_BALANCER, *conditions)
+    rows = connection.execute(_work_query(chosen)).all()
 
-    def mine(table: sa.Table, *more: sa.ColumnElement[bool]) -> sa.ColumnElement[bool]:
+    def of_chosen(table: sa.Table, *more: sa.ColumnElement[bool]) -> sa.ColumnElement[bool]:
         return sa.and_(table.c.load_balancer_id.in_(chosen), *more)
 
-    main = mine(status, status.c.kind == Kind.LOAD_BALANCER.value)
-    said = {one.object_id: one for one in connection.execute(sa.select(status).where(main))}
-    object_of = mine(wanted_object, wanted_object.c.kind == Kind.LOAD_BALANCER.value, ~wanted_object.c.removed)
+    main = of_chosen(status, status.c.kind == Kind.LOAD_BALANCER.value)
+    statuses = {one.object_id: one for one in connection.execute(sa.select(status).where(main))}
+    object_of = of_chosen(wanted_object, wanted_object.c.kind == Kind.LOAD_BALANCER.value, ~wanted_object.c.removed)
     bodies = connection.execute(sa.select(wanted_object.c.id, wanted_object.c.body).where(object_of))
-    named = {one.id: msgspec.json.decode(one.body, type=Named) for one in bodies}
-    machines = _grouped(connection.execute(amphorae().where(mine(amphora))))
-    going_on = sa.select(failover).where(mine(failover, failover.c.ended_at.is_(None))).order_by(failover.c.id)
-    failovers = _grouped(connection.execute(going_on))
-    silent = _grouped(connection.execute(sa.select(silence).where(mine(silence))))
+    named = {one.id: msgspec.json.decode(one.body, type=DisplayFields) for one in bodies}
+    machines = _group_by_load_balancer(connection.execute(amphora_query().where(of_chosen(amphora))))
+    in_progress = sa.select(failover).where(of_chosen(failover, failover.c.ended_at.is_(None))).order_by(failover.c.id)
+    failovers = _group_by_load_balancer(connection.execute(in_progress))
+    silent = _group_by_load_balancer(connection.execute(sa.select(silence).where(of_chosen(silence))))
     return [
-        Balancer(
+        LoadBalancerSummary(
             work=row,
-            status=said.get(row.load_balancer_id),
+            status=statuses.get(row.load_balancer_id),
             named=named.get(row.load_balancer_id),
             amphorae=machines[row.load_balancer_id],
             since=row.since,
@@ -93,8 +101,8 @@ def balancers(connection: sa.Connection, *conditions: sa.ColumnElement[bool]) ->
     ]
 
 
-def amphorae() -> sa.Select[Any]:
-    """Amphorae with what was heard of each and what is wanted of it, without the key; conditions may follow."""
+def amphora_query() -> sa.Select[Any]:
+    """Return a query of amphorae with last heartbeat and desired generation, without the heartbeat key."""
     heard = amphora_seen.c
     columns = (
         *(column for column in amphora.c if column.name != "heartbeat_key"),
@@ -111,18 +119,18 @@ def amphorae() -> sa.Select[Any]:
     return sa.select(*columns).select_from(together).order_by(*order)
 
 
-def pending() -> sa.ScalarSelect[Any]:
-    """How many objects of a load balancer wait to be confirmed; for a statement about `work`."""
-    return _number(status.c.pending.is_not(None))
+def count_pending() -> sa.ScalarSelect[Any]:
+    """Return a subquery for statements about `work`: number of objects that wait for a confirmation."""
+    return _count_statuses(status.c.pending.is_not(None))
 
 
-def to_report() -> sa.ScalarSelect[Any]:
-    """Of how many objects Octavia is to be told; likewise."""
-    return _number(status.c.version > status.c.reported)
+def count_unreported() -> sa.ScalarSelect[Any]:
+    """Return a subquery for statements about `work`: number of objects with an unreported status."""
+    return _count_statuses(status.c.version > status.c.reported)
 
 
 def pending_since() -> sa.ScalarSelect[Any]:
-    """When the oldest request was accepted that is not applied yet; likewise."""
+    """Return a subquery for statements about `work`: acceptance time of the oldest pending request."""
     return (
         sa.select(sa.func.min(request.c.accepted_at))
         .where(request.c.load_balancer_id == work.c.load_balancer_id, request.c.applied_at.is_(None))
@@ -130,25 +138,28 @@ def pending_since() -> sa.ScalarSelect[Any]:
     )
 
 
-def provisioning(one: Balancer) -> str:
-    """The provisioning status Octavia's users see, as far as it follows from our rows."""
-    said = one.status
-    if said is None:
+# --- meaning of the rows --------------------------------------------------------------------------------------------
+
+
+def provisioning_status(one: LoadBalancerSummary) -> str:
+    """Return the provisioning status that Octavia's users see, as far as the driver's rows determine it."""
+    row = one.status
+    if row is None:
         return _UNKNOWN
-    if said.pending is not None and said.provisioning != Provisioning.ERROR.value:
+    if row.pending is not None and row.provisioning != Provisioning.ERROR.value:
         if one.work.op == Op.DELETE:
             return "PENDING_DELETE"
-        return "PENDING_UPDATE" if said.provisioning else "PENDING_CREATE"
-    return str(said.provisioning or _UNKNOWN)
+        return "PENDING_UPDATE" if row.provisioning else "PENDING_CREATE"
+    return str(row.provisioning or _UNKNOWN)
 
 
-def operating(one: Balancer) -> str:
-    """The operating status Octavia's users see."""
+def operating_status(one: LoadBalancerSummary) -> str:
+    """Return the operating status that Octavia's users see."""
     return str(one.status.operating or "OFFLINE") if one.status is not None else _UNKNOWN
 
 
-def holder(machines: Iterable[Any]) -> str | None:
-    """The amphora that has the VIPs, as far as they say: the one that said so last; one on its own has them."""
+def vip_holder(machines: Iterable[Any]) -> str | None:
+    """Return the id of the amphora that holds the VIPs by the latest report, or of a SINGLE amphora."""
     ready = [one for one in machines if one.state != AmphoraState.BOOTING.value]
     holding = [one for one in ready if one.holds_vip]
     if holding:
@@ -157,36 +168,87 @@ def holder(machines: Iterable[Any]) -> str | None:
     return str(alone[-1].id) if alone else None
 
 
-def heard_least(machines: Iterable[Any]) -> float | None:
-    """When the amphora was heard that was not heard for the longest time; 0 if one that is ready never was."""
+def oldest_heartbeat(machines: Iterable[Any]) -> float | None:
+    """Return the earliest last heartbeat of the ready amphorae; 0 if one has never sent a heartbeat."""
     ready = [one for one in machines if one.state == AmphoraState.READY.value]
     return min((one.seen_at or 0.0 for one in ready), default=None)
 
 
 def is_stale(machine: Any, before: float) -> bool:
-    """Whether an amphora that should be heard was not.
+    """Whether an amphora that has booted has sent no heartbeat since a time.
 
     Args:
-        machine: a row of `amphorae`.
-        before: when it should have been heard at the latest (seconds since 1970).
+        machine: a row of `amphora_query`.
+        before: the time in seconds since 1970.
     """
     if machine.state == AmphoraState.BOOTING.value:
         return False
     return bool((machine.seen_at or 0.0) < before)
 
 
-def _work(chosen: sa.Select[Any]) -> sa.Select[Any]:
-    more = (pending().label("pending"), to_report().label("to_report"), pending_since().label("since"))
+# --- lookup by the prefix of an id ----------------------------------------------------------------------------------
+
+
+def find_load_balancer_id(connection: sa.Connection, prefix: str, *, deleted: bool = False) -> str:
+    """Return the id of the load balancer with this prefix.
+
+    Args:
+        connection: of a reading transaction.
+        prefix: an id, or the first characters of one.
+        deleted: whether to find deleted load balancers, of which only requests or fail-overs are recorded.
+
+    Raises:
+        UnknownObject: no id has this prefix, or several ids have it.
+    """
+    sources = [sa.select(work.c.load_balancer_id.label("id")).where(IS_LOAD_BALANCER)]
+    if deleted:
+        sources += [sa.select(table.c.load_balancer_id.label("id")) for table in (request, failover)]
+    return _find_unique(connection, sources, "load balancer", prefix)
+
+
+def find_amphora_id(connection: sa.Connection, prefix: str) -> str:
+    """Return the id of the amphora or spare with this prefix.
+
+    Raises:
+        UnknownObject: no id has this prefix, or several ids have it.
+    """
+    return _find_unique(connection, [sa.select(amphora.c.id.label("id"))], "amphora", prefix)
+
+
+def _find_unique(connection: sa.Connection, sources: list[sa.Select[Any]], noun: str, prefix: str) -> str:
+    every = sa.union(*sources).subquery()
+    query = sa.select(every.c.id).where(every.c.id.startswith(prefix, autoescape=True)).order_by(every.c.id)
+    found = list(connection.execute(query.limit(_MAX_LISTED + 1)).scalars()) if prefix else []
+    # A complete id wins over longer ids with the same prefix.
+    if prefix in found:
+        return prefix
+    if not found:
+        raise UnknownObject(
+            f"find {noun} {prefix}",
+            "nothing is recorded under this id",
+            f"List the ids: amphoractl {noun.replace(' ', '')} list.",
+        )
+    if len(found) > 1:
+        more = " and others" if len(found) > _MAX_LISTED else ""
+        listed = ", ".join(found[:_MAX_LISTED])
+        raise UnknownObject(
+            f"find {noun} {prefix}", f"{listed}{more} have this prefix", "Give more characters of the id."
+        )
+    return str(found[0])
+
+
+def _work_query(chosen: sa.Select[Any]) -> sa.Select[Any]:
+    more = (count_pending().label("pending"), count_unreported().label("to_report"), pending_since().label("since"))
     query = sa.select(*(column for column in work.c if column.name != "reread"), *more)
     return query.where(work.c.load_balancer_id.in_(chosen)).order_by(work.c.load_balancer_id)
 
 
-def _number(condition: sa.ColumnElement[bool]) -> sa.ScalarSelect[Any]:
+def _count_statuses(condition: sa.ColumnElement[bool]) -> sa.ScalarSelect[Any]:
     counted = sa.select(sa.func.count()).where(status.c.load_balancer_id == work.c.load_balancer_id, condition)
     return counted.scalar_subquery()
 
 
-def _grouped(rows: Iterable[Any]) -> Mapping[str, list[Any]]:
+def _group_by_load_balancer(rows: Iterable[Any]) -> Mapping[str, list[Any]]:
     found: dict[str, list[Any]] = defaultdict(list)
     for row in rows:
         found[row.load_balancer_id].append(row)

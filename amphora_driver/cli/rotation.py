@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands about rotations: replacing the amphorae of many load balancers, a few at a time.
+"""Commands about image rotations, which replace the amphorae of many load balancers, a few at a time.
 
-Invariant: all of them read and write rows only, so that they work while no other process of ours is alive. What was
-asked for is done by whichever controller lives, now or later.
+Invariant: the commands read and write rows only, so they work while no other process of the control plane runs. A
+controller performs the rotation as soon as one runs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from cliff.command import Command
 from cliff.lister import Lister
 from cliff.show import ShowOne
 
-from amphora_driver.cli import id_prefix
-from amphora_driver.cli.failover_request import who_where
-from amphora_driver.cli.formatting import Counts, Left, Moment, Plain, Span
+from amphora_driver.cli import queries
+from amphora_driver.cli.formatting import Counts, Duration, Remaining, Timestamp, Value
+from amphora_driver.cli.operator_name import operator_at_host
 from amphora_driver.errors import Conflict
 from amphora_driver.store import rotations
 from amphora_driver.store.rotations import ItemState, Rotation, RotationItem, RotationState, Selection
@@ -29,38 +29,44 @@ _ITEM_HEAD = ("Place", "Load balancer", "State", "Begun", "Seconds", "Amphorae",
 
 
 class Rotate(ShowOne):
-    """Replace amphorae of many load balancers, a few at a time, each proven to serve before the next one's turn."""
+    """Replace amphorae of many load balancers. Each one must be served before the next one begins."""
 
     def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Options."""
+        """Add the arguments."""
         parser: argparse.ArgumentParser = super().get_parser(prog_name)
         which = parser.add_mutually_exclusive_group(required=True)
         which.add_argument("--all", action="store_true", help="All amphorae.")
-        which.add_argument("--image", metavar="NAME", help="Those that were not booted from this image.")
-        which.add_argument("--older-than", type=_seconds, metavar="SECONDS", help="Those booted longer ago than that.")
-        which.add_argument("--left-of", type=int, metavar="ID", help="Those that this rotation did not replace.")
+        which.add_argument("--image", metavar="NAME", help="Amphorae that were not booted from this image.")
+        which.add_argument(
+            "--older-than", type=_seconds, metavar="SECONDS", help="Amphorae that were booted longer ago."
+        )
+        which.add_argument(
+            "--left-of", type=int, metavar="ID", help="Amphorae that the rotation with this id did not replace."
+        )
         parser.add_argument(
             "--max-unavailable",
-            type=_number,
+            type=_positive,
             default=1,
             metavar="N",
-            help="Of how many load balancers at once amphorae may be replaced (default: 1).",
+            help="Largest number of load balancers whose amphorae are replaced at the same time (default: 1).",
         )
         parser.add_argument(
             "--loadbalancer",
             action="append",
             default=[],
             metavar="ID",
-            help="Only this load balancer's; may be repeated, and they are taken in this order.",
+            help="Only amphorae of this load balancer; can be repeated; the order is kept.",
         )
-        parser.add_argument("--compute-flavor", metavar="NAME", help="Only of load balancers with such machines.")
-        parser.add_argument("--project", metavar="ID", help="Only of this project's load balancers.")
-        parser.add_argument("--topology", metavar="NAME", help="Only of load balancers of this topology.")
-        parser.add_argument("--dry-run", action="store_true", help="Say what would be replaced, and do nothing.")
+        parser.add_argument("--compute-flavor", metavar="NAME", help="Only load balancers with this compute flavor.")
+        parser.add_argument("--project", metavar="ID", help="Only load balancers of this project.")
+        parser.add_argument("--topology", metavar="NAME", help="Only load balancers of this topology.")
+        parser.add_argument(
+            "--dry-run", action="store_true", help="Print the number of amphorae to replace, and do nothing."
+        )
         return parser
 
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-        """Names and values."""
+        """Return names and values."""
         if parsed_args.dry_run:
             found: dict[str, tuple[str, ...]] = self.app.read(
                 lambda connection: rotations.select_amphorae(
@@ -70,128 +76,138 @@ class Rotate(ShowOne):
             return ("Load balancers", "Amphorae"), (len(found), sum(map(len, found.values())))
 
         def write(connection: sa.Connection) -> dict[str, Any]:
-            wanted = _selection(connection, parsed_args)
-            asked = rotations.request_rotation(connection, wanted, parsed_args.max_unavailable, who_where())
-            return _shown(connection, asked)
+            selection = _selection(connection, parsed_args)
+            requested = rotations.request_rotation(
+                connection, selection, parsed_args.max_unavailable, operator_at_host()
+            )
+            return _details(connection, requested)
 
         shown = self.app.database.write(write)
         return tuple(shown), tuple(shown.values())
 
 
 class ListRotations(Lister):
-    """Rotations, the newest first."""
+    """List rotations, newest first."""
 
     def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Options."""
+        """Add the arguments."""
         parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument("--limit", type=_number, default=20, metavar="NUMBER", help="How many (default: 20).")
+        parser.add_argument(
+            "--limit", type=_positive, default=20, metavar="NUMBER", help="Largest number of lines (default: 20)."
+        )
         return parser
 
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
-        """Column names and rows."""
+        """Return column names and rows."""
         rows = self.app.read(
             lambda connection: [
                 (one, rotations.count_items(connection, one.id))
                 for one in rotations.list_newest_rotations(connection, parsed_args.limit)
             ]
         )
-        return _HEAD, (_listed(one, counts) for one, counts in rows)
+        return _HEAD, (_list_row(one, counts) for one, counts in rows)
 
 
 class ShowRotation(ShowOne):
-    """One rotation: how far it is, whose turn it is, what it waits for and how long it will take."""
+    """Show the progress of one rotation: current load balancers, reason for a pause, expected end."""
 
     def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Options."""
+        """Add the arguments."""
         return _with_id(super().get_parser(prog_name), optional=True)
 
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-        """Names and values."""
-        shown = self.app.read(lambda connection: _shown(connection, _meant(connection, parsed_args.rotation)))
+        """Return names and values."""
+        shown = self.app.read(lambda connection: _details(connection, _find_rotation(connection, parsed_args.rotation)))
         return tuple(shown), tuple(shown.values())
 
 
 class ListItems(Lister):
-    """The load balancers of a rotation, in their order: what became of each, and how long it took."""
+    """List the load balancers of a rotation in their order, with state and duration."""
 
     def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Options."""
+        """Add the arguments."""
         parser = _with_id(super().get_parser(prog_name), optional=True)
         states = [one.value for one in ItemState]
-        parser.add_argument("--state", choices=states, action="append", help="Only those; may be repeated.")
+        parser.add_argument(
+            "--state", choices=states, action="append", help="Only load balancers in this state; can be repeated."
+        )
         return parser
 
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
-        """Column names and rows."""
+        """Return column names and rows."""
         states = None if parsed_args.state is None else [ItemState(one) for one in parsed_args.state]
         found = self.app.read(
-            lambda connection: rotations.list_items(connection, _meant(connection, parsed_args.rotation).id, states)
+            lambda connection: rotations.list_items(
+                connection, _find_rotation(connection, parsed_args.rotation).id, states
+            )
         )
-        return _ITEM_HEAD, map(_item, found)
+        return _ITEM_HEAD, map(_item_row, found)
 
 
 class PauseRotation(Command):
-    """Have a rotation begin nothing new; what it has begun is finished."""
+    """Pause a rotation: it begins no other load balancer; those in progress are finished."""
 
     def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Options."""
+        """Add the arguments."""
         return _with_id(super().get_parser(prog_name))
 
     def take_action(self, parsed_args: argparse.Namespace) -> None:
-        """Write it down."""
-        reason = f"{who_where()} paused it"
+        """Write the row."""
+        reason = f"paused by {operator_at_host()}"
         self.app.database.write(
-            _on(parsed_args, lambda c, rotation_id: rotations.pause_rotation(c, rotation_id, reason))
+            _apply(parsed_args, lambda c, rotation_id: rotations.pause_rotation(c, rotation_id, reason))
         )
 
 
 class ResumeRotation(Command):
-    """Have a paused rotation go on; load balancers that failed are watched again."""
+    """Resume a paused rotation. Load balancers that failed are tried again."""
 
     def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Options."""
+        """Add the arguments."""
         parser = _with_id(super().get_parser(prog_name))
-        parser.add_argument("--leave-failed", action="store_true", help="Go on without those that failed.")
+        parser.add_argument(
+            "--leave-failed", action="store_true", help="Continue without the load balancers that failed."
+        )
         return parser
 
     def take_action(self, parsed_args: argparse.Namespace) -> None:
-        """Write it down."""
+        """Write the row."""
         leave = parsed_args.leave_failed
         self.app.database.write(
-            _on(parsed_args, lambda c, rotation_id: rotations.resume_rotation(c, rotation_id, leave_failed=leave))
+            _apply(parsed_args, lambda c, rotation_id: rotations.resume_rotation(c, rotation_id, leave_failed=leave))
         )
 
 
 class AbortRotation(Command):
-    """Have a rotation begin nothing any more, for good; what it has begun is finished."""
+    """End a rotation: it begins no other load balancer; those in progress are finished."""
 
     def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Options."""
+        """Add the arguments."""
         return _with_id(super().get_parser(prog_name))
 
     def take_action(self, parsed_args: argparse.Namespace) -> None:
-        """Write it down."""
-        self.app.database.write(_on(parsed_args, rotations.abort_rotation))
+        """Write the row."""
+        self.app.database.write(_apply(parsed_args, rotations.abort_rotation))
 
 
-def _on(
+def _apply(
     parsed_args: argparse.Namespace, change: Callable[[sa.Connection, int], None]
 ) -> Callable[[sa.Connection], None]:
     return lambda connection: change(connection, parsed_args.rotation)
 
 
 def _with_id(parser: argparse.ArgumentParser, *, optional: bool = False) -> argparse.ArgumentParser:
-    words = "Number of the rotation" + (" (default: the newest one)." if optional else ".")
+    words = "Number of the rotation" + (" (default: the newest rotation)." if optional else ".")
     parser.add_argument("rotation", type=int, metavar="ID", nargs="?" if optional else None, help=words)
     return parser
 
 
-def _meant(connection: sa.Connection, rotation_id: int | None) -> Rotation:
+def _find_rotation(connection: sa.Connection, rotation_id: int | None) -> Rotation:
     if rotation_id is not None:
         return rotations.get_rotation(connection, rotation_id)
     found = rotations.list_newest_rotations(connection, 1)
     if not found:
-        raise Conflict("show the newest rotation", "there has been none")
+        raise Conflict("show the newest rotation", "no rotation is recorded", "Begin one: amphoractl rotate.")
     return found[0]
 
 
@@ -201,14 +217,14 @@ def _selection(connection: sa.Connection, parsed_args: argparse.Namespace) -> Se
         older_than=parsed_args.older_than,
         everything=parsed_args.all,
         left_of=parsed_args.left_of,
-        load_balancers=tuple(id_prefix.load_balancer(connection, one) for one in parsed_args.loadbalancer),
+        load_balancers=tuple(queries.find_load_balancer_id(connection, one) for one in parsed_args.loadbalancer),
         compute_flavor=parsed_args.compute_flavor,
         project=parsed_args.project,
         topology=parsed_args.topology,
     )
 
 
-def _shown(connection: sa.Connection, found: Rotation) -> dict[str, Any]:
+def _details(connection: sa.Connection, found: Rotation) -> dict[str, Any]:
     every = rotations.list_items(connection, found.id)
     running = [one.load_balancer_id for one in every if one.state is ItemState.RUNNING]
     left = rotations.estimate_remaining_seconds(every, found.max_unavailable) if found.ended_at is None else None
@@ -216,21 +232,21 @@ def _shown(connection: sa.Connection, found: Rotation) -> dict[str, Any]:
     return {
         "ID": found.id,
         "State": found.state.value,
-        "Reason": Plain(found.reason),
-        "Wanted": _words(found.wanted),
+        "Reason": Value(found.reason),
+        "Wanted": _arguments(found.wanted),
         "Max unavailable": found.max_unavailable,
         "Asked by": found.asked_by,
-        "Asked at": Moment(found.created_at),
-        "Ended at": Moment(found.ended_at),
+        "Asked at": Timestamp(found.created_at),
+        "Ended at": Timestamp(found.ended_at),
         "Load balancers": Counts(rotations.count_items(connection, found.id)),
         "Current": "\n".join(running),
-        "Expected to end in": Left(None if left is None or paused else time.time() + left),
-        "Seconds each": Span(_mean(every)),
+        "Expected to end in": Remaining(None if left is None or paused else time.time() + left),
+        "Seconds each": Duration(_mean_seconds(every)),
     }
 
 
-def _words(wanted: Selection) -> str:
-    """What was asked for, as it was asked for."""
+def _arguments(wanted: Selection) -> str:
+    """Return the selection as arguments of `rotate`."""
     words = [
         "--all" if wanted.everything else "",
         f"--image {wanted.image}" if wanted.image is not None else "",
@@ -244,41 +260,41 @@ def _words(wanted: Selection) -> str:
     return " ".join(word for word in words if word)
 
 
-def _mean(every: list[RotationItem]) -> float | None:
-    took = [seconds for one in every if one.state is ItemState.DONE and (seconds := _took(one)) is not None]
+def _mean_seconds(every: list[RotationItem]) -> float | None:
+    took = [seconds for one in every if one.state is ItemState.DONE and (seconds := _seconds_of(one)) is not None]
     return sum(took) / len(took) if took else None
 
 
-def _took(item: RotationItem) -> float | None:
+def _seconds_of(item: RotationItem) -> float | None:
     if item.begun_at is None:
         return None
     return (time.time() if item.ended_at is None else item.ended_at) - item.begun_at
 
 
-def _listed(one: Rotation, counts: dict[str, int]) -> tuple[Any, ...]:
+def _list_row(one: Rotation, counts: dict[str, int]) -> tuple[Any, ...]:
     numbers = (counts.get(ItemState.DONE.value, 0), sum(counts.values()))
     return (
         *(one.id, one.state.value, *numbers),
-        *(one.asked_by, Moment(one.created_at), Moment(one.ended_at), Plain(one.reason)),
+        *(one.asked_by, Timestamp(one.created_at), Timestamp(one.ended_at), Value(one.reason)),
     )
 
 
-def _item(one: RotationItem) -> tuple[Any, ...]:
+def _item_row(one: RotationItem) -> tuple[Any, ...]:
     return (
         *(one.place, one.load_balancer_id, one.state.value),
-        *(Moment(one.begun_at), Span(_took(one)), len(one.amphorae), Plain(one.reason)),
+        *(Timestamp(one.begun_at), Duration(_seconds_of(one)), len(one.amphorae), Value(one.reason)),
     )
 
 
-def _number(text: str) -> int:
+def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError("at least 1")
+        raise argparse.ArgumentTypeError("must be at least 1")
     return number
 
 
 def _seconds(text: str) -> float:
     seconds = float(text)
     if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError("a number of seconds")
+        raise argparse.ArgumentTypeError("must be a number of seconds, 0 or more")
     return seconds

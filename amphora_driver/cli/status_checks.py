@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `status check` finds, as values, and what follows from rows of the database.
+"""Results of `status check`, and the checks of database rows. Pure.
 
-Invariant: every finding says in one sentence what is, and, unless all is well, what to do. Nothing here asks anybody:
-rows go in, findings come out.
+Invariant: the details of each result describe the state in one sentence and, for a warning or failure, the remedy.
 """
 
 from __future__ import annotations
@@ -17,41 +16,41 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from amphora_driver.cli import queries
-from amphora_driver.cli.formatting import lasting
+from amphora_driver.cli.formatting import format_duration
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.store import circuit_breaker, process_registry
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from amphora_driver.cli.queries import Balancer
+    from amphora_driver.cli.queries import LoadBalancerSummary
 
-# Seconds without a sign of life after which a process is taken for gone: five that were missed.
+# Seconds without a sign of life after which a process counts as dead: five missed intervals.
 GONE_AFTER = 5 * process_registry.HEARTBEAT_INTERVAL
-# Ids that are named in one finding.
-_NAMED = 5
+# Largest number of ids in the details of one check.
+_MAX_LISTED = 5
 _MONTH = 30 * 86400.0
 _DATE = re.compile(r"(?<![0-9])([0-9]{4})-([0-9]{2})-([0-9]{2})(?![0-9])", re.ASCII)
-# The part of its life after which a certificate should have been renewed long since: it is at half.
+# Fraction of its validity after which the renewal of a certificate is late; the default of renew_at is 0.5.
 _LATE = 0.75
 _KINDS = {
     process_registry.ProcessKind.CONTROLLER: (
         "Controllers",
-        "Start amphora-controller: nothing is changed or replaced without one.",
+        "Start amphora-controller: without it no load balancer is changed and no amphora is replaced.",
     ),
     process_registry.ProcessKind.HEALTH_MANAGER: (
         "Health managers",
-        "Start amphora-health-manager: nobody hears amphorae without one, and none is replaced.",
+        "Start amphora-health-manager: without it no heartbeat is received and no amphora is replaced.",
     ),
     process_registry.ProcessKind.PROVIDER_AGENT: (
         "Provider agents",
-        "Start octavia-driver-agent with `haproxy` among enabled_provider_agents: Octavia hears nothing without one.",
+        "Start octavia-driver-agent with `haproxy` in enabled_provider_agents: without it Octavia receives no status.",
     ),
 }
 
 
 class Result(IntEnum):
-    """How a check ended; the number is the exit status of a run whose worst it is."""
+    """Result of a check. The largest number of all checks is the exit status."""
 
     SUCCESS = 0
     WARNING = 1
@@ -59,49 +58,49 @@ class Result(IntEnum):
 
     @property
     def word(self) -> str:
-        """As OpenStack's own checks say it."""
+        """The name as OpenStack's upgrade checks print it."""
         return self.name.capitalize()
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """One line."""
+    """One line of the output."""
 
     name: str
     result: Result
     details: str
 
 
-def well(name: str, details: str) -> Check:
-    """Nothing to do."""
+def success(name: str, details: str) -> Check:
+    """Return a result that needs no action."""
     return Check(name=name, result=Result.SUCCESS, details=details)
 
 
 def warning(name: str, details: str) -> Check:
-    """Users are served; somebody should look."""
+    """Return a result that an operator should examine; the service works."""
     return Check(name=name, result=Result.WARNING, details=details)
 
 
 def failure(name: str, details: str) -> Check:
-    """Do this first, and upgrade nothing before."""
+    """Return a result that an operator must correct before an upgrade."""
     return Check(name=name, result=Result.FAILURE, details=details)
 
 
-def named(ids: Iterable[str]) -> str:
-    """Some ids, and how many more there are."""
+def list_ids(ids: Iterable[str]) -> str:
+    """Return the first ids and the number of the others."""
     found = list(ids)
-    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    return ", ".join(found[:_NAMED]) + more
+    more = f" and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
+    return ", ".join(found[:_MAX_LISTED]) + more
 
 
 # --- processes ------------------------------------------------------------------------------------------------------
 
 
-def of_processes(rows: Sequence[Any], now: float, installed: str) -> list[Check]:
-    """Whether there is somebody for everything.
+def check_processes(rows: Sequence[Any], now: float, installed: str) -> list[Check]:
+    """Check that a process of each kind is alive, and that all have the same version.
 
     Args:
-        rows: of the table `process`.
-        now: seconds since 1970, by the database's clock.
+        rows: rows of the table `process`.
+        now: the database's time in seconds since 1970.
         installed: the version of this installation.
     """
     found = []
@@ -112,98 +111,98 @@ def of_processes(rows: Sequence[Any], now: float, installed: str) -> list[Check]
         hosts = ", ".join(sorted(f"{row.host} ({row.version})" for row in alive))
         if not alive:
             last = max((row.seen_at for row in gone), default=None)
-            stopped = "none is recorded, since one that is stopped leaves"
-            since = stopped if last is None else f"the last one was seen {lasting(now - last)} ago"
+            stopped = "none is recorded; a process removes its record when it stops"
+            since = stopped if last is None else f"the last sign of life was {format_duration(now - last)} ago"
             found.append(failure(name, f"none is alive: {since}. {remedy}"))
         elif all(row.draining for row in alive):
             found.append(
                 failure(name, f"all are draining: {hosts}. Run: amphoractl controller resume NAME, or --host HOST.")
             )
         elif gone:
-            lost = ", ".join(f"{row.host} (seen {lasting(now - row.seen_at)} ago)" for row in gone)
+            lost = ", ".join(f"{row.host} (last sign {format_duration(now - row.seen_at)} ago)" for row in gone)
             found.append(
-                warning(name, f"alive: {hosts}; gone without a word: {lost}. Look at its log, start it again.")
+                warning(name, f"alive: {hosts}; ended without a shutdown: {lost}. Check its log and start it again.")
             )
         else:
-            found.append(well(name, f"alive: {hosts}"))
+            found.append(success(name, f"alive: {hosts}"))
     versions = {row.version or "unknown" for row in rows if now - row.seen_at <= GONE_AFTER}
     if versions - {installed}:
         words = ", ".join(sorted(versions | {installed}))
-        found.append(warning("Versions", f"several are in use: {words}. Bring all hosts to one."))
+        found.append(warning("Versions", f"several are in use: {words}. Upgrade all hosts to one version."))
     else:
-        found.append(well("Versions", f"{installed} everywhere"))
+        found.append(success("Versions", f"{installed} on all hosts"))
     return found
 
 
 # --- load balancers -------------------------------------------------------------------------------------------------
 
 
-def of_work(found: Sequence[Balancer], now: float, patience: float) -> list[Check]:
-    """Load balancers in ERROR, and what has been pending for longer than it can take.
+def check_load_balancers(found: Sequence[LoadBalancerSummary], now: float, max_seconds: float) -> list[Check]:
+    """Check for load balancers in ERROR and for changes that take too long.
 
     Args:
-        found: all of them.
+        found: all load balancers.
         now: seconds since 1970.
-        patience: how long a change may take, in seconds.
+        max_seconds: longest time of a change, in seconds.
     """
-    wrong = [one.work.load_balancer_id for one in found if queries.provisioning(one) == "ERROR"]
-    down = [one.work.load_balancer_id for one in found if queries.operating(one) == "ERROR"]
-    stuck = [one for one in found if one.since is not None and now - one.since > patience]
-    looks = "Look at: amphoractl loadbalancer show ID."
+    wrong = [one.work.load_balancer_id for one in found if queries.provisioning_status(one) == "ERROR"]
+    down = [one.work.load_balancer_id for one in found if queries.operating_status(one) == "ERROR"]
+    stuck = [one for one in found if one.since is not None and now - one.since > max_seconds]
+    remedy = "Run: amphoractl loadbalancer show ID."
     checks = [
-        failure("Load balancers", f"{len(wrong)} in ERROR: {named(wrong)}. {looks}")
+        failure("Load balancers", f"{len(wrong)} in ERROR: {list_ids(wrong)}. {remedy}")
         if wrong
-        else warning("Load balancers", f"{len(down)} with operating status ERROR: {named(down)}. {looks}")
+        else warning("Load balancers", f"{len(down)} with operating status ERROR: {list_ids(down)}. {remedy}")
         if down
-        else well("Load balancers", f"none of {len(found)} is in ERROR")
+        else success("Load balancers", f"none of {len(found)} is in ERROR")
     ]
     if stuck:
         longest = max(now - (one.since or now) for one in stuck)
-        ids = named(one.work.load_balancer_id for one in stuck)
-        words = f"{len(stuck)} pending for up to {lasting(longest)}: {ids}. Look at: amphoractl work list."
+        ids = list_ids(one.work.load_balancer_id for one in stuck)
+        words = f"{len(stuck)} pending for up to {format_duration(longest)}: {ids}. Run: amphoractl work list."
         checks.append(failure("Pending work", words))
     else:
         busy = sum(one.since is not None for one in found)
-        checks.append(well("Pending work", f"{busy} load balancers are being changed, none for long"))
+        checks.append(success("Pending work", f"{busy} load balancers are being changed, none for too long"))
     return checks
 
 
-def of_failovers(rows: Sequence[Any], now: float, patience: float) -> Check:
-    """Fail-overs that go on.
+def check_failovers(rows: Sequence[Any], now: float, max_seconds: float) -> Check:
+    """Check for fail-overs in progress.
 
     Args:
-        rows: of the table `failover`, those without an end.
+        rows: rows of the table `failover` without an end.
         now: seconds since 1970.
-        patience: how long one may take, in seconds.
+        max_seconds: longest time until the load balancer is served again.
     """
     if not rows:
-        return well("Fail-overs", "none goes on")
-    late = [row for row in rows if row.served_at is None and now - row.begun_at > patience]
+        return success("Fail-overs", "none in progress")
+    late = [row for row in rows if row.served_at is None and now - row.begun_at > max_seconds]
     if late:
-        ids = named(row.load_balancer_id for row in late)
-        words = f"{len(late)} without an end for more than {lasting(patience)}: load balancers {ids}."
-        return failure("Fail-overs", f"{words} Look at: amphoractl failover list, failover show NUMBER.")
-    ids = named(row.load_balancer_id for row in rows)
-    return warning("Fail-overs", f"{len(rows)} go on: load balancers {ids}. Wait until they have ended.")
+        ids = list_ids(row.load_balancer_id for row in late)
+        words = f"{len(late)} in progress for more than {format_duration(max_seconds)}: load balancers {ids}."
+        return failure("Fail-overs", f"{words} Run: amphoractl failover list, failover show NUMBER.")
+    ids = list_ids(row.load_balancer_id for row in rows)
+    return warning("Fail-overs", f"{len(rows)} in progress: load balancers {ids}. Wait until they have ended.")
 
 
-def of_rotations(rows: Sequence[Any]) -> Check:
-    """Rotations (rows without an end)."""
+def check_rotations(rows: Sequence[Any]) -> Check:
+    """Check for rotations in progress; the rows have no end."""
     paused = [row for row in rows if row.state == "paused"]
     if paused:
         words = "; ".join(f"{row.id}: {row.reason or 'paused by an operator'}" for row in paused)
         return warning("Rotations", f"paused: {words}. Run: amphoractl rotation show, then resume or abort.")
     if rows:
         numbers = ", ".join(str(row.id) for row in rows)
-        return warning("Rotations", f"going on: {numbers}. Wait, or pause it: amphoractl rotation pause NUMBER.")
-    return well("Rotations", "none goes on")
+        return warning("Rotations", f"in progress: {numbers}. Wait, or pause it: amphoractl rotation pause NUMBER.")
+    return success("Rotations", "none in progress")
 
 
 # --- amphorae -------------------------------------------------------------------------------------------------------
 
 
-def of_breaker(rows: Mapping[str, circuit_breaker.BreakerRow]) -> Check:
-    """Whether amphorae are replaced unasked, and whether the detector sees."""
+def check_breaker(rows: Mapping[str, circuit_breaker.BreakerRow]) -> Check:
+    """Check that automatic fail-overs are possible and that the detector receives heartbeats."""
     held, automatic, sight = (
         rows.get(one) for one in (circuit_breaker.OPERATOR, circuit_breaker.AUTOMATIC, circuit_breaker.SIGHT)
     )
@@ -211,130 +210,128 @@ def of_breaker(rows: Mapping[str, circuit_breaker.BreakerRow]) -> Check:
         return warning("Breaker", f"held open by an operator: {held.reason}. Run: amphoractl breaker close.")
     if automatic is not None and automatic.state != circuit_breaker.CLOSED:
         words = f"{automatic.state}: {automatic.silent} of {automatic.watched} amphorae are silent"
-        return failure("Breaker", f"{words}. Nothing is replaced unasked. Look at: amphoractl failover status.")
+        return failure("Breaker", f"{words}. No automatic fail-over begins. Run: amphoractl failover status.")
     if sight is not None and sight.state == circuit_breaker.BLIND:
-        words = f"the detector is blind: {sight.reason}. Nothing is replaced unasked"
-        return warning("Breaker", f"{words}. Look at: amphoractl failover status.")
-    return well("Breaker", "closed")
+        words = f"the detector is blind: {sight.reason}. No automatic fail-over begins"
+        return warning("Breaker", f"{words}. Run: amphoractl failover status.")
+    return success("Breaker", "closed")
 
 
-def of_witnesses(witnesses: Sequence[str], machines: Sequence[Any]) -> Check:
-    """Whether somebody can say that the way to the amphorae is there, where nobody is heard.
+def check_witnesses(witnesses: Sequence[str], machines: Sequence[Any]) -> Check:
+    """Check that witnesses are configured, which tell a network fault from dead amphorae.
 
     Args:
         witnesses: option of [failover].
-        machines: rows of `recorded.amphorae`.
+        machines: rows of `queries.amphora_query`.
     """
     if witnesses:
-        return well("Witnesses", f"{len(witnesses)} are configured")
+        return success("Witnesses", f"{len(witnesses)} are configured")
     if not machines:
-        return well("Witnesses", "none is configured, and there are no amphorae")
-    words = (
-        "none is configured: where no amphora at all is heard, dead ones are replaced late, or taken for dead wrongly"
-    )
+        return success("Witnesses", "none is configured, and no amphora exists")
+    words = "none is configured: when no heartbeat at all arrives, dead amphorae are replaced late or live ones wrongly"
     return warning("Witnesses", f"{words}. Set [failover] witnesses (docs/explanation/failure-detection.md).")
 
 
-def of_silence(machines: Sequence[Any], now: float, patience: float) -> Check:
-    """Amphorae nobody hears.
+def check_silent_amphorae(machines: Sequence[Any], now: float, max_silence: float) -> Check:
+    """Check for silent amphorae.
 
     Args:
-        machines: rows of `recorded.amphorae`.
+        machines: rows of `queries.amphora_query`.
         now: seconds since 1970.
-        patience: for how long one may keep silent, in seconds.
+        max_silence: longest time without a heartbeat, in seconds.
     """
-    silent = [one for one in machines if one.silent or queries.is_stale(one, now - patience)]
+    silent = [one for one in machines if one.silent or queries.is_stale(one, now - max_silence)]
     if silent:
-        words = f"{len(silent)} of {len(machines)}: {named(one.id for one in silent)}"
-        return warning("Silent amphorae", f"{words}. Look at: amphoractl amphora list --stale, failover status.")
-    return well("Silent amphorae", f"none of {len(machines)}")
+        words = f"{len(silent)} of {len(machines)}: {list_ids(one.id for one in silent)}"
+        return warning("Silent amphorae", f"{words}. Run: amphoractl amphora list --stale, failover status.")
+    return success("Silent amphorae", f"none of {len(machines)}")
 
 
-def of_drift(machines: Sequence[Any]) -> Check:
-    """Amphorae that are not as wanted now."""
+def check_drift(machines: Sequence[Any]) -> Check:
+    """Check for amphorae with drift."""
     differing = [one for one in machines if one.drifts]
     if differing:
-        words = "; ".join(f"{one.id}: {one.drift or 'nobody has said in what'}" for one in differing[:_NAMED])
+        words = "; ".join(f"{one.id}: {one.drift or 'details not known'}" for one in differing[:_MAX_LISTED])
         return warning("Drift", f"{len(differing)}: {words}. Run: amphoractl loadbalancer diff ID, repair ID.")
-    return well("Drift", f"none of {len(machines)} amphorae differs")
+    return success("Drift", f"none of {len(machines)} amphorae differs")
 
 
-def of_zombies(rows: Sequence[Any]) -> Check:
-    """Machines that report and belong to nobody."""
+def check_unknown_amphorae(rows: Sequence[Any]) -> Check:
+    """Check for heartbeats under unknown amphora ids."""
     if rows:
-        return warning("Zombies", f"{named(row.amphora_id for row in rows)}. Look at: amphoractl zombie list.")
-    return well("Zombies", "none")
+        return warning("Zombies", f"{list_ids(row.amphora_id for row in rows)}. Run: amphoractl zombie list.")
+    return success("Zombies", "none")
 
 
-def of_certificates(machines: Sequence[Any], now: float) -> Check:
-    """The amphorae's own certificates."""
+def check_certificates(machines: Sequence[Any], now: float) -> Check:
+    """Check for certificates of amphorae that have expired or that are renewed late."""
     known = [one for one in machines if one.certificate_expires_at]
     over = [one.id for one in known if one.certificate_expires_at <= now]
-    late = [one.id for one in known if one.certificate_issued_at and _part(one, now) > _LATE]
+    late = [one.id for one in known if one.certificate_issued_at and _elapsed_fraction(one, now) > _LATE]
     if over:
-        words = f"{len(over)} have expired: {named(over)}"
-        return failure("Certificates", f"{words}. Run: amphoractl amphora failover ID; look whether controllers live.")
+        words = f"{len(over)} have expired: {list_ids(over)}"
+        return failure("Certificates", f"{words}. Run: amphoractl amphora failover ID; check that controllers run.")
     if late:
-        words = f"{len(late)} should have been renewed: {named(late)}"
-        return warning("Certificates", f"{words}. Look at: amphoractl certificate list, and the controllers' log.")
+        words = f"{len(late)} should have been renewed: {list_ids(late)}"
+        return warning("Certificates", f"{words}. Run: amphoractl certificate list, and the controllers' log.")
     first = min((one.certificate_expires_at for one in known), default=None)
-    return well("Certificates", "none" if first is None else f"the first expires in {lasting(first - now)}")
+    return success("Certificates", "none" if first is None else f"the first expires in {format_duration(first - now)}")
 
 
-def _part(one: Any, now: float) -> float:
-    """How much of its life a certificate has behind it."""
+def _elapsed_fraction(one: Any, now: float) -> float:
+    """Return the fraction of its validity that has passed."""
     life = float(one.certificate_expires_at - one.certificate_issued_at)
     return (now - float(one.certificate_issued_at)) / life if life > 0 else 1.0
 
 
-def of_agents(machines: Sequence[Any], installed: str) -> Check:
-    """Agents of another version than this one."""
+def check_agents(machines: Sequence[Any], installed: str) -> Check:
+    """Check for agents of another version."""
     ready = [one for one in machines if one.state != AmphoraState.BOOTING.value and one.seen_at]
     other = [one for one in ready if one.agent_version != installed]
     if other:
-        versions = ", ".join(sorted({one.agent_version or "one that does not say" for one in other}))
+        versions = ", ".join(sorted({one.agent_version or "unknown" for one in other}))
         words = f"{len(other)} of {len(ready)} amphorae have another version than {installed}: {versions}"
         return warning("Agents", f"{words}. Run: amphoractl rotate, after the controllers are upgraded.")
-    return well("Agents", f"{installed} in all {len(ready)} amphorae that were heard")
+    return success("Agents", f"{installed} in all {len(ready)} amphorae with a heartbeat")
 
 
-def of_images(machines: Sequence[Any], now: float, days: int) -> Check:
-    """The age of the images that amphorae were booted from, by the date that the name of an image has in it.
+def check_images(machines: Sequence[Any], now: float, days: int) -> Check:
+    """Check the age of the amphorae's images by the date in the name of each image.
 
     Args:
-        machines: rows of `recorded.amphorae`.
+        machines: rows of `queries.amphora_query`.
         now: seconds since 1970.
-        days: the age that is too old; 0 for none.
+        days: largest age without a warning; 0 for no limit.
     """
     today = dt.datetime.fromtimestamp(now, dt.timezone.utc).date()
-    ages = {one.image: (today - day).days for one in machines if (day := _day(one.image)) is not None}
+    ages = {one.image: (today - day).days for one in machines if (day := _date_of_image(one.image)) is not None}
     old = Counter(one.image for one in machines if days and ages.get(one.image, 0) > days)
     undated = sum(one.image not in ages for one in machines)
     rest = f"; the age of {undated} amphorae's images is not known" if undated else ""
     if old:
-        names = named(f"{image} ({number})" for image, number in sorted(old.items()))
+        names = list_ids(f"{image} ({number})" for image, number in sorted(old.items()))
         words = f"{sum(old.values())} of {len(machines)} amphorae run an image older than {days} days: {names}{rest}"
         return warning("Images", f"{words}. Build and test a new image, run: amphoractl rotate --image NAME.")
-    return well("Images", f"the oldest is {max(ages.values())} days old{rest}" if ages else f"none has a date{rest}")
+    return success("Images", f"the oldest is {max(ages.values())} days old{rest}" if ages else f"none has a date{rest}")
 
 
-def _day(image: str | None) -> dt.date | None:
-    """The first date in the name of an image."""
+def _date_of_image(image: str | None) -> dt.date | None:
+    """Return the first date in the name of an image."""
     for year, month, day in _DATE.findall(image or ""):
-        with contextlib.suppress(ValueError):  # 2026-13-01 is no date
+        with contextlib.suppress(ValueError):  # 2026-13-01 is not a date
             return dt.date(int(year), int(month), int(day))
     return None
 
 
-def of_authorities(ends: Mapping[str, float], now: float) -> Check:
-    """When authorities and the controllers' certificates end.
+def check_authorities(ends: Mapping[str, float], now: float) -> Check:
+    """Check the expiry of CAs and of the controllers' certificate.
 
     Args:
-        ends: by what each is called (seconds since 1970).
+        ends: expiry by name, in seconds since 1970.
         now: seconds since 1970.
     """
     over = [name for name, end in ends.items() if end <= now]
-    soon = [f"{name} in {lasting(end - now)}" for name, end in ends.items() if now < end <= now + _MONTH]
+    soon = [f"{name} in {format_duration(end - now)}" for name, end in ends.items() if now < end <= now + _MONTH]
     if over:
         words = f"expired: {', '.join(over)}"
         return failure(
@@ -343,21 +340,19 @@ def of_authorities(ends: Mapping[str, float], now: float) -> Check:
     if soon:
         return warning("Authorities", f"expires soon: {', '.join(soon)}. Run: amphoractl authority rotate.")
     first = min(ends, key=lambda name: ends[name], default=None)
-    left = "" if first is None else f"; the first to expire is {first}, in {lasting(ends[first] - now)}"
-    return well("Authorities", f"{len(ends)} certificates{left}")
+    left = "" if first is None else f"; the first to expire is {first}, in {format_duration(ends[first] - now)}"
+    return success("Authorities", f"{len(ends)} certificates{left}")
 
 
-def of_resyncs(rows: Sequence[Any], now: float, patience: float) -> Check:
-    """Where Octavia and these rows do not agree on what there is."""
+def check_resyncs(rows: Sequence[Any], now: float, max_seconds: float) -> Check:
+    """Check for load balancers that exist in Octavia only or in the driver's database only."""
     apart = [row for row in rows if row.outcome in ("unknown", "unrecorded")]
-    late = [row for row in rows if row.ended_at is None and now - row.asked_at > patience]
+    late = [row for row in rows if row.ended_at is None and now - row.asked_at > max_seconds]
     if apart:
-        words = ", ".join(f"{row.load_balancer_id} ({row.outcome})" for row in apart[:_NAMED])
-        remedy = "docs/how-to/operate.md, database restored from a backup, says what to do."
-        return warning(
-            "Octavia's records", f"{len(apart)} load balancers are known to one side only: {words}. {remedy}"
-        )
+        words = ", ".join(f"{row.load_balancer_id} ({row.outcome})" for row in apart[:_MAX_LISTED])
+        remedy = "See docs/how-to/operate.md, on a database that was restored from a backup."
+        return warning("Octavia's records", f"{len(apart)} load balancers exist on one side only: {words}. {remedy}")
     if late:
-        words = f"{len(late)} load balancers wait for a resync: {named(row.load_balancer_id for row in late)}"
-        return warning("Octavia's records", f"{words}. Look at: amphoractl loadbalancer resync.")
-    return well("Octavia's records", "no difference is known")
+        words = f"{len(late)} load balancers wait for a resync: {list_ids(row.load_balancer_id for row in late)}"
+        return warning("Octavia's records", f"{words}. Run: amphoractl loadbalancer resync.")
+    return success("Octavia's records", "no difference is known")

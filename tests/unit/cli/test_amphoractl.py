@@ -243,7 +243,7 @@ def test_loadbalancer_show_for_a_person(run):
         "timeout_tunnel: 60000",
         "applied after 0.25 s (runtime)",
         "1 listeners, 1 loadbalancers",
-        f"{AMPHORA} single ready, had the VIPs, confirmed 7, heard ",
+        f"{AMPHORA} single ready, had the VIPs, confirmed 7, last heartbeat ",
         "silent: mute, verdict: its agent answers, last drift: routes",
         "1: silent, begun",
     ):

@@ -52,7 +52,7 @@ def run(tmp_path, database, amphoractl):
 def test_a_rotation_from_the_beginning_to_its_end(run, database):
     assert run("rotate", "--image", "new", "--dry-run", "-f", "json") == {"Load balancers": 2, "Amphorae": 2}
     assert run("rotation", "list", "-f", "json") == []
-    assert "there has been none" in run("rotation", "show", fails=True)
+    assert "no rotation is recorded" in run("rotation", "show", fails=True)
     made = run("rotate", "--image", "new", "--max-unavailable", "2", "-f", "json")
     assert (made["State"], made["Wanted"], made["Load balancers"]) == ("running", "--image new", {"waiting": 2})
     assert made["Asked by"].endswith(f"@{HOST}")
@@ -69,7 +69,7 @@ def test_a_rotation_from_the_beginning_to_its_end(run, database):
     assert len(run("rotation", "item", "list", "--state", "done", "-f", "json")) == 1
 
     run("rotation", "pause", number)
-    assert "paused it" in run("rotation", "show", number, "-f", "json")["Reason"]
+    assert "paused by" in run("rotation", "show", number, "-f", "json")["Reason"]
     assert run("rotation", "show", number, "-f", "json")["Expected to end in"] is None
     run("rotation", "resume", number)
     assert "it is running" in run("rotation", "resume", number, fails=True)
@@ -138,7 +138,7 @@ def test_controllers(run, database):
     assert run("controller", "list", "-f", "json")[0]["Draining"] is True
     run("controller", "resume", "here:1:aa")
     assert one.heartbeat() is False
-    assert "none of this name is known" in run("controller", "drain", "here:2:bb", fails=True)
+    assert "no controller has this name" in run("controller", "drain", "here:2:bb", fails=True)
 
     run("controller", "drain", "--host", HOST)
     assert one.heartbeat() is True

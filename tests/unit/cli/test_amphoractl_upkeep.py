@@ -195,7 +195,7 @@ def test_the_history_joins_calls_fail_overs_and_resyncs(amphoractl, place, datab
         "Seconds": 1.5,
         "Detail": None,
     }
-    assert found[6]["Detail"] == "silent, 10.0 s after it was heard last: not heard for 10 s"
+    assert found[6]["Detail"] == "silent, 10.0 s after its last heartbeat: not heard for 10 s"
     assert (found[7]["Seconds"], found[3]["Detail"]) == (2.5, "no such interface")
     limited = answer(amphoractl, place, "loadbalancer", "history", LB, "--limit", "3")
     assert limited == found[:3]

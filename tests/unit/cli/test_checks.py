@@ -6,7 +6,7 @@ from types import SimpleNamespace as Row
 import pytest
 
 from amphora_driver.cli import status_checks
-from amphora_driver.cli.queries import Balancer
+from amphora_driver.cli.queries import LoadBalancerSummary
 from amphora_driver.cli.status_checks import Result
 from amphora_driver.store import circuit_breaker
 
@@ -28,18 +28,22 @@ ALIVE = [process(kind) for kind in ("controller", "health-manager", "provider-ag
         (
             [],
             [FAILURE, FAILURE, FAILURE, OK],
-            "none is recorded, since one that is stopped leaves. Start amphora-controller",
+            "none is recorded; a process removes its record when it stops. Start amphora-controller",
         ),
         (ALIVE[1:], [FAILURE, OK, OK, OK], "Start amphora-controller"),
-        ([*ALIVE, process("controller", seen=60, host="two")], [WARNING, OK, OK, OK], "two (seen 1 min 0 s ago)"),
-        ([*ALIVE[1:], process("controller", seen=60)], [FAILURE, OK, OK, OK], "the last one was seen 1 min 0 s ago"),
+        ([*ALIVE, process("controller", seen=60, host="two")], [WARNING, OK, OK, OK], "two (last sign 1 min 0 s ago)"),
+        (
+            [*ALIVE[1:], process("controller", seen=60)],
+            [FAILURE, OK, OK, OK],
+            "the last sign of life was 1 min 0 s ago",
+        ),
         ([*ALIVE[1:], process("controller", draining=True)], [FAILURE, OK, OK, OK], "controller resume"),
         ([*ALIVE, process("controller", host="two", draining=True)], [OK, OK, OK, OK], "two (1)"),
         ([*ALIVE, process("controller", version="2")], [OK, OK, OK, WARNING], "several are in use: 1, 2"),
     ],
 )
 def test_processes(rows, results, words):
-    found = status_checks.of_processes(rows, NOW, "1")
+    found = status_checks.check_processes(rows, NOW, "1")
     assert [one.name for one in found] == ["Controllers", "Health managers", "Provider agents", "Versions"]
     assert [one.result for one in found] == results
     assert words in " ".join(one.details for one in found)
@@ -47,7 +51,7 @@ def test_processes(rows, results, words):
 
 def balancer(name, provisioning="ACTIVE", operating="ONLINE", since=None, pending=None):
     said = Row(provisioning=provisioning, operating=operating, pending=pending)
-    return Balancer(work=Row(load_balancer_id=name, op="apply"), status=said, named=None, since=since)
+    return LoadBalancerSummary(work=Row(load_balancer_id=name, op="apply"), status=said, named=None, since=since)
 
 
 @pytest.mark.parametrize(
@@ -55,14 +59,14 @@ def balancer(name, provisioning="ACTIVE", operating="ONLINE", since=None, pendin
     [
         ([], [OK, OK], "none of 0"),
         ([balancer("a"), balancer("b", since=NOW - 5)], [OK, OK], "1 load balancers are being changed"),
-        ([balancer("a", "ERROR")], [FAILURE, OK], "1 in ERROR: a. Look at: amphoractl loadbalancer show"),
+        ([balancer("a", "ERROR")], [FAILURE, OK], "1 in ERROR: a. Run: amphoractl loadbalancer show"),
         ([balancer("a", operating="ERROR")], [WARNING, OK], "operating status ERROR: a"),
-        ([balancer("a", since=NOW - 700, pending=1)], [OK, FAILURE], "for up to 11 min 40 s: a. Look at"),
+        ([balancer("a", since=NOW - 700, pending=1)], [OK, FAILURE], "for up to 11 min 40 s: a. Run"),
         ([balancer(str(one), "ERROR") for one in range(7)], [FAILURE, OK], "0, 1, 2, 3, 4 and 2 more"),
     ],
 )
 def test_load_balancers(found, results, words):
-    lines = status_checks.of_work(found, NOW, 600.0)
+    lines = status_checks.check_load_balancers(found, NOW, 600.0)
     assert [one.result for one in lines] == results
     assert words in " ".join(one.details for one in lines)
 
@@ -71,13 +75,13 @@ def test_load_balancers(found, results, words):
     ("rows", "result", "words"),
     [
         ([], OK, "none"),
-        ([Row(load_balancer_id="a", begun_at=NOW - 9, served_at=None)], WARNING, "1 go on: load balancers a"),
-        ([Row(load_balancer_id="a", begun_at=NOW - 999, served_at=NOW)], WARNING, "1 go on"),
+        ([Row(load_balancer_id="a", begun_at=NOW - 9, served_at=None)], WARNING, "1 in progress: load balancers a"),
+        ([Row(load_balancer_id="a", begun_at=NOW - 999, served_at=NOW)], WARNING, "1 in progress"),
         ([Row(load_balancer_id="a", begun_at=NOW - 999, served_at=None)], FAILURE, "more than 15 min"),
     ],
 )
 def test_failovers(rows, result, words):
-    found = status_checks.of_failovers(rows, NOW, 900.0)
+    found = status_checks.check_failovers(rows, NOW, 900.0)
     assert (found.result, words in found.details) == (result, True)
 
 
@@ -85,12 +89,12 @@ def test_failovers(rows, result, words):
     ("rows", "result", "words"),
     [
         ([], OK, "none"),
-        ([Row(id=3, state="running", reason=None)], WARNING, "going on: 3"),
+        ([Row(id=3, state="running", reason=None)], WARNING, "in progress: 3"),
         ([Row(id=3, state="paused", reason="lb-1 failed")], WARNING, "3: lb-1 failed"),
     ],
 )
 def test_rotations(rows, result, words):
-    found = status_checks.of_rotations(rows)
+    found = status_checks.check_rotations(rows)
     assert (found.result, words in found.details) == (result, True)
 
 
@@ -114,7 +118,7 @@ def breaker(name, state, **more):
     ],
 )
 def test_the_breaker(rows, result, words):
-    found = status_checks.of_breaker({row.name: row for row in rows})
+    found = status_checks.check_breaker({row.name: row for row in rows})
     assert (found.result, words in found.details) == (result, True)
 
 
@@ -122,12 +126,12 @@ def test_the_breaker(rows, result, words):
     ("witnesses", "machines", "result", "words"),
     [
         (["203.0.113.1:22"], 2, OK, "1 are configured"),
-        ([], 0, OK, "no amphorae"),
+        ([], 0, OK, "no amphora exists"),
         ([], 1, WARNING, "Set [failover] witnesses"),
     ],
 )
 def test_witnesses(witnesses, machines, result, words):
-    found = status_checks.of_witnesses(witnesses, [machine()] * machines)
+    found = status_checks.check_witnesses(witnesses, [machine()] * machines)
     assert (found.result, words in found.details) == (result, True)
 
 
@@ -150,7 +154,7 @@ def machine(**more):
     ("check", "more", "result", "words"),
     [
         ("silence", {}, OK, "none of 1"),
-        ("silence", {"silent": "mute"}, WARNING, "1 of 1: a. Look at"),
+        ("silence", {"silent": "mute"}, WARNING, "1 of 1: a. Run"),
         ("silence", {"seen_at": NOW - 60}, WARNING, "1 of 1: a"),
         ("silence", {"seen_at": None}, WARNING, "1 of 1: a"),
         ("silence", {"seen_at": None, "state": "booting"}, OK, "none"),
@@ -159,7 +163,7 @@ def machine(**more):
         ("drift", {"drift": "routes", "drifts": True}, WARNING, "1: a: routes. Run: amphoractl loadbalancer diff"),
         ("agents", {}, OK, "1 in all 1"),
         ("agents", {"agent_version": "0"}, WARNING, "1 of 1 amphorae have another version than 1: 0. Run"),
-        ("agents", {"agent_version": None}, WARNING, "one that does not say"),
+        ("agents", {"agent_version": None}, WARNING, "unknown"),
         ("agents", {"agent_version": None, "seen_at": None}, OK, "0 amphorae"),
         ("certificates", {}, OK, "the first expires in 8 min 20 s"),
         ("certificates", {"certificate_expires_at": None}, OK, "none"),
@@ -170,10 +174,10 @@ def machine(**more):
 )
 def test_amphorae(check, more, result, words):
     asked = {
-        "silence": lambda rows: status_checks.of_silence(rows, NOW, 7.0),
-        "drift": status_checks.of_drift,
-        "agents": lambda rows: status_checks.of_agents(rows, "1"),
-        "certificates": lambda rows: status_checks.of_certificates(rows, NOW),
+        "silence": lambda rows: status_checks.check_silent_amphorae(rows, NOW, 7.0),
+        "drift": status_checks.check_drift,
+        "agents": lambda rows: status_checks.check_agents(rows, "1"),
+        "certificates": lambda rows: status_checks.check_certificates(rows, NOW),
     }
     found = asked[check]([machine(**more)])
     assert (found.result, words in found.details) == (result, True), found.details
@@ -199,15 +203,15 @@ def test_amphorae(check, more, result, words):
     ],
 )
 def test_images(images, days, result, words):
-    found = status_checks.of_images([machine(image=image) for image in images], NOW, days)
+    found = status_checks.check_images([machine(image=image) for image in images], NOW, days)
     assert (found.result, words in found.details) == (result, True), found.details
     assert ("amphoractl rotate --image" in found.details) is (result is WARNING)
 
 
 def test_zombies():
-    assert status_checks.of_zombies([]).result is OK
-    found = status_checks.of_zombies([Row(amphora_id="z")])
-    assert (found.result, "z. Look at: amphoractl zombie list" in found.details) == (WARNING, True)
+    assert status_checks.check_unknown_amphorae([]).result is OK
+    found = status_checks.check_unknown_amphorae([Row(amphora_id="z")])
+    assert (found.result, "z. Run: amphoractl zombie list" in found.details) == (WARNING, True)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +224,7 @@ def test_zombies():
     ],
 )
 def test_authorities(ends, result, words):
-    found = status_checks.of_authorities(ends, NOW)
+    found = status_checks.check_authorities(ends, NOW)
     assert (found.result, words in found.details) == (result, True), found.details
 
 
@@ -239,7 +243,7 @@ def resync(outcome=None, asked=1.0):
     ],
 )
 def test_octavias_records(rows, result, words):
-    found = status_checks.of_resyncs(rows, NOW, 600.0)
+    found = status_checks.check_resyncs(rows, NOW, 600.0)
     assert (found.result, words in found.details) == (result, True)
 
 

@@ -105,13 +105,13 @@ def test_one_has_its_time_line_in_order(shown):
 def test_one_that_is_not_there(amphoractl, shown):
     status, _, err = amphoractl(shown.path, "failover", "show", "99")
     assert status == 1
-    assert "there is none with this number" in err
+    assert "no fail-over has this number" in err
 
 
 @pytest.mark.parametrize(
     ("rows", "options", "words"),
     [
-        ({}, "", "nothing: the control plane is blind (it has not looked yet)"),
+        ({}, "", "nothing: the control plane is blind (it has not read any heartbeat yet)"),
         ({"state": "closed"}, "", "fail-over of silent amphorae"),
         ({"state": "closed"}, "[failover]\nautomatic = false\n", "nothing: [failover] automatic is off"),
         ({"state": "open", "reason": "9 of 20"}, "", "nothing: the breaker is open (9 of 20)"),
@@ -130,7 +130,7 @@ def test_what_is_allowed_now(shown, database, rows, options, words):
 def test_without_a_detector_nothing_is(shown, database):
     sees(database, state="closed")
     found = shown("failover", "status")
-    assert found["Allowed now"].startswith("nothing: no controller looks for silent amphorae")
+    assert found["Allowed now"].startswith("nothing: no controller detects silent amphorae")
     assert found["Detector"] is None
 
 

@@ -4,7 +4,7 @@
 import migrated
 import pytest
 
-from amphora_driver.cli import id_prefix
+from amphora_driver.cli import queries
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora, request, work
 from amphora_driver.errors import UnknownObject
@@ -35,13 +35,13 @@ def database(tmp_path):
 
 @pytest.mark.parametrize(("text", "found"), [("52cf0", ONE), (ONE, ONE), ("52cf1", TWO)])
 def test_one_is_meant(database, text, found):
-    assert database.read(lambda c: id_prefix.load_balancer(c, text)) == found
+    assert database.read(lambda c: queries.find_load_balancer_id(c, text)) == found
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("52cf", f"{ONE}, {TWO} begin so.*Give more"),
+        ("52cf", f"{ONE}, {TWO} have this prefix.*Give more"),
         ("7", "nothing is recorded"),
         ("", "nothing is recorded"),
         ("5%", "nothing is recorded"),
@@ -52,16 +52,16 @@ def test_one_is_meant(database, text, found):
 )
 def test_none_or_several_are_refused(database, text, words):
     with pytest.raises(UnknownObject, match=words):
-        database.read(lambda c: id_prefix.load_balancer(c, text))
+        database.read(lambda c: queries.find_load_balancer_id(c, text))
 
 
 def test_one_that_is_gone_is_found_where_its_history_is_asked_for(database):
-    assert database.read(lambda c: id_prefix.load_balancer(c, "9999", gone=True)) == GONE
+    assert database.read(lambda c: queries.find_load_balancer_id(c, "9999", deleted=True)) == GONE
     with pytest.raises(UnknownObject, match=r"52cf0.*52cf1"):
-        database.read(lambda c: id_prefix.load_balancer(c, "5", gone=True))
+        database.read(lambda c: queries.find_load_balancer_id(c, "5", deleted=True))
 
 
 def test_a_long_list_is_cut(database):
-    assert database.read(lambda c: id_prefix.amphora_id(c, "ab07")) == "ab07"
-    with pytest.raises(UnknownObject, match=r"ab00, .*ab09 and others begin so"):
-        database.read(lambda c: id_prefix.amphora_id(c, "ab"))
+    assert database.read(lambda c: queries.find_amphora_id(c, "ab07")) == "ab07"
+    with pytest.raises(UnknownObject, match=r"ab00, .*ab09 and others have this prefix"):
+        database.read(lambda c: queries.find_amphora_id(c, "ab"))

@@ -8,9 +8,9 @@ import json
 import pytest
 import sqlalchemy as sa
 
-from amphora_driver.cli import config_diff, drift, failover_request, formatting
-from amphora_driver.cli.failover import Silent, TimeLine
-from amphora_driver.cli.terminal_escape import plain, screened
+from amphora_driver.cli import config_diff, drift, formatting, operator_name
+from amphora_driver.cli.failover import SilentAmphorae, Timeline
+from amphora_driver.cli.formatting import escape_unprintable, escaping_stream
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora, work
 from amphora_driver.database.tables_fleet import failover
@@ -34,12 +34,12 @@ LB, AMPHORA = "52cf0000-0000-4000-8000-000000000001", "0b9d1c52-7f0e-4a55-9f0c-2
     ],
 )
 def test_what_cannot_be_printed_is_escaped(text, keep, expected):
-    assert plain(text, keep) == expected
+    assert escape_unprintable(text, keep) == expected
 
 
 def test_a_stream_takes_lines_and_columns_and_leaves_documents_as_they_are():
     under = io.StringIO()
-    stream = screened(under)
+    stream = escaping_stream(under)
     stream.writelines([f"one\t{HOSTILE}\n", "two\n"])
     assert under.getvalue() == f"one\t{SHOWN}\ntwo\n"
     assert not stream.isatty()
@@ -72,16 +72,16 @@ class Row:
 @pytest.mark.parametrize(
     "column",
     [
-        formatting.Plain(HOSTILE),
-        formatting.Listed([HOSTILE]),
+        formatting.Value(HOSTILE),
+        formatting.ValueList([HOSTILE]),
         formatting.Partners([{"id": HOSTILE, "address": "x"}]),
         formatting.Ports([{"port": {"mac": HOSTILE}}]),
-        formatting.Chosen({"a": HOSTILE}),
-        formatting.Machines([MACHINE]),
+        formatting.Profile({"a": HOSTILE}),
+        formatting.Amphorae([MACHINE]),
         formatting.Requests([REQUEST]),
         formatting.Failovers([FAILOVER]),
-        TimeLine([Row(at=1.0, word="begun", amphora_id=None, detail=HOSTILE)]),
-        Silent([Row(amphora_id="a", load_balancer_id="b", kind="mute", since=1.0, verdict=HOSTILE)]),
+        Timeline([Row(at=1.0, word="begun", amphora_id=None, detail=HOSTILE)]),
+        SilentAmphorae([Row(amphora_id="a", load_balancer_id="b", kind="mute", since=1.0, verdict=HOSTILE)]),
     ],
 )
 def test_columns_for_people(column):
@@ -95,9 +95,9 @@ def test_a_diff_is_lines_that_can_be_printed():
     wanted = {"generation": 1, "haproxy": "frontend a\n", "interfaces": [], "vrrp": None}
     said = {"generation": HOSTILE, "haproxy": f"\tfrontend {HOSTILE}b\n", "interfaces": []}
     said["drift"] = {"left": ["files"], "last": {"what": [f"{HOSTILE}\n+ all is well"]}}
-    lines = config_diff.differences("a", wanted, said)
+    lines = config_diff.list_differences("a", wanted, said)
     assert [line for line in lines if not line.replace("\t", "").isprintable()] == []
-    assert f"its agent cannot mend: {SHOWN}\\u000a+ all is well" in lines
+    assert f"the agent cannot repair: {SHOWN}\\u000a+ all is well" in lines
 
 
 def test_every_form_of_what_is_recorded(filled, amphoractl):
@@ -187,4 +187,4 @@ def test_a_user_without_a_name(filled, amphoractl, monkeypatch):
 
 def test_a_long_name_fits(monkeypatch):
     monkeypatch.setattr(getpass, "getuser", lambda: "x" * 500)
-    assert (len(failover_request.who()), len(failover_request.who_where())) == (128, 128)
+    assert (len(operator_name.operator_name()), len(operator_name.operator_at_host())) == (128, 128)

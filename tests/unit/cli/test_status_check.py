@@ -180,7 +180,7 @@ def test_octavias_sockets_are_on_another_host(check, well, sockets):
     status, found = check()
     assert (status, found["Octavia's sockets"]) == (
         0,
-        ("Success", "not on this host; a provider agent on another one has them"),
+        ("Success", "not on this host; a provider agent runs on another host"),
     )
 
 
@@ -194,7 +194,7 @@ def test_keys(check, well, folder):
             Fernet(old).encrypt(b"canary"),
             "1 of 1 secrets are not bound to their rows.*amphoractl secrets reseal --bind",
         ),
-        (Vault([old]).seal(Secret(b"canary"), key_location("b")), "1 of 1 secrets were sealed for other rows"),
+        (Vault([old]).seal(Secret(b"canary"), key_location("b")), "1 of 1 secrets were encrypted for other rows"),
     ):
         well.write(lambda c, other=other: c.execute(amphora.update().values(heartbeat_key=other)))
         status, found = check()
@@ -208,7 +208,7 @@ def test_keys(check, well, folder):
     (folder / "keys").write_bytes(new)
     status, found = check()
     assert (status, found["Keys"][0]) == (2, "Failure")
-    assert "1 of 1 secrets fit no key" in found["Keys"][1]
+    assert "decrypts 1 of 1 secrets" in found["Keys"][1]
     (folder / "keys").unlink()
     assert check()[1]["Keys"][0] == "Failure"
 
@@ -228,7 +228,7 @@ def test_certificates_of_files(check, well, folder):
     assert check()[1]["Authorities"][0] == "Failure"
     (folder / "client.pem").unlink()
     found = check()[1]["Authorities"]
-    assert (found[0], "not on this host" in found[1]) == ("Warning", True)
+    assert (found[0], "not readable on this host" in found[1]) == ("Warning", True)
 
 
 def test_a_broker_that_does_not_answer(check, well, place):
@@ -249,7 +249,7 @@ def test_a_doorbell_directory_that_is_missing(check, well, folder):
 
 
 def test_what_nobody_has_thought_of_is_a_finding():
-    found = host_checks.bounded("Something", lambda: 1 / 0)
+    found = host_checks.run_check("Something", lambda: 1 / 0)
     assert (found.result.word, "ZeroDivisionError" in found.details) == ("Failure", True)
 
 

@@ -48,7 +48,7 @@ def test_the_verdict(said, verdict):
 def said(**changes):
     digest = "6c2f9c5d"
     bundle = {name: WANTED[name] for name in ("limits", "allowed", "pings", "vrrp", "interfaces")}
-    files = config_diff._stored(WANTED)["files"]
+    files = config_diff._as_stored(WANTED)["files"]
     assert digest not in str(files)
     text = WANTED["haproxy"].replace("hush", "***")
     link = {"mac": "fa:16:3e:00:00:01", "name": "eth1", "mtu": 1500, "up": True}
@@ -57,7 +57,7 @@ def said(**changes):
 
 
 def test_nothing_differs():
-    assert config_diff.differences("am", WANTED, said()) == []
+    assert config_diff.list_differences("am", WANTED, said()) == []
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_nothing_differs():
         ({"interfaces": []}, "interface eth1 (FA:16:3e:00:00:01) is gone"),
         (
             {"drift": {"left": ["files"], "last": {"what": ["a.pem is damaged"]}}},
-            "its agent cannot mend: a.pem is damaged",
+            "the agent cannot repair: a.pem is damaged",
         ),
         ({"bundle": {**said()["bundle"], "allowed": [{"port": 80, "networks": []}]}}, '+   "port": 80.0'),
         ({"bundle": {**said()["bundle"], "files": []}}, '-   "name": "tls/a.pem",'),
@@ -76,7 +76,7 @@ def test_nothing_differs():
     ],
 )
 def test_what_differs(changes, line):
-    lines = config_diff.differences("am", WANTED, said(**changes))
+    lines = config_diff.list_differences("am", WANTED, said(**changes))
     assert line in lines
     assert "hush" not in str(lines)
     assert "PRIVATE" not in str(lines)
@@ -84,12 +84,12 @@ def test_what_differs(changes, line):
 
 def test_an_interface_that_is_not_as_wanted():
     (there,) = said()["interfaces"]
-    lines = config_diff.differences(
+    lines = config_diff.list_differences(
         "am", WANTED, said(interfaces=[{**there, "up": False, "mtu": 1400, "name": "x", "addresses": []}])
     )
     assert lines == [
         "interface eth1 is down",
-        "interface eth1 is called x",
+        "interface eth1 has the name x",
         "interface eth1 has an MTU of 1400, not 1500",
         "interface eth1 lacks 2001:DB8::1/64",
         "interface eth1 lacks 192.0.2.9/32",
@@ -98,5 +98,5 @@ def test_an_interface_that_is_not_as_wanted():
 
 def test_an_agent_that_is_too_old_to_tell():
     file = "global\n# From here on: the load balancer's part.\n" + said()["haproxy"]
-    found = config_diff.of_diagnostics({"generation": 4, "haproxy.cfg": file, "interfaces": said()["interfaces"]})
-    assert config_diff.differences("am", WANTED, found) == []
+    found = config_diff.from_diagnostics({"generation": 4, "haproxy.cfg": file, "interfaces": said()["interfaces"]})
+    assert config_diff.list_differences("am", WANTED, found) == []
