@@ -8,7 +8,6 @@ again" from "something else" by looking.
 from __future__ import annotations
 
 import ipaddress
-import re
 from collections.abc import Sequence
 
 import msgspec
@@ -20,7 +19,7 @@ from amphora_driver.secret import Secret
 from amphora_driver.validation import addresses
 
 _TCP = "tcp"
-_SERVED = re.compile(r"^frontend (\S+)$", re.MULTILINE)
+_FRONTEND = "frontend "
 
 
 class BundleRoute(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,7 +168,7 @@ def allowed(tree: LoadBalancer, served: Served) -> tuple[BundleAllowed, ...]:
     Only of listeners that are served: of two with one port it is one of them, and networks that cannot be read are
     those of a listener that is left out.
     """
-    there = {*_SERVED.findall(served.text or ""), *(one.id for one in served.virtual)}
+    there = {*_frontends(served.text or ""), *(one.id for one in served.virtual)}
     return tuple(
         BundleAllowed(
             port=listener.protocol_port,
@@ -245,3 +244,8 @@ def _once(routes: Sequence[BundleRoute]) -> list[BundleRoute]:
     for route in routes:
         found.setdefault(route.destination, route)
     return list(found.values())
+
+
+def _frontends(text: str) -> set[str]:
+    """Return the names of the frontend sections in a rendered text."""
+    return {line.removeprefix(_FRONTEND) for line in text.splitlines() if line.startswith(_FRONTEND)}

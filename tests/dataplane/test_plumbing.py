@@ -121,7 +121,12 @@ def test_a_push_that_leaves_the_network_alone_asks_the_kernel_nothing(wire, monk
     wanted = bundle(eth1(), allowed=((80, ["192.0.2.0/24"]),))
     wire.change(wanted)
     eventually(lambda: settled(wire, wanted), "it is as wanted")
-    for module, name in ((interfaces, "add"), (interfaces, "settle"), (nft_apply, "replace"), (nft_apply, "same")):
+    for module, name in (
+        (interfaces, "add_missing"),
+        (interfaces, "converge"),
+        (nft_apply, "replace_table"),
+        (nft_apply, "holds"),
+    ):
         monkeypatch.setattr(module, name, None)
     for _ in range(3):
         wire.change(wanted, wanted)

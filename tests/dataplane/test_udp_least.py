@@ -46,7 +46,7 @@ def given(lab):
     """By member, what it was given."""
     status, answer = lab.amphora.call("GET", "/v2/diagnostics")
     assert status == 200, answer
-    found = answer["virtual servers"]["listeners"][LISTENER]["pool"]["given"]
+    found = answer["virtual servers"]["listeners"][LISTENER]["pool"]["counters"]
     return {name: found[name_of("member", name)] for name in EVERYBODY if name_of("member", name) in found}
 
 

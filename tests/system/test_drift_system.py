@@ -68,7 +68,7 @@ def test_an_amphora_that_somebody_else_pushed_is_pushed_again(lab, balancer):
     document["haproxy"] = document["haproxy"].replace("weight 1", "weight 9")
     said = lab.agents(lambda c: c.put_bundle(one.id, one.management_address, json.dumps(document).encode()))
     assert said.generation == one.confirmed + 5
-    lab.drifted(one.id, f"says that it has {said.generation}")
+    lab.drifted(one.id, f"and reports {said.generation}")
     lab.until(lambda: lab.settled(balancer) == said.generation + 1, "a newer generation is served")
     assert "weight 9" not in lab.configuration(one)["haproxy"]
     assert lab.balancers.get_load_balancer(balancer.id).provisioning_status == "ACTIVE"

@@ -241,9 +241,9 @@ def test_attached_again_after_whoever_did_died_before_it_led_anywhere(lab):
         "import os, signal, sys; from amphora_driver import config; from amphora_driver.network import bridges\n"
         "from amphora_driver.compute.netns import NetnsCompute; from amphora_driver.network.local import LocalNetwork\n"
         "from amphora_driver.database.engine import Database; conf = config.load([sys.argv[1]])\n"
-        "network = LocalNetwork(conf, Database(conf.store.connection)); lay = bridges.Switch._lay\n"
+        "network = LocalNetwork(conf, Database(conf.store.connection)); lay = bridges.Switch._create_veth\n"
         "def die(*args): lay(*args); os.kill(os.getpid(), signal.SIGKILL)\n"
-        "bridges.Switch._lay = die\n"
+        "bridges.Switch._create_veth = die\n"
         "port = next(one for one in network.ports(sys.argv[2]) if one.network_id == 'net')\n"
         "NetnsCompute(conf, network).attach(sys.argv[2], port)\n"
     )

@@ -121,7 +121,7 @@ def test_log_lines_of_a_job_say_what_they_are_about(cloud, settings, stack):
     lines = [line for line in text.splitlines() if f"amphora {amphora} serves generation" in line]
     assert lines
     assert f"[lb={balancer.id} amphora={amphora} gen=" in lines[0]
-    steps = [line for line in text.splitlines() if f" load balancer {balancer.id}: " in line and ".steps " in line]
+    steps = [line for line in text.splitlines() if f" load balancer {balancer.id}: " in line and ".executor " in line]
     assert steps
     assert all(f"[lb={balancer.id} gen=" in line for line in steps)
 

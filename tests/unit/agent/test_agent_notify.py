@@ -96,12 +96,12 @@ def test_what_is_kept_comes_back(address, listener, tmp_path):
             time.sleep(0.01)
         assert listener.said[1] == "BARRIER=1"
         program = (
-            "import os\nfrom amphora_agent import notify\n"
+            "import os\nfrom amphora_agent.services import sd_notify\n"
             # Where systemd puts them; the first is something that nobody asked to have kept.
             f"os.dup2({listener.kept[written]}, 40)\nos.dup2(os.open('/dev/null', os.O_RDONLY), 41)\n"
             "os.dup2(41, 3)\nos.dup2(40, 4)\nos.closerange(5, 100)\n"
             f"given = dict(LISTEN_PID=str(os.getpid()), LISTEN_FDS='2', LISTEN_FDNAMES='stored:{written}')\n"
-            "inheritance = notify.take(given, os.getpid())\n"
+            "inheritance = sd_notify.take_inherited(given, os.getpid())\n"
             "open_ones = {name for name in os.listdir('/proc/self/fd') if int(name) > 2}\n"
             "assert str(inheritance.holder.fileno()) in open_ones and len(open_ones) <= 2, open_ones\n"
             "found = inheritance.receive()\n"
