@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # An older commit with the present schema and wire format: its controllers and agents work beside those of today.
-BASELINE = "f2520955ced3d8c4054296ae1cc65b32fb65600f"
+BASELINE = "9efa451a2e0b5071a6dd4bba8d61610cdeda2dbb"
 _MIGRATIONS = Path("amphora_driver/database/migrations/versions")
 
 
