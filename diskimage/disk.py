@@ -2,8 +2,8 @@
 """Creates a bootable disk image from a file system tree.
 
 Invariant: the build needs no loop device, no mount and no partition support of the kernel, so that it also works in a
-container. The disk boots with BIOS (GRUB's core image in its own partition) and with UEFI (removable media path),
-depending on the boot images in the tree (element amphora-boot). Nothing else depends on the architecture.
+container. The disk boots with BIOS (GRUB's core image in its own partition) and with UEFI (removable media path). The
+boot images in the tree (element amphora-boot) determine which; nothing else depends on the architecture.
 
     python3 -m diskimage.disk TREE DISK MEBIBYTES
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of a sandbox and the paths of its files.
 
-Invariant: all files of a sandbox are in its state directory, and all its namespaces have its prefix, so that several
-sandboxes can run at the same time. The settings are chosen at the first start and stored.
+Invariant: all files of a sandbox are in its state directory, and all its namespaces have its prefix. Several sandboxes
+can run at the same time. The settings are chosen at the first start and stored.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the references that follow from the code: configuration options and the commands of amphoractl.
+"""Write the references that are generated from the code: options and the commands of amphoractl.
 
     python scripts/generate_references.py [DIRECTORY]
 

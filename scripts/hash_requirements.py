@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes requirements/: all distributions to install, with versions and digests of the files that pip may use.
+"""Writes requirements/: all distributions to install, with versions and digests of their files.
 
 Invariant: setup.cfg and the files pyproject.toml name the direct requirements, and constraints.txt the versions. The
 script computes the rest for each Python and architecture below. pip's configuration determines index and certificates.
