@@ -198,7 +198,7 @@ class Authority:
             raise CertificateError(
                 wanted,
                 f"the authority expired on {self._certificate.not_valid_after_utc:%Y-%m-%d}",
-                "Rotate the authority: amphoractl authority rotate.",
+                "Replace the authority: see docs/how-to/rotate-certificates.md.",
             )
         # The validity must be within that of the authority; otherwise verification fails at an unexpected moment.
         begin = max(_moment(now - CLOCK_SKEW), self._certificate.not_valid_before_utc)
