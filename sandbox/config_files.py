@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sandbox.settings import Settings
 
 PROGRAM = "qemu-system-x86_64"
-HEALTH_PORT = 5555
+HEALTH_PORT = 9879
 STATUS_PORT = 9878
 _CLIENT_DAYS = 3650
 # Boot time-out in seconds of an emulated machine on a busy host.

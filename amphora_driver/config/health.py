@@ -13,7 +13,7 @@ OPTIONS: dict[str, list[cfg.Opt]] = {
             help="Local address on which the health manager receives heartbeats. The default is all IPv4 addresses.",
         ),
         cfg.PortOpt(
-            "bind_port", default=5555, help="UDP port on which the health manager receives heartbeats. 0 to 65535."
+            "bind_port", default=9879, help="UDP port on which the health manager receives heartbeats. 0 to 65535."
         ),
         cfg.ListOpt(
             "targets",

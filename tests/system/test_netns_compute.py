@@ -95,7 +95,7 @@ class Lab:
         amphora_id = amphora_id or str(uuid.uuid4())
         conf = (
             f"[agent]\namphora_id = {amphora_id}\nbind_address = {{management_address}}\nbind_port = {PORT}\n"
-            "services = supervisor\n[heartbeat]\ninterval = 1\ntargets = 203.0.113.2:5555\n"
+            "services = supervisor\n[heartbeat]\ninterval = 1\ntargets = 203.0.113.2:9879\n"
         )
         files = {
             "agent.conf": Secret(conf.encode()),
