@@ -100,7 +100,9 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
 
     app.register_blueprint(routes.blueprint(octavia))
     app.register_blueprint(
-        host_routes.blueprint(octavia, applier, haproxy, inner, configure, certificate.taker(settings, identity))
+        host_routes.blueprint(
+            octavia, applier, haproxy, inner, configure, certificate.certificate_setter(settings, identity)
+        )
     )
     _answer_errors(app)
     responder.start()

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How what is found out about an amphora is told: in parts, in time, and without secrets.
+"""The diagnostics document: parts within a time budget, without secrets.
 
-Invariant: pure. Whatever a part says, nothing that looks like a private key, or is known to be a secret, leaves
-here; nor does what a user's clients have sent.
+Invariant: pure. Private keys and known secrets are removed from each part, also the content of clients' requests.
 """
 
 from __future__ import annotations
@@ -15,87 +14,88 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 SECONDS = 30.0
-# For one answer: of somebody who has answered so far, and of one who has not.
-PATIENCE, IMPATIENCE = 5.0, 0.3
-# Characters of one part that is a text.
+# Seconds to wait for one answer: before and after the first time-out.
+FIRST_TIMEOUT, LATER_TIMEOUT = 5.0, 0.3
+# The limit of one text in characters.
 MOST = 6 << 20
 HIDDEN = "***"
 _KEY_BLOCK = re.compile(
     r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----.*?(?:-----END [A-Z0-9 ]*PRIVATE KEY-----|\Z)", re.DOTALL
 )
-# Words of a configuration whose value is a secret: HAProxy's cookie key, keepalived's and HAProxy's passwords.
+# Directives with a secret value: HAProxy's cookie key, passwords of keepalived and HAProxy.
 _SECRET_WORDS = re.compile(
     r"\b(dynamic-cookie-key|auth_pass|password|insecure-password|heartbeat_key)([ \t]*[=:][ \t]*|[ \t]+)\S+"
 )
-# A line of the bytes that `show errors` has kept: "  00000  GET / HTTP/1.1\r\n".
+# A line with captured bytes in `show errors`: "  00000  GET / HTTP/1.1\r\n".
 _CAPTURED = re.compile(r"^ +\d{5}[+ ] .*\n?", re.MULTILINE)
 _SESSION = re.compile(r"\bfe=(\S+)(?: .*?\bbe=(\S+))?(?: .*?\bsrv=(\S+))?")
 
 Part = Callable[[], Any]
 
 
-class Clock:
-    """How long to wait for somebody who is asked many things: little, once an answer did not come."""
+class TimeBudget:
+    """The time for several questions to one process. After a time-out the next questions get less time."""
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self._end = time.monotonic() + seconds
-        self._patience = PATIENCE
+        self._timeout = FIRST_TIMEOUT
 
     def ask(self, question: Callable[[float], str]) -> str:
-        """Ask; `question` is given the seconds to wait.
+        """Call `question` with its time-out in seconds; return the answer.
 
         Raises:
-            TimeoutError: no time is left.
+            TimeoutError: the budget is used up.
         """
         left = self._end - time.monotonic()
         if left <= 0:
-            raise TimeoutError("other parts have taken all the time there was")
+            raise TimeoutError("other parts have used the time budget")
         began = time.monotonic()
         try:
-            return question(min(self._patience, left))
+            return question(min(self._timeout, left))
         finally:
-            if time.monotonic() - began >= self._patience:
-                self._patience = IMPATIENCE
+            if time.monotonic() - began >= self._timeout:
+                self._timeout = LATER_TIMEOUT
 
 
 def document(parts: Mapping[str, Part], secrets: Sequence[str]) -> Iterator[str]:
-    """One JSON object, a piece for each part, so that only one part is in memory at a time.
+    """Yield one JSON object in pieces, so that only one part is in memory at a time.
 
-    A part that fails says why in its place.
+    A part that fails contains its error.
     """
     yield "{"
     for number, (name, read) in enumerate(parts.items()):
         comma = ",\n" if number else ""
-        yield f"{comma}{json.dumps(name)}:{json.dumps(_clean(_told(read), secrets))}"
+        yield f"{comma}{json.dumps(name)}:{json.dumps(_redact(_read_part(read), secrets))}"
     yield "}\n"
 
 
-def _told(read: Part) -> Any:
+def _read_part(read: Part) -> Any:
     try:
         return read()
-    except Exception as error:  # noqa: BLE001 (no failure of one part may cost the others)
+    except Exception as error:  # noqa: BLE001 (the other parts are needed)
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def _clean(value: Any, secrets: Sequence[str]) -> Any:
-    """The same without secrets, and every text of a bounded length."""
+def _redact(value: Any, secrets: Sequence[str]) -> Any:
+    """Return a value with secrets removed and texts of bounded length."""
     if isinstance(value, str):
         return redacted(value, secrets)
     if isinstance(value, Mapping):
-        return {str(key): _clean(one, secrets) for key, one in value.items()}
+        return {str(key): _redact(one, secrets) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_clean(one, secrets) for one in value]
+        return [_redact(one, secrets) for one in value]
     return value
 
 
 def redacted(text: str, secrets: Sequence[str]) -> str:
-    """The same without what must not be told.
+    """Return a text without secrets.
 
     Args:
-        secrets: values that are known.
+        text: any text.
+        secrets: known secret values.
     """
     if len(text) > MOST:
-        text = f"{text[:MOST]}\n[cut: {len(text)} characters in all]\n"
+        text = f"{text[:MOST]}\n[cut: {len(text)} characters in total]\n"
     if "PRIVATE KEY" in text:
         text = _KEY_BLOCK.sub(HIDDEN, text)
     text = _SECRET_WORDS.sub(rf"\1\2{HIDDEN}", text)
@@ -105,12 +105,12 @@ def redacted(text: str, secrets: Sequence[str]) -> str:
 
 
 def errors_without_content(answer: str) -> str:
-    """HAProxy's `show errors` without the bytes it shows: these are users' requests, with their cookies."""
+    """Return HAProxy's `show errors` without the captured requests, which contain cookies."""
     return _CAPTURED.sub("", answer)
 
 
 def sessions(answer: str) -> dict[str, Any]:
-    """HAProxy's `show sess`, counted by listener, pool and member; whose they are is not told."""
+    """Count HAProxy's `show sess` by listener, pool and member, without client addresses."""
     counts: Counter[str] = Counter()
     for line in answer.splitlines():
         found = _SESSION.search(line)

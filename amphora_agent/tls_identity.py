@@ -37,7 +37,7 @@ _PEM = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re
 _NO_CHECK_TIME = 0x200000
 _MOST_FLIGHTS = 8
 SELF_SECONDS = 5.0
-_WANTED = "take a new certificate"
+_WANTED = "install a new certificate"
 # An issuer or a subject as the ssl module has it.
 Name = tuple[tuple[tuple[str, str], ...], ...]
 

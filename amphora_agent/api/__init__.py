@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent's own interface, version 2 (docs/reference/agent-api.md)."""
+"""The agent's API, version 2 (docs/reference/agent-api.md)."""

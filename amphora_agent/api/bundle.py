@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PUT and GET /v2/bundle.
 
-Invariant: the answer to a PUT is given only after the amphora serves the bundle, or has returned to what it
-served.
+Invariant: the agent answers a PUT after the amphora serves the bundle, or after the rollback.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from amphora_agent.apply.applier import Applier
 
 
 def blueprint(applier: Applier) -> Blueprint:
-    """The routes."""
+    """Return the routes."""
     routes = Blueprint("bundle", __name__)
 
     @routes.put("/v2/bundle")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PUT /v2/certificate: another certificate for this agent.
+"""PUT /v2/certificate: a new certificate for this agent.
 
-Invariant: what came with the request is in no answer and no log; the answer to a PUT is given only after a
-handshake has shown the new certificate.
+Invariant: no content of the request is in an answer or a log. The agent answers after a TLS handshake has shown the new
+certificate.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from amphora_agent.tls_identity import Identity, Name, shown_by
 
 LARGEST = 1 << 20
 _OPTIONAL = ("client_ca", "server_ca")
+_ACTION = "install a new certificate"
 
 
 def blueprint(settings: Settings, identity: Identity) -> Blueprint:
-    """The route."""
+    """Return the route."""
     routes = Blueprint("certificate", __name__)
 
     @routes.put("/v2/certificate")
@@ -42,17 +43,17 @@ def blueprint(settings: Settings, identity: Identity) -> Blueprint:
     return routes
 
 
-def taker(settings: Settings, identity: Identity) -> Callable[[bytes], None]:
-    """Takes a certificate and its key, as Octavia's API sends them."""
+def certificate_setter(settings: Settings, identity: Identity) -> Callable[[bytes], None]:
+    """Return a function that installs a certificate with its key, as Octavia's API sends them."""
 
-    def take(body: bytes) -> None:
+    def install(body: bytes) -> None:
         try:
             pem = body.decode("ascii")
         except UnicodeDecodeError:
-            raise MalformedCertificate("take a new certificate", "it is no PEM") from None
+            raise MalformedCertificate(_ACTION, "the body is not PEM") from None
         identity.replace(pem, client_ca=None, server_ca=None, caller=(), prove=_prover(settings))
 
-    return take
+    return install
 
 
 def _prover(settings: Settings) -> Callable[[str], str]:
@@ -60,25 +61,24 @@ def _prover(settings: Settings) -> Callable[[str], str]:
 
 
 def _read(body: bytes) -> dict[str, Any]:
-    wanted = "take a new certificate"
     if len(body) > LARGEST:
-        raise MalformedCertificate(wanted, f"the request is longer than {LARGEST} bytes")
+        raise MalformedCertificate(_ACTION, f"the request is longer than {LARGEST} bytes")
     try:
         document = json.loads(body)
     except (ValueError, RecursionError):
-        # Not quoted: there may be a key in it.
-        raise MalformedCertificate(wanted, "the request is no JSON") from None
+        # The error does not quote the request, which may contain a key.
+        raise MalformedCertificate(_ACTION, "the request is not JSON") from None
     if not isinstance(document, dict) or not isinstance(document.get("certificate"), str):
-        raise MalformedCertificate(wanted, "there is no text 'certificate' in the request")
+        raise MalformedCertificate(_ACTION, "the request has no string 'certificate'")
     unknown = document.keys() - {"certificate", *_OPTIONAL}
     if unknown:
-        raise MalformedCertificate(wanted, f"the request has {len(unknown)} unknown keys")
+        raise MalformedCertificate(_ACTION, f"the request has {len(unknown)} unknown keys")
     if any(not isinstance(document.get(name), str | None) for name in _OPTIONAL):
-        raise MalformedCertificate(wanted, "an authority is neither a text nor null")
+        raise MalformedCertificate(_ACTION, "a CA certificate is neither a string nor null")
     return document
 
 
 def _issuer(connection: Any) -> Name:
-    """Who signed the certificate of the caller."""
+    """Return the issuer of the client certificate."""
     found: Name = connection.getpeercert()["issuer"]
     return found

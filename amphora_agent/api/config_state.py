@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GET /v2/configuration: what this amphora has confirmed and what it has, side by side, for whoever compares.
+"""GET /v2/configuration: the confirmed bundle beside the state of the amphora, for the drift audit.
 
-Invariant: no content of a file is in it, only names and digests; words of a configuration whose value is a secret are
-hidden as in the diagnostics.
+Invariant: files appear with name and digest only. Secret values of a configuration are hidden as in the diagnostics.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from amphora_agent.redaction import redacted
 
 
 def blueprint(paths: Paths, applier: Applier, inner: Namespace, drift: DriftReport) -> Blueprint:
-    """The route."""
+    """Return the route."""
     routes = Blueprint("configuration", __name__)
 
     @routes.get("/v2/configuration")
@@ -35,8 +34,8 @@ def blueprint(paths: Paths, applier: Applier, inner: Namespace, drift: DriftRepo
             "generation": applier.generation,
             "digest": confirmed.digest if confirmed is not None else None,
             "haproxy": _text(paths),
-            "bundle": _stored(confirmed.bundle) if confirmed is not None else None,
-            "interfaces": _had(lambda: interfaces.describe(inner)),
+            "bundle": _without_text(confirmed.bundle) if confirmed is not None else None,
+            "interfaces": _described(lambda: interfaces.describe(inner)),
             "drift": drift.document(),
         }
 
@@ -44,7 +43,7 @@ def blueprint(paths: Paths, applier: Applier, inner: Namespace, drift: DriftRepo
 
 
 def _text(paths: Paths) -> str | None:
-    """The load balancer's part of the file that HAProxy has read, or would read; None if there is none."""
+    """Return the load balancer's part of HAProxy's file; None if there is no file."""
     try:
         content = paths.configuration.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -52,12 +51,12 @@ def _text(paths: Paths) -> str | None:
     return redacted(config_file.read(content).text, ())
 
 
-def _stored(bundle: Bundle) -> dict[str, Any]:
-    """What was confirmed, but for HAProxy's text, which is long, and here already."""
+def _without_text(bundle: Bundle) -> dict[str, Any]:
+    """Return a bundle without HAProxy's text, which is long and in the answer already."""
     return {name: value for name, value in bundle.to_document().items() if name != "haproxy"}
 
 
-def _had(ask: Callable[[], Any]) -> Any:
+def _described(ask: Callable[[], Any]) -> Any:
     try:
         with interfaces.kernel_errors():
             return ask()

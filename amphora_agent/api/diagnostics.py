@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GET /v2/diagnostics: everything a person asks for first, as one document.
+"""GET /v2/diagnostics: the state of the amphora for fault finding, as one document.
 
-Invariant: a part that cannot be had says why in its place and spoils no other part; all of it takes a bounded time
-and size. No secret is ever in it, and nothing that clients of the load balancer have sent.
+Invariant: a part that fails contains its error; the other parts are complete. Time and size are bounded. The document
+contains no secret and no content of clients' requests.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from amphora_agent.l4_daemon.client import ANSWER_TIMEOUT_SECONDS, CheckerClient
 from amphora_agent.network import interfaces, libnftables, nft_apply
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths
-from amphora_agent.redaction import Clock, Part, document, errors_without_content, sessions
+from amphora_agent.redaction import Part, TimeBudget, document, errors_without_content, sessions
 from amphora_agent.responder import responder_daemon as responder
 from amphora_agent.services.control import ServiceManager
 from amphora_agent.stats.active_sender import ActiveSender
@@ -37,9 +37,9 @@ from amphora_agent.tls_identity import Identity
 from amphora_agent.version import agent_version
 
 VIRTUAL_TABLE = "amphora_virtual"
-# Bytes of one answer of HAProxy's.
+# The limit of one answer of HAProxy in bytes.
 _MOST = 8 << 20
-# What HAProxy is asked as it is. `show ssl cert` and `show table` name what there is, and nothing of it.
+# Questions to HAProxy. `show ssl cert` and `show table` without arguments list names only.
 _QUESTIONS = {
     "show info": "show info",
     "show stat": "show stat -1 7 -1",
@@ -69,9 +69,9 @@ def blueprint(
     identity: Identity,
     virtual: CheckerClient,
 ) -> Blueprint:
-    """The route."""
+    """Return the route."""
     routes = Blueprint("diagnostics", __name__)
-    machines: dict[str, Part] = {
+    parts_of_agent: dict[str, Part] = {
         "time": time.time,
         "versions": _versions,
         "agent.conf": partial(_text, paths.etc / "agent.conf"),
@@ -100,17 +100,17 @@ def blueprint(
 
     @routes.get("/v2/diagnostics")
     def get_diagnostics() -> ResponseReturnValue:
-        parts = {**machines, **_asked(haproxy, Clock())}
+        parts = {**parts_of_agent, **_haproxy_parts(haproxy, TimeBudget())}
         return Response(document(parts, _secrets(sender.settings)), mimetype="application/json")
 
     return routes
 
 
-def _asked(haproxy: Haproxy, clock: Clock) -> dict[str, Part]:
-    """What HAProxy is to be asked, until the clock has run out."""
+def _haproxy_parts(haproxy: Haproxy, budget: TimeBudget) -> dict[str, Part]:
+    """Return the questions to HAProxy within a time budget."""
 
-    def ask(question: str, whom: Socket = haproxy.worker) -> str:
-        return clock.ask(lambda seconds: whom.ask(question, seconds=seconds, most=_MOST))
+    def ask(question: str, process: Socket = haproxy.worker) -> str:
+        return budget.ask(lambda seconds: process.ask(question, seconds=seconds, most=_MOST))
 
     return {
         **{name: partial(ask, question) for name, question in _QUESTIONS.items()},
@@ -121,13 +121,13 @@ def _asked(haproxy: Haproxy, clock: Clock) -> dict[str, Part]:
 
 
 def _secrets(settings: Settings) -> list[str]:
-    """The key of the heartbeats, which may be any text where Octavia gave it."""
+    """Return the heartbeat key in all forms; a key from Octavia is any text."""
     key = settings.heartbeat_key
     return [key.hex(), key.decode(errors="replace")] if key else []
 
 
 def _text(file: Path) -> str | None:
-    """A configuration; None if there is none."""
+    """Return the content of a file; None if it does not exist."""
     try:
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -135,13 +135,13 @@ def _text(file: Path) -> str | None:
 
 
 def _virtual(checker: CheckerClient) -> dict[str, Any] | None:
-    """What the checker says of UDP and SCTP listeners; None: there are none, or it does not answer."""
+    """Return the state of UDP and SCTP listeners; None without listeners or without an answer."""
     state = checker.read_state(ANSWER_TIMEOUT_SECONDS, members=True)
     return None if state is None else asdict(state)
 
 
 def _virtual_table() -> str:
-    """What forwards them, as nft lists it; empty if there is no such table."""
+    """Return the nftables rules of UDP and SCTP listeners; empty without a table."""
     if not libnftables.table_exists("inet", VIRTUAL_TABLE):
         return ""
     return libnftables.run_commands(f"list table inet {VIRTUAL_TABLE}\n")

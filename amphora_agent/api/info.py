@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GET /v2/info.
+"""GET /v2/info: versions, generation, certificate and capabilities of this amphora.
 
-Invariant: what is said of a program comes from that program; it is asked once, its version does not change
-while it is installed.
+Invariant: the version of a program comes from the program. It is read once, because it does not change while the agent
+runs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CAPABILITIES = [
 def blueprint(
     settings: Settings, applier: Applier, vrrp_state: VrrpState, identity: Identity, drift: DriftReport
 ) -> Blueprint:
-    """The route."""
+    """Return the route."""
     routes = Blueprint("info", __name__)
 
     @routes.get("/v2/info")
@@ -62,7 +62,7 @@ def blueprint(
 
 @cache
 def program_version(program: str) -> str | None:
-    """What a program says its version is; None if it is not installed."""
+    """Return the version that a program reports; None if it is not installed."""
     try:
         result = subprocess.run([program, "-v"], capture_output=True, text=True, check=False, timeout=10)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """GET /v2/vrrp, POST /v2/vrrp/expect, POST /v2/vrrp/release.
 
-Invariant: an answer of success to a release is given only after the VIPs have gone.
+Invariant: the agent reports a release as successful only after the VIPs have moved.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LONGEST_SECONDS = 86_400
 
 
 def blueprint(handover: VipHandover) -> Blueprint:
-    """The routes."""
+    """Return the routes."""
     routes = Blueprint("vrrp", __name__)
 
     @routes.get("/v2/vrrp")
@@ -39,17 +39,17 @@ def blueprint(handover: VipHandover) -> Blueprint:
 
 
 def _seconds(name: str, default: float | None) -> float:
-    """The one key a request has.
+    """Return the value of the only key of a request.
 
     Raises:
-        MalformedBundle: it is missing, something else, or there is another one.
+        MalformedBundle: the key is missing or invalid, or the request has other keys.
     """
     wanted = f"read {name}"
     try:
         document = json.loads(request.get_data() or b"{}")
     except ValueError as error:
-        raise MalformedBundle(wanted, str(error), "See docs/reference/agent-api.md for its shape.") from error
+        raise MalformedBundle(wanted, str(error), "See docs/reference/agent-api.md for the format.") from error
     value = document.get(name, default) if isinstance(document, dict) and document.keys() <= {name} else None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LONGEST_SECONDS:
-        raise MalformedBundle(wanted, f"it has to be 0 to {LONGEST_SECONDS} seconds, and the only key")
+        raise MalformedBundle(wanted, f"the value must be 0 to {LONGEST_SECONDS} seconds, and the only key")
     return float(value)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What certificates and revocation lists say, as far as the agent reads them itself."""
+"""Parsers for the parts of certificates and revocation lists that the agent reads."""

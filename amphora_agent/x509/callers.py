@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which client certificates, all of them of an authority of controllers, are an amphora's and command nothing.
+"""The check that a client certificate belongs to a controller and not to an amphora.
 
-Invariant: pure. A certificate that is an amphora's by its purpose or by its name is refused, whatever authority has
-issued it. TLS itself has refused a certificate whose extended key usage lacks clientAuth. A certificate without that
-extension is not refused for this reason: operators' own procedures issue such ones to controllers.
+Invariant: pure. A certificate with the purpose or the name of an amphora is refused, whichever authority issued it. TLS
+has already refused a certificate whose extended key usage lacks clientAuth. A certificate without this extension is
+accepted: procedures of operators issue such certificates to controllers.
 Source: RFC 5280, 4.1 and 4.2.1.12.
 """
 
@@ -23,11 +23,11 @@ AMPHORA_NAME = "client certificate is named by a UUID, as amphorae's are"
 
 
 def refusal(certificate: bytes, said: Mapping[str, Any]) -> str | None:
-    """Why a caller is refused; None for a caller that may be a controller.
+    """Return the reason why a client is refused; None if it may be a controller.
 
     Args:
-        certificate: in DER. TLS has verified it.
-        said: the same as `ssl.SSLSocket.getpeercert` has it.
+        certificate: the DER form. TLS has verified it.
+        said: the same certificate as `ssl.SSLSocket.getpeercert` returns it.
     """
     try:
         if _SERVER_AUTH in _purposes(certificate):
@@ -38,7 +38,7 @@ def refusal(certificate: bytes, said: Mapping[str, Any]) -> str | None:
 
 
 def _purposes(certificate: bytes) -> list[bytes]:
-    """The object identifiers in the extended key usage; none if there is no such extension."""
+    """Return the object identifiers in the extended key usage; empty without this extension."""
     found = []
     for tag, content in elements(first(first(certificate))):
         if tag != _EXTENSIONS:

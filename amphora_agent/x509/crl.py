@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a certificate revocation list says, as far as HAProxy shows it: whom it revokes.
+"""The serial numbers of a certificate revocation list, to compare it with the list in HAProxy.
 
-Invariant: pure. Nothing is trusted because of what is read here; it only tells one list from another.
+Invariant: pure. The result identifies a list; it is not a base for trust.
 Source: RFC 5280, 5.1 (the list); X.690 (DER).
 """
 
@@ -20,7 +20,7 @@ _SEQUENCE, _TIMES = 0x30, (0x17, 0x18)
 
 
 def revoked(text: str) -> tuple[int, list[int]] | None:
-    """How many lists a PEM text has, and the serial numbers in them; None if it cannot be read."""
+    """Return the number of lists in a PEM text and their serial numbers; None if it is invalid."""
     blocks = dict.fromkeys(_BLOCK.findall(text))
     try:
         found = [serial for block in blocks for serial in _serials(_decoded(block))]
@@ -30,7 +30,7 @@ def revoked(text: str) -> tuple[int, list[int]] | None:
 
 
 def shown(answer: str) -> tuple[int, list[int]]:
-    """The same of HAProxy's answer to ``show ssl crl-file``."""
+    """Return the same for HAProxy's answer to ``show ssl crl-file``."""
     return len(_SHOWN_LIST.findall(answer)), sorted(int(serial, 16) for serial in _SHOWN.findall(answer))
 
 
@@ -39,7 +39,7 @@ def _decoded(block: str) -> bytes:
 
 
 def _serials(der: bytes) -> Iterator[int]:
-    """The serial numbers in one list: in the sequence after the time, or the two times, of its validity."""
+    """Yield the serial numbers of one list: the sequence after the one or two times of its validity."""
     whole = first(der)
     seen_time = False
     for tag, content in elements(first(whole)):

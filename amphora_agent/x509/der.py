@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The structure of DER (X.690): elements with a tag and a content.
+"""The parser of DER (X.690): elements with a tag and a content.
 
-Invariant: pure. An element that is longer than what contains it is an error, never a shorter element.
+Invariant: pure. An element that is longer than its container is an error.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from collections.abc import Iterator
 
 
 def first(der: bytes) -> bytes:
-    """The content of the first element.
+    """Return the content of the first element.
 
     Raises:
-        ValueError: there is none.
-        IndexError: it ends in its header.
+        ValueError: there is no element.
+        IndexError: the element ends in its header.
     """
     for _, content in elements(der):
         return content
-    raise ValueError("there is nothing in it")
+    raise ValueError("there is no element")
 
 
 def elements(der: bytes) -> Iterator[tuple[int, bytes]]:
-    """Tag and content of each element.
+    """Yield tag and content of each element.
 
     Raises:
-        ValueError: an element is longer than what it is in.
-        IndexError: one ends in its header.
+        ValueError: an element is longer than its container.
+        IndexError: an element ends in its header.
     """
     at = 0
     while at < len(der):
@@ -37,6 +37,6 @@ def elements(der: bytes) -> Iterator[tuple[int, bytes]]:
             length = int.from_bytes(der[at : at + octets], "big")
             at += octets
         if at + length > len(der):
-            raise ValueError("an element is longer than what it is in")
+            raise ValueError("an element is longer than its container")
         yield tag, der[at : at + length]
         at += length

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from amphora_agent import redaction
-from amphora_agent.redaction import Clock, document, errors_without_content, redacted, sessions
+from amphora_agent.redaction import TimeBudget, document, errors_without_content, redacted, sessions
 
 
 def told(parts, secrets=()):
@@ -46,7 +46,7 @@ def test_secrets_are_not_told(text, left):
 
 def test_a_long_text_is_cut(monkeypatch):
     monkeypatch.setattr(redaction, "MOST", 10)
-    assert redacted("x" * 25, []) == "x" * 10 + "\n[cut: 25 characters in all]\n"
+    assert redacted("x" * 25, []) == "x" * 10 + "\n[cut: 25 characters in total]\n"
 
 
 def test_what_clients_sent_is_not_told():
@@ -84,12 +84,12 @@ def test_who_did_not_answer_is_not_waited_for_again(monkeypatch):
         now[0] += seconds
         raise TimeoutError("nothing")
 
-    clock = Clock(5.5)
+    clock = TimeBudget(5.5)
     for _ in range(2):
         with pytest.raises(TimeoutError, match="nothing"):
             clock.ask(silence)
     with pytest.raises(TimeoutError, match="nothing"):
         clock.ask(silence)
-    with pytest.raises(TimeoutError, match="all the time"):
+    with pytest.raises(TimeoutError, match="used the time budget"):
         clock.ask(silence)
     assert waited == pytest.approx([5.0, 0.3, 0.2])

@@ -72,7 +72,7 @@ def test_everything_else_has_to_be_right(world, authority, make, why):
 
 def test_no_key_is_in_an_error(world, authority):
     agent = world.agent(issued=expired(authority))
-    agent.answer = (422, {"error": {"wanted": "take a new certificate", "happened": "it is not", "remedy": ""}})
+    agent.answer = (422, {"error": {"wanted": "install a new certificate", "happened": "it is not", "remedy": ""}})
     new = authority().issue_server(AMPHORA, 1).bundle()
     with pytest.raises(AgentRefused, match="it is not") as caught:
         world.client(agent.port).renew(AMPHORA, HOST, new)
