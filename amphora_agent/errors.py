@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The agent's exception tree.
 
-AgentError                      what was wanted, what happened, what to do; the HTTP status of the answer
+AgentError                      the attempted action, the cause, the remedy; the HTTP status of the answer
 ├── MalformedBundle             400: the body is not a bundle
-├── BundleRefused               409: stale, or meant for another amphora
-├── RequestRefused              400, 403, 404, 409: Octavia's API has no such request here, or not now
-├── MalformedCertificate        400: the body is no request for another certificate
-├── CertificateRefused          422: the certificate is not this amphora's, or nobody could call any more
-├── NotElected                  409: the VIPs are not here, or nobody can take them
-├── ConfigurationRefused        422: HAProxy, or we on its behalf, refuse the text; names the object
-└── MachineError                500: this machine could not do it; the last good configuration serves
-    ├── SettingsError           agent.conf, or a file beside it, is missing or wrong
+├── BundleRefused               409: the bundle is stale or belongs to another amphora
+├── RequestRefused              400, 403, 404, 409: a request of Octavia's API that the agent cannot serve
+├── MalformedCertificate        400: the body is not a request for a new certificate
+├── CertificateRefused          422: the certificate belongs to another amphora, or would lock out the controllers
+├── NotElected                  409: this amphora does not hold the VIPs, or no partner can take them
+├── ConfigurationRefused        422: HAProxy or the agent refuses the text; the error names the object
+└── MachineError                500: the machine failed; the last good configuration serves
+    ├── SettingsError           agent.conf or a file beside it is missing or invalid
     ├── ServiceError            a daemon could not be started, stopped or signalled
-    ├── HaproxyError            HAProxy does not answer, or not what means success
+    ├── HaproxyError            HAProxy does not answer, or its answer does not mean success
     ├── KeepalivedError         keepalived refuses its configuration
     ├── InterfaceError          an interface is missing, or the kernel refused an address or a route
-    ├── FirewallError           who may connect cannot be restricted
-    └── VirtualServersError     UDP or SCTP cannot be forwarded, or the checker does not answer
+    ├── FirewallError           the rules that restrict clients cannot be set
+    └── VirtualServersError     UDP or SCTP cannot be forwarded, or the L4 daemon does not answer
 
-Invariant: nothing else than these leaves the agent's own code as an answer to the controller.
+Invariant: the agent's own code answers the controller with these errors only.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class AgentError(Exception):
     """Base of all errors.
 
     Args:
-        wanted: what was being attempted, as an infinitive ("add member 1234").
-        happened: what went wrong, in the words of whoever knows best.
-        remedy: what the reader can do; may be empty.
-        object_id: the listener, pool or member it is about, where that is known.
+        wanted: the attempted action as an infinitive ("add member 1234").
+        happened: the cause, in the words of the component that failed.
+        remedy: the next action of the reader; may be empty.
+        object_id: the listener, pool or member of the error, if it is known.
     """
 
     status = 500
@@ -48,7 +48,7 @@ class AgentError(Exception):
         return f"Could not {self.wanted}: {self.happened}.{tail}"
 
     def document(self) -> dict[str, object]:
-        """What the controller is told."""
+        """Return the answer to the controller."""
         return {"error": {"wanted": self.wanted, "happened": self.happened, "remedy": self.remedy}}
 
 
@@ -59,22 +59,22 @@ class MalformedBundle(AgentError):
 
 
 class MalformedCertificate(AgentError):
-    """The body is no request for another certificate."""
+    """The body is not a request for a new certificate."""
 
     status = 400
 
 
 class CertificateRefused(AgentError):
-    """The certificate is not this amphora's, or not valid, or with it nobody could call any more."""
+    """The certificate belongs to another amphora, is not valid, or would lock out the controllers."""
 
     status = 422
 
 
 class BundleRefused(AgentError):
-    """The bundle is older than what is served, or belongs to another amphora.
+    """The bundle is older than the confirmed one, or belongs to another amphora.
 
     Args:
-        generation: the one this amphora has confirmed.
+        generation: the confirmed generation.
     """
 
     status = 409
@@ -88,12 +88,12 @@ class BundleRefused(AgentError):
 
 
 class RequestRefused(AgentError):
-    """A request of Octavia's amphora API cannot be served as it is (docs/reference/amphora-api-v1.md).
+    """The agent cannot serve a request of Octavia's amphora API (docs/reference/amphora-api-v1.md).
 
     Args:
-        message: what Octavia's API says in this case.
-        details: why.
-        status: of the answer.
+        message: the message of Octavia's API for this case.
+        details: the cause.
+        status: the HTTP status of the answer.
     """
 
     def __init__(self, message: str, details: str, status: int = 400) -> None:
@@ -107,7 +107,7 @@ class RequestRefused(AgentError):
 
 
 class NotElected(AgentError):
-    """The VIPs are not here, or there is nobody to take them."""
+    """This amphora does not hold the VIPs, or no partner can take them."""
 
     status = 409
 
@@ -122,11 +122,11 @@ class ConfigurationRefused(AgentError):
 
 
 class MachineError(AgentError):
-    """This machine could not do it."""
+    """The machine could not carry out the action."""
 
 
 class SettingsError(MachineError):
-    """agent.conf, or a file beside it, is missing or wrong."""
+    """agent.conf or a file beside it is missing or invalid."""
 
 
 class ServiceError(MachineError):
@@ -134,7 +134,7 @@ class ServiceError(MachineError):
 
 
 class HaproxyError(MachineError):
-    """HAProxy does not answer, or not what is known to mean success."""
+    """HAProxy does not answer, or its answer does not mean success."""
 
 
 class KeepalivedError(MachineError):
@@ -146,8 +146,8 @@ class InterfaceError(MachineError):
 
 
 class FirewallError(MachineError):
-    """Who may connect cannot be restricted: the kernel or the machine lacks nftables, or refused the rules."""
+    """The rules that restrict clients cannot be set: nftables is missing or refused them."""
 
 
 class VirtualServersError(MachineError):
-    """UDP or SCTP listeners cannot be served: the kernel refused, or the checker does not answer."""
+    """UDP or SCTP cannot be forwarded: the kernel refused, or the L4 daemon does not answer."""

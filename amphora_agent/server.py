@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent's process: gunicorn behind a gate of mutual TLS.
+"""The process of the agent: gunicorn behind mutual TLS.
 
-Invariant: nobody gets as far as HTTP without a certificate of the controllers' authority, and nobody below
-TLS 1.3. The worker ends with the master: an agent that was killed leaves nobody who answers in its name.
+Invariant: an HTTP request needs TLS 1.3 and a certificate of the controllers' authority. The worker ends with the
+master: after a kill of the agent no process answers in its name.
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ THREADS = 16
 KEEPALIVE_SECONDS = 75
 _PR_SET_PDEATHSIG = 1
 _M_ARENA_MAX = -8
-# Whoever reads ten thousand counters lets a change go on sooner than after the usual 5 ms; a change waits for HAProxy
-# and the disk a dozen times, and each time has to get the interpreter back.
+# A thread that reads ten thousand counters yields earlier than after the usual 5 ms. A change waits for HAProxy and the
+# disk a dozen times, and needs the interpreter again after each wait.
 SWITCH_SECONDS = 0.0005
 
 
 class Server(BaseApplication):
-    """gunicorn with our settings, and none from files or the environment.
+    """gunicorn with the agent's settings only, none from files or the environment.
 
     Args:
-        inheritance: what systemd gave this process; the worker has it too.
+        settings: address, port and log level.
+        paths: the files of the agent.
+        inherited: the notification socket and descriptors from systemd; the worker uses them.
     """
 
-    def __init__(self, settings: Settings, paths: Paths, inheritance: Inherited = NOTHING_INHERITED) -> None:
+    def __init__(self, settings: Settings, paths: Paths, inherited: Inherited = NOTHING_INHERITED) -> None:
         self._settings = settings
         self._paths = paths
-        self._inheritance = inheritance
+        self._inherited = inherited
         self._identity: Any = None
         super().__init__()
 
@@ -58,59 +60,59 @@ class Server(BaseApplication):
             "graceful_timeout": 5,
             "loglevel": "debug" if self._settings.log_level == logging.DEBUG else "warning",
             "control_socket_disable": True,
-            "post_fork": _end_with_the_master,
-            "post_worker_init": self._put_up_the_gate,
+            "post_fork": _exit_with_master,
+            "post_worker_init": self._install_tls_gate,
         }
-        if self._inheritance.address is not None:
-            options["child_exit"] = _end_with_the_worker
+        if self._inherited.address is not None:
+            options["child_exit"] = _exit_with_worker
         for name, value in options.items():
             if name in self.cfg.settings:  # older versions of gunicorn have no control socket
                 self.cfg.set(name, value)
 
     def load(self) -> Any:
-        # Imported in the worker alone. Sharing the modules with the master was measured: counting references copies
-        # nearly every page, and both together take more memory than this way.
+        # The worker alone imports the application. Measured: reference counting copies nearly all shared pages, so that
+        # an import in the master costs more memory.
         sys.setswitchinterval(SWITCH_SECONDS)
-        gc.disable()  # nothing of what is imported is garbage
+        gc.disable()  # imports create no garbage
         from amphora_agent import app  # noqa: PLC0415
         from amphora_agent.tls_identity import Identity  # noqa: PLC0415
 
         self._identity = Identity(self._paths, self._settings.amphora_id)
         self._identity.context()
-        made = app.create(self._settings, self._paths, self._identity, self._inheritance)
+        made = app.create(self._settings, self._paths, self._identity, self._inherited)
         gc.freeze()
         gc.enable()
         return made
 
-    def _put_up_the_gate(self, worker: Any) -> None:
-        """Between the listening sockets and gunicorn, which takes what it is given for sockets."""
-        from amphora_agent.tls_gate import Gate  # noqa: PLC0415 (in the worker alone, as above)
+    def _install_tls_gate(self, worker: Any) -> None:
+        """Replace gunicorn's listening sockets by the TLS gate, which has the same methods."""
+        from amphora_agent.tls_gate import TlsGate  # noqa: PLC0415 (in the worker only, as above)
 
-        worker.sockets = [Gate(listener, self._identity) for listener in worker.sockets]
-        sd_notify.notify_ready(self._inheritance)
+        worker.sockets = [TlsGate(listener, self._identity) for listener in worker.sockets]
+        sd_notify.notify_ready(self._inherited)
 
 
-def _end_with_the_master(_arbiter: Any, _worker: Any) -> None:
+def _exit_with_master(_arbiter: Any, _worker: Any) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
-def _end_with_the_worker(_arbiter: Any, _worker: Any) -> None:
-    """What the worker had systemd keep is given to a process that systemd starts, not to another worker."""
+def _exit_with_worker(_arbiter: Any, _worker: Any) -> None:
+    """End the master: systemd passes stored descriptors to a new process, not to a new worker."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _spare_memory() -> None:
-    """One heap for all threads: they take turns anyway, and what one has freed another can use (mallopt(3))."""
+def _reduce_memory() -> None:
+    """Use one heap for all threads, so that freed memory is reused (mallopt(3)); share the master's pages."""
     ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
-    # What the master has imported is never garbage; not looking through it leaves the worker's pages shared.
+    # Frozen objects are not visited by the garbage collector, so that the worker's pages stay shared.
     gc.collect()
     gc.freeze()
 
 
 def main() -> None:
-    """Console entry."""
-    inheritance = sd_notify.take_inherited(os.environ, os.getpid())
-    _spare_memory()
+    """Run the agent."""
+    inherited = sd_notify.take_inherited(os.environ, os.getpid())
+    _reduce_memory()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     paths = Paths()
     try:
@@ -119,10 +121,10 @@ def main() -> None:
         sys.exit(str(error))
     logging.getLogger().setLevel(settings.log_level)
     paths.run.mkdir(parents=True, exist_ok=True, mode=0o700)
-    paths.run.chmod(0o711)  # responder and checker, users of their own, get to what is theirs in it
+    paths.run.chmod(0o711)  # the responder and the L4 daemon run as other users
     paths.var.mkdir(parents=True, exist_ok=True, mode=0o700)
     paths.empty.mkdir(exist_ok=True, mode=0o755)
-    Server(settings, paths, inheritance).run()
+    Server(settings, paths, inherited).run()
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TLS handshakes, before a thread of the server is taken.
+"""TLS handshakes outside the threads of the HTTP server.
 
-Invariant: a peer costs the server a thread only after it has proven to be a controller and has begun to ask
-something. Before that it costs a socket, for a limited time. The number of these sockets is limited, and an unproven
-peer takes no place from a proven one. A handshake is a signature in the process that sends heartbeats. Each address
-without a proven controller has a budget of handshakes, and all such addresses together have one.
+Invariant: a connection uses a thread only after its client has authenticated as a controller and has sent data. Before,
+it uses a socket for a limited time. The number of these sockets is limited; an unauthenticated client displaces no
+authenticated one. A handshake costs a signature in the process that sends heartbeats: each address without a known
+controller has a budget of handshakes, and all such addresses together have one.
 
-gunicorn has a thread of few wait for each new connection, and for its handshake without any limit of time: a
-handful of silent peers would stop it.
+gunicorn uses one of few threads for each new connection, and for its handshake without a time-out: a few silent clients
+would stop it.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from amphora_agent.x509 import callers
 _log = logging.getLogger(__name__)
 HANDSHAKE_SECONDS = 10.0
 SILENT_SECONDS = 75.0
-# For one read or write within a request.
+# The time-out of one read or write within a request.
 EXCHANGE_SECONDS = 30.0
-# Of each kind: in their handshake, and proven but silent.
+# The limit of connections in a handshake, and of authenticated connections without data.
 MOST = 128
 _MOST_REASONS = 64
-# Handshakes for each second, and at once, of one address, and of all addresses together. In HANDSHAKE_SECONDS
-# unproven addresses begin at most 40 + 8 * 10 of them: fewer than MOST, so a controller always has a place.
+# Handshakes per second and as a burst: of one address, and of all addresses together. In HANDSHAKE_SECONDS unknown
+# addresses begin at most 40 + 8 * 10 handshakes: fewer than MOST, so that a controller always has a place.
 ADDRESS_RATE, ADDRESS_BURST = 1.0, 10.0
-UNPROVEN_RATE, UNPROVEN_BURST = 8.0, 40.0
-# For so many seconds after its last handshake a controller's address needs none of that.
+UNKNOWN_RATE, UNKNOWN_BURST = 8.0, 40.0
+# Seconds after its last handshake in which the address of a controller needs no budget.
 KNOWN_SECONDS = 3600.0
-_MOST_KNOWN, _MOST_UNPROVEN = 256, 1024
-# A connection that is refused leaves nothing in the kernel: it is reset.
+_MOST_KNOWN, _MOST_UNKNOWN = 256, 1024
+# A refused connection is reset and leaves no state in the kernel.
 _RESET = struct.pack("ii", 1, 0)
 
 
 class Connection(ssl.SSLSocket):
-    """A connection whose peer may be slow, but not for ever."""
+    """A connection with a time-out in blocking mode."""
 
     def setblocking(self, flag: bool, /) -> None:
-        """Block for some seconds at the most."""
+        """Block for at most `EXCHANGE_SECONDS`."""
         self.settimeout(EXCHANGE_SECONDS if flag else 0.0)
 
 
@@ -63,14 +63,14 @@ class _Peer:
 
 
 class Bucket:
-    """Tokens that come back with time."""
+    """A token bucket."""
 
     def __init__(self, rate: float, burst: float, now: float) -> None:
         self._rate, self._burst = rate, burst
         self._tokens, self._at = burst, now
 
     def has(self, now: float) -> bool:
-        """Whether there is a token."""
+        """Return whether a token is available."""
         self._tokens = min(self._burst, self._tokens + (now - self._at) * self._rate)
         self._at = now
         return self._tokens >= 1.0
@@ -80,50 +80,50 @@ class Bucket:
 
 
 class Budget:
-    """Which addresses may begin a handshake. Times are seconds of a monotonic clock.
+    """The budget of handshakes by address. Times are seconds of a monotonic clock.
 
-    Its memory is bounded. A forgotten address begins with a full bucket, within the bucket of all unproven addresses.
+    Its memory is bounded. A dropped address starts with a full bucket, within the bucket of all unknown addresses.
     """
 
     def __init__(self, now: float) -> None:
-        self._together = Bucket(UNPROVEN_RATE, UNPROVEN_BURST, now)
-        self._unproven: OrderedDict[str, Bucket] = OrderedDict()
+        self._together = Bucket(UNKNOWN_RATE, UNKNOWN_BURST, now)
+        self._unknown: OrderedDict[str, Bucket] = OrderedDict()
         self._known: OrderedDict[str, float] = OrderedDict()
 
-    def admits(self, address: str, now: float) -> bool:
-        """Whether this address may begin a handshake; if so, it has."""
+    def take(self, address: str, now: float) -> bool:
+        """Take a handshake of this address from the budget; return whether it is allowed."""
         if self._known.get(address, now) > now:
             return True
-        bucket = self._unproven.setdefault(address, Bucket(ADDRESS_RATE, ADDRESS_BURST, now))
-        self._unproven.move_to_end(address)
-        while len(self._unproven) > _MOST_UNPROVEN:
-            self._unproven.popitem(last=False)
+        bucket = self._unknown.setdefault(address, Bucket(ADDRESS_RATE, ADDRESS_BURST, now))
+        self._unknown.move_to_end(address)
+        while len(self._unknown) > _MOST_UNKNOWN:
+            self._unknown.popitem(last=False)
         if not (bucket.has(now) and self._together.has(now)):
             return False
         bucket.take()
         self._together.take()
         return True
 
-    def proven(self, address: str, now: float) -> None:
-        """A controller has proven itself from there."""
+    def add_controller(self, address: str, now: float) -> None:
+        """Record that a controller has authenticated from this address."""
         self._known[address] = now + KNOWN_SECONDS
         self._known.move_to_end(address)
         while len(self._known) > _MOST_KNOWN:
             self._known.popitem(last=False)
 
 
-class Gate:
-    """In the place of a listening socket: what is accepted here is ready to be asked for its request."""
+class TlsGate:
+    """A listening socket whose `accept` returns authenticated connections that have sent data."""
 
     def __init__(self, listener: Any, identity: Identity) -> None:
         self._listener = listener
         self._identity = identity
         self._ready: deque[tuple[Connection, Any]] = deque()
-        self._told, self._tell = socket.socketpair()
-        self._told.setblocking(False)
-        # Both in the order of their deadlines.
-        self._shaking: dict[int, _Peer] = {}
-        self._silent: dict[int, _Peer] = {}
+        self._wakeup, self._waker = socket.socketpair()
+        self._wakeup.setblocking(False)
+        # Both are in the order of the deadlines.
+        self._handshakes: dict[int, _Peer] = {}
+        self._idle: dict[int, _Peer] = {}
         self._budget = Budget(time.monotonic())
         self._closing = False
         self._selector = selectors.DefaultSelector()
@@ -132,32 +132,32 @@ class Gate:
         self._thread = threading.Thread(target=self._run, name="gate", daemon=True)
         self._thread.start()
 
-    # -- what a server asks of a listening socket -----------------------------------------------------------
+    # -- the methods of a listening socket -------------------------------------------------------------------
 
     def fileno(self) -> int:
-        """Readable when somebody can be accepted."""
-        return self._told.fileno()
+        """Return a descriptor that is readable when a connection can be accepted."""
+        return self._wakeup.fileno()
 
     def getsockname(self) -> Any:
         return self._listener.getsockname()
 
     def setblocking(self, _: bool) -> None:
-        """It never blocks."""
+        """Do nothing: the gate never blocks."""
 
     def accept(self) -> tuple[Connection, Any]:
-        """A connection and its peer's address.
+        """Return a connection and the address of its client.
 
         Raises:
-            BlockingIOError: there is none.
+            BlockingIOError: no connection is ready.
         """
-        self._told.recv(1)
+        self._wakeup.recv(1)
         return self._ready.popleft()
 
     def close(self) -> None:
-        """Accept nobody any more; connections that were accepted go on."""
+        """Accept no more connections; accepted connections stay open."""
         self._closing = True
         with suppress(OSError):
-            self._tell.send(b".")
+            self._waker.send(b".")
         self._listener.close()
 
     # -- the thread -----------------------------------------------------------------------------------------
@@ -166,27 +166,27 @@ class Gate:
         while not self._closing:
             try:
                 for key, _ in self._selector.select(self._expire()):
-                    self._see_to(key.fd)
-            except Exception:  # noqa: BLE001 (the agent cannot be reached without this thread)
+                    self._handle(key.fd)
+            except Exception:  # noqa: BLE001 (without this thread the agent is not reachable)
                 if not self._closing:
-                    _log.exception("The gate")
+                    _log.exception("TLS gate failed; continuing in one second")
                     time.sleep(1.0)
 
-    def _see_to(self, number: int) -> None:
-        if number in self._shaking:
-            self._shake(self._shaking[number])
-        elif number in self._silent:
-            self._admit(self._silent[number])
+    def _handle(self, number: int) -> None:
+        if number in self._handshakes:
+            self._continue_handshake(self._handshakes[number])
+        elif number in self._idle:
+            self._admit(self._idle[number])
         else:
             self._accept()
 
     def _expire(self) -> float:
-        """Close who took too long; seconds until somebody else will have."""
+        """Close expired connections; return the seconds until the next expiry."""
         now = time.monotonic()
-        for peers in (self._shaking, self._silent):
+        for peers in (self._handshakes, self._idle):
             while peers and (first := next(iter(peers.values()))).deadline <= now:
                 self._close(first, "took too long")
-        deadlines = [next(iter(peers.values())).deadline for peers in (self._shaking, self._silent) if peers]
+        deadlines = [next(iter(peers.values())).deadline for peers in (self._handshakes, self._idle) if peers]
         return min(1.0, *(deadline - now for deadline in deadlines)) if deadlines else 1.0
 
     def _accept(self) -> None:
@@ -194,8 +194,8 @@ class Gate:
             plain, address = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        # The agent checks a new certificate of its own from its own address, which no other machine has.
-        if not self._budget.admits(address[0], time.monotonic()) and address[0] != _own(plain):
+        # The agent verifies a new certificate from its own address, which no other machine has.
+        if not self._budget.take(address[0], time.monotonic()) and address[0] != _local_address(plain):
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             plain.close()
             self._count("too many handshakes from there")
@@ -211,7 +211,9 @@ class Gate:
             self._count(f"{type(error).__name__}: {error}")
             return
         assert isinstance(wrapped, Connection)  # noqa: S101 (the context's class, for the type checker)
-        self._keep(self._shaking, _Peer(wrapped, address, time.monotonic() + HANDSHAKE_SECONDS), selectors.EVENT_READ)
+        self._keep(
+            self._handshakes, _Peer(wrapped, address, time.monotonic() + HANDSHAKE_SECONDS), selectors.EVENT_READ
+        )
 
     def _keep(self, peers: dict[int, _Peer], peer: _Peer, events: int) -> None:
         while len(peers) >= MOST:
@@ -219,7 +221,7 @@ class Gate:
         peers[peer.connection.fileno()] = peer
         self._selector.register(peer.connection, events)
 
-    def _shake(self, peer: _Peer) -> None:
+    def _continue_handshake(self, peer: _Peer) -> None:
         try:
             peer.connection.do_handshake()
         except ssl.SSLWantReadError:
@@ -235,29 +237,29 @@ class Gate:
                 return
             self._forget(peer)
             now = time.monotonic()
-            self._budget.proven(peer.address[0], now)
+            self._budget.add_controller(peer.address[0], now)
             peer.deadline = now + SILENT_SECONDS
             if peer.connection.pending():
-                self._pass_on(peer)
+                self._hand_over(peer)
             else:
-                self._keep(self._silent, peer, selectors.EVENT_READ)
+                self._keep(self._idle, peer, selectors.EVENT_READ)
 
     def _admit(self, peer: _Peer) -> None:
         self._forget(peer)
-        self._pass_on(peer)
+        self._hand_over(peer)
 
-    def _pass_on(self, peer: _Peer) -> None:
+    def _hand_over(self, peer: _Peer) -> None:
         self._ready.append((peer.connection, peer.address))
-        self._tell.send(b".")
+        self._waker.send(b".")
 
     def _forget(self, peer: _Peer) -> None:
         self._selector.unregister(peer.connection)
         number = peer.connection.fileno()
-        self._shaking.pop(number, None)
-        self._silent.pop(number, None)
+        self._handshakes.pop(number, None)
+        self._idle.pop(number, None)
 
     def _close(self, peer: _Peer, why: str) -> None:
-        if peer.connection.fileno() in self._shaking:
+        if peer.connection.fileno() in self._handshakes:
             self._count(why)
         self._forget(peer)
         peer.connection.close()
@@ -268,8 +270,8 @@ class Gate:
             refused[why] += 1
 
 
-def _own(connection: socket.socket) -> str | None:
-    """Our address of a connection; None if it has ended."""
+def _local_address(connection: socket.socket) -> str | None:
+    """Return the local address of a connection; None if it is closed."""
     try:
         return str(connection.getsockname()[0])
     except OSError:

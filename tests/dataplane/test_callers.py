@@ -14,7 +14,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from throwaway_authority import CLIENT, SERVER, Authority
 
 from amphora_agent.paths import Paths
-from amphora_agent.tls_gate import Gate
+from amphora_agent.tls_gate import TlsGate
 from amphora_agent.tls_identity import Identity
 from amphora_agent.x509 import callers
 from amphora_agent.x509.callers import AMPHORA_NAME, AMPHORA_PURPOSE
@@ -36,7 +36,7 @@ class Agent:
         self.address = ("127.0.0.1", 0)
         listener = socket.create_server(self.address)
         self.address = listener.getsockname()
-        self.gate = Gate(listener, self.identity)
+        self.gate = TlsGate(listener, self.identity)
         self._end, self._ended = socket.socketpair()
         self._thread = threading.Thread(target=self._answer)
         self._thread.start()

@@ -10,7 +10,7 @@ from amphora_agent.tls_gate import Budget
 
 
 def admitted(budget: Budget, address: str, times: int, now: float) -> int:
-    return sum(budget.admits(address, now) for _ in range(times))
+    return sum(budget.take(address, now) for _ in range(times))
 
 
 def test_one_address_has_a_burst_and_a_rate():
@@ -22,15 +22,15 @@ def test_one_address_has_a_burst_and_a_rate():
 
 def test_many_addresses_have_no_more_than_all_of_them():
     budget = Budget(0.0)
-    assert sum(budget.admits(f"address {number}", 0.0) for number in range(10000)) == tls_gate.UNPROVEN_BURST
-    assert sum(budget.admits(f"other {number}", 2.0) for number in range(10000)) == 2 * tls_gate.UNPROVEN_RATE
+    assert sum(budget.take(f"address {number}", 0.0) for number in range(10000)) == tls_gate.UNKNOWN_BURST
+    assert sum(budget.take(f"other {number}", 2.0) for number in range(10000)) == 2 * tls_gate.UNKNOWN_RATE
 
 
 def test_a_controller_is_not_limited_until_it_was_away_for_long():
     budget = Budget(0.0)
-    budget.proven("controller", 0.0)
+    budget.add_controller("controller", 0.0)
     for number in range(1000):
-        budget.admits(f"stranger {number}", 0.0)
+        budget.take(f"stranger {number}", 0.0)
     assert admitted(budget, "controller", 1000, tls_gate.KNOWN_SECONDS - 1) == 1000
     assert admitted(budget, "controller", 1000, tls_gate.KNOWN_SECONDS + 1) < 1000
 
@@ -41,16 +41,16 @@ def test_unproven_addresses_never_take_the_place_of_a_controller():
     chance = random.Random(1)
     for number in range(20000):
         now += chance.expovariate(1000)
-        if budget.admits(f"stranger {number % 3000}", now):
+        if budget.take(f"stranger {number % 3000}", now):
             begun.append(now)
-    assert len(begun) > tls_gate.UNPROVEN_BURST
+    assert len(begun) > tls_gate.UNKNOWN_BURST
     assert all(sum(at <= other < at + tls_gate.HANDSHAKE_SECONDS for other in begun) < tls_gate.MOST for at in begun)
 
 
 def test_what_it_remembers_is_bounded():
     budget = Budget(0.0)
     for number in range(5000):
-        budget.admits(f"stranger {number}", 0.0)
-        budget.proven(f"controller {number}", 0.0)
-    assert len(budget._unproven) <= tls_gate._MOST_UNPROVEN
+        budget.take(f"stranger {number}", 0.0)
+        budget.add_controller(f"controller {number}", 0.0)
+    assert len(budget._unknown) <= tls_gate._MOST_UNKNOWN
     assert len(budget._known) <= tls_gate._MOST_KNOWN
