@@ -80,11 +80,11 @@ def _check(node: Node) -> None:
     """Refuse unsupported options of one object."""
     _CHECKS[desired_objects.kind_of(node)](node)
     if isinstance(node, Pool):
-        pool_members.check_distinct(node)
-        udp.check_monitor(node)
+        pool_members.check_members_distinct(node)
+        udp.check_monitor_type(node)
     elif isinstance(node, Listener):
         for policy in node.l7policies:
-            options.check_policy_place(policy, node)
+            options.check_policy_listener(policy, node)
 
 
 class _Shared:
@@ -108,13 +108,13 @@ class _Shared:
         if isinstance(node, Listener) and tls.terminates(node):
             tls.listener_negotiation(node, oldest, ciphers or ours.tls_ciphers)
         elif isinstance(node, Listener) and node.uses_l4 and (pool := balancer.pool(node.default_pool_id)) is not None:
-            udp.check_families(pool, balancer.vips)
+            udp.check_address_families(pool, balancer.vips)
         elif isinstance(node, Pool) and node.tls_enabled:
             tls.pool_negotiation(node, oldest, ciphers or ours.tls_ciphers)
         elif isinstance(node, Pool) and node.uses_l4:
-            udp.check_algorithm(node)
+            udp.check_l4_algorithm(node)
             if balancer.is_default_pool(node):
-                udp.check_families(node, balancer.vips)
+                udp.check_address_families(node, balancer.vips)
         elif isinstance(node, LoadBalancer) and (node.vip_qos_policy_id or node.vip_sg_ids):
             name = chosen.network or str(self.conf.network.driver)
             options.check_vip_options(node, name, self.catalogue.network(name).supports)
@@ -141,7 +141,7 @@ def _translate_errors(method: F) -> F:
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            with cost_budget.one_request():
+            with cost_budget.request_budget():
                 return method(*args, **kwargs)
         except UnsupportedOption as error:
             raise exceptions.UnsupportedOptionError(**_fault(error)) from error
@@ -253,12 +253,12 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
         network, answered = shared.vip_network(from_octavia.get_id(Kind.LOAD_BALANCER, loadbalancer))
         try:
             flavor, zone = (from_octavia.get_value(loadbalancer, name) for name in ("flavor", "availability_zone"))
-            chosen = profile.choose(flavor, zone, shared.catalogue.deployment(), vip_network=network)
+            chosen = profile.choose_profile(flavor, zone, shared.catalogue.deployment(), vip_network=network)
             tree = msgspec.structs.replace(from_octavia.load_balancer(loadbalancer), profile=chosen)
             tree = tree if answered else without_addresses(tree)
             # Only validated: the later read from Octavia includes them.
-            certificates.contents(from_octavia.read_secrets(Kind.LOAD_BALANCER, loadbalancer))
-            availability_zones.check_vips(zone, tree.vips)
+            certificates.prepare_secrets(from_octavia.read_secrets(Kind.LOAD_BALANCER, loadbalancer))
+            availability_zones.check_zone_vips(zone, tree.vips)
             shared.recorder.create_load_balancer(tree, read_back=bool(tree.listeners or tree.pools))
         except StoreError:
             # The commit may have succeeded. If it has not, housekeeping releases the claimed addresses.
@@ -421,22 +421,22 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
     @_translate_errors
     def get_supported_flavor_metadata(self) -> dict[str, str]:
         """Return the supported flavor keys, with descriptions."""
-        return flavors.supported(_shared().catalogue.deployment())
+        return flavors.list_supported_keys(_shared().catalogue.deployment())
 
     @_translate_errors
     def validate_flavor(self, flavor_metadata: dict[str, Any]) -> None:
         """Refuse unsupported flavor keys or values."""
-        flavors.validate(flavor_metadata, _shared().catalogue.deployment())
+        flavors.validate_metadata(flavor_metadata, _shared().catalogue.deployment())
 
     @_translate_errors
     def get_supported_availability_zone_metadata(self) -> dict[str, str]:
         """Return the supported availability-zone keys, with descriptions."""
-        return availability_zones.supported(_shared().catalogue.deployment())
+        return availability_zones.list_supported_keys(_shared().catalogue.deployment())
 
     @_translate_errors
     def validate_availability_zone(self, availability_zone_metadata: dict[str, Any]) -> None:
         """Refuse unsupported availability-zone keys or values."""
-        availability_zones.validate(availability_zone_metadata, _shared().catalogue.deployment())
+        availability_zones.validate_metadata(availability_zone_metadata, _shared().catalogue.deployment())
 
     # --- create, update and delete of child objects -------------------------------------------------------------------
 
@@ -462,7 +462,7 @@ def _validate_and_seal(given: Mapping[SecretName, SecretMaterial]) -> dict[Secre
     vault = _shared().vault
     return {
         name: SealedSecret(content=vault.seal(one, secret_location(name)))
-        for name, one in certificates.contents(given).items()
+        for name, one in certificates.prepare_secrets(given).items()
     }
 
 

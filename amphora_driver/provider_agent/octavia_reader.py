@@ -275,7 +275,7 @@ class Reader:
             self._vault = Vault.load(self._conf.store.encryption_key_file)
         for name, material in given.items():
             try:
-                secret = certificates.pem(name.purpose, material)
+                secret = certificates.build_pem(name.purpose, material)
             except UnsupportedOption as error:
                 found[name] = SealedSecret(reason=str(error))
             else:

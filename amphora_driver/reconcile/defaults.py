@@ -30,7 +30,7 @@ def check(conf: ConfigOpts) -> None:
     said = {name: value for name, value in dict(conf.haproxy).items() if value is not None}
     try:
         flavors.SCHEMA.validate(said, {})
-        log_format.check(said.get("log_format", ""))
+        log_format.check_log_format(said.get("log_format", ""))
     except UnsupportedOption as error:
         raise ConfigurationError("use the options of [haproxy]", str(error).rstrip(".")) from error
 

@@ -291,4 +291,4 @@ def _log_format(listener: Listener, surroundings: Surroundings) -> Quoted:
     wanted = surroundings.settings.log_format
     if not _reads_http(listener):
         wanted = _VARIABLE.sub(_without_http, wanted)
-    return quoting.text(log_format.with_ids(wanted, ids), "the log format", listener.id)
+    return quoting.text(log_format.insert_ids(wanted, ids), "the log format", listener.id)

@@ -71,7 +71,7 @@ def verified_name(pool: Pool) -> Quoted | None:
     """
     if not pool.tls_enabled or pool.healthmonitor is None:
         return None
-    name = health_monitors.host(pool.healthmonitor)
+    name = health_monitors.parse_domain_name(pool.healthmonitor)
     return None if name is None else quoting.host_name(name.removesuffix("."), "the domain name", pool.healthmonitor.id)
 
 
@@ -82,8 +82,8 @@ def monitor(wanted: HealthMonitor, pool: Pool) -> Monitor | None:
         UnsupportedOption: an option of it is not served.
         QuotingError: HAProxy has no way to write a value of it.
     """
-    asked = health_monitors.checked(wanted)
-    udp.check_monitor(pool)
+    asked = health_monitors.parse_monitor(wanted)
+    udp.check_monitor_type(pool)
     pace: list[Quoted | int] = [
         _CHECK,
         _INTER,
@@ -119,7 +119,7 @@ def _encryption(wanted: HealthMonitor, pool: Pool) -> list[Quoted]:
     words = [_CHECK_SSL]
     if not pool.tls_enabled:
         words.append(_VERIFY_NONE)
-    name = health_monitors.host(wanted)
+    name = health_monitors.parse_domain_name(wanted)
     if name is not None:
         words += [_CHECK_SNI, quoting.host_name(name.removesuffix("."), "the domain name", wanted.id)]
     if pool.tls_enabled and pool.alpn_protocols and wanted.type is not MonitorType.TLS_HELLO:

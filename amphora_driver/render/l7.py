@@ -190,7 +190,7 @@ def _action(policy: L7Policy) -> Quoted:
         return _DENY
     if policy.action is L7Action.REDIRECT_TO_POOL:
         return _UNAVAILABLE
-    target = l7.redirect_target(policy)
+    target = l7.check_redirect_target(policy)
     if policy.action is L7Action.REDIRECT_PREFIX and not set("?#") & set(target):
         # HAProxy puts the request's path behind it, and that begins with a slash.
         target = target.rstrip("/") or "/"
@@ -254,7 +254,7 @@ def _acls(rule: L7Rule, name: Quoted, *, doubtful: bool) -> list[Quoted]:
     if rule.type is L7RuleType.SSL_CONN_HAS_CERT:
         return [quoting.words((_ACL, name, _HAS_CERTIFICATE))]
     if rule.type is L7RuleType.SSL_VERIFY_RESULT:
-        return [quoting.words((_ACL, name, _VERIFY_RESULT, l7.verify_result(rule)))]
+        return [quoting.words((_ACL, name, _VERIFY_RESULT, l7.parse_verify_result(rule)))]
     if rule.compare_type is L7Compare.REGEX:
         return _searches(rule, name, doubtful=doubtful)
     compare = L7Compare.ENDS_WITH if _is_suffix(rule) else rule.compare_type
@@ -277,17 +277,17 @@ _LONGEST = 4 * quoting.MAX_TEXT
 def _values(rule: L7Rule) -> tuple[str, ...]:
     """All spellings of what the rule looks for."""
     if rule.type is L7RuleType.PATH:
-        return l7.spellings(rule.value)
+        return l7.list_spellings(rule.value)
     if rule.type is L7RuleType.FILE_TYPE:
         dot = "." if _is_suffix(rule) else ""
-        return tuple(f"{dot}{value}" for value in l7.spellings(l7.extension(rule)))
+        return tuple(f"{dot}{value}" for value in l7.list_spellings(l7.parse_extension(rule)))
     return (rule.value,)
 
 
 def _is_suffix(rule: L7Rule) -> bool:
     """Whether a FILE_TYPE rule is about more than the last extension, as with `tar.gz`."""
     equal = rule.type is L7RuleType.FILE_TYPE and rule.compare_type is L7Compare.EQUAL_TO
-    return equal and "." in l7.extension(rule)
+    return equal and "." in l7.parse_extension(rule)
 
 
 def _fetches(rule: L7Rule) -> tuple[str, ...]:
@@ -325,17 +325,19 @@ def _searches(rule: L7Rule, name: Quoted, *, doubtful: bool) -> list[Quoted]:
     looked at: that is the only way to tell "no" from "no answer" for each of several values. An empty text is left
     empty by that, matching or not; PCRE2 said beforehand which it is.
     """
-    facts = l7.pattern(rule)
+    facts = l7.check_rule_pattern(rule)
     fold = rule.type is L7RuleType.HOST_NAME
     lines = []
     for fetch in _fetches(rule):
         if not doubtful:
-            value = quoting.text(regex.matching(rule.value), "the regular expression", rule.id, longest=_LONGEST)
+            value = quoting.text(
+                regex.matching_pattern(rule.value), "the regular expression", rule.id, longest=_LONGEST
+            )
             flags = (_FOLD, _MATCH[L7Compare.REGEX]) if fold else (_MATCH[L7Compare.REGEX],)
             lines.append(quoting.words((_ACL, name, _word(fetch), *flags, value)))
             continue
         left = quoting.substituted(
-            fetch, regex.not_matching(rule.value, facts), "i" if fold else "", "the regular expression", rule.id
+            fetch, regex.inverse_pattern(rule.value, facts), "i" if fold else "", "the regular expression", rule.id
         )
         lines.append(quoting.words((_ACL, name, left, _IS_NOT_EMPTY)))
         if facts.empty:

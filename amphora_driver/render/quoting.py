@@ -24,7 +24,9 @@ from amphora_driver.validation import addresses
 _IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _PORT = "(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 _WEIGHT = "(?:[1-9]?[0-9]|1[0-9]{2}|2[0-4][0-9]|25[0-6])"
-_ORDINARY_SERVER = re.compile(rf"server {_IDENTIFIER.pattern} {addresses.ORDINARY}:{_PORT} weight {_WEIGHT}")
+_ORDINARY_SERVER = re.compile(
+    rf"server {_IDENTIFIER.pattern} {addresses.PLAIN_MEMBER_ADDRESS}:{_PORT} weight {_WEIGHT}"
+)
 _TOKEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/+-]{0,127}")
 # Keywords, flags and sample fetches of our own, in a row.
 _KEYWORD = r"(?:[A-Za-z0-9.][A-Za-z0-9_.,:()/+-]*|-[a-z]|--|[{}]|%\[[a-z0-9_.,()]+\])"
@@ -278,10 +280,10 @@ def address(value: str, where: str, object_id: str | None = None) -> Quoted:
         QuotingError: not an address, with a scope (`fe80::1%eth0`), or the unspecified address, which HAProxy
             reads as "wherever the client wanted to go" (manual section 5.2).
     """
-    if isinstance(value, str) and addresses.is_ordinary(value):
+    if isinstance(value, str) and addresses.is_plain_member_address(value):
         return _quoted(value)
     try:
-        parsed = addresses.parse(value)
+        parsed = addresses.parse_address(value)
     except (ValueError, TypeError):
         _refuse(where, value, "it is not an IP address", object_id)
     if parsed.is_unspecified:

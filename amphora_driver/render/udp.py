@@ -166,7 +166,7 @@ def _known(vips: tuple[Vip, ...]) -> Iterator[str]:
     seen: set[str] = set()
     for vip in vips:
         try:
-            text = str(addresses.parse(vip.address))
+            text = str(addresses.parse_address(vip.address))
         except ValueError:
             continue
         if text not in seen:
@@ -218,7 +218,7 @@ def _log_format(listener: Listener, load_balancer: LoadBalancer, chosen: Default
         ModelError: no amphora takes it.
     """
     wanted = FLOW_FORMAT if chosen.log_format == LOG_FORMAT else chosen.log_format
-    made = log_format.with_ids(wanted, {"project_id": load_balancer.project_id, "lb_id": load_balancer.id})
+    made = log_format.insert_ids(wanted, {"project_id": load_balancer.project_id, "lb_id": load_balancer.id})
     if not made.isprintable() or not 1 <= len(made) <= LONGEST_FORMAT:
         reason = f"the log format is no line of up to {LONGEST_FORMAT} characters"
         raise render_errors.because(listener.id, reason, "Change the flavor key 'log_format', or the option.")
@@ -262,11 +262,11 @@ def _behind(
         checked = render_errors.attempt(lambda: (_monitor(monitor, pool),), monitor.id, refused)
     _check_id(pool.id)
     options.check_pool(pool)
-    capabilities.check_algorithm(pool)
+    capabilities.check_l4_algorithm(pool)
     persistence = None
     if kept is not None:
-        prefixes = capabilities.prefixes(kept.persistence_granularity)
-        seconds = capabilities.timeout(kept)
+        prefixes = capabilities.parse_granularity(kept.persistence_granularity)
+        seconds = capabilities.persistence_timeout(kept)
         persistence = VirtualPersistence(timeout=seconds, prefix_v4=prefixes.v4, prefix_v6=prefixes.v6)
     return _Behind(
         persistence=persistence,
@@ -279,16 +279,16 @@ def _member(member: Member, pool: Pool, vips: tuple[Vip, ...] | None) -> Virtual
     _check_id(member.id)
     options.check_member(member)
     if vips is not None:
-        capabilities.check_families(msgspec.structs.replace(pool, members=(member,)), vips)
+        capabilities.check_address_families(msgspec.structs.replace(pool, members=(member,)), vips)
     at = member.monitor_address
     return VirtualMember(
         id=member.id,
-        address=str(addresses.parse(member.address)),
+        address=str(addresses.parse_address(member.address)),
         port=member.protocol_port,
         weight=member.weight,
         backup=member.backup,
         enabled=member.admin_state_up,
-        check_address=None if at is None else str(addresses.parse(at)),
+        check_address=None if at is None else str(addresses.parse_address(at)),
         check_port=member.monitor_port,
     )
 
@@ -296,8 +296,8 @@ def _member(member: Member, pool: Pool, vips: tuple[Vip, ...] | None) -> Virtual
 def _monitor(monitor: HealthMonitor, pool: Pool) -> VirtualMonitor | None:
     """A pool's monitor; None if it is switched off. It is checked in any case."""
     _check_id(monitor.id)
-    asked = health_monitors.checked(monitor)
-    capabilities.check_monitor(pool)
+    asked = health_monitors.parse_monitor(monitor)
+    capabilities.check_monitor_type(pool)
     if not monitor.admin_state_up:
         return None
     http = asked if monitor.type is MonitorType.HTTP else None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""IP addresses as users write them, and which of them can be a member.
+"""Parser of IP addresses and networks, and the check of a member's address.
 
-Invariant: one parser for the check and for the rendering, so both speak of the same address.  Results are
-remembered: an address is parsed when it is first seen, not at every rendering of a thousand members.
+Invariant: validation and rendering use the same parser, so both use the same address. A cache holds the results: a
+rendering of a thousand members parses no address again.
 """
 
 from __future__ import annotations
@@ -14,69 +14,68 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 IPAddress = IPv4Address | IPv6Address
 IPNetwork = IPv4Network | IPv6Network
 
-_REMEMBERED = 16_384
+_CACHE_SIZE = 16_384
 _OCTET = r"(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-# Nearly every member's address. What a regular expression sees takes a tenth of the time of `ipaddress`, which matters
-# for thousands of them; what it does not see goes the long way.
-ORDINARY = rf"(?!0\.|127\.|169\.254\.)(?:22[0-3]|2[01][0-9]|1[0-9]{{2}}|[1-9]?[0-9])(?:\.{_OCTET}){{3}}"
-"""A pattern of IPv4 unicast addresses in canonical form that can be members."""
-_ORDINARY = re.compile(ORDINARY)
+# The form of most member addresses. The regular expression needs a tenth of the time of `ipaddress`, which matters for
+# thousands of members; other forms use `ipaddress`.
+PLAIN_MEMBER_ADDRESS = rf"(?!0\.|127\.|169\.254\.)(?:22[0-3]|2[01][0-9]|1[0-9]{{2}}|[1-9]?[0-9])(?:\.{_OCTET}){{3}}"
+"""Pattern of canonical IPv4 unicast addresses that can be members."""
+_PLAIN = re.compile(PLAIN_MEMBER_ADDRESS)
 
 
-@lru_cache(maxsize=_REMEMBERED)
-def parse(text: str) -> IPAddress:
-    """An address from its text form.
+@lru_cache(maxsize=_CACHE_SIZE)
+def parse_address(text: str) -> IPAddress:
+    """Return the address of its text form.
 
     Args:
         text: IPv4 or IPv6, without port, prefix or scope.
 
     Raises:
-        ValueError: anything else. `ipaddress` would take any text at all behind the `%` of a scope, hence the
-            refusal.
+        ValueError: the text has another form. A scope is refused because `ipaddress` accepts any text after its `%`.
     """
     if not isinstance(text, str) or "%" in text:
         raise ValueError("not an address, or an address with a scope")
-    # The colon decides the family; `ip_address` would try both.
+    # The colon determines the family; `ip_address` tries both.
     return IPv6Address(text) if ":" in text else IPv4Address(text)
 
 
-def is_ordinary(text: str) -> bool:
-    """Whether this is an IPv4 unicast address in canonical form that can be a member. False says nothing."""
-    return _ORDINARY.fullmatch(text) is not None
+def is_plain_member_address(text: str) -> bool:
+    """Whether the fast check accepts this address as a member. After False, the slow check decides."""
+    return _PLAIN.fullmatch(text) is not None
 
 
-@lru_cache(maxsize=_REMEMBERED)
+@lru_cache(maxsize=_CACHE_SIZE)
 def parse_network(text: str) -> IPNetwork:
-    """A network from its text form, in canonical form: bits behind the prefix are dropped, as the API does.
+    """Return the network of its text form. Bits after the prefix are cleared, as in Octavia's API.
 
     Raises:
-        ValueError: it is not an address with a prefix length (or without: then it is one address).
+        ValueError: the text is not an address with an optional prefix length.
     """
     if not isinstance(text, str) or "%" in text:
         raise ValueError("not a network, or one with a scope")
     return IPv6Network(text, strict=False) if ":" in text else IPv4Network(text, strict=False)
 
 
-def objection(text: str) -> str | None:
-    """Why this cannot be the address of a member, or None if it can."""
-    return None if isinstance(text, str) and is_ordinary(text) else _objection(text)
+def member_address_objection(text: str) -> str | None:
+    """Return the reason why an address cannot be a member's, or None if it can."""
+    return None if isinstance(text, str) and is_plain_member_address(text) else _find_objection(text)
 
 
-@lru_cache(maxsize=_REMEMBERED)
-def _objection(text: str) -> str | None:
-    """Why this cannot be the address of a member, or None if it can.
+@lru_cache(maxsize=_CACHE_SIZE)
+def _find_objection(text: str) -> str | None:
+    """Return the result of `member_address_objection` for any text.
 
-    A member at 127.0.0.1 would be the amphora, one at 169.254.169.254 the cloud's metadata service, one at
-    0.0.0.0 whatever the client asked for: a load balancer must not become a way to reach them.
+    A load balancer must not give access to the amphora itself (127.0.0.1), to the cloud's metadata service
+    (169.254.169.254), or to a destination that the client selects (0.0.0.0).
     """
     try:
-        parsed = parse(text)
+        parsed = parse_address(text)
     except ValueError:
         return "it is not an IP address"
-    seen = parsed.ipv4_mapped if isinstance(parsed, IPv6Address) and parsed.ipv4_mapped else parsed
-    if seen.is_loopback or seen.is_link_local or seen.is_multicast or seen.is_unspecified:
+    address = parsed.ipv4_mapped if isinstance(parsed, IPv6Address) and parsed.ipv4_mapped else parsed
+    if address.is_loopback or address.is_link_local or address.is_multicast or address.is_unspecified:
         return "a loopback, link-local, multicast or unspecified address cannot be a member"
-    # 0.0.0.0/8 is "this network", 240.0.0.0/4 is reserved and ends with the broadcast address.
-    if isinstance(seen, IPv4Address) and (seen.is_reserved or int(seen) < 2**24):
+    # 0.0.0.0/8 is "this network"; 240.0.0.0/4 is reserved and contains the broadcast address.
+    if isinstance(address, IPv4Address) and (address.is_reserved or int(address) < 2**24):
         return "a reserved address cannot be a member"
     return None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator's availability zone may say about load balancers of this provider.
+"""Validation of the metadata of availability zones.
 
-Invariant: what `supported` lists, `validate` accepts, and nothing else; the caller's metadata is never
-changed.
+Invariant: `validate_metadata` accepts exactly the keys that `list_supported_keys` returns, and never changes the
+caller's metadata.
 """
 
 from __future__ import annotations
@@ -13,54 +13,54 @@ from typing import cast
 from amphora_driver.errors import UnsupportedOption
 from amphora_driver.model.loadbalancer import Vip
 from amphora_driver.validation.backend_capabilities import Deployment
-from amphora_driver.validation.metadata_schema import Schema, Terms
+from amphora_driver.validation.metadata_schema import KeySupport, MetadataSchema
 
-SCHEMA = Schema("availability zone", "availability_zone.json")
-# What a compute backend has to fulfil.
+SCHEMA = MetadataSchema("availability zone", "availability_zone.json")
+# Keys that the compute backend must support.
 COMPUTE_KEYS = ("compute_zone", "volume_zone", "management_network")
 
 
-def supported(deployment: Deployment) -> dict[str, str]:
-    """Availability zone keys that are served, each with a description without commas."""
-    return SCHEMA.supported(_terms(deployment))
+def list_supported_keys(deployment: Deployment) -> dict[str, str]:
+    """Return the supported keys of availability zones, each with a description without commas."""
+    return SCHEMA.describe_supported(_key_support(deployment))
 
 
-def validate(metadata: Mapping[str, object] | None, deployment: Deployment) -> Mapping[str, object]:
+def validate_metadata(metadata: Mapping[str, object] | None, deployment: Deployment) -> Mapping[str, object]:
     """Check availability zone metadata.
 
-    A zone is good for every backend that can fulfil it: which one a load balancer gets, only its flavor says.
+    A key is accepted if at least one compute backend supports it. The flavor, not the zone, selects the backend.
 
     Args:
-        metadata: the zone's expanded metadata; None or empty is fine.
-        deployment: what there is to choose from.
+        metadata: the zone's expanded metadata; None or empty is valid.
+        deployment: the enabled backends.
 
     Raises:
-        UnsupportedOption: naming the key that is unknown, ill-typed or not served.
+        UnsupportedOption: a key is unknown, has a wrong type, or is not supported. The error contains the key.
     """
-    return SCHEMA.validate(metadata, _terms(deployment))
+    return SCHEMA.validate(metadata, _key_support(deployment))
 
 
-def check_vips(metadata: Mapping[str, object] | None, vips: Iterable[Vip]) -> None:
+def check_zone_vips(metadata: Mapping[str, object] | None, vips: Iterable[Vip]) -> None:
     """Refuse VIPs on networks that the zone does not allow.
 
     Raises:
-        UnsupportedOption: naming the network.
+        UnsupportedOption: a network is not allowed. The error contains its id.
     """
     allowed = cast("list[str] | None", (metadata or {}).get("valid_vip_networks"))
     for vip in vips if allowed is not None else ():
         if vip.network_id not in (allowed or ()):
             raise UnsupportedOption(
                 f"use the VIP {vip.address} on network {vip.network_id}",
-                "the availability zone does not allow VIPs on that network (valid_vip_networks)",
-                f"Choose one of {', '.join(allowed or ())}, or another availability zone.",
+                "the availability zone does not allow VIPs on this network (valid_vip_networks)",
+                f"Use one of the networks {', '.join(allowed or ())}, or another availability zone.",
             )
 
 
-def _terms(deployment: Deployment) -> dict[str, Terms]:
+def _key_support(deployment: Deployment) -> dict[str, KeySupport]:
     known = frozenset().union(*(backend.supports for backend in deployment.compute.values()))
     names = ", ".join(sorted(deployment.compute))
     return {
-        key: Terms(refusal=f"no compute backend of this deployment serves it ({names})")
+        key: KeySupport(refusal=f"no compute backend of this deployment supports it ({names})")
         for key in COMPUTE_KEYS
         if key not in known
     }

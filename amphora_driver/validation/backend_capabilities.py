@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a deployment has to choose from: its backends, what each of them can fulfil, and the defaults.
+"""The backends of a deployment, their capabilities, and the configured defaults.
 
-Invariant: plain values. Who finds the backends fills this in, so that everything decided from it is a pure function.
+Invariant: plain values. `plugins` fills them in, so all decisions that use them are pure functions.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from amphora_driver.model.enums import Topology
 
 
 class Backend(msgspec.Struct, frozen=True, kw_only=True):
-    """What a compute or network backend says of itself.
+    """Capabilities of a compute or network backend.
 
     Args:
-        name: its entry point.
-        supports: keys of flavors and availability zones it can fulfil.
-        wiring: how ports become interfaces: a compute and a network backend with the same word fit together.
+        name: name of its entry point.
+        supports: supported keys of flavors and availability zones.
+        wiring: how ports become interfaces. A compute and a network backend with the same value are compatible.
     """
 
     name: str
@@ -26,16 +26,16 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
-    """What may be chosen, by name, and what is chosen where nobody says anything.
+    """Enabled topologies and backends by name, and the defaults of flavors.
 
     Args:
-        topologies: topologies that are served.
-        compute: compute backends that are enabled.
-        network: network backends that are enabled.
-        process_connection_limit: the configured one, None where there is none.
-        tls_minimum_version: likewise.
-        tls_ciphers: likewise.
-        connection_logging: likewise.
+        topologies: supported topologies.
+        compute: enabled compute backends.
+        network: enabled network backends.
+        process_connection_limit: option of [haproxy]; None if it is not set.
+        tls_minimum_version: option of [haproxy]; None if it is not set.
+        tls_ciphers: option of [haproxy]; None if it is not set.
+        connection_logging: option of [haproxy].
     """
 
     topologies: tuple[str, ...]

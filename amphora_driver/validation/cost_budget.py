@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The work that the checks of one request may cost.
+"""Budget of processor time for the regular expressions of one request.
 
-Invariant: work is counted in steps of PCRE2 and in octets, not in seconds, so that a request has the same answer on
-every machine. All that one request may use takes less than a tenth of a second of a processor (docs/reference/l7.md).
+Invariant: the unit is PCRE2 steps and octets, not seconds, so a request has the same result on every machine. The
+budget of one request takes less than 0.1 s of a processor (docs/reference/l7.md).
 """
 
 from __future__ import annotations
@@ -11,49 +11,49 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-ONE_PATTERN = 1_600_000
-"""Steps for the check of one regular expression."""
+MAX_PATTERN_STEPS = 1_600_000
+"""Largest number of steps to check one regular expression."""
 
-ONE_REQUEST = 2_000_000
-"""Steps for all regular expressions of one request. A pattern that was checked before costs nothing."""
+MAX_REQUEST_STEPS = 2_000_000
+"""Largest number of steps for all regular expressions of one request. Cached results cost nothing."""
 
-ONE_REQUEST_OCTETS = 384 << 10
-"""Octets that are searched for all regular expressions of one request."""
-
-
-class Exhausted(Exception):
-    """The steps of this request are used up."""
+MAX_REQUEST_OCTETS = 384 << 10
+"""Largest number of octets that are searched for all regular expressions of one request."""
 
 
-class _Allowance:
+class BudgetExhausted(Exception):
+    """The budget of the request is exhausted."""
+
+
+class _Budget:
     def __init__(self) -> None:
-        self.steps = ONE_REQUEST
-        self.octets = ONE_REQUEST_OCTETS
+        self.steps = MAX_REQUEST_STEPS
+        self.octets = MAX_REQUEST_OCTETS
 
 
-_current: ContextVar[_Allowance | None] = ContextVar("allowance of a request", default=None)
+_current: ContextVar[_Budget | None] = ContextVar("budget of a request", default=None)
 
 
 @contextmanager
-def one_request() -> Iterator[None]:
-    """All checks within the block share one allowance. Outside of such a block, checks are limited one by one."""
-    token = _current.set(_Allowance())
+def request_budget() -> Iterator[None]:
+    """Give all checks in the block one budget. Without such a block, each check has its own limit."""
+    token = _current.set(_Budget())
     try:
         yield
     finally:
         _current.reset(token)
 
 
-def spend(steps: int, octets: int) -> None:
-    """Take the limit of a search, and the length of its text, from the allowance of the current request.
+def spend_budget(steps: int, octets: int) -> None:
+    """Subtract the limit of a search and the length of its text from the budget of the request.
 
     Raises:
-        Exhausted: fewer are left.
+        BudgetExhausted: the rest of the budget is too small.
     """
-    allowance = _current.get()
-    if allowance is None:
+    budget = _current.get()
+    if budget is None:
         return
-    if steps > allowance.steps or octets > allowance.octets:
-        raise Exhausted
-    allowance.steps -= steps
-    allowance.octets -= octets
+    if steps > budget.steps or octets > budget.octets:
+        raise BudgetExhausted
+    budget.steps -= steps
+    budget.octets -= octets

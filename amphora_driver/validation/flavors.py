@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator's flavor may say about load balancers of this provider.
+"""Validation of the metadata of flavors.
 
-Invariant: what `supported` lists, `validate` accepts (with the backend that serves it, where there are several), and
-nothing else; the caller's metadata is never changed. A flavor that contradicts itself is refused when it is made, not
-when somebody uses it.
+Invariant: `validate_metadata` accepts exactly the keys that `list_supported_keys` returns, if the flavor names a
+backend that supports them, and never changes the caller's metadata. Contradictions are refused when the operator
+creates the flavor, not when a user uses it.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from amphora_driver.errors import UnsupportedOption
 from amphora_driver.model.enums import Topology
 from amphora_driver.validation import log_format
 from amphora_driver.validation.backend_capabilities import Deployment
-from amphora_driver.validation.metadata_schema import NOT_YET, Schema, Terms
+from amphora_driver.validation.metadata_schema import NOT_SUPPORTED, KeySupport, MetadataSchema
 
-SCHEMA = Schema("flavor", "flavor.json")
-# What a compute or a network backend has to fulfil.
+SCHEMA = MetadataSchema("flavor", "flavor.json")
+# Keys that the compute or the network backend must support.
 COMPUTE_KEYS = ("compute_flavor", "amp_image_tag")
 NETWORK_KEYS = ("sriov_vip", "allow_member_sriov")
 _REMEDY = "Correct the flavor."
 
 
-def supported(deployment: Deployment) -> dict[str, str]:
-    """Flavor keys that are served, each with a description without commas."""
-    return SCHEMA.supported(_terms(deployment, {}, any_backend=True))
+def list_supported_keys(deployment: Deployment) -> dict[str, str]:
+    """Return the supported keys of flavors, each with a description without commas."""
+    return SCHEMA.describe_supported(_key_support(deployment, {}, any_backend=True))
 
 
-def validate(metadata: Mapping[str, object] | None, deployment: Deployment) -> Mapping[str, object]:
+def validate_metadata(metadata: Mapping[str, object] | None, deployment: Deployment) -> Mapping[str, object]:
     """Check flavor metadata.
 
     Args:
-        metadata: the flavor's expanded metadata; None or empty is fine.
-        deployment: what there is to choose from.
+        metadata: the flavor's expanded metadata; None or empty is valid.
+        deployment: the enabled backends and the defaults.
 
     Raises:
-        UnsupportedOption: naming the key that is unknown, ill-typed, not served, or contradicts another.
+        UnsupportedOption: a key is unknown, has a wrong type, is not supported, or contradicts another key.
     """
     named = metadata if isinstance(metadata, Mapping) else {}
-    checked = SCHEMA.validate(metadata, _terms(deployment, named))
+    checked = SCHEMA.validate(metadata, _key_support(deployment, named))
     _check_limits(checked, deployment)
     _check_tls(checked, deployment)
     _check_logging(checked, deployment)
@@ -48,11 +48,13 @@ def validate(metadata: Mapping[str, object] | None, deployment: Deployment) -> M
     return checked
 
 
-def _terms(deployment: Deployment, named: Mapping[str, object], *, any_backend: bool = False) -> dict[str, Terms]:
-    """The terms for a flavor that names these backends, or (`any_backend`) may still name any."""
+def _key_support(
+    deployment: Deployment, named: Mapping[str, object], *, any_backend: bool = False
+) -> dict[str, KeySupport]:
+    """Return the support of the keys for the named backends, or (`any_backend`) for any enabled backend."""
     topologies = tuple(one.value for one in Topology if one.value in deployment.topologies)
-    terms = {
-        "loadbalancer_topology": Terms(values=topologies),
+    support = {
+        "loadbalancer_topology": KeySupport(values=topologies),
         "compute_driver": _choice("compute", deployment.compute),
         "network_driver": _choice("network", deployment.network),
     }
@@ -61,32 +63,34 @@ def _terms(deployment: Deployment, named: Mapping[str, object], *, any_backend: 
         ("network", NETWORK_KEYS, deployment.network, deployment.default_network),
     ):
         name = named.get(f"{kind}_driver", default)
-        those = [one for one in backends.values() if any_backend or one.name == name]
+        candidates = [one for one in backends.values() if any_backend or one.name == name]
         for key in keys:
-            if not any(key in one.supports for one in those):
+            if not any(key in one.supports for one in candidates):
                 anywhere = any(key in one.supports for one in backends.values())
-                refusal = f"the {kind} backend {name} does not serve it" if anywhere or kind == "compute" else NOT_YET
-                terms[key] = Terms(refusal=refusal)
+                refusal = (
+                    f"the {kind} backend {name} does not support it" if anywhere or kind == "compute" else NOT_SUPPORTED
+                )
+                support[key] = KeySupport(refusal=refusal)
     named_network = named.get("network_driver", deployment.default_network)
-    those = [one for one in deployment.network.values() if any_backend or one.name == named_network]
-    if not any("client_address" in one.supports for one in those):
-        otherwise = f"the network backend {named_network} lets no packet out that has another sender"
-        terms["client_address"] = Terms(values=("hidden",), otherwise=otherwise)
-    return terms
+    candidates = [one for one in deployment.network.values() if any_backend or one.name == named_network]
+    if not any("client_address" in one.supports for one in candidates):
+        otherwise = f"the network backend {named_network} drops packets with a source address that is not the port's"
+        support["client_address"] = KeySupport(values=("hidden",), otherwise=otherwise)
+    return support
 
 
-def _choice(kind: str, backends: Mapping[str, object]) -> Terms:
-    return Terms(values=tuple(backends), otherwise=f"no such {kind} backend is enabled in this deployment")
+def _choice(kind: str, backends: Mapping[str, object]) -> KeySupport:
+    return KeySupport(values=tuple(backends), otherwise=f"no {kind} backend of this name is enabled in this deployment")
 
 
 def _check_limits(flavor: Mapping[str, Any], deployment: Deployment) -> None:
-    # A configured limit for each listener may well be above the flavor's for all: it is never reached then.
+    # Only the flavor's own connection_limit counts. A configured one above the limit of the amphora has no effect.
     one = flavor.get("connection_limit")
     all_together = flavor.get("process_connection_limit", deployment.process_connection_limit)
     if one is not None and all_together is not None and all_together < one:
         raise UnsupportedOption(
-            f"let a listener have {one} connections at once (connection_limit)",
-            f"its amphora takes only {all_together} (process_connection_limit)",
+            f"allow {one} concurrent connections to a listener (connection_limit)",
+            f"its amphora accepts only {all_together} (process_connection_limit)",
             _remedy(flavor, "connection_limit", "process_connection_limit"),
         )
 
@@ -99,7 +103,7 @@ def _check_tls(flavor: Mapping[str, Any], deployment: Deployment) -> None:
     if not any(one.startswith("TLS_") for one in str(ciphers).split(":")):
         raise UnsupportedOption(
             f"use the TLS ciphers {str(ciphers)[:80]} (tls_ciphers)",
-            "none of them is for TLS 1.3, and no older version is allowed (tls_minimum_version)",
+            "none of them is a cipher of TLS 1.3, and older versions are not allowed (tls_minimum_version)",
             _remedy(flavor, "tls_ciphers", "tls_minimum_version"),
         )
 
@@ -107,7 +111,7 @@ def _check_tls(flavor: Mapping[str, Any], deployment: Deployment) -> None:
 def _check_logging(flavor: Mapping[str, Any], deployment: Deployment) -> None:
     if "log_format" not in flavor:
         return
-    log_format.check(str(flavor["log_format"]))
+    log_format.check_log_format(str(flavor["log_format"]))
     if not flavor.get("connection_logging", deployment.connection_logging):
         raise UnsupportedOption(
             "use the flavor key 'log_format'",
@@ -120,11 +124,11 @@ def _check_topology(flavor: Mapping[str, Any]) -> None:
     if "vrrp_advert_interval" in flavor and flavor.get("loadbalancer_topology") == Topology.SINGLE:
         raise UnsupportedOption(
             "use the flavor key 'vrrp_advert_interval'",
-            "a load balancer with one amphora has nobody who would take over (loadbalancer_topology)",
+            "a load balancer with one amphora has no standby (loadbalancer_topology)",
             _REMEDY,
         )
 
 
 def _remedy(flavor: Mapping[str, object], *keys: str) -> str:
     configured = [key for key in keys if key not in flavor]
-    return f"{_REMEDY[:-1]}; {configured[0]} is the configured one." if configured else _REMEDY
+    return f"{_REMEDY[:-1]}; the value of {configured[0]} comes from the configuration." if configured else _REMEDY

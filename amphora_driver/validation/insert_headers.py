@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Request headers that a listener can insert.
+"""Validation of the request headers that a listener inserts.
 
-Invariant: every name that the API accepts (`octavia_lib.common.constants`) is here, and nothing else.
+Invariant: this module contains exactly the names that the API accepts (`octavia_lib.common.constants`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from amphora_driver.model.loadbalancer import Listener
 from amphora_driver.validation.unsupported import refuse
 
 FORWARDED_FOR = "X-Forwarded-For"
-"""The one header that is added to what the client sent: it is a list of hops."""
+"""The only header that keeps the client's value: it is a list of hops."""
 
 ABOUT_CONNECTION = (
     FORWARDED_FOR,
@@ -35,16 +35,23 @@ ABOUT_CERTIFICATE = (
 _OPTION = "listener option insert_headers"
 
 
-def check(listener: Listener) -> None:
-    """Refuse a header that cannot be inserted.
+def check_inserted_headers(listener: Listener) -> None:
+    """Refuse headers that the listener cannot insert.
 
     Raises:
-        UnsupportedOption: there is no such header, or not on a listener of this protocol.
+        UnsupportedOption: the name is unknown, or a listener of this protocol cannot insert the header.
     """
     for name in listener.insert_headers or ():
         if name not in ABOUT_CONNECTION and name not in ABOUT_CERTIFICATE:
-            refuse(_OPTION, name, "there is no such header", f"Use {', '.join(ABOUT_CONNECTION + ABOUT_CERTIFICATE)}.")
+            refuse(
+                _OPTION,
+                name,
+                "this header is unknown",
+                f"Use one of {', '.join(ABOUT_CONNECTION + ABOUT_CERTIFICATE)}.",
+            )
         if listener.protocol not in (ListenerProtocol.HTTP, ListenerProtocol.TERMINATED_HTTPS):
-            refuse(_OPTION, name, f"a {listener.protocol} listener does not read HTTP", "Leave it out.")
+            refuse(_OPTION, name, f"a {listener.protocol} listener does not process HTTP", "Remove the header.")
         if name in ABOUT_CERTIFICATE and listener.protocol is not ListenerProtocol.TERMINATED_HTTPS:
-            refuse(_OPTION, name, "only a TERMINATED_HTTPS listener sees certificates of clients", "Leave it out.")
+            refuse(
+                _OPTION, name, "only a TERMINATED_HTTPS listener receives certificates of clients", "Remove the header."
+            )

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which L7 policies and rules this provider serves, and what a rule's words mean.
+"""Validation of L7 policies and rules, and the parser of their values.
 
-Invariant: what `check_l7policy` and `check_l7rule` take can be written into HAProxy's configuration so that it means
-what the user wrote; everything else is refused by name.
+Invariant: HAProxy's configuration can express every accepted policy and rule with the meaning that the user intended.
+All others are refused.
 
-What an attribute means only with another type or action is not looked at: a rule that was a HEADER rule keeps its key
-when it becomes a PATH rule, and Octavia gives nobody a way to take it out.
+Attributes of another type or action are ignored: a HEADER rule that becomes a PATH rule keeps its key, because
+Octavia's API cannot remove the key.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import re
 from amphora_driver.model.enums import L7Action, L7Compare, L7RuleType
 from amphora_driver.model.loadbalancer import L7Policy, L7Rule
 from amphora_driver.validation import regex
-from amphora_driver.validation.unsupported import one_of, refuse
+from amphora_driver.validation.unsupported import refuse, require_one_of
 
 MAX_RULES = 50
-"""Rules of one policy, as in Octavia. HAProxy takes 64 words a line, of which an action needs up to seven."""
+"""Largest number of rules of a policy, as in Octavia. HAProxy accepts 64 words per line; an action needs seven."""
 
 REDIRECT_CODES = (301, 302, 303, 307, 308)
 DEFAULT_REDIRECT_CODE = 302
@@ -28,112 +28,126 @@ COMPARISONS: dict[L7RuleType, tuple[L7Compare, ...]] = {
     L7RuleType.SSL_CONN_HAS_CERT: (L7Compare.EQUAL_TO,),
     L7RuleType.SSL_VERIFY_RESULT: (L7Compare.EQUAL_TO,),
 }
-"""Octavia's API has FILE_TYPE with EQUAL_TO and REGEX only; the others mean something too."""
+"""Accepted comparisons. Octavia's API accepts FILE_TYPE with EQUAL_TO and REGEX only; the others work as well."""
 
 MAX_VERIFY_RESULT = 2**31 - 1
 
 _VALUE = {kind: f"value of an L7 rule of type {kind}:" for kind in L7RuleType}
 
-_LONGEST = 2048
-# RFC 9110, 5.6.2: the name of a header is a token; RFC 6265, 4.1.1: that of a cookie too.
+_MAX_BYTES = 2048
+# The name of a header (RFC 9110, 5.6.2) or a cookie (RFC 6265, 4.1.1) is a token.
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,255}")
 _DN_FIELD = re.compile(r"[A-Za-z][A-Za-z0-9-]{0,254}")
 _KEYS = {L7RuleType.HEADER: _NAME, L7RuleType.COOKIE: _NAME, L7RuleType.SSL_DN_FIELD: _DN_FIELD}
-# Field values have no control characters, and none of these survives a line of configuration.
+# Header values contain no control characters, and a line of the configuration cannot contain these characters.
 _FORBIDDEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _NUMBER = re.compile(r"[0-9]{1,10}")
 
 
 def check_l7policy(policy: L7Policy) -> None:
-    """Check the options of a policy; its rules have a check of their own.
+    """Check the options of a policy without its rules.
 
     Raises:
-        UnsupportedOption: an option, or a value of it, is not served.
+        UnsupportedOption: an option or its value is not supported.
     """
     if policy.action is L7Action.REDIRECT_TO_POOL:
         if not policy.redirect_pool_id:
-            refuse("L7 policy option redirect_pool_id", None, "the action needs a pool", "Name one.")
+            refuse(
+                "L7 policy option redirect_pool_id",
+                None,
+                "the action REDIRECT_TO_POOL needs a pool",
+                "Set redirect_pool_id.",
+            )
     elif policy.action is not L7Action.REJECT:
-        redirect_target(policy)
+        check_redirect_target(policy)
         if policy.redirect_http_code is not None:
-            one_of("L7 policy option redirect_http_code", policy.redirect_http_code, REDIRECT_CODES)
+            require_one_of("L7 policy option redirect_http_code", policy.redirect_http_code, REDIRECT_CODES)
 
 
-def redirect_target(policy: L7Policy) -> str:
-    """Where a redirecting policy sends a client, exactly as the user wrote it.
+def check_redirect_target(policy: L7Policy) -> str:
+    """Return the target of a redirecting policy without any change.
 
-    It becomes the value of a Location header, octet for octet: what a URI reference (RFC 3986) may not hold, like a
-    space or a letter that is not ASCII, is what the user chose to send; what a header cannot carry is refused.
+    HAProxy sends the text in a Location header. Characters that a URI reference (RFC 3986) does not permit, such as a
+    space, are the user's choice. Characters that a header cannot contain are refused.
 
     Raises:
-        UnsupportedOption: there is none, or it cannot stand in a header.
+        UnsupportedOption: the policy has no target, or a header cannot contain the target.
     """
     name = "redirect_url" if policy.action is L7Action.REDIRECT_TO_URL else "redirect_prefix"
     option, value = f"L7 policy option {name}", getattr(policy, name)
     if not value:
-        refuse(option, value, "the action needs it", "Give one.")
+        refuse(option, value, f"the action {policy.action} needs it", f"Set {name}.")
     _check_text(option, value)
     if value.strip() != value:
-        refuse(option, value, "a header does not keep white space around its value", "Leave it out, or write %20.")
+        refuse(option, value, "a header does not keep white space at its start or end", "Remove it, or write %20.")
     return str(value)
 
 
 def check_l7rule(rule: L7Rule) -> None:
-    """Check a rule.
+    """Check the options of a rule.
 
     Raises:
-        UnsupportedOption: an option, or a value of it, is not served.
-        ConfigurationError: it has a regular expression, and there is nothing here to check it with.
+        UnsupportedOption: an option or its value is not supported.
+        ConfigurationError: the rule has a regular expression, and PCRE2 is not installed on this host.
     """
     if rule.compare_type not in COMPARISONS[rule.type]:
-        one_of(f"compare_type of an L7 rule of type {rule.type}:", rule.compare_type, COMPARISONS[rule.type])
+        require_one_of(f"compare_type of an L7 rule of type {rule.type}:", rule.compare_type, COMPARISONS[rule.type])
     keys = _KEYS.get(rule.type)
     if keys is not None and not keys.fullmatch(rule.key or ""):
-        reason = "it is not a field of a name" if rule.type is L7RuleType.SSL_DN_FIELD else "it is not an HTTP token"
-        refuse(f"key of an L7 rule of type {rule.type}:", rule.key, reason, "Use letters, digits, '-'.")
+        reason = (
+            "it is not a field of a distinguished name"
+            if rule.type is L7RuleType.SSL_DN_FIELD
+            else "it is not a valid name"
+        )
+        refuse(f"key of an L7 rule of type {rule.type}:", rule.key, reason, "Use letters, digits and '-'.")
     option = _VALUE[rule.type]
     _check_text(option, rule.value)
     if rule.type is L7RuleType.SSL_CONN_HAS_CERT:
         if rule.value.lower() != "true":
-            refuse(option, rule.value, "the only value is True", "Use invert for the opposite.")
+            refuse(option, rule.value, "the only valid value is True", "Set invert for the opposite.")
     elif rule.type is L7RuleType.SSL_VERIFY_RESULT:
-        verify_result(rule)
+        parse_verify_result(rule)
     elif rule.compare_type is L7Compare.REGEX:
-        pattern(rule)
+        check_rule_pattern(rule)
     elif rule.type is L7RuleType.FILE_TYPE:
-        extension(rule)
+        parse_extension(rule)
 
 
-def pattern(rule: L7Rule) -> regex.Facts:
-    """Check the regular expression of a rule, and say what is known of it."""
-    return regex.check(_VALUE[rule.type], rule.value, caseless=rule.type is L7RuleType.HOST_NAME)
+def check_rule_pattern(rule: L7Rule) -> regex.PatternFacts:
+    """Check the regular expression of a rule; return its properties."""
+    return regex.check_pattern(_VALUE[rule.type], rule.value, caseless=rule.type is L7RuleType.HOST_NAME)
 
 
-def verify_result(rule: L7Rule) -> int:
-    """The number of an SSL_VERIFY_RESULT rule."""
+def parse_verify_result(rule: L7Rule) -> int:
+    """Return the number of an SSL_VERIFY_RESULT rule."""
     option = _VALUE[rule.type]
     if not _NUMBER.fullmatch(rule.value) or int(rule.value) > MAX_VERIFY_RESULT:
-        refuse(option, rule.value, "it is not the number of a result", f"Use 0 to {MAX_VERIFY_RESULT}.")
+        refuse(
+            option,
+            rule.value,
+            "it is not the number of a verification result",
+            f"Use a number from 0 to {MAX_VERIFY_RESULT}.",
+        )
     return int(rule.value)
 
 
-def extension(rule: L7Rule) -> str:
-    """What a FILE_TYPE rule compares the extension with: `jpg`, also where the user wrote `.jpg`.
+def parse_extension(rule: L7Rule) -> str:
+    """Return the extension of a FILE_TYPE rule without a dot at its start: `jpg` for `.jpg`.
 
-    Only EQUAL_TO can have a dot within (`tar.gz`): the extension proper is what follows the last one.
+    Only EQUAL_TO can contain a dot (`tar.gz`): other comparisons see the part after the last dot only.
     """
     value = rule.value.removeprefix(".")
     inner = "/" if rule.compare_type is L7Compare.EQUAL_TO else "/."
     if not value or any(character in value for character in inner):
-        refuse(_VALUE[rule.type], rule.value, "no extension can be like it", "Write it as in jpg or tar.gz.")
+        refuse(_VALUE[rule.type], rule.value, "no file extension matches it", "Use an extension such as jpg or tar.gz.")
     return value
 
 
-def spellings(value: str) -> tuple[str, ...]:
-    """A value and what clients make of it where only the characters of a URI can stand (RFC 3986, 2.1).
+def list_spellings(value: str) -> tuple[str, ...]:
+    """Return the value and its percent-encoded forms in a URI (RFC 3986, 2.1).
 
-    Those that no request line can have are percent-encoded, as octets of UTF-8, by every client, and those that are
-    not in the grammar by most; hexadecimal digits are of either case.
+    All clients encode characters that a request line cannot contain, as octets of UTF-8. Most clients encode the other
+    characters outside of the grammar. Hexadecimal digits have upper or lower case.
     """
     if value.isascii() and not _OUTSIDE.search(value):
         return (value,)
@@ -155,12 +169,12 @@ def _percent_lower(found: re.Match[str]) -> str:
 
 
 def _check_text(option: str, value: str) -> None:
-    if value and value.isascii() and value.isprintable() and len(value) <= _LONGEST:
-        # Nearly every value: everything below is about what these are not.
+    if value and value.isascii() and value.isprintable() and len(value) <= _MAX_BYTES:
+        # Fast path for most values.
         return
     if not value:
-        refuse(option, value, "it is empty", "Give a value.")
+        refuse(option, value, "it is empty", "Set a value.")
     if _FORBIDDEN.search(value):
-        refuse(option, value, "it contains control characters", "Leave them out.")
-    if len(value.encode()) > _LONGEST:
-        refuse(option, value, f"it is longer than {_LONGEST} bytes", "Choose a shorter one.")
+        refuse(option, value, "it contains control characters", "Remove them.")
+    if len(value.encode()) > _MAX_BYTES:
+        refuse(option, value, f"it is longer than {_MAX_BYTES} bytes", "Use a shorter value.")

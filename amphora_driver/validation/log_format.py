@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading the log-format an operator wrote (HAProxy configuration guide, 8.2.6).
+"""Validation of an operator's log-format (HAProxy configuration manual, section 8.2.6).
 
-Invariant: what is accepted here the agent accepts, and HAProxy can read it in an HTTP frontend, except that the
-arguments of sample expressions in `%[…]` are HAProxy's own to judge: they differ between its versions.
+Invariant: the agent accepts every accepted format, and HAProxy can parse it in an HTTP frontend. The arguments of
+sample expressions in `%[…]` are not checked: they differ between HAProxy's versions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from amphora_agent.directives.expressions import EXPRESSION
 from amphora_driver.errors import UnsupportedOption
 
-# Those of HAProxy 2.6; newer ones know them too.
+# The variables of HAProxy 2.6; newer versions have them, too.
 _VARIABLES = (
     "o B CC CS H HM HP HPO HQ HU HV ID ST T Ta Tc Td Th Ti Tl Tq TR Tr Ts Tt Tu Tw U ac b bc bi bp bq ci cp f fc fi fp "
     "ft hr hrl hs hsl lc ms pid r rc rt s sc si sp sq sslc sslv t tr trg trl ts tsc"
@@ -28,38 +28,38 @@ _FLAGS = re.compile(r"[+-][QXE](?:,[+-][QXE])*")
 _PLACE = re.compile(r"\{\{ ?(project_id|lb_id) ?\}\}")
 
 
-def check(text: str) -> None:
-    """Refuse what HAProxy could not read.
+def check_log_format(text: str) -> None:
+    """Refuse a format that HAProxy cannot parse.
 
     Raises:
-        UnsupportedOption: naming the variable, or the place.
+        UnsupportedOption: the format is not valid. The error contains the variable or the position.
     """
     at = 0
     while at < len(text):
         piece = _PIECE.match(text, at)
         if piece is None:
-            raise _refusal(
-                f"nothing that HAProxy knows begins at {text[at : at + 20]!r}", "Write %% for a percent sign."
-            )
+            raise _refusal(f"HAProxy cannot parse it from {text[at : at + 20]!r} on", "Write %% for a percent sign.")
         variable, flags = piece["variable"], piece["flags"]
         if variable is not None and variable not in VARIABLES:
-            raise _refusal(f"HAProxy has no variable %{variable}", "See its configuration guide, 8.2.6.")
+            raise _refusal(
+                f"HAProxy has no variable %{variable}", "See section 8.2.6 of HAProxy's configuration manual."
+            )
         if flags is not None and not _FLAGS.fullmatch(flags):
-            raise _refusal(f"{{{flags}}} are no flags", "Flags are +Q, +X and +E, and the same with a minus sign.")
+            raise _refusal(f"{{{flags}}} are not valid flags", "Use +Q, +X, +E, -Q, -X or -E.")
         expression = piece["expression"]
         if expression is not None and not _EXPRESSION.fullmatch(expression):
             raise _refusal(
-                f"amphorae do not accept the sample expression {expression!r}",
-                "See docs/reference/agent-api.md: none reads a file or the environment.",
+                f"the sample expression {expression!r} is not permitted",
+                "Use an expression that reads no file and no environment variable (docs/reference/agent-api.md).",
             )
         at = piece.end()
 
 
-def with_ids(text: str, ids: Mapping[str, str]) -> str:
-    """The same with ids of a load balancer in their places, in which HAProxy reads nothing.
+def insert_ids(text: str, ids: Mapping[str, str]) -> str:
+    """Return the format with the ids of a load balancer in place of the placeholders, with `%` escaped.
 
     Args:
-        ids: of `project_id` and `lb_id`.
+        ids: values of `project_id` and `lb_id`.
     """
     return _PLACE.sub(lambda match: ids[match[1]].replace("%", "%%"), text)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metadata that an operator attaches to flavors and availability zones, checked against a JSON schema.
+"""Validation of the metadata of flavors and availability zones by a JSON schema.
 
-Invariant: checking reads the caller's object and never changes it; a refusal names the key. The schema lists
-everything Octavia's operators know; the terms say which keys, and which of their values, a deployment serves.
+Invariant: the validation never changes the caller's object, and a refusal contains the key. The schema has all keys
+that operators of Octavia know; `KeySupport` states which keys and values the deployment supports.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ import msgspec
 
 from amphora_driver.errors import UnsupportedOption
 
-NOT_YET = "this provider does not serve it yet"
+NOT_SUPPORTED = "this provider does not support it"
 
 
-class Terms(msgspec.Struct, frozen=True):
-    """On what terms a key is served.
+class KeySupport(msgspec.Struct, frozen=True):
+    """Whether a deployment supports a key.
 
     Args:
-        refusal: why it is not, in words; None if it is.
-        values: the only values that are served; None stands for every value the schema takes.
-        otherwise: why other values are not.
+        refusal: reason why the key is not supported; None if it is.
+        values: the supported values; None for all values of the schema.
+        otherwise: reason why other values are not supported.
     """
 
     refusal: str | None = None
     values: tuple[str, ...] | None = None
-    otherwise: str = NOT_YET
+    otherwise: str = NOT_SUPPORTED
 
 
-class Schema:
-    """One kind of metadata.
+class MetadataSchema:
+    """The schema of flavors or of availability zones.
 
     Args:
-        what: its name in sentences ("flavor").
-        file_name: a JSON schema (draft-07) beside this module.
+        what: the name in messages ("flavor").
+        file_name: JSON schema (draft-07) in the directory of this module.
     """
 
     def __init__(self, what: str, file_name: str) -> None:
@@ -49,71 +49,73 @@ class Schema:
         self.properties: dict[str, dict[str, Any]] = document["properties"]
         self._validators = {key: jsonschema.Draft7Validator(schema) for key, schema in self.properties.items()}
 
-    def supported(self, terms: Mapping[str, Terms]) -> dict[str, str]:
-        """Served keys and their meanings, without commas: Octavia's client joins lists with those."""
+    def describe_supported(self, support: Mapping[str, KeySupport]) -> dict[str, str]:
+        """Return the supported keys with descriptions without commas, with which Octavia's client joins lists."""
         return {
-            key: self._meaning(key, terms.get(key, _FREE))
+            key: self._describe(key, support.get(key, _UNRESTRICTED))
             for key in self.properties
-            if terms.get(key, _FREE).refusal is None
+            if support.get(key, _UNRESTRICTED).refusal is None
         }
 
-    def validate(self, metadata: Mapping[str, object] | None, terms: Mapping[str, Terms]) -> Mapping[str, object]:
-        """Check metadata, and return it; an empty one where there is none.
+    def validate(
+        self, metadata: Mapping[str, object] | None, support: Mapping[str, KeySupport]
+    ) -> Mapping[str, object]:
+        """Check metadata and return it; for None, return empty metadata.
 
         Args:
-            metadata: what the operator wrote; None and empty say nothing and are fine.
-            terms: for keys of which not everything is served.
+            metadata: the operator's metadata; None and empty metadata are valid.
+            support: the keys with restrictions.
 
         Raises:
-            UnsupportedOption: a key nobody knows, a value of the wrong type or range, or something not served.
+            UnsupportedOption: a key is unknown, a value is not valid, or the deployment does not support it.
         """
         if metadata is None:
             return {}
         if not isinstance(metadata, Mapping):
-            raise self.refusal(f"metadata {_shown(metadata)}", "it is not an object of keys and values", terms)
+            raise self.refusal(f"metadata {_shorten(metadata)}", "it is not a JSON object", support)
         for key, value in metadata.items():
-            self._check(key, value, terms)
+            self._check(key, value, support)
         return metadata
 
-    def refusal(self, wanted: str, happened: str, terms: Mapping[str, Terms]) -> UnsupportedOption:
-        """The error that says so, and what would be served instead."""
+    def refusal(self, wanted: str, happened: str, support: Mapping[str, KeySupport]) -> UnsupportedOption:
+        """Return the error, with the supported keys and values as the remedy."""
         served = ", ".join(
-            f"{key} ({' or '.join(values)})" if (values := terms.get(key, _FREE).values) is not None else key
-            for key in self.supported(terms)
+            f"{key} ({' or '.join(values)})" if (values := support.get(key, _UNRESTRICTED).values) is not None else key
+            for key in self.describe_supported(support)
         )
         return UnsupportedOption(
-            f"use the {self._what} {wanted}", happened, f"Remove it or use what is served: {served}."
+            f"use the {self._what} {wanted}", happened, f"Remove it, or use a supported key and value: {served}."
         )
 
-    def _meaning(self, key: str, terms: Terms) -> str:
-        meaning = str(self.properties[key]["description"])
-        return meaning if terms.values is None else f"{meaning} Served: {' or '.join(terms.values)}."
+    def _describe(self, key: str, support: KeySupport) -> str:
+        description = str(self.properties[key]["description"])
+        return description if support.values is None else f"{description} Served: {' or '.join(support.values)}."
 
-    def _check(self, key: object, value: object, terms: Mapping[str, Terms]) -> None:
+    def _check(self, key: object, value: object, support: Mapping[str, KeySupport]) -> None:
         if not isinstance(key, str) or key not in self.properties:
-            raise self.refusal(f"key {_shown(key)}", "there is no such key", terms)
+            raise self.refusal(f"key {_shorten(key)}", "this key is unknown", support)
         error = next(self._validators[key].iter_errors(value), None)
         if error is not None:
-            raise self.refusal(f"key '{key}' with the value {_shown(value)}", _reason(error), terms)
-        mine = terms.get(key, _FREE)
-        if mine.refusal is not None:
-            raise self.refusal(f"key '{key}'", mine.refusal, terms)
-        if mine.values is not None and value not in mine.values:
-            raise self.refusal(f"key '{key}' with the value {_shown(value)}", mine.otherwise, terms)
+            raise self.refusal(f"key '{key}' with the value {_shorten(value)}", _reason(error), support)
+        own = support.get(key, _UNRESTRICTED)
+        if own.refusal is not None:
+            raise self.refusal(f"key '{key}'", own.refusal, support)
+        if own.values is not None and value not in own.values:
+            raise self.refusal(f"key '{key}' with the value {_shorten(value)}", own.otherwise, support)
 
 
-_FREE = Terms()
+_UNRESTRICTED = KeySupport()
 
 
-def _shown(value: object) -> str:
+def _shorten(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _reason(error: jsonschema.ValidationError) -> str:
-    """The validator's complaint as words; its own message would repeat the whole value."""
+    """Return the reason of a schema error; the validator's own message repeats the whole value."""
     wanted: Any = error.validator_value
-    it = f"its item {_shown(error.instance)}" if error.path else "it"
+    it = f"its item {_shorten(error.instance)}" if error.path else "it"
     rules = {
         "type": f"must be of type {wanted}",
         "minimum": f"must be {wanted} or more",
@@ -121,11 +123,11 @@ def _reason(error: jsonschema.ValidationError) -> str:
         "minLength": "must not be empty",
         "minItems": "must not be empty",
         "maxLength": f"must not be longer than {wanted} characters",
-        "uniqueItems": "must not name anything twice",
+        "uniqueItems": "must not contain a value twice",
     }
     if error.validator == "enum":
         return f"{it} must be one of {', '.join(map(str, wanted))}"
     if error.validator == "pattern":
         schema: Any = error.schema
         return f"{it} must be {schema['$comment']}"
-    return f"{it} {rules.get(str(error.validator), 'is not what the schema asks for')}"
+    return f"{it} {rules.get(str(error.validator), 'does not match the schema')}"

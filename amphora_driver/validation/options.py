@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which options, and which values of them, this provider serves.
+"""Validation of the options of each object that Octavia passes to the driver.
 
-Invariant: every check is a pure function of one object, without its children, and either returns or raises
-`UnsupportedOption` naming option and value.  The driver asks before it accepts, the renderer asks before it
-renders: one answer for both, so nothing is accepted and then silently ignored.  Values that Octavia's API
-fills in by itself are never refused.
+Invariant: every check is a pure function of one object without its children. It returns, or raises `UnsupportedOption`
+with the option and the value. The driver and the renderer use the same checks, so an accepted option is never ignored.
+Defaults that Octavia's API fills in are never refused.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from amphora_driver.model.loadbalancer import (
     SessionPersistence,
 )
 from amphora_driver.validation import addresses, health_monitors, insert_headers, l7, tls, udp
-from amphora_driver.validation.unsupported import NOT_YET, absent, between, one_of, refuse
+from amphora_driver.validation.unsupported import NOT_SUPPORTED, refuse, require_absent, require_between, require_one_of
 
 LISTENER_PROTOCOLS = (
     ListenerProtocol.HTTP,
@@ -46,13 +45,13 @@ ALGORITHMS = tuple(Algorithm)
 VNIC_TYPES = (None, "", "normal")
 MAX_WEIGHT = 256
 MAX_TIMEOUT = 2**31 - 1
-"""Milliseconds: what HAProxy's timers hold (manual section 2.5)."""
+"""Largest number of milliseconds of HAProxy's timers (manual section 2.5)."""
 
 VIP_OPTIONS = ("vip_qos_policy_id", "vip_sg_ids")
-"""Options of a load balancer that the network backend fulfils."""
+"""Options of a load balancer that the network backend implements."""
 
 READS_HTTP = (ListenerProtocol.HTTP, ListenerProtocol.TERMINATED_HTTPS)
-"""Listeners that read and change what their clients say."""
+"""Protocols of listeners that parse and change HTTP."""
 
 BEHIND: dict[ListenerProtocol, tuple[PoolProtocol, ...]] = {
     ListenerProtocol.TCP: _PROXIED,
@@ -63,165 +62,177 @@ BEHIND: dict[ListenerProtocol, tuple[PoolProtocol, ...]] = {
     ListenerProtocol.UDP: (PoolProtocol.UDP,),
     ListenerProtocol.SCTP: (PoolProtocol.SCTP,),
 }
-"""Which pools can stand behind which listeners (Octavia's own matrix)."""
+"""Pool protocols that each listener protocol accepts (Octavia's matrix)."""
 
 _TIMEOUTS = ("timeout_client_data", "timeout_member_connect", "timeout_member_data", "timeout_tcp_inspect")
-# RFC 6265: a cookie's name is a token.
+# The name of a cookie is a token (RFC 6265).
 _COOKIE_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,255}")
 
 
 def check_loadbalancer(load_balancer: LoadBalancer) -> None:
     """Check the options of the load balancer itself.
 
-    Flavor and availability zone are looked at once, when it is created (`capabilities.profile`); what its VIP has
-    besides addresses is for the network backend (`check_vip_options`).
+    `profile.choose_profile` checks flavor and availability zone at the creation. `check_vip_options` checks the options
+    of the VIP that depend on the network backend.
 
     Raises:
-        UnsupportedOption: an option, or a value of it, is not served.
+        UnsupportedOption: an option or its value is not supported.
     """
     for security_group_id in load_balancer.vip_sg_ids or ():
         if not security_group_id:
-            refuse("load balancer option vip_sg_ids", security_group_id, "it is no id", "Leave it out.")
+            refuse("load balancer option vip_sg_ids", security_group_id, "it is not an id", "Remove it.")
 
 
 def check_vip_options(load_balancer: LoadBalancer, backend: str, supports: Collection[str]) -> None:
-    """Refuse options of the VIP that a network backend does not know.
+    """Refuse options of the VIP that the network backend does not support.
 
     Args:
-        load_balancer: with its options.
-        backend: the name of the network backend.
-        supports: what it says that it can fulfil.
+        load_balancer: the load balancer with its options.
+        backend: name of the network backend.
+        supports: options that the backend supports.
 
     Raises:
-        UnsupportedOption: naming the option and the backend.
+        UnsupportedOption: the backend does not support an option.
     """
     for name in VIP_OPTIONS:
         if name not in supports:
-            reason = f"the network backend {backend} does not serve it"
-            absent(f"load balancer option {name}", getattr(load_balancer, name), reason)
+            reason = f"the network backend {backend} does not support it"
+            require_absent(f"load balancer option {name}", getattr(load_balancer, name), reason)
 
 
 def check_listener(listener: Listener) -> None:
-    """Check the options of a listener; its L7 policies have a check of their own.
+    """Check the options of a listener without its L7 policies.
 
-    TLS options of a listener that does not speak TLS say nothing (the API fills some of them in) and are not
-    looked at.
+    TLS options of a listener without TLS are ignored: the API fills some of them in.
 
     Raises:
-        UnsupportedOption: an option, or a value of it, is not served.
+        UnsupportedOption: an option or its value is not supported.
     """
     protocol = listener.protocol
-    one_of("listener protocol", protocol, LISTENER_PROTOCOLS)
-    between("listener option protocol_port", listener.protocol_port, 1, 65535)
+    require_one_of("listener protocol", protocol, LISTENER_PROTOCOLS)
+    require_between("listener option protocol_port", listener.protocol_port, 1, 65535)
     if listener.connection_limit != -1:
-        # HAProxy reads 0 as "no limit" (manual: maxconn), the opposite of what it says.
-        between("listener option connection_limit", listener.connection_limit, 1, MAX_TIMEOUT)
+        # For HAProxy, 0 means "no limit" (manual: maxconn), the opposite of the literal meaning.
+        require_between("listener option connection_limit", listener.connection_limit, 1, MAX_TIMEOUT)
     for name in _TIMEOUTS:
         value = getattr(listener, name)
         if value is not None:
-            between(f"listener option {name}", value, 0, MAX_TIMEOUT)
+            require_between(f"listener option {name}", value, 0, MAX_TIMEOUT)
     for cidr in listener.allowed_cidrs or ():
         try:
             addresses.parse_network(cidr)
         except ValueError:
-            refuse("listener option allowed_cidrs", cidr, "it is not a network", "Use one like 198.51.100.0/24.")
-    insert_headers.check(listener)
+            refuse(
+                "listener option allowed_cidrs",
+                cidr,
+                "it is not a network",
+                "Use the form 198.51.100.0/24 or 2001:db8::/32.",
+            )
+    insert_headers.check_inserted_headers(listener)
     _check_hsts(listener)
     if protocol is ListenerProtocol.PROMETHEUS:
-        absent("listener option default_pool_id", listener.default_pool_id, "a PROMETHEUS listener serves itself")
+        require_absent("listener option default_pool_id", listener.default_pool_id, "a PROMETHEUS listener has no pool")
     if listener.uses_l4:
-        udp.check_listener(listener)
-    tls.check_listener(listener)
+        udp.check_l4_listener(listener)
+    tls.check_listener_tls(listener)
 
 
 def _check_hsts(listener: Listener) -> None:
     age = listener.hsts_max_age
     if age is None:
-        # The other two say nothing without it: Octavia keeps them when a user takes the age away.
+        # Without the age, HSTS is off; Octavia keeps the other HSTS options when a user removes the age.
         return
     if listener.protocol is not ListenerProtocol.TERMINATED_HTTPS:
-        refuse("listener option hsts_max_age", age, "only a TERMINATED_HTTPS listener can send it", "Leave it out.")
-    between("listener option hsts_max_age", age, 0, MAX_TIMEOUT)
+        refuse(
+            "listener option hsts_max_age",
+            age,
+            "only a TERMINATED_HTTPS listener can send the HSTS header",
+            "Remove this option.",
+        )
+    require_between("listener option hsts_max_age", age, 0, MAX_TIMEOUT)
 
 
-def check_policy_place(policy: L7Policy, listener: Listener) -> None:
-    """Refuse an L7 policy where nothing reads what it decides by.
+def check_policy_listener(policy: L7Policy, listener: Listener) -> None:
+    """Refuse an L7 policy of a listener that does not process HTTP.
 
     Raises:
-        UnsupportedOption: naming the listener.
+        UnsupportedOption: the listener does not process HTTP.
     """
     if listener.protocol not in READS_HTTP:
-        reason = f"its listener {listener.id} is {listener.protocol}: nothing reads HTTP there"
-        refuse("L7 policy action", str(policy.action), reason, "Use a listener of HTTP or TERMINATED_HTTPS.")
+        reason = f"its listener {listener.id} has the protocol {listener.protocol} and does not process HTTP"
+        refuse(
+            "L7 policy action", str(policy.action), reason, "Use a listener with the protocol HTTP or TERMINATED_HTTPS."
+        )
 
 
 def check_pool(pool: Pool) -> None:
-    """Check the options of a pool; its members and its health monitor have checks of their own.
+    """Check the options of a pool without its members and its health monitor.
 
-    The other TLS options matter only with tls_enabled: the API fills in versions and ciphers for every pool.
+    Without tls_enabled the other TLS options are ignored: the API fills in versions and ciphers for every pool.
 
     Raises:
-        UnsupportedOption: an option, or a value of it, is not served.
+        UnsupportedOption: an option or its value is not supported.
     """
-    one_of("pool protocol", pool.protocol, POOL_PROTOCOLS)
-    one_of("pool option lb_algorithm", pool.lb_algorithm, ALGORITHMS)
+    require_one_of("pool protocol", pool.protocol, POOL_PROTOCOLS)
+    require_one_of("pool option lb_algorithm", pool.lb_algorithm, ALGORITHMS)
     if pool.session_persistence is not None:
-        check = udp.check_persistence if pool.uses_l4 else _check_persistence
+        check = udp.check_l4_persistence if pool.uses_l4 else _check_persistence
         check(pool, pool.session_persistence)
-    tls.check_pool(pool)
+    tls.check_pool_tls(pool)
 
 
 def _check_persistence(pool: Pool, persistence: SessionPersistence) -> None:
     option = "pool option session_persistence"
-    one_of(option, persistence.type, tuple(PersistenceType))
+    require_one_of(option, persistence.type, tuple(PersistenceType))
     if persistence.type is not PersistenceType.SOURCE_IP:
         if pool.protocol in (PoolProtocol.TCP, PoolProtocol.HTTPS):
             refuse(
                 option,
                 str(persistence.type),
-                f"nothing reads cookies on their way to a {pool.protocol} pool",
+                f"HAProxy does not read cookies for a {pool.protocol} pool",
                 "Use SOURCE_IP.",
             )
         name = persistence.cookie_name
         needed = bool(name) or persistence.type is PersistenceType.APP_COOKIE
         if needed and not (isinstance(name, str) and _COOKIE_NAME.fullmatch(name)):
-            refuse(f"{option} cookie_name", name, "no cookie has such a name", "Use letters, digits, '_' and '-'.")
-    reason = "it belongs to UDP and SCTP"
-    absent(f"{option} persistence_timeout", persistence.persistence_timeout, reason)
-    absent(f"{option} persistence_granularity", persistence.persistence_granularity, reason)
+            refuse(
+                f"{option} cookie_name", name, "it is not a valid name of a cookie", "Use letters, digits, '_' and '-'."
+            )
+    reason = "only UDP and SCTP pools have it"
+    require_absent(f"{option} persistence_timeout", persistence.persistence_timeout, reason)
+    require_absent(f"{option} persistence_granularity", persistence.persistence_granularity, reason)
 
 
 def check_member(member: Member) -> None:
     """Check the options of a member.
 
     Raises:
-        UnsupportedOption: an option, or a value of it, is not served; an address is one that can never be a
-            member.
+        UnsupportedOption: an option or its value is not supported, or an address cannot be a member's.
     """
     if member.vnic_type not in VNIC_TYPES:
-        refuse("member option vnic_type", member.vnic_type, NOT_YET, "Use normal.")
+        refuse("member option vnic_type", member.vnic_type, NOT_SUPPORTED, "Use the value normal.")
     _check_address("member option address", member.address)
-    between("member option protocol_port", member.protocol_port, 1, 65535)
-    between("member option weight", member.weight, 0, MAX_WEIGHT)
+    require_between("member option protocol_port", member.protocol_port, 1, 65535)
+    require_between("member option weight", member.weight, 0, MAX_WEIGHT)
     if member.monitor_address is not None:
         _check_address("member option monitor_address", member.monitor_address)
     if member.monitor_port is not None:
-        between("member option monitor_port", member.monitor_port, 1, 65535)
+        require_between("member option monitor_port", member.monitor_port, 1, 65535)
 
 
 def _check_address(option: str, value: str) -> None:
-    reason = addresses.objection(value)
+    reason = addresses.member_address_objection(value)
     if reason is not None:
-        refuse(option, value, reason, "Use a unicast address of a network the load balancer can reach.")
+        refuse(option, value, reason, "Use a unicast address in a network that the load balancer can reach.")
 
 
 def check_healthmonitor(monitor: HealthMonitor) -> None:
-    """Check the options of a health monitor. HTTP options of a monitor that does not speak HTTP say nothing.
+    """Check the options of a health monitor. HTTP options of a monitor without HTTP are ignored.
 
     Raises:
-        UnsupportedOption: an option, or a value of it, is not served.
+        UnsupportedOption: an option or its value is not supported.
     """
-    health_monitors.checked(monitor)
+    health_monitors.parse_monitor(monitor)
 
 
 check_l7policy = l7.check_l7policy

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The members of one pool, looked at together.
+"""Validation of all members of one pool together. Pure.
 
-Invariant: pure. However its address is written, a server is in a pool once: twice would be two weights, two health
-checks and two statistics for the same thing.
+Invariant: a pool contains each server once, in whatever form its address is written. A duplicate has two weights, two
+health checks and two sets of statistics.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from amphora_driver.model.loadbalancer import Pool
 from amphora_driver.validation import addresses
 
 
-def check_distinct(pool: Pool) -> None:
-    """Make sure that no two members of a pool are at one address and port.
+def check_members_distinct(pool: Pool) -> None:
+    """Refuse two members of a pool with the same address and port.
 
     Raises:
-        UnsupportedOption: two are.
+        UnsupportedOption: two members have the same address and port.
     """
     seen: set[tuple[object, int]] = set()
     for member in pool.members:
-        endpoint = (_parsed(member.address), member.protocol_port)
+        endpoint = (_normalize(member.address), member.protocol_port)
         if endpoint in seen:
             raise UnsupportedOption(
-                f"have two members of pool {pool.id} at {member.address} port {member.protocol_port}",
-                "a pool has a server once",
-                "Leave one of them out, or choose another address or port.",
+                f"add two members of pool {pool.id} with address {member.address} and port {member.protocol_port}",
+                "a pool can contain a server only once",
+                "Remove one of them, or use another address or port.",
             )
         seen.add(endpoint)
 
 
-def _parsed(address: str) -> object:
+def _normalize(address: str) -> object:
     try:
-        return addresses.parse(address)
+        return addresses.parse_address(address)
     except ValueError:
-        # Refused for itself, by the member's own check.
+        # `options.check_member` refuses an invalid address.
         return address

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing the profile of a new load balancer.
+"""Selection of the profile of a new load balancer. Pure.
 
-Invariant: pure. The flavor beats the configuration; wishes that contradict each other are refused in a sentence, never
-resolved in silence. What is chosen here stays with the load balancer: topology and backends for good, and of the rest
-what the flavor said. What nobody said stays open (None) and follows the configuration.
+Invariant: the flavor overrides the configuration, and contradictions are refused. The load balancer keeps its topology,
+its backends and all values of the flavor for its lifetime. A value that the flavor does not set is None and follows the
+configuration.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from amphora_driver.model.enums import Topology
 from amphora_driver.model.loadbalancer import Profile
 from amphora_driver.validation import availability_zones, flavors
 from amphora_driver.validation.backend_capabilities import Backend, Deployment
-from amphora_driver.validation.metadata_schema import NOT_YET
+from amphora_driver.validation.metadata_schema import NOT_SUPPORTED
 
 _WHOLE_NUMBERS = (
     "timeout_client_data",
@@ -39,87 +39,87 @@ _SAME_NAME = (
 )
 
 
-def choose(
+def choose_profile(
     flavor: Mapping[str, object] | None,
     zone: Mapping[str, object] | None,
     deployment: Deployment,
     *,
     vip_network: str | None = None,
 ) -> Profile:
-    """The profile of a load balancer with this flavor in this availability zone.
+    """Return the profile of a load balancer with this flavor in this availability zone.
 
     Args:
         flavor: the flavor's metadata.
         zone: the availability zone's metadata.
-        deployment: what there is to choose from, and the defaults.
-        vip_network: the network backend its VIPs were taken from already, before any flavor was known.
+        deployment: the enabled backends and the defaults.
+        vip_network: the network backend that has allocated the VIPs already, before the flavor is known.
 
     Raises:
-        UnsupportedOption: a wish that cannot be fulfilled, or not together with the others.
+        UnsupportedOption: a value is not supported, or contradicts another one.
     """
-    wishes: Mapping[str, Any] = flavors.validate(flavor, deployment)
-    place: Mapping[str, Any] = availability_zones.validate(zone, deployment)
-    compute = _backend("compute", wishes.get("compute_driver", deployment.default_compute), deployment.compute)
+    wanted: Mapping[str, Any] = flavors.validate_metadata(flavor, deployment)
+    zone_values: Mapping[str, Any] = availability_zones.validate_metadata(zone, deployment)
+    compute = _backend("compute", wanted.get("compute_driver", deployment.default_compute), deployment.compute)
     allocator = vip_network or deployment.default_network
-    network = _backend("network", wishes.get("network_driver", allocator), deployment.network)
+    network = _backend("network", wanted.get("network_driver", allocator), deployment.network)
     if network.name != allocator:
         raise UnsupportedOption(
             f"use the network backend {network.name} (flavor key network_driver)",
-            f"the VIP was taken from {allocator}, which is asked before the flavor is known",
-            f"Make {network.name} the default ([network] driver), or use another flavor.",
+            f"the network backend {allocator} has allocated the VIP before the flavor is known",
+            f"Use another flavor, or ask the operator to set [network] driver = {network.name}.",
         )
-    if wishes.get("client_address") == "preserved" and "client_address" not in network.supports:
+    if wanted.get("client_address") == "preserved" and "client_address" not in network.supports:
         raise UnsupportedOption(
-            "show members the addresses of clients (flavor key client_address)",
-            f"the network backend {network.name} lets no packet out that has another sender",
-            "Choose another flavor.",
+            "preserve the addresses of clients (flavor key client_address)",
+            f"the network backend {network.name} drops packets with a source address that is not the port's",
+            "Use another flavor.",
         )
     if compute.wiring != network.wiring:
         raise UnsupportedOption(
             f"boot amphorae with the compute backend {compute.name}",
-            f"it cannot plug ports of the network backend {network.name}",
-            "Choose another flavor.",
+            f"it cannot attach ports of the network backend {network.name}",
+            "Use another flavor.",
         )
     for key in availability_zones.COMPUTE_KEYS:
-        if key in place and key not in compute.supports:
+        if key in zone_values and key not in compute.supports:
             raise UnsupportedOption(
                 f"use the availability zone key '{key}'",
-                f"the compute backend {compute.name} does not serve it",
-                "Choose another availability zone, or a flavor with another compute backend.",
+                f"the compute backend {compute.name} does not support it",
+                "Use another availability zone, or a flavor with another compute backend.",
             )
     chosen: dict[str, Any] = {
-        **{key: place.get(key) for key in availability_zones.COMPUTE_KEYS},
-        # JSON says 5.0 for a whole number too.
-        **{key: int(wishes[key]) for key in _WHOLE_NUMBERS if key in wishes},
-        **{key: wishes[key] for key in _SAME_NAME if key in wishes},
+        **{key: zone_values.get(key) for key in availability_zones.COMPUTE_KEYS},
+        # A whole number can be 5.0 in JSON.
+        **{key: int(wanted[key]) for key in _WHOLE_NUMBERS if key in wanted},
+        **{key: wanted[key] for key in _SAME_NAME if key in wanted},
     }
     return Profile(
-        topology=_topology(wishes.get("loadbalancer_topology"), deployment),
+        topology=_topology(wanted.get("loadbalancer_topology"), deployment),
         compute=compute.name,
         network=network.name,
-        image_tag=wishes.get("amp_image_tag"),
-        vrrp_advert_interval=float(interval) if (interval := wishes.get("vrrp_advert_interval")) else None,
+        image_tag=wanted.get("amp_image_tag"),
+        vrrp_advert_interval=float(interval) if (interval := wanted.get("vrrp_advert_interval")) else None,
         **chosen,
     )
 
 
-def _topology(wish: str | None, deployment: Deployment) -> Topology:
-    chosen = Topology(wish) if wish else deployment.default_topology
+def _topology(name: str | None, deployment: Deployment) -> Topology:
+    chosen = Topology(name) if name else deployment.default_topology
     if chosen.value not in deployment.topologies:
         raise UnsupportedOption(
             f"use the configured topology {chosen}",
-            NOT_YET,
+            NOT_SUPPORTED,
             f"An operator can change [controller] loadbalancer_topology to {' or '.join(deployment.topologies)}.",
         )
     return chosen
 
 
 def _backend(kind: str, name: str, backends: Mapping[str, Backend]) -> Backend:
-    """The backend with this name; a flavor's was looked at already, but one that has a VIP may be disabled since."""
+    """Return the backend with this name; the backend of existing VIPs can be disabled meanwhile."""
     if name not in backends:
         raise UnsupportedOption(
             f"use the {kind} backend {name}",
             "it is not enabled in this deployment, or cannot be loaded",
-            f"What can be used is {', '.join(backends) or 'none'}; the log of Octavia's API says more.",
+            f"Enabled backends: {', '.join(backends) or 'none'}. The log of octavia-api has the details.",
         )
     return backends[name]

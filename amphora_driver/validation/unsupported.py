@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an option, or a value of it, is refused: by name, with the value, the reason and what to do instead.
+"""Refusal of an option or its value, with the reason and the remedy.
 
-Invariant: the sentence has one line and a bounded length, whatever the value is.
+Invariant: the message has one line and a limited length for every value.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import NoReturn
 
 from amphora_driver.errors import UnsupportedOption
 
-NOT_YET = "this provider does not serve it yet"
+NOT_SUPPORTED = "this provider does not support it"
 
-_LONGEST = 80
+_MAX_VALUE = 80
 
 
 def refuse(option: str, value: object, reason: str, remedy: str) -> NoReturn:
@@ -23,24 +23,24 @@ def refuse(option: str, value: object, reason: str, remedy: str) -> NoReturn:
         UnsupportedOption: always.
     """
     shown = ascii(value)
-    if len(shown) > _LONGEST:
-        shown = f"{shown[: _LONGEST - 3]}..."
+    if len(shown) > _MAX_VALUE:
+        shown = f"{shown[: _MAX_VALUE - 3]}..."
     raise UnsupportedOption(f"use {option} {shown}", reason, remedy)
 
 
-def one_of(option: str, value: object, served: Collection[object]) -> None:
-    """Refuse a value that is not served."""
-    if value not in served:
-        refuse(option, str(value), NOT_YET, f"Use one of {', '.join(map(str, served))}.")
+def require_one_of(option: str, value: object, supported: Collection[object]) -> None:
+    """Refuse a value that is not supported."""
+    if value not in supported:
+        refuse(option, str(value), NOT_SUPPORTED, f"Use one of {', '.join(map(str, supported))}.")
 
 
-def absent(option: str, value: object, reason: str = NOT_YET) -> None:
-    """Refuse any value but those that say nothing: None, False, empty."""
+def require_absent(option: str, value: object, reason: str = NOT_SUPPORTED) -> None:
+    """Refuse any value except None, False and empty ones."""
     if value:
-        refuse(option, value, reason, "Leave it out.")
+        refuse(option, value, reason, "Remove this option.")
 
 
-def between(option: str, value: object, low: int, high: int) -> None:
-    """Refuse what is not a whole number of this range; a bool is none."""
+def require_between(option: str, value: object, low: int, high: int) -> None:
+    """Refuse a value that is not a whole number of this range; a bool is not a number."""
     if type(value) is not int or not low <= value <= high:
-        refuse(option, value, f"it is not a whole number from {low} to {high}", "Choose a value in that range.")
+        refuse(option, value, f"it is not a whole number from {low} to {high}", "Use a value in this range.")

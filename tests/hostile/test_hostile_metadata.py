@@ -40,7 +40,7 @@ DEPLOYMENT = Deployment(
 @pytest.mark.parametrize("text", STRINGS, ids=ascii)
 def test_a_strange_key_is_refused(module, text):
     with pytest.raises(UnsupportedOption) as caught:
-        module.validate({text: "x"}, DEPLOYMENT)
+        module.validate_metadata({text: "x"}, DEPLOYMENT)
     shown(caught.value)
 
 
@@ -50,7 +50,7 @@ def test_a_strange_value_is_refused_by_the_name_of_its_key(module, key, schema):
     for text in STRINGS:
         for value in (text, [text]):
             try:
-                found = module.validate({key: value}, DEPLOYMENT)
+                found = module.validate_metadata({key: value}, DEPLOYMENT)
             except UnsupportedOption as error:
                 refused.append(error)
             else:

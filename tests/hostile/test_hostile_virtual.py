@@ -142,10 +142,10 @@ def objects(tree: LoadBalancer, owner: str) -> bool:
     try:
         CHECKS[LETTERS[owner]](node)
         if isinstance(node, Pool) and tree.is_default_pool(node):
-            capabilities.check_families(node, tree.vips)
+            capabilities.check_address_families(node, tree.vips)
         for pool in tree.pools:
             if node in pool.members and tree.is_default_pool(pool):
-                capabilities.check_families(trees.change(pool, members=(node,)), tree.vips)
+                capabilities.check_address_families(trees.change(pool, members=(node,)), tree.vips)
     except UnsupportedOption:
         return True
     return False
@@ -162,7 +162,7 @@ def judge(field: Field, value: str) -> None:
     assert render(tree).text == text, "HAProxy hears of it"
     now = document(tree, made).get("virtual_servers", [])
     near = [one for one in before if one["id"] == NEAR]
-    assert [one for one in now if one["id"] == NEAR] == near, "its neighbour is not what it was"
+    assert [one for one in now if one["id"] == NEAR] == near, "its neighbour is not valid was"
     if field.owner and field.name != "default_pool_id":
         assert bool(made.refused) == objects(tree, owner), "the door says something else"
     if made.refused:

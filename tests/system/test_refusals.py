@@ -46,8 +46,8 @@ LISTENERS = [
     ({"allowed_cidrs": ["2001:db8::/32"]}, OCTAVIAS, "2001:db8::/32 IP version incompatible"),
     ({"protocol": "TERMINATED_HTTPS"}, OCTAVIAS, "default certificate container reference must be provided"),
     ({**TLS, "default_tls_container_ref": "unknown"}, OCTAVIAS, "Could not retrieve certificate: ['unknown']"),
-    ({**TLS, "tls_versions": ["SSLv3"]}, OURS, "tls_versions 'SSLv3': the TLS library has no such version"),
-    ({**TLS, "tls_ciphers": "!aNULL"}, OURS, "tls_ciphers '!aNULL': it names no cipher"),
+    ({**TLS, "tls_versions": ["SSLv3"]}, OURS, "tls_versions 'SSLv3': this TLS version is unknown"),
+    ({**TLS, "tls_ciphers": "!aNULL"}, OURS, "tls_ciphers '!aNULL': it selects no cipher"),
     ({**TLS, "tls_ciphers": "TLS_AES_128_GCM_SHA256", "tls_versions": ["TLSv1.2"]}, OURS, "need TLSv1.3"),
     ({**TLS, "client_authentication": "MANDATORY"}, OCTAVIAS, "requires a client CA"),
 ]
@@ -58,23 +58,23 @@ POOLS = [
         OURS,
         "lb_algorithm 'LEAST_CONNECTIONS': for UDP with session_persistence the client's address selects the member",
     ),
-    ({"protocol": "SCTP", "tls_enabled": True}, OURS, "tls_enabled True: SCTP carries no TLS"),
+    ({"protocol": "SCTP", "tls_enabled": True}, OURS, "tls_enabled True: SCTP pools do not support TLS"),
     ({"protocol": "UDP", "session_persistence": {"type": "HTTP_COOKIE"}}, OCTAVIAS, "is not supported for UDP/SCTP"),
     (
         {"protocol": "UDP", "session_persistence": {**MASK, "persistence_granularity": "255.0.255.0"}},
         OURS,
-        "persistence_granularity '255.0.255.0': the bits of a client's address have to be the first ones",
+        "persistence_granularity '255.0.255.0': a mask must begin with at least one 1 bit",
     ),
     ({"lb_algorithm": "RANDOM"}, OCTAVIAS, "lb_algorithm"),
     (
         {"protocol": "TCP", "session_persistence": {"type": "HTTP_COOKIE"}},
         OURS,
-        "session_persistence 'HTTP_COOKIE': nothing reads cookies on their way to a TCP pool. Use SOURCE_IP",
+        "session_persistence 'HTTP_COOKIE': HAProxy does not read cookies for a TCP pool. Use SOURCE_IP",
     ),
     (
         {"protocol": "HTTPS", "session_persistence": {"type": "APP_COOKIE", "cookie_name": "x"}},
         OURS,
-        "session_persistence 'APP_COOKIE': nothing reads cookies on their way to a HTTPS pool",
+        "session_persistence 'APP_COOKIE': HAProxy does not read cookies for a HTTPS pool",
     ),
     ({"session_persistence": {"type": "APP_COOKIE"}}, OCTAVIAS, "cookie_name"),
     ({"session_persistence": {"type": "APP_COOKIE", "cookie_name": "a/b"}}, OCTAVIAS, "cookie_name"),
@@ -82,7 +82,7 @@ POOLS = [
     (
         {"tls_enabled": True, "tls_versions": ["TLSv1.1", "TLSv1.3"]},
         OURS,
-        "tls_versions 'TLSv1.1, TLSv1.3': TLSv1.2 would be negotiated too",
+        "tls_versions 'TLSv1.1, TLSv1.3': HAProxy would also negotiate TLSv1.2",
     ),
     ({"tls_enabled": True, "crl_container_ref": "lost"}, OCTAVIAS, "CA certificate reference is required"),
 ]
@@ -101,7 +101,7 @@ MONITORS = [
 MEMBERS = [
     ({"address": "192.0.2.11", "protocol_port": 8080}, TAKEN, "already using ip 192.0.2.11 on protocol_port 8080"),
     # Octavia compares addresses as text.
-    ({"address": "2001:0DB8:2::0:11"}, OURS, "2001:0DB8:2::0:11 port 80: a pool has a server once"),
+    ({"address": "2001:0DB8:2::0:11"}, OURS, "2001:0DB8:2::0:11 and port 80: a pool can contain a server only once"),
     ({"address": "127.0.0.1"}, OURS, "address '127.0.0.1': a loopback, link-local"),
     ({"address": "::ffff:127.0.0.1"}, OURS, "address '::ffff:127.0.0.1': a loopback, link-local"),
     ({"address": "169.254.169.254"}, OCTAVIAS, "169.254.169.254 is not a valid option for member address"),
@@ -111,10 +111,14 @@ MEMBERS = [
     ({"weight": 257}, OCTAVIAS, "weight"),
 ]
 RULES = [
-    ({**PATTERN, "value": "(a+)+$"}, OURS, "value of an L7 rule of type PATH: '(a+)+$': its effort explodes"),
+    (
+        {**PATTERN, "value": "(a+)+$"},
+        OURS,
+        "value of an L7 rule of type PATH: '(a+)+$': its effort grows exponentially",
+    ),
     ({**PATTERN, "value": "(a"}, OCTAVIAS, "Unable to parse regular expression"),
     ({**PATTERN, "value": r"(a)\1"}, OURS, "reference to non-existent subpattern (at character 4)"),
-    ({"type": "FILE_TYPE", "compare_type": "EQUAL_TO", "value": "a/b"}, OURS, "'a/b': no extension can be like it"),
+    ({"type": "FILE_TYPE", "compare_type": "EQUAL_TO", "value": "a/b"}, OURS, "'a/b': no file extension matches it"),
     ({"type": "FILE_TYPE", "compare_type": "CONTAINS", "value": "j"}, OCTAVIAS, "invalid comparison type"),
     ({"type": "HEADER", "compare_type": "EQUAL_TO", "key": "a b", "value": "x"}, OCTAVIAS, "Invalid characters in key"),
     ({"type": "PATH", "compare_type": "EQUAL_TO", "value": "a\nb"}, OCTAVIAS, "value"),
@@ -152,9 +156,9 @@ LOAD_BALANCERS = [
 ]
 FLAVORS = [
     ({"loadbalancer_topology": "ACTIVE_ACTIVE"}, "it must be one of SINGLE, ACTIVE_STANDBY"),
-    ({"sriov_vip": True}, "'sriov_vip': this provider does not serve it yet"),
-    ({"allow_member_sriov": True}, "'allow_member_sriov': this provider does not serve it yet"),
-    ({"colour": "blue"}, "'colour': there is no such key"),
+    ({"sriov_vip": True}, "'sriov_vip': this provider does not support it"),
+    ({"allow_member_sriov": True}, "'allow_member_sriov': this provider does not support it"),
+    ({"colour": "blue"}, "'colour': this key is unknown"),
     ({"loadbalancer_topology": 1}, "'loadbalancer_topology' with the value 1: it must be of type string"),
 ]
 
@@ -252,7 +256,7 @@ def test_members(place, asked, status, sentence):
     ("addresses", "status", "sentence"),
     [
         (["192.0.2.50", "192.0.2.50"], TAKEN, "192.0.2.50"),
-        (["2001:db8:2::50", "2001:0db8:2::0:50"], OURS, "a pool has a server once"),
+        (["2001:db8:2::50", "2001:0db8:2::0:50"], OURS, "a pool can contain a server only once"),
         (["192.0.2.50", "127.0.0.1"], OURS, "address '127.0.0.1'"),
     ],
 )

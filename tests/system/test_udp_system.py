@@ -331,7 +331,7 @@ def test_sctp_is_taken(cloud):
         ("pools/{pool}/members", "member", {"address": "2001:db8:2::11", "protocol_port": 1}, 501, "every VIP is IPv4"),
         ("healthmonitors", "healthmonitor", {"type": "TLS-HELLO"}, 400, "UDP-CONNECT/SCTP/TCP/HTTP health monitor"),
         ("healthmonitors", "healthmonitor", {"type": "UDP-CONNECT"}, 400, "delay value 1 should be larger than 3"),
-        ("l7policies", "l7policy", {"action": "REJECT"}, 501, "nothing reads HTTP there"),
+        ("l7policies", "l7policy", {"action": "REJECT"}, 501, "does not process HTTP"),
         ("listeners", "listener", {"protocol": "UDP", "protocol_port": 53}, 409, "protocol_port 53"),
     ],
 )

@@ -212,7 +212,7 @@ def test_options_that_this_backend_does_not_know(cloud, asked):
     answer = cloud.balancers.post(cloud.url("loadbalancers"), json={"loadbalancer": wish("odd", **asked)})
     assert answer.status_code == 501
     assert f"load balancer option {name}" in answer.text
-    assert "the network backend external does not serve it" in answer.text
+    assert "the network backend external does not support it" in answer.text
 
 
 def test_the_names_of_ids_are_real(cloud):

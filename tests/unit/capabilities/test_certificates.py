@@ -39,12 +39,12 @@ def server(certificate=LEAF.certificate_pem, private=LEAF.key_pem, intermediates
 
 
 def taken(material, purpose=Purpose.CERTIFICATE):
-    return certificates.pem(purpose, material).reveal().decode()
+    return certificates.build_pem(purpose, material).reveal().decode()
 
 
 def refusal(material, purpose=Purpose.CERTIFICATE):
     with pytest.raises(UnsupportedOption) as caught:
-        certificates.pem(purpose, material)
+        certificates.build_pem(purpose, material)
     said = str(caught.value)
     assert OPTION in said
     assert caught.value.__cause__ is None, "what a parser said may quote the content"
@@ -162,8 +162,8 @@ def old_kind():
         (server(private=LEAF.key_pem.replace("M", "N", 3)), "private key"),
         (server(certificate="garbage"), "no certificate"),
         (server(certificate=LEAF.der), "no certificate"),
-        (server(certificate="-----BEGIN CERTIFICATE-----\nTm90aGluZw==\n-----END CERTIFICATE-----\n"), "not what it"),
-        (server(intermediates=["-----BEGIN CERTIFICATE-----\n\n-----END CERTIFICATE-----\n"]), "not what it"),
+        (server(certificate="-----BEGIN CERTIFICATE-----\nTm90aGluZw==\n-----END CERTIFICATE-----\n"), "not valid"),
+        (server(intermediates=["-----BEGIN CERTIFICATE-----\n\n-----END CERTIFICATE-----\n"]), "not valid"),
         (server(certificate=LOWER.pem), "does not belong"),
         (server(intermediates=[MIDDLE.pem * 4000]), "larger"),
         (
@@ -173,7 +173,7 @@ def old_kind():
         *((server(self_signed(one), written(one)), word) for one, word in (
             (weak_rsa(), "1024 bits"),
             (old_curve(), "secp192r1"),
-            (old_kind(), "neither RSA"),
+            (old_kind(), "neither an RSA"),
         )),
         (server(intermediates=[self_signed(weak_rsa())]), "too short"),
     ],
@@ -197,7 +197,7 @@ def test_a_certificate_that_signed_itself_may_vouch_for_itself():
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        (LEAF.certificate_pem, "not a certificate authority's"),
+        (LEAF.certificate_pem, "does not belong to a certificate authority"),
         (LEAF.key_pem, "no certificate"),
         (ROOT.certificate.public_bytes(serialization.Encoding.DER), "no certificate"),
     ],
@@ -217,12 +217,12 @@ def test_a_revocation_list_is_one_of_the_authorities_own():
         authority: SecretMaterial(option="ca", text=secret(other.pem + ROOT.pem)),
         revoked: SecretMaterial(option=OPTION, text=secret(ROOT.revoke(LEAF) + other.revoke())),
     }
-    text = certificates.contents(given)[revoked].reveal().decode()
+    text = certificates.prepare_secrets(given)[revoked].reveal().decode()
     assert text.count("BEGIN X509 CRL") == 2
     stranger = Authority("other")
     given[revoked] = SecretMaterial(option=OPTION, text=secret(stranger.revoke(LEAF)))
-    with pytest.raises(UnsupportedOption, match="not signed by any") as caught:
-        certificates.contents(given)
+    with pytest.raises(UnsupportedOption, match="none of the given certificate authorities") as caught:
+        certificates.prepare_secrets(given)
     assert OPTION in str(caught.value)
 
 
@@ -239,7 +239,7 @@ def test_nothing_of_a_secret_shows():
     material = server()
     assert "PRIVATE" not in repr(material)
     assert "***" in repr(material)
-    assert repr(certificates.pem(Purpose.CERTIFICATE, material)) == "***"
+    assert repr(certificates.build_pem(Purpose.CERTIFICATE, material)) == "***"
 
 
 class Counted:

@@ -64,7 +64,7 @@ def test_the_examples_would_be_accepted():
         found = re.findall(rf"{option} '(.+?)'", text, re.DOTALL)
         assert found
         for one in found:
-            module.validate(json.loads(one), here)
+            module.validate_metadata(json.loads(one), here)
 
 
 def test_every_default_of_a_flavor_is_an_option_with_the_same_limits():

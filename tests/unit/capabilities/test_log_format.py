@@ -46,7 +46,7 @@ def haproxy(tmp_path, text):
 
 @pytest.mark.parametrize("text", GOOD)
 def test_accepted_by_both(tmp_path, text):
-    log_format.check(text)
+    log_format.check_log_format(text)
     found = haproxy(tmp_path, text)
     assert found.returncode == 0, found.stderr
 
@@ -54,7 +54,7 @@ def test_accepted_by_both(tmp_path, text):
 @pytest.mark.parametrize("text", REFUSED)
 def test_refused_by_name(text):
     with pytest.raises(UnsupportedOption, match="log_format"):
-        log_format.check(text)
+        log_format.check_log_format(text)
 
 
 @pytest.mark.parametrize("text", REFUSED[:8])

@@ -48,7 +48,7 @@ RICH = deployment(NETNS, IMAGES, network=(LOCAL, ELSEWHERE))
 @pytest.mark.parametrize("module", [flavors, availability_zones])
 def test_what_is_listed_is_what_is_accepted(module, here):
     assert set(module.SCHEMA.properties) <= set(GOOD), "every key is tried"
-    listed = module.supported(here)
+    listed = module.list_supported_keys(here)
     assert all(text and "," not in text for text in listed.values())
     for key in module.SCHEMA.properties:
         accepted = False
@@ -64,7 +64,7 @@ def test_what_is_listed_is_what_is_accepted(module, here):
 
 def _accepted(module, metadata, here):
     try:
-        module.validate(metadata, here)
+        module.validate_metadata(metadata, here)
     except UnsupportedOption:
         return False
     return True
@@ -72,30 +72,30 @@ def _accepted(module, metadata, here):
 
 def test_nothing_said_is_fine():
     for module in (flavors, availability_zones):
-        assert module.validate(None, PLAIN) == {}
-        assert module.validate({}, PLAIN) == {}
+        assert module.validate_metadata(None, PLAIN) == {}
+        assert module.validate_metadata({}, PLAIN) == {}
 
 
 def test_the_listing_names_the_values_that_are_served():
-    assert flavors.supported(RICH)["compute_driver"].endswith("Served: netns or images.")
-    assert flavors.supported(RICH)["loadbalancer_topology"].endswith("Served: SINGLE.")
+    assert flavors.list_supported_keys(RICH)["compute_driver"].endswith("Served: netns or images.")
+    assert flavors.list_supported_keys(RICH)["loadbalancer_topology"].endswith("Served: SINGLE.")
 
 
 @pytest.mark.parametrize(
     ("module", "metadata", "key", "reason"),
     [
-        (flavors, {"loadbalancer_topology": "ACTIVE_STANDBY"}, "loadbalancer_topology", "not serve"),
+        (flavors, {"loadbalancer_topology": "ACTIVE_STANDBY"}, "loadbalancer_topology", "not support"),
         (flavors, {"loadbalancer_topology": "TRIPLE"}, "loadbalancer_topology", "SINGLE, ACTIVE_STANDBY"),
         (flavors, {"loadbalancer_topology": None}, "loadbalancer_topology", "type string"),
-        (flavors, {"compute_driver": "nova"}, "compute_driver", "no such compute backend"),
-        (flavors, {"network_driver": "neutron"}, "network_driver", "no such network backend"),
+        (flavors, {"compute_driver": "nova"}, "compute_driver", "no compute backend of this name"),
+        (flavors, {"network_driver": "neutron"}, "network_driver", "no network backend of this name"),
         (flavors, {"compute_flavor": 5}, "compute_flavor", "type string"),
         (flavors, {"compute_flavor": ""}, "compute_flavor", "empty"),
         (flavors, {"compute_flavor": "x" * 256}, "compute_flavor", "longer than 255"),
-        (flavors, {"amp_image_tag": "t"}, "amp_image_tag", "compute backend netns does not serve it"),
-        (flavors, {"sriov_vip": False}, "sriov_vip", "not serve"),
+        (flavors, {"amp_image_tag": "t"}, "amp_image_tag", "compute backend netns does not support it"),
+        (flavors, {"sriov_vip": False}, "sriov_vip", "not support"),
         (flavors, {"sriov_vip": "yes"}, "sriov_vip", "type boolean"),
-        (flavors, {"allow_member_sriov": True}, "allow_member_sriov", "not serve"),
+        (flavors, {"allow_member_sriov": True}, "allow_member_sriov", "not support"),
         (flavors, {"timeout_tunnel": 0}, "timeout_tunnel", "1 or more"),
         (flavors, {"timeout_tunnel": 2_073_600_001}, "timeout_tunnel", "2073600000 or less"),
         (flavors, {"timeout_tunnel": "5s"}, "timeout_tunnel", "type integer"),
@@ -114,14 +114,14 @@ def test_the_listing_names_the_values_that_are_served():
         (flavors, {"vrrp_advert_interval": 0.01}, "vrrp_advert_interval", "0.05 or more"),
         (flavors, {"vrrp_advert_interval": 41}, "vrrp_advert_interval", "40 or less"),
         (flavors, {"vrrp_advert_interval": True}, "vrrp_advert_interval", "type number"),
-        (flavors, {"unknown": 1}, "unknown", "no such key"),
-        (flavors, {7: 1}, "7", "no such key"),
-        (flavors, ["x"], "flavor", "not an object"),
+        (flavors, {"unknown": 1}, "unknown", "key is unknown"),
+        (flavors, {7: 1}, "7", "key is unknown"),
+        (flavors, ["x"], "flavor", "not a JSON object"),
         (
             availability_zones,
             {"volume_zone": "v"},
             "volume_zone",
-            "no compute backend of this deployment serves it (netns)",
+            "no compute backend of this deployment supports it (netns)",
         ),
         (availability_zones, {"management_network": "n"}, "management_network", "no compute backend"),
         (availability_zones, {"valid_vip_networks": "n"}, "valid_vip_networks", "type array"),
@@ -134,13 +134,13 @@ def test_the_listing_names_the_values_that_are_served():
         ),
         (availability_zones, {"valid_vip_networks": ["n", "n"]}, "valid_vip_networks", "twice"),
         (availability_zones, {"compute_zone": ["a"]}, "compute_zone", "type string"),
-        (availability_zones, "zone-1", "zone-1", "not an object"),
+        (availability_zones, "zone-1", "zone-1", "not a JSON object"),
     ],
 )
 def test_refused(module, metadata, key, reason):
     before = copy.deepcopy(metadata)
     with pytest.raises(UnsupportedOption) as caught:
-        module.validate(metadata, PLAIN)
+        module.validate_metadata(metadata, PLAIN)
     assert key in str(caught.value)
     assert reason in str(caught.value)
     assert metadata == before
@@ -157,7 +157,7 @@ def test_refused(module, metadata, key, reason):
 )
 def test_a_flavor_that_contradicts_itself(flavor, words):
     with pytest.raises(UnsupportedOption) as caught:
-        flavors.validate(flavor, PLAIN)
+        flavors.validate_metadata(flavor, PLAIN)
     assert [word for word in words if word not in str(caught.value)] == []
 
 
@@ -171,9 +171,9 @@ def test_a_flavor_that_contradicts_itself(flavor, words):
     ],
 )
 def test_a_flavor_that_contradicts_the_configuration(flavor, configured):
-    with pytest.raises(UnsupportedOption, match=f"{next(iter(configured))} is the configured one"):
-        flavors.validate(flavor, deployment(**configured))
-    flavors.validate({}, deployment(**configured))
+    with pytest.raises(UnsupportedOption, match=f"{next(iter(configured))} comes from the configuration"):
+        flavors.validate_metadata(flavor, deployment(**configured))
+    flavors.validate_metadata({}, deployment(**configured))
 
 
 @pytest.mark.parametrize(
@@ -187,15 +187,15 @@ def test_a_flavor_that_contradicts_the_configuration(flavor, configured):
     ],
 )
 def test_what_only_looks_contradictory(flavor):
-    assert flavors.validate(flavor, PLAIN) == flavor
+    assert flavors.validate_metadata(flavor, PLAIN) == flavor
 
 
 def test_the_callers_objects_stay_as_they_are():
     left_out = ("connection_logging", "amp_image_tag", "vrrp_advert_interval")
-    flavor = {key: GOOD[key] for key in flavors.supported(RICH) if key not in left_out}
-    zone = {key: GOOD[key] for key in availability_zones.supported(RICH)}
+    flavor = {key: GOOD[key] for key in flavors.list_supported_keys(RICH) if key not in left_out}
+    zone = {key: GOOD[key] for key in availability_zones.list_supported_keys(RICH)}
     assert "valid_vip_networks" in zone
     before = copy.deepcopy((flavor, zone))
-    flavors.validate(flavor, RICH)
-    availability_zones.validate(zone, RICH)
+    flavors.validate_metadata(flavor, RICH)
+    availability_zones.validate_metadata(zone, RICH)
     assert (flavor, zone) == before

@@ -22,7 +22,7 @@ from amphora_driver.model.loadbalancer import (
     Vip,
 )
 from amphora_driver.validation import options
-from amphora_driver.validation.health_monitors import expected_codes
+from amphora_driver.validation.health_monitors import parse_expected_codes
 
 TLS_DEFAULTS = {
     "tls_versions": ("TLSv1.2", "TLSv1.3"),
@@ -225,7 +225,7 @@ def test_refused_by_name_and_value(check, wanted, option, value):
     [("200", "200"), ("200, 202", "200,202"), ("200-204", "200-204"), ("200,300-399 , 404", "200,300-399,404")],
 )
 def test_expected_codes(text, canonical):
-    assert expected_codes(text) == canonical
+    assert parse_expected_codes(text) == canonical
 
 
 @pytest.mark.parametrize(
@@ -233,4 +233,4 @@ def test_expected_codes(text, canonical):
 )
 def test_expected_codes_refused(text):
     with pytest.raises(UnsupportedOption):
-        expected_codes(text)
+        parse_expected_codes(text)

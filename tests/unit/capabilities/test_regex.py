@@ -33,7 +33,7 @@ from amphora_driver.validation import cost_budget, regex
     ],
 )
 def test_what_pcre2_takes(pattern):
-    regex.check("it", pattern)
+    regex.check_pattern("it", pattern)
 
 
 @pytest.mark.parametrize(
@@ -52,17 +52,17 @@ def test_what_pcre2_takes(pattern):
         ("(*ANYCRLF)(*UCP)a", "setting"),
         ("(?x)a # until the end", "part of another.*comments"),
         (r"a\Kb", r"part of another.*\\K is not allowed in lookarounds"),
-        ("a(?R)?b", "contains itself"),
-        (r"a\g<0>?b", "contains itself"),
-        ("a\0b", "cannot read"),
-        ("a\nb", "cannot read"),
-        ("a\ud800b", "cannot read"),
+        ("a(?R)?b", "refers to itself"),
+        (r"a\g<0>?b", "refers to itself"),
+        ("a\0b", "contains a control character"),
+        ("a\nb", "contains a control character"),
+        ("a\ud800b", "contains a control character"),
         ("(?:" + "a" * 1000 + "){60000}", "too large"),
     ],
 )
 def test_what_pcre2_refuses(pattern, said):
     with pytest.raises(UnsupportedOption, match=said) as caught:
-        regex.check("the rule", pattern)
+        regex.check_pattern("the rule", pattern)
     assert "the rule" in str(caught.value)
 
 
@@ -83,14 +83,14 @@ def test_what_pcre2_refuses(pattern, said):
     ],
 )
 def test_effort_that_explodes(pattern):
-    with pytest.raises(UnsupportedOption, match="explodes"):
-        regex.check("it", pattern)
+    with pytest.raises(UnsupportedOption, match="grows exponentially"):
+        regex.check_pattern("it", pattern)
 
 
 @pytest.fixture
 def steps(monkeypatch):
     """Limits of all searches that were made with one: what they cost at most."""
-    regex._judged.cache_clear()
+    regex._judge.cache_clear()
     run, limits = regex._Code.run, []
 
     def counted(code, text, limit=None):
@@ -103,7 +103,7 @@ def steps(monkeypatch):
 
     monkeypatch.setattr(regex._Code, "run", counted)
     yield limits
-    regex._judged.cache_clear()
+    regex._judge.cache_clear()
 
 
 EXPENSIVE = [f".*.*.*.*=(?:{'z' * length})?(k)*" for length in (100, 150, 236)]
@@ -112,43 +112,43 @@ EXPENSIVE = [f".*.*.*.*=(?:{'z' * length})?(k)*" for length in (100, 150, 236)]
 @pytest.mark.parametrize("pattern", EXPENSIVE)
 def test_a_check_has_a_total_budget(steps, pattern):
     """Each search of these patterns is allowed, and hundreds of them take seconds."""
-    with pytest.raises(UnsupportedOption, match="too many steps to check"):
-        regex.check("it", pattern)
-    assert 0 < sum(steps) <= cost_budget.ONE_PATTERN
+    with pytest.raises(UnsupportedOption, match="its check takes too many steps"):
+        regex.check_pattern("it", pattern)
+    assert 0 < sum(steps) <= cost_budget.MAX_PATTERN_STEPS
 
 
 def test_a_refusal_is_cached(steps):
     for _ in range(3):
         with pytest.raises(UnsupportedOption, match="too many steps"):
-            regex.check("it", EXPENSIVE[0])
+            regex.check_pattern("it", EXPENSIVE[0])
     cost = sum(steps)
-    with pytest.raises(UnsupportedOption, match="explodes"):
-        regex.check("it", "(a+)+$")
-    with pytest.raises(UnsupportedOption, match=r"another option.*explodes"):
-        regex.check("another option", "(a+)+$")
-    assert cost <= cost_budget.ONE_PATTERN
+    with pytest.raises(UnsupportedOption, match="grows exponentially"):
+        regex.check_pattern("it", "(a+)+$")
+    with pytest.raises(UnsupportedOption, match=r"another option.*grows exponentially"):
+        regex.check_pattern("another option", "(a+)+$")
+    assert cost <= cost_budget.MAX_PATTERN_STEPS
     assert sum(steps) - cost <= 2 * max(regex._TRIAL_STEPS)
 
 
 def check_all(patterns):
     for pattern in patterns:
-        regex.check("it", pattern)
+        regex.check_pattern("it", pattern)
 
 
 def test_a_request_has_a_budget(steps):
     patterns = [f"{number}[^q]{{0,50}}[^q]{{0,50}}=(?:{'x' * 50})?(k)*" for number in range(100)]
-    with cost_budget.one_request():
-        with pytest.raises(UnsupportedOption, match=r"this request take too many steps.*several requests"):
+    with cost_budget.request_budget():
+        with pytest.raises(UnsupportedOption, match=r"this request takes too many steps.*several requests"):
             check_all(patterns)
-        regex.check("it", patterns[0])
-        regex.check("it", "foo")
-    assert sum(steps) <= cost_budget.ONE_REQUEST
-    assert regex._Code.run.octets <= len(regex._TRIAL_STEPS) * cost_budget.ONE_REQUEST_OCTETS
+        regex.check_pattern("it", patterns[0])
+        regex.check_pattern("it", "foo")
+    assert sum(steps) <= cost_budget.MAX_REQUEST_STEPS
+    assert regex._Code.run.octets <= len(regex._TRIAL_STEPS) * cost_budget.MAX_REQUEST_OCTETS
     checked = len(steps)
     # None of them is refused for what others needed.
     for pattern in patterns:
-        with cost_budget.one_request():
-            regex.check("it", pattern)
+        with cost_budget.request_budget():
+            regex.check_pattern("it", pattern)
     assert len(steps) > checked
 
 
@@ -167,7 +167,7 @@ def test_a_request_has_a_budget(steps):
     ],
 )
 def test_facts(pattern, at_start, empty):
-    facts = regex.check("it", pattern)
+    facts = regex.check_pattern("it", pattern)
     assert (facts.at_start, facts.empty) == (at_start, empty)
 
 
@@ -194,44 +194,44 @@ PATTERNS = (
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_pattern_and_its_opposite(pattern, caseless):
     """For each text exactly one of the two is found."""
-    facts = regex.check("it", pattern, caseless=caseless)
+    facts = regex.check_pattern("it", pattern, caseless=caseless)
     fold = 8 if caseless else 0
-    yes = regex._Code(regex.matching(pattern), 0x2000 | fold)
-    no = regex._Code(regex.not_matching(pattern, facts), fold)
+    yes = regex._Code(regex.matching_pattern(pattern), 0x2000 | fold)
+    no = regex._Code(regex.inverse_pattern(pattern, facts), fold)
     for text in TEXTS:
         assert (yes.run(text.encode()) >= 0) is not (no.run(text.encode()) >= 0), text
 
 
 def test_where_there_is_no_answer_neither_is_found():
     pattern = "(?:a|b|ab)(?:.|b)*q"
-    facts = regex.check("it", pattern)
+    facts = regex.check_pattern("it", pattern)
     text = b"/" + b"ab" * 4000
-    assert regex._Code(regex.matching(pattern), 0x2000).run(text) < 0
-    assert regex._Code(regex.not_matching(pattern, facts), 0).run(text) < 0
+    assert regex._Code(regex.matching_pattern(pattern), 0x2000).run(text) < 0
+    assert regex._Code(regex.inverse_pattern(pattern, facts), 0).run(text) < 0
     # Longer than can be searched in time: no answer either, unless only the beginning counts.
-    long = b"/" + b"x" * regex.LONGEST
-    assert regex._Code(regex.not_matching("foo", regex.check("it", "foo")), 0).run(long) < 0
-    assert regex._Code(regex.not_matching("^foo", regex.check("it", "^foo")), 0).run(long) >= 0
+    long = b"/" + b"x" * regex.MAX_TEXT
+    assert regex._Code(regex.inverse_pattern("foo", regex.check_pattern("it", "foo")), 0).run(long) < 0
+    assert regex._Code(regex.inverse_pattern("^foo", regex.check_pattern("it", "^foo")), 0).run(long) >= 0
 
 
 def test_without_the_library(monkeypatch):
     """Nothing is said about any pattern, and it is an operator's error, not an object's."""
     regex._library.cache_clear()
-    regex._judged.cache_clear()
+    regex._judge.cache_clear()
     monkeypatch.setattr(regex, "LIBRARY", "libnothing-at-all.so.0")
     try:
         with pytest.raises(ConfigurationError, match="libnothing-at-all"):
-            regex.check("it", "a")
+            regex.check_pattern("it", "a")
     finally:
         monkeypatch.undo()
         regex._library.cache_clear()
-    regex.check("it", "a")
+    regex.check_pattern("it", "a")
 
 
 def test_an_answer_is_remembered(monkeypatch):
-    regex.check("it", "remembered")
+    regex.check_pattern("it", "remembered")
     monkeypatch.setattr(regex, "_Code", None)
-    regex.check("it", "remembered")
+    regex.check_pattern("it", "remembered")
 
 
 def test_compiled_patterns_are_given_back():

@@ -95,7 +95,7 @@ def test_a_listener_promises_nothing_it_has_not(protocol, more):
     ],
 )
 def test_a_mask_of_one_family_says_nothing_of_the_other(granularity, prefixes):
-    assert udp.prefixes(granularity) == prefixes
+    assert udp.parse_granularity(granularity) == prefixes
     options.check_pool(pool(session_persistence=kept(persistence_granularity=granularity)))
 
 
@@ -110,7 +110,7 @@ def test_what_is_no_mask(granularity):
 
 @pytest.mark.parametrize(("given", "seconds"), [(None, 360), (0, 360), (1, 1), (2678400, 2678400)])
 def test_how_long_a_client_stays(given, seconds):
-    assert udp.timeout(kept(persistence_timeout=given)) == seconds
+    assert udp.persistence_timeout(kept(persistence_timeout=given)) == seconds
 
 
 @pytest.mark.parametrize("given", [-1, 2678401, True, 1.5])
@@ -134,7 +134,7 @@ def test_nothing_has_cookies(protocol, wrong):
 
 @pytest.mark.parametrize("protocol", BOTH)
 def test_a_pool_does_not_encrypt(protocol):
-    assert "carries no TLS" in said(options.check_pool, pool(protocol, tls_enabled=True))
+    assert "pools do not support TLS" in said(options.check_pool, pool(protocol, tls_enabled=True))
 
 
 @pytest.mark.parametrize("protocol", BOTH)
@@ -142,33 +142,33 @@ def test_a_pool_does_not_encrypt(protocol):
 def test_monitors_of_virtual_pools(protocol, kind):
     options.check_healthmonitor(checked_by(kind).healthmonitor)
     if kind in (MonitorType.HTTPS, MonitorType.TLS_HELLO):
-        sentence = said(udp.check_monitor, checked_by(kind, protocol))
-        assert f"health monitor type '{kind}': members of {protocol} pools are not checked so" in sentence
+        sentence = said(udp.check_monitor_type, checked_by(kind, protocol))
+        assert f"health monitor type '{kind}': {protocol} pools do not support this type" in sentence
     else:
-        udp.check_monitor(checked_by(kind, protocol))
+        udp.check_monitor_type(checked_by(kind, protocol))
 
 
 @pytest.mark.parametrize("kind", ["UDP-CONNECT", "SCTP"])
 def test_monitors_of_other_pools(kind):
-    sentence = said(udp.check_monitor, checked_by(kind, "HTTP"))
-    assert f"health monitor type '{kind}': only members of UDP and SCTP pools are checked so" in sentence
-    udp.check_monitor(checked_by("TLS-HELLO", "TCP"))
-    udp.check_monitor(pool("TCP"))
+    sentence = said(udp.check_monitor_type, checked_by(kind, "HTTP"))
+    assert f"health monitor type '{kind}': only UDP and SCTP pools support this type" in sentence
+    udp.check_monitor_type(checked_by("TLS-HELLO", "TCP"))
+    udp.check_monitor_type(pool("TCP"))
 
 
 def test_an_algorithm_that_has_no_effect_with_persistence():
     kept = SessionPersistence(type=PersistenceType.SOURCE_IP)
     least = pool(lb_algorithm=Algorithm.LEAST_CONNECTIONS, session_persistence=kept)
-    sentence = said(udp.check_algorithm, least)
+    sentence = said(udp.check_l4_algorithm, least)
     assert "lb_algorithm 'LEAST_CONNECTIONS': for UDP with session_persistence the client's address" in sentence
     assert "the number of connections has no effect" in sentence
-    assert "Use SOURCE_IP, or no session_persistence" in sentence
+    assert "Use the algorithm SOURCE_IP, or remove session_persistence" in sentence
     for served in (
         pool(lb_algorithm=Algorithm.LEAST_CONNECTIONS),
         pool("TCP", lb_algorithm=Algorithm.LEAST_CONNECTIONS, session_persistence=kept),
         pool(lb_algorithm=Algorithm.SOURCE_IP_PORT, session_persistence=kept),
     ):
-        udp.check_algorithm(served)
+        udp.check_l4_algorithm(served)
 
 
 @pytest.mark.parametrize(
@@ -185,20 +185,20 @@ def test_an_algorithm_that_has_no_effect_with_persistence():
 )
 def test_packets_keep_their_family(members, addresses, refused):
     if refused is None:
-        udp.check_families(pool("UDP", *members), vips(*addresses))
+        udp.check_address_families(pool("UDP", *members), vips(*addresses))
     else:
-        sentence = said(udp.check_families, pool("UDP", *members), vips(*addresses))
-        assert f"member option address '{refused}': it is IPv" in sentence
-    udp.check_families(pool("TCP", *members), vips(*addresses))
+        sentence = said(udp.check_address_families, pool("UDP", *members), vips(*addresses))
+        assert f"member option address '{refused}': it is an IPv" in sentence
+    udp.check_address_families(pool("TCP", *members), vips(*addresses))
 
 
 @pytest.mark.parametrize("protocol", [one for one in ListenerProtocol if one not in options.READS_HTTP])
 def test_policies_need_somebody_who_reads(protocol):
     policy = L7Policy(id="y", listener_id="l", action=L7Action.REJECT, position=1)
-    assert f"is {protocol}: nothing reads HTTP there" in said(
-        options.check_policy_place, policy, listener(protocol.value)
+    assert f"has the protocol {protocol} and does not process HTTP" in said(
+        options.check_policy_listener, policy, listener(protocol.value)
     )
-    options.check_policy_place(policy, listener("HTTP"))
+    options.check_policy_listener(policy, listener("HTTP"))
 
 
 def test_each_listener_has_pools_of_its_own():
@@ -213,14 +213,15 @@ def test_each_listener_has_pools_of_its_own():
 def test_whom_members_see_is_for_the_network_to_say():
     open_ = msgspec.structs.replace(LOCAL, supports=frozenset({"client_address"}))
     assert (
-        profile.choose({"client_address": "preserved"}, {}, deployment(network=(open_,))).client_address == "preserved"
+        profile.choose_profile({"client_address": "preserved"}, {}, deployment(network=(open_,))).client_address
+        == "preserved"
     )
-    assert profile.choose({}, {}, deployment()).client_address is None
-    assert profile.choose({"client_address": "hidden"}, {}, deployment()).client_address == "hidden"
-    sentence = said(flavors.validate, {"client_address": "preserved"}, deployment())
-    assert "the network backend local lets no packet out that has another sender" in sentence
+    assert profile.choose_profile({}, {}, deployment()).client_address is None
+    assert profile.choose_profile({"client_address": "hidden"}, {}, deployment()).client_address == "hidden"
+    sentence = said(flavors.validate_metadata, {"client_address": "preserved"}, deployment())
+    assert "the network backend local drops packets with a source address" in sentence
     # The VIP was taken from another backend than the one that flavors are checked against.
     both = deployment(NETNS, network=(open_, ELSEWHERE))
-    flavors.validate({"client_address": "preserved"}, both)
+    flavors.validate_metadata({"client_address": "preserved"}, both)
     with pytest.raises(UnsupportedOption, match="client_address"):
-        profile.choose({"client_address": "preserved"}, {}, both, vip_network="elsewhere")
+        profile.choose_profile({"client_address": "preserved"}, {}, both, vip_network="elsewhere")

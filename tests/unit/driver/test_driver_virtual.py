@@ -151,12 +151,14 @@ def test_how_members_are_not_checked(virtual, kind):
 def test_what_only_virtual_members_are_checked_by(served, database):
     before = tree(database)
     for kind in ("UDP-CONNECT", "SCTP"):
-        refused(lambda kind=kind: served.health_monitor_create(monitor(kind)), f"type '{kind}'", "only members of UDP")
+        refused(
+            lambda kind=kind: served.health_monitor_create(monitor(kind)), f"type '{kind}'", "only UDP and SCTP pools"
+        )
     assert tree(database) == before
 
 
 def test_nobody_reads_http_there(virtual, database):
-    refused(lambda: virtual.l7policy_create(data_models.L7Policy(**POLICY)), "L7 policy", "nothing reads HTTP there")
+    refused(lambda: virtual.l7policy_create(data_models.L7Policy(**POLICY)), "L7 policy", "does not process HTTP")
     assert tree(database).listeners[0].l7policies == ()
 
 

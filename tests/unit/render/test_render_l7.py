@@ -174,10 +174,9 @@ def test_rules(wanted, lines):
 
 def test_doubt_about_a_regular_expression():
     """Who is kept out stays out: then the pattern is written so that no answer counts as a match."""
-    narrow = f"acl r path -m reg -- '(*LIMIT_MATCH={regex.STEPS})^/a'"
-    wide = (
-        f'acl r \'path,regsub("(*LIMIT_MATCH={regex.STEPS})(?n)\\\\A(?!(?:^/a\\\\E))[\\\\s\\\\S]*","","")\' -m len 1:'
-    )
+    steps = regex.MATCH_LIMIT
+    narrow = f"acl r path -m reg -- '(*LIMIT_MATCH={steps})^/a'"
+    wide = f'acl r \'path,regsub("(*LIMIT_MATCH={steps})(?n)\\\\A(?!(?:^/a\\\\E))[\\\\s\\\\S]*","","")\' -m len 1:'
     for action, invert, line in (
         ("REJECT", False, wide),
         ("REJECT", True, narrow),
@@ -327,9 +326,9 @@ def test_the_order_they_come_in_does_not_matter():
     ("wrong", "at_fault", "named"),
     [
         (policy("REJECT", 1, rule(value="", id="r")), "r", "PATH"),
-        (policy("REJECT", 1, rule("HEADER", key="a b", id="r")), "r", "token"),
+        (policy("REJECT", 1, rule("HEADER", key="a b", id="r")), "r", "not a valid name"),
         (policy("REJECT", 1, rule(compare="REGEX", value="(", id="r")), "r", "parenthesis"),
-        (policy("REJECT", 1, rule(compare="REGEX", value="(a+)+$", id="r")), "r", "explodes"),
+        (policy("REJECT", 1, rule(compare="REGEX", value="(a+)+$", id="r")), "r", "grows exponentially"),
         (policy("REJECT", 1, rule(id="or")), "or", "word of its own"),
         (policy("REJECT", 1, rule(id="OR")), "OR", "word of its own"),
         (policy("REJECT", 1, rule(id="a b")), "a b", "identifier"),

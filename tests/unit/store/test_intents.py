@@ -75,7 +75,7 @@ def test_what_is_not_recorded_is_refused(intents, database):
 
 def test_a_regular_expression_is_searched_before_the_transaction_begins(database, monkeypatch):
     """The transaction holds the lock of its load balancer, in SQLite the lock of all writers."""
-    intents = RequestRecorder(database, lambda node: isinstance(node, L7Rule) and l7.pattern(node) and None)
+    intents = RequestRecorder(database, lambda node: isinstance(node, L7Rule) and l7.check_rule_pattern(node) and None)
     intents.create_load_balancer(LoadBalancer(id="lb", project_id="demo", vip=VIP), read_back=False)
     intents.create_object(
         Kind.LISTENER, Listener(id="li", loadbalancer_id="lb", protocol=ListenerProtocol.HTTP, protocol_port=1)
