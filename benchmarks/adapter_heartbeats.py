@@ -16,8 +16,8 @@ from amphora_agent.stats import heartbeat_codec
 from amphora_agent.stats.collector import Collector
 from amphora_driver.database import tables
 from amphora_driver.health import status_writer
-from amphora_driver.health.amphora_reports import Ledger
-from amphora_driver.health.heartbeat_codec import amphora_id_of, open_datagram
+from amphora_driver.health.amphora_reports import AmphoraReports
+from amphora_driver.health.heartbeat_codec import decode_datagram, read_amphora_id
 from amphora_driver.health.receiver import Receiver
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae
@@ -38,11 +38,11 @@ class Heard:
         self._numbers = {}
         self._epoch, self._offset = 1, 0
         self._variants, self._batch, self._drained = 0, [], False
-        self._ledger = Ledger()
+        self._ledger = AmphoraReports()
         self._unwritten = set()
         # Write the time of every heartbeat; the default interval of one second is longer than a run.
-        status_writer._SEEN_EVERY = 0.0  # noqa: SLF001
-        self._bookkeeper = status_writer.Bookkeeper(self.database, self._ledger)
+        status_writer._HEARTBEAT_WRITE_INTERVAL = 0.0  # noqa: SLF001
+        self._bookkeeper = status_writer.StatusWriter(self.database, self._ledger)
 
     def hb_encode(self, message):
         if self._drained:
@@ -84,7 +84,7 @@ class Heard:
 
     def hb_decode(self, datagram):
         for part in (datagram, *datagram.rest):
-            open_datagram(part, self._keys[amphora_id_of(part)])
+            decode_datagram(part, self._keys[read_amphora_id(part)])
 
     def hb_apply(self, datagram):
         if datagram.used:  # the harness applies its first batch twice, and the receiver refuses replays
@@ -93,7 +93,7 @@ class Heard:
         if datagram.message["id"] in self._unwritten:
             self.hb_flush()
         for part in (datagram, *datagram.rest):
-            self._hear(open_datagram(part, self._keys[amphora_id_of(part)]))
+            self._hear(decode_datagram(part, self._keys[read_amphora_id(part)]))
 
     def _hear(self, heartbeat):
         if not self._ledger.accept(heartbeat, time.monotonic()):
@@ -181,7 +181,7 @@ class Beats:
         return datagram
 
     def beat_members(self, datagram):
-        report = open_datagram(datagram, heartbeat_key(str(self._amphora))).report
+        report = decode_datagram(datagram, heartbeat_key(str(self._amphora))).report
         return sum(len(pool.members) for pool in report.pools.values())
 
 

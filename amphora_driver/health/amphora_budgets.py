@@ -1,56 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a health manager one amphora may use.
+"""Token buckets that limit how much work one amphora causes in a health manager.
 
-Invariant: pure memory. Only amphorae whose signature was checked have a budget, so none can use up another one's. An
-amphora that is over its budget loses datagrams of its own.
+Invariant: pure memory. Only an amphora with a verified signature has a budget, so no amphora uses up another one's
+budget. An amphora above its budget loses its own datagrams only.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-# Datagrams in a second, and at once. A report of ten thousand members is split into about a dozen; members that change
-# are reported at once.
-DATAGRAMS, MOST_DATAGRAMS = 20.0, 200.0
-# Unpacked bytes in a second, and at once: reading a megabyte takes about ten milliseconds of a processor.
-OCTETS, MOST_OCTETS = float(1 << 20), float(8 << 20)
+# Datagrams per second, and in one burst. A report of ten thousand members needs about a dozen datagrams, and an agent
+# reports changed members at once.
+DATAGRAMS_PER_SECOND, DATAGRAM_BURST = 20.0, 200.0
+# Decompressed bytes per second, and in one burst. Parsing a megabyte takes about ten milliseconds of CPU time.
+BYTES_PER_SECOND, BYTE_BURST = float(1 << 20), float(8 << 20)
 
 
-class _Account(msgspec.Struct):
+class _Buckets(msgspec.Struct):
     datagrams: float
     octets: float
     at: float
 
 
-class Budgets:
-    """Token buckets, two for each amphora. For one thread."""
+class AmphoraBudgets:
+    """Two token buckets for each amphora. Not thread-safe, except for `forget`."""
 
     def __init__(self) -> None:
-        self._accounts: dict[str, _Account] = {}
+        self._buckets: dict[str, _Buckets] = {}
 
-    def take(self, amphora_id: str, now: float) -> bool:
-        """Whether one more datagram of this amphora may be unpacked; if so, it is counted.
+    def take_datagram(self, amphora_id: str, now: float) -> bool:
+        """Return whether one more datagram of this amphora may be decompressed, and count it if so.
 
         Args:
-            now: on `time.monotonic()`'s clock.
+            now: time of `time.monotonic()`.
         """
-        account = self._accounts.get(amphora_id)
-        if account is None:
-            account = self._accounts[amphora_id] = _Account(MOST_DATAGRAMS, MOST_OCTETS, now)
-        passed = now - account.at
-        account.at = now
-        account.datagrams = min(MOST_DATAGRAMS, account.datagrams + passed * DATAGRAMS)
-        account.octets = min(MOST_OCTETS, account.octets + passed * OCTETS)
-        if account.datagrams < 1 or account.octets <= 0:
+        buckets = self._buckets.get(amphora_id)
+        if buckets is None:
+            buckets = self._buckets[amphora_id] = _Buckets(DATAGRAM_BURST, BYTE_BURST, now)
+        passed = now - buckets.at
+        buckets.at = now
+        buckets.datagrams = min(DATAGRAM_BURST, buckets.datagrams + passed * DATAGRAMS_PER_SECOND)
+        buckets.octets = min(BYTE_BURST, buckets.octets + passed * BYTES_PER_SECOND)
+        if buckets.datagrams < 1 or buckets.octets <= 0:
             return False
-        account.datagrams -= 1
+        buckets.datagrams -= 1
         return True
 
-    def charge(self, amphora_id: str, octets: int) -> None:
-        """Count the unpacked bytes of a datagram. Bytes above the budget are deducted from later datagrams."""
-        if (account := self._accounts.get(amphora_id)) is not None:
-            account.octets -= octets
+    def charge_bytes(self, amphora_id: str, octets: int) -> None:
+        """Count the decompressed bytes of a datagram; an excess reduces the budget of later ones."""
+        if (buckets := self._buckets.get(amphora_id)) is not None:
+            buckets.octets -= octets
 
     def forget(self, amphora_id: str) -> None:
-        """Drop the account of an amphora that is gone. May be called from another thread."""
-        self._accounts.pop(amphora_id, None)
+        """Drop the buckets of a deleted amphora. Another thread may call this."""
+        self._buckets.pop(amphora_id, None)

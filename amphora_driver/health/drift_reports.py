@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Amphorae that say themselves that they are not what they confirmed.
+"""Drift that agents report in heartbeats: which amphorae need a push, and what to record.
 
-Invariant: pure memory. An amphora that mends itself is only listened to. One that cannot, and says so for longer than
-an interval, is to be given its configuration again; if that does not help, again after a pause that doubles: what an
-amphora says must not keep a controller busy. It is marked as not as wanted as long as it says so, and no longer.
+Invariant: pure memory. Drift that an agent repairs is recorded only. An amphora that reports unrepaired drift for
+longer than one heartbeat interval gets its configuration again. If that does not help, the next push follows after a
+back-off that doubles, so that no amphora keeps a controller busy. An amphora is marked as drifting only while it
+reports drift.
 """
 
 from __future__ import annotations
@@ -17,162 +18,177 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
-    from amphora_driver.health.amphora_reports import Seen
+    from amphora_driver.health.amphora_reports import LastReport
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 30.0, 1800.0
-# Words of docs/reference/heartbeat.md after which its ports have to be attached again.
-_UNPLUGGED = "interface"
-_MOST_WORDS = 8
-# Seconds between two notes about one amphora: each is an UPDATE and a line of the log.
-_NEWS_PAUSE = 10.0
+_FIRST_BACKOFF, _MAX_BACKOFF = 30.0, 1800.0
+# The kind of drift (docs/reference/heartbeat.md) that requires new port attachments.
+_INTERFACE_KIND = "interface"
+_MAX_KINDS = 8
+# Seconds between two notices about one amphora: each one causes an UPDATE and a log line.
+_NOTICE_INTERVAL = 10.0
 
 
-class Broken(msgspec.Struct, frozen=True):
-    """An amphora that is to be given its configuration again, and why; `replug` with its ports.
+class UnrepairedDrift(msgspec.Struct, frozen=True):
+    """An amphora that needs its configuration again, and the reason.
 
-    `moment` is when it found that, as `News` has it; empty where it did not say.
+    Attributes:
+        confirmed: the generation that the amphora has confirmed.
+        kinds: the reported kinds of drift, separated by commas.
+        replug: whether its ports have to be attached again.
+        found_at: when the agent found the drift, formatted as in `DriftNotice`; empty if it did not report that.
     """
 
     amphora_id: str
     confirmed: int
-    words: str
+    kinds: str
     replug: bool
-    moment: str = ""
+    found_at: str = ""
 
 
-class News(msgspec.Struct, frozen=True):
-    """What an amphora has found of itself: when, and the whole of it, in words."""
+class DriftNotice(msgspec.Struct, frozen=True):
+    """Drift that an agent has found: the time, and a complete sentence."""
 
-    moment: str
+    found_at: str
     sentence: str
 
 
-class _Complaint(msgspec.Struct):
+class _DriftPeriod(msgspec.Struct):
+    """A time during which an amphora reports unrepaired drift."""
+
     since: float
     pushed: float | None = None
-    pause: float = _FIRST_PAUSE
+    backoff: float = _FIRST_BACKOFF
 
 
-class Drifts:
-    """Who complains.
+class DriftReports:
+    """The amphorae that report drift.
 
     Args:
-        interval: seconds between an amphora's heartbeats.
+        interval: seconds between two heartbeats of an amphora.
     """
 
     def __init__(self, interval: float) -> None:
         self._interval = interval
-        self._complaints: dict[str, _Complaint] = {}
-        # The last note of each amphora: the moment that the amphora said, and when it was told.
-        self._told: dict[str, tuple[float, float]] = {}
-        # Amphorae that have complained, until their marks are known to be removed.
-        self._complained: set[str] = set()
+        self._periods: dict[str, _DriftPeriod] = {}
+        # The last recorded notice of each amphora: the agent's time of the drift, and the time of the record.
+        self._noticed: dict[str, tuple[float, float]] = {}
+        # Amphorae that have reported drift, until their marks are known to be removed.
+        self._reported: set[str] = set()
 
-    def among(self, heard: Mapping[str, Seen], confirmed: Mapping[str, int], now: float) -> list[Broken]:
-        """Those of the amphorae just heard that cannot mend themselves.
+    def find_unrepaired(
+        self, updated: Mapping[str, LastReport], confirmed: Mapping[str, int], now: float
+    ) -> list[UnrepairedDrift]:
+        """Return the amphorae that need a push because their agents cannot repair the drift.
 
         Args:
-            heard: the last heartbeat of each.
-            confirmed: the newest generation each of them confirmed, read after they were heard.
-            now: on `time.monotonic()`'s clock, after that reading.
+            updated: the last heartbeat of each amphora with new heartbeats.
+            confirmed: the newest confirmed generation of each amphora, read after those heartbeats.
+            now: time of `time.monotonic()`, after that read.
         """
         found = []
-        for amphora_id, seen in heard.items():
+        for amphora_id, last in updated.items():
             expected = confirmed.get(amphora_id, 0)
-            complaint = self._complaints.get(amphora_id)
-            if not seen.drift:
-                # One that complains again at once has not been well: its pause goes on growing.
-                if complaint is not None and now > complaint.since + 2 * complaint.pause:
-                    del self._complaints[amphora_id]
+            period = self._periods.get(amphora_id)
+            if not last.drift:
+                # Drift that returns soon continues the period, so that its back-off keeps growing.
+                if period is not None and now > period.since + 2 * period.backoff:
+                    del self._periods[amphora_id]
                 continue
-            if expected == 0 or seen.generation != expected:
+            if expected == 0 or last.generation != expected:
                 continue
-            if complaint is None:
-                self._complaints[amphora_id] = _Complaint(now)
-            elif seen.monotonic > complaint.since + self._interval and self._is_due(complaint, now):
-                words = ", ".join(one[:32] for one in seen.drift[:_MOST_WORDS])
-                moment = "" if seen.drifted is None else _moment(seen.drifted.at)
-                found.append(Broken(amphora_id, expected, words, replug=_UNPLUGGED in seen.drift, moment=moment))
+            if period is None:
+                self._periods[amphora_id] = _DriftPeriod(now)
+            elif last.monotonic > period.since + self._interval and self._is_due(period, now):
+                kinds = ", ".join(one[:32] for one in last.drift[:_MAX_KINDS])
+                found_at = "" if last.drifted is None else _format_time(last.drifted.at)
+                found.append(
+                    UnrepairedDrift(
+                        amphora_id, expected, kinds, replug=_INTERFACE_KIND in last.drift, found_at=found_at
+                    )
+                )
         return found
 
-    def marks(
-        self, heard: Mapping[str, Seen], confirmed: Mapping[str, int], marked: AbstractSet[str]
+    def find_changed_marks(
+        self, updated: Mapping[str, LastReport], confirmed: Mapping[str, int], marked: AbstractSet[str]
     ) -> dict[str, bool]:
-        """Whose mark is not what it says of itself, and what the mark should be.
+        """Return the new mark of each amphora whose drift mark differs from its report.
 
-        Who has never complained here is left as it is: a controller may have found what its agent cannot know of.
+        The mark of an amphora that has never reported drift to this process stays: a controller may have found drift
+        that the agent cannot detect.
 
         Args:
-            heard: the last heartbeat of each.
-            confirmed: the newest generation each of them confirmed.
-            marked: those that are marked as not as wanted.
+            updated: the last heartbeat of each amphora with new heartbeats.
+            confirmed: the newest confirmed generation of each amphora.
+            marked: the amphorae that are marked as drifting.
         """
-        found = {}
-        for amphora_id, seen in heard.items():
-            if not seen.drift:
+        changed = {}
+        for amphora_id, last in updated.items():
+            if not last.drift:
                 if amphora_id not in marked:
-                    self._complained.discard(amphora_id)
-                elif amphora_id in self._complained:
-                    found[amphora_id] = False
+                    self._reported.discard(amphora_id)
+                elif amphora_id in self._reported:
+                    changed[amphora_id] = False
                 continue
-            self._complained.add(amphora_id)
-            complaint = self._complaints.get(amphora_id)
-            lasts = complaint is not None and seen.monotonic > complaint.since + self._interval
-            if lasts and seen.generation == confirmed.get(amphora_id, 0) and amphora_id not in marked:
-                found[amphora_id] = True
-        return found
+            self._reported.add(amphora_id)
+            period = self._periods.get(amphora_id)
+            lasts = period is not None and last.monotonic > period.since + self._interval
+            if lasts and last.generation == confirmed.get(amphora_id, 0) and amphora_id not in marked:
+                changed[amphora_id] = True
+        return changed
 
     @staticmethod
-    def _is_due(complaint: _Complaint, now: float) -> bool:
-        return complaint.pushed is None or now >= complaint.pushed + complaint.pause
+    def _is_due(period: _DriftPeriod, now: float) -> bool:
+        return period.pushed is None or now >= period.pushed + period.backoff
 
-    def settled(self, broken: list[Broken], now: float) -> None:
-        """These were written down."""
-        for one in broken:
-            complaint = self._complaints.get(one.amphora_id)
-            if complaint is not None:
-                if complaint.pushed is not None:
-                    complaint.pause = min(2 * complaint.pause, _LONGEST_PAUSE)
-                complaint.pushed = complaint.since = now
+    def record_pushes(self, unrepaired: list[UnrepairedDrift], now: float) -> None:
+        """Start or double the back-off of these amphorae, after their pushes are recorded."""
+        for one in unrepaired:
+            period = self._periods.get(one.amphora_id)
+            if period is not None:
+                if period.pushed is not None:
+                    period.backoff = min(2 * period.backoff, _MAX_BACKOFF)
+                period.pushed = period.since = now
 
-    def news(self, heard: Mapping[str, Seen], now: float) -> dict[str, News]:
-        """What amphorae have found of themselves that was not told before, by amphora id.
+    def find_notices(self, updated: Mapping[str, LastReport], now: float) -> dict[str, DriftNotice]:
+        """Return the unrecorded drift of these amphorae by amphora id, repaired or not.
 
-        After a restart that may be something old, which the row contains already. A finding that follows another one
-        within `_NEWS_PAUSE` is told with a later heartbeat.
+        After a restart this may repeat drift that the row contains already. Drift found within `_NOTICE_INTERVAL` of
+        the previous notice is returned with a later heartbeat.
 
         Args:
-            now: on `time.monotonic()`'s clock.
+            now: time of `time.monotonic()`.
         """
         found = {}
-        for amphora_id, seen in heard.items():
-            said = seen.drifted
-            at, told = self._told.get(amphora_id, (None, -_NEWS_PAUSE))
-            if said is not None and said.what and at != said.at and now - told >= _NEWS_PAUSE:
-                found[amphora_id] = News(_moment(said.at), _sentence(said.at, said.what, mended=said.mended))
+        for amphora_id, last in updated.items():
+            drifted = last.drifted
+            at, noticed = self._noticed.get(amphora_id, (None, -_NOTICE_INTERVAL))
+            if drifted is not None and drifted.what and at != drifted.at and now - noticed >= _NOTICE_INTERVAL:
+                found[amphora_id] = DriftNotice(
+                    _format_time(drifted.at), _format_sentence(drifted.at, drifted.what, repaired=drifted.mended)
+                )
         return found
 
-    def told(self, heard: Mapping[str, Seen], now: float) -> None:
-        """These heartbeats' news was written down."""
-        for one, seen in heard.items():
-            at, told = self._told.get(one, (None, -_NEWS_PAUSE))
-            if seen.drifted is not None and seen.drifted.at != at and now - told >= _NEWS_PAUSE:
-                self._told[one] = (seen.drifted.at, now)
+    def record_notices(self, updated: Mapping[str, LastReport], now: float) -> None:
+        """Remember that the notices of these heartbeats are recorded."""
+        for one, last in updated.items():
+            at, noticed = self._noticed.get(one, (None, -_NOTICE_INTERVAL))
+            if last.drifted is not None and last.drifted.at != at and now - noticed >= _NOTICE_INTERVAL:
+                self._noticed[one] = (last.drifted.at, now)
 
-    def keep(self, amphora_ids: set[str]) -> None:
-        """Forget every amphora but these."""
-        self._complaints = {one: complaint for one, complaint in self._complaints.items() if one in amphora_ids}
-        self._told = {one: at for one, at in self._told.items() if one in amphora_ids}
-        self._complained &= amphora_ids
+    def retain(self, amphora_ids: set[str]) -> None:
+        """Forget every other amphora."""
+        self._periods = {one: period for one, period in self._periods.items() if one in amphora_ids}
+        self._noticed = {one: at for one, at in self._noticed.items() if one in amphora_ids}
+        self._reported &= amphora_ids
 
 
-def _moment(at: float) -> str:
+def _format_time(at: float) -> str:
     try:
         return dt.datetime.fromtimestamp(at, dt.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (OverflowError, OSError, ValueError):
-        return "some time"
+        return "unknown time"
 
 
-def _sentence(at: float, what: tuple[str, ...], *, mended: bool) -> str:
-    verdict = "mended by its agent" if mended else "could not be mended by its agent"
-    return f"{_moment(at)}, {verdict}: {'; '.join(what)}"
+def _format_sentence(at: float, what: tuple[str, ...], *, repaired: bool) -> str:
+    result = "repaired by its agent" if repaired else "its agent could not repair"
+    return f"{_format_time(at)}, {result}: {'; '.join(what)}"

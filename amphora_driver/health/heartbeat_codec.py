@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heartbeats: from a datagram to a report.
+"""Decodes heartbeat datagrams into reports.
 
-Invariant: nothing of a datagram is believed, unpacked or parsed before its signature was checked with the key of the
-amphora it names. What is unpacked is bounded, as a whole and in each part: an attacker may control the amphora.
+Invariant: no content of a datagram is decompressed or parsed before its signature is verified with the key of the
+amphora that it names. The sizes of the document and of its parts are limited: an attacker may control the amphora.
 Source: docs/reference/heartbeat.md.
 """
 
@@ -21,33 +21,33 @@ from amphora_driver.secret import Secret
 MAGIC = b"AHB1"
 # Magic, amphora id, epoch, sequence.
 _HEADER = struct.Struct("!4s16sQQ")
-_SIGNATURE = 32
-_SHORTEST = _HEADER.size + _SIGNATURE
-# Bytes a document may unpack to. A datagram of 60,000 bytes, the longest an agent sends, unpacks to 0.6 million.
-_LARGEST_DOCUMENT = 2 << 20
-# What the database's columns hold.
-_LARGEST_GENERATION = 2**63 - 1
-_WANTED = "read a heartbeat"
-_report = msgspec.json.Decoder(Report).decode
+_SIGNATURE_SIZE = 32
+_MIN_SIZE = _HEADER.size + _SIGNATURE_SIZE
+# Size limit of a decompressed document. The longest datagram of an agent, 60,000 bytes, expands to 0.6 million bytes.
+_MAX_DOCUMENT = 2 << 20
+# Largest value of the database column.
+_MAX_GENERATION = 2**63 - 1
+_OPERATION = "read a heartbeat"
+_decode_report = msgspec.json.Decoder(Report).decode
 
 Datagram = bytes | bytearray | memoryview
 
 
-class Signed(msgspec.Struct, frozen=True):
-    """A datagram with a verified signature. Its amphora and its order are known; its content is not read yet.
+class VerifiedDatagram(msgspec.Struct, frozen=True):
+    """A datagram with a verified signature, before its document is decompressed.
 
     Attributes:
-        packed: part of the datagram, valid as long as that is.
+        compressed: a view of the datagram, valid as long as its buffer is.
     """
 
     amphora_id: str
     epoch: int
     sequence: int
-    packed: memoryview
+    compressed: memoryview
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """One genuine datagram. (epoch, sequence) grows with each one an amphora sends."""
+    """One authentic datagram. (epoch, sequence) increases with each datagram of an amphora."""
 
     amphora_id: str
     epoch: int
@@ -55,94 +55,94 @@ class Heartbeat(msgspec.Struct, frozen=True):
     report: Report
 
 
-def amphora_id_of(datagram: Datagram) -> str:
-    """The amphora a datagram says it comes from; not to be believed before `open_datagram`.
+def read_amphora_id(datagram: Datagram) -> str:
+    """Return the amphora id in the header. It is unverified.
 
     Raises:
-        HeartbeatRefused: it is too short, or something else altogether.
+        HeartbeatRefused: the datagram is too short or does not begin with the magic bytes.
     """
-    if len(datagram) < _SHORTEST:
-        raise HeartbeatRefused(_WANTED, f"{len(datagram)} bytes are too few", reason="short")
+    if len(datagram) < _MIN_SIZE:
+        raise HeartbeatRefused(_OPERATION, f"{len(datagram)} bytes are too few", reason="short")
     if datagram[:4] != MAGIC:
-        raise HeartbeatRefused(_WANTED, "it does not begin as a heartbeat does", reason="magic")
+        raise HeartbeatRefused(_OPERATION, "the magic bytes are missing", reason="magic")
     digits = datagram[4:20].hex()
     return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
 
 
-def verify(datagram: Datagram, key: Secret) -> Signed:
-    """Check a datagram's signature. Nothing is unpacked.
+def verify_signature(datagram: Datagram, key: Secret) -> VerifiedDatagram:
+    """Verify the signature of a datagram, without decompressing it.
 
     Args:
-        datagram: as it was received.
-        key: the heartbeat key of the amphora that `amphora_id_of` names.
+        datagram: the received bytes.
+        key: the heartbeat key of the amphora that `read_amphora_id` returned.
 
     Raises:
-        HeartbeatRefused: the signature is not this amphora's.
+        HeartbeatRefused: the signature does not match the key.
     """
-    amphora_id = amphora_id_of(datagram)
+    amphora_id = read_amphora_id(datagram)
     view = memoryview(datagram)
-    signed, signature = view[:-_SIGNATURE], view[-_SIGNATURE:]
+    signed, signature = view[:-_SIGNATURE_SIZE], view[-_SIGNATURE_SIZE:]
     if not hmac.compare_digest(hmac.digest(key.reveal(), signed, "sha256"), signature):
-        raise HeartbeatRefused(_WANTED, f"its signature is not amphora {amphora_id}'s", reason="signature")
+        raise HeartbeatRefused(_OPERATION, f"the signature is not amphora {amphora_id}'s", reason="signature")
     _magic, _id, epoch, sequence = _HEADER.unpack_from(view)
-    return Signed(amphora_id, epoch, sequence, signed[_HEADER.size :])
+    return VerifiedDatagram(amphora_id, epoch, sequence, signed[_HEADER.size :])
 
 
-def unpack(signed: Signed) -> bytes:
-    """The document of a datagram.
+def decompress_document(verified: VerifiedDatagram) -> bytes:
+    """Return the decompressed document of a datagram.
 
     Raises:
-        HeartbeatRefused: it is too large, or damaged.
+        HeartbeatRefused: the document is too large or damaged.
     """
-    return _inflate(signed.packed, signed.amphora_id)
+    return _inflate(verified.compressed, verified.amphora_id)
 
 
-def read(signed: Signed, document: bytes) -> Heartbeat:
-    """What a document says.
+def parse_document(verified: VerifiedDatagram, document: bytes) -> Heartbeat:
+    """Parse the document of a datagram.
 
     Args:
-        document: as `unpack` returned it.
+        document: the result of `decompress_document`.
 
     Raises:
-        HeartbeatRefused: it is not a report, or longer in a part than any agent's.
+        HeartbeatRefused: the document is not a report, or a part of it is longer than an agent sends.
     """
-    amphora_id = signed.amphora_id
+    amphora_id = verified.amphora_id
     try:
-        report = _report(document)
+        report = _decode_report(document)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise HeartbeatRefused(
-            _WANTED, f"amphora {amphora_id} sent a document that is no report ({error})", reason="document"
+            _OPERATION, f"the document of amphora {amphora_id} is not a report ({error})", reason="document"
         ) from error
     generation = report.generation
-    if generation is not None and not 0 <= generation <= _LARGEST_GENERATION:
-        raise HeartbeatRefused(_WANTED, f"amphora {amphora_id} sent an impossible generation", reason="document")
-    # Whose report it is, is what the signature proves: whatever the document says about that is not read.
-    mine = msgspec.structs.replace(report, amphora_id=amphora_id)
-    return Heartbeat(amphora_id, signed.epoch, signed.sequence, mine)
+    if generation is not None and not 0 <= generation <= _MAX_GENERATION:
+        raise HeartbeatRefused(_OPERATION, f"amphora {amphora_id} sent an impossible generation", reason="document")
+    # The verified header decides the amphora id, not the document.
+    identified = msgspec.structs.replace(report, amphora_id=amphora_id)
+    return Heartbeat(amphora_id, verified.epoch, verified.sequence, identified)
 
 
-def open_datagram(datagram: Datagram, key: Secret) -> Heartbeat:
-    """Check and read a datagram, whatever was received before.
+def decode_datagram(datagram: Datagram, key: Secret) -> Heartbeat:
+    """Verify and decode a datagram, without comparing it with earlier ones.
 
     Raises:
-        HeartbeatRefused: it is not a heartbeat of the amphora that it names.
+        HeartbeatRefused: the datagram is not a heartbeat of the amphora that it names.
     """
-    signed = verify(datagram, key)
-    return read(signed, unpack(signed))
+    verified = verify_signature(datagram, key)
+    return parse_document(verified, decompress_document(verified))
 
 
-def _inflate(packed: memoryview, amphora_id: str) -> bytes:
-    unpacking = zlib.decompressobj()
+def _inflate(compressed: memoryview, amphora_id: str) -> bytes:
+    decompressor = zlib.decompressobj()
     try:
-        document = unpacking.decompress(packed, _LARGEST_DOCUMENT)
+        document = decompressor.decompress(compressed, _MAX_DOCUMENT)
     except zlib.error as error:
         raise HeartbeatRefused(
-            _WANTED, f"amphora {amphora_id} sent what does not unpack ({error})", reason="packing"
+            _OPERATION, f"the document of amphora {amphora_id} cannot be decompressed ({error})", reason="packing"
         ) from error
-    if not unpacking.eof or unpacking.unused_data:
+    if not decompressor.eof or decompressor.unused_data:
         raise HeartbeatRefused(
-            _WANTED,
-            f"amphora {amphora_id} sent a document that is cut off, or over {_LARGEST_DOCUMENT} bytes",
+            _OPERATION,
+            f"the document of amphora {amphora_id} is truncated, has trailing bytes, or exceeds {_MAX_DOCUMENT} bytes",
             reason="packing",
         )
     return document

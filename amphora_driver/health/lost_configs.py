@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Amphorae that no longer serve what they confirmed: their machine was restarted, its memory with users' keys is gone.
+"""Detects amphorae that no longer serve their confirmed configuration, for example after a reboot.
 
-Invariant: pure memory, and slow to believe. A heartbeat may have been sent before the confirmation and be read long
-after it. So an amphora counts as one that lost something only when a heartbeat is received a whole interval after
-it was first seen to be behind what was confirmed *then*, and nothing in between said otherwise.
+A restarted amphora has lost the user keys in its memory and serves an older generation or none.
+
+Invariant: pure memory. A heartbeat may be sent before a confirmation and be processed long after it. So two heartbeats
+at least one interval apart have to be behind the same confirmed generation, and none in between may have reached it.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
-    from amphora_driver.health.amphora_reports import Seen
+    from amphora_driver.health.amphora_reports import LastReport
 
 
-class Loss(msgspec.Struct, frozen=True):
-    """An amphora that confirmed one generation and serves an older one, or none (0)."""
+class LostConfig(msgspec.Struct, frozen=True):
+    """An amphora that serves an older generation than it confirmed; 0 for none."""
 
     amphora_id: str
     confirmed: int
@@ -30,43 +31,45 @@ class _Suspicion(msgspec.Struct, frozen=True):
     since: float
 
 
-class Losses:
-    """Who is suspected.
+class LostConfigDetector:
+    """The amphorae whose last heartbeats were behind their confirmed generations.
 
     Args:
-        interval: seconds between an amphora's heartbeats.
+        interval: seconds between two heartbeats of an amphora.
     """
 
     def __init__(self, interval: float) -> None:
         self._interval = interval
         self._suspected: dict[str, _Suspicion] = {}
 
-    def among(self, heard: Mapping[str, Seen], confirmed: Mapping[str, int], now: float) -> list[Loss]:
-        """Those of the amphorae just heard that have lost what they served.
+    def find_lost(
+        self, updated: Mapping[str, LastReport], confirmed: Mapping[str, int], now: float
+    ) -> list[LostConfig]:
+        """Return the amphorae that have lost the configuration that they confirmed.
 
         Args:
-            heard: the last heartbeat of each.
-            confirmed: the newest generation each of them confirmed, read after they were heard.
-            now: on `time.monotonic()`'s clock, after that reading.
+            updated: the last heartbeat of each amphora with new heartbeats.
+            confirmed: the newest confirmed generation of each amphora, read after those heartbeats.
+            now: time of `time.monotonic()`, after that read.
         """
         found = []
-        for amphora_id, seen in heard.items():
+        for amphora_id, last in updated.items():
             expected = confirmed.get(amphora_id, 0)
-            if seen.generation >= expected:
+            if last.generation >= expected:
                 self._suspected.pop(amphora_id, None)
                 continue
             suspicion = self._suspected.get(amphora_id)
             if suspicion is None or suspicion.confirmed != expected:
                 self._suspected[amphora_id] = _Suspicion(expected, now)
-            elif seen.monotonic > suspicion.since + self._interval:
-                found.append(Loss(amphora_id, expected, seen.generation))
+            elif last.monotonic > suspicion.since + self._interval:
+                found.append(LostConfig(amphora_id, expected, last.generation))
         return found
 
-    def settled(self, losses: list[Loss]) -> None:
-        """These were written down."""
-        for one in losses:
+    def clear(self, lost: list[LostConfig]) -> None:
+        """Stop suspecting these amphorae, after their losses are recorded."""
+        for one in lost:
             self._suspected.pop(one.amphora_id, None)
 
-    def keep(self, amphora_ids: set[str]) -> None:
-        """Forget every amphora but these."""
+    def retain(self, amphora_ids: set[str]) -> None:
+        """Forget every other amphora."""
         self._suspected = {one: suspicion for one, suspicion in self._suspected.items() if one in amphora_ids}

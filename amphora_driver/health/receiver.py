@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The socket on which heartbeats arrive.
+"""The UDP socket that receives heartbeats.
 
-Invariant: the loop that reads the socket waits for nothing but the socket. Keys come from memory (`keys.py`). Neither a
-slow database nor datagrams with invented ids stop genuine heartbeats or cause much work for the database. A datagram
-that this process sends to itself, as a proof that it receives, is no heartbeat.
+Invariant: the receive loop waits for the socket only. Keys come from a cache (`heartbeat_keys`). Neither a slow
+database nor datagrams with invented ids delay authentic heartbeats or cause much database load. A probe that this
+process sends to itself, to test its receiver, is no heartbeat.
 """
 
 from __future__ import annotations
@@ -19,235 +19,243 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from amphora_driver.errors import ConfigurationError, HeartbeatRefused
-from amphora_driver.health.amphora_budgets import Budgets
-from amphora_driver.health.heartbeat_codec import Heartbeat, Signed, amphora_id_of, read, unpack, verify
-from amphora_driver.health.heartbeat_keys import KeyRing, Keys
+from amphora_driver.health.amphora_budgets import AmphoraBudgets
+from amphora_driver.health.heartbeat_codec import (
+    Heartbeat,
+    VerifiedDatagram,
+    decompress_document,
+    parse_document,
+    read_amphora_id,
+    verify_signature,
+)
+from amphora_driver.health.heartbeat_keys import KeyCache, KeyReader
 from amphora_driver.secret import Secret
 
 LOG = logging.getLogger(__name__)
 
-_LARGEST_DATAGRAM = 65536
-# What the kernel may hold for us while this process is not scheduled; it grants net.core.rmem_max at most.
+_MAX_DATAGRAM = 65536
+# Receive buffer for datagrams that arrive while this process is not scheduled; net.core.rmem_max limits it.
 _SOCKET_BUFFER = 32 << 20
-# Linux, socket(7); Python has no name for it.
+# Linux, socket(7); Python does not define it.
 _SO_RCVBUFFORCE = 33
-# Datagrams read in one go before stop() and finished lookups get a look.
+# Datagrams read before the loop checks for stop() and for new keys.
 _BURST = 256
-# Seconds between two lines about refused datagrams in the log, and amphorae that such a line names.
+# Seconds between two log lines about refused datagrams, and number of amphorae in such a line.
 _LOG_INTERVAL = 60.0
-_MOST_NAMED = 5
-# A datagram of this process to itself: these bytes, and a number nobody else knows.
-_OWN_MAGIC = b"AHM1"
-_OWN_SIZE = 32
-# A proof needs no other address than the one that any address of this host is heard on.
+_MAX_NAMED = 5
+# A probe consists of these bytes and a secret random number.
+_PROBE_MAGIC = b"AHM1"
+_PROBE_SIZE = 32
+# Probes to a wildcard address use the loopback address.
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 class Receiver:
-    """Receives, verifies and hands on.
+    """Receives and verifies heartbeats, and passes them to a callback.
 
     Args:
         bind_address: IPv4 or IPv6 address.
         port: UDP port; 0 for any (see the attribute `port`).
-        keys: reads the keys of all amphorae but those that it is given. Called in a thread of its own; may raise, then
-            it is called again after a later heartbeat.
-        on_heartbeat: called with each genuine heartbeat, in the thread of `run`.
-        pause: seconds between two calls of `keys`.
-        on_unknown: called with the id and the sender's address of what comes from an amphora that nobody knows, in the
-            thread of `run`; for no more than a look, and not to be believed: nobody has signed that.
-        is_newer: whether (epoch, sequence) is after all that this amphora has sent. Called before a datagram is
-            unpacked: a replay costs no more than its signature.
+        read_keys: reads the keys of all amphorae except the given ones, in a thread of its own. After an exception, a
+            later heartbeat repeats the call.
+        on_heartbeat: called with each authentic heartbeat, in the thread of `run`.
+        key_read_interval: seconds between two calls of `read_keys`.
+        on_unknown: called with the unverified amphora id and the source address of each datagram of an unknown
+            amphora, in the thread of `run`. The callback has to return fast.
+        is_newer: returns whether (epoch, sequence) is after all heartbeats of this amphora. Called before a datagram is
+            decompressed, so that a replay costs one signature check only.
 
     Raises:
-        ConfigurationError: the address cannot be had.
+        ConfigurationError: the socket cannot be bound to the address.
     """
 
     def __init__(
         self,
         bind_address: str,
         port: int,
-        keys: Keys,
+        read_keys: KeyReader,
         on_heartbeat: Callable[[Heartbeat], None],
         *,
-        pause: float = 0.5,
+        key_read_interval: float = 0.5,
         on_unknown: Callable[[str, str], None] = lambda _amphora_id, _address: None,
         is_newer: Callable[[str, tuple[int, int]], bool] = lambda _amphora_id, _order: True,
     ) -> None:
         self.accepted = 0
         # By reason; "unknown", "busy" and "lookup" concern keys, "handler" is an error of on_heartbeat.
         self.refused: Counter[str] = Counter()
-        # By amphora, of those whose signature was right.
-        self.misbehaved: Counter[str] = Counter()
+        # Refused datagrams with a valid signature, by amphora.
+        self.refused_by_amphora: Counter[str] = Counter()
         self._is_newer = is_newer
-        self._budgets = Budgets()
+        self._budgets = AmphoraBudgets()
         self._on_heartbeat = on_heartbeat
         self._on_unknown = on_unknown
-        # What was sent last for a proof, and whether it has come back.
-        self._own = b""
-        self._came_back = threading.Event()
+        # The outstanding probe, and whether it has arrived.
+        self._probe = b""
+        self._probe_received = threading.Event()
         self._stopping = False
         self._logged_at = 0.0
         self._closing = threading.Lock()
         self._socket = _bind(bind_address, port)
         self.port: int = self._socket.getsockname()[1]
         self._address = (_LOOPBACK.get(bind_address, bind_address), self.port)
-        self._woken, self._waker = socket.socketpair()
-        self._woken.setblocking(False)
-        self._waker.setblocking(False)
-        self._keys = KeyRing(keys, self._wake, pause)
+        self._wakeup_reader, self._wakeup_writer = socket.socketpair()
+        self._wakeup_reader.setblocking(False)
+        self._wakeup_writer.setblocking(False)
+        self._keys = KeyCache(read_keys, self._wake_up, key_read_interval)
 
     def run(self) -> None:
-        """Receive until `stop` is called, from whatever thread; closes the socket then."""
+        """Receive until any thread calls `stop`, and close the socket then."""
         lookups = threading.Thread(target=self._keys.run, name="heartbeat-keys", daemon=True)
         lookups.start()
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._socket, selectors.EVENT_READ)
-                selector.register(self._woken, selectors.EVENT_READ)
-                self._loop(selector)
+                selector.register(self._wakeup_reader, selectors.EVENT_READ)
+                self._receive_until_stopped(selector)
         finally:
             self._keys.stop()
-            # A lookup that hangs must not keep the process.
+            # A read of keys that hangs must not keep the process alive.
             lookups.join(timeout=1.0)
             self.close()
 
     def stop(self) -> None:
-        """Make `run` return at once. May be called from a signal handler, and more than once."""
+        """Make `run` return at once. Safe in a signal handler, and when called more than once."""
         self._stopping = True
-        self._wake()
+        self._wake_up()
 
     def close(self) -> None:
-        """Give the port back; `run` does it by itself."""
+        """Close the sockets. `run` calls this at its end."""
         with self._closing:
-            for one in (self._socket, self._woken, self._waker):
+            for one in (self._socket, self._wakeup_reader, self._wakeup_writer):
                 one.close()
 
     def preload(self, keys: Mapping[str, Secret]) -> None:
-        """Learn keys that were read before `run`."""
-        self._keys.learn(keys)
+        """Store keys that were read before `run`."""
+        self._keys.add(keys)
 
     def forget(self, amphora_ids: Iterable[str]) -> None:
-        """Drop the keys and the accounts of amphorae that are gone."""
+        """Drop the keys and the budgets of deleted amphorae."""
         gone = set(amphora_ids)
         self._keys.forget(gone)
         for amphora_id in gone:
             self._budgets.forget(amphora_id)
-            self.misbehaved.pop(amphora_id, None)
+            self.refused_by_amphora.pop(amphora_id, None)
 
-    def hears(self, seconds: float = 1.0) -> bool:
-        """Whether what is sent to the socket is received: sends something to itself, and waits for it. For one thread.
+    def receives_probe(self, seconds: float = 1.0) -> bool:
+        """Send a probe to the socket, and return whether it arrives in time. Call this from one thread only.
 
-        False also while `run` does not run, or is so far behind that it takes longer.
+        The result is also False while `run` does not run, or is too far behind.
         """
-        self._came_back.clear()
-        self._own = own = _OWN_MAGIC + secrets.token_bytes(_OWN_SIZE)
+        self._probe_received.clear()
+        self._probe = probe = _PROBE_MAGIC + secrets.token_bytes(_PROBE_SIZE)
         try:
             with socket.socket(self._socket.family, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
                 sender.setblocking(False)
-                sender.sendto(own, self._address)
+                sender.sendto(probe, self._address)
         except OSError as error:
-            LOG.warning("this health manager cannot send itself anything: %s", error)
+            LOG.warning("could not send the self-test probe to the heartbeat socket: %s", error)
             return False
-        heard = self._came_back.wait(seconds)
-        self._own = b""
-        return heard
+        received = self._probe_received.wait(seconds)
+        self._probe = b""
+        return received
 
-    def _is_own(self, datagram: memoryview) -> bool:
-        """Whether it is what this process sent to itself last; each counts once."""
-        if len(datagram) != len(_OWN_MAGIC) + _OWN_SIZE or datagram[:4] != _OWN_MAGIC:
+    def _accept_probe(self, datagram: memoryview) -> bool:
+        """Return whether the datagram is the outstanding probe. Each probe is accepted once."""
+        if len(datagram) != len(_PROBE_MAGIC) + _PROBE_SIZE or datagram[:4] != _PROBE_MAGIC:
             return False
-        if not hmac.compare_digest(datagram, self._own):
+        if not hmac.compare_digest(datagram, self._probe):
             return False
-        self._own = b""
-        self._came_back.set()
+        self._probe = b""
+        self._probe_received.set()
         return True
 
-    def _loop(self, selector: selectors.BaseSelector) -> None:
-        buffer = bytearray(_LARGEST_DATAGRAM)
+    def _receive_until_stopped(self, selector: selectors.BaseSelector) -> None:
+        buffer = bytearray(_MAX_DATAGRAM)
         view = memoryview(buffer)
         receive = self._socket.recvfrom_into
         while True:
             selector.select()
             if self._stopping:
                 return
-            self._drain_wakes()
-            while (ready := self._keys.next_ready()) is not None:
+            self._drain_wakeups()
+            while (ready := self._keys.pop_ready()) is not None:
                 datagram, address = ready
-                self._take(memoryview(datagram), address, waited=True)
+                self._handle_datagram(memoryview(datagram), address, retried=True)
             try:
                 for _ in range(_BURST):
                     size, sender = receive(buffer)
-                    self._take(view[:size], sender[0], waited=False)
+                    self._handle_datagram(view[:size], sender[0], retried=False)
             except BlockingIOError:
                 pass
             except OSError as error:
-                # An ICMP error of something else must not end the loop.
-                LOG.warning("the heartbeat socket says: %s", error)
+                # For example an ICMP error for a probe; it must not end the loop.
+                LOG.warning("could not read from the heartbeat socket, continuing: %s", error)
 
-    def _take(self, datagram: memoryview, sender: str, *, waited: bool) -> None:
-        if self._is_own(datagram):
+    def _handle_datagram(self, datagram: memoryview, sender: str, *, retried: bool) -> None:
+        if self._accept_probe(datagram):
             return
         try:
-            key = self._keys.get(amphora_id_of(datagram), datagram, sender, waited=waited)
+            key = self._keys.get(read_amphora_id(datagram), datagram, sender, retried=retried)
             if key is None:
                 return
-            heartbeat = self._read(datagram, key)
+            heartbeat = self._decode(datagram, key)
         except HeartbeatRefused as refusal:
-            self._refuse(refusal)
+            self._record_refusal(refusal)
             if refusal.reason == "unknown":
-                self._on_unknown(amphora_id_of(datagram), sender)
+                self._on_unknown(read_amphora_id(datagram), sender)
             return
         self.accepted += 1
         try:
             self._on_heartbeat(heartbeat)
         except Exception:
-            # One amphora's strange report must not make us deaf to all the others.
+            # An unexpected report of one amphora must not stop the heartbeats of all others.
             self.refused["handler"] += 1
-            LOG.exception("a heartbeat of amphora %s could not be processed", heartbeat.amphora_id)
+            LOG.exception("could not process a heartbeat of amphora %s", heartbeat.amphora_id)
 
-    def _read(self, datagram: memoryview, key: Secret) -> Heartbeat:
-        """The cheap checks come first: signature, order, budget, size, content."""
-        signed = verify(datagram, key)
+    def _decode(self, datagram: memoryview, key: Secret) -> Heartbeat:
+        """Decode a datagram. The cheap checks come first: signature, order, budget, size, content."""
+        verified = verify_signature(datagram, key)
         try:
-            self._check_turn(signed)
-            document = unpack(signed)
-            self._budgets.charge(signed.amphora_id, len(document))
-            return read(signed, document)
+            self._check_order_and_budget(verified)
+            document = decompress_document(verified)
+            self._budgets.charge_bytes(verified.amphora_id, len(document))
+            return parse_document(verified, document)
         except HeartbeatRefused:
-            self.misbehaved[signed.amphora_id] += 1
+            self.refused_by_amphora[verified.amphora_id] += 1
             raise
 
-    def _check_turn(self, signed: Signed) -> None:
-        mine = signed.amphora_id
-        if not self._is_newer(mine, (signed.epoch, signed.sequence)):
-            raise HeartbeatRefused("read a heartbeat", f"amphora {mine} has sent a later one before", reason="old")
-        if not self._budgets.take(mine, time.monotonic()):
-            raise HeartbeatRefused("read a heartbeat", f"amphora {mine} sends too much", reason="budget")
+    def _check_order_and_budget(self, verified: VerifiedDatagram) -> None:
+        amphora_id = verified.amphora_id
+        if not self._is_newer(amphora_id, (verified.epoch, verified.sequence)):
+            raise HeartbeatRefused(
+                "read a heartbeat", f"a later heartbeat of amphora {amphora_id} was accepted before", reason="old"
+            )
+        if not self._budgets.take_datagram(amphora_id, time.monotonic()):
+            raise HeartbeatRefused("read a heartbeat", f"amphora {amphora_id} exceeds its budget", reason="budget")
 
-    def _refuse(self, refusal: HeartbeatRefused) -> None:
+    def _record_refusal(self, refusal: HeartbeatRefused) -> None:
         self.refused[refusal.reason] += 1
         now = time.monotonic()
-        # A flood must not fill the disk.
+        # The interval keeps a flood of datagrams from filling the disk with log lines.
         if now - self._logged_at >= _LOG_INTERVAL:
             self._logged_at = now
-            most = dict(self.misbehaved.most_common(_MOST_NAMED))
             LOG.warning(
-                "%s Refused since the start, by reason: %s; of amphorae with a right signature, most: %s",
+                "%s Refused datagrams since the start, by reason: %s; with a valid signature, the most, by amphora: %s",
                 refusal,
                 dict(self.refused),
-                most,
+                dict(self.refused_by_amphora.most_common(_MAX_NAMED)),
             )
 
-    def _wake(self) -> None:
+    def _wake_up(self) -> None:
         try:
-            self._waker.send(b"\0")
+            self._wakeup_writer.send(b"\0")
         except OSError:
-            # Full: it is awake already. Closed: it has ended.
+            # A full socket buffer: a wake-up is pending already. A closed socket: `run` has ended.
             return
 
-    def _drain_wakes(self) -> None:
+    def _drain_wakeups(self) -> None:
         try:
-            while self._woken.recv(4096):
+            while self._wakeup_reader.recv(4096):
                 pass
         except BlockingIOError:
             return
@@ -260,10 +268,10 @@ def _bind(address: str, port: int) -> socket.socket:
         made.setblocking(False)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BUFFER)
         try:
-            # Beyond net.core.rmem_max, where this process may (CAP_NET_ADMIN).
+            # Exceeds net.core.rmem_max; needs CAP_NET_ADMIN.
             made.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _SOCKET_BUFFER)
         except PermissionError:
-            LOG.info("the receive buffer for heartbeats is limited by net.core.rmem_max")
+            LOG.info("net.core.rmem_max limits the receive buffer for heartbeats")
         made.bind((address, port))
     except (OSError, ValueError) as error:
         made.close()

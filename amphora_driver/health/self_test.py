@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The health manager proves that it hears.
+"""Self-test of the health manager: whether it receives heartbeats and writes them to the database.
 
-Invariant: its `beat` grows only if what it sent to its own socket a moment ago was received by the thread that receives
-heartbeats, and what was heard before was written down a moment ago. So whoever sees the beat grow knows that silence is
-not this process's. The proof is no heartbeat, and nothing but this row comes of it.
+Invariant: the `beat` of its row grows only after two checks. The receiver thread has received a probe that this process
+sent to its own socket, and a recent flush has succeeded. So while the beat grows, a silent amphora is not a fault of
+this process. The probe is no heartbeat and changes nothing else.
 """
 
 from __future__ import annotations
@@ -22,59 +22,62 @@ if TYPE_CHECKING:
     from amphora_driver.database.engine import Database
 
 LOG = logging.getLogger(__name__)
-# Seconds a datagram of its own may take.
-_OWN = 1.0
+# Seconds until the probe has to arrive.
+_PROBE_TIMEOUT = 1.0
 
 
-class Hearing:
-    """One thread of a health manager.
+class ReceiverSelfTest:
+    """The self-test thread of a health manager.
 
     Args:
-        database: where the row is.
+        database: contains the row of this process.
         name: `process_name()` of this process.
-        hears: whether a datagram to itself is received within so many seconds.
-        every: seconds between two proofs.
-        patience: seconds after which what was written down last is not of a moment ago any more.
+        receives: returns whether a probe arrives within the given seconds.
+        interval: seconds between two tests.
+        max_flush_age: seconds for which a successful flush counts as recent.
     """
 
     def __init__(
-        self, database: Database, name: str, hears: Callable[[float], bool], every: float, patience: float
+        self, database: Database, name: str, receives: Callable[[float], bool], interval: float, max_flush_age: float
     ) -> None:
         self._registry = process_registry.ProcessRegistration(
             database, name, process_registry.ProcessKind.HEALTH_MANAGER
         )
-        self._hears = hears
-        self._every = every
-        self._patience = patience
-        self._written_at = float("-inf")
-        self._well = True
+        self._receives = receives
+        self._interval = interval
+        self._max_flush_age = max_flush_age
+        self._flushed_at = float("-inf")
+        self._working = True
 
-    def written(self) -> None:
-        """What was heard until now is written down."""
-        self._written_at = time.monotonic()
+    def record_flush(self) -> None:
+        """Record that a flush has succeeded now."""
+        self._flushed_at = time.monotonic()
 
     def run(self, stopping: threading.Event) -> None:
-        """Prove it now and then, until told to stop; the row goes with that."""
-        while not stopping.wait(self._every):
-            self.prove()
+        """Test periodically until the event is set, and delete the row then."""
+        while not stopping.wait(self._interval):
+            self.test()
         try:
             self._registry.deregister()
         except (AmphoraDriverError, OSError) as error:
-            LOG.info("the row of this health manager stays: %s", error)
+            LOG.info("could not delete the row of this health manager: %s", error)
 
-    def prove(self) -> None:
-        """Prove it once; what goes wrong is only logged."""
+    def test(self) -> None:
+        """Run one test and record its result. Errors are logged only."""
         try:
-            written = time.monotonic() - self._written_at <= self._patience
-            well = written and self._hears(_OWN)
-            self._registry.heartbeat(working=well)
+            flushed = time.monotonic() - self._flushed_at <= self._max_flush_age
+            working = flushed and self._receives(_PROBE_TIMEOUT)
+            self._registry.heartbeat(working=working)
         except (AmphoraDriverError, OSError) as error:
-            LOG.warning("could not say that this health manager hears: %s", error)
+            LOG.warning("could not record the self-test of this health manager; the next test repeats this: %s", error)
             return
         except Exception:
-            LOG.exception("could not say that this health manager hears, trying again")
+            LOG.exception("could not record the self-test of this health manager; the next test repeats this")
             return
-        if well is not self._well:
-            self._well = well
-            why = "" if well else (": it does not receive" if written else ": nothing is written down")
-            LOG.warning("this health manager %s%s", "hears again" if well else "cannot prove that it hears", why)
+        if working is not self._working:
+            self._working = working
+            if working:
+                LOG.warning("self-test of this health manager succeeds again")
+            else:
+                reason = "its own probe did not arrive" if flushed else "no recent flush to the database succeeded"
+                LOG.warning("self-test of this health manager failed: %s", reason)

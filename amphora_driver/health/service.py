@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The health manager process: hears heartbeats, and writes down what they change.
+"""The health manager process: receives heartbeats and writes the resulting changes to the database.
 
-Invariant: hearing never waits for the database. One thread receives and remembers, another writes down, so that a
-slow or absent database costs nothing but freshness. A heartbeat that was taken once is not taken again, by whatever
-process: the place of the last one is read before the first one is checked. That it hears it proves itself (`hearing`).
+Invariant: receiving never waits for the database. One thread receives into memory, another one writes, so that a slow
+or unreachable database delays statuses only. No process accepts a heartbeat again that any process has accepted: the
+order of the last heartbeat is read together with the key. The process tests its own receiver (`self_test`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from amphora_driver.database import schema_check
 from amphora_driver.database.engine import Database
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import StoreError
-from amphora_driver.health.amphora_reports import Ledger
+from amphora_driver.health.amphora_reports import AmphoraReports
 from amphora_driver.health.receiver import Receiver
-from amphora_driver.health.self_test import Hearing
-from amphora_driver.health.status_writer import Bookkeeper
-from amphora_driver.health.unknown_amphorae import Strays
+from amphora_driver.health.self_test import ReceiverSelfTest
+from amphora_driver.health.status_writer import StatusWriter
+from amphora_driver.health.unknown_amphorae import UnknownAmphorae
 from amphora_driver.queue import local_socket, notifier
 from amphora_driver.queue.jobs import process_name
 from amphora_driver.store import amphorae, process_registry, unknown_amphorae
@@ -43,60 +43,60 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-# What was not repeated for so many intervals is no longer believed.
-_BELIEVED_FOR = 5
-# Seconds after which the bookkeeper has a look although nobody was heard: something may wait to be tried again.
-_LOOK_EVERY = 1.0
-# Seconds an ending process waits for the database.
-_PATIENCE = 20.0
-# Seconds without writing anything down after which this process is said not to do its duty.
-_IDLE = 15.0
+# A reported value expires after this number of heartbeat intervals.
+_EXPIRY_INTERVALS = 5
+# Seconds between two flushes without new heartbeats: a failed write may need a retry.
+_IDLE_FLUSH_INTERVAL = 1.0
+# Seconds a stopping process waits for the last flush.
+_STOP_TIMEOUT = 20.0
+# Seconds without a successful flush after which the process reports that it does not work.
+_MAX_FLUSH_AGE = 15.0
 
 
 class HealthManager:
-    """Receiver, ledger and bookkeeper of one process."""
+    """Receiver, reports in memory, and writer of one health manager process."""
 
     def __init__(self, conf: ConfigOpts) -> None:
         self._conf = conf
         self._database = Database(conf.store.connection, durable=False)
         self._vault = Vault.load(conf.store.encryption_key_file)
-        self._ledger = Ledger(expiry=_BELIEVED_FOR * conf.health.interval)
+        self._reports = AmphoraReports(expiry=_EXPIRY_INTERVALS * conf.health.interval)
         name = process_name()
-        self._strays = Strays()
+        self._unknown = UnknownAmphorae()
         self._receiver = Receiver(
             conf.health.bind_address,
             conf.health.bind_port,
-            self._new_keys,
-            self._heard,
-            on_unknown=self._heard_stray,
-            is_newer=self._ledger.is_newer,
+            self._read_new_keys,
+            self._accept,
+            on_unknown=self._add_unknown,
+            is_newer=self._reports.is_newer,
         )
-        self._bookkeeper = Bookkeeper(
+        self._writer = StatusWriter(
             self._database,
-            self._ledger,
+            self._reports,
             conf.health.interval,
             lambda: notifier.notify(conf, local_socket.CONTROLLER),
             self._receiver.forget,
         )
-        # Often enough that a pause is seen long before anybody is silent.
-        every = min(process_registry.HEARTBEAT_INTERVAL, conf.failover.silent_after / 5)
-        patience = _LOOK_EVERY + 2 * conf.health.flush_interval
-        self._hearing = Hearing(self._database, name, self._receiver.hears, every, patience)
-        self._telemetry = Telemetry(conf, process_registry.ProcessKind.HEALTH_MANAGER, name, self._does_its_duty)
-        self._written_at = time.monotonic()
-        self._news = threading.Event()
+        # A detector has to notice a failed self-test long before an amphora counts as silent.
+        interval = min(process_registry.HEARTBEAT_INTERVAL, conf.failover.silent_after / 5)
+        max_flush_age = _IDLE_FLUSH_INTERVAL + 2 * conf.health.flush_interval
+        self._self_test = ReceiverSelfTest(self._database, name, self._receiver.receives_probe, interval, max_flush_age)
+        self._telemetry = Telemetry(conf, process_registry.ProcessKind.HEALTH_MANAGER, name, self._is_flushing)
+        self._flushed_at = time.monotonic()
+        self._updated = threading.Event()
         self._stopping = threading.Event()
         self._ended = threading.Event()
 
     def run(self) -> None:
         """Receive until `stop`."""
         try:
-            self._receiver.preload(self._new_keys(frozenset()))
+            self._receiver.preload(self._read_new_keys(frozenset()))
         except StoreError as error:
-            LOG.warning("Could not read the heartbeat keys. They are read after the first heartbeat: %s", error)
+            LOG.warning("could not read the heartbeat keys; the first heartbeat repeats this: %s", error)
         others = [
-            threading.Thread(target=self._write, name="bookkeeper"),
-            threading.Thread(target=self._hearing.run, args=(self._stopping,), name="hearing"),
+            threading.Thread(target=self._flush_until_stopped, name="status-writer"),
+            threading.Thread(target=self._self_test.run, args=(self._stopping,), name="self-test"),
         ]
         for thread in others:
             thread.start()
@@ -113,77 +113,75 @@ class HealthManager:
             self._ended.set()
 
     def stop(self) -> None:
-        """Make `run` end, after one more try to write down what was heard."""
+        """Make `run` end after one last flush."""
         self._stopping.set()
-        self._news.set()
+        self._updated.set()
         self._receiver.stop()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until `run` has ended; False if it has not in that time."""
+        """Wait until `run` has ended, and return whether it has."""
         return self._ended.wait(seconds)
 
-    def _does_its_duty(self) -> bool:
-        """Whether what was heard was written down a moment ago."""
-        return time.monotonic() - self._written_at < _IDLE
+    def _is_flushing(self) -> bool:
+        """Return whether a flush has succeeded recently."""
+        return time.monotonic() - self._flushed_at < _MAX_FLUSH_AGE
 
-    def _new_keys(self, known: AbstractSet[str]) -> dict[str, Secret]:
+    def _read_new_keys(self, known: AbstractSet[str]) -> dict[str, Secret]:
         def read(connection: sa.Connection) -> tuple[dict[str, Secret], dict[str, Order]]:
             keys = amphorae.read_heartbeat_keys(connection, self._vault, known)
             return keys, amphorae.last_heartbeats(connection, list(keys))
 
         keys, orders = self._database.read(read)
-        # Before a key is used: a replay of what another process took is refused.
-        self._ledger.resume(orders)
+        # Before a key is used, so that a replay of a heartbeat that another process accepted is refused.
+        self._reports.load_orders(orders)
         return keys
 
-    def _heard(self, heartbeat: Heartbeat) -> None:
-        if self._ledger.accept(heartbeat, time.monotonic()):
-            self._news.set()
+    def _accept(self, heartbeat: Heartbeat) -> None:
+        if self._reports.accept(heartbeat, time.monotonic()):
+            self._updated.set()
 
-    def _heard_stray(self, amphora_id: str, address: str) -> None:
-        self._strays.hear(amphora_id, address, time.monotonic())
+    def _add_unknown(self, amphora_id: str, address: str) -> None:
+        self._unknown.add(amphora_id, address, time.monotonic())
 
-    def _note_strays(self) -> None:
+    def _record_unknown(self) -> None:
         now = time.monotonic()
-        due = self._strays.due(now)
+        due = self._unknown.find_due(now)
         if not due:
             return
         at = self._database.now()
-        left_out = self._database.write(
-            lambda connection: unknown_amphorae.record_unknown_amphorae(connection, due, at)
-        )
-        self._strays.told(due, now)
-        if left_out:
-            LOG.warning("%d more amphorae that nobody knows are heard than there is room for", left_out)
+        omitted = self._database.write(lambda connection: unknown_amphorae.record_unknown_amphorae(connection, due, at))
+        self._unknown.mark_recorded(due, now)
+        if omitted:
+            LOG.warning("%d unknown amphorae send heartbeats that are not recorded: the table is full", omitted)
 
-    def _write(self) -> None:
+    def _flush_until_stopped(self) -> None:
         while not self._stopping.is_set():
-            self._news.wait(_LOOK_EVERY)
-            self._news.clear()
+            self._updated.wait(_IDLE_FLUSH_INTERVAL)
+            self._updated.clear()
             self._flush()
-            # Changes that come close together are written together.
+            # The pause collects changes into one batch.
             self._stopping.wait(self._conf.health.flush_interval)
 
     def _flush(self, *, last: bool = False) -> None:
         try:
             failpoints.reach(failpoints.Point.FLUSHING)
             with metrics.flush():
-                news = self._bookkeeper.flush(last=last)
+                changed = self._writer.flush(last=last)
             failpoints.reach(failpoints.Point.FLUSHED)
-            self._hearing.written()
-            self._written_at = time.monotonic()
-            if news:
+            self._self_test.record_flush()
+            self._flushed_at = time.monotonic()
+            if changed:
                 notifier.notify(self._conf, local_socket.REPORTER)
-            self._note_strays()
+            self._record_unknown()
         except StoreError as error:
-            LOG.warning("could not write down what amphorae say, trying again: %s", error)
+            LOG.warning("could not write the reports of amphorae, trying again: %s", error)
         except Exception:
-            # Without this thread nothing would be written down any more, and nobody would notice.
-            LOG.exception("what amphorae say could not be written down, trying again")
+            # If this thread ended, reports would be lost without any error.
+            LOG.exception("could not write the reports of amphorae, trying again")
 
 
 class HealthManagerService(cotyledon.Service):
-    """The health manager as a process of cotyledon's, restarted when it dies."""
+    """The health manager as a cotyledon service. Cotyledon restarts it after a crash."""
 
     name = "amphora-health-manager"
 
@@ -197,13 +195,13 @@ class HealthManagerService(cotyledon.Service):
 
     def terminate(self) -> None:
         self._manager.stop()
-        # The process ends when this returns.
-        if not self._manager.wait(_PATIENCE):
-            LOG.warning("ending although not everything that was heard is written down")
+        # The process exits when this function returns.
+        if not self._manager.wait(_STOP_TIMEOUT):
+            LOG.warning("exiting before all reports are written: the last flush takes longer than %d s", _STOP_TIMEOUT)
 
 
 def main() -> int:
-    """Console entry: hear heartbeats until told to end; 1 if the database is not one for this version."""
+    """Run the health manager until a signal. Return 1 if the database schema does not fit this version."""
     conf = config.load()
     log_context.setup(conf, HealthManagerService.name)
     if not schema_check.is_usable(Database(conf.store.connection)):

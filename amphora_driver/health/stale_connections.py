@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections that are still counted of amphorae nobody hears any more.
+"""Finds connection counts in the database of amphorae that no longer send heartbeats.
 
-Invariant: who is silent has no connections in the sum. While a process knows what it wrote itself, it takes that back
-when its load balancer is heard again without that amphora (`statistics.ended`); this is for all that nobody remembers:
-what a health manager wrote that was restarted since, or whose load balancer nobody speaks for. Slow to believe: an
-amphora has to be silent, for this process and for all others (its place does not move), from one look to the next.
+Invariant: a silent amphora contributes no open connections to a sum. A process that wrote the rows itself corrects them
+with `statistics.closed_connections`. This module corrects the other rows: a restarted health manager wrote them, or no
+amphora of the load balancer sends heartbeats. An amphora counts as silent if this process did not hear it and its
+recorded heartbeat order did not change between two scans.
 """
 
 from __future__ import annotations
@@ -19,50 +19,50 @@ from amphora_driver.health.statistics import Row
 if TYPE_CHECKING:
     from collections.abc import Container
 
-# Seconds between two looks, but for the first ones, which are as far apart as what was said is believed.
-_EVERY = 60.0
+# Seconds between two scans. The first two scans are one report expiry apart.
+_SCAN_INTERVAL = 60.0
 
-_Place = tuple[int, int] | None
-_OPEN = (
+_Order = tuple[int, int] | None
+_ROWS_WITH_CONNECTIONS = (
     sa.select(listener_statistics, amphora_seen.c.epoch, amphora_seen.c.sequence)
     .outerjoin(amphora_seen, amphora_seen.c.amphora_id == listener_statistics.c.amphora_id)
     .where(listener_statistics.c.active_connections > 0)
 )
 
 
-class Leftovers:
-    """What was found at the last look; for one thread.
+class StaleConnections:
+    """The silent amphorae of the last scan. Not thread-safe.
 
     Args:
-        expiry: seconds after which what was said and not repeated is no longer believed.
+        expiry: seconds after which a reported value that is not repeated is ignored.
     """
 
     def __init__(self, expiry: float) -> None:
         self._expiry = expiry
-        self._next: float | None = None
-        self._second = False
-        self._silent: dict[str, _Place] = {}
+        self._next_scan: float | None = None
+        self._scanned_before = False
+        self._silent: dict[str, _Order] = {}
 
-    def due(self, now: float) -> bool:
-        """Whether it is time for a look, on `time.monotonic()`'s clock; not before everybody could be heard."""
-        if self._next is None:
-            self._next = now + self._expiry
-        return now >= self._next
+    def is_due(self, now: float) -> bool:
+        """Return whether to scan now (time of `time.monotonic()`). The first scan waits one expiry time."""
+        if self._next_scan is None:
+            self._next_scan = now + self._expiry
+        return now >= self._next_scan
 
-    def among(self, connection: sa.Connection, heard: Container[str]) -> list[Row]:
-        """Rows to be written, without connections: of those that were silent at this look and at the one before.
+    def find_rows(self, connection: sa.Connection, heard: Container[str]) -> list[Row]:
+        """Return corrected rows without connections, of amphorae silent in this scan and the previous one.
 
-        To be followed by `looked`.
+        Call `record_scan` after the rows are written.
 
         Args:
-            connection: a reading transaction's.
-            heard: the amphorae this process hears.
+            connection: of a read transaction.
+            heard: the amphorae with unexpired heartbeats in this process.
         """
-        rows = [row for row in connection.execute(_OPEN) if row.amphora_id not in heard]
-        places: dict[str, _Place] = {
+        rows = [row for row in connection.execute(_ROWS_WITH_CONNECTIONS) if row.amphora_id not in heard]
+        orders: dict[str, _Order] = {
             row.amphora_id: None if row.epoch is None else (row.epoch, row.sequence) for row in rows
         }
-        before, self._silent = self._silent, places
+        before, self._silent = self._silent, orders
         return [
             Row(
                 listener_id=row.listener_id,
@@ -75,10 +75,10 @@ class Leftovers:
                 total_connections=row.total_connections,
             )
             for row in rows
-            if row.amphora_id in before and before[row.amphora_id] == places[row.amphora_id]
+            if row.amphora_id in before and before[row.amphora_id] == orders[row.amphora_id]
         ]
 
-    def looked(self, now: float) -> None:
-        """A look has ended, and what it found is written."""
-        self._next = now + (max(_EVERY, self._expiry) if self._second else self._expiry)
-        self._second = True
+    def record_scan(self, now: float) -> None:
+        """Schedule the next scan, after the rows of this one are written."""
+        self._next_scan = now + (max(_SCAN_INTERVAL, self._expiry) if self._scanned_before else self._expiry)
+        self._scanned_before = True

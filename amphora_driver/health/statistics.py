@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Listener statistics: from heartbeats to the table.
+"""Writes listener statistics from heartbeats to the database.
 
-Invariant: counters are absolute and never fall, neither in a batch nor in the table, whoever writes first and however
-often the same batch is written: several health managers hear the same amphora. An amphora is heard only about
-listeners of its own load balancer.
+Invariant: counters are absolute and never decrease, neither in a batch nor in the table. That holds for any order and
+any repetition of writes, because several health managers receive the heartbeats of one amphora. Values for listeners of
+another load balancer are refused.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Key = tuple[str, str]
 _TABLE = listener_statistics
 _COUNTERS = ("bytes_in", "bytes_out", "request_errors", "total_connections")
 _VALUES = ("active_connections", *_COUNTERS)
-# A few of these can be added up in a 64 bit column. At 100 Gbit/s it takes an amphora a year and a half to get there.
-_LARGEST = 1 << 59
+# A 64-bit column holds the sum of several such values. At 100 Gbit/s an amphora needs a year and a half to reach it.
+_MAX_COUNTER = 1 << 59
 # Databases limit the number of values in one IN (...).
 _CHUNK = 500
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """What one amphora says of one listener: a row of `listener_statistics`."""
+    """The statistics of one listener on one amphora: a row of `listener_statistics`."""
 
     listener_id: str
     amphora_id: str
@@ -44,89 +44,95 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> Key:
-        """The row's primary key."""
+        """The primary key of the row."""
         return self.listener_id, self.amphora_id
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """Rows to write. `fallen` counts counters that were lower than before, `odd` reports that were not taken."""
+    """Rows to write.
+
+    Attributes:
+        decreased: number of counters that were lower than the written ones.
+        refused: number of listener reports that were refused.
+    """
 
     rows: tuple[Row, ...]
-    fallen: int = 0
-    odd: int = 0
+    decreased: int = 0
+    refused: int = 0
 
 
-def changed(
+def changed_rows(
     reports: Mapping[str, Report],
     load_balancers: Mapping[str, str],
     listeners: Mapping[str, str],
-    flushed: Mapping[Key, Row],
+    written: Mapping[Key, Row],
 ) -> Batch:
-    """Which counters differ from those written down last.
+    """Return the rows that differ from the last written rows.
 
     Args:
-        reports: what amphorae say, by amphora id (`Ledger.reports`).
-        load_balancers: the load balancer of each amphora; what others say is not taken.
-        listeners: the load balancer of each listener; what is said of others is not taken.
-        flushed: the rows written down last; see `remember`.
+        reports: the reports by amphora id (`AmphoraReports.live_reports`).
+        load_balancers: the load balancer of each amphora; reports of other amphorae are refused.
+        listeners: the load balancer of each listener; reports about other listeners are refused.
+        written: the last written rows; see `record_written`.
     """
     rows: list[Row] = []
-    fallen = odd = 0
+    decreased = refused = 0
     for amphora_id, report in reports.items():
         load_balancer_id = load_balancers.get(amphora_id)
-        for listener_id, said in report.listeners.items():
-            if load_balancer_id is None or listeners.get(listener_id) != load_balancer_id or not _sane(said):
-                odd += 1
+        for listener_id, reported in report.listeners.items():
+            own = load_balancer_id is not None and listeners.get(listener_id) == load_balancer_id
+            if load_balancer_id is None or not own or not _is_plausible(reported):
+                refused += 1
                 continue
-            before = flushed.get((listener_id, amphora_id))
-            row = _row(listener_id, amphora_id, load_balancer_id, said)
+            before = written.get((listener_id, amphora_id))
+            row = _build_row(listener_id, amphora_id, load_balancer_id, reported)
             if before is not None:
-                row, fell = _not_below(row, before)
-                fallen += fell
+                row, lower = _raise_to(row, before)
+                decreased += lower
             if row != before:
                 rows.append(row)
-    return Batch(tuple(rows), fallen, odd)
+    return Batch(tuple(rows), decreased, refused)
 
 
-def ended(flushed: Mapping[Key, Row], speaking: Collection[str]) -> tuple[Row, ...]:
-    """The rows of amphorae that are silent while they still seem to have connections, without these.
+def closed_connections(written: Mapping[Key, Row], live: Collection[str]) -> tuple[Row, ...]:
+    """Return the rows of silent amphorae with open connections, with the number of connections set to 0.
 
     Args:
-        flushed: the rows written down last.
-        speaking: the amphorae that are heard.
+        written: the last written rows.
+        live: the amphorae with unexpired heartbeats.
     """
     return tuple(
         msgspec.structs.replace(row, active_connections=0)
-        for (_, amphora_id), row in flushed.items()
-        if row.active_connections and amphora_id not in speaking
+        for (_, amphora_id), row in written.items()
+        if row.active_connections and amphora_id not in live
     )
 
 
-def remember(flushed: dict[Key, Row], rows: Iterable[Row]) -> None:
-    """Note that these rows are written down, once their transaction is."""
-    flushed.update((row.key, row) for row in rows)
+def record_written(written: dict[Key, Row], rows: Iterable[Row]) -> None:
+    """Add rows to the last written rows, after their transaction is committed."""
+    written.update((row.key, row) for row in rows)
 
 
-def store(connection: sa.Connection, rows: Sequence[Row]) -> int:
-    """Write a batch, within the caller's transaction; `version` grows where something changed.
+def write_rows(connection: sa.Connection, rows: Sequence[Row]) -> int:
+    """Write a batch in the caller's transaction. `version` grows in each row that changes.
 
     Args:
         connection: of `Database.write`.
         rows: at most one for each listener and amphora.
 
     Returns:
-        How many counters the table knew to be higher; the higher ones stay.
+        The number of counters that were higher in the table. They keep the higher value.
     """
-    fallen = 0
-    # One order for everybody, so that two writers wait for each other instead of deadlocking.
+    decreased = 0
+    # All writers use one order, which prevents deadlocks.
     ordered = sorted(rows, key=lambda row: row.key)
     for begin in range(0, len(ordered), _CHUNK):
-        fallen += _store_chunk(connection, ordered[begin : begin + _CHUNK])
-    return fallen
+        decreased += _write_chunk(connection, ordered[begin : begin + _CHUNK])
+    return decreased
 
 
-def _store_chunk(connection: sa.Connection, rows: Sequence[Row]) -> int:
-    # By listener only: every database finds rows through the first column of the key, not all through pairs.
+def _write_chunk(connection: sa.Connection, rows: Sequence[Row]) -> int:
+    # By listener only: every database uses the index for the first column of the key, but not all for pairs.
     found = connection.execute(
         sa.select(_TABLE.c.listener_id, _TABLE.c.amphora_id, *(_TABLE.c[name] for name in _COUNTERS)).where(
             _TABLE.c.listener_id.in_(sorted({row.listener_id for row in rows}))
@@ -148,7 +154,7 @@ def _insert(connection: sa.Connection, rows: Sequence[Row]) -> None:
         with connection.begin_nested():
             connection.execute(statement, [msgspec.structs.asdict(row) for row in rows])
     except IntegrityError:
-        # Another health manager heard the same amphora for the first time in this very moment.
+        # Another health manager has inserted rows of the same amphora meanwhile.
         for row in rows:
             try:
                 with connection.begin_nested():
@@ -158,12 +164,12 @@ def _insert(connection: sa.Connection, rows: Sequence[Row]) -> None:
 
 
 def _new(name: str) -> sa.BindParameter[int]:
-    # Typed: within CASE a database cannot always tell.
+    # Typed, because not every database infers the type within CASE.
     return sa.bindparam(f"new_{name}", type_=sa.BigInteger)
 
 
 def _update() -> sa.Update:
-    """Take the higher of each counter, and only if that makes a difference: a batch may be written twice."""
+    """Return an UPDATE that keeps the higher value of each counter, and skips rows without a difference."""
     higher = [_TABLE.c[name] < _new(name) for name in _COUNTERS]
     active = _new("active_connections")
     values: dict[str, Any] = {
@@ -186,30 +192,30 @@ def _bound(row: Row) -> dict[str, Any]:
     return {**bound, "at_listener": row.listener_id, "at_amphora": row.amphora_id}
 
 
-def _row(listener_id: str, amphora_id: str, load_balancer_id: str, said: ListenerReport) -> Row:
+def _build_row(listener_id: str, amphora_id: str, load_balancer_id: str, reported: ListenerReport) -> Row:
     return Row(
         listener_id=listener_id,
         amphora_id=amphora_id,
         load_balancer_id=load_balancer_id,
-        active_connections=said.active_connections,
-        bytes_in=said.bytes_in,
-        bytes_out=said.bytes_out,
-        request_errors=said.request_errors,
-        total_connections=said.total_connections,
+        active_connections=reported.active_connections,
+        bytes_in=reported.bytes_in,
+        bytes_out=reported.bytes_out,
+        request_errors=reported.request_errors,
+        total_connections=reported.total_connections,
     )
 
 
-def _not_below(row: Row, before: Row) -> tuple[Row, int]:
-    """The row with no counter below what it was, and how many were: agents promise that none is."""
+def _raise_to(row: Row, before: Row) -> tuple[Row, int]:
+    """Return the row with no counter lower than before, and the number of counters that were lower."""
     lower = {name: getattr(before, name) for name in _COUNTERS if getattr(row, name) < getattr(before, name)}
     return (msgspec.structs.replace(row, **lower), len(lower)) if lower else (row, 0)
 
 
-def _sane(said: ListenerReport) -> bool:
+def _is_plausible(reported: ListenerReport) -> bool:
     return (
-        0 <= said.active_connections < _LARGEST
-        and 0 <= said.bytes_in < _LARGEST
-        and 0 <= said.bytes_out < _LARGEST
-        and 0 <= said.request_errors < _LARGEST
-        and 0 <= said.total_connections < _LARGEST
+        0 <= reported.active_connections < _MAX_COUNTER
+        and 0 <= reported.bytes_in < _MAX_COUNTER
+        and 0 <= reported.bytes_out < _MAX_COUNTER
+        and 0 <= reported.request_errors < _MAX_COUNTER
+        and 0 <= reported.total_connections < _MAX_COUNTER
     )

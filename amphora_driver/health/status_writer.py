@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what amphorae said to what the store says, in batches.
+"""Writes the changes that follow from new heartbeats to the database, in batches.
 
-Invariant: the store hears of changes only, and a batch that could not be written is computed again at the next one,
-whether or not its amphorae are heard again: nothing here is a queue that could overflow or be lost. What an amphora
-says counts for its own load balancer alone, and nothing it says can keep those of others from being written down.
-However many load balancers were heard, a flush is one reading and at most one writing transaction (`batch.py`).
+Invariant: only changes are written. A failed batch is computed again at the next flush, with or without new heartbeats,
+so no queue can overflow or get lost. A report affects only the load balancer of its amphora, and no report can block
+the writes of other load balancers. For any number of load balancers, a flush is one read and at most one write
+transaction (`write_batch`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import msgspec
 
 from amphora_driver.errors import ContentRefused, UnknownObject
 from amphora_driver.health import statistics
-from amphora_driver.health.drift_reports import Drifts
-from amphora_driver.health.lost_configs import Losses
-from amphora_driver.health.stale_connections import Leftovers
+from amphora_driver.health.drift_reports import DriftReports
+from amphora_driver.health.lost_configs import LostConfigDetector
+from amphora_driver.health.stale_connections import StaleConnections
 from amphora_driver.health.status import Report, Statuses, operating_statuses
-from amphora_driver.health.write_batch import Batches, Entry
+from amphora_driver.health.write_batch import BatchWriter, Entry
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.store import amphorae, config_drift, desired_objects, status_outbox
@@ -34,346 +34,356 @@ if TYPE_CHECKING:
     import sqlalchemy as sa
 
     from amphora_driver.database.engine import Database
-    from amphora_driver.health.amphora_reports import Ledger, Seen
-    from amphora_driver.health.drift_reports import Broken
-    from amphora_driver.health.lost_configs import Loss
+    from amphora_driver.health.amphora_reports import AmphoraReports, LastReport
+    from amphora_driver.health.drift_reports import UnrepairedDrift
+    from amphora_driver.health.lost_configs import LostConfig
 
 LOG = logging.getLogger(__name__)
 
-# How often it is written down that an amphora was heard, in seconds: the only write of a quiet system.
-_SEEN_EVERY = 1.0
-# How often what belongs to amphorae and load balancers that are gone is dropped, in seconds.
-_TIDIED_EVERY = 60.0
-_LONGEST_REASON = 255
+# Seconds between two writes of the last heartbeats: the only write of an idle system.
+_HEARTBEAT_WRITE_INTERVAL = 1.0
+# Seconds between two removals of deleted amphorae and load balancers from memory.
+_CLEANUP_INTERVAL = 60.0
+_MAX_REASON = 255
 
 
-class _Account(msgspec.Struct):
-    """What is known of one load balancer: its tree, and what was written down last.
+class _LoadBalancerState(msgspec.Struct):
+    """The tree of one load balancer, and the values written last.
 
     Attributes:
-        tree: None if it is not wanted any more.
-        served: the newest generation an amphora served when the tree was read.
-        written: statuses written down.
-        flushed: counters written down.
-        mute: those of its amphorae that fell silent while a partner of theirs is heard.
+        tree: None if the load balancer is deleted.
+        served: the newest generation that an amphora served when the tree was read.
+        statuses: the statuses written last.
+        rows: the statistics rows written last.
+        silent: amphorae that became silent while their partner sends heartbeats.
     """
 
     tree: LoadBalancer | None = None
     served: int = -1
-    written: Statuses = {}
-    flushed: dict[statistics.Key, statistics.Row] = {}
-    mute: frozenset[str] = frozenset()
+    statuses: Statuses = {}
+    rows: dict[statistics.Key, statistics.Row] = {}
+    silent: frozenset[str] = frozenset()
 
-    def doubt(self, load_balancer_id: str, recorded: str | None) -> None:
-        """Somebody else has written the load balancer's status, while nobody was heard: what is heard is news again."""
-        mine = self.written.get(load_balancer_id)
-        if mine is not None and mine.status.value != recorded:
-            self.written = {one: known for one, known in self.written.items() if one != load_balancer_id}
+    def invalidate_changed_status(self, load_balancer_id: str, recorded: str | None) -> None:
+        """Forget the written load balancer status if another process has changed it in the database."""
+        own = self.statuses.get(load_balancer_id)
+        if own is not None and own.status.value != recorded:
+            self.statuses = {one: known for one, known in self.statuses.items() if one != load_balancer_id}
 
-    def keep(self, amphora_ids: Iterable[str]) -> None:
-        """Drop the counters of other amphorae than these, and of listeners that are gone; losing more harms nothing."""
+    def retain(self, amphora_ids: Iterable[str]) -> None:
+        """Drop the statistics of other amphorae and of deleted listeners. Dropped rows may be written again."""
         kept = set(amphora_ids)
         listeners = {listener.id for listener in self.tree.listeners} if self.tree is not None else set()
-        self.flushed = {key: row for key, row in self.flushed.items() if key[0] in listeners and key[1] in kept}
+        self.rows = {key: row for key, row in self.rows.items() if key[0] in listeners and key[1] in kept}
 
 
-class _Word(msgspec.Struct, frozen=True):
-    """What the amphorae of one load balancer say at the moment.
+class _CurrentReports(msgspec.Struct, frozen=True):
+    """The unexpired reports of the amphorae of one load balancer.
 
     Attributes:
-        reports: of all of them: whoever served requests has counted them.
-        trusted: those of them whose word about members and listeners counts.
-        drifting: those that are noted not to be as wanted.
+        reports: the reports of all amphorae, because each of them has counted requests.
+        trusted: the amphorae whose statuses of members and listeners count.
+        drifting: the amphorae that are marked as drifting.
     """
 
     load_balancer_id: str
-    account: _Account
+    state: _LoadBalancerState
     reports: dict[str, Report]
     trusted: tuple[str, ...]
     confirmed: dict[str, int]
     drifting: set[str]
 
 
-class _News(msgspec.Struct, frozen=True):
-    """What is to be written for one load balancer, and what will be known to be written then."""
+class _PendingWrite(msgspec.Struct, frozen=True):
+    """The rows to write for one load balancer, and its statuses after that write."""
 
-    account: _Account
-    found: Statuses
+    state: _LoadBalancerState
+    statuses: Statuses
     entry: Entry
 
 
-class Bookkeeper:
-    """Writes down what the ledger learned. For one thread.
+class StatusWriter:
+    """Writes changed reports to the database. Not thread-safe.
 
     Args:
-        database: where to.
-        ledger: what amphorae said.
-        interval: seconds between an amphora's heartbeats.
-        due: called when a load balancer has become due, because an amphora lost what it served.
-        gone: called with the ids of amphorae that were heard and are not recorded any more.
+        database: the database to write to.
+        reports: the reports of all amphorae.
+        interval: seconds between two heartbeats of an amphora.
+        on_due: called when a load balancer becomes due for a push.
+        on_departed: called with the ids of amphorae that sent heartbeats and are no longer in the database.
     """
 
     def __init__(
         self,
         database: Database,
-        ledger: Ledger,
+        reports: AmphoraReports,
         interval: float = 3.0,
-        due: Callable[[], None] = lambda: None,
-        gone: Callable[[set[str]], None] = lambda _amphora_ids: None,
+        on_due: Callable[[], None] = lambda: None,
+        on_departed: Callable[[set[str]], None] = lambda _amphora_ids: None,
     ) -> None:
         self._database = database
-        self._ledger = ledger
-        self._losses = Losses(interval)
-        self._leftovers = Leftovers(ledger.expiry)
-        self._drifts = Drifts(interval)
-        self._due = due
-        self._gone = gone
-        self._batches = Batches(database)
-        self._accounts: dict[str, _Account] = {}
-        # Heard, but what follows from that is not written down yet.
-        self._unwritten: dict[str, Seen] = {}
-        # Heard, but that is not written down yet.
-        self._seen: dict[str, LastHeartbeat] = {}
-        self._seen_at = 0.0
-        self._tidied_at = time.monotonic()
+        self._reports = reports
+        self._lost_configs = LostConfigDetector(interval)
+        self._stale_connections = StaleConnections(reports.expiry)
+        self._drift_reports = DriftReports(interval)
+        self._on_due = on_due
+        self._on_departed = on_departed
+        self._batches = BatchWriter(database)
+        self._states: dict[str, _LoadBalancerState] = {}
+        # Amphorae with new heartbeats whose consequences are not written yet.
+        self._updated: dict[str, LastReport] = {}
+        # Last heartbeats that are not written yet.
+        self._heartbeats: dict[str, LastHeartbeat] = {}
+        self._heartbeats_written_at = 0.0
+        self._cleaned_up_at = time.monotonic()
 
     def flush(self, *, last: bool = False) -> bool:
-        """Write down what changed since the last flush; True if there is something new for Octavia.
+        """Write the changes since the last flush, and return whether Octavia needs an update.
 
         Args:
-            last: there will be no other flush, so nothing is put off.
+            last: whether this is the final flush, which postpones nothing.
 
         Raises:
-            StoreError: the database is away; the same is tried at the next flush.
+            StoreError: the database does not answer. The next flush repeats the writes.
         """
-        self._unwritten.update(self._ledger.take_heard())
-        words = self._database.read(self._words) if self._unwritten else []
+        self._updated.update(self._reports.take_updated())
+        current = self._database.read(self._collect_reports) if self._updated else []
         now = time.monotonic()
-        changed = self._write([news for word in words if (news := self._news(word)) is not None], last=last)
-        self._note(self._note_losses, words, now)
-        self._note(self._note_drifts, words, now)
-        self._unwritten.clear()
-        ended = self._end_connections()
-        self._tidy()
-        return changed or ended
+        changed = self._write([one for each in current if (one := self._compute_write(each)) is not None], last=last)
+        self._apply_or_split(self._record_lost_configs, current, now)
+        self._apply_or_split(self._record_drift, current, now)
+        self._updated.clear()
+        closed = self._close_stale_connections()
+        self._remove_departed()
+        return changed or closed
 
-    def _end_connections(self) -> bool:
-        """Now and then, take out of the sums what amphorae had that nobody hears any more."""
+    def _close_stale_connections(self) -> bool:
+        """Set the connections of silent amphorae to 0, at most once per scan interval."""
         now = time.monotonic()
-        if not self._leftovers.due(now):
+        if not self._stale_connections.is_due(now):
             return False
-        heard = self._ledger.heard_since(now - self._ledger.expiry)
-        rows = self._database.read(lambda connection: self._leftovers.among(connection, heard))
+        heard = self._reports.heard_since(now - self._reports.expiry)
+        rows = self._database.read(lambda connection: self._stale_connections.find_rows(connection, heard))
         if rows:
-            self._database.write(lambda connection: statistics.store(connection, rows))
-        self._leftovers.looked(now)
+            self._database.write(lambda connection: statistics.write_rows(connection, rows))
+        self._stale_connections.record_scan(now)
         for row in rows:
-            if (account := self._accounts.get(row.load_balancer_id)) is not None:
-                statistics.remember(account.flushed, [row])
+            if (state := self._states.get(row.load_balancer_id)) is not None:
+                statistics.record_written(state.rows, [row])
         return bool(rows)
 
-    def _words(self, connection: sa.Connection) -> list[_Word]:
-        """What every load balancer with unwritten amphorae says now, its account brought up to date."""
-        recorded = amphorae.load_serving_states(connection, list(self._unwritten))
-        self._note_seen({amphora_id for one in recorded.values() for amphora_id in one.amphorae})
+    def _collect_reports(self, connection: sa.Connection) -> list[_CurrentReports]:
+        """Return the reports of each load balancer with updated amphorae, and refresh its state."""
+        recorded = amphorae.load_serving_states(connection, list(self._updated))
+        self._collect_heartbeats({amphora_id for one in recorded.values() for amphora_id in one.amphorae})
         now = time.monotonic()
-        words = []
+        current = []
         for load_balancer_id, one in sorted(recorded.items()):
             trusted = [amphora_id for amphora_id, state in one.amphorae.items() if state is not AmphoraState.RETIRING]
-            reports = self._ledger.reports(one.amphorae, now)
-            speaker = self._ledger.speaker(trusted, now)
-            heard = (speaker,) if speaker is not None else tuple(each for each in trusted if each in reports)
-            account = self._accounts.setdefault(load_balancer_id, _Account())
-            self._note_mute(load_balancer_id, account, [each for each in trusted if each not in reports])
-            newest = max((reports[each].generation or 0 for each in trusted if each in reports), default=0)
-            # No amphora can serve what was never wanted; one that says so must not make us read at every heartbeat.
+            reports = self._reports.live_reports(one.amphorae, now)
+            authoritative = self._reports.authoritative_amphora(trusted, now)
+            live = tuple(each for each in trusted if each in reports)
+            counted = (authoritative,) if authoritative is not None else live
+            state = self._states.setdefault(load_balancer_id, _LoadBalancerState())
+            self._log_silent(load_balancer_id, state, [each for each in trusted if each not in reports])
+            newest = max((reports[each].generation or 0 for each in live), default=0)
+            # An invalid generation above the recorded one must not cause a read of the tree at every heartbeat.
             served = min(newest, one.generation)
-            if served > account.served:
-                # Read anew, it also has what the last one had not: a tree that was incomplete, objects that are new.
-                # What was said of objects before their rows existed was not written, and is written now.
-                account.tree, account.served, account.written = _tree(connection, load_balancer_id), served, {}
-                account.keep(one.amphorae)
-            account.doubt(load_balancer_id, one.operating)
-            words.append(_Word(load_balancer_id, account, reports, heard, one.confirmed, one.drifting))
-        return words
+            if served > state.served:
+                # The new tree may contain new objects, or objects that an incomplete tree missed. Reports about them
+                # from before their rows existed are written now.
+                state.tree, state.served, state.statuses = _load_tree(connection, load_balancer_id), served, {}
+                state.retain(one.amphorae)
+            state.invalidate_changed_status(load_balancer_id, one.operating)
+            current.append(_CurrentReports(load_balancer_id, state, reports, counted, one.confirmed, one.drifting))
+        return current
 
-    def _note_mute(self, load_balancer_id: str, account: _Account, silent: list[str]) -> None:
-        """Say it once in the log: no status tells, because no client notices as long as the other one serves."""
-        mute = frozenset(each for each in silent if self._ledger.last_seen(each) is not None)
-        for amphora_id in sorted(mute - account.mute):
-            LOG.warning("load balancer %s: amphora %s is silent, its partner is heard", load_balancer_id, amphora_id)
-        account.mute = mute
+    def _log_silent(self, load_balancer_id: str, state: _LoadBalancerState, silent: list[str]) -> None:
+        """Log once that an amphora is silent: no status shows it while the partner serves."""
+        now_silent = frozenset(each for each in silent if self._reports.last_report(each) is not None)
+        for amphora_id in sorted(now_silent - state.silent):
+            LOG.warning(
+                "load balancer %s: amphora %s is silent, its partner sends heartbeats", load_balancer_id, amphora_id
+            )
+        state.silent = now_silent
 
-    def _note(self, note: Callable[[list[_Word], float], None], words: list[_Word], now: float) -> None:
-        """Note something of all load balancers. Where the database refuses that, note it of their halves."""
+    def _apply_or_split(
+        self, apply: Callable[[list[_CurrentReports], float], None], current: list[_CurrentReports], now: float
+    ) -> None:
+        """Call `apply` for all load balancers. If the database refuses a value, split them into halves."""
         try:
-            note(words, now)
+            apply(current, now)
         except ContentRefused as error:
-            if len(words) == 1:
-                self._batches.refuse(words[0].load_balancer_id, error)
+            if len(current) == 1:
+                self._batches.record_refusal(current[0].load_balancer_id, error)
                 return
-            half = len(words) // 2
-            self._note(note, words[:half], now)
-            self._note(note, words[half:], now)
+            half = len(current) // 2
+            self._apply_or_split(apply, current[:half], now)
+            self._apply_or_split(apply, current[half:], now)
 
-    def _note_losses(self, words: list[_Word], now: float) -> None:
-        """Have the load balancers of amphorae that lost what they served pushed again."""
-        confirmed = {amphora_id: generation for word in words for amphora_id, generation in word.confirmed.items()}
-        heard = {amphora_id: seen for amphora_id, seen in self._unwritten.items() if amphora_id in confirmed}
-        losses = self._losses.among(heard, confirmed, now)
-        if not losses:
+    def _record_lost_configs(self, current: list[_CurrentReports], now: float) -> None:
+        """Make load balancers due whose amphorae have lost their configuration."""
+        confirmed = {amphora_id: generation for one in current for amphora_id, generation in one.confirmed.items()}
+        updated = {amphora_id: last for amphora_id, last in self._updated.items() if amphora_id in confirmed}
+        suspected = self._lost_configs.find_lost(updated, confirmed, now)
+        if not suspected:
             return
 
-        def write(connection: sa.Connection) -> list[Loss]:
-            config_drift.lock_work_of_amphorae(connection, [one.amphora_id for one in losses])
+        def write(connection: sa.Connection) -> list[LostConfig]:
+            config_drift.lock_work_of_amphorae(connection, [one.amphora_id for one in suspected])
             return [
-                one for one in losses if amphorae.lower_confirmed(connection, one.amphora_id, one.confirmed, one.serves)
+                one
+                for one in suspected
+                if amphorae.lower_confirmed(connection, one.amphora_id, one.confirmed, one.serves)
             ]
 
         lost = self._database.write(write)
         for one in lost:
             LOG.warning(
-                "amphora %s confirmed generation %d and serves %d: it is given its configuration again",
+                "amphora %s confirmed generation %d and serves %d; pushing its configuration again",
                 one.amphora_id,
                 one.confirmed,
                 one.serves,
             )
-        self._losses.settled(losses)
+        self._lost_configs.clear(suspected)
         if lost:
-            self._due()
+            self._on_due()
 
-    def _note_drifts(self, words: list[_Word], now: float) -> None:
-        """Write down what amphorae found of themselves, and have those pushed again that could not mend it."""
-        confirmed = {amphora_id: generation for word in words for amphora_id, generation in word.confirmed.items()}
-        heard = {amphora_id: seen for amphora_id, seen in self._unwritten.items() if amphora_id in confirmed}
-        marks = self._drifts.marks(heard, confirmed, {one for word in words for one in word.drifting})
-        broken, news = self._drifts.among(heard, confirmed, now), self._drifts.news(heard, now)
-        if not (broken or news or marks):
+    def _record_drift(self, current: list[_CurrentReports], now: float) -> None:
+        """Record the drift that agents report, and make load balancers with unrepaired drift due."""
+        confirmed = {amphora_id: generation for one in current for amphora_id, generation in one.confirmed.items()}
+        updated = {amphora_id: last for amphora_id, last in self._updated.items() if amphora_id in confirmed}
+        marked = {amphora_id for one in current for amphora_id in one.drifting}
+        marks = self._drift_reports.find_changed_marks(updated, confirmed, marked)
+        unrepaired = self._drift_reports.find_unrepaired(updated, confirmed, now)
+        notices = self._drift_reports.find_notices(updated, now)
+        if not (unrepaired or notices or marks):
             return
 
         def write(connection: sa.Connection) -> tuple[int, list[str]]:
-            config_drift.lock_work_of_amphorae(connection, [one.amphora_id for one in broken])
+            config_drift.lock_work_of_amphorae(connection, [one.amphora_id for one in unrepaired])
             config_drift.set_drifting(connection, marks)
-            told = [
+            recorded = [
                 amphora_id
-                for amphora_id, one in sorted(news.items())
-                if config_drift.record_agent_finding(connection, amphora_id, _plain(one.sentence), one.moment)
+                for amphora_id, one in sorted(notices.items())
+                if config_drift.record_agent_finding(connection, amphora_id, _plain(one.sentence), one.found_at)
             ]
-            taken = sum(
+            revoked = sum(
                 config_drift.revoke_confirmation(
-                    connection, one.amphora_id, one.confirmed, _plain(_why(one)), replug=one.replug
+                    connection, one.amphora_id, one.confirmed, _plain(_push_reason(one)), replug=one.replug
                 )
-                for one in broken
+                for one in unrepaired
             )
-            return taken, told
+            return revoked, recorded
 
-        due, told = self._database.write(write)
-        for amphora_id in told:
-            LOG.warning("amphora %s was not as confirmed: %s", amphora_id, _plain(news[amphora_id].sentence))
-        for one in broken:
-            LOG.warning("amphora %s is given its configuration again: %s", one.amphora_id, _plain(_why(one)))
-        self._drifts.settled(broken, now)
-        self._drifts.told(heard, now)
+        due, recorded = self._database.write(write)
+        for amphora_id in recorded:
+            LOG.warning("drift on amphora %s: %s", amphora_id, _plain(notices[amphora_id].sentence))
+        for one in unrepaired:
+            LOG.warning("pushing the configuration of amphora %s again: %s", one.amphora_id, _plain(_push_reason(one)))
+        self._drift_reports.record_pushes(unrepaired, now)
+        self._drift_reports.record_notices(updated, now)
         if due:
-            self._due()
+            self._on_due()
 
-    def _note_seen(self, recorded: set[str]) -> None:
-        self._ledger.forget(self._unwritten.keys() - recorded)
-        for amphora_id in self._unwritten.keys() & recorded:
-            seen = self._unwritten[amphora_id]
-            epoch, sequence = seen.order
-            self._seen[amphora_id] = LastHeartbeat(
+    def _collect_heartbeats(self, recorded: set[str]) -> None:
+        self._reports.forget(self._updated.keys() - recorded)
+        for amphora_id in self._updated.keys() & recorded:
+            last = self._updated[amphora_id]
+            epoch, sequence = last.order
+            self._heartbeats[amphora_id] = LastHeartbeat(
                 amphora_id=amphora_id,
-                at=seen.wall,
-                generation=seen.generation,
+                at=last.wall,
+                generation=last.generation,
                 epoch=epoch,
                 sequence=sequence,
-                holds_vip=seen.holds_vip,
-                agent_version=seen.agent_version,
+                holds_vip=last.holds_vip,
+                agent_version=last.agent_version,
             )
 
-    def _news(self, word: _Word) -> _News | None:
+    def _compute_write(self, current: _CurrentReports) -> _PendingWrite | None:
         try:
-            return _news(word)
+            return _compute_write(current)
         except (ValueError, ArithmeticError, LookupError) as error:
-            # A report that no rule foresees must not keep those of other load balancers from being written.
-            self._batches.refuse(word.load_balancer_id, error)
+            # An unexpected report must not block the writes of other load balancers.
+            self._batches.record_refusal(current.load_balancer_id, error)
             return None
 
-    def _write(self, news: list[_News], *, last: bool) -> bool:
-        entries = [one.entry for one in news if one.entry.rows or one.entry.news]
+    def _write(self, pending: list[_PendingWrite], *, last: bool) -> bool:
+        entries = [one.entry for one in pending if one.entry.rows or one.entry.observations]
         now = time.monotonic()
-        seen = list(self._seen.values()) if last or now - self._seen_at >= _SEEN_EVERY else []
-        if not (entries or seen):
+        due = last or now - self._heartbeats_written_at >= _HEARTBEAT_WRITE_INTERVAL
+        heartbeats = list(self._heartbeats.values()) if due else []
+        if not (entries or heartbeats):
             return False
-        written = self._batches.write(entries, seen)
-        for one in news:
+        written = self._batches.write(entries, heartbeats)
+        for one in pending:
             entry = one.entry
             if entry.load_balancer_id not in written.entries:
                 continue
-            if entry.news:
-                one.account.written = one.found
-            statistics.remember(one.account.flushed, entry.rows)
-        if seen:
-            self._seen.clear()
-            self._seen_at = now
-        return bool(written.differing or any(one.rows for one in entries if one.load_balancer_id in written.entries))
+            if entry.observations:
+                one.state.statuses = one.statuses
+            statistics.record_written(one.state.rows, entry.rows)
+        if heartbeats:
+            self._heartbeats.clear()
+            self._heartbeats_written_at = now
+        return bool(written.unreported or any(one.rows for one in entries if one.load_balancer_id in written.entries))
 
-    def _tidy(self) -> None:
-        """Once in a while, drop what is remembered of amphorae and load balancers that are gone."""
-        if time.monotonic() - self._tidied_at < _TIDIED_EVERY:
+    def _remove_departed(self) -> None:
+        """Drop the memory of deleted amphorae and load balancers, at most once per cleanup interval."""
+        if time.monotonic() - self._cleaned_up_at < _CLEANUP_INTERVAL:
             return
-        # In this order: an amphora's row is written before it can be heard, so one that was heard and has none is gone.
-        remembered = self._ledger.remembered()
+        # In this order: the row of an amphora precedes its first heartbeat, so a known id without a row is deleted.
+        known = self._reports.known_ids()
         owners = self._database.read(amphorae.load_balancer_ids)
-        self._ledger.forget(remembered - owners.keys())
-        self._gone(remembered - owners.keys())
-        self._seen = {amphora_id: one for amphora_id, one in self._seen.items() if amphora_id in owners}
-        self._losses.keep(set(owners))
-        self._drifts.keep(set(owners))
+        self._reports.forget(known - owners.keys())
+        self._on_departed(known - owners.keys())
+        self._heartbeats = {amphora_id: one for amphora_id, one in self._heartbeats.items() if amphora_id in owners}
+        self._lost_configs.retain(set(owners))
+        self._drift_reports.retain(set(owners))
         served = set(owners.values())
-        self._accounts = {one: account for one, account in self._accounts.items() if one in served}
-        for account in self._accounts.values():
-            account.keep(owners)
-        self._batches.tidy()
-        self._tidied_at = time.monotonic()
+        self._states = {one: state for one, state in self._states.items() if one in served}
+        for state in self._states.values():
+            state.retain(owners)
+        self._batches.forget_old_refusals()
+        self._cleaned_up_at = time.monotonic()
 
 
-def _tree(connection: sa.Connection, load_balancer_id: str) -> LoadBalancer | None:
+def _load_tree(connection: sa.Connection, load_balancer_id: str) -> LoadBalancer | None:
     try:
         return desired_objects.load_tree(connection, load_balancer_id)
     except UnknownObject:
         return None
 
 
-def _news(word: _Word) -> _News:
-    """What differs from what was written down last."""
-    account = word.account
-    if account.tree is None:
-        return _News(account, {}, Entry(word.load_balancer_id))
-    found = operating_statuses(account.tree, [word.reports[each] for each in word.trusted])
-    written = account.written
-    news = [
+def _compute_write(current: _CurrentReports) -> _PendingWrite:
+    """Return the statuses and statistics that differ from the values written last."""
+    state = current.state
+    if state.tree is None:
+        return _PendingWrite(state, {}, Entry(current.load_balancer_id))
+    statuses = operating_statuses(state.tree, [current.reports[each] for each in current.trusted])
+    written = state.statuses
+    observations = [
         status_outbox.Observation(object_id=object_id, kind=one.kind, operating=one.status, reason=_plain(one.reason))
-        for object_id, one in found.items()
+        for object_id, one in statuses.items()
         if object_id not in written or written[object_id].status is not one.status
     ]
-    batch = statistics.changed(
-        word.reports,
-        dict.fromkeys(word.reports, word.load_balancer_id),
-        {listener.id: word.load_balancer_id for listener in account.tree.listeners},
-        account.flushed,
+    batch = statistics.changed_rows(
+        current.reports,
+        dict.fromkeys(current.reports, current.load_balancer_id),
+        {listener.id: current.load_balancer_id for listener in state.tree.listeners},
+        state.rows,
     )
-    # A silent amphora has no connections any more. Its other counters stay.
-    ended = statistics.ended(account.flushed, word.reports)
-    return _News(account, found, Entry(word.load_balancer_id, news, (*batch.rows, *ended)))
+    # A silent amphora has no open connections. Its other counters stay.
+    closed = statistics.closed_connections(state.rows, current.reports)
+    return _PendingWrite(state, statuses, Entry(current.load_balancer_id, observations, (*batch.rows, *closed)))
 
 
-def _why(one: Broken) -> str:
-    why = f"its agent cannot mend what is not as confirmed: {one.words}"
-    return f"{one.moment}, {why}" if one.moment else why
+def _push_reason(one: UnrepairedDrift) -> str:
+    reason = f"its agent could not repair: {one.kinds}"
+    return f"{one.found_at}, {reason}" if one.found_at else reason
 
 
 def _plain(reason: str) -> str:
-    """A reason every database can hold: it quotes the amphora."""
-    return printable(reason, _LONGEST_REASON)
+    """Return a reason that every database can store: it quotes the amphora."""
+    return printable(reason, _MAX_REASON)

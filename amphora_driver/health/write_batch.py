@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes what amphorae said: one transaction for all of them, smaller ones after a refusal.
+"""Writes reports of amphorae: one transaction for all, smaller ones after a refused value.
 
-Invariant: a value that the database refuses keeps only its own load balancer's rows from being written. A database that
-does not answer is not a refusal: then nothing is written, and the caller repeats the whole batch.
+Invariant: a value that the database refuses blocks the rows of its own load balancer only. If the database does not
+answer, no row is written, and the caller repeats the whole batch.
 """
 
 from __future__ import annotations
@@ -30,36 +30,42 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-# Seconds for which the rows of a load balancer that were refused once have a transaction of their own.
-_APART = 300.0
-# Seconds between two lines of the log about one load balancer.
+# Seconds after a refusal during which the rows of this load balancer are written in a separate transaction.
+_ISOLATION_TIME = 300.0
+# Seconds between two log lines about one load balancer.
 _LOG_INTERVAL = 60.0
-_LONGEST_REASON = 500
-# What a driver of a database raises for a value before it sends anything.
+_MAX_REASON = 500
+# Errors of a database driver for an invalid value; some are raised before the driver sends a statement.
 _REFUSALS = (ContentRefused, ValueError, OverflowError)
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """What is to be written for one load balancer."""
+    """The rows to write for one load balancer: changed statuses and changed statistics."""
 
     load_balancer_id: str
-    news: Sequence[status_outbox.Observation] = ()
+    observations: Sequence[status_outbox.Observation] = ()
     rows: tuple[statistics.Row, ...] = ()
 
 
 class Written(msgspec.Struct):
-    """What a batch has written. `differing` is the number of statuses that Octavia does not know yet."""
+    """The result of a batch.
+
+    Attributes:
+        entries: ids of the load balancers whose entries are written.
+        seen: ids of the amphorae whose last heartbeats are written.
+        unreported: number of written statuses that are not reported to Octavia yet.
+    """
 
     entries: set[str] = set()
     seen: set[str] = set()
-    differing: int = 0
+    unreported: int = 0
 
 
-class Batches:
-    """For one thread.
+class BatchWriter:
+    """Writes batches. Not thread-safe.
 
     Attributes:
-        refused: how often rows were refused, by the id of their load balancer, or of the amphora that was heard.
+        refused: number of refusals by the id of the load balancer, or of the amphora for a last heartbeat.
     """
 
     def __init__(self, database: Database) -> None:
@@ -69,67 +75,67 @@ class Batches:
         self._logged_at: dict[str, float] = {}
 
     def write(self, entries: Sequence[Entry], seen: Sequence[LastHeartbeat]) -> Written:
-        """Write all that the database takes.
+        """Write all rows that the database accepts.
 
         Args:
             entries: at most one for each load balancer.
             seen: the last heartbeats, at most one for each amphora.
 
         Raises:
-            StoreError: the database does not answer. What was refused before is counted.
+            StoreError: the database does not answer. Earlier refusals are counted.
         """
         written = Written(set(), set())
         parts: list[Entry | LastHeartbeat] = [*entries, *seen]
-        apart = [one for one in parts if _owner(one) in self._refused_at]
-        self._halve([one for one in parts if _owner(one) not in self._refused_at], written)
-        for one in apart:
-            self._halve([one], written)
+        isolated = [one for one in parts if _owner(one) in self._refused_at]
+        self._write_or_split([one for one in parts if _owner(one) not in self._refused_at], written)
+        for one in isolated:
+            self._write_or_split([one], written)
         return written
 
-    def refuse(self, owner: str, error: Exception) -> None:
-        """Count what could not be written for a load balancer or an amphora, and log it once in a while."""
+    def record_refusal(self, owner: str, error: Exception) -> None:
+        """Count a refusal for a load balancer or an amphora, and log it at most once per `_LOG_INTERVAL`."""
         now = time.monotonic()
         self.refused[owner] += 1
         self._refused_at[owner] = now
         metrics.count_refused_rows()
         if now - self._logged_at.get(owner, -_LOG_INTERVAL) >= _LOG_INTERVAL:
             self._logged_at[owner] = now
-            words = printable(str(error), _LONGEST_REASON)
-            LOG.warning("Could not write what amphorae say of %s (%d times): %s", owner, self.refused[owner], words)
+            reason = printable(str(error), _MAX_REASON)
+            LOG.warning("could not write amphora reports for %s (%d times): %s", owner, self.refused[owner], reason)
 
-    def tidy(self) -> None:
-        """Forget refusals that have not been repeated for some time."""
+    def forget_old_refusals(self) -> None:
+        """Forget refusals older than `_ISOLATION_TIME`."""
         now = time.monotonic()
-        self._refused_at = {one: at for one, at in self._refused_at.items() if now - at < _APART}
+        self._refused_at = {one: at for one, at in self._refused_at.items() if now - at < _ISOLATION_TIME}
         self._logged_at = {one: at for one, at in self._logged_at.items() if one in self._refused_at}
         self.refused = Counter({one: count for one, count in self.refused.items() if one in self._refused_at})
 
-    def _halve(self, parts: Sequence[Entry | LastHeartbeat], written: Written) -> None:
-        """Write these in one transaction. Where the database refuses them, write their halves."""
+    def _write_or_split(self, parts: Sequence[Entry | LastHeartbeat], written: Written) -> None:
+        """Write the parts in one transaction. If the database refuses them, split them into halves."""
         if not parts:
             return
         entries = [one for one in parts if isinstance(one, Entry)]
         seen = [one for one in parts if not isinstance(one, Entry)]
 
         def write(connection: sa.Connection) -> int:
-            statistics.store(connection, [row for entry in entries for row in entry.rows])
+            statistics.write_rows(connection, [row for entry in entries for row in entry.rows])
             if seen:
                 amphorae.record_heartbeats(connection, seen)
             return sum(
-                status_outbox.write_observations(connection, entry.load_balancer_id, entry.news)
+                status_outbox.write_observations(connection, entry.load_balancer_id, entry.observations)
                 for entry in entries
-                if entry.news
+                if entry.observations
             )
 
         try:
-            written.differing += self._database.write(write)
+            written.unreported += self._database.write(write)
         except _REFUSALS as error:
             if len(parts) == 1:
-                self.refuse(_owner(parts[0]), error)
+                self.record_refusal(_owner(parts[0]), error)
                 return
             half = len(parts) // 2
-            self._halve(parts[:half], written)
-            self._halve(parts[half:], written)
+            self._write_or_split(parts[:half], written)
+            self._write_or_split(parts[half:], written)
             return
         written.entries.update(entry.load_balancer_id for entry in entries)
         written.seen.update(one.amphora_id for one in seen)

@@ -19,7 +19,7 @@ import msgspec
 
 from amphora_driver import log_context, metrics
 from amphora_driver.errors import AgentError, AgentRefused, ModelError, StoreError
-from amphora_driver.health.initial_status import Unmeasured, unmeasured
+from amphora_driver.health.initial_status import InitialStatuses, initial_statuses
 from amphora_driver.model.amphora import Amphora, AmphoraState
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.model.secret_refs import ticket_secret_name
@@ -257,7 +257,7 @@ class Pushing:
 
     def _confirmed(self, connection: sa.Connection, wanted: planning.Wanted) -> None:
         of, failed = self._turn.lease.load_balancer_id, self._without(wanted)
-        known = Unmeasured({}, {}) if wanted.tree is None else unmeasured(wanted.tree, failed)
+        known = InitialStatuses({}, {}) if wanted.tree is None else initial_statuses(wanted.tree, failed)
         certain, first = _observations(known.certain), _observations(known.first)
         status_outbox.confirm_generation(connection, of, wanted.generation, failed, certain, first)
         if wanted.replacing and not wanted.gone:

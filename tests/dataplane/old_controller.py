@@ -14,7 +14,7 @@ from wanted import LB, NETWORK, SUBNET, listener, load_balancer, member, pool
 
 import amphora_driver
 from amphora_driver.agent.client import AgentClient
-from amphora_driver.health.heartbeat_codec import open_datagram
+from amphora_driver.health.heartbeat_codec import decode_datagram
 from amphora_driver.model.amphora import AttachedPort
 from amphora_driver.model.network import FixedAddress, Port, Subnet
 from amphora_driver.render.bundle import Served, bundle
@@ -42,7 +42,7 @@ def body(told, generation, weight):
 def heard(told, opened):
     """The next report that tells of a generation."""
     while True:
-        report = open_datagram(opened.recv(65536), Secret(bytes.fromhex(told["key"]))).report
+        report = decode_datagram(opened.recv(65536), Secret(bytes.fromhex(told["key"]))).report
         if report.generation:
             return {"generation": report.generation, "listeners": sorted(report.listeners), "holds": report.holds_vip}
 
@@ -66,7 +66,7 @@ def main():
     state, info = client.bundle_state(*whom), client.info(*whom)
     diagnosis = client.diagnostics(*whom)
     client.close()
-    with_news = open_datagram(bytes.fromhex(told["datagram"]), Secret(bytes.fromhex(told["key"]))).report
+    with_news = decode_datagram(bytes.fromhex(told["datagram"]), Secret(bytes.fromhex(told["key"]))).report
     answers = {
         "code": amphora_driver.__file__,
         "load_balancer": LB,

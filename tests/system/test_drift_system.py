@@ -35,7 +35,7 @@ def balancer(lab):
 def test_what_an_agent_mends_itself_is_noted(lab, balancer):
     (one,) = lab.of(balancer)
     lab.inside(one, "ip link set eth1 mtu 1400")
-    lab.drifted(one.id, "mended by its agent: interface: eth1 has an MTU of 1400")
+    lab.drifted(one.id, "repaired by its agent: interface: eth1 has an MTU of 1400")
     assert lab.settled(balancer) == one.confirmed, "nothing was pushed for that"
     lab.balanced(balancer.vip_address, {"member1": 1, "member2": 1})
 
@@ -43,7 +43,7 @@ def test_what_an_agent_mends_itself_is_noted(lab, balancer):
 def test_an_interface_that_is_gone_is_attached_again(lab, balancer):
     (one,) = lab.of(balancer)
     lab.inside(one, "ip link del eth1")
-    lab.drifted(one.id, "its agent cannot mend what is not as confirmed: interface")
+    lab.drifted(one.id, "its agent could not repair: interface")
     lab.until(lambda: answers(lab, balancer), "clients are served again")
     lab.settled(balancer)
     lab.until(lambda: lab.configuration(lab.of(balancer)[0])["drift"]["left"] == [], "its agent has nothing to say")

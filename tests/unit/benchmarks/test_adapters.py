@@ -71,7 +71,9 @@ def stored(made, place):
 
 @pytest.fixture
 def hearing(stored, monkeypatch):
-    monkeypatch.setattr(status_writer, "_SEEN_EVERY", status_writer._SEEN_EVERY)  # hb_setup changes it
+    monkeypatch.setattr(
+        status_writer, "_HEARTBEAT_WRITE_INTERVAL", status_writer._HEARTBEAT_WRITE_INTERVAL
+    )  # hb_setup changes it
     stored.hb_setup("insecure-bench-key")
     return stored
 

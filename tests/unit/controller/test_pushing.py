@@ -267,7 +267,7 @@ def test_amphorae_older_than_virtual_servers_serve_all_the_rest(house, old):
     reason = "its amphorae are older than UDP and SCTP: rotate them (amphoractl rotate)"
     assert rows == {
         LB: ("ACTIVE", "served by an amphora"),
-        **dict.fromkeys((LISTENER, SECOND), ("ACTIVE", "its amphorae confirmed it")),
+        **dict.fromkeys((LISTENER, SECOND), ("ACTIVE", "confirmed by its amphorae")),
         **dict.fromkeys((THIRD, FOURTH), ("ERROR", reason)),
     }
     house.agents.answers.clear()

@@ -9,10 +9,10 @@ import sqlalchemy as sa
 from amphora_driver.database.tables import amphora, amphora_seen, listener_statistics, status, wanted_object, work
 from amphora_driver.errors import StoreError
 from amphora_driver.health import status_writer
-from amphora_driver.health.amphora_reports import Ledger
+from amphora_driver.health.amphora_reports import AmphoraReports
 from amphora_driver.health.heartbeat_codec import Heartbeat
-from amphora_driver.health.status import Drifted, ListenerReport, PoolReport, Report
-from amphora_driver.health.status_writer import Bookkeeper
+from amphora_driver.health.status import LastDrift, ListenerReport, PoolReport, Report
+from amphora_driver.health.status_writer import StatusWriter
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.enums import Kind, ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Vip
@@ -69,8 +69,8 @@ class House:
 
     def start(self):
         self.trying = Trying(self.database)
-        self.ledger = Ledger()
-        self.books = Bookkeeper(self.trying, self.ledger)
+        self.ledger = AmphoraReports()
+        self.books = StatusWriter(self.trying, self.ledger)
 
     def load_balancer(self, name="1"):
         self.intents.create_load_balancer(tree(name), read_back=False)
@@ -108,8 +108,8 @@ def house(database):
 @pytest.fixture
 def now(monkeypatch):
     """Nothing is put off: last-seen is written and what is gone dropped at every flush."""
-    monkeypatch.setattr(status_writer, "_SEEN_EVERY", 0.0)
-    monkeypatch.setattr(status_writer, "_TIDIED_EVERY", 0.0)
+    monkeypatch.setattr(status_writer, "_HEARTBEAT_WRITE_INTERVAL", 0.0)
+    monkeypatch.setattr(status_writer, "_CLEANUP_INTERVAL", 0.0)
 
 
 ALL_WELL = {"lb1": "ONLINE", "li1": "ONLINE", "po1": "ONLINE", "me1": "ONLINE"}
@@ -208,7 +208,7 @@ def test_an_amphora_cannot_speak_for_anothers_load_balancer(house):
 def test_an_unknown_amphora_is_forgotten(house):
     house.say("stranger")
     assert not house.flush(last=True)
-    assert house.ledger.known() == {}
+    assert house.ledger.last_reports() == {}
     assert house.rows(amphora_seen) == []
     assert not house.flush()
     assert house.trying.done == [], "and not asked for again"
@@ -295,9 +295,9 @@ def test_memory_of_what_is_gone_is_dropped(house, now):
     house.say("am1", "1")
     house.say("am2", "2")
     house.flush()
-    assert house.books._accounts.keys() == {"lb1", "lb2"}
-    assert house.books._accounts["lb2"].flushed.keys() == {("li2", "am2")}
-    house.ledger.resume({"long gone": (1, 1)})
+    assert house.books._states.keys() == {"lb1", "lb2"}
+    assert house.books._states["lb2"].rows.keys() == {("li2", "am2")}
+    house.ledger.load_orders({"long gone": (1, 1)})
 
     def gone(connection):
         amphorae.delete_amphora(connection, "am2")
@@ -305,19 +305,19 @@ def test_memory_of_what_is_gone_is_dropped(house, now):
 
     house.database.write(gone)
     house.flush()
-    assert house.books._accounts.keys() == {"lb1"}
-    assert house.ledger.remembered() == {"am1"}
+    assert house.books._states.keys() == {"lb1"}
+    assert house.ledger.known_ids() == {"am1"}
     assert [one.amphora_id for one in house.rows(amphora_seen)] == ["am1"]
 
 
 def test_counters_of_a_deleted_listener_are_dropped(house):
     house.say()
     house.flush()
-    assert house.books._accounts["lb1"].flushed.keys() == {("li1", "am1")}
+    assert house.books._states["lb1"].rows.keys() == {("li1", "am1")}
     house.intents.delete_object(Kind.LISTENER, "li1")
     house.say(generation=2)
     house.flush()
-    assert house.books._accounts["lb1"].flushed == {}
+    assert house.books._states["lb1"].rows == {}
 
 
 def test_counters_of_a_replaced_amphora_are_dropped(house, now):
@@ -325,11 +325,11 @@ def test_counters_of_a_replaced_amphora_are_dropped(house, now):
     house.say("am1")
     house.say("am-new")
     house.flush()
-    account = house.books._accounts["lb1"]
-    assert account.flushed.keys() == {("li1", "am1"), ("li1", "am-new")}
+    account = house.books._states["lb1"]
+    assert account.rows.keys() == {("li1", "am1"), ("li1", "am-new")}
     house.database.write(lambda c: amphorae.delete_amphora(c, "am1"))
     house.flush()
-    assert account.flushed.keys() == {("li1", "am-new")}
+    assert account.rows.keys() == {("li1", "am-new")}
 
 
 def test_tidying_that_fails_is_tried_again(house, now):
@@ -339,7 +339,7 @@ def test_tidying_that_fails_is_tried_again(house, now):
     with pytest.raises(StoreError):
         house.flush()
     house.flush()
-    assert house.books._accounts.keys() == {"lb1"}
+    assert house.books._states.keys() == {"lb1"}
 
 
 def test_last_seen_is_written_once_a_second_with_the_place_of_the_heartbeat(house):
@@ -351,7 +351,7 @@ def test_last_seen_is_written_once_a_second_with_the_place_of_the_heartbeat(hous
     house.say()
     assert not house.flush()
     assert [one.sequence for one in house.rows(amphora_seen)] == [1]
-    house.books._seen_at -= 2
+    house.books._heartbeats_written_at -= 2
     assert not house.flush()
     assert house.trying.done == ["write"]
     assert [one.sequence for one in house.rows(amphora_seen)] == [2], "though it was not heard again"
@@ -370,7 +370,7 @@ def test_an_old_heartbeat_is_refused_after_a_restart(house):
     house.say()
     house.flush()
     house.start()
-    house.ledger.resume(house.database.read(amphorae.last_heartbeats))
+    house.ledger.load_orders(house.database.read(amphorae.last_heartbeats))
     report = Report(1, {}, {"po1:li1": PoolReport("DOWN", {"me1": "DOWN"})}, "am1")
     for sequence in (1, 2):
         assert not house.ledger.accept(Heartbeat("am1", 7, sequence, report), time.monotonic())
@@ -399,7 +399,7 @@ def test_what_another_health_manager_heard_later_stays(house, now):
 
 def test_an_amphora_that_lost_what_it_served_is_given_it_again(house, database):
     rung = []
-    house.books = Bookkeeper(house.trying, house.ledger, interval=0.0, due=lambda: rung.append(True))
+    house.books = StatusWriter(house.trying, house.ledger, interval=0.0, on_due=lambda: rung.append(True))
     database.write(lambda c: amphorae.update_amphora(c, "am1", confirmed=1, state=AmphoraState.READY))
     database.write(lambda c: c.execute(work.update().values(dirty=False, applied=1)))
     database.write(lambda c: status_outbox.confirm_generation(c, "lb1", 1, {}))
@@ -430,13 +430,13 @@ def test_what_was_confirmed_anew_meanwhile_stays(house, database):
     assert not database.write(lambda c: amphorae.lower_confirmed(c, "am1", 2, 0))
 
 
-FOUND = Drifted(at=1000000000.0, what=("eth1 is down",), mended=False)
+FOUND = LastDrift(at=1000000000.0, what=("eth1 is down",), mended=False)
 
 
 def test_a_complaint_is_marked_and_ends_and_is_told_once_whoever_restarts(house, database, caplog):
     def listens():
         house.start()
-        house.books = Bookkeeper(house.trying, house.ledger, interval=0.0)
+        house.books = StatusWriter(house.trying, house.ledger, interval=0.0)
 
     def noted():
         (row,) = house.rows(amphora)
@@ -446,12 +446,12 @@ def test_a_complaint_is_marked_and_ends_and_is_told_once_whoever_restarts(house,
     listens()
     house.say(drift=("link",), drifted=FOUND)
     house.flush()
-    found = "2001-09-09 01:46:40 UTC, could not be mended by its agent: eth1 is down"
+    found = "2001-09-09 01:46:40 UTC, its agent could not repair: eth1 is down"
     assert noted() == (False, found)
-    assert caplog.text.count("was not as confirmed") == 1
+    assert caplog.text.count("drift on amphora") == 1
     house.say(drift=("link",), drifted=FOUND)
     house.flush()
-    pushed = "2001-09-09 01:46:40 UTC, its agent cannot mend what is not as confirmed: link"
+    pushed = "2001-09-09 01:46:40 UTC, its agent could not repair: link"
     assert noted() == (True, pushed)
     database.write(lambda c: amphorae.update_amphora(c, "am1", confirmed=1, drifts=False))
     listens()
@@ -463,7 +463,7 @@ def test_a_complaint_is_marked_and_ends_and_is_told_once_whoever_restarts(house,
     house.say(drifted=FOUND)
     house.flush()
     assert noted() == (False, pushed), "it is history"
-    assert caplog.text.count("was not as confirmed") == 1, "the row knew"
+    assert caplog.text.count("drift on amphora") == 1, "the row knew"
     house.say(drifted=FOUND)
     house.flush()
     database.write(lambda c: amphorae.update_amphora(c, "am1", drifts=True))

@@ -3,42 +3,42 @@
 
 from itertools import pairwise
 
-from amphora_driver.health.amphora_reports import Seen
-from amphora_driver.health.drift_reports import Broken, Drifts, News
-from amphora_driver.health.status import Drifted
+from amphora_driver.health.amphora_reports import LastReport
+from amphora_driver.health.drift_reports import DriftNotice, DriftReports, UnrepairedDrift
+from amphora_driver.health.status import LastDrift
 
 INTERVAL = 3.0
 
 
 def heard(at, *words, generation=8, drifted=None):
-    return {"am": Seen(at, at, generation, (1, int(at * 10)), None, words, drifted)}
+    return {"am": LastReport(at, at, generation, (1, int(at * 10)), None, words, drifted)}
 
 
 def among(drifts, at, *words, generation=8, confirmed=8):
-    return drifts.among(heard(at, *words, generation=generation), {"am": confirmed}, at)
+    return drifts.find_unrepaired(heard(at, *words, generation=generation), {"am": confirmed}, at)
 
 
 def test_one_that_keeps_saying_so_is_broken():
-    drifts = Drifts(INTERVAL)
+    drifts = DriftReports(INTERVAL)
     assert among(drifts, 10.0, "files") == []
     assert among(drifts, 12.9, "files") == []
-    assert among(drifts, 13.1, "files") == [Broken("am", 8, "files", replug=False)]
+    assert among(drifts, 13.1, "files") == [UnrepairedDrift("am", 8, "files", replug=False)]
 
 
 def test_an_interface_is_attached_again():
-    drifts = Drifts(INTERVAL)
+    drifts = DriftReports(INTERVAL)
     among(drifts, 10.0, "interface", "address")
-    assert among(drifts, 14.0, "interface", "address") == [Broken("am", 8, "interface, address", replug=True)]
+    assert among(drifts, 14.0, "interface", "address") == [UnrepairedDrift("am", 8, "interface, address", replug=True)]
 
 
 def test_what_a_push_does_not_help_is_pushed_ever_more_seldom():
-    drifts = Drifts(INTERVAL)
+    drifts = DriftReports(INTERVAL)
     among(drifts, 0.0, "files")
     at, pushes = 4.0, []
     while at < 1000.0:
         found = among(drifts, at, "files")
         if found:
-            drifts.settled(found, at)
+            drifts.record_pushes(found, at)
             pushes.append(at)
         at += 3.0
     gaps = [later - before for before, later in pairwise(pushes)]
@@ -48,16 +48,16 @@ def test_what_a_push_does_not_help_is_pushed_ever_more_seldom():
 
 
 def test_one_that_serves_another_generation_than_it_confirmed_is_somebody_elses_matter():
-    drifts = Drifts(INTERVAL)
+    drifts = DriftReports(INTERVAL)
     for at in (10.0, 14.0, 18.0):
         assert among(drifts, at, "files", generation=7) == []
         assert among(drifts, at, "files", generation=0, confirmed=0) == []
 
 
 def test_one_that_is_well_again_is_forgotten_after_a_while():
-    drifts = Drifts(INTERVAL)
+    drifts = DriftReports(INTERVAL)
     among(drifts, 0.0, "files")
-    drifts.settled(among(drifts, 4.0, "files"), 4.0)
+    drifts.record_pushes(among(drifts, 4.0, "files"), 4.0)
     assert among(drifts, 7.0) == []
     assert among(drifts, 10.0, "files") == [], "it is the same trouble"
     assert among(drifts, 100.0) == []
@@ -66,40 +66,42 @@ def test_one_that_is_well_again_is_forgotten_after_a_while():
 
 
 def test_what_was_found_is_told_once():
-    drifts = Drifts(INTERVAL)
-    said = heard(10.0, drifted=Drifted(at=1000000000.0, what=("eth1 is down",), mended=True))
+    drifts = DriftReports(INTERVAL)
+    said = heard(10.0, drifted=LastDrift(at=1000000000.0, what=("eth1 is down",), mended=True))
     when = "2001-09-09 01:46:40 UTC"
-    assert drifts.news(said, 5.0) == {"am": News(when, f"{when}, mended by its agent: eth1 is down")}
-    drifts.told(said, 5.0)
-    assert drifts.news(said, 20.0) == {}
-    assert drifts.news(heard(10.0), 20.0) == {}
-    strange = heard(11.0, drifted=Drifted(at=1e300, what=("x",), mended=False))
-    assert drifts.news(strange, 20.0) == {"am": News("some time", "some time, could not be mended by its agent: x")}
-    drifts.keep(set())
-    assert drifts.news(said, 20.0) != {}
+    assert drifts.find_notices(said, 5.0) == {"am": DriftNotice(when, f"{when}, repaired by its agent: eth1 is down")}
+    drifts.record_notices(said, 5.0)
+    assert drifts.find_notices(said, 20.0) == {}
+    assert drifts.find_notices(heard(10.0), 20.0) == {}
+    strange = heard(11.0, drifted=LastDrift(at=1e300, what=("x",), mended=False))
+    assert drifts.find_notices(strange, 20.0) == {
+        "am": DriftNotice("unknown time", "unknown time, its agent could not repair: x")
+    }
+    drifts.retain(set())
+    assert drifts.find_notices(said, 20.0) != {}
 
 
 def test_findings_that_follow_each_other_are_told_seldom():
-    drifts = Drifts(INTERVAL)
+    drifts = DriftReports(INTERVAL)
     told = []
     for number in range(100):
-        said = heard(number / 10, drifted=Drifted(at=float(number), what=(f"number {number}",), mended=True))
-        told += [each.sentence for each in drifts.news(said, number / 10).values()]
-        drifts.told(said, number / 10)
+        said = heard(number / 10, drifted=LastDrift(at=float(number), what=(f"number {number}",), mended=True))
+        told += [each.sentence for each in drifts.find_notices(said, number / 10).values()]
+        drifts.record_notices(said, number / 10)
     assert len(told) == 1
-    assert drifts.news(said, 10.0)["am"].sentence.endswith("number 99"), "the last one is not lost"
+    assert drifts.find_notices(said, 10.0)["am"].sentence.endswith("number 99"), "the last one is not lost"
 
 
 def marks(drifts, at, *words, marked=(), generation=8):
     """As the bookkeeper asks: marks first."""
     said, confirmed = heard(at, *words, generation=generation), {"am": 8}
-    found = drifts.marks(said, confirmed, set(marked))
-    drifts.among(said, confirmed, at)
+    found = drifts.find_changed_marks(said, confirmed, set(marked))
+    drifts.find_unrepaired(said, confirmed, at)
     return found
 
 
 def test_who_complains_for_longer_than_an_interval_is_marked_until_it_does_not():
-    drifts = Drifts(INTERVAL)
+    drifts = DriftReports(INTERVAL)
     assert marks(drifts, 10.0, "files") == {}
     assert marks(drifts, 12.9, "files") == {}, "it may be mending it"
     assert marks(drifts, 13.1, "files", generation=7) == {}, "it is being pushed"
@@ -112,22 +114,22 @@ def test_who_complains_for_longer_than_an_interval_is_marked_until_it_does_not()
 
 
 def test_what_its_agent_cannot_know_of_stays_marked():
-    drifts = Drifts(INTERVAL)
+    drifts = DriftReports(INTERVAL)
     assert marks(drifts, 10.0, marked={"am"}) == {}
 
 
 def test_who_complains_still_after_a_push_is_marked_again():
-    drifts = Drifts(INTERVAL)
+    drifts = DriftReports(INTERVAL)
     marks(drifts, 10.0, "files")
     found = among(drifts, 14.0, "files")
-    drifts.settled(found, 14.0)
+    drifts.record_pushes(found, 14.0)
     assert marks(drifts, 16.0, "files") == {}
     assert marks(drifts, 18.0, "files") == {"am": True}
 
 
 def test_why_it_is_pushed_says_when_it_was_found():
-    drifts = Drifts(INTERVAL)
+    drifts = DriftReports(INTERVAL)
     among(drifts, 10.0, "files")
-    said = heard(14.0, "files", drifted=Drifted(at=1000000000.0, what=("x",), mended=False))
-    (broken,) = drifts.among(said, {"am": 8}, 14.0)
-    assert broken.moment == "2001-09-09 01:46:40 UTC"
+    said = heard(14.0, "files", drifted=LastDrift(at=1000000000.0, what=("x",), mended=False))
+    (broken,) = drifts.find_unrepaired(said, {"am": 8}, 14.0)
+    assert broken.found_at == "2001-09-09 01:46:40 UTC"

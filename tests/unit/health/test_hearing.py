@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from amphora_driver.database.tables_fleet import process
 from amphora_driver.errors import StoreError
 from amphora_driver.health.receiver import Receiver
-from amphora_driver.health.self_test import Hearing
+from amphora_driver.health.self_test import ReceiverSelfTest
 
 
 @contextmanager
@@ -31,24 +31,24 @@ def receiving(host="127.0.0.1", **options):
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::1", "::"])
 def test_what_it_sends_itself_comes_back(host):
     with receiving(host) as (receiver, received):
-        assert receiver.hears(10)
-        assert receiver.hears(10)
+        assert receiver.receives_probe(10)
+        assert receiver.receives_probe(10)
         assert (received, receiver.accepted, dict(receiver.refused)) == ([], 0, {}), "and is no heartbeat"
 
 
 def test_without_the_thread_that_receives_it_does_not_hear():
     receiver = Receiver("127.0.0.1", 0, lambda _: {}, lambda _: None)
     try:
-        assert not receiver.hears(0.05)
+        assert not receiver.receives_probe(0.05)
     finally:
         receiver.close()
-    assert not receiver.hears(0.05), "nor without a socket"
+    assert not receiver.receives_probe(0.05), "nor without a socket"
 
 
 def test_nobody_else_can_say_that_it_hears():
     """What looks like a proof and is not the one that was sent a moment ago is a datagram like any other."""
     with receiving() as (receiver, _):
-        assert receiver.hears(10)
+        assert receiver.receives_probe(10)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
             for forged in (b"AHM1" + bytes(32), b"AHM1", b"AHM1" + bytes(200)):
                 before = receiver.refused.total()
@@ -57,7 +57,7 @@ def test_nobody_else_can_say_that_it_hears():
                 while receiver.refused.total() == before:
                     assert time.monotonic() < deadline
                     time.sleep(0.005)
-        assert not receiver._came_back.is_set() or receiver._own == b""
+        assert not receiver._probe_received.is_set() or receiver._probe == b""
 
 
 def beat(database):
@@ -67,34 +67,34 @@ def beat(database):
 
 def test_the_beat_grows_only_if_it_hears_and_has_written(database):
     hears = [True]
-    hearing = Hearing(database, "me", lambda _: hears[0], every=0.01, patience=60.0)
-    hearing.prove()
+    hearing = ReceiverSelfTest(database, "me", lambda _: hears[0], interval=0.01, max_flush_age=60.0)
+    hearing.test()
     assert beat(database) == [("me", "health-manager", 0)], "nothing was written down yet"
-    hearing.written()
-    hearing.prove()
-    hearing.prove()
+    hearing.record_flush()
+    hearing.test()
+    hearing.test()
     assert beat(database) == [("me", "health-manager", 2)]
     hears[0] = False
-    hearing.prove()
+    hearing.test()
     assert beat(database) == [("me", "health-manager", 2)]
     hears[0] = True
-    hearing.prove()
+    hearing.test()
     assert beat(database) == [("me", "health-manager", 3)]
 
 
 def test_what_was_written_long_ago_proves_nothing(database, caplog):
-    hearing = Hearing(database, "me", lambda _: True, every=0.01, patience=0.0)
-    hearing.written()
+    hearing = ReceiverSelfTest(database, "me", lambda _: True, interval=0.01, max_flush_age=0.0)
+    hearing.record_flush()
     time.sleep(0.01)
-    hearing.prove()
+    hearing.test()
     assert beat(database) == [("me", "health-manager", 0)]
-    assert "nothing is written down" in caplog.text
+    assert "no recent flush to the database succeeded" in caplog.text
 
 
 @pytest.mark.parametrize("error", [StoreError("write", "away"), RuntimeError("nobody thought of it")])
 def test_it_lives_through_trouble(database, monkeypatch, error):
-    hearing = Hearing(database, "me", lambda _: True, every=0.001, patience=60.0)
-    hearing.written()
+    hearing = ReceiverSelfTest(database, "me", lambda _: True, interval=0.001, max_flush_age=60.0)
+    hearing.record_flush()
     trouble = [error]
 
     def write(work, real=database.write):

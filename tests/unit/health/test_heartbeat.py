@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from amphora_driver.errors import HeartbeatRefused
-from amphora_driver.health.heartbeat_codec import amphora_id_of, open_datagram
+from amphora_driver.health.heartbeat_codec import decode_datagram, read_amphora_id
 from amphora_driver.health.status import ListenerReport, PoolReport, Report
 from amphora_driver.secret import Secret
 
@@ -54,18 +54,18 @@ def sealed(document, **about):
 
 def refusal(datagram):
     with pytest.raises(HeartbeatRefused) as caught:
-        open_datagram(datagram, Secret(KEY))
+        decode_datagram(datagram, Secret(KEY))
     return caught.value.reason
 
 
 @pytest.mark.parametrize(("said", "heard"), [({}, None), *(({"holds_vip": one}, one) for one in (True, False, None))])
 def test_who_has_the_vips(said, heard):
-    assert open_datagram(sealed({**DOCUMENT, **said}), Secret(KEY)).report.holds_vip is heard
+    assert decode_datagram(sealed({**DOCUMENT, **said}), Secret(KEY)).report.holds_vip is heard
     assert refusal(sealed({**DOCUMENT, "holds_vip": "yes"})) == "document"
 
 
 def test_a_heartbeat_is_read():
-    heartbeat = open_datagram(sealed(DOCUMENT), Secret(KEY))
+    heartbeat = decode_datagram(sealed(DOCUMENT), Secret(KEY))
     assert (heartbeat.amphora_id, heartbeat.epoch, heartbeat.sequence) == (AMPHORA, 5, 7)
     assert heartbeat.report == Report(
         generation=8,
@@ -77,26 +77,26 @@ def test_a_heartbeat_is_read():
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
 def test_any_buffer_will_do(kind):
-    assert open_datagram(kind(sealed(DOCUMENT)), Secret(KEY)).report.generation == 8
-    assert amphora_id_of(kind(sealed(DOCUMENT))) == AMPHORA
+    assert decode_datagram(kind(sealed(DOCUMENT)), Secret(KEY)).report.generation == 8
+    assert read_amphora_id(kind(sealed(DOCUMENT))) == AMPHORA
 
 
 def test_an_amphora_without_configuration():
-    assert open_datagram(sealed({"generation": None}), Secret(KEY)).report.generation is None
+    assert decode_datagram(sealed({"generation": None}), Secret(KEY)).report.generation is None
 
 
 def test_the_document_cannot_speak_for_another_amphora():
-    heartbeat = open_datagram(sealed({**DOCUMENT, "amphora_id": "another"}), Secret(KEY))
+    heartbeat = decode_datagram(sealed({**DOCUMENT, "amphora_id": "another"}), Secret(KEY))
     assert heartbeat.report.amphora_id == AMPHORA
 
 
 def test_unknown_keys_are_left_alone():
-    assert open_datagram(sealed({**DOCUMENT, "new": [1]}), Secret(KEY)).report.generation == 8
+    assert decode_datagram(sealed({**DOCUMENT, "new": [1]}), Secret(KEY)).report.generation == 8
 
 
 def test_another_amphoras_key():
     with pytest.raises(HeartbeatRefused, match=AMPHORA) as caught:
-        open_datagram(signed(header() + zlib.compress(b"{}"), b"x" * 32), Secret(KEY))
+        decode_datagram(signed(header() + zlib.compress(b"{}"), b"x" * 32), Secret(KEY))
     assert caught.value.reason == "signature"
 
 
@@ -165,7 +165,7 @@ def test_rubbish_is_refused_and_nothing_else(content):
     # No document begins like that; an object without a word we know is an empty report.
     for datagram in (content, signed(header() + content), sealed(b"!" + content)):
         with pytest.raises(HeartbeatRefused):
-            open_datagram(datagram, Secret(KEY))
+            decode_datagram(datagram, Secret(KEY))
 
 
 def typical():
@@ -199,14 +199,14 @@ def typical():
 )
 def test_what_is_longer_than_anything_an_agent_says_is_no_report(said):
     with pytest.raises(HeartbeatRefused) as refusal:
-        open_datagram(sealed({**DOCUMENT, **said}), Secret(KEY))
+        decode_datagram(sealed({**DOCUMENT, **said}), Secret(KEY))
     assert refusal.value.reason == "document"
 
 
 def test_a_document_of_three_megabytes_is_not_unpacked():
     many = {f"{number:080}": {"status": "OPEN"} for number in range(30_000)}
     with pytest.raises(HeartbeatRefused) as refusal:
-        open_datagram(sealed({**DOCUMENT, "listeners": many}), Secret(KEY))
+        decode_datagram(sealed({**DOCUMENT, "listeners": many}), Secret(KEY))
     assert refusal.value.reason == "packing"
 
 
@@ -217,7 +217,7 @@ def test_speed(capsys):
     for _ in range(5):
         begin = time.process_time()
         for _ in range(500):
-            open_datagram(datagram, key)
+            decode_datagram(datagram, key)
         fastest = min(fastest, (time.process_time() - begin) / 500)
     with capsys.disabled():
         figure = f"{fastest * 1e6:.1f} us, {1 / fastest:,.0f}/s per core"

@@ -29,9 +29,15 @@ from hypothesis import strategies as st
 
 from amphora_driver.errors import HeartbeatRefused
 from amphora_driver.health import statistics
-from amphora_driver.health.amphora_reports import Seen
-from amphora_driver.health.drift_reports import Drifts
-from amphora_driver.health.heartbeat_codec import Heartbeat, open_datagram, read, unpack, verify
+from amphora_driver.health.amphora_reports import LastReport
+from amphora_driver.health.drift_reports import DriftReports
+from amphora_driver.health.heartbeat_codec import (
+    Heartbeat,
+    decode_datagram,
+    decompress_document,
+    parse_document,
+    verify_signature,
+)
 from amphora_driver.health.status import Report, operating_statuses
 from amphora_driver.model.enums import ListenerProtocol, MonitorType, PoolProtocol
 from amphora_driver.model.loadbalancer import HealthMonitor, Listener, LoadBalancer, Member, Pool, Vip
@@ -212,12 +218,12 @@ def structured(chance: random.Random) -> bytes:
 def opened(datagram: bytes) -> Heartbeat | None:
     """What is read of a datagram; None if it is refused. Any other error than a refusal is the caller's."""
     try:
-        found = open_datagram(datagram, KEY)
+        found = decode_datagram(datagram, KEY)
     except HeartbeatRefused as error:
         refusal = error
     else:
-        signed = verify(datagram, KEY)
-        assert read(signed, unpack(signed)) == found
+        signed = verify_signature(datagram, KEY)
+        assert parse_document(signed, decompress_document(signed)) == found
         return found
     assert refusal.reason in {"short", "magic", "signature", "packing", "document"}
     assert len(str(refusal)) < 4096
@@ -254,18 +260,18 @@ def limited(report: Report) -> None:
         text.encode()
 
 
-def understood(heartbeat: Heartbeat, drifts: Drifts, turn: int) -> None:
+def understood(heartbeat: Heartbeat, drifts: DriftReports, turn: int) -> None:
     """Everything that health managers make of a report."""
     report, amphora = heartbeat.report, heartbeat.amphora_id
     statuses = operating_statuses(TREE, [report])
     assert statuses.keys() <= {"b", "l1", "l2", "p", "h", "m1", "m2", "m3"}
     assert all(len(one.reason) < 512 for one in statuses.values())
-    batch = statistics.changed({amphora: report}, {amphora: "b"}, {"l1": "b", "l2": "b"}, {})
+    batch = statistics.changed_rows({amphora: report}, {amphora: "b"}, {"l1": "b", "l2": "b"}, {})
     for row in batch.rows:
         values = (row.active_connections, row.bytes_in, row.bytes_out, row.request_errors, row.total_connections)
         assert all(type(one) is int and 0 <= one < 2**59 for one in values)
     now = 100.0 * turn
-    seen = Seen(
+    seen = LastReport(
         monotonic=now,
         wall=NOW,
         generation=report.generation or 0,
@@ -276,12 +282,12 @@ def understood(heartbeat: Heartbeat, drifts: Drifts, turn: int) -> None:
         agent_version=report.agent_version,
     )
     heard, confirmed = {amphora: seen}, {amphora: 8}
-    drifts.marks(heard, confirmed, set())
-    broken = drifts.among(heard, confirmed, now)
-    assert all(len(one.words) < 512 for one in broken)
-    assert all(len(one.moment) < 64 for one in drifts.news(heard, now).values())
-    drifts.settled(broken, now)
-    drifts.told(heard, now)
+    drifts.find_changed_marks(heard, confirmed, set())
+    broken = drifts.find_unrepaired(heard, confirmed, now)
+    assert all(len(one.kinds) < 512 for one in broken)
+    assert all(len(one.found_at) < 64 for one in drifts.find_notices(heard, now).values())
+    drifts.record_pushes(broken, now)
+    drifts.record_notices(heard, now)
 
 
 @pytest.mark.lasts(3600)
@@ -298,7 +304,7 @@ def test_a_datagram_is_refused_or_within_limits(make: Callable[[random.Random], 
     @settings(max_examples=seeds, deadline=None, database=None, suppress_health_check=checks)
     @given(st.integers(0, 2**64 - 1))
     def run(seed: int) -> None:
-        chance, drifts = random.Random(seed), Drifts(3.0)
+        chance, drifts = random.Random(seed), DriftReports(3.0)
         for turn in range(_OF_A_SEED):
             datagram = make(chance)
             try:

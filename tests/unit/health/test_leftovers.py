@@ -5,7 +5,7 @@ import sqlalchemy as sa
 
 from amphora_driver.database.tables import amphora_seen, listener_statistics
 from amphora_driver.health import statistics
-from amphora_driver.health.stale_connections import Leftovers
+from amphora_driver.health.stale_connections import StaleConnections
 
 EXPIRY = 15.0
 
@@ -24,7 +24,7 @@ def counted(database, **connections):
         )
         for one, number in connections.items()
     ]
-    database.write(lambda c: statistics.store(c, rows))
+    database.write(lambda c: statistics.write_rows(c, rows))
 
 
 def heard(database, name, sequence):
@@ -37,10 +37,10 @@ def heard(database, name, sequence):
 
 
 def look(leftovers, database, now, *speaking):
-    assert leftovers.due(now)
-    found = database.read(lambda c: leftovers.among(c, set(speaking)))
-    database.write(lambda c: statistics.store(c, found))
-    leftovers.looked(now)
+    assert leftovers.is_due(now)
+    found = database.read(lambda c: leftovers.find_rows(c, set(speaking)))
+    database.write(lambda c: statistics.write_rows(c, found))
+    leftovers.record_scan(now)
     return {row.amphora_id for row in found}
 
 
@@ -54,13 +54,13 @@ def test_who_is_silent_from_one_look_to_the_next_has_no_connections(database):
     counted(database, dead=5, lives=6, gone=7)
     heard(database, "dead", 1)
     heard(database, "lives", 1)
-    leftovers = Leftovers(EXPIRY)
-    assert not leftovers.due(0.0), "nobody could be heard yet"
+    leftovers = StaleConnections(EXPIRY)
+    assert not leftovers.is_due(0.0), "nobody could be heard yet"
     assert look(leftovers, database, 15.0, "lives") == set()
-    assert not leftovers.due(29.0)
+    assert not leftovers.is_due(29.0)
     assert look(leftovers, database, 30.0, "lives") == {"dead", "gone"}
     assert active(database) == {"dead": 0, "lives": 6, "gone": 0}
-    assert not leftovers.due(89.0)
+    assert not leftovers.is_due(89.0)
     assert look(leftovers, database, 90.0, "lives") == set()
     row = database.read(
         lambda c: c.execute(sa.select(listener_statistics).where(listener_statistics.c.active_connections == 0)).first()
@@ -71,8 +71,8 @@ def test_who_is_silent_from_one_look_to_the_next_has_no_connections(database):
 def test_whom_another_health_manager_hears_is_left_alone(database):
     counted(database, theirs=5)
     heard(database, "theirs", 1)
-    leftovers = Leftovers(EXPIRY)
-    leftovers.due(0.0)
+    leftovers = StaleConnections(EXPIRY)
+    leftovers.is_due(0.0)
     look(leftovers, database, 15.0)
     heard(database, "theirs", 2)
     assert look(leftovers, database, 30.0) == set()
@@ -83,8 +83,8 @@ def test_whom_another_health_manager_hears_is_left_alone(database):
 def test_who_was_silent_for_a_moment_is_left_alone(database):
     counted(database, one=5)
     heard(database, "one", 1)
-    leftovers = Leftovers(EXPIRY)
-    leftovers.due(0.0)
+    leftovers = StaleConnections(EXPIRY)
+    leftovers.is_due(0.0)
     look(leftovers, database, 15.0)
     assert look(leftovers, database, 30.0, "one") == set()
     assert look(leftovers, database, 90.0) == set(), "counted anew"

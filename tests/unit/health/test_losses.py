@@ -1,31 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """An amphora is believed to have lost what it served only when it says so well after its confirmation."""
 
-from amphora_driver.health.amphora_reports import Seen
-from amphora_driver.health.lost_configs import Loss, Losses
+from amphora_driver.health.amphora_reports import LastReport
+from amphora_driver.health.lost_configs import LostConfig, LostConfigDetector
 
 INTERVAL = 3.0
 
 
 def heard(at, generation):
-    return {"am": Seen(at, at, generation, (1, int(at * 10)))}
+    return {"am": LastReport(at, at, generation, (1, int(at * 10)))}
 
 
 def among(losses, at, generation, confirmed, now=None):
-    return losses.among(heard(at, generation), {"am": confirmed}, at if now is None else now)
+    return losses.find_lost(heard(at, generation), {"am": confirmed}, at if now is None else now)
 
 
 def test_one_that_keeps_saying_so_has_lost_it():
-    losses = Losses(INTERVAL)
+    losses = LostConfigDetector(INTERVAL)
     assert among(losses, 10.0, 0, 8) == []
     assert among(losses, 12.9, 0, 8) == []
-    assert among(losses, 13.1, 0, 8) == [Loss("am", 8, 0)]
-    losses.settled([Loss("am", 8, 0)])
+    assert among(losses, 13.1, 0, 8) == [LostConfig("am", 8, 0)]
+    losses.clear([LostConfig("am", 8, 0)])
     assert among(losses, 13.2, 0, 0) == [], "it is given its configuration again"
 
 
 def test_heartbeats_on_their_way_while_it_confirmed_say_nothing():
-    losses = Losses(INTERVAL)
+    losses = LostConfigDetector(INTERVAL)
     assert among(losses, 10.0, 7, 8, now=10.5) == []
     assert among(losses, 10.6, 7, 8) == [], "another of them, read late"
     assert among(losses, 11.0, 8, 8) == []
@@ -33,28 +33,28 @@ def test_heartbeats_on_their_way_while_it_confirmed_say_nothing():
 
 
 def test_a_newer_confirmation_begins_anew():
-    losses = Losses(INTERVAL)
+    losses = LostConfigDetector(INTERVAL)
     assert among(losses, 10.0, 7, 8) == []
     assert among(losses, 14.0, 8, 9) == []
     assert among(losses, 16.0, 8, 9) == []
-    assert among(losses, 17.1, 8, 9) == [Loss("am", 9, 8)]
+    assert among(losses, 17.1, 8, 9) == [LostConfig("am", 9, 8)]
 
 
 def test_time_counts_from_when_the_confirmation_was_read():
-    losses = Losses(INTERVAL)
+    losses = LostConfigDetector(INTERVAL)
     assert among(losses, 10.0, 0, 8, now=15.0) == [], "this process was not scheduled for a while"
     assert among(losses, 17.0, 0, 8) == []
-    assert among(losses, 18.1, 0, 8) == [Loss("am", 8, 0)]
+    assert among(losses, 18.1, 0, 8) == [LostConfig("am", 8, 0)]
 
 
 def test_one_that_never_confirmed_has_nothing_to_lose():
-    losses = Losses(INTERVAL)
+    losses = LostConfigDetector(INTERVAL)
     for at in (10.0, 20.0, 30.0):
         assert among(losses, at, 0, 0) == []
 
 
 def test_what_is_gone_is_forgotten():
-    losses = Losses(INTERVAL)
+    losses = LostConfigDetector(INTERVAL)
     among(losses, 10.0, 0, 8)
-    losses.keep(set())
+    losses.retain(set())
     assert among(losses, 20.0, 0, 8) == []

@@ -7,10 +7,10 @@ import pytest
 import sqlalchemy as sa
 
 from amphora_driver.database.tables import amphora_seen, status, work
-from amphora_driver.health.amphora_reports import Ledger
+from amphora_driver.health.amphora_reports import AmphoraReports
 from amphora_driver.health.heartbeat_codec import Heartbeat
 from amphora_driver.health.status import ListenerReport, PoolReport, Report
-from amphora_driver.health.status_writer import Bookkeeper
+from amphora_driver.health.status_writer import StatusWriter
 from amphora_driver.model.enums import ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Vip
 from amphora_driver.store import amphorae, listener_stats
@@ -39,7 +39,7 @@ class Talk:
     """A ledger that is told at which second who said what."""
 
     def __init__(self):
-        self.ledger = Ledger(expiry=EXPIRY)
+        self.ledger = AmphoraReports(expiry=EXPIRY)
         self.sequence = 0
 
     def say(self, at, **holds):
@@ -48,7 +48,7 @@ class Talk:
             assert self.ledger.accept(said(holds_vip, name=name, sequence=self.sequence), at)
 
     def speaker(self, at):
-        return self.ledger.speaker(["a", "b"], at)
+        return self.ledger.authoritative_amphora(["a", "b"], at)
 
 
 @pytest.fixture
@@ -119,8 +119,8 @@ class House:
             database.write(lambda c, name=name, role=role: amphorae.insert_amphora(c, name, "lb", role, b"key"))
         database.write(lambda c: c.execute(work.update().values(committed=1)))
         self.sequence = 0
-        self.ledger = Ledger(expiry=EXPIRY)
-        self.books = Bookkeeper(database, self.ledger)
+        self.ledger = AmphoraReports(expiry=EXPIRY)
+        self.books = StatusWriter(database, self.ledger)
 
     def say(self, name, word, *, holds_vip, count=1, active=0, ago=0.0):
         self.sequence += 1
@@ -191,7 +191,7 @@ def test_a_partner_that_falls_silent_is_in_the_log_once(house, caplog):
         house.say("b", "UP", holds_vip=True)
         house.books.flush()
     assert [one.getMessage() for one in caplog.records if "silent" in one.getMessage()] == [
-        "load balancer lb: amphora a is silent, its partner is heard"
+        "load balancer lb: amphora a is silent, its partner sends heartbeats"
     ]
 
 

@@ -21,7 +21,7 @@ import pytest
 from amphora_driver.errors import ConfigurationError, StoreError
 from amphora_driver.health import amphora_budgets
 from amphora_driver.health import receiver as receiver_module
-from amphora_driver.health.heartbeat_codec import unpack
+from amphora_driver.health.heartbeat_codec import decompress_document
 from amphora_driver.health.receiver import Receiver
 from amphora_driver.secret import Secret
 
@@ -115,7 +115,7 @@ def test_refusals_are_counted_by_reason_and_logged_once(caplog):
         }
         made.send(datagram())
         made.wait(lambda: made.received)
-    assert len([record for record in caplog.records if "Refused since" in record.message]) == 1
+    assert len([record for record in caplog.records if "Refused datagrams since" in record.message]) == 1
 
 
 @pytest.mark.quiet
@@ -150,7 +150,7 @@ def test_an_address_that_is_not_ours():
 
 
 def test_an_unknown_amphora_causes_one_reading():
-    with running(pause=0.0) as made:
+    with running(key_read_interval=0.0) as made:
         unknown = str(uuid.uuid4())
         for number in range(50):
             made.send(datagram(number, amphora_id=unknown))
@@ -163,9 +163,9 @@ def test_an_unknown_amphora_causes_one_reading():
 
 def test_a_new_amphora_is_heard_while_invented_ids_are_sent(monkeypatch):
     """Each reading finds all new keys, whatever fills the line."""
-    monkeypatch.setattr("amphora_driver.health.heartbeat_keys._MOST_WAITING", 20)
+    monkeypatch.setattr("amphora_driver.health.heartbeat_keys._MAX_WAITING", 20)
     known, new = str(uuid.uuid4()), [str(uuid.uuid4()) for _ in range(5)]
-    with running(pause=0.05) as made:
+    with running(key_read_interval=0.05) as made:
         made.receiver.preload({known: Secret(KEY)})
         begin = time.monotonic()
         sent = 0
@@ -221,7 +221,7 @@ def test_a_reading_that_fails_is_repeated_after_the_next_heartbeat(caplog):
             raise failures.pop(0)
         return {AMPHORA: Secret(KEY)}
 
-    with running(keys=sometimes, pause=0.0) as made:
+    with running(keys=sometimes, key_read_interval=0.0) as made:
         for number in range(1, 3):
             made.send(datagram(number))
             made.wait(lambda expected=number: made.receiver.refused["lookup"] == expected)
@@ -232,7 +232,7 @@ def test_a_reading_that_fails_is_repeated_after_the_next_heartbeat(caplog):
 
 def test_a_removed_amphora_is_refused():
     addresses = []
-    with running(pause=0.0, on_unknown=lambda one, address: addresses.append((one, address))) as made:
+    with running(key_read_interval=0.0, on_unknown=lambda one, address: addresses.append((one, address))) as made:
         made.send(datagram(1))
         made.wait(lambda: made.received)
         del made.answers[AMPHORA]
@@ -265,7 +265,11 @@ def test_the_largest_datagram():
 
 def test_a_replay_is_refused_before_it_is_unpacked(monkeypatch):
     unpacked = []
-    monkeypatch.setattr(receiver_module, "unpack", lambda signed: unpacked.append(signed.sequence) or unpack(signed))
+    monkeypatch.setattr(
+        receiver_module,
+        "decompress_document",
+        lambda signed: unpacked.append(signed.sequence) or decompress_document(signed),
+    )
     last = [(-1, -1)]
 
     def newer(_amphora_id, order):
@@ -278,7 +282,7 @@ def test_a_replay_is_refused_before_it_is_unpacked(monkeypatch):
             made.send(datagram(number))
         made.wait(lambda: len(made.received) == 3)
         assert made.receiver.refused == {"old": 2}
-        assert made.receiver.misbehaved == {AMPHORA: 2}
+        assert made.receiver.refused_by_amphora == {AMPHORA: 2}
     assert unpacked == [1, 2, 3]
 
 
@@ -286,15 +290,15 @@ def test_an_amphora_over_its_budget_loses_its_own_datagrams_only():
     other = str(uuid.uuid4())
     with running() as made:
         made.receiver.preload({AMPHORA: Secret(KEY), other: Secret(KEY)})
-        many = int(amphora_budgets.MOST_DATAGRAMS) + 100
+        many = int(amphora_budgets.DATAGRAM_BURST) + 100
         for number in range(many):
             made.send(datagram(number))
         made.send(datagram(1, amphora_id=other))
         made.wait(lambda: any(one.amphora_id == other for one in made.received))
         assert made.receiver.refused["budget"] > 0
-        assert made.receiver.misbehaved.keys() == {AMPHORA}
+        assert made.receiver.refused_by_amphora.keys() == {AMPHORA}
         mine = [one for one in made.received if one.amphora_id == AMPHORA]
-        assert amphora_budgets.MOST_DATAGRAMS <= len(mine) < many
+        assert amphora_budgets.DATAGRAM_BURST <= len(mine) < many
 
 
 def test_speed(capsys):

@@ -108,9 +108,9 @@ def test_an_old_datagram_is_refused_after_a_restart(conf, database):
         send(manager, datagram(1), datagram(2))
     with running(conf) as manager:
         send(manager, datagram(2), datagram(1), datagram(9, epoch=EPOCH - 1))
-        assert manager._ledger.known() == {}
+        assert manager._reports.last_reports() == {}
         send(manager, datagram(3))
-        assert manager._ledger.known().keys() == {AMPHORA}
+        assert manager._reports.last_reports().keys() == {AMPHORA}
     assert place(database) == (EPOCH, 3)
 
 
@@ -129,9 +129,9 @@ def test_an_old_datagram_is_refused_even_when_the_database_was_away_at_the_start
 
     with running(conf, before=away) as manager:
         send(manager, datagram(5))
-        assert manager._ledger.known() == {}
+        assert manager._reports.last_reports() == {}
         send(manager, datagram(6))
-        assert manager._ledger.known().keys() == {AMPHORA}
+        assert manager._reports.last_reports().keys() == {AMPHORA}
 
 
 @pytest.mark.parametrize("error", [StoreError("write", "away"), RuntimeError("a fault of ours")])
@@ -152,12 +152,12 @@ def test_a_failed_flush_is_tried_again_without_another_heartbeat(conf, database,
 
 
 def test_a_removed_amphora_takes_no_memory(conf, database, monkeypatch):
-    monkeypatch.setattr(status_writer, "_TIDIED_EVERY", 0.0)
+    monkeypatch.setattr(status_writer, "_CLEANUP_INTERVAL", 0.0)
     with running(conf) as manager:
         send(manager, datagram(1), datagram(1))
         until(lambda: place(database) == (EPOCH, 1))
-        budgets, misbehaved = manager._receiver._budgets._accounts, manager._receiver.misbehaved
-        assert list(budgets) == [AMPHORA] == list(misbehaved)
+        budgets, refused_by_amphora = manager._receiver._budgets._buckets, manager._receiver.refused_by_amphora
+        assert list(budgets) == [AMPHORA] == list(refused_by_amphora)
         database.write(lambda c: amphorae.delete_amphora(c, AMPHORA))
         # Another flush is needed: the health manager makes one in each second.
-        until(lambda: not budgets and not misbehaved)
+        until(lambda: not budgets and not refused_by_amphora)

@@ -24,7 +24,7 @@ def said(*, active=1, bytes_in=10, bytes_out=20, errors=0, total=5):
 
 
 def row(listener="listener-1", amphora="amphora-1", **values):
-    [made] = statistics.changed({amphora: Report(1, {listener: said(**values)})}, OWNERS, LISTENERS, {}).rows
+    [made] = statistics.changed_rows({amphora: Report(1, {listener: said(**values)})}, OWNERS, LISTENERS, {}).rows
     return made
 
 
@@ -48,24 +48,24 @@ def stored(database):
 def test_only_changes_are_written():
     flushed = {}
     reports = {"amphora-1": Report(1, {"listener-1": said(), "listener-2": said(bytes_in=7)})}
-    batch = statistics.changed(reports, OWNERS, LISTENERS, flushed)
+    batch = statistics.changed_rows(reports, OWNERS, LISTENERS, flushed)
     assert [(one.key, one.bytes_in, one.load_balancer_id) for one in batch.rows] == [
         (("listener-1", "amphora-1"), 10, "lb"),
         (("listener-2", "amphora-1"), 7, "lb"),
     ]
-    statistics.remember(flushed, batch.rows)
-    assert statistics.changed(reports, OWNERS, LISTENERS, flushed).rows == ()
+    statistics.record_written(flushed, batch.rows)
+    assert statistics.changed_rows(reports, OWNERS, LISTENERS, flushed).rows == ()
     reports["amphora-1"].listeners["listener-2"] = said(bytes_in=8)
-    assert [one.bytes_in for one in statistics.changed(reports, OWNERS, LISTENERS, flushed).rows] == [8]
+    assert [one.bytes_in for one in statistics.changed_rows(reports, OWNERS, LISTENERS, flushed).rows] == [8]
 
 
 def test_counters_do_not_fall_and_are_counted_when_they_try():
     flushed = {}
-    statistics.remember(flushed, [row(active=9, bytes_in=100, bytes_out=100)])
+    statistics.record_written(flushed, [row(active=9, bytes_in=100, bytes_out=100)])
     reports = {"amphora-1": Report(1, {"listener-1": said(active=2, bytes_in=50, bytes_out=101)})}
-    batch = statistics.changed(reports, OWNERS, LISTENERS, flushed)
+    batch = statistics.changed_rows(reports, OWNERS, LISTENERS, flushed)
     assert [(one.active_connections, one.bytes_in, one.bytes_out) for one in batch.rows] == [(2, 100, 101)]
-    assert batch.fallen == 1
+    assert batch.decreased == 1
 
 
 def test_an_amphora_is_heard_only_about_its_own_listeners():
@@ -75,28 +75,28 @@ def test_an_amphora_is_heard_only_about_its_own_listeners():
         "amphora-3": Report(1, everything),
         "stranger": Report(1, everything),
     }
-    batch = statistics.changed(reports, OWNERS, LISTENERS, {})
+    batch = statistics.changed_rows(reports, OWNERS, LISTENERS, {})
     assert [one.key for one in batch.rows] == [
         ("listener-1", "amphora-1"),
         ("listener-2", "amphora-1"),
         ("listener-3", "amphora-3"),
     ]
-    assert batch.odd == 2 + 3 + 4
+    assert batch.refused == 2 + 3 + 4
 
 
 @pytest.mark.parametrize("values", [{"bytes_in": -1}, {"active": 2**63}, {"total": 2**200}, {"errors": 2**59}])
 def test_impossible_numbers_do_not_spoil_the_batch(values):
     reports = {"amphora-1": Report(1, {"listener-1": said(**values), "listener-2": said()})}
-    batch = statistics.changed(reports, OWNERS, LISTENERS, {})
+    batch = statistics.changed_rows(reports, OWNERS, LISTENERS, {})
     assert [one.listener_id for one in batch.rows] == ["listener-2"]
-    assert batch.odd == 1
+    assert batch.refused == 1
 
 
 # --- the table ---------------------------------------------------------------------------------------------
 
 
 def test_insert_then_update(database):
-    assert database.write(lambda connection: statistics.store(connection, [row()])) == 0
+    assert database.write(lambda connection: statistics.write_rows(connection, [row()])) == 0
     assert stored(database)["listener-1", "amphora-1"] == {
         "listener_id": "listener-1",
         "amphora_id": "amphora-1",
@@ -110,7 +110,7 @@ def test_insert_then_update(database):
         "reported": 0,
     }
     rows = [row(active=0, bytes_in=11), row("listener-2")]
-    database.write(lambda connection: statistics.store(connection, rows))
+    database.write(lambda connection: statistics.write_rows(connection, rows))
     changed = stored(database)["listener-1", "amphora-1"]
     assert (changed["active_connections"], changed["bytes_in"], changed["version"]) == (0, 11, 2)
     assert stored(database)["listener-2", "amphora-1"]["version"] == 1
@@ -118,21 +118,21 @@ def test_insert_then_update(database):
 
 def test_the_same_batch_twice_changes_nothing(database):
     for _ in range(3):
-        database.write(lambda connection: statistics.store(connection, [row()]))
+        database.write(lambda connection: statistics.write_rows(connection, [row()]))
     assert stored(database)["listener-1", "amphora-1"]["version"] == 1
 
 
 def test_the_table_does_not_fall_either(database):
-    database.write(lambda connection: statistics.store(connection, [row(bytes_in=100, total=100)]))
+    database.write(lambda connection: statistics.write_rows(connection, [row(bytes_in=100, total=100)]))
     lower = [row(active=7, bytes_in=50, total=101)]
-    assert database.write(lambda connection: statistics.store(connection, lower)) == 1
+    assert database.write(lambda connection: statistics.write_rows(connection, lower)) == 1
     kept = stored(database)["listener-1", "amphora-1"]
     assert (kept["active_connections"], kept["bytes_in"], kept["total_connections"]) == (7, 100, 101)
 
 
 def test_amphorae_have_rows_of_their_own(database):
     rows = [row(), row(amphora="amphora-2", bytes_in=99)]
-    database.write(lambda connection: statistics.store(connection, rows))
+    database.write(lambda connection: statistics.write_rows(connection, rows))
     assert [one["bytes_in"] for one in stored(database).values()] == [10, 99]
 
 
@@ -147,15 +147,15 @@ def test_a_large_batch(database):
         )
         for number in range(1700)
     ]
-    database.write(lambda connection: statistics.store(connection, rows))
-    database.write(lambda connection: statistics.store(connection, rows[::-1]))
+    database.write(lambda connection: statistics.write_rows(connection, rows))
+    database.write(lambda connection: statistics.write_rows(connection, rows[::-1]))
     assert len(stored(database)) == 1700
-    database.write(lambda connection: statistics.store(connection, []))
+    database.write(lambda connection: statistics.write_rows(connection, []))
 
 
 def test_a_row_that_appears_between_looking_and_writing(database):
     # Another writer's row, as a database without SQLite's single writer lets it happen.
-    database.write(lambda connection: statistics.store(connection, [row(bytes_in=100)]))
+    database.write(lambda connection: statistics.write_rows(connection, [row(bytes_in=100)]))
     rows = [row(bytes_in=50, total=7), row("listener-2")]
     database.write(lambda connection: statistics._insert(connection, rows))
     table = stored(database)
@@ -168,7 +168,7 @@ def test_two_writers(database):
     def write(first):
         for number in range(first, 60, 2):
             rows = [row(bytes_in=number), row("listener-2", bytes_in=number)]
-            database.write(lambda connection, rows=rows: statistics.store(connection, rows))
+            database.write(lambda connection, rows=rows: statistics.write_rows(connection, rows))
 
     threads = [threading.Thread(target=write, args=(first,)) for first in (0, 1)]
     for thread in threads:

@@ -251,7 +251,7 @@ def test_empty_pool():
 
 def test_reasons_and_kinds():
     found = operating_statuses(LB, [report("DOWN 1/2", "UP", amphora="a7")])
-    assert found["m1"].reason == "DOWN 1/2 seen by amphora a7"
+    assert found["m1"].reason == "DOWN 1/2 reported by amphora a7"
     assert found["p1"].reason == "1 of 2 enabled members are down"
     assert found["b"].reason == "pool p1: 1 of 2 enabled members are down"
     assert found["b"].status is Operating.DEGRADED

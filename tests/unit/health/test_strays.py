@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from amphora_driver.database.tables import amphora, orphan
 from amphora_driver.database.tables_fleet import zombie
 from amphora_driver.health.receiver import Receiver
-from amphora_driver.health.unknown_amphorae import Strays
+from amphora_driver.health.unknown_amphorae import UnknownAmphorae
 from amphora_driver.store import unknown_amphorae
 from amphora_driver.store.unknown_amphorae import MAX_ROWS, MAX_ROWS_PER_ADDRESS, UnknownAmphora
 
@@ -21,52 +21,52 @@ STRANGER = "3f0c8a54-31a1-4a0c-8f6e-2b1f6f0a7c55"
 
 
 def strays(**more):
-    return Strays(at_least=15.0, every=10.0, wall_clock=lambda: 100_000.0, **more)
+    return UnknownAmphorae(min_duration=15.0, write_interval=10.0, wall_clock=lambda: 100_000.0, **more)
 
 
 def test_one_that_is_heard_for_long_enough_is_told():
     heard = strays()
-    heard.hear("a", "203.0.113.9", 100.0)
-    heard.hear("a", "203.0.113.9", 110.0)
-    assert heard.due(111.0) == [], "an amphora that was just removed still speaks"
-    heard.hear("a", "203.0.113.10", 116.0)
-    assert heard.due(120.0) == [
+    heard.add("a", "203.0.113.9", 100.0)
+    heard.add("a", "203.0.113.9", 110.0)
+    assert heard.find_due(111.0) == [], "an amphora that was just removed still speaks"
+    heard.add("a", "203.0.113.10", 116.0)
+    assert heard.find_due(120.0) == [
         UnknownAmphora(amphora_id="a", address="203.0.113.10", first_at=99_980.0, last_at=99_996.0)
     ]
 
 
 def test_it_is_told_seldom_and_only_if_it_was_heard_again():
     heard = strays()
-    heard.hear("a", "x", 100.0)
-    heard.hear("a", "x", 116.0)
-    heard.told(heard.due(120.0), 120.0)
-    heard.hear("a", "x", 121.0)
-    assert heard.due(125.0) == [], "not that soon"
-    assert [one.amphora_id for one in heard.due(130.0)] == ["a"]
-    heard.told(heard.due(130.0), 130.0)
-    assert heard.due(145.0) == [], "it was not heard again"
+    heard.add("a", "x", 100.0)
+    heard.add("a", "x", 116.0)
+    heard.mark_recorded(heard.find_due(120.0), 120.0)
+    heard.add("a", "x", 121.0)
+    assert heard.find_due(125.0) == [], "not that soon"
+    assert [one.amphora_id for one in heard.find_due(130.0)] == ["a"]
+    heard.mark_recorded(heard.find_due(130.0), 130.0)
+    assert heard.find_due(145.0) == [], "it was not heard again"
 
 
 def test_memory_is_bounded_and_room_is_made():
     heard = strays()
     for index in range(10 * MAX_ROWS):
-        heard.hear(f"a{index}", f"x{index}", 100.0)
-        heard.hear(f"a{index}", f"x{index}", 116.0)
-    assert len(heard.due(116.0)) == MAX_ROWS
-    assert len(heard.due(300.0)) == 0, "nobody of them was heard any more"
-    heard.hear("genuine", "x", 300.0)
-    heard.hear("genuine", "x", 320.0)
-    assert [one.amphora_id for one in heard.due(321.0)] == ["genuine"]
+        heard.add(f"a{index}", f"x{index}", 100.0)
+        heard.add(f"a{index}", f"x{index}", 116.0)
+    assert len(heard.find_due(116.0)) == MAX_ROWS
+    assert len(heard.find_due(300.0)) == 0, "nobody of them was heard any more"
+    heard.add("genuine", "x", 300.0)
+    heard.add("genuine", "x", 320.0)
+    assert [one.amphora_id for one in heard.find_due(321.0)] == ["genuine"]
 
 
 def test_one_sender_does_not_hide_another_one():
     heard = strays()
     for index in range(10 * MAX_ROWS):
-        heard.hear(f"a{index}", "203.0.113.66", 100.0)
-        heard.hear(f"a{index}", "203.0.113.66", 116.0)
-    heard.hear("b", "203.0.113.9", 100.0)
-    heard.hear("b", "203.0.113.9", 116.0)
-    assert [one.amphora_id for one in heard.due(116.0)] == [
+        heard.add(f"a{index}", "203.0.113.66", 100.0)
+        heard.add(f"a{index}", "203.0.113.66", 116.0)
+    heard.add("b", "203.0.113.9", 100.0)
+    heard.add("b", "203.0.113.9", 116.0)
+    assert [one.amphora_id for one in heard.find_due(116.0)] == [
         *(f"a{index}" for index in range(MAX_ROWS_PER_ADDRESS)),
         "b",
     ]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from amphora_driver.health.initial_status import unmeasured
+from amphora_driver.health.initial_status import initial_statuses
 from amphora_driver.health.status import ListenerReport, PoolReport, Report, operating_statuses
 from amphora_driver.model.enums import L7Action, L7Compare, L7RuleType, ListenerProtocol, MonitorType, PoolProtocol
 from amphora_driver.model.loadbalancer import (
@@ -148,7 +148,7 @@ CASES = {
 
 @pytest.mark.parametrize(("tree", "failed", "certain", "first"), CASES.values(), ids=CASES)
 def test_what_follows_from_a_confirmation(tree, failed, certain, first):
-    found = unmeasured(tree, failed)
+    found = initial_statuses(tree, failed)
     assert {one: str(known.status) for one, known in found.certain.items()} == {
         one: status for one, status in certain.items() if status
     }
@@ -171,5 +171,5 @@ def test_no_report_contradicts_what_is_certain(tree, failed, word, checks):
     }
     pools = {} if "p" in lost or not listeners else {"p:l": PoolReport("UP", members)}
     said = operating_statuses(tree, [Report(listeners=listeners, pools=pools, amphora_id="a")])
-    for object_id, known in unmeasured(tree, failed).certain.items():
+    for object_id, known in initial_statuses(tree, failed).certain.items():
         assert said[object_id].status is known.status

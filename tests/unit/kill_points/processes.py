@@ -101,9 +101,9 @@ class _Health:
         self._manager = HealthManager(deployment.conf)
         # The ledger gets the heartbeats directly.
         self._manager._receiver.close()
-        self._manager._database = self._manager._bookkeeper._database = deployment.database
-        self._manager._bookkeeper._batches._database = deployment.database
-        self._manager._ledger.resume(deployment.database.read(amphorae.last_heartbeats))
+        self._manager._database = self._manager._writer._database = deployment.database
+        self._manager._writer._batches._database = deployment.database
+        self._manager._reports.load_orders(deployment.database.read(amphorae.last_heartbeats))
         self._registry = process_registry.ProcessRegistration(
             deployment.database, name, process_registry.ProcessKind.HEALTH_MANAGER
         )

@@ -392,7 +392,7 @@ def test_statistics_are_totals_over_every_amphora_there_ever_was(intents, databa
                 created_at=0.0,
             )
         )
-        statistics.store(connection, [numbers("gone", 40, 9), numbers("new", 2, 1)])
+        statistics.write_rows(connection, [numbers("gone", 40, 9), numbers("new", 2, 1)])
 
     database.write(write)
     reporter.turn()

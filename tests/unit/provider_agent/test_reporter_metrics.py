@@ -104,7 +104,7 @@ def test_statistics_are_a_call_too(conf, database):
     RequestRecorder(database, lambda node: None).create_load_balancer(TREE, read_back=False)
     numbers = dict.fromkeys(("active_connections", "bytes_in", "bytes_out", "request_errors", "total_connections"), 1)
     row = statistics.Row(listener_id="li", amphora_id="am", load_balancer_id="lb", **numbers)
-    database.write(lambda c: statistics.store(c, [row]))
+    database.write(lambda c: statistics.write_rows(c, [row]))
     reporter, counted = Reporter(conf, database), Counted()
     reporter.turn()
     reporter.report_statistics()

@@ -9,10 +9,10 @@ import sqlalchemy as sa
 from amphora_driver.database.tables import amphora, amphora_seen, listener_statistics, status
 from amphora_driver.errors import ContentRefused, StoreError
 from amphora_driver.health import status_writer, write_batch
-from amphora_driver.health.amphora_reports import Ledger
+from amphora_driver.health.amphora_reports import AmphoraReports
 from amphora_driver.health.heartbeat_codec import Heartbeat
-from amphora_driver.health.status import Drifted, ListenerReport, Report
-from amphora_driver.health.status_writer import Bookkeeper
+from amphora_driver.health.status import LastDrift, ListenerReport, Report
+from amphora_driver.health.status_writer import StatusWriter
 from amphora_driver.model.enums import ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
 from amphora_driver.store import amphorae
@@ -45,7 +45,7 @@ def tree(number):
 
 @pytest.fixture
 def house(any_database, monkeypatch):
-    monkeypatch.setattr(status_writer, "_SEEN_EVERY", 0.0)
+    monkeypatch.setattr(status_writer, "_HEARTBEAT_WRITE_INTERVAL", 0.0)
     intents = RequestRecorder(any_database, lambda node: None)
     for number in range(MANY):
         intents.create_load_balancer(tree(number), read_back=False)
@@ -74,8 +74,8 @@ def read(database, column, key):
 
 
 def test_the_rows_of_one_load_balancer_are_refused_and_all_others_written(house, caplog):
-    ledger = Ledger()
-    books = Bookkeeper(house, ledger)
+    ledger = AmphoraReports()
+    books = StatusWriter(house, ledger)
     others = {f"li{number}" for number in range(MANY)} - {f"li{BAD}"}
     for sequence in (1, 2, 3):
         say(ledger, sequence, 5 * sequence)
@@ -89,12 +89,12 @@ def test_the_rows_of_one_load_balancer_are_refused_and_all_others_written(house,
         f"lb{number}" for number in range(MANY) if number != BAD
     }
     assert books._batches.refused == {f"lb{BAD}": 3}
-    assert caplog.text.count("Could not write what amphorae say of lb13") == 1, "once in a while"
+    assert caplog.text.count("could not write amphora reports for lb13") == 1, "once in a while"
 
 
 def test_a_load_balancer_that_was_refused_is_written_apart(house):
-    ledger = Ledger()
-    books = Bookkeeper(house, ledger)
+    ledger = AmphoraReports()
+    books = StatusWriter(house, ledger)
     transactions = []
     books._batches._database = Counting(house, transactions)
     for sequence in (1, 2):
@@ -119,7 +119,7 @@ def test_a_database_that_is_away_is_no_refusal(house):
         def write(self, _work):
             raise StoreError("write to the database", "it is away")
 
-    away = write_batch.Batches(Away())
+    away = write_batch.BatchWriter(Away())
     with pytest.raises(StoreError):
         away.write([write_batch.Entry("lb1")], [])
     assert not away.refused
@@ -136,8 +136,8 @@ def test_a_report_that_cannot_be_judged_harms_no_other(house, monkeypatch):
         return judge(tree, reports)
 
     monkeypatch.setattr(status_writer, "operating_statuses", strange)
-    ledger = Ledger()
-    books = Bookkeeper(house, ledger)
+    ledger = AmphoraReports()
+    books = StatusWriter(house, ledger)
     say(ledger, 1, 5)
     books.flush()
     assert len(read(house, listener_statistics.c.bytes_in, listener_statistics.c.listener_id)) == MANY - 1
@@ -156,10 +156,10 @@ def test_a_finding_that_is_refused_keeps_no_other_from_being_noted(house):
             IF NEW.id = 'am13' AND NEW.drift IS NOT NULL THEN SET NEW.id = NULL; END IF"""
     run(house, statement)
     try:
-        ledger = Ledger()
-        books = Bookkeeper(house, ledger)
+        ledger = AmphoraReports()
+        books = StatusWriter(house, ledger)
         for number in range(MANY):
-            found = Drifted(at=1_000_000_000.0, what=("eth1 is down",), mended=True)
+            found = LastDrift(at=1_000_000_000.0, what=("eth1 is down",), mended=True)
             report = Report(1, {}, {}, f"am{number}", drifted=found)
             assert ledger.accept(Heartbeat(f"am{number}", 7, 1, report), time.monotonic())
         books.flush()
