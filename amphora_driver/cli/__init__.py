@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`amphoractl`: what an operator may look at."""
+"""`amphoractl`, the operator's command line: one module per group of commands."""

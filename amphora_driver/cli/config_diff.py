@@ -28,55 +28,55 @@ def mask_secrets(text: str) -> str:
     return _SECRET_WORDS.sub(r"\1\2***", text)
 
 
-def from_diagnostics(said: dict[str, Any]) -> dict[str, Any]:
+def from_diagnostics(actual: dict[str, Any]) -> dict[str, Any]:
     """Convert the diagnostics of an old agent, without `GET /v2/configuration`, to that document."""
-    text = said.get("haproxy.cfg")
-    interfaces = said.get("interfaces")
+    text = actual.get("haproxy.cfg")
+    interfaces = actual.get("interfaces")
     return {
-        "generation": said.get("generation"),
+        "generation": actual.get("generation"),
         "haproxy": text.partition(_END_OF_AGENT_PART)[2] if isinstance(text, str) else None,
         "interfaces": interfaces if isinstance(interfaces, list) else [],
     }
 
 
-def list_differences(amphora_id: str, wanted: dict[str, Any], said: dict[str, Any]) -> list[str]:
+def list_differences(amphora_id: str, desired: dict[str, Any], actual: dict[str, Any]) -> list[str]:
     """Return lines that describe the differences; none if both sides are equal.
 
     Args:
         amphora_id: the amphora.
-        wanted: the desired bundle.
-        said: the agent's answer.
+        desired: the desired bundle.
+        actual: the agent's answer.
     """
     lines = []
-    if wanted["generation"] != said.get("generation"):
-        lines.append(f"generation: wanted {wanted['generation']}, amphora {amphora_id} has {said.get('generation')}")
-    files = (mask_secrets(one.get("haproxy") or "") for one in (wanted, said))
+    if desired["generation"] != actual.get("generation"):
+        lines.append(f"generation: wanted {desired['generation']}, amphora {amphora_id} has {actual.get('generation')}")
+    files = (mask_secrets(one.get("haproxy") or "") for one in (desired, actual))
     lines += _unified("haproxy.cfg", amphora_id, *files)
-    bundle = said.get("bundle")
+    bundle = actual.get("bundle")
     if isinstance(bundle, dict):
-        lines += _unified("bundle", amphora_id, _canonical_text(_as_stored(wanted)), _canonical_text(bundle))
-    for one in wanted["interfaces"]:
-        lines += _interface(one, said.get("interfaces"), is_pair=wanted["vrrp"] is not None)
-    drift = said.get("drift")
+        lines += _unified("bundle", amphora_id, _canonical_text(_as_stored(desired)), _canonical_text(bundle))
+    for one in desired["interfaces"]:
+        lines += _interface(one, actual.get("interfaces"), is_pair=desired["vrrp"] is not None)
+    drift = actual.get("drift")
     if isinstance(drift, dict) and drift.get("left"):
         found = (drift.get("last") or {}).get("what") or drift["left"]
         lines += [f"the agent cannot repair: {one}" for one in found]
     return [escape_unprintable(line, "\t") for line in lines]
 
 
-def _unified(what: str, amphora_id: str, wanted: str, said: str) -> list[str]:
+def _unified(what: str, amphora_id: str, desired: str, actual: str) -> list[str]:
     found = difflib.unified_diff(
-        wanted.splitlines(), said.splitlines(), f"{what} wanted", f"{what} of amphora {amphora_id}", lineterm=""
+        desired.splitlines(), actual.splitlines(), f"{what} wanted", f"{what} of amphora {amphora_id}", lineterm=""
     )
     return list(found)
 
 
-def _as_stored(wanted: dict[str, Any]) -> dict[str, Any]:
+def _as_stored(desired: dict[str, Any]) -> dict[str, Any]:
     """Return the bundle as an agent stores it: with digests in place of contents."""
     files = [
-        {"name": one["name"], "sha256": hashlib.sha256(one["content"].encode()).hexdigest()} for one in wanted["files"]
+        {"name": one["name"], "sha256": hashlib.sha256(one["content"].encode()).hexdigest()} for one in desired["files"]
     ]
-    return {**wanted, "files": files}
+    return {**desired, "files": files}
 
 
 def _canonical_text(bundle: dict[str, Any]) -> str:
@@ -102,20 +102,20 @@ def _canonical_address(text: str) -> str:
         return text
 
 
-def _interface(wanted: dict[str, Any], said: Any, *, is_pair: bool) -> list[str]:
+def _interface(desired: dict[str, Any], actual: Any, *, is_pair: bool) -> list[str]:
     """Return the differences between the desired interface and the kernel's."""
-    name = wanted["name"]
-    if not isinstance(said, list):
+    name = desired["name"]
+    if not isinstance(actual, list):
         return [f"interface {name}: the agent does not report it"]
-    found = next((one for one in said if one.get("mac") == wanted["mac"].lower()), None)
+    found = next((one for one in actual if one.get("mac") == desired["mac"].lower()), None)
     if found is None:
-        return [f"interface {name} ({wanted['mac']}) is gone"]
+        return [f"interface {name} ({desired['mac']}) is gone"]
     lines = [] if found.get("up") else [f"interface {name} is down"]
     if found.get("name") != name:
         lines.append(f"interface {name} has the name {found.get('name')}")
-    if found.get("mtu") != wanted["mtu"]:
-        lines.append(f"interface {name} has an MTU of {found.get('mtu')}, not {wanted['mtu']}")
+    if found.get("mtu") != desired["mtu"]:
+        lines.append(f"interface {name} has an MTU of {found.get('mtu')}, not {desired['mtu']}")
     # In a pair, VRRP decides which amphora holds the VIPs.
-    needed = [*wanted["addresses"], *([] if is_pair else wanted["vips"])]
+    needed = [*desired["addresses"], *([] if is_pair else desired["vips"])]
     present = {_canonical_address(one) for one in found.get("addresses", [])}
     return lines + [f"interface {name} lacks {one}" for one in needed if _canonical_address(one) not in present]

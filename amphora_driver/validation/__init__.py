@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this provider serves, and how it refuses the rest."""
+"""Validation of requests and of operators' metadata: each module checks one kind of option. Pure."""
