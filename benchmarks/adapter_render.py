@@ -95,6 +95,6 @@ _REMEMBERED = tuple(_caches())
 
 def forget():
     """Clear all caches of the renderer."""
-    haproxy.forget()
+    haproxy.clear_caches()
     for one in _REMEMBERED:
         one.cache_clear()

@@ -15,7 +15,7 @@ import msgspec
 
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Pool
-from amphora_driver.render.cache import Memory
+from amphora_driver.render.cache import Cache
 from amphora_driver.store import desired_objects
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Trees:
     """
 
     def __init__(self, capacity: int = _CAPACITY) -> None:
-        self._known: Memory[_Known] = Memory(capacity)
+        self._known: Cache[_Known] = Cache(capacity)
 
     def load(self, connection: sa.Connection, row: Any, epoch: int) -> LoadBalancer:
         """The whole load balancer, as `wanted.load_tree` returns it.
@@ -67,7 +67,7 @@ class Trees:
         if row.read_back:
             self._known.drop(load_balancer_id)
             return desired_objects.load_tree(connection, load_balancer_id)
-        known = self._known.recall(load_balancer_id)
+        known = self._known.get(load_balancer_id)
         if known is not None and (known.generation, known.epoch) == (generation, epoch):
             return known.tree
         tree = None
@@ -77,7 +77,7 @@ class Trees:
             tree = tree if tree is not None and count(tree) == alive else None
         if tree is None:
             tree = desired_objects.load_tree(connection, load_balancer_id)
-        self._known.keep(load_balancer_id, _Known(generation=generation, epoch=epoch, tree=tree), count(tree))
+        self._known.put(load_balancer_id, _Known(generation=generation, epoch=epoch, tree=tree), count(tree))
         return tree
 
 

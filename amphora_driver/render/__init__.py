@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load balancers as configuration text; pure, no I/O."""
+"""Rendering: a load balancer as HAProxy configuration and as bundle; pure, without I/O."""

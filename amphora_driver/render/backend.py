@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pool as `backend` sections, one for each listener that uses it.
 
-Invariant: a pool is examined once, whoever uses it, and what is wrong with a member or the monitor is noted without
-taking the pool along. A member changes its own lines only.
+Invariant: a pool is examined once for all listeners. An error of a member or of the monitor does not remove the pool. A
+change of a member changes its own lines only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from amphora_driver.model.enums import Algorithm, PersistenceType, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, Member, Pool
 from amphora_driver.render import health_monitor as monitors
 from amphora_driver.render import quoting, render_errors, tls
-from amphora_driver.render.cache import Memory
+from amphora_driver.render.cache import Cache
 from amphora_driver.render.effective_defaults import Defaults
 from amphora_driver.render.health_monitor import Monitor
 from amphora_driver.render.quoting import Quoted
@@ -36,21 +36,21 @@ _BALANCE = {
 }
 _HASHING = (Algorithm.SOURCE_IP, Algorithm.SOURCE_IP_PORT)
 HTTP_TUNNEL = quoting.milliseconds(3_600_000, "the tunnel timeout")
-"""For upgraded connections and tunnels through HTTP."""
+"""The time-out of upgraded connections and tunnels through HTTP."""
 
 _HTTP, _TCP = quoting.keywords("http"), quoting.keywords("tcp")
 _PROXY = {
     PoolProtocol.PROXY: quoting.keywords("send-proxy"),
     PoolProtocol.PROXYV2: quoting.keywords("send-proxy-v2"),
 }
-# Behind a listener that ends TLS, the member is told about it, and about the client's certificate.
+# PoolFacts a TLS listener the PROXY header contains TLS and the name of the client's certificate.
 _PROXY_TLS = {**_PROXY, PoolProtocol.PROXYV2: quoting.keywords("send-proxy-v2-ssl-cn")}
 
 _Child = TypeVar("_Child", Listener, Pool, Member)
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
-    """What a backend takes over from the listener in front of it; a tunnel may have no timeout of its own."""
+    """The part of a backend that depends on the listener; `timeout_tunnel` None means no separate time-out."""
 
     listener: Quoted
     http: bool
@@ -61,7 +61,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
 
 class _Backend(msgspec.Struct, frozen=True, kw_only=True):
-    """What the template prints."""
+    """The values of the template."""
 
     name: Quoted
     mode: Quoted
@@ -78,14 +78,14 @@ class _Backend(msgspec.Struct, frozen=True, kw_only=True):
     servers: Quoted
 
 
-class Examined:
-    """A pool of which is known what can be served.
+class ExaminedPool:
+    """A pool after validation, ready to be rendered.
 
     Attributes:
         sound: False if the pool itself is refused.
-        refused: what is wrong with it, its monitor and its members.
-        pings: member and address of those whose ICMP echo the agent has to ask for.
-        files: what its servers name.
+        refused: the errors of the pool, its monitor and its members.
+        pings: member id and address of each member that the agent has to ping.
+        files: the files that its servers name.
     """
 
     def __init__(self, pool: Pool, failed: frozenset[str], settings: Defaults) -> None:
@@ -99,17 +99,17 @@ class Examined:
         self.pings: tuple[tuple[str, str], ...] = ()
         self._lines = self._examine_members(failed)
         examine = partial(self._examine_pool, settings)
-        self.sound = render_errors.attempt(examine, pool.id, self._refused) is not None
+        self.sound = render_errors.try_render(examine, pool.id, self._refused) is not None
         self.refused = tuple(self._refused)
         self._texts: dict[Route, str] = {}
 
     @property
     def serves(self) -> bool:
-        """Whether requests can be sent to it."""
+        """Whether the pool accepts requests."""
         return self.sound and self.pool.admin_state_up
 
     def text(self, route: Route) -> str:
-        """The section for one listener."""
+        """Return the section for one listener."""
         found = self._texts.get(route)
         if found is None:
             if len(self._texts) > 2 * len(self._lines) + 16:
@@ -118,11 +118,11 @@ class Examined:
         return found
 
     def _examine_monitor(self, failed: frozenset[str]) -> Monitor | None:
-        # A refused monitor leaves its pool served without checks: members are taken to be up, as without a monitor.
+        # A pool with a refused monitor is served without checks: members count as up, as without a monitor.
         wanted = self.pool.healthmonitor
         if wanted is None or wanted.id in failed:
             return None
-        made = render_errors.attempt(lambda: (monitors.monitor(wanted, self.pool),), wanted.id, self._refused)
+        made = render_errors.try_render(lambda: (monitors.monitor(wanted, self.pool),), wanted.id, self._refused)
         return made[0] if made else None
 
     def _examine_members(self, failed: frozenset[str]) -> tuple[Quoted, ...]:
@@ -143,7 +143,7 @@ class Examined:
         return tuple([line for line in found if line is not None])
 
     def _line(self, member: Member, number: int | None) -> Quoted | None:
-        return render_errors.attempt(partial(server, member, self._monitor, number), member.id, self._refused)
+        return render_errors.try_render(partial(server, member, self._monitor, number), member.id, self._refused)
 
     def _examine_pool(self, settings: Defaults) -> bool:
         options.check_pool(self.pool)
@@ -157,8 +157,8 @@ class Examined:
 
     def _backend(self, route: Route) -> _Backend:
         pool, http = self.pool, mode_is_http(self.pool, listener_http=route.http)
-        # Without a hash of its own a change of one member moves most clients, and `add server` is refused (management
-        # guide 9.3).
+        # Without consistent hashing a change of one member moves most clients, and HAProxy refuses `add server`
+        # (management guide 9.3).
         return _Backend(
             name=quoting.backend_name(quoting.identifier(pool.id, "the pool's id", pool.id), route.listener),
             mode=_HTTP if http else _TCP,
@@ -176,7 +176,7 @@ class Examined:
         )
 
     def _tail(self, route: Route, *, http: bool) -> Quoted | None:
-        """The words that all servers of one backend have in common."""
+        """Return the common keywords of all servers of a backend."""
         pool = self.pool
         proxy = (_PROXY_TLS if route.tls else _PROXY).get(pool.protocol)
         words = [proxy] if proxy else []
@@ -186,46 +186,46 @@ class Examined:
 
 
 def mode_is_http(pool: Pool, *, listener_http: bool) -> bool:
-    """Whether HAProxy reads what goes to the pool. The PROXY protocol carries whatever the listener speaks."""
+    """Return whether the backend is in HTTP mode. With the PROXY protocol the listener decides."""
     if pool.protocol in _PROXY:
         return listener_http
     return pool.protocol is PoolProtocol.HTTP
 
 
 def needs_http(pool: Pool) -> bool:
-    """Whether the pool keeps its clients by something that only HTTP has."""
+    """Return whether the session persistence of the pool needs HTTP."""
     wanted = pool.session_persistence
     return wanted is not None and wanted.type is not PersistenceType.SOURCE_IP
 
 
-# By the weight of their members; some 100 MB of text and objects at most.
-_EXAMINED: Memory[Examined] = Memory(100_000)
+# The weight is the number of members; at most about 100 MB of text and objects.
+_EXAMINED: Cache[ExaminedPool] = Cache(100_000)
 
 
-def examined(pool: Pool, failed: frozenset[str], settings: Defaults) -> Examined:
-    """A pool, examined now or before.
+def examined(pool: Pool, failed: frozenset[str], settings: Defaults) -> ExaminedPool:
+    """Return an examined pool, from the cache if possible.
 
     Args:
-        pool: with its members and monitor.
-        failed: ids of those of them that are to be left out.
-        settings: what applies to the load balancer.
+        pool: the pool with its members and monitor.
+        failed: the ids of members and monitor that are left out.
+        settings: the defaults of the load balancer.
     """
     key = (pool, failed, settings)
-    found = _EXAMINED.recall(key)
+    found = _EXAMINED.get(key)
     if found is None:
-        found = _EXAMINED.keep(key, Examined(pool, failed, settings), len(pool.members) + 10)
+        found = _EXAMINED.put(key, ExaminedPool(pool, failed, settings), len(pool.members) + 10)
     return found
 
 
 def once(children: Iterable[_Child], refused: list[ModelError]) -> list[_Child]:
-    """Order children by id; refuse a second one of the same id, as HAProxy would with the whole file."""
+    """Order children by id; refuse the second child with an id, for which HAProxy would refuse the file."""
     ordered = sorted(children, key=attrgetter("id"))
     if len({child.id for child in ordered}) == len(ordered):
         return ordered
     result: list[_Child] = []
     for child in ordered:
         if result and result[-1].id == child.id:
-            refused.append(render_errors.because(child.id, "another object has the same id"))
+            refused.append(render_errors.refused_object(child.id, "another object has the same id"))
         else:
             result.append(child)
     return result

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The document an amphora is given (docs/reference/agent-api.md).
+"""The bundle: the complete configuration of an amphora as one document (docs/reference/agent-api.md).
 
-Invariant: pure. The same load balancer, generation and ports make the same bytes, so that an agent can tell "the same
-again" from "something else" by looking.
+Invariant: pure. The same load balancer, generation and ports give the same bytes, so that an agent recognises a
+repeated bundle.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class BundleRoute(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BundleInterface(msgspec.Struct, frozen=True, kw_only=True):
-    """An interface of the inner namespace; VIPs only on the one of the VIP's network."""
+    """An interface of the inner namespace; only the one on the VIP's network has VIPs."""
 
     mac: str
     name: str
@@ -41,18 +41,18 @@ class BundleInterface(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BundleFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file the configuration names; in clear only in the document itself."""
+    """A file that the configuration names. Its content is in clear only in the encoded document."""
 
     name: str
     content: Secret
 
 
 class BundleLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one HAProxy may take; None is what the machine allows.
+    """The limits of HAProxy; None means the limit of the machine.
 
     Attributes:
-        drain: seconds for which a worker that was replaced may go on with the connections it has.
-        workers: how many such workers there may be at once.
+        drain: seconds for which a replaced worker may continue its connections.
+        workers: the number of replaced workers at one time.
     """
 
     connections: int | None
@@ -62,7 +62,7 @@ class BundleLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BundleAllowed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """From where a port may be reached; one that is not named is open. TCP is not said: older agents know no other."""
+    """The networks that may connect to a port; a port without an entry is open. TCP is the omitted default."""
 
     port: int
     networks: tuple[str, ...]
@@ -70,14 +70,14 @@ class BundleAllowed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class BundlePartner(msgspec.Struct, frozen=True, kw_only=True):
-    """One amphora of a pair: what stick tables call it, and its address on the VIP's network."""
+    """One amphora of a pair: its name in stick tables, and its address on the VIP's network."""
 
     name: str
     address: str
 
 
 class BundleVrrp(msgspec.Struct, frozen=True, kw_only=True):
-    """How the amphorae of a pair agree on who has the VIPs; the interval is in seconds."""
+    """The VRRP settings of a pair; the interval is in seconds."""
 
     interface: str
     router_id: int
@@ -88,13 +88,13 @@ class BundleVrrp(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """What serves clients.
+    """The rendered parts of a bundle.
 
     Attributes:
-        text: HAProxy's configuration, None when there is nothing for it to serve.
-        files: those it names, with their contents.
-        pings: addresses that answer for members whose monitor is a ping, by member id.
-        virtual: the listeners that HAProxy does not serve.
+        text: HAProxy's configuration; None if HAProxy serves nothing.
+        files: the files that it names, with their contents.
+        pings: the addresses to ping, by member id.
+        virtual: the UDP and SCTP listeners.
     """
 
     text: str | None
@@ -104,7 +104,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bundle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The whole wanted state of one amphora. Without virtual servers the key is left out: older agents know it not."""
+    """The desired state of one amphora. An empty list of virtual servers is omitted."""
 
     format: int
     amphora_id: str
@@ -128,15 +128,15 @@ def bundle(
     served: Served,
     vrrp: BundleVrrp | None = None,
 ) -> bytes:
-    """The JSON document for one amphora.
+    """Return the JSON document for one amphora.
 
     Args:
         tree: the load balancer.
-        generation: which one this is.
-        amphora_id: whom it is for.
-        plugged: its ports, the one on the VIP's network included.
-        served: what serves clients on it.
-        vrrp: how it is one of several; None where it is on its own.
+        generation: the generation of the bundle.
+        amphora_id: the amphora.
+        plugged: its ports, including the one on the VIP's network.
+        served: the rendered parts.
+        vrrp: the VRRP settings of a pair; None for a single amphora.
     """
     return msgspec.json.encode(
         Bundle(
@@ -163,10 +163,9 @@ def bundle(
 
 
 def allowed(tree: LoadBalancer, served: Served) -> tuple[BundleAllowed, ...]:
-    """From where the ports of a load balancer may be reached.
+    """Return the restrictions of ports for listeners that are served.
 
-    Only of listeners that are served: of two with one port it is one of them, and networks that cannot be read are
-    those of a listener that is left out.
+    A listener that is left out has none: its port may belong to another listener, or its networks are invalid.
     """
     there = {*_frontends(served.text or ""), *(one.id for one in served.virtual)}
     return tuple(
@@ -185,21 +184,21 @@ def _transport(listener: Listener) -> str:
 
 
 def _in_clear(value: object) -> str:
-    """The one place where a secret becomes part of a document."""
+    """Encode a secret in clear: the only place where a secret enters a document."""
     if isinstance(value, Secret):
-        # Never an error: Python's would have the secret in it.
+        # Replacing avoids a decoding error, whose text would contain the secret.
         return value.reveal().decode(errors="replace")
     raise TypeError(f"a {type(value).__name__} is not part of a bundle")
 
 
 def interfaces(tree: LoadBalancer, plugged: Sequence[AttachedPort]) -> tuple[BundleInterface, ...]:
-    """The interfaces an amphora needs: eth1 on the VIP's network, then the member networks."""
+    """Return the interfaces of an amphora: eth1 on the VIP's network, then the member networks."""
     ordered = sorted(plugged, key=lambda one: (one.port.network_id != tree.vip.network_id, one.port.network_id))
     return tuple(_interface(tree, _name(tree, one), one) for one in ordered)
 
 
 def _name(tree: LoadBalancer, plugged: AttachedPort) -> str:
-    """What an interface keeps as long as it is there, whatever others come and go: renaming costs connections."""
+    """Return a name that does not depend on other interfaces: a rename would end connections."""
     if plugged.port.network_id == tree.vip.network_id:
         return "eth1"
     return f"m{plugged.port.mac.replace(':', '')}"
@@ -218,7 +217,7 @@ def _interface(tree: LoadBalancer, name: str, plugged: AttachedPort) -> BundleIn
         for route in subnet.routes
     ]
     if is_vip:
-        # One way out for everything that is on no network of the amphora's own, and the way back to the clients.
+        # The default route, for clients and for members that are on no network of the amphora.
         routes += [
             BundleRoute(destination="::/0" if ":" in subnet.gateway else "0.0.0.0/0", gateway=subnet.gateway)
             for subnet in plugged.subnets
@@ -239,7 +238,7 @@ def _host(address: str) -> str:
 
 
 def _once(routes: Sequence[BundleRoute]) -> list[BundleRoute]:
-    """One route for each destination: the kernel would refuse a second default route."""
+    """Keep one route for each destination: the kernel would refuse a second default route."""
     found: dict[str, BundleRoute] = {}
     for route in routes:
         found.setdefault(route.destination, route)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was rendered before, by what it was rendered from.
+"""Caches of rendered objects.
 
-Invariant: a memory never changes a result, and never holds more than its capacity. `forget` empties all of them.
+Invariant: a cache never changes a result and never exceeds its capacity. `clear_caches` empties all caches.
 """
 
 from __future__ import annotations
@@ -14,57 +14,57 @@ from weakref import WeakSet
 
 V = TypeVar("V")
 
-_ALL: WeakSet[Memory[object]] = WeakSet()
+_ALL: WeakSet[Cache[object]] = WeakSet()
 
 
-class Memory(Generic[V]):
-    """Values by key; what was not asked for longest goes first.
+class Cache(Generic[V]):
+    """A cache that evicts the least recently used values.
 
     Args:
-        capacity: the weight of everything that is kept, together.
+        capacity: the limit of the total weight.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._kept: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
+        self._values: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
         self._weight = 0
         self._lock = Lock()
         _ALL.add(self)  # type: ignore[arg-type]
 
-    def recall(self, key: Hashable) -> V | None:
-        """What is remembered under this key."""
+    def get(self, key: Hashable) -> V | None:
+        """Return the value of a key; None if it is not cached."""
         with self._lock:
-            found = self._kept.get(key)
+            found = self._values.get(key)
             if found is None:
                 return None
-            self._kept.move_to_end(key)
+            self._values.move_to_end(key)
             return found[0]
 
-    def keep(self, key: Hashable, value: V, weight: int = 1) -> V:
-        """Remember a value; returns it."""
+    def put(self, key: Hashable, value: V, weight: int = 1) -> V:
+        """Cache a value and return it."""
         with self._lock:
-            before = self._kept.pop(key, None)
+            before = self._values.pop(key, None)
             self._weight += weight - (before[1] if before else 0)
-            self._kept[key] = (value, weight)
-            while self._weight > self._capacity and len(self._kept) > 1:
-                _, (_, gone) = self._kept.popitem(last=False)
+            self._values[key] = (value, weight)
+            while self._weight > self._capacity and len(self._values) > 1:
+                _, (_, gone) = self._values.popitem(last=False)
                 self._weight -= gone
         return value
 
     def drop(self, key: Hashable) -> None:
-        """Forget one value."""
+        """Remove one value."""
         with self._lock:
-            found = self._kept.pop(key, None)
+            found = self._values.pop(key, None)
             self._weight -= found[1] if found else 0
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all values."""
         with self._lock:
-            self._kept.clear()
+            self._values.clear()
             self._weight = 0
 
 
-def forget() -> None:
-    """Empty every memory."""
-    for memory in tuple(_ALL):
-        memory.clear()
+def clear_caches() -> None:
+    """Empty all caches."""
+    for cache in tuple(_ALL):
+        cache.clear()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What applies where an object says nothing.
+"""The defaults of a load balancer: its profile and the options of the operator.
 
-Invariant: an object's own value goes before its load balancer's profile, and that before the defaults. Zero
-milliseconds are no value: Octavia takes them for "the default", and so do we.
+Invariant: the value of an object has priority over the profile of its load balancer, and the profile over the defaults.
+Zero milliseconds mean "the default", as in Octavia.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from amphora_driver.model.loadbalancer import Profile
 LOG_FORMAT = (
     "{{ project_id }} {{ lb_id }} %f %ci %cp %t %{+Q}r %ST %B %U %[ssl_c_verify] %{+Q}[ssl_c_s_dn] %b %s %Tt %tsc"
 )
-"""Octavia's documented tenant flow log."""
+"""The format of Octavia's tenant flow log."""
 
 
 class Defaults(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
-    """What the operator configured for all load balancers; as it stands here, Octavia's own defaults.
+    """The operator's defaults for all load balancers; times are in milliseconds. Octavia has the same defaults.
 
-    Milliseconds. `timeout_tunnel` None: an hour where HTTP is spoken (upgraded connections), the listener's own
-    timeouts elsewhere. `connection_limit` None: as many as the machine takes.
+    Attributes:
+        timeout_tunnel: None means an hour for HTTP (upgraded connections), and the listener's time-outs otherwise.
+        connection_limit: None means the limit of the machine.
     """
 
     timeout_client_data: int = 50_000
@@ -42,8 +43,8 @@ DEFAULTS = Defaults()
 
 
 @lru_cache(maxsize=256)
-def settings(profile: Profile, defaults: Defaults) -> Defaults:
-    """The defaults of one load balancer: its profile's values where it has them."""
+def effective_defaults(profile: Profile, defaults: Defaults) -> Defaults:
+    """Return the defaults of one load balancer: the values of its profile where it has any."""
     chosen = {name: getattr(profile, name) for name in Defaults.__struct_fields__}
     logging = chosen.pop("connection_logging")
     named = {name: value for name, value in chosen.items() if value}

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A listener as a `frontend` section.
 
-Invariant: what keeps clients out (policies, client certificates) is in the section, or there is no section. From which
-networks a listener may be reached is not: the amphora sees to that in front of HAProxy (`controller.bundle`), where it
-changes without a reload.
+Invariant: a section contains all policies and client certificate checks of its listener, or there is no section.
+allowed_cidrs are not part of it: the firewall of the amphora enforces them (`render.bundle`) without a reload.
 """
 
 from __future__ import annotations
@@ -18,27 +17,27 @@ from amphora_driver.errors import ModelError
 from amphora_driver.model.enums import ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, Pool
 from amphora_driver.render import http_headers, l7, quoting, render_errors, tls
-from amphora_driver.render.backend import Examined, Route, needs_http
-from amphora_driver.render.cache import Memory
+from amphora_driver.render.backend import ExaminedPool, Route, needs_http
+from amphora_driver.render.cache import Cache
 from amphora_driver.render.effective_defaults import Defaults
 from amphora_driver.render.quoting import Quoted
 from amphora_driver.render.template import TEMPLATE
 from amphora_driver.validation import log_format, options
 
 METRICS = quoting.keywords("amphora:metrics")
-"""The agent's backend that answers with metrics (its own part of the configuration defines it)."""
+"""The backend that answers with metrics; the agent's part of the configuration defines it."""
 
 _HTTP, _TCP = quoting.keywords("http"), quoting.keywords("tcp")
-# What of a log-format only HTTP knows (manual section 8.2.6, marked H), and the status, which a connection has not.
+# Variables of a log-format that need HTTP (manual section 8.2.6, marked H), and the status code.
 _HTTP_ONLY = frozenset(
     ["CC", "CS", "HM", "HP", "HPO", "HQ", "HU", "HV", "ST", "TR", "Ta", "Ti", "Tq", "Tr", "r", "tr", "trg", "trl"]
 )
 _VARIABLE = re.compile(r"%%|%(?P<flags>\{[^}]*\})?(?P<name>[A-Za-z0-9]+)")
-_UNREAD = "Look whether every secret that it and its pools refer to can be read, and set that reference again."
+_UNREAD = "Check that each secret of the listener and its pools can be read, and set the reference again."
 
 
-class Behind(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
-    """What a listener has to know of a pool that it names."""
+class PoolFacts(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
+    """The facts about a pool that its listener depends on."""
 
     pool_id: str
     recorded: bool
@@ -47,19 +46,19 @@ class Behind(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     needs_http: bool = False
 
 
-class Surroundings(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
-    """Everything a frontend depends on but its listener."""
+class ListenerContext(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
+    """The inputs of a frontend besides its listener."""
 
     load_balancer_id: str
     project_id: str
     addresses: tuple[str, ...]
     settings: Defaults
-    pools: tuple[Behind, ...]
+    pools: tuple[PoolFacts, ...]
     shared_tickets: bool = False
 
 
 class _Frontend(msgspec.Struct, frozen=True, kw_only=True):
-    """What the template prints."""
+    """The values of the template."""
 
     name: Quoted
     mode: Quoted
@@ -79,8 +78,8 @@ class _Frontend(msgspec.Struct, frozen=True, kw_only=True):
     default_backend: Quoted | None
 
 
-class Made(msgspec.Struct, frozen=True, kw_only=True):
-    """A listener's section (None if it cannot be served), its way to the pools behind it, and what was refused."""
+class RenderedListener(msgspec.Struct, frozen=True, kw_only=True):
+    """The section of a listener (None if it cannot be served), its pools, and its errors."""
 
     text: str | None
     route: Route | None
@@ -89,42 +88,42 @@ class Made(msgspec.Struct, frozen=True, kw_only=True):
     refused: tuple[ModelError, ...]
 
 
-_FRONTENDS: Memory[Made] = Memory(20_000)
+_FRONTENDS: Cache[RenderedListener] = Cache(20_000)
 
 
-def frontend(listener: Listener, surroundings: Surroundings, failed: frozenset[str]) -> Made:
-    """A listener's section, made now or before.
+def frontend(listener: Listener, context: ListenerContext, failed: frozenset[str]) -> RenderedListener:
+    """Return the section of a listener, from the cache if possible.
 
     Args:
-        listener: switched on or not.
-        surroundings: what it depends on.
-        failed: ids of those of its policies and rules that HAProxy refused; without them it is not served.
+        listener: enabled or not.
+        context: the other inputs.
+        failed: the ids of its policies and rules that HAProxy refused; the listener is not served without them.
     """
-    key = (listener, surroundings, failed)
-    found = _FRONTENDS.recall(key)
+    key = (listener, context, failed)
+    found = _FRONTENDS.get(key)
     if found is None:
         weight = 1 + sum(1 + len(policy.rules) for policy in listener.l7policies)
-        found = _FRONTENDS.keep(key, _made(listener, surroundings, failed), weight)
+        found = _FRONTENDS.put(key, _made(listener, context, failed), weight)
     return found
 
 
-def behind(pool_id: str, pools: dict[str, Examined | None], strangers: Mapping[str, PoolProtocol]) -> Behind:
-    """A pool as a listener sees it.
+def pool_facts(pool_id: str, pools: dict[str, ExaminedPool | None], l4_pools: Mapping[str, PoolProtocol]) -> PoolFacts:
+    """Return the facts about a pool for its listener.
 
     Args:
-        pool_id: which one.
-        pools: what HAProxy may serve; None stands for one that is recorded and cannot be served.
-        strangers: protocols of the pools that are not HAProxy's.
+        pool_id: the pool.
+        pools: the pools of HAProxy; None for a recorded pool that cannot be served.
+        l4_pools: the protocols of the UDP and SCTP pools.
     """
-    if pool_id in strangers:
-        return Behind(pool_id=pool_id, recorded=True, protocol=strangers[pool_id])
+    if pool_id in l4_pools:
+        return PoolFacts(pool_id=pool_id, recorded=True, protocol=l4_pools[pool_id])
     if pool_id not in pools:
-        return Behind(pool_id=pool_id, recorded=False)
+        return PoolFacts(pool_id=pool_id, recorded=False)
     found = pools[pool_id]
     if found is None:
-        return Behind(pool_id=pool_id, recorded=True)
+        return PoolFacts(pool_id=pool_id, recorded=True)
     pool: Pool = found.pool
-    return Behind(
+    return PoolFacts(
         pool_id=pool_id,
         recorded=True,
         serves=found.serves,
@@ -134,7 +133,7 @@ def behind(pool_id: str, pools: dict[str, Examined | None], strangers: Mapping[s
 
 
 def named_pools(listener: Listener) -> Iterator[str]:
-    """Ids of the pools that a listener names; its default pool comes first."""
+    """Yield the ids of the pools that a listener names, the default pool first."""
     if listener.default_pool_id is not None:
         yield listener.default_pool_id
     for policy in listener.l7policies:
@@ -142,15 +141,15 @@ def named_pools(listener: Listener) -> Iterator[str]:
             yield policy.redirect_pool_id
 
 
-def _made(listener: Listener, surroundings: Surroundings, failed: frozenset[str]) -> Made:
+def _made(listener: Listener, context: ListenerContext, failed: frozenset[str]) -> RenderedListener:
     refused: list[ModelError] = []
-    made = render_errors.attempt(partial(_frontend, listener, surroundings), listener.id, refused)
-    policies = _policies(listener, surroundings, failed, refused)
+    made = render_errors.try_render(partial(_frontend, listener, context), listener.id, refused)
+    policies = _policies(listener, context, failed, refused)
     if made is None or policies is None:
-        return Made(text=None, route=None, pools=(), files=(), refused=tuple(refused))
+        return RenderedListener(text=None, route=None, pools=(), files=(), refused=tuple(refused))
     section, files, route = made
     default = [listener.default_pool_id] if section.default_backend is not None and listener.default_pool_id else []
-    return Made(
+    return RenderedListener(
         text=TEMPLATE.frontend(section, policies.acls, policies.rules),
         route=route,
         pools=tuple(dict.fromkeys([*default, *policies.pools])),
@@ -159,22 +158,22 @@ def _made(listener: Listener, surroundings: Surroundings, failed: frozenset[str]
     )
 
 
-def _frontend(listener: Listener, surroundings: Surroundings) -> tuple[_Frontend, tuple[tls.File, ...], Route]:
-    """Everything but the policies.
+def _frontend(listener: Listener, context: ListenerContext) -> tuple[_Frontend, tuple[tls.File, ...], Route]:
+    """Return the section without its policies.
 
     Raises:
-        UnsupportedOption: an option of the listener is not served.
-        ModelError: it cannot be served by the pool it names.
+        UnsupportedOption: an option of the listener is not supported.
+        ModelError: the listener cannot use the pool that it names.
     """
     options.check_listener(listener)
     if listener.unread:
-        raise render_errors.because(listener.id, "Octavia could not hand it over", _UNREAD)
-    settings = surroundings.settings
+        raise render_errors.refused_object(listener.id, "Octavia could not return it", _UNREAD)
+    settings = context.settings
     name = quoting.identifier(listener.id, "the listener's id", listener.id)
     millis = partial(quoting.milliseconds, object_id=listener.id)
-    shared = surroundings.load_balancer_id if surroundings.shared_tickets else None
+    shared = context.load_balancer_id if context.shared_tickets else None
     encryption = tls.bind(listener, settings, shared)
-    default = _backend_of(listener, surroundings, name, listener.default_pool_id) if listener.default_pool_id else None
+    default = _backend_of(listener, context, name, listener.default_pool_id) if listener.default_pool_id else None
     limit = settings.connection_limit if listener.connection_limit == -1 else listener.connection_limit
     metrics = listener.protocol is ListenerProtocol.PROMETHEUS
     inspect = listener.timeout_tcp_inspect
@@ -184,7 +183,7 @@ def _frontend(listener: Listener, surroundings: Surroundings) -> tuple[_Frontend
         http=_reads_http(listener),
         endpoints=tuple(
             quoting.endpoint(address, listener.protocol_port, "the VIP address", listener.id)
-            for address in surroundings.addresses
+            for address in context.addresses
         ),
         tls=encryption.words if encryption else None,
         gaps=encryption.gaps if encryption else (),
@@ -192,9 +191,9 @@ def _frontend(listener: Listener, surroundings: Surroundings) -> tuple[_Frontend
         timeout_client=millis(listener.timeout_client_data or settings.timeout_client_data, "the client timeout"),
         timeout_http_request=millis(settings.timeout_http_request, "the request timeout"),
         inspect_delay=millis(inspect, "the inspection timeout") if inspect else None,
-        log_format=_log_format(listener, surroundings) if settings.connection_logging else None,
+        log_format=_log_format(listener, context) if settings.connection_logging else None,
         forwarded_for=http_headers.appends_forwarded_for(listener),
-        headers=http_headers.inserted(listener),
+        headers=http_headers.inserted_headers(listener),
         hsts=http_headers.strict_transport_security(listener),
         metrics=metrics,
         default_backend=METRICS if metrics else default,
@@ -215,29 +214,29 @@ def _reads_http(listener: Listener) -> bool:
     return listener.protocol in options.READS_HTTP or listener.protocol is ListenerProtocol.PROMETHEUS
 
 
-def _backend_of(listener: Listener, surroundings: Surroundings, name: Quoted, pool_id: str) -> Quoted | None:
+def _backend_of(listener: Listener, context: ListenerContext, name: Quoted, pool_id: str) -> Quoted | None:
     """The backend of a pool behind this listener; None where the pool does not serve, which is answered with 503.
 
     Raises:
         ModelError: the listener can never be served by it.
     """
-    found = next((one for one in surroundings.pools if one.pool_id == pool_id), None)
+    found = next((one for one in context.pools if one.pool_id == pool_id), None)
     if found is None or not found.recorded:
-        raise render_errors.because(listener.id, f"its pool {pool_id!r} is not recorded", "Name another pool.")
+        raise render_errors.refused_object(listener.id, f"its pool {pool_id!r} is not recorded", "Name another pool.")
     if found.protocol is not None and found.protocol not in options.BEHIND[listener.protocol]:
         # HAProxy refuses the whole file for some of them (manual: `mode`).
         reason = (
             f"a pool of protocol {found.protocol} ({pool_id}) cannot stand behind a listener of {listener.protocol}"
         )
-        raise render_errors.because(listener.id, reason, "Name another pool.")
+        raise render_errors.refused_object(listener.id, reason, "Name another pool.")
     if found.needs_http and not _reads_http(listener) and found.protocol is not PoolProtocol.HTTP:
         reason = f"its pool {pool_id} keeps clients by a cookie, which a listener of {listener.protocol} does not see"
-        raise render_errors.because(listener.id, reason, "Use SOURCE_IP persistence.")
+        raise render_errors.refused_object(listener.id, reason, "Use SOURCE_IP persistence.")
     return quoting.backend_name(quoting.identifier(pool_id, "the pool's id", pool_id), name) if found.serves else None
 
 
 def _policies(
-    listener: Listener, surroundings: Surroundings, failed: frozenset[str], refused: list[ModelError]
+    listener: Listener, context: ListenerContext, failed: frozenset[str], refused: list[ModelError]
 ) -> l7.L7 | None:
     """The lines of a listener's policies; None if one that is switched on cannot be expressed.
 
@@ -247,9 +246,9 @@ def _policies(
     if not enabled:
         return l7.L7()
     if not _reads_http(listener):
-        # HAProxy would take the section and ignore its rules.
-        reason = f"it has L7 policies, and nothing reads HTTP on a listener of {listener.protocol}"
-        refused.append(render_errors.because(listener.id, reason, "Remove them, or switch them off."))
+        # HAProxy would accept the section and ignore its rules.
+        reason = f"it has L7 policies, which need HTTP, on a listener of {listener.protocol}"
+        refused.append(render_errors.refused_object(listener.id, reason, "Remove them, or disable them."))
         return None
     culprits = {
         policy.id
@@ -260,22 +259,24 @@ def _policies(
     if not culprits:
         try:
             name = quoting.identifier(listener.id, "the listener's id", listener.id)
-            made = l7.policies(listener, partial(_backend_of, listener, surroundings, name))
+            made = l7.policies(listener, partial(_backend_of, listener, context, name))
         except render_errors.REASONS as error:
-            found = render_errors.refusal(error, listener.id)
+            found = render_errors.as_refusal(error, listener.id)
             if found.object_id == listener.id:
                 refused.append(found)
                 return None
             refused.append(found)
             culprits = {policy.id for policy in enabled if any(rule.id == found.object_id for rule in policy.rules)}
             refused += [
-                render_errors.because(policy_id, f"its rule {found.object_id} cannot be expressed", "Change the rule.")
+                render_errors.refused_object(
+                    policy_id, f"its rule {found.object_id} cannot be expressed", "Change the rule."
+                )
                 for policy_id in sorted(culprits)
             ]
             culprits = culprits or {str(found.object_id)}
     if culprits:
         reason = f"its L7 policy {min(culprits)} cannot be expressed"
-        refused.append(render_errors.because(listener.id, reason, "Change the policy, or switch it off."))
+        refused.append(render_errors.refused_object(listener.id, reason, "Change the policy, or disable it."))
     return made
 
 
@@ -285,10 +286,10 @@ def _without_http(found: re.Match[str]) -> str:
     return "-" if found["name"] in _HTTP_ONLY else found[0]
 
 
-def _log_format(listener: Listener, surroundings: Surroundings) -> Quoted:
-    """The operator's format with the ids in their places; of a listener that reads no HTTP, without what HTTP has."""
-    ids = {"project_id": surroundings.project_id, "lb_id": surroundings.load_balancer_id}
-    wanted = surroundings.settings.log_format
+def _log_format(listener: Listener, context: ListenerContext) -> Quoted:
+    """Return the operator's format with ids inserted; without HTTP variables for a listener without HTTP."""
+    ids = {"project_id": context.project_id, "lb_id": context.load_balancer_id}
+    wanted = context.settings.log_format
     if not _reads_http(listener):
         wanted = _VARIABLE.sub(_without_http, wanted)
     return quoting.text(log_format.insert_ids(wanted, ids), "the log format", listener.id)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How members are checked.
+"""Health monitors as keywords of `server` lines and as `http-check` lines.
 
-Invariant: a check of the port that takes the traffic speaks there what the traffic speaks (TLS with the same
-verification, the PROXY protocol); a check of another port speaks plainly, unless the monitor's type says TLS.
-Everything is said explicitly: HAProxy's own guesses depend on `addr` and `port`, and the words that would stop them
-(`no-check-ssl`) cannot be given at run time.
+Invariant: a check of the traffic port uses the protocol of the traffic (TLS with the same verification, the PROXY
+protocol). A check of another port is plain, unless the type of the monitor requires TLS. All keywords are explicit:
+HAProxy's defaults depend on `addr` and `port`, and `no-check-ssl` cannot be set at run time.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from amphora_driver.render.quoting import Quoted
 from amphora_driver.validation import health_monitors, udp
 
 RESPONDER_PORT = 9101
-"""Where the agent of an amphora answers for its members' ICMP echo: `GET /ping/<member id>`."""
+"""The port of the responder, which pings a member: `GET /ping/<member id>`."""
 
 _CHECK, _INTER, _FALL, _RISE = (quoting.keywords(word) for word in ("check", "inter", "fall", "rise"))
 _CHECK_SSL = quoting.keywords("check-ssl")
@@ -28,13 +27,13 @@ _CHECK_ALPN = quoting.keywords("check-alpn")
 _CHECK_PROXY = quoting.keywords("check-send-proxy")
 _RESPONDER = quoting.words([quoting.keywords("addr 127.0.0.1 port"), RESPONDER_PORT])
 _PROXIES = (PoolProtocol.PROXY, PoolProtocol.PROXYV2)
-# HTTP/1.1 demands a Host. Without a name the member is asked by its address, IPv6 in brackets.
+# HTTP/1.1 requires a Host header. Without a name it is the member's address, IPv6 in brackets.
 _BY_ADDRESS = quoting.text(r'%[bc_dst,regsub("^(.*:.*)$","[\\1]")]:%[bc_dst_port]', "the Host header")
 _PING = quoting.text("/ping/%[srv_name]", "the path of a ping")
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """What an HTTP check sends; `host` is a log-format, and `path` if it is the one of a ping."""
+    """The request of an HTTP check. `host` is a log-format; `path` is one only for a ping."""
 
     method: Quoted
     path: Quoted
@@ -44,13 +43,15 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Monitor(msgspec.Struct, frozen=True, kw_only=True):
-    """A monitor that is switched on.
+    """An enabled monitor.
 
     Attributes:
-        check: words of a server whose checks go where its traffic goes.
-        elsewhere: words of a server that is checked at another port.
-        explicit_port: whether the port has to be given although it is the traffic's, so that HAProxy guesses nothing.
-        ping: whether the agent's responder is asked instead of the member.
+        check: keywords of a server that is checked at its traffic port.
+        elsewhere: keywords of a server that is checked at another port.
+        explicit_port: whether the line names the traffic port, so that HAProxy uses no default.
+        ping: whether HAProxy asks the responder instead of the member.
+        timeout: the time-out of a check.
+        http: the request; None for a check without HTTP.
     """
 
     check: Quoted
@@ -62,12 +63,12 @@ class Monitor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def verified_name(pool: Pool) -> Quoted | None:
-    """The name that members of an encrypting pool have to prove: the one its monitor asks for.
+    """Return the host name that members of a TLS pool must have in their certificate: that of the monitor.
 
-    It holds whether or not the monitor is switched on, or served at all.
+    It applies also while the monitor is disabled.
 
     Raises:
-        UnsupportedOption: it is no name; then members cannot be verified as was wanted.
+        UnsupportedOption: the value is not a host name, so that members cannot be verified.
     """
     if not pool.tls_enabled or pool.healthmonitor is None:
         return None
@@ -76,11 +77,11 @@ def verified_name(pool: Pool) -> Quoted | None:
 
 
 def monitor(wanted: HealthMonitor, pool: Pool) -> Monitor | None:
-    """A pool's monitor; None if it is switched off. It is checked in any case.
+    """Return the monitor of a pool; None if it is disabled. A disabled monitor is validated, too.
 
     Raises:
-        UnsupportedOption: an option of it is not served.
-        QuotingError: HAProxy has no way to write a value of it.
+        UnsupportedOption: an option of the monitor is not supported.
+        QuotingError: a value cannot be written in HAProxy's syntax.
     """
     asked = health_monitors.parse_monitor(wanted)
     udp.check_monitor_type(pool)
@@ -128,7 +129,7 @@ def _encryption(wanted: HealthMonitor, pool: Pool) -> list[Quoted]:
 
 
 def _request(wanted: HealthMonitor, asked: health_monitors.HTTPRequest | None) -> Request | None:
-    """What an HTTP check sends; of its words only the value of `hdr` is a log-format (`http-check send`)."""
+    """Return the request of an HTTP check. Only the value of `hdr` is a log-format (`http-check send`)."""
     if wanted.type is MonitorType.PING:
         return Request(
             method=quoting.token("GET", "the method"),

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Headers that a listener puts into requests and answers.
+"""Headers that a listener inserts into requests and responses.
 
-Invariant: a header that is set here is what HAProxy saw itself; what a client sent under its name is gone. Only
-X-Forwarded-For is added to.
+Invariant: HAProxy replaces a header of the same name that a client sent. Only X-Forwarded-For is extended.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from amphora_driver.render import quoting
 from amphora_driver.render.quoting import Quoted
 from amphora_driver.validation.insert_headers import ABOUT_CERTIFICATE, ABOUT_CONNECTION, FORWARDED_FOR
 
-# Values are log-formats, in which HAProxy writes control characters as %XX: a certificate adds no header of its own.
-# One that was not presented leaves its headers empty.
+# Values are log-formats. HAProxy writes control characters in them as %XX, so that a certificate cannot add a header.
+# Without a client certificate its headers are empty.
 _VALUES = {
     "X-Forwarded-Port": "%[dst_port]",
     "X-Forwarded-IP": "%[src]",
@@ -43,8 +42,8 @@ _PROTO = {
 }
 
 
-def inserted(listener: Listener) -> tuple[Quoted, ...]:
-    """The lines that set request headers, always in the same order. X-Forwarded-For is not among them."""
+def inserted_headers(listener: Listener) -> tuple[Quoted, ...]:
+    """Return the lines that set request headers in a fixed order, without X-Forwarded-For."""
     wanted = listener.insert_headers
     if not wanted:
         return ()
@@ -57,12 +56,12 @@ def inserted(listener: Listener) -> tuple[Quoted, ...]:
 
 
 def appends_forwarded_for(listener: Listener) -> bool:
-    """Whether the client's address is added to X-Forwarded-For."""
+    """Return whether HAProxy appends the client's address to X-Forwarded-For."""
     return FORWARDED_FOR in (listener.insert_headers or ())
 
 
 def strict_transport_security(listener: Listener) -> Quoted | None:
-    """The value of Strict-Transport-Security; None if it is not sent.
+    """Return the value of Strict-Transport-Security; None if the header is not sent.
 
     Each directive ends with a semicolon, as in the header of Octavia's own provider.
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why an object is not in the text.
+"""Errors of objects that cannot be rendered.
 
-Invariant: every refusal is a `ModelError` that names its object, whatever was raised.
+Invariant: each error is a `ModelError` that names its object.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ REASONS = (ModelError, UnsupportedOption)
 _Made = TypeVar("_Made")
 
 
-def because(object_id: str, reason: str, remedy: str = "") -> ModelError:
-    """A refusal in our own words."""
+def refused_object(object_id: str, reason: str, remedy: str = "") -> ModelError:
+    """Return the error for an object that cannot be rendered."""
     return ModelError(f"render {object_id}", reason, remedy, object_id=object_id)
 
 
-def refusal(error: ModelError | UnsupportedOption, object_id: str) -> ModelError:
-    """What was raised, as a refusal of this object unless it names another one.
+def as_refusal(error: ModelError | UnsupportedOption, object_id: str) -> ModelError:
+    """Return an exception as the error of this object, unless it names another object.
 
-    Without the stack it was raised on: refusals are remembered, and would keep everything alive.
+    The traceback is removed: errors are cached, and a traceback would keep all its frames in memory.
     """
     if not isinstance(error, ModelError):
         return ModelError(error.wanted, error.happened, error.remedy, object_id=object_id)
@@ -34,10 +34,10 @@ def refusal(error: ModelError | UnsupportedOption, object_id: str) -> ModelError
     return error
 
 
-def attempt(make: Callable[[], _Made], object_id: str, refused: list[ModelError]) -> _Made | None:
-    """Make something, or note why it cannot be and return None."""
+def try_render(make: Callable[[], _Made], object_id: str, refused: list[ModelError]) -> _Made | None:
+    """Return the result of `make`; on an error add it to `refused` and return None."""
     try:
         return make()
     except REASONS as error:
-        refused.append(refusal(error, object_id))
+        refused.append(as_refusal(error, object_id))
     return None

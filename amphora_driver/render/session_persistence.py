@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What keeps a client on its member.
+"""Session persistence of a pool.
 
-Invariant: what a client is remembered by survives a reload (`peers amphora`, or nothing is kept here at all), and
-members come and go at run time: no server line takes part in it.
+Invariant: a client stays on its member over a reload (`peers amphora`, or no state at all). No server line contains a
+part of it, so that members can be added and removed at run time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DEFAULT_COOKIE = "SRV"
 
 
 class Persistence(msgspec.Struct, frozen=True, kw_only=True):
-    """One of three: by address, by a cookie of ours (`cookie`), by one of the application (`asked`, `answered`)."""
+    """Persistence by address, by a cookie of HAProxy (`cookie`), or by one of the application (`asked`, `answered`)."""
 
     by_address: bool = False
     cookie: Quoted | None = None
@@ -28,7 +28,7 @@ class Persistence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def persistence(pool: Pool) -> Persistence | None:
-    """How a pool keeps its clients; None if it does not."""
+    """Return the persistence of a pool; None without persistence."""
     wanted = pool.session_persistence
     if wanted is None:
         return None
@@ -36,13 +36,13 @@ def persistence(pool: Pool) -> Persistence | None:
         return Persistence(by_address=True)
     name = wanted.cookie_name or DEFAULT_COOKIE
     if wanted.type is PersistenceType.HTTP_COOKIE:
-        # A dynamic cookie is computed from key and address: the same in every amphora, and no word on the server line,
-        # where HAProxy 2.6 would refuse it at run time.
+        # A dynamic cookie is computed from key and address. It is the same in each amphora, and needs no keyword on the
+        # server line, which HAProxy 2.6 would refuse at run time.
         return Persistence(
             cookie=quoting.text(name, "the cookie's name", pool.id),
             key=quoting.identifier(pool.id, "the pool's id", pool.id),
         )
-    # A digest, because a table's key has a fixed length and a cookie has not.
+    # A digest, because the key of a table has a fixed length.
     return Persistence(
         asked=quoting.sample("req.cook", name, ",sha1", "the cookie's name", pool.id),
         answered=quoting.sample("res.cook", name, ",sha1", "the cookie's name", pool.id),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The template, loaded once: one macro for each kind of section.
+"""The HAProxy template, loaded once: one macro for each kind of section.
 
-Invariant: it prints only what `quoting` made.
+Invariant: the template prints only values of `quoting`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from amphora_driver.render import quoting
 
 
 class _Environment(jinja2.Environment):
-    # What is printed are attributes of our own shapes: an attribute that is not there is a mistake, never a key to try.
+    # The template prints attributes of typed classes: a missing attribute is an error, not a key of a mapping.
     getattr = staticmethod(getattr)  # type: ignore[assignment]
 
 
@@ -22,8 +22,7 @@ _ENVIRONMENT = _Environment(
     loader=jinja2.PackageLoader("amphora_agent", "templates"),
     undefined=jinja2.StrictUndefined,
     finalize=quoting.finalize,
-    # The text is not HTML: HTML escaping would corrupt values and protect against nothing. `finalize`
-    # protects.
+    # The text is not HTML: HTML escaping would corrupt values. `finalize` refuses values that are not quoted.
     autoescape=False,
     trim_blocks=True,
     lstrip_blocks=True,

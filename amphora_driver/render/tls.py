@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TLS with clients and with members: the words of `bind` and `server` lines, and the files they name.
+"""TLS with clients and members: the keywords of `bind` and `server` lines, and the files they name.
 
-Invariant: a file's name says whose it is and what for, never what is in it: two listeners share none, and a certificate
-that is replaced leaves the text as it is. The content of a secret is not known here.
+Invariant: the name of a file derives from its object and purpose, not from its content. Two listeners share no file,
+and a replaced certificate does not change the text. No secret is known here.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _WORD = {
 
 
 class File(msgspec.Struct, frozen=True, kw_only=True):
-    """One file that the text names. Either its content is known, or the secret that belongs into it."""
+    """A file that the text names, with its content or the name of its secret."""
 
     name: str
     content: str | None = None
@@ -57,7 +57,7 @@ class File(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bind(msgspec.Struct, frozen=True, kw_only=True):
-    """What a `bind` line says about TLS, the versions inside its range that are not served, and its files."""
+    """The TLS keywords of a `bind` line, the excluded versions inside its range, and its files."""
 
     words: Quoted
     gaps: tuple[Quoted, ...]
@@ -65,21 +65,21 @@ class Bind(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def bind(listener: Listener, settings: Defaults, shared_tickets: str | None = None) -> Bind | None:
-    """TLS of a listener; None if it does not speak TLS.
+    """Return the TLS part of a listener; None without TLS.
 
-    The first certificate is the one of clients that name no server, or an unknown one: the default container, or
-    without it the first one for SNI. It always has the same name, so that it can be replaced and never has to move.
+    The first certificate is for clients without SNI or with an unknown name: the default container, or else the first
+    SNI container. Its file name is fixed, so that it can be replaced in place.
 
-    Where clients show certificates no session is resumed: who resumes one is not asked again, and would come in after
-    its certificate was revoked (the machine's part of the configuration has no cache of sessions for the same reason).
+    With client certificates no session is resumed: HAProxy does not verify the certificate again at a resumption, also
+    after its revocation. The machine's part of the configuration has no session cache for the same reason.
 
     Args:
-        listener: switched on or not.
-        settings: what applies where it says nothing.
-        shared_tickets: id of the load balancer whose ticket keys there are; None if each process makes its own.
+        listener: enabled or not.
+        settings: the defaults.
+        shared_tickets: the id of the load balancer with shared ticket keys; None if each process creates its keys.
 
     Raises:
-        UnsupportedOption: versions or ciphers that cannot be had.
+        UnsupportedOption: the versions or ciphers are not supported.
     """
     if not tls.terminates(listener):
         return None
@@ -119,14 +119,13 @@ def _certificates(listener: Listener) -> tuple[File, list[File]]:
 
 
 def server(pool: Pool, settings: Defaults, name: Quoted | None) -> tuple[Quoted, tuple[File, ...]] | None:
-    """What every server line of a pool says about TLS, and its files; None if the pool does not encrypt.
+    """Return the TLS keywords of all server lines of a pool, and its files; None without TLS.
 
-    A member's certificate is checked against the pool's authority and, if there is one, against `name`. What a client
-    asked for has no part in it: HAProxy checks against the name it sends, so with an authority it sends its own or
-    none.
+    HAProxy verifies a member's certificate against the CA of the pool and, if given, against `name`. The client's SNI
+    is not used: HAProxy verifies against the name that it sends, so with a CA it sends `name` or no name.
 
     Raises:
-        UnsupportedOption: versions or ciphers that cannot be had.
+        UnsupportedOption: the versions or ciphers are not supported.
     """
     if not pool.tls_enabled:
         return None
@@ -150,9 +149,9 @@ def server(pool: Pool, settings: Defaults, name: Quoted | None) -> tuple[Quoted,
 
 
 def for_route(pool: Pool, name: Quoted | None, *, http: bool, behind_tls: bool) -> list[Quoted]:
-    """What depends on the listener in front: the name a client asked for, and the protocols offered to the member.
+    """Return the keywords that depend on the listener: the client's SNI, and the offered ALPN protocols.
 
-    Behind a TCP listener nobody knows what the client will speak, so nothing is offered.
+    PoolFacts a TCP listener the client's protocol is unknown: no ALPN protocol is offered.
     """
     words: list[Quoted] = []
     if not pool.ca_tls_container_ref:

@@ -21,7 +21,7 @@ from amphora_driver.model.enums import Algorithm, MonitorType
 from amphora_driver.model.loadbalancer import HealthMonitor, Listener, LoadBalancer, Member, Pool, Vip
 from amphora_driver.render import render_errors
 from amphora_driver.render.backend import once
-from amphora_driver.render.effective_defaults import DEFAULTS, LOG_FORMAT, Defaults, settings
+from amphora_driver.render.effective_defaults import DEFAULTS, LOG_FORMAT, Defaults, effective_defaults
 from amphora_driver.validation import addresses, health_monitors, log_format, options
 from amphora_driver.validation import udp as capabilities
 
@@ -129,21 +129,21 @@ def virtual_servers(
         # Members of any family may be in a pool that no listener serves.
         met = load_balancer.vips if load_balancer.is_default_pool(pool) else None
         examine = partial(_behind, pool, met, failed, refused)
-        behind[pool.id] = render_errors.attempt(examine, pool.id, refused) if known else None
+        behind[pool.id] = render_errors.try_render(examine, pool.id, refused) if known else None
     vips = tuple(_known(load_balancer.vips))
-    chosen = settings(load_balancer.profile, defaults)
+    chosen = effective_defaults(load_balancer.profile, defaults)
     servers: list[VirtualServer] = []
     taken: set[tuple[str, int]] = set()
     for listener in once(listeners, refused):
         if listener.id in failed:
             continue
-        made = render_errors.attempt(
+        made = render_errors.try_render(
             partial(_server, listener, load_balancer, vips, behind, chosen), listener.id, refused
         )
         if made is None or not (listener.admin_state_up and load_balancer.admin_state_up and vips):
             continue
         if (made.protocol, made.port) in taken:
-            refused.append(render_errors.because(listener.id, f"another listener has port {made.port}"))
+            refused.append(render_errors.refused_object(listener.id, f"another listener has port {made.port}"))
             continue
         taken.add((made.protocol, made.port))
         servers.append(made)
@@ -190,8 +190,8 @@ def _server(
     _check_id(listener.id)
     options.check_listener(listener)
     if any(policy.admin_state_up for policy in listener.l7policies):
-        reason = f"it has L7 policies, and nothing reads HTTP on a listener of {listener.protocol}"
-        raise render_errors.because(listener.id, reason, "Remove them, or switch them off.")
+        reason = f"it has L7 policies, which need HTTP, on a listener of {listener.protocol}"
+        raise render_errors.refused_object(listener.id, reason, "Remove them, or disable them.")
     pool = _pool_of(listener, load_balancer)
     found = behind.get(pool.id) if pool is not None and pool.admin_state_up else None
     served = pool if found is not None else None
@@ -221,7 +221,7 @@ def _log_format(listener: Listener, load_balancer: LoadBalancer, chosen: Default
     made = log_format.insert_ids(wanted, {"project_id": load_balancer.project_id, "lb_id": load_balancer.id})
     if not made.isprintable() or not 1 <= len(made) <= LONGEST_FORMAT:
         reason = f"the log format is no line of up to {LONGEST_FORMAT} characters"
-        raise render_errors.because(listener.id, reason, "Change the flavor key 'log_format', or the option.")
+        raise render_errors.refused_object(listener.id, reason, "Change the flavor key 'log_format', or the option.")
     return made
 
 
@@ -231,10 +231,10 @@ def _pool_of(listener: Listener, load_balancer: LoadBalancer) -> Pool | None:
     pool = load_balancer.pool(listener.default_pool_id)
     if pool is None:
         reason = f"its pool {listener.default_pool_id[:80]!a} is not recorded"
-        raise render_errors.because(listener.id, reason, "Name another pool.")
+        raise render_errors.refused_object(listener.id, reason, "Name another pool.")
     if pool.protocol not in options.BEHIND[listener.protocol]:
         reason = f"a pool of protocol {pool.protocol} ({pool.id}) cannot stand behind a listener of {listener.protocol}"
-        raise render_errors.because(listener.id, reason, "Name another pool.")
+        raise render_errors.refused_object(listener.id, reason, "Name another pool.")
     return pool
 
 
@@ -254,12 +254,12 @@ def _behind(
     """
     kept = pool.session_persistence
     wanted = [one for one in once(pool.members, refused) if one.id not in failed]
-    members = [render_errors.attempt(partial(_member, one, pool, vips), one.id, refused) for one in wanted]
+    members = [render_errors.try_render(partial(_member, one, pool, vips), one.id, refused) for one in wanted]
     monitor = pool.healthmonitor
     checked = None
     if monitor is not None and monitor.id not in failed:
         # A refused monitor leaves its pool served without checks, as HAProxy's pools are.
-        checked = render_errors.attempt(lambda: (_monitor(monitor, pool),), monitor.id, refused)
+        checked = render_errors.try_render(lambda: (_monitor(monitor, pool),), monitor.id, refused)
     _check_id(pool.id)
     options.check_pool(pool)
     capabilities.check_l4_algorithm(pool)

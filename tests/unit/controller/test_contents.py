@@ -207,7 +207,7 @@ def test_a_pool_without_its_authority_takes_no_other_along(pushing):
     assert re.findall(r"^(?:frontend|backend) (\S+)$", served.text, re.MULTILINE) == [PLAIN, SECURE, f"{POOL}:{PLAIN}"]
     assert set(pushing._failed) == {CRYPTED, BROKEN}
     assert "never handed over" in pushing._failed[CRYPTED]
-    assert "could not hand it over" in pushing._failed[BROKEN]
+    assert "could not return it" in pushing._failed[BROKEN]
 
 
 def test_a_policy_haproxy_refuses_closes_its_listener(pushing):

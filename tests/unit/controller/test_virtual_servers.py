@@ -122,7 +122,7 @@ def test_a_listener_whose_clients_hear_that_nobody_serves(tree):
         (front(default_pool_id=P2), L1, "is not recorded"),
         (back(protocol=PoolProtocol.SCTP), L1, "SCTP"),
         (replace(TREE, pools=(replace(POOL, protocol=PoolProtocol.HTTP, healthmonitor=None),)), L1, "HTTP"),
-        (front(l7policies=(POLICY,)), L1, "nothing reads HTTP"),
+        (front(l7policies=(POLICY,)), L1, "which need HTTP"),
         (front(client_ca_tls_container_ref="x"), L1, "client_ca_tls_container_ref"),
     ],
 )

@@ -28,7 +28,7 @@ from amphora_driver.model.loadbalancer import (
     SessionPersistence,
     Vip,
 )
-from amphora_driver.render.haproxy import forget, render
+from amphora_driver.render.haproxy import clear_caches, render
 
 change = msgspec.structs.replace
 
@@ -227,7 +227,7 @@ def test_a_port_of_udp_is_not_one_of_tcp():
 
 def test_a_listener_that_reads_no_http_is_not_served_without_its_policies():
     said = refused(with_listener(protocol=ListenerProtocol.TCP, default_pool_id=None, l7policies=(POLICY,)))
-    assert "nothing reads HTTP on a listener of TCP" in said["l1"]
+    assert "L7 policies, which need HTTP, on a listener of TCP" in said["l1"]
     assert (
         refused(
             with_listener(
@@ -311,6 +311,6 @@ def test_zero_timeouts_are_the_defaults():
 def test_what_is_remembered_changes_nothing():
     for tree in (LB, with_member(weight=9), with_listener(insert_headers=("X-Real-IP",)), LB):
         warm = render(tree)
-        forget()
+        clear_caches()
         cold = render(tree)
         assert (warm.text, warm.files, warm.pings) == (cold.text, cold.files, cold.pings)
