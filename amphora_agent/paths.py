@@ -196,7 +196,7 @@ def write_atomically(path: Path, content: str, *, durable: bool = True, mode: in
     """Replace a file so that a reader, or a power cut, meets the old or the new content, nothing between.
 
     Args:
-        durable: False for a file that nobody reads after a power cut; then a power cut may leave anything.
+        durable: False for a file that is not read after a power cut, which may then leave any content.
         mode: its permissions, whatever the process's mask is.
     """
     temporary = path.with_name(f".{path.name}.tmp")

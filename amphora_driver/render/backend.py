@@ -50,7 +50,11 @@ _Child = TypeVar("_Child", Listener, Pool, Member)
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
-    """The part of a backend that depends on the listener; `timeout_tunnel` None means no separate time-out."""
+    """The part of a backend that depends on the listener.
+
+    Attributes:
+        timeout_tunnel: None means no separate time-out.
+    """
 
     listener: Quoted
     http: bool

@@ -62,7 +62,10 @@ class BundleLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BundleAllowed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The networks that may connect to a port; a port without an entry is open. TCP is the omitted default."""
+    """The networks that may connect to a port; a port without an entry is open.
+
+    The default protocol, TCP, is omitted in the document.
+    """
 
     port: int
     networks: tuple[str, ...]

@@ -20,7 +20,7 @@ LOG_FORMAT = (
 
 
 class Defaults(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
-    """The operator's defaults for all load balancers; times are in milliseconds. Octavia has the same defaults.
+    """The operator's defaults for all load balancers; times are in milliseconds.
 
     Attributes:
         timeout_tunnel: None means an hour for HTTP (upgraded connections), and the listener's time-outs otherwise.

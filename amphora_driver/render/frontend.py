@@ -215,7 +215,7 @@ def _reads_http(listener: Listener) -> bool:
 
 
 def _backend_of(listener: Listener, context: ListenerContext, name: Quoted, pool_id: str) -> Quoted | None:
-    """The backend of a pool behind this listener; None where the pool does not serve, which is answered with 503.
+    """Return the backend of a pool for this listener; None if the pool does not serve (status 503).
 
     Raises:
         ModelError: the listener can never be served by it.

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A listener's L7 policies as lines of its frontend.
+"""The L7 policies of a listener as lines of its frontend.
 
-Invariant: the first enabled policy, in the order of positions, whose rules all match decides what happens, whatever its
-action is; and nothing is left out: a policy that cannot be written raises, its listener is then not served.
+Invariant: the first enabled policy by position with all rules matching decides, for any action. No policy is left out:
+a policy that cannot be rendered raises an error, and its listener is not served.
 
-HAProxy runs all `http-request` lines of a frontend before its `use_backend` lines. So a policy to a pool that has a
-policy of another kind behind it notes its backend in a variable and ends the `http-request` lines with `allow`; those
-at the end need no such detour. A pool that is switched off answers 503, as a default pool does that is switched off.
+HAProxy runs all `http-request` lines of a frontend before its `use_backend` lines. A redirect to a pool before a policy
+of another kind therefore stores its backend in a variable and ends the `http-request` lines with `allow`. Redirects to
+pools at the end use `use_backend` only. A disabled pool answers 503, also as default pool.
 
-One named ACL for each rule: several lines of one name are alternatives (HAProxy 2.6 manual, section 7.1). All values
-stand behind `--`, so none is a flag.
+Each rule is one named ACL: several lines with one name are alternatives (HAProxy 2.6 manual, section 7.1). All values
+follow `--`, so that no value is a flag.
 
-A regular expression that reaches its limit has no answer. Then the rule is true in a policy that rejects, and false in
-all others: whoever is kept out stays out, whatever he makes of his request.
+A regular expression that reaches its limit gives no result. The rule is then true in a rejecting policy and false in
+all others: no request passes a rejecting policy by means of the limit.
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ _FIXED = {
 
 @lru_cache(maxsize=_REMEMBERED)
 def _word(fetch: str) -> Quoted:
-    """A fetch as a word; its key, if it has one, in the quotes of the second parser within those of the first."""
+    """Return a sample fetch as a word; its key is quoted for both parsers of HAProxy."""
     return quoting.text(fetch, "the key") if '"' in fetch else quoting.keywords(fetch)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only way a value gets into a template.
+"""Quoting: the only way of a value into a template.
 
-Invariant: whatever a function here returns is read by HAProxy's configuration parser as exactly one word with
-exactly the given value, or the function refuses with `QuotingError`.  `finalize` closes the other door: a
-template that prints anything which did not come through here does not render.
+Invariant: HAProxy's configuration parser reads the result of each function as one word with exactly the given value;
+otherwise the function raises `QuotingError`. `finalize` makes the template fail if it prints a value that this module
+did not quote.
 
 Source: HAProxy 2.6 configuration manual, sections 2.2 (quoting), 2.5 (time), 8.2.4 (log-format, where `%` is
 special).
@@ -123,17 +123,17 @@ def words(parts: Iterable[Quoted | int]) -> Quoted:
 
 
 def ordinary_servers(beginnings: Iterable[str], tail: Quoted | None) -> list[Quoted | None]:
-    """Server lines whose values are the usual ones: an id, an IPv4 address, numbers.
+    """Quote server lines with common values only: an id, an IPv4 address, numbers.
 
-    One look at the whole instead of one at each value: there are thousands of these lines. No value of another kind
-    passes, for none of the patterns has a blank in it.
+    One match for each line, instead of one for each value, because there are thousands of lines. No other value passes:
+    none of the patterns contains a blank.
 
     Args:
-        beginnings: `server <id> <address>:<port> weight <weight>`, from values that nobody has looked at.
-        tail: more words for each of them.
+        beginnings: `server <id> <address>:<port> weight <weight>`, from unchecked values.
+        tail: further words of each line.
 
     Returns:
-        The lines; None for one whose values have to be quoted one by one, or refused by name.
+        The lines; None for a line whose values must be quoted or refused one by one.
     """
     if type(tail) not in (Quoted, type(None)):
         raise TypeError("lines are made of quoted words")
@@ -200,7 +200,9 @@ def call(function: Quoted, argument: Quoted) -> Quoted:
 
 
 def sample(fetch: str, argument: str, converters: str, where: str, object_id: str | None = None) -> Quoted:
-    """A sample fetch with a string argument, and what is made of it, as one word: `'req.cook("it''s"),sha1'`.
+    """Return a sample fetch with a string argument and converters as one word.
+
+    Example: `'req.cook("it''s"),sha1'`.
 
     Inside double quotes HAProxy's second parser, the one for arguments, gives a meaning to `"` and the backslash only
     (manual section 2.2 and 7.1).
@@ -287,7 +289,7 @@ def address(value: str, where: str, object_id: str | None = None) -> Quoted:
     except (ValueError, TypeError):
         _refuse(where, value, "it is not an IP address", object_id)
     if parsed.is_unspecified:
-        _refuse(where, value, "the unspecified address is nobody's", object_id)
+        _refuse(where, value, "it is the unspecified address", object_id)
     return _quoted(f"[{parsed.compressed}]" if parsed.version == 6 else str(parsed))
 
 

@@ -18,7 +18,15 @@ DEFAULT_COOKIE = "SRV"
 
 
 class Persistence(msgspec.Struct, frozen=True, kw_only=True):
-    """Persistence by address, by a cookie of HAProxy (`cookie`), or by one of the application (`asked`, `answered`)."""
+    """Session persistence: by address, by a cookie of HAProxy, or by one of the application.
+
+    Attributes:
+        by_address: whether the client's address decides.
+        cookie: the name of HAProxy's cookie.
+        key: the key of HAProxy's cookie.
+        asked: the sample of the application's cookie in a request.
+        answered: the sample of the application's cookie in a response.
+    """
 
     by_address: bool = False
     cookie: Quoted | None = None

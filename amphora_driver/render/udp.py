@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """UDP and SCTP listeners as the virtual servers of a bundle (docs/reference/agent-api.md).
 
-Invariant: pure, like rendering, and with the same rules: an object that cannot be served is named in `Made.refused` and
-left out, everything else is served, and what is left out never lets in more than was wanted. The same load balancer
-makes the same list, in whatever order its children come.
+Invariant: pure. An object that cannot be served is named in `Made.refused` and left out; all other objects are served.
+An omission never admits more clients. The same load balancer gives the same list in any order of its children.
 
-A listener without a pool that serves is there without members: its clients hear at once that nobody is.
+A listener without a serving pool has no members: its clients get an ICMP error at once.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ LONGEST_FORMAT = 2048
 
 
 class VirtualPersistence(msgspec.Struct, frozen=True, kw_only=True):
-    """For how many seconds a client stays with its member, and how many bits of its address are the client."""
+    """The time in seconds for which a client stays on its member, and the prefix that identifies it."""
 
     timeout: int
     prefix_v4: int
@@ -73,7 +72,7 @@ class VirtualMember(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VirtualServer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One listener with what is behind it. Without `log_format` its flows are not logged, and nothing is said of it."""
+    """One listener with its pool. Without `log_format` its flows are not logged, and the key is omitted."""
 
     id: str
     protocol: str
@@ -97,7 +96,7 @@ class Made(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Behind(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a pool is served, whoever uses it."""
+    """The part of a pool that is equal for all its listeners."""
 
     persistence: VirtualPersistence | None
     monitor: VirtualMonitor | None
@@ -162,7 +161,7 @@ def _check_id(object_id: str) -> None:
 
 
 def _known(vips: tuple[Vip, ...]) -> Iterator[str]:
-    """The VIPs in canonical form, each once; one that is no address is refused where HAProxy's part is rendered."""
+    """Yield the VIPs in canonical form, each once. `render.haproxy` refuses an invalid VIP."""
     seen: set[str] = set()
     for vip in vips:
         try:
@@ -244,7 +243,7 @@ def _behind(
     failed: Collection[str],
     refused: list[ModelError],
 ) -> _Behind:
-    """What of a pool can be served. What is wrong with a member or the monitor is noted, and takes nothing along.
+    """Return the part of a pool that can be served. An error of a member or monitor is recorded.
 
     Args:
         vips: those whose clients the pool serves; None if no listener serves it.

@@ -198,7 +198,7 @@ def test_controllers_of_another_schema_do_nothing(lab, witness, tmp_path):
     try:
         with second_controller(lab, tmp_path) as program:
             lab.cloud.until(lambda: lab.stack.supervision.running(program.name) is None, "it has ended")
-            assert f"this version works with {new}" in log_of(lab, program.name)
+            assert f"this version requires {new}" in log_of(lab, program.name)
         # Who works is in the way of an upgrade, and is named.
         (ours,) = controllers(lab)
         status, said = amphoractl(lab, "database", "upgrade", folder=tmp_path)
