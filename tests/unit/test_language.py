@@ -16,7 +16,6 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("amphora_driver", "amphora_agent", "sandbox", "diskimage", "scripts")
 # Packages and documents that are not rewritten yet. Do not add to this list.
 PENDING = (
-    "CHANGELOG.md",
     "SECURITY.md",
     "amphora_agent/cloud_network.py",
     "amphora_agent/config_drive.py",
