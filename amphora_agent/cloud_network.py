@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The management interface, from what the cloud says of the machine's network to systemd-networkd's files.
+"""The management interface: from the cloud's network document to a file of systemd-networkd.
 
-Invariant: pure, and no value of the cloud's document gets into a file as it came: it has been read as an address, a
-MAC address or a number, and is written as that. One interface is configured, the one the agent is reached on; all
-others are left to the agent, which moves them to the load balancer's namespace.
+Invariant: pure. No text of the document enters a file: each value is parsed as an address, a MAC address or a number
+and written in canonical form. Only the management interface is configured; the agent moves all others to the load
+balancer's namespace.
 Source: OpenStack's network_data.json (Nova, "Metadata"); systemd.network(5).
 """
 
@@ -21,7 +21,7 @@ Address = ipaddress.IPv4Interface | ipaddress.IPv6Interface
 _MAC = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}")
 _LEAST_MTU, _LARGEST_MTU = 576, 65535
 _MOST = 64
-# Kinds of networks that bring no addresses with them, and what networkd does for them: DHCP, and listening to routers.
+# Types of networks without addresses in the document, and networkd's settings for them: DHCP, router advertisements.
 _DYNAMIC = {
     "ipv4_dhcp": ("ipv4", False),
     "ipv6_dhcp": ("ipv6", True),
@@ -37,7 +37,7 @@ _WANTED = "read the config drive's network_data.json"
 
 @dataclass(frozen=True)
 class Route:
-    """A network behind a gateway."""
+    """A route to a network."""
 
     destination: ipaddress.IPv4Network | ipaddress.IPv6Network
     gateway: ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -45,7 +45,16 @@ class Route:
 
 @dataclass(frozen=True)
 class Interface:
-    """The management interface. ``mtu`` in bytes; None leaves it as it is. ``dhcp`` holds "ipv4", "ipv6"."""
+    """The management interface.
+
+    Attributes:
+        mac: its MAC address.
+        mtu: in bytes; None keeps the default.
+        addresses: static addresses.
+        routes: static routes.
+        dhcp: "ipv4" and "ipv6", if DHCP is used.
+        routers: whether router advertisements are used.
+    """
 
     mac: str
     mtu: int | None
@@ -56,18 +65,15 @@ class Interface:
 
 
 def management(document: Mapping[str, Any], address: str | None) -> Interface | None:
-    """The interface the agent is reached on.
+    """Return the management interface; None if the document names no interface.
 
     Args:
-        document: network_data.json. After a machine was moved, it may name ports of the load balancer too.
-        address: what the agent listens on; the interface that has it is the one. None, or one that nobody has: the
-            first interface.
+        document: network_data.json. After a migration of the machine it may name ports of the load balancer, too.
+        address: the address on which the agent listens, which selects the interface. Without a match the first
+            interface is returned.
 
     Raises:
-        SettingsError: the document is not what it should be.
-
-    Returns:
-        None if the document names no interface.
+        SettingsError: the document has another format.
     """
     try:
         links = _listed(document, "links")
@@ -82,7 +88,7 @@ def management(document: Mapping[str, Any], address: str | None) -> Interface | 
 
 
 def time_servers(document: Mapping[str, Any]) -> tuple[str, ...]:
-    """The addresses of NTP servers that the document names; whatever else it names is left out."""
+    """Return the addresses of the NTP servers in the document."""
     found = []
     services = document.get("services")
     for one in services[:_MOST] if isinstance(services, list) else ():
@@ -95,16 +101,16 @@ def time_servers(document: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def rendered(interface: Interface) -> str:
-    """systemd-networkd's file for it."""
+    """Return the file of systemd-networkd for an interface."""
     mtu = [] if interface.mtu is None else ["[Link]", f"MTUBytes={interface.mtu}", ""]
     dhcp = {0: "no", 1: next(iter(interface.dhcp), "no"), 2: "yes"}[len(interface.dhcp)]
     lines = [
         *("[Match]", f"MACAddress={interface.mac}", "", *mtu),
         *("[Network]", *(f"Address={address.with_prefixlen}" for address in interface.addresses)),
         *(f"DHCP={dhcp}", f"IPv6AcceptRA={'yes' if interface.routers else 'no'}"),
-        # Nobody asks for names here. An address stays when the cable goes: the agent listens on it.
+        # The amphora resolves no names. The address stays without a carrier, because the agent listens on it.
         *("LLMNR=no", "MulticastDNS=no", "IgnoreCarrierLoss=yes", "ConfigureWithoutCarrier=yes", ""),
-        # Who gives the address away has seen to it that nobody else has it, and the agent is waited for.
+        # The cloud guarantees a unique address, and controllers wait for the agent: no duplicate address detection.
         *("[DHCPv4]", "UseDNS=no", "UseHostname=no", "", "[DHCPv6]", "UseDNS=no", ""),
     ]
     for route in interface.routes:
@@ -149,7 +155,7 @@ def _address(network: Mapping[str, Any]) -> Address:
 
 
 def _prefix(netmask: str) -> int:
-    """From either way to write it; the library reads masks of IPv4 only."""
+    """Return the prefix length of a mask or number; ipaddress parses IPv4 masks only."""
     if netmask.isdecimal():
         return int(netmask)
     mask = ipaddress.ip_address(netmask)
@@ -162,7 +168,7 @@ def _prefix(netmask: str) -> int:
 def _routes(network: Mapping[str, Any]) -> list[Route]:
     found = []
     listed = _listed(network, "routes")
-    if network.get("gateway"):  # Nova before 2016, and others
+    if network.get("gateway"):  # Nova before 2016, and other clouds
         everything = "::" if network["type"] == "ipv6" else "0.0.0.0"
         listed = [{"network": everything, "netmask": everything, "gateway": network["gateway"]}, *listed]
     for route in listed:

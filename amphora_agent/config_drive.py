@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a virtual machine is told at boot: its config drive, as Nova makes it.
+"""The reader of the config drive, which Nova attaches to a virtual machine.
 
-Invariant: the drive can be anybody's, and nothing on it is run. Only regular files of bounded size are read, no
-link is followed, and the only things written are files of mode 0600 directly in /etc/amphora-agent (which is memory),
-networkd's file for the management interface, and the time servers. What is there already stays: a certificate that
-was renewed is not taken back by running this again. Of Python only the standard library is used:
+Invariant: the drive is untrusted; nothing on it is executed. The program reads regular files of bounded size and
+follows no link. It writes only files of mode 0600 in /etc/amphora-agent (a file system in memory), networkd's file
+for the management interface, and the time servers. Existing files stay: a second run does not revert a renewed certificate. The
+program uses the standard library only:
 
     python3 -I -S config_drive.py
 
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Started by its path, which may be a link: -I leaves nothing of ours on the path.
+# The program is started by its path, which may be a link; -I leaves the package out of the search path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from amphora_agent import cloud_network
@@ -53,7 +53,7 @@ _KOBJECT_UEVENT = 15
 
 @dataclass(frozen=True)
 class Places:
-    """Where everything is; a test moves it."""
+    """The paths that the program uses; a test moves them."""
 
     root: Path = Path("/")
 
@@ -83,8 +83,8 @@ class Places:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What the drive says. ``skipped`` are the paths of files that are not this reader's to write."""
+class DriveContent:
+    """The content of the drive. ``skipped`` are paths of files outside /etc/amphora-agent, which are not written."""
 
     hostname: str | None
     files: Mapping[str, bytes]
@@ -92,11 +92,11 @@ class Told:
     network: Mapping[str, Any]
 
 
-# --- which drive it is -------------------------------------------------------------------------------------
+# --- find the drive ----------------------------------------------------------------------------------------
 
 
 def label(header: bytes) -> tuple[str, str] | None:
-    """Kind of file system and label, from the first 34 KiB of a device; None if it is neither ISO 9660 nor FAT."""
+    """Return file system and label from the first 34 KiB of a device; None for other file systems."""
     descriptor = header[32768:32840]
     if descriptor[:6] == b"\x01CD001":
         return "iso9660", descriptor[40:72].decode("ascii", "replace").strip()
@@ -108,14 +108,14 @@ def label(header: bytes) -> tuple[str, str] | None:
 
 
 def find(places: Places, seconds: float) -> tuple[Path, str]:
-    """The drive's device and kind of file system; waits until there is one.
+    """Wait for the drive; return its device and file system.
 
     Raises:
-        SettingsError: there is none within that time.
+        SettingsError: no drive appears in time.
     """
     deadline = time.monotonic() + seconds
     with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _KOBJECT_UEVENT) as events:
-        events.bind((0, 1))  # before the first look: a device that comes between two looks is heard
+        events.bind((0, 1))  # before the first look, so that no event of a device is lost
         first = True
         while True:
             found = _look(places)
@@ -129,10 +129,10 @@ def find(places: Places, seconds: float) -> tuple[Path, str]:
                     "Boot this image with a config drive (nova boot --config-drive true).",
                 )
             if first:
-                _say("waiting for the config drive")
+                _log("waiting for the config drive")
                 first = False
             events.settimeout(min(left, _LOOK_SECONDS))
-            with suppress(OSError):  # nothing came, or too much: look again in any case
+            with suppress(OSError):  # no event, or too many: look again in any case
                 events.recv(65536)
 
 
@@ -147,7 +147,7 @@ def _look(places: Places) -> tuple[Path, str] | None:
 
 @contextmanager
 def mounted(device: Path, kind: str) -> Iterator[int]:
-    """The drive's root directory as a descriptor, for as long as this lasts."""
+    """Mount the drive; yield a descriptor of its root directory."""
     libc = ctypes.CDLL(None, use_errno=True)
     with tempfile.TemporaryDirectory(prefix="config-drive-", dir="/run") as place:
         result = libc.mount(os.fsencode(device), place.encode(), kind.encode(), ctypes.c_ulong(_MOUNT_FLAGS), None)
@@ -163,17 +163,17 @@ def mounted(device: Path, kind: str) -> Iterator[int]:
             libc.umount2(place.encode(), 0)
 
 
-# --- what it says ------------------------------------------------------------------------------------------
+# --- read the drive ----------------------------------------------------------------------------------------
 
 
-def read(root: int) -> Told:
-    """Everything on the drive that this machine wants to know.
+def read(root: int) -> DriveContent:
+    """Read and check the documents and files of the drive.
 
     Args:
-        root: an open directory.
+        root: a descriptor of its root directory.
 
     Raises:
-        SettingsError: the drive is not a config drive, or says what it may not say.
+        SettingsError: the drive is not a config drive, or a document is invalid.
     """
     meta = _document(root, "meta_data.json")
     try:
@@ -190,7 +190,7 @@ def read(root: int) -> Told:
     for one in listed:
         if not isinstance(one, dict) or not all(isinstance(one.get(key), str) for key in ("path", "content_path")):
             raise SettingsError("read meta_data.json", "one of its files has no path or no content_path")
-        name = _ours(one["path"])
+        name = _agent_file(one["path"])
         if name is None:
             skipped.append(one["path"][:200])
         else:
@@ -198,24 +198,24 @@ def read(root: int) -> Told:
     keys = _public_keys(meta.get("public_keys"))
     if keys:
         files[_KEYS] = keys
-    return Told(_hostname(meta), files, tuple(skipped), network)
+    return DriveContent(_hostname(meta), files, tuple(skipped), network)
 
 
 def content(root: int, path: str, largest: int) -> bytes:
-    """A file's content. Neither it nor a directory on the way to it may be a link.
+    """Return the content of a file. Neither the file nor a directory of its path may be a link.
 
     Args:
-        root: an open directory.
-        path: seen from there.
-        largest: how many bytes it may have.
+        root: a descriptor of a directory.
+        path: the path below this directory.
+        largest: the limit of its size in bytes.
 
     Raises:
-        SettingsError: it is not there, not a regular file, or too large.
+        SettingsError: the file does not exist, is not a regular file, or is too large.
     """
     parts = path.split("/")
     wanted = f"read {path[:200]!r} of the config drive"
     if not all(parts) or any(part in {".", ".."} or "\0" in part for part in parts):
-        raise SettingsError(wanted, "this is no path on it")
+        raise SettingsError(wanted, "the path is not valid")
     directory = os.dup(root)
     try:
         for part in parts[:-1]:
@@ -242,14 +242,14 @@ def _document(root: int, name: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        # Not quoted: a drive may hold keys in its documents.
+        # The error does not quote the document, which may contain keys.
         raise SettingsError(f"read {name}", f"it is not JSON ({type(error).__name__})") from None
     if not isinstance(found, dict):
         raise SettingsError(f"read {name}", "it is not an object")
     return found
 
 
-def _ours(path: str) -> str | None:
+def _agent_file(path: str) -> str | None:
     folder, _, name = path.rpartition("/")
     return name if folder == "/etc/amphora-agent" and name != _KEYS and _NAME.fullmatch(name) else None
 
@@ -265,15 +265,15 @@ def _hostname(meta: Mapping[str, Any]) -> str | None:
     return name if isinstance(name, str) and len(name) <= 64 and _HOSTNAME.fullmatch(name) else None
 
 
-# --- what becomes of it ------------------------------------------------------------------------------------
+# --- write the files ---------------------------------------------------------------------------------------
 
 
-def lay(places: Places, told: Told) -> None:
-    """Write the files that are not there yet, agent.conf last; then the network.
+def write_files(places: Places, told: DriveContent) -> None:
+    """Write the missing files, agent.conf last, then the network.
 
     Raises:
-        SettingsError: the network is not described as it should be.
-        OSError: there is no room.
+        SettingsError: the network document is invalid.
+        OSError: a file cannot be written.
     """
     places.files.mkdir(mode=0o700, parents=True, exist_ok=True)
     for name in sorted(told.files, key=lambda name: name == "agent.conf"):
@@ -305,7 +305,7 @@ def _write_new(path: Path, data: bytes) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Readable by all: networkd and chrony are not root."""
+    """Write a file that all users can read: networkd and chrony do not run as root."""
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.new")
     temporary.write_text(text, encoding="ascii")
@@ -314,15 +314,15 @@ def _write(path: Path, text: str) -> None:
 
 
 def set_clock() -> None:
-    """Take the time from the machine's clock: one that was frozen while it waited for its drive has that day's."""
+    """Set the time from the hardware clock: after a resume the clock has the time of the snapshot."""
     with suppress(OSError, ValueError):
         now = float(Path("/sys/class/rtc/rtc0/since_epoch").read_text(encoding="ascii"))
         if abs(now - time.time()) > _CLOCK_SECONDS:
             time.clock_settime(time.CLOCK_REALTIME, now)
 
 
-def patience(command_line: str) -> float:
-    """How long to wait for the drive, in seconds: ``amphora.wait=`` on the kernel's command line says otherwise."""
+def wait_seconds(command_line: str) -> float:
+    """Return the time-out for the drive in seconds; ``amphora.wait=`` of the kernel sets it."""
     for word in command_line.split():
         name, _, value = word.partition("=")
         if name == "amphora.wait":
@@ -331,30 +331,30 @@ def patience(command_line: str) -> float:
     return WAIT_SECONDS
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     sys.stdout.write(f"amphora: {line}\n")
     sys.stdout.flush()
 
 
 def main() -> None:
-    """Console entry."""
+    """Read the drive and write the files."""
     places = Places()
     try:
-        device, kind = find(places, patience(places.command_line.read_text(encoding="ascii", errors="replace")))
+        device, kind = find(places, wait_seconds(places.command_line.read_text(encoding="ascii", errors="replace")))
         set_clock()
         with mounted(device, kind) as root:
             told = read(root)
         if told.hostname is not None:
             socket.sethostname(told.hostname)
-        lay(places, told)
+        write_files(places, told)
     except (AgentError, OSError) as error:
-        # Reachable all the same, for whoever built ssh in.
+        # The machine gets a network in any case, for an image with ssh.
         if not places.network.exists():
             _write(places.network, cloud_network.FALLBACK)
         sys.exit(f"amphora: {error}")
     for path in told.skipped:
-        _say(f"{path!r} is not written: only files in /etc/amphora-agent are")
-    _say(f"{len(told.files)} files of {device.name} are in {places.files}")
+        _log(f"{path!r} is not written: it is not in /etc/amphora-agent")
+    _log(f"{len(told.files)} files of {device.name} are in {places.files}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the agent's files are.
+"""The paths of the agent's files.
 
-Invariant: every path hangs from one root, so that a test can move all of them at once and none is forgotten.
+Invariant: all paths are below one root, so that a test can move them together.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Paths:
 
     @property
     def callers(self) -> Path:
-        """Whose clients may call, and what that has taken the place of; the config drive says what it was first."""
+        """The CA of the controllers and the digests of its predecessors; the config drive has the first one."""
         return self.var / "callers.json"
 
     @property
@@ -121,7 +121,7 @@ class Paths:
 
     @property
     def haproxy_health(self) -> Path:
-        """0 while HAProxy serves or is not wanted, 1 while it should serve and does not; keepalived watches it."""
+        """HAProxy's health file for keepalived: 0 while it serves or is not wanted, otherwise 1."""
         return self.run / "haproxy.health"
 
     @property

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from amphora_agent import cloud_network, config_drive
-from amphora_agent.config_drive import Places, Told
+from amphora_agent.config_drive import DriveContent, Places
 from amphora_agent.errors import SettingsError
 
 SETTINGS = b"[agent]\nbind_address = 192.0.2.11\n"
@@ -74,7 +74,7 @@ def test_a_drive_as_nova_makes_it(drive):
     root, put = drive
     put("openstack/content/0000", SETTINGS)
     put("openstack/latest/meta_data.json", listed(("/etc/amphora-agent/agent.conf", "/content/0000"), hostname="amp-1"))
-    assert read(root) == Told("amp-1", {"agent.conf": SETTINGS}, (), NETWORK)
+    assert read(root) == DriveContent("amp-1", {"agent.conf": SETTINGS}, (), NETWORK)
 
 
 def test_no_network_data_is_not_an_error(drive):
@@ -191,7 +191,7 @@ def test_public_keys_are_one_line_each(drive):
 
 def test_what_is_laid_down(tmp_path):
     places = Places(tmp_path)
-    config_drive.lay(places, Told("amp-1", {"agent.conf": SETTINGS, "server.pem": b"key"}, (), NETWORK))
+    config_drive.write_files(places, DriveContent("amp-1", {"agent.conf": SETTINGS, "server.pem": b"key"}, (), NETWORK))
     found = {path.name: (path.read_bytes(), stat.S_IMODE(path.stat().st_mode)) for path in places.files.iterdir()}
     assert found == {"agent.conf": (SETTINGS, 0o600), "server.pem": (b"key", 0o600)}
     assert stat.S_IMODE(places.files.stat().st_mode) == 0o700
@@ -201,17 +201,17 @@ def test_what_is_laid_down(tmp_path):
 
 def test_what_the_agent_has_renewed_is_not_taken_back(tmp_path):
     places = Places(tmp_path)
-    told = Told(None, {"agent.conf": SETTINGS, "server.pem": b"old"}, (), {})
-    config_drive.lay(places, told)
+    told = DriveContent(None, {"agent.conf": SETTINGS, "server.pem": b"old"}, (), {})
+    config_drive.write_files(places, told)
     (places.files / "server.pem").write_bytes(b"renewed")
-    config_drive.lay(places, told)
+    config_drive.write_files(places, told)
     assert (places.files / "server.pem").read_bytes() == b"renewed"
     assert sorted(path.name for path in places.files.iterdir()) == ["agent.conf", "server.pem"]
 
 
 def test_without_a_description_the_first_interface_asks_by_dhcp(tmp_path):
     places = Places(tmp_path)
-    config_drive.lay(places, Told(None, {}, (), {}))
+    config_drive.write_files(places, DriveContent(None, {}, (), {}))
     assert places.network.read_text() == cloud_network.FALLBACK
 
 
@@ -262,8 +262,8 @@ def test_no_drive_is_said(tmp_path):
 
 
 def test_how_long_it_waits():
-    assert config_drive.patience("quiet amphora.wait=7.5 ro\n") == 7.5
-    assert config_drive.patience("quiet amphora.wait=x") == config_drive.WAIT_SECONDS
+    assert config_drive.wait_seconds("quiet amphora.wait=7.5 ro\n") == 7.5
+    assert config_drive.wait_seconds("quiet amphora.wait=x") == config_drive.WAIT_SECONDS
 
 
 def test_it_needs_the_standard_library_only(tmp_path):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is waited for without holding anything, what a VIP has besides its address, and who belongs to nobody."""
+"""Waiting without a lease, VIP options, and orphans."""
 
 import sqlalchemy as sa
 from alembic import op

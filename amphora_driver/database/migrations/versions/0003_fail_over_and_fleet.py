@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why amphorae were replaced, who keeps silent, what is rolled out, who vouches for whom, and which processes live."""
+"""Fail-overs, silent amphorae, rotations, certificate authorities and processes."""
 
 import sqlalchemy as sa
 from alembic import op
