@@ -2,9 +2,9 @@
 """The reader of the config drive, which Nova attaches to a virtual machine.
 
 Invariant: the drive is untrusted; nothing on it is executed. The program reads regular files of bounded size and
-follows no link. It writes only files of mode 0600 in /etc/amphora-agent (a file system in memory), networkd's file
-for the management interface, and the time servers. Existing files stay: a second run does not revert a renewed certificate. The
-program uses the standard library only:
+follows no link. It writes only files of mode 0600 in /etc/amphora-agent (a file system in memory), networkd's file for
+the management interface, and the time servers. Existing files stay: a second run does not revert a renewed certificate.
+The program uses the standard library only:
 
     python3 -I -S config_drive.py
 
