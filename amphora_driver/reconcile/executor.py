@@ -28,6 +28,7 @@ from amphora_driver.reconcile.drain import Leaving
 from amphora_driver.reconcile.push import Pushing
 from amphora_driver.reconcile.spare_pool import Sparing
 from amphora_driver.reconcile.vip_allocation import Vips
+from amphora_driver.render.agent_conf import render_agent_conf
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, failovers, generations
 from amphora_driver.store.failovers import Event
@@ -50,20 +51,6 @@ if TYPE_CHECKING:
     Way = Callable[[Any, planning.Wanted, dict[str, Amphora]], None]
 
 LOG = logging.getLogger(__name__)
-_AGENT_CONF = """\
-[agent]
-amphora_id = {amphora_id}
-bind_address = {{management_address}}
-bind_port = {port}
-services = {services}
-
-[heartbeat]
-interval = {interval:g}
-targets = {targets}
-
-[audit]
-interval = {audit:g}
-"""
 # Seconds an agent whose port listens may take for its first answer, before others have their turn.
 _GREETING_PATIENCE = 3.0
 # What is known of an amphora whose machine is not there (any more).
@@ -209,13 +196,13 @@ class Steps:
         key = self._database.read(lambda connection: amphorae.read_heartbeat_key(connection, self._vault, amphora.id))
         if key is None:
             raise ComputeError(f"boot amphora {amphora.id}", "it is not recorded any more")
-        conf = _AGENT_CONF.format(
-            amphora_id=amphora.id,
+        conf = render_agent_conf(
+            amphora.id,
             port=self._conf.agent.port,
             services=self._conf.agent.services,
-            interval=self._conf.health.interval,
-            targets=", ".join(self._conf.health.targets),
-            audit=self._conf.audit.agent_interval,
+            heartbeat_interval=self._conf.health.interval,
+            heartbeat_targets=self._conf.health.targets,
+            audit_interval=self._conf.audit.agent_interval,
         )
         profile = _machine_of(wanted)
         self._turn.check()
