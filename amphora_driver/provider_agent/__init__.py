@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The provider agent: the process beside Octavia that reports statuses to it and reads objects from it."""
+"""The provider agent: the process that reports statuses to Octavia and reads objects from it."""

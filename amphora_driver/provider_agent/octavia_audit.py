@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether Octavia has kept what we recorded.
+"""Compares the desired state with Octavia's records, and adopts Octavia's records where they differ.
 
-Invariant: Octavia's records are the truth about what its users want. Its transaction may fail after our answer (its
-process dies, its database does), and nobody tells us: so every load balancer that was changed is compared once, some
-seconds after its last change. What is being changed, removed or read at that moment is left alone and looked at later,
-and so is what Octavia has not been told of. Nobody waits for a comparison, neither barriers nor what else is read.
+Invariant: Octavia's records define what its users want. An Octavia transaction can fail after the answer of the driver
+(its process or its database dies), and Octavia does not report that. So every changed load balancer is compared once,
+some seconds after its last change. A load balancer that is being changed, deleted or read is compared later, and so is
+one with unreported statuses. Barriers and other reads never wait for a comparison.
 
-Nothing in octavia_lib says which transactions failed, so all are looked at, one load balancer at a time and never more
-often than an interval: that is what it costs.
+octavia_lib does not tell which transactions failed, so all are compared: one load balancer at a time, with an interval
+between two comparisons that limits the cost.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ if TYPE_CHECKING:
 
     from amphora_driver.database.engine import Database
     from amphora_driver.model.loadbalancer import Node
-    from amphora_driver.provider_agent.octavia_reader import Reader
+    from amphora_driver.provider_agent.octavia_reader import OctaviaReader
 
 LOG = logging.getLogger(__name__)
-# Changes so many seconds ago are looked at when a reporter begins: the one before may not have come to it.
+# Age limit in seconds of the changes that a new reporter compares: the previous reporter may have missed them.
 _LOOK_BACK = 600.0
-# The pause after a comparison that failed, in seconds: each takes Octavia half a minute not to answer.
-_FIRST_PAUSE = 15.0
-_LONGEST_PAUSE = 600.0
-# Fields that hang below an object, and have objects of their own.
+# Seconds until a failed comparison is repeated: an unanswered read occupies Octavia for half a minute.
+_FIRST_BACKOFF = 15.0
+_MAX_BACKOFF = 600.0
+# Fields with child objects, and their empty values.
 _CHILDREN: dict[type, dict[str, Any]] = {
     LoadBalancer: {"listeners": (), "pools": ()},
     Listener: {"l7policies": ()},
     L7Policy: {"rules": ()},
     Pool: {"members": (), "healthmonitor": None},
 }
-# What only we know of a load balancer: what its creation chose, and addresses Octavia is told of once.
-_OURS = ("profile", "flavor", "availability_zone", "vip", "additional_vips")
+# Fields of a load balancer that Octavia does not have: results of its creation, and addresses reported to Octavia once.
+_LOCAL_FIELDS = ("profile", "flavor", "availability_zone", "vip", "additional_vips")
 
 
-class Auditor:
-    """Compares load balancers that were changed.
+class OctaviaAuditor:
+    """Compares changed load balancers with Octavia.
 
     Args:
-        conf: our options.
-        database: where what is wanted is recorded.
-        library: gives octavia_lib's client.
+        conf: options of the driver.
+        database: contains the desired state.
+        library: returns octavia_lib's client.
         reader: seals secrets.
-        hands: who compares, one load balancer at a time; without, whoever takes a turn.
+        executor: runs the comparisons, one at a time; without it, `run_due` compares in the caller's thread.
     """
 
     def __init__(
@@ -70,43 +70,45 @@ class Auditor:
         conf: ConfigOpts,
         database: Database,
         library: Callable[[], DriverLibrary],
-        reader: Reader,
-        hands: Executor | None = None,
+        reader: OctaviaReader,
+        executor: Executor | None = None,
     ) -> None:
         self._conf = conf
         self._database = database
         self._library = library
         self._reader = reader
-        self._hands = hands
+        self._executor = executor
         self._lock = threading.Lock()
-        # When load balancers are to be compared (seconds, monotonic).
+        # Times (`time.monotonic()`) at which load balancers are compared.
         self._due: dict[str, float] = {}
-        # The pauses of those that could not be, in seconds.
-        self._pauses: dict[str, float] = {}
+        # Back-off in seconds of load balancers whose comparison failed.
+        self._backoffs: dict[str, float] = {}
         self._next = 0.0
-        self._begun = False
+        self._loaded = False
         self._comparing = False
 
-    def begin(self) -> None:
-        """Somebody else may have had the duty: what is known of changes is old."""
+    def reset(self) -> None:
+        """Discard the schedule, after another process has held the reporter duty."""
         with self._lock:
-            self._begun = False
+            self._loaded = False
             self._due.clear()
-            self._pauses.clear()
+            self._backoffs.clear()
 
-    def changed(self, load_balancer_ids: Iterable[str]) -> None:
-        """Something was accepted for these, and Octavia's transactions have ended."""
+    def schedule(self, load_balancer_ids: Iterable[str]) -> None:
+        """Schedule the comparison of load balancers after their Octavia transactions have ended."""
         at = time.monotonic() + self._conf.octavia.audit_after
         with self._lock:
-            self._due.update((one, at + self._pauses.get(one, 0.0)) for one in load_balancer_ids)
+            self._due.update((one, at + self._backoffs.get(one, 0.0)) for one in load_balancer_ids)
 
-    def turn(self) -> None:
-        """Have the next one compared, if it is time."""
+    def run_due(self) -> None:
+        """Start the next comparison if it is due."""
         now = time.monotonic()
-        if not self._begun:
-            self._begun = True
+        if not self._loaded:
+            self._loaded = True
             since = time.time() - _LOOK_BACK
-            self.changed(self._database.read(lambda connection: sync_transactions.recently_changed(connection, since)))
+            self.schedule(
+                self._database.read(lambda connection: sync_transactions.list_recently_changed(connection, since))
+            )
         with self._lock:
             if self._comparing or now < self._next or not self._due:
                 return
@@ -116,45 +118,53 @@ class Auditor:
             del self._due[chosen]
             self._next = now + self._conf.octavia.audit_interval
             self._comparing = True
-        if self._hands is None:
-            self._compare_next(chosen)
+        if self._executor is None:
+            self._compare_with_retry(chosen)
         else:
-            self._hands.submit(self._compare_next, chosen)
+            self._executor.submit(self._compare_with_retry, chosen)
 
-    def _compare_next(self, load_balancer_id: str) -> None:
+    def _compare_with_retry(self, load_balancer_id: str) -> None:
         try:
             self.compare(load_balancer_id)
-        except Exception as error:  # noqa: BLE001 - whatever is wrong with one load balancer, the others come next
+        except Exception as error:  # noqa: BLE001 - a failure must not block the comparison of other load balancers
             with self._lock:
-                pause = min(2 * self._pauses.get(load_balancer_id, _FIRST_PAUSE / 2), _LONGEST_PAUSE)
-                self._pauses[load_balancer_id] = pause
-            LOG.warning("load balancer %s was not compared: %s; again in %.0f s", load_balancer_id, error, pause)
-            self.changed([load_balancer_id])
+                backoff = min(2 * self._backoffs.get(load_balancer_id, _FIRST_BACKOFF / 2), _MAX_BACKOFF)
+                self._backoffs[load_balancer_id] = backoff
+            LOG.warning(
+                "could not compare load balancer %s with Octavia, trying again in %.0f s: %s",
+                load_balancer_id,
+                backoff,
+                error,
+            )
+            self.schedule([load_balancer_id])
         else:
             with self._lock:
-                self._pauses.pop(load_balancer_id, None)
+                self._backoffs.pop(load_balancer_id, None)
         finally:
             with self._lock:
                 self._comparing = False
 
-    def verify(self, row: Any) -> bool:
-        """Make sure that Octavia has kept a batch that takes members away, before it is told that they are gone.
+    def verify_member_batches(self, row: Any) -> bool:
+        """Return whether Octavia has kept the batches that removed members; restore the members otherwise.
 
-        Octavia shows what is being deleted as if it were not, and forgets it when told: after that nothing could be
-        brought back. One of the members that came with a batch tells of all of it, since it was one transaction, and of
-        no other batch.
+        Octavia shows a member in deletion without a mark, and deletes its record after the DELETED report. After that
+        the member could not be restored. So this check precedes the report. A batch is one transaction: one of its
+        created or changed members shows whether Octavia has kept all of it.
         """
         lost: list[str] = []
-        for batch in self._database.read(lambda connection: sync_transactions.batches(connection, row)):
+        for batch in self._database.read(lambda connection: sync_transactions.list_member_batches(connection, row)):
             found = self._library().get_member(batch.sample.id)
-            if found is None or (not batch.came and _differing(batch.sample, from_octavia.member(found))):
-                words = (row.load_balancer_id, ", ".join(batch.removed))
-                LOG.warning("load balancer %s: Octavia has not kept the batch that removed members %s", *words)
+            if found is None or (not batch.created and _differing_fields(batch.sample, from_octavia.member(found))):
+                LOG.warning(
+                    "load balancer %s: Octavia has not kept the batch that removed members %s; restoring them",
+                    row.load_balancer_id,
+                    ", ".join(batch.removed),
+                )
                 lost += batch.removed
         if lost:
-            # What came with them is found when the load balancer is compared.
-            if self._database.write(lambda connection: sync_transactions.undo(connection, row, lost)):
-                self.changed([row.load_balancer_id])
+            # The scheduled comparison finds the members that the batch created or changed.
+            if self._database.write(lambda connection: sync_transactions.restore_members(connection, row, lost)):
+                self.schedule([row.load_balancer_id])
                 notifier.notify(self._conf, local_socket.CONTROLLER, row.load_balancer_id)
             return False
         passed = [(row.load_balancer_id, row.generation)]
@@ -162,112 +172,126 @@ class Auditor:
         return True
 
     def compare(self, load_balancer_id: str) -> bool:
-        """Compare one, and want what Octavia has kept; True if that was something else."""
-        before = self._database.read(lambda connection: sync_transactions.settled(connection, load_balancer_id))
+        """Compare one load balancer and adopt Octavia's tree if it differs. Return whether it was adopted."""
+        before = self._database.read(lambda connection: sync_transactions.load_settled(connection, load_balancer_id))
         if before is None:
-            if self._database.read(lambda connection: sync_transactions.stays(connection, load_balancer_id)):
-                self.changed([load_balancer_id])
-                # Octavia was not asked: that has cost nothing.
+            if self._database.read(lambda connection: sync_transactions.is_present(connection, load_balancer_id)):
+                self.schedule([load_balancer_id])
+                # The next comparison need not wait, because this one did not ask Octavia.
                 self._next = 0.0
             return False
-        row, recorded, leaving = before
+        row, recorded, removed = before
         found = self._library().get_loadbalancer(load_balancer_id)
         if found is None:
-            LOG.warning("Octavia does not know load balancer %s: it stays until somebody deletes it", load_balancer_id)
+            LOG.warning(
+                "load balancer %s is unknown to Octavia; `amphoractl loadbalancer resync --remove-unknown` deletes it",
+                load_balancer_id,
+            )
             return False
-        # What was removed before Octavia was asked never comes back: perhaps it hears of that only now.
-        tree = remaining(from_octavia.load_balancer(found), leaving)
-        differing = differences(recorded, tree)
-        if not differing:
+        # Octavia may still have objects that were removed before this read; they must not come back.
+        tree = without_objects(from_octavia.load_balancer(found), removed)
+        differences = describe_differences(recorded, tree)
+        if not differences:
             return False
-        contents = self._reader.sealed(from_octavia.read_secrets(Kind.LOAD_BALANCER, found))
-        gone = nodes(recorded).keys() - nodes(tree).keys()
-        corrected = self._database.write(
-            lambda connection: sync_transactions.correct(connection, row, tree, contents, gone)
+        contents = self._reader.seal_secrets(from_octavia.read_secrets(Kind.LOAD_BALANCER, found))
+        gone = nodes_by_id(recorded).keys() - nodes_by_id(tree).keys()
+        adopted = self._database.write(
+            lambda connection: sync_transactions.adopt_octavia_tree(connection, row, tree, contents, gone)
         )
-        if corrected:
-            words = "; ".join(differing)
-            LOG.warning("load balancer %s: Octavia has kept something else, which is wanted: %s", row[0], words)
+        if adopted:
+            LOG.warning(
+                "load balancer %s differs in Octavia; adopting Octavia's state: %s",
+                row.load_balancer_id,
+                "; ".join(differences),
+            )
             notifier.notify(self._conf, local_socket.CONTROLLER, load_balancer_id)
-        return corrected
+        return adopted
 
 
-def remaining(tree: LoadBalancer, leaving: Collection[str]) -> LoadBalancer:
-    """A tree as it is once these objects are gone: without all below them, references to them, and their places."""
+def without_objects(tree: LoadBalancer, removed: Collection[str]) -> LoadBalancer:
+    """Return a tree without the removed objects, their children and references, and with new L7 positions."""
     replace = msgspec.structs.replace
 
     def policy(one: L7Policy) -> L7Policy:
-        rules = tuple(rule for rule in one.rules if rule.id not in leaving)
-        return replace(one, rules=rules, redirect_pool_id=_unless(one.redirect_pool_id, leaving))
+        rules = tuple(rule for rule in one.rules if rule.id not in removed)
+        return replace(one, rules=rules, redirect_pool_id=_unless_removed(one.redirect_pool_id, removed))
 
     def listener(one: Listener) -> Listener:
-        policies = l7policy_positions.renumber(policy(each) for each in one.l7policies if each.id not in leaving)
-        return replace(one, l7policies=policies, default_pool_id=_unless(one.default_pool_id, leaving))
+        policies = l7policy_positions.renumber(policy(each) for each in one.l7policies if each.id not in removed)
+        return replace(one, l7policies=policies, default_pool_id=_unless_removed(one.default_pool_id, removed))
 
     def pool(one: Pool) -> Pool:
-        members = tuple(member for member in one.members if member.id not in leaving)
-        monitor = one.healthmonitor if one.healthmonitor and one.healthmonitor.id not in leaving else None
+        members = tuple(member for member in one.members if member.id not in removed)
+        monitor = one.healthmonitor if one.healthmonitor and one.healthmonitor.id not in removed else None
         return replace(one, members=members, healthmonitor=monitor)
 
     return replace(
         tree,
-        listeners=tuple(listener(one) for one in tree.listeners if one.id not in leaving),
-        pools=tuple(pool(one) for one in tree.pools if one.id not in leaving),
+        listeners=tuple(listener(one) for one in tree.listeners if one.id not in removed),
+        pools=tuple(pool(one) for one in tree.pools if one.id not in removed),
     )
 
 
-def differences(recorded: LoadBalancer, kept: LoadBalancer) -> list[str]:
-    """In what these two differ, one sentence for each object.
+def describe_differences(recorded: LoadBalancer, kept: LoadBalancer) -> list[str]:
+    """Return one sentence for each object that differs.
 
     Args:
-        recorded: what we want.
-        kept: what remains of what Octavia has.
+        recorded: the desired state.
+        kept: Octavia's tree without removed objects.
     """
-    # Policies count in their order, whatever their places are called.
-    ours, theirs = nodes(remaining(recorded, ())), nodes(remaining(kept, ()))
-    found = [f"{_name(ours[one])} is not there" for one in sorted(ours.keys() - theirs.keys())]
-    found += [f"{_name(theirs[one])} is there" for one in sorted(theirs.keys() - ours.keys())]
+    ours, theirs = _comparable_nodes(recorded), _comparable_nodes(kept)
+    found = [f"{_describe(ours[one])} is missing in Octavia" for one in sorted(ours.keys() - theirs.keys())]
+    found += [f"{_describe(theirs[one])} exists only in Octavia" for one in sorted(theirs.keys() - ours.keys())]
     for one in sorted(ours.keys() & theirs.keys()):
-        fields = _differing(ours[one], theirs[one])
+        fields = _differing_fields(ours[one], theirs[one])
         if fields:
-            found.append(f"{_name(ours[one])} differs in {', '.join(fields)}")
+            found.append(f"{_describe(ours[one])} differs in {', '.join(fields)}")
     return found
 
 
-def changed(recorded: LoadBalancer, kept: LoadBalancer) -> dict[str, Kind]:
-    """The objects that are in both, and not the same, with their kinds."""
-    ours, theirs = nodes(remaining(recorded, ())), nodes(remaining(kept, ()))
+def changed_objects(recorded: LoadBalancer, kept: LoadBalancer) -> dict[str, Kind]:
+    """Return the kinds of the objects that exist in both trees and differ, by id."""
+    ours, theirs = _comparable_nodes(recorded), _comparable_nodes(kept)
     both = ours.keys() & theirs.keys()
-    return {one: desired_objects.kind_of(theirs[one]) for one in sorted(both) if _differing(ours[one], theirs[one])}
+    return {
+        one: desired_objects.kind_of(theirs[one]) for one in sorted(both) if _differing_fields(ours[one], theirs[one])
+    }
 
 
-def nodes(tree: LoadBalancer) -> Mapping[str, Node]:
-    """Every object of a tree without its children, by id."""
+def nodes_by_id(tree: LoadBalancer) -> Mapping[str, Node]:
+    """Return every object of a tree, without its children, by id."""
     return {
         node.id: msgspec.structs.replace(node, **_CHILDREN[type(node)]) if type(node) in _CHILDREN else node
         for node in desired_objects.iter_subtree(tree)
     }
 
 
-def _differing(ours: Node, theirs: Node) -> list[str]:
-    """Names of the fields in which two objects differ; values may be nobody's business."""
+def _comparable_nodes(tree: LoadBalancer) -> Mapping[str, Node]:
+    # Renumbers the L7 policies: only their order counts, not their positions.
+    return nodes_by_id(without_objects(tree, ()))
+
+
+def _differing_fields(ours: Node, theirs: Node) -> list[str]:
+    """Return the names of the fields that differ. Values are omitted because they may be confidential."""
     if type(ours) is not type(theirs):
         return ["kind"]
     mine, others = msgspec.structs.asdict(ours), msgspec.structs.asdict(theirs)
-    left_out = _OURS if isinstance(ours, LoadBalancer) else ()
-    return [name for name, value in mine.items() if name not in left_out and _plain(value) != _plain(others[name])]
+    omitted = _LOCAL_FIELDS if isinstance(ours, LoadBalancer) else ()
+    return [
+        name for name, value in mine.items() if name not in omitted and _normalize(value) != _normalize(others[name])
+    ]
 
 
-def _unless(reference: str | None, leaving: Collection[str]) -> str | None:
-    return None if reference in leaving else reference
+def _unless_removed(reference: str | None, removed: Collection[str]) -> str | None:
+    return None if reference in removed else reference
 
 
-def _plain(value: Any) -> Any:
-    """A value without what makes no difference: the order of a list of names, and how nothing is said."""
+def _normalize(value: Any) -> Any:
+    """Return a value without irrelevant differences: the order of a list of names, and empty values."""
     if isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value):
         return frozenset(value) or None
     return value if value != "" else None
 
 
-def _name(node: Node) -> str:
+def _describe(node: Node) -> str:
     return f"{desired_objects.kind_of(node).value[:-1]} {node.id}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading from Octavia what it has not handed over, or not completely.
+"""Reads from Octavia the objects that a driver call did not contain completely.
 
-Invariant: a read that is not answered takes half a minute to say so, and delays nobody: neither barriers and reports,
-nor what is to be read of other load balancers. Of one load balancer, one thing is read at a time.
+Invariant: a read without an answer times out after half a minute, and delays neither barriers and reports nor the reads
+of other load balancers. Each load balancer has at most one read at a time.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ if TYPE_CHECKING:
     _Object = LoadBalancer | Listener | Pool
 
 LOG = logging.getLogger(__name__)
-# How long reading back may fail, as the pause after a failure, in seconds: what does not come then does not come.
-READ_PATIENCE = 2.0
-_FIRST_PAUSE = 0.5
-_LONGEST_PAUSE = 60.0
-# Seconds before Octavia is asked again for a load balancer it does not know yet.
-_UNKNOWN_PAUSE = 0.05
-_UNREAD = "Octavia could not hand it over: look whether every secret it refers to can be read"
+# Back-off in seconds at which the reader stops waiting for the complete tree, and continues with its readable parts.
+GIVE_UP_BACKOFF = 2.0
+_FIRST_BACKOFF = 0.5
+_MAX_BACKOFF = 60.0
+# Seconds between two reads of a load balancer that Octavia does not know yet.
+_UNKNOWN_DELAY = 0.05
+_UNREADABLE = "Octavia could not hand it over. Check that every secret it refers to can be read"
 _FAILED = (AmphoraDriverError, octavia_errors.DriverAgentTimeout, octavia_errors.DriverError, OSError)
 
 
-class Reader:
+class OctaviaReader:
     """Reads load balancers, listeners and pools.
 
     Args:
-        conf: our options.
-        database: where what was read goes.
-        library: gives octavia_lib's client.
-        hands: who reads; without, it is done at once by whoever asks.
+        conf: options of the driver.
+        database: receives the results.
+        library: returns octavia_lib's client.
+        executor: runs the reads; without it, `read` works in the caller's thread.
     """
 
     def __init__(
@@ -67,33 +67,33 @@ class Reader:
         conf: ConfigOpts,
         database: Database,
         library: Callable[[], DriverLibrary],
-        hands: Executor | None = None,
+        executor: Executor | None = None,
     ) -> None:
         self._conf = conf
         self._database = database
         self._library = library
-        self._hands = hands
+        self._executor = executor
         self._vault: Vault | None = None
         self._lock = threading.Lock()
-        # Load balancers that are being read.
+        # Load balancers with a running read.
         self._busy: set[str] = set()
-        # Load balancers that could not be read: not before this time (seconds, monotonic), and the pause until then.
-        self.unread: dict[str, tuple[float, float]] = {}
-        # Load balancers Octavia did not know, and since when (seconds, monotonic): clocks of other hosts may be wrong.
+        # Earliest next read (`time.monotonic()`) and back-off in seconds, of load balancers with an unsuccessful read.
+        self.retries: dict[str, tuple[float, float]] = {}
+        # Load balancers that Octavia does not know, and since when (`time.monotonic()`: other clocks may be wrong).
         self._unknown: dict[str, float] = {}
 
-    def may_read(self, load_balancer_id: str) -> bool:
-        """Whether it is time to read a load balancer."""
+    def can_read(self, load_balancer_id: str) -> bool:
+        """Return whether a load balancer may be read now: no read runs, and its back-off is over."""
         with self._lock:
-            until, _ = self.unread.get(load_balancer_id, (0.0, 0.0))
+            until, _ = self.retries.get(load_balancer_id, (0.0, 0.0))
             return load_balancer_id not in self._busy and until <= time.monotonic()
 
     def read(self, row: Any, verify: Callable[[Any], bool]) -> bool:
-        """Have a load balancer read whose transaction in Octavia has ended; True if all is known of it already.
+        """Start a read of a load balancer after its barrier; return whether no read is pending any more.
 
         Args:
-            row: what was recorded of it before its barrier.
-            verify: looks at one of which nothing is missing.
+            row: its `work` row before the barrier.
+            verify: called instead of a read if only its member batches have to be verified.
         """
         load_balancer_id = row.load_balancer_id
         with self._lock:
@@ -103,47 +103,52 @@ class Reader:
 
         def work() -> bool:
             try:
-                return self._readable(row, verify)
+                return self._read_with_retry(row, verify)
             except Exception:
-                LOG.exception("load balancer %s could not be read", load_balancer_id)
+                LOG.exception("could not read load balancer %s from Octavia", load_balancer_id)
                 return False
             finally:
                 with self._lock:
                     self._busy.discard(load_balancer_id)
 
-        if self._hands is None:
+        if self._executor is None:
             return work()
-        self._hands.submit(self._beside, work)
+        self._executor.submit(self._run_in_background, work)
         return False
 
-    def _beside(self, work: Callable[[], bool]) -> None:
+    def _run_in_background(self, work: Callable[[], bool]) -> None:
         if work():
-            # There may be something to say by now.
+            # The outbox may contain new statuses.
             local_socket.wake_role(self._conf.queue.doorbell_dir, local_socket.REPORTER)
 
-    # --- what Octavia has committed -----------------------------------------------------------------------------------
+    # --- reads ------------------------------------------------------------------------------------------------------
 
-    def _readable(self, row: Any, verify: Callable[[Any], bool]) -> bool:
-        """`_known`, but what goes wrong with one load balancer holds up no other."""
+    def _read_with_retry(self, row: Any, verify: Callable[[Any], bool]) -> bool:
+        """Read or verify a load balancer. An error delays only its own next read."""
         try:
-            known = self._known(row) if row.read_back or not row.committed else verify(row)
+            complete = self._read_missing(row) if row.read_back or not row.committed else verify(row)
         except _FAILED as error:
-            pause = min(2 * self.unread.get(row.load_balancer_id, (0.0, _FIRST_PAUSE))[1], _LONGEST_PAUSE)
-            self.unread[row.load_balancer_id] = (time.monotonic() + pause, pause)
-            LOG.warning("load balancer %s could not be read: %s; again in %.0f s", row.load_balancer_id, error, pause)
-            return pause >= READ_PATIENCE and self._without(row, error)
-        if known:
-            self.unread.pop(row.load_balancer_id, None)
+            backoff = min(2 * self.retries.get(row.load_balancer_id, (0.0, _FIRST_BACKOFF))[1], _MAX_BACKOFF)
+            self.retries[row.load_balancer_id] = (time.monotonic() + backoff, backoff)
+            LOG.warning(
+                "could not read load balancer %s from Octavia, trying again in %.0f s: %s",
+                row.load_balancer_id,
+                backoff,
+                error,
+            )
+            return backoff >= GIVE_UP_BACKOFF and self._continue_without(row, error)
+        if complete:
+            self.retries.pop(row.load_balancer_id, None)
         else:
-            pause = self.unread.get(row.load_balancer_id, (0.0, _FIRST_PAUSE))[1]
-            self.unread[row.load_balancer_id] = (time.monotonic() + _UNKNOWN_PAUSE, pause)
-        return known
+            backoff = self.retries.get(row.load_balancer_id, (0.0, _FIRST_BACKOFF))[1]
+            self.retries[row.load_balancer_id] = (time.monotonic() + _UNKNOWN_DELAY, backoff)
+        return complete
 
-    def _known(self, row: Any) -> bool:
-        """Whether Octavia has committed, and what arrived incomplete has been read."""
+    def _read_missing(self, row: Any) -> bool:
+        """Return whether Octavia has committed the load balancer and its missing objects are read."""
         objects = pending_rereads.decode_objects(row.reread)
         if row.committed and objects is not None:
-            return self._reread(row, objects)
+            return self._read_objects(row, objects)
         found = self._library().get_loadbalancer(row.load_balancer_id)
         if found is None:
             if row.committed:
@@ -151,43 +156,45 @@ class Reader:
             since = self._unknown.setdefault(row.load_balancer_id, time.monotonic())
             if time.monotonic() - since > self._conf.octavia.commit_patience:
                 self._unknown.pop(row.load_balancer_id)
-                LOG.warning("Octavia never committed load balancer %s: removing it", row.load_balancer_id)
-                self._database.write(lambda connection: sync_transactions.abandon(connection, row.load_balancer_id))
-                self._wake(row.load_balancer_id)
+                LOG.warning("Octavia has not committed load balancer %s in time; deleting it", row.load_balancer_id)
+                self._database.write(
+                    lambda connection: sync_transactions.delete_unknown(connection, row.load_balancer_id)
+                )
+                self._notify_controller(row.load_balancer_id)
             return False
         self._unknown.pop(row.load_balancer_id, None)
         if row.read_back:
             tree = from_octavia.load_balancer(found)
-            contents = self.sealed(from_octavia.read_secrets(Kind.LOAD_BALANCER, found))
+            contents = self.seal_secrets(from_octavia.read_secrets(Kind.LOAD_BALANCER, found))
             failpoints.reach(failpoints.Point.TREE_READ)
-            return self._taken(lambda connection: sync_transactions.take_tree(connection, row, tree, contents))
-        self._mark(row)
+            return self._store(lambda connection: sync_transactions.store_tree(connection, row, tree, contents))
+        self._mark_committed(row)
         return True
 
-    def _mark(self, row: Any) -> None:
+    def _mark_committed(self, row: Any) -> None:
         passed = [(row.load_balancer_id, row.generation)]
         self._database.write(lambda connection: sync_transactions.mark_committed(connection, passed))
 
-    def _reread(self, row: Any, objects: Sequence[tuple[Kind, str]]) -> bool:
-        """Read single objects: listeners and pools cost nothing in a large tree, and need no other secrets."""
+    def _read_objects(self, row: Any, objects: Sequence[tuple[Kind, str]]) -> bool:
+        """Read single objects: in a large tree this is cheaper, and needs no secrets of other objects."""
         nodes: list[LoadBalancer | Listener | Pool] = []
         contents: dict[SecretName, SealedSecret] = {}
         for kind, object_id in objects:
-            node, given = self._one(kind, object_id)
+            node, sealed = self._read_object(kind, object_id)
             if node is not None:
                 nodes.append(node)
-                contents |= given
+                contents |= sealed
         failpoints.reach(failpoints.Point.TREE_READ)
-        return self._taken(lambda connection: sync_transactions.take_objects(connection, row, nodes, contents))
+        return self._store(lambda connection: sync_transactions.store_objects(connection, row, nodes, contents))
 
-    def _taken(self, take: Callable[[Any], bool]) -> bool:
-        taken = self._database.write(take)
+    def _store(self, write: Callable[[Any], bool]) -> bool:
+        stored = self._database.write(write)
         failpoints.reach(failpoints.Point.TREE_TAKEN)
-        self._wake()
-        return taken
+        self._notify_controller()
+        return stored
 
-    def _one(self, kind: Kind, object_id: str) -> tuple[_Object | None, dict[SecretName, SealedSecret]]:
-        """One listener or pool with its secrets, or a load balancer's own options; None if Octavia does not know it."""
+    def _read_object(self, kind: Kind, object_id: str) -> tuple[_Object | None, dict[SecretName, SealedSecret]]:
+        """Read a listener or pool with its secrets, or a load balancer; None if Octavia does not know it."""
         library = self._library()
         if kind is Kind.LOAD_BALANCER:
             whole = library.get_loadbalancer(object_id)
@@ -196,78 +203,78 @@ class Reader:
         if found is None:
             return None, {}
         node = from_octavia.listener(found) if kind is Kind.LISTENER else from_octavia.pool(found)
-        return node, self.sealed(from_octavia.read_secrets(kind, found))
+        return node, self.seal_secrets(from_octavia.read_secrets(kind, found))
 
-    # --- what Octavia does not hand over ------------------------------------------------------------------------------
+    # --- objects that Octavia does not return -----------------------------------------------------------------------
 
-    def _without(self, row: Any, error: Exception) -> bool:
-        """Octavia does not hand it over, perhaps because a secret is not there any more: go on with what there is.
+    def _continue_without(self, row: Any, error: Exception) -> bool:
+        """Continue with the readable parts of a load balancer, and return whether its read is finished.
 
-        Without its single objects the rest can be served. Of a whole tree, every listener and pool is asked for on its
-        own then. What cannot be served without the rest of it is in ERROR as a whole, so that its user can do
-        something, and is read again and again.
+        Octavia does not answer, for example because a secret is deleted. Without the requested single objects the rest
+        can be served. For a whole tree, each listener and pool is read separately. If the readable parts are not enough
+        to serve, the load balancer becomes ERROR, so that its user can change it, and the reads continue.
         """
         if not row.read_back:
-            # Nothing is missing of it. What is not there is answered at once: no answer means that it is.
+            # No data is missing. Octavia answers at once for an unknown load balancer, so a time-out means it exists.
             if isinstance(error, octavia_errors.DriverAgentTimeout):
-                self._mark(row)
+                self._mark_committed(row)
             return isinstance(error, octavia_errors.DriverAgentTimeout)
         if pending_rereads.decode_objects(row.reread) is not None:
-            taken = self._database.write(
-                lambda connection: sync_transactions.take_objects(connection, row, [], {}, _UNREAD)
+            stored = self._database.write(
+                lambda connection: sync_transactions.store_objects(connection, row, [], {}, _UNREADABLE)
             )
         else:
-            taken = self._in_pieces(row)
-            if not taken:
-                self._database.write(lambda connection: sync_transactions.fail(connection, row, _UNREAD))
-        if taken:
-            self.unread.pop(row.load_balancer_id, None)
-            self._wake(row.load_balancer_id)
+            stored = self._read_in_parts(row)
+            if not stored:
+                self._database.write(lambda connection: sync_transactions.fail_unreadable(connection, row, _UNREADABLE))
+        if stored:
+            self.retries.pop(row.load_balancer_id, None)
+            self._notify_controller(row.load_balancer_id)
         return True
 
-    def _in_pieces(self, row: Any) -> bool:
-        """Read listener by listener and pool by pool; False if that was not enough to serve the rest."""
+    def _read_in_parts(self, row: Any) -> bool:
+        """Read each listener and pool separately; return False if the result is not enough to serve."""
         tree = self._database.read(lambda connection: desired_objects.load_tree(connection, row.load_balancer_id))
         contents: dict[SecretName, SealedSecret] = {}
-        # Those were read before, but for the ones that were not.
-        again = any(one.unread for one in tree.listeners)
-        # A listener is not handed over without its pools, and so not without their secrets.
-        closed = False
+        # With an unread listener, the other listeners were read by an earlier call.
+        repeated = any(one.unread for one in tree.listeners)
+        # Octavia returns a listener only with its pools, and so needs their secrets too.
+        pool_unreadable = False
 
-        def piece(kind: Kind, recorded: Any) -> Any:
-            nonlocal closed
+        def read_part(kind: Kind, recorded: Any) -> Any:
+            nonlocal pool_unreadable
             try:
-                node, given = self._one(kind, recorded.id)
+                node, sealed = self._read_object(kind, recorded.id)
             except octavia_errors.DriverAgentTimeout:
                 if isinstance(recorded, Pool):
-                    closed = closed or bool(secrets_of_object(recorded))
-                    # It is left out for want of its secrets.
+                    pool_unreadable = pool_unreadable or bool(secrets_of_object(recorded))
+                    # The renderer omits a pool without its secrets.
                     return recorded if secrets_of_object(recorded) else None
-                if again and not recorded.unread:
+                if repeated and not recorded.unread:
                     return recorded
-                # It may have policies that keep somebody out, and that nobody knows here.
-                explained = secrets_of_object(recorded) or (closed and not recorded.uses_l4)
+                # `unread` keeps the listener from being served: its unknown L7 policies may deny access.
+                explained = secrets_of_object(recorded) or (pool_unreadable and not recorded.uses_l4)
                 return msgspec.structs.replace(recorded, unread=True) if explained else None
-            contents.update(given)
+            contents.update(sealed)
             return node
 
         try:
-            pools = [piece(Kind.POOL, one) for one in tree.pools]
-            listeners = [piece(Kind.LISTENER, one) for one in tree.listeners]
+            pools = [read_part(Kind.POOL, one) for one in tree.pools]
+            listeners = [read_part(Kind.LISTENER, one) for one in tree.listeners]
         except _FAILED as error:
-            LOG.warning("load balancer %s could not be read in pieces: %s", row.load_balancer_id, error)
+            LOG.warning("could not read the parts of load balancer %s from Octavia: %s", row.load_balancer_id, error)
             return False
         if None in listeners or None in pools or not (listeners or pools):
             return False
         whole: LoadBalancer = msgspec.structs.replace(tree, listeners=tuple(listeners), pools=tuple(pools))
         return self._database.write(
-            lambda connection: sync_transactions.take_tree(connection, row, whole, contents, _UNREAD)
+            lambda connection: sync_transactions.store_tree(connection, row, whole, contents, _UNREADABLE)
         )
 
     # --- secrets ------------------------------------------------------------------------------------------------------
 
-    def sealed(self, given: Mapping[SecretName, SecretMaterial]) -> dict[SecretName, SealedSecret]:
-        """What a table may hold of these secrets; the user's request is over, so what is wrong with one is noted."""
+    def seal_secrets(self, given: Mapping[SecretName, SecretMaterial]) -> dict[SecretName, SealedSecret]:
+        """Encrypt secrets for the database. A defective secret gets the reason instead of a content."""
         found: dict[SecretName, SealedSecret] = {}
         if not given:
             return found
@@ -282,5 +289,5 @@ class Reader:
                 found[name] = SealedSecret(content=self._vault.seal(secret, secret_location(name)))
         return found
 
-    def _wake(self, load_balancer_id: str | None = None) -> None:
+    def _notify_controller(self, load_balancer_id: str | None = None) -> None:
         notifier.notify(self._conf, local_socket.CONTROLLER, load_balancer_id)

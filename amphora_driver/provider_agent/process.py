@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of this provider that lives beside Octavia and speaks to it.
+"""The provider agent process, which reports to Octavia.
 
 octavia-driver-agent starts `run` in a process of its own (entry point octavia.driver_agent.provider_agents).
 """
@@ -32,121 +32,122 @@ if TYPE_CHECKING:
     from oslo_config.cfg import ConfigOpts
 
 LOG = logging.getLogger(__name__)
-# Seconds before one that has died is replaced: one that dies again and again must not keep a processor busy.
-_RESTART_PAUSE = 0.2
-# Seconds between two looks whether Octavia's agent ends, or a process has. Nobody waits on its event: one that was
-# killed there would have Octavia's agent wait for it without end.
-_POLL_SECONDS = 0.5
-# Seconds a child has to come to an end.
-_PATIENCE = 3.0
-# What is read at once: each read that is not answered keeps one of them busy for half a minute.
-_READERS = 4
+# Seconds before a dead child is replaced, so that a child that always fails does not use a whole processor.
+_RESTART_DELAY = 0.2
+# Seconds between two checks whether a child or octavia-driver-agent has ended. No process waits on the event of
+# octavia-driver-agent: if it were killed during the wait, octavia-driver-agent would block for ever.
+_POLL_INTERVAL = 0.5
+# Seconds until a stopping child is killed.
+_STOP_TIMEOUT = 3.0
+# Concurrent reads: a read without an answer occupies a thread for half a minute.
+_READER_THREADS = 4
 
 
-class _Octavia:
-    """The process that has started us: octavia-driver-agent. A child asks by the same descriptor.
+class _DriverAgent:
+    """The parent process octavia-driver-agent. Children share the file descriptor.
 
-    It says that it ends; killed with -9 it says nothing, its successor starts others of us, and we would go on beside
-    them for ever. (`multiprocessing.parent_process` looks at a pipe, which children it starts after us keep open.)
+    octavia-driver-agent sets an event when it ends. After a kill -9 it cannot: its successor starts a second provider
+    agent, and this one would run for ever. (The pipe of `multiprocessing.parent_process` stays open in processes that
+    octavia-driver-agent starts later.)
     """
 
     def __init__(self) -> None:
         self._poll = select.poll()
         try:
-            # Linux 5.3; some containers forbid it. We are asked to end then, as by everybody who does end.
+            # Needs Linux 5.3; some containers forbid it. Then only the event ends this process.
             self._poll.register(os.pidfd_open(os.getppid()), select.POLLIN)
         except OSError as error:
-            LOG.info("whether octavia-driver-agent is there is not seen: %s", error)
+            LOG.info("cannot detect a killed octavia-driver-agent: %s", error)
 
-    def is_gone(self) -> bool:
+    def has_ended(self) -> bool:
         return bool(self._poll.poll(0))
 
 
-class _Alone:
-    """The end of all of us, or of the process that watches over this one, whichever comes first.
+class _StopCondition:
+    """Is set when the provider agent stops, or when the supervisor of this child dies.
 
     Args:
-        ending: says the former; it has no lock, unlike the event of Octavia's agent: who is killed while it looks at
-            that has everybody wait who looks at it later, Octavia's own processes too. So one of us looks alone.
-        watcher: the process.
+        stopping: whether the provider agent stops. It has no lock, unlike the event of octavia-driver-agent: a process
+            killed while it reads that event blocks all others, including Octavia's. So only one process reads it.
+        supervisor: process id of the supervisor.
     """
 
-    def __init__(self, ending: ctypes.c_bool, watcher: int) -> None:
-        self._ending = ending
-        self._watcher = watcher
+    def __init__(self, stopping: ctypes.c_bool, supervisor: int) -> None:
+        self._stopping = stopping
+        self._supervisor = supervisor
 
     def is_set(self) -> bool:
-        return self._ending.value or os.getppid() != self._watcher
+        return self._stopping.value or os.getppid() != self._supervisor
 
 
 def run(exit_event: Event) -> None:
-    """Report to Octavia until told to stop, or until nobody is there who could say so.
+    """Report to Octavia until octavia-driver-agent ends or tells this process to stop.
 
-    Octavia starts us once and never looks again: what a crash ends, it does not bring back. So the work is done by a
-    child, which is replaced when it dies. If we are the one that dies, a second child takes our place. It does nothing
-    until then, and so has no threads: who forks should have none.
+    octavia-driver-agent starts this process once and does not restart it after a crash. So a child process reports, and
+    this process replaces it when it dies. If this process dies, a second child, the standby, takes its place. The
+    standby has no threads, because a process with threads must not fork.
 
     Args:
         exit_event: set when octavia-driver-agent ends.
     """
-    _watch_over(exit_event, _Octavia())
+    _supervise(exit_event, _DriverAgent())
 
 
-def _watch_over(exit_event: Event, octavia: _Octavia) -> None:
-    processes, me, name = multiprocessing.get_context("fork"), os.getpid(), jobs.process_name()
-    ending = processes.RawValue(ctypes.c_bool, False)
-    # In this order: where there is a reporter, there is somebody to take our place.
+def _supervise(exit_event: Event, driver_agent: _DriverAgent) -> None:
+    processes, own_pid, name = multiprocessing.get_context("fork"), os.getpid(), jobs.process_name()
+    stopping = processes.RawValue(ctypes.c_bool, False)
+    # The standby starts first, so that every reporter has a standby.
     targets: dict[str, Callable[[], None]] = {
-        "standby": lambda: _stand_by(me, ending, exit_event, octavia),
-        "reporter": lambda: _work(name, me, ending),
+        "standby": lambda: _run_standby(own_pid, stopping, exit_event, driver_agent),
+        "reporter": lambda: _run_reporter(name, own_pid, stopping),
     }
     running: dict[str, ForkProcess] = {}
-    while not (octavia.is_gone() or exit_event.is_set()):
+    while not (driver_agent.has_ended() or exit_event.is_set()):
         for title, target in targets.items():
             if title in running and running[title].is_alive():
                 continue
             if title in running:
-                LOG.warning("the %s ended (%s): starting another one", title, running[title].exitcode)
-                time.sleep(_RESTART_PAUSE)
+                LOG.warning("the %s process ended with exit code %s; restarting it", title, running[title].exitcode)
+                time.sleep(_RESTART_DELAY)
             running[title] = processes.Process(target=target, name=title)
             running[title].start()
-        connection.wait([one.sentinel for one in running.values()], _POLL_SECONDS)
-    ending.value = True
+        connection.wait([one.sentinel for one in running.values()], _POLL_INTERVAL)
+    stopping.value = True
     for child in running.values():
-        child.join(_PATIENCE)
+        child.join(_STOP_TIMEOUT)
         if child.is_alive():
-            # It waits for an answer of Octavia's, which is ending too. All it would do is done again.
+            # It waits for an answer from Octavia, which stops too. The next reporter repeats its work.
             child.kill()
             child.join()
 
 
-def _stand_by(watcher: int, ending: ctypes.c_bool, exit_event: Event, octavia: _Octavia) -> None:
-    alone = _Alone(ending, watcher)
-    while not alone.is_set():
-        time.sleep(_POLL_SECONDS)
-    if not (ending.value or octavia.is_gone() or exit_event.is_set()):
-        LOG.warning("who watched over the reporter has died: going on in its place")
-        _watch_over(exit_event, octavia)
+def _run_standby(supervisor: int, stopping: ctypes.c_bool, exit_event: Event, driver_agent: _DriverAgent) -> None:
+    condition = _StopCondition(stopping, supervisor)
+    while not condition.is_set():
+        time.sleep(_POLL_INTERVAL)
+    if not (stopping.value or driver_agent.has_ended() or exit_event.is_set()):
+        LOG.warning("the supervisor of the reporter has died; the standby takes its place")
+        _supervise(exit_event, driver_agent)
 
 
-def _work(name: str, watcher: int, ending: ctypes.c_bool) -> None:
-    """Report; without a watcher no longer, since nobody would bring this one back. Its successor has another name."""
+def _run_reporter(name: str, supervisor: int, stopping: ctypes.c_bool) -> None:
+    """Run a reporter until its supervisor stops or dies. After a death, the standby starts a new reporter."""
     conf = config.shared()
-    hands, auditing = ThreadPoolExecutor(_READERS, "reader"), ThreadPoolExecutor(1, "auditor")
+    readers, auditors = ThreadPoolExecutor(_READER_THREADS, "reader"), ThreadPoolExecutor(1, "auditor")
     try:
-        reporter = Reporter(conf, Database(conf.store.connection, durable=False), name, hands, auditing)
-        with _watched(conf, name, reporter):
-            reporter.run(_Alone(ending, watcher))
+        reporter = Reporter(conf, Database(conf.store.connection, durable=False), name, readers, auditors)
+        with _start_telemetry(conf, name, reporter):
+            reporter.run(_StopCondition(stopping, supervisor))
     finally:
-        for pool in (hands, auditing):
+        for pool in (readers, auditors):
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _watched(conf: ConfigOpts, name: str, reporter: Reporter) -> AbstractContextManager[object]:
-    """Status page and metrics around what the reporter does, where a port was chosen for them."""
+def _start_telemetry(conf: ConfigOpts, name: str, reporter: Reporter) -> AbstractContextManager[object]:
+    """Return the status page and metrics of the reporter, if a port is configured for them."""
     if not conf.status.provider_agent_port:
         return nullcontext()
-    # Octavia's process is not ours to fill: it is imported only where it is wanted.
+    # Imported on demand: this code runs in a process of Octavia.
     from amphora_driver.telemetry.http_server import Telemetry  # noqa: PLC0415
 
-    return Telemetry(conf, ProcessKind.PROVIDER_AGENT, name, reporter.does_its_duty)
+    return Telemetry(conf, ProcessKind.PROVIDER_AGENT, name, reporter.is_working)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading load balancers from Octavia, and telling it all about them, because an operator has asked for it.
+"""Resynchronizes load balancers: reads them from Octavia and reports all statuses again, on request.
 
-Invariant: a provisioning status is only said again while Octavia has the load balancer PENDING. So before anything is
-said we put it PENDING_UPDATE ourselves: that call waits for whoever is changing it, and after it nobody can, until the
-load balancer's own status is said, which is the last one. What was accepted before is in our rows by then, and then
-nothing is taken: it is done when that is. A load balancer that users are changing is left alone until it is settled.
-What Octavia hands over and we cannot take, whatever the reason, ends with what is recorded being said again: nothing
-but Octavia or the database being away keeps a load balancer PENDING.
+Invariant: provisioning statuses are reported again only while the load balancer is PENDING in Octavia. So the resync
+first sets it to PENDING_UPDATE. That call waits for the end of a running change, and blocks new ones until the status
+of the load balancer itself is reported, which is the last report. If the row shows a request accepted before that call,
+nothing is adopted, and the resync is repeated after that request. A load balancer with open changes is not touched.
+If Octavia's answer cannot be used, the recorded statuses are reported again. So only an unreachable Octavia or database
+keeps a load balancer PENDING.
 
-Octavia hands load balancers over by id only, and says no status: which others it has cannot be asked, and neither can
-what it believes of them. So everything is said, of those that are named.
+Octavia returns load balancers by id only, and without statuses. So the resync cannot find unrecorded load balancers or
+wrong statuses in Octavia. It reports all statuses of the named load balancers.
 """
 
 from __future__ import annotations
@@ -43,39 +43,39 @@ if TYPE_CHECKING:
     from amphora_driver.database.engine import Database
     from amphora_driver.model.loadbalancer import LoadBalancer, Node
     from amphora_driver.model.secret_refs import SecretName
-    from amphora_driver.provider_agent.octavia_reader import Reader
+    from amphora_driver.provider_agent.octavia_reader import OctaviaReader
     from amphora_driver.store.sealed_secrets import SealedSecret
 
 LOG = logging.getLogger(__name__)
-# Seconds before one that waits for its users is looked at again, and one that went wrong.
-_BUSY_PAUSE = 1.0
-_FAILED_PAUSE = 15.0
-_BUSY = "waits until what its users have asked for is done and Octavia has been told"
+# Seconds until the next attempt, for a load balancer with open changes and after an error.
+_BUSY_DELAY = 1.0
+_RETRY_DELAY = 15.0
+_BUSY = "waits until all requests of its users are served and reported to Octavia"
 _CREATING = "waits until Octavia has committed its creation"
-# Deletions in one call: each costs Octavia tens of milliseconds, and a call is given up after half a minute.
-_MOST_DELETED = 15
-# Sentences about what differed that are kept.
-_MOST_DETAIL = 2000
+# Deletions in one call: each costs Octavia tens of milliseconds, and a call times out after half a minute.
+_MAX_DELETED = 15
+# Length limit of the recorded differences.
+_MAX_DETAIL = 2000
 
 
-class _Taken(msgspec.Struct, frozen=True, kw_only=True):
-    """What Octavia has: the tree, what of it differs from what is recorded, and its sealed secrets if anything does."""
+class _OctaviaState(msgspec.Struct, frozen=True, kw_only=True):
+    """A tree from Octavia, its differences from the desired state, and its secrets if it differs."""
 
     tree: LoadBalancer
-    differing: tuple[str, ...]
+    differences: tuple[str, ...]
     contents: dict[SecretName, SealedSecret]
 
 
 class Resyncer:
-    """Does what was asked for, one load balancer at a time.
+    """Executes resync requests, one load balancer at a time.
 
     Args:
-        conf: our options.
-        database: where it is asked for, and what is wanted.
-        library: gives octavia_lib's client.
+        conf: options of the driver.
+        database: contains the requests and the desired state.
+        library: returns octavia_lib's client.
         reader: seals secrets.
-        on_duty: whether this process is the one that speaks to Octavia.
-        hands: who does it; without, whoever takes a turn.
+        holds_duty: returns whether this process holds the reporter duty.
+        executor: runs the requests; without it, `run_due` works in the caller's thread.
     """
 
     def __init__(
@@ -83,212 +83,226 @@ class Resyncer:
         conf: ConfigOpts,
         database: Database,
         library: Callable[[], DriverLibrary],
-        reader: Reader,
-        on_duty: Callable[[], bool],
-        hands: Executor | None = None,
+        reader: OctaviaReader,
+        holds_duty: Callable[[], bool],
+        executor: Executor | None = None,
     ) -> None:
         self._conf = conf
         self._database = database
         self._library = library
         self._reader = reader
-        self._on_duty = on_duty
-        self._hands = hands
+        self._holds_duty = holds_duty
+        self._executor = executor
         self._lock = threading.Lock()
         self._running = False
-        # Not before these times (seconds, monotonic).
-        self._later: dict[str, float] = {}
+        # Earliest next attempts (`time.monotonic()`).
+        self._not_before: dict[str, float] = {}
 
-    def turn(self) -> None:
-        """Have what is due done, beside all else."""
+    def run_due(self) -> None:
+        """Start the due requests, unless earlier ones still run."""
         with self._lock:
-            if self._running or not (due := self._due()):
+            if self._running or not (due := self._list_due()):
                 return
             self._running = True
-        if self._hands is None:
+        if self._executor is None:
             self._run(due)
         else:
-            self._hands.submit(self._run, due)
+            self._executor.submit(self._run, due)
 
-    def _due(self) -> list[Any]:
-        asked = self._database.read(resyncs.list_open_resyncs)
-        self._later = {one.load_balancer_id: self._later.get(one.load_balancer_id, 0.0) for one in asked}
+    def _list_due(self) -> list[Any]:
+        requests = self._database.read(resyncs.list_open_resyncs)
+        self._not_before = {one.load_balancer_id: self._not_before.get(one.load_balancer_id, 0.0) for one in requests}
         now = time.monotonic()
-        return [one for one in asked if self._later[one.load_balancer_id] <= now]
+        return [one for one in requests if self._not_before[one.load_balancer_id] <= now]
 
     def _run(self, due: list[Any]) -> None:
         try:
             for one in due:
-                if not self._on_duty():
+                if not self._holds_duty():
                     return
                 self._attempt(one)
         finally:
             with self._lock:
                 self._running = False
 
-    def _attempt(self, asked: Any) -> None:
-        load_balancer_id = asked.load_balancer_id
+    def _attempt(self, request: Any) -> None:
+        load_balancer_id = request.load_balancer_id
         try:
-            waiting = self.resync(asked)
-            pause = 0.0 if waiting is None else _BUSY_PAUSE
-        except Exception as error:  # noqa: BLE001 - whatever is wrong with one load balancer, the others come next
-            LOG.warning("load balancer %s was not resynchronised: %s", load_balancer_id, error)
-            waiting, pause = f"tried again in {_FAILED_PAUSE:.0f} s: {error}", _FAILED_PAUSE
-        self._later[load_balancer_id] = time.monotonic() + pause
-        if waiting is not None and waiting != asked.detail:
+            waiting = self.resync(request)
+            delay = 0.0 if waiting is None else _BUSY_DELAY
+        except Exception as error:  # noqa: BLE001 - a failure must not block the requests of other load balancers
+            LOG.warning(
+                "could not resynchronize load balancer %s, trying again in %.0f s: %s",
+                load_balancer_id,
+                _RETRY_DELAY,
+                error,
+            )
+            waiting, delay = f"failed, next attempt in {_RETRY_DELAY:.0f} s: {error}", _RETRY_DELAY
+        self._not_before[load_balancer_id] = time.monotonic() + delay
+        if waiting is not None and waiting != request.detail:
             try:
                 self._database.write(
                     lambda connection: resyncs.set_resync_detail(connection, load_balancer_id, waiting)
                 )
             except AmphoraDriverError as error:
-                LOG.warning("what the resync of load balancer %s waits for was not noted: %s", load_balancer_id, error)
+                LOG.warning("could not record the state of the resync of load balancer %s: %s", load_balancer_id, error)
 
-    def resync(self, asked: Any) -> str | None:
-        """Do what was asked for; returns what it waits for, None if it is done.
+    def resync(self, request: Any) -> str | None:
+        """Execute a request; return None if it is finished, otherwise the reason to wait.
 
         Args:
-            asked: a row of the table `resync`.
+            request: a row of the table `resync`.
 
         Raises:
-            DriverAgentNotFound, UpdateStatusError: Octavia is away.
-            StoreError: the database is.
+            DriverAgentNotFound, UpdateStatusError: Octavia is unreachable.
+            StoreError: the database is unreachable.
         """
-        load_balancer_id = asked.load_balancer_id
+        load_balancer_id = request.load_balancer_id
         row = self._database.read(lambda connection: connection.execute(_ROW, {"of": load_balancer_id}).first())
         found, unread = self._read(load_balancer_id)
         if row is None:
-            self._unrecorded(asked, found, unread)
+            self._finish_unrecorded(request, found, unread)
             return None
         if row.op == Op.DELETE:
-            self._end(asked, ResyncOutcome.GOING)
+            self._finish(request, ResyncOutcome.GOING)
             return None
         if not row.committed:
             return _CREATING
         if found is None and unread is None:
-            self._unknown(asked)
+            self._finish_unknown(request)
             return None
-        # Looked at with patience first: while it is PENDING its users wait.
-        before = self._database.read(lambda connection: sync_transactions.settled(connection, load_balancer_id))
+        # All checks precede PENDING_UPDATE, because that state blocks the users.
+        before = self._database.read(lambda connection: sync_transactions.load_settled(connection, load_balancer_id))
         if before is None:
             return _BUSY
         if found is not None:
-            # Tried before it is locked: what cannot be taken need not be read while users wait.
-            _, unread = self._converted(before, found)
+            _, unread = self._convert(before, found)
         self._library().update_loadbalancer_status(
             {"loadbalancers": [{"id": load_balancer_id, "provisioning_status": "PENDING_UPDATE"}]}
         )
         if unread is None:
             found, unread = self._read(load_balancer_id)
         if unread is not None or found is None:
-            return self._said_again(asked, before[0], unread or "Octavia does not know it any more")
-        taken, unread = self._converted(before, found)
-        if taken is None:
-            return self._said_again(asked, before[0], unread or "")
-        return self._taken(asked, before, taken)
+            return self._finish_unread(request, before[0], unread or "Octavia has deleted it meanwhile")
+        converted, unread = self._convert(before, found)
+        if converted is None:
+            return self._finish_unread(request, before[0], unread or "")
+        return self._finish_adopted(request, before, converted)
 
     def _read(self, load_balancer_id: str) -> tuple[Any, str | None]:
-        """What Octavia has, None if it does not know it; and why it did not answer, None if it did."""
+        """Return Octavia's load balancer (None if unknown) and the reason if Octavia did not answer."""
         try:
             return self._library().get_loadbalancer(load_balancer_id), None
         except octavia_errors.DriverAgentTimeout:
-            # What is not there is answered at once.
-            return None, "Octavia could not hand it over: look whether every secret it refers to can be read"
+            # Octavia answers at once for an unknown load balancer, so it knows this one.
+            return None, "Octavia could not hand it over. Check that every secret it refers to can be read"
 
-    def _converted(self, before: tuple[Any, LoadBalancer, set[str]], found: Any) -> tuple[_Taken | None, str | None]:
-        """What Octavia has, beside what is recorded; and why it cannot be taken, None if it can."""
-        _, recorded, leaving = before
+    def _convert(
+        self, before: tuple[Any, LoadBalancer, set[str]], found: Any
+    ) -> tuple[_OctaviaState | None, str | None]:
+        """Return Octavia's state with its differences, or the reason why it cannot be used."""
+        _, recorded, removed = before
         try:
-            tree = octavia_audit.remaining(from_octavia.load_balancer(found), leaving)
-            differing = tuple(octavia_audit.differences(recorded, tree))
-            contents = self._reader.sealed(from_octavia.read_secrets(Kind.LOAD_BALANCER, found)) if differing else {}
+            tree = octavia_audit.without_objects(from_octavia.load_balancer(found), removed)
+            differences = tuple(octavia_audit.describe_differences(recorded, tree))
+            secrets = from_octavia.read_secrets(Kind.LOAD_BALANCER, found) if differences else {}
+            contents = self._reader.seal_secrets(secrets)
         except StoreError:
             raise
         except Exception as error:
             if not isinstance(error, AmphoraDriverError):
-                LOG.exception("what Octavia has of load balancer %s cannot be taken", recorded.id)
-            return None, f"what Octavia has of it cannot be taken: {error}"[:_MOST_DETAIL]
-        return _Taken(tree=tree, differing=differing, contents=contents), None
+                LOG.exception("cannot use Octavia's answer for load balancer %s", recorded.id)
+            return None, f"Octavia's answer cannot be used: {error}"[:_MAX_DETAIL]
+        return _OctaviaState(tree=tree, differences=differences, contents=contents), None
 
-    def _taken(self, asked: Any, before: tuple[Any, LoadBalancer, set[str]], taken: _Taken) -> str | None:
+    def _finish_adopted(
+        self, request: Any, before: tuple[Any, LoadBalancer, set[str]], converted: _OctaviaState
+    ) -> str | None:
         row, recorded, _ = before
-        tree, differing, contents = taken.tree, taken.differing, taken.contents
-        ours, theirs = octavia_audit.nodes(recorded), octavia_audit.nodes(tree)
-        gone, changed = ours.keys() - theirs.keys(), octavia_audit.changed(recorded, tree)
+        tree, differences, contents = converted.tree, converted.differences, converted.contents
+        ours, theirs = octavia_audit.nodes_by_id(recorded), octavia_audit.nodes_by_id(tree)
+        gone, changed = ours.keys() - theirs.keys(), octavia_audit.changed_objects(recorded, tree)
         now = self._database.now()
 
         def write(connection: sa.Connection) -> bool:
-            if differing:
-                if not sync_transactions.correct(connection, row, tree, contents, gone):
+            if differences:
+                if not sync_transactions.adopt_octavia_tree(connection, row, tree, contents, gone):
                     return False
-                # What is not served yet is not ACTIVE yet, and neither is the whole of it.
+                # Changed objects and the load balancer become ACTIVE after the amphorae serve them.
                 waiting = [(Kind.LOAD_BALANCER, tree.id), *((kind, one) for one, kind in changed.items())]
                 status_outbox.expect_confirmation(connection, tree.id, row.generation + 1, waiting)
-            elif not sync_transactions.is_as_seen(connection, row):
+            elif not sync_transactions.is_unchanged(connection, row):
                 return False
-            _expect_unsaid(connection, tree.id, row.generation, renewed=bool(differing))
+            _expect_missing_statuses(connection, tree.id, row.generation, bumped=bool(differences))
             resyncs.report_again(connection, tree.id)
             return resyncs.finish_resync(
-                connection, asked, ResyncOutcome.DONE, now, "; ".join(differing)[:_MOST_DETAIL] or None
+                connection, request, ResyncOutcome.DONE, now, "; ".join(differences)[:_MAX_DETAIL] or None
             )
 
         if not self._database.write(write):
             return _BUSY
-        words = "; ".join(differing) or "nothing differed"
-        LOG.info("load balancer %s was resynchronised with Octavia: %s", tree.id, words)
-        self._wake(tree.id)
+        LOG.info(
+            "resynchronized load balancer %s with Octavia: %s", tree.id, "; ".join(differences) or "no differences"
+        )
+        self._notify(tree.id)
         return None
 
-    def _said_again(self, asked: Any, row: Any, reason: str) -> str | None:
-        """The tree does not come: what is recorded is said again, since its users wait."""
+    def _finish_unread(self, request: Any, row: Any, reason: str) -> str | None:
+        """Report the recorded statuses again, because the load balancer is PENDING and its users wait."""
         now = self._database.now()
 
         def write(connection: sa.Connection) -> bool:
-            if not sync_transactions.is_as_seen(connection, row):
+            if not sync_transactions.is_unchanged(connection, row):
                 return False
             resyncs.report_again(connection, row.load_balancer_id)
-            return resyncs.finish_resync(connection, asked, ResyncOutcome.UNREAD, now, reason)
+            return resyncs.finish_resync(connection, request, ResyncOutcome.UNREAD, now, reason)
 
         if not self._database.write(write):
             return _BUSY
-        self._wake(row.load_balancer_id)
+        self._notify(row.load_balancer_id)
         return None
 
-    def _unknown(self, asked: Any) -> None:
-        load_balancer_id = asked.load_balancer_id
-        if not asked.remove_unknown:
-            LOG.warning("Octavia does not know load balancer %s, which is recorded here", load_balancer_id)
-            self._end(
-                asked, ResyncOutcome.UNKNOWN, "it is recorded and served here; --remove-unknown removes it from here"
+    def _finish_unknown(self, request: Any) -> None:
+        """Finish the request for a load balancer that exists only in the driver's database."""
+        load_balancer_id = request.load_balancer_id
+        if not request.remove_unknown:
+            LOG.warning("resync of load balancer %s: it is recorded, but unknown to Octavia", load_balancer_id)
+            self._finish(
+                request, ResyncOutcome.UNKNOWN, "it is recorded and served; --remove-unknown deletes it in the driver"
             )
             return
-        LOG.warning("Octavia does not know load balancer %s: removing it, as asked", load_balancer_id)
-        self._database.write(lambda connection: sync_transactions.abandon(connection, load_balancer_id))
-        self._end(asked, ResyncOutcome.REMOVED)
-        self._wake(load_balancer_id)
+        LOG.warning("resync of load balancer %s: unknown to Octavia; deleting it as requested", load_balancer_id)
+        self._database.write(lambda connection: sync_transactions.delete_unknown(connection, load_balancer_id))
+        self._finish(request, ResyncOutcome.REMOVED)
+        self._notify(load_balancer_id)
 
-    def _unrecorded(self, asked: Any, found: Any, unread: str | None) -> None:
-        load_balancer_id = asked.load_balancer_id
+    def _finish_unrecorded(self, request: Any, found: Any, unread: str | None) -> None:
+        """Finish the request for a load balancer that is not in the driver's database."""
+        load_balancer_id = request.load_balancer_id
         if found is None and unread is None:
-            self._end(asked, ResyncOutcome.NOWHERE)
+            self._finish(request, ResyncOutcome.NOWHERE)
             return
-        if asked.remove_unknown and found is not None:
-            LOG.warning("load balancer %s is not recorded here: it goes from Octavia, as asked", load_balancer_id)
-            # The leaves first: it takes children with nothing below them.
-            gone = list(reversed([*octavia_audit.nodes(from_octavia.load_balancer(found)).values()]))
-            for start in range(0, len(gone), _MOST_DELETED):
-                self._library().update_loadbalancer_status(_deleted(gone[start : start + _MOST_DELETED]))
-            self._end(asked, ResyncOutcome.REMOVED, "Octavia was told that it is gone")
+        if request.remove_unknown and found is not None:
+            LOG.warning(
+                "resync of load balancer %s: not recorded; deleting it from Octavia as requested", load_balancer_id
+            )
+            # Octavia refuses to delete an object that has children, so the leaves come first.
+            gone = list(reversed([*octavia_audit.nodes_by_id(from_octavia.load_balancer(found)).values()]))
+            for start in range(0, len(gone), _MAX_DELETED):
+                self._library().update_loadbalancer_status(_deleted(gone[start : start + _MAX_DELETED]))
+            self._finish(request, ResyncOutcome.REMOVED, "deleted from Octavia")
             return
-        LOG.warning("Octavia knows load balancer %s, and nothing is recorded of it here", load_balancer_id)
+        LOG.warning("resync of load balancer %s: Octavia has it, but it is not recorded", load_balancer_id)
         name = f"name {found.name}, VIP {found.vip_address}; " if found is not None else ""
-        self._end(
-            asked, ResyncOutcome.UNRECORDED, f"{name}nothing here serves it; --remove-unknown removes it from Octavia"
+        self._finish(
+            request, ResyncOutcome.UNRECORDED, f"{name}it is not served; --remove-unknown deletes it from Octavia"
         )
 
-    def _end(self, asked: Any, outcome: ResyncOutcome, detail: str | None = None) -> None:
+    def _finish(self, request: Any, outcome: ResyncOutcome, detail: str | None = None) -> None:
         now = self._database.now()
-        self._database.write(lambda connection: resyncs.finish_resync(connection, asked, outcome, now, detail))
+        self._database.write(lambda connection: resyncs.finish_resync(connection, request, outcome, now, detail))
 
-    def _wake(self, load_balancer_id: str) -> None:
+    def _notify(self, load_balancer_id: str) -> None:
         local_socket.wake_role(self._conf.queue.doorbell_dir, local_socket.REPORTER)
         notifier.notify(self._conf, local_socket.CONTROLLER, load_balancer_id)
 
@@ -297,7 +311,7 @@ _ROW = sa.select(work.c.op, work.c.committed).where(work.c.load_balancer_id == s
 
 
 def _deleted(gone: Iterable[Node]) -> dict[str, list[dict[str, str]]]:
-    """The status document that says that these are gone."""
+    """Return octavia_lib's status document that reports these objects as DELETED."""
     document: dict[str, list[dict[str, str]]] = {}
     for node in gone:
         document.setdefault(desired_objects.kind_of(node).value, []).append(
@@ -306,20 +320,22 @@ def _deleted(gone: Iterable[Node]) -> dict[str, list[dict[str, str]]]:
     return document
 
 
-def _expect_unsaid(connection: sa.Connection, load_balancer_id: str, generation: int, *, renewed: bool) -> None:
-    """What nothing was ever found out about waits for the next generation, and the load balancer with it.
+def _expect_missing_statuses(
+    connection: sa.Connection, load_balancer_id: str, generation: int, *, bumped: bool
+) -> None:
+    """Make objects without any status wait for the next generation, and the load balancer with them.
 
     Args:
-        generation: as it was before.
-        renewed: the next one is taken already.
+        generation: the generation before this transaction.
+        bumped: whether this transaction has started the next generation.
     """
-    silent = sa.select(status.c.object_id).where(
+    without_status = sa.select(status.c.object_id).where(
         status.c.load_balancer_id == load_balancer_id, status.c.provisioning.is_(None), status.c.pending.is_(None)
     )
-    found: Collection[str] = connection.execute(silent).scalars().all()
+    found: Collection[str] = connection.execute(without_status).scalars().all()
     if not found:
         return
-    if not renewed:
+    if not bumped:
         generations.bump_generation(connection, load_balancer_id, generation)
     waiting = {"pending": generation + 1}
     connection.execute(status.update().where(status.c.object_id.in_([*found, load_balancer_id])).values(**waiting))

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Telling Octavia what has become of what it asked for.
+"""Reports statuses and statistics to Octavia.
 
-Invariant: Octavia hears of nothing before its own transaction has ended. Its driver methods run inside that
-transaction; a status sent then is lost (the row is not there yet) or overwritten (it becomes PENDING_UPDATE
-afterwards). So every accepted generation first passes a *barrier*: a status update of the load balancer's own row,
-which waits for the row's lock until Octavia has committed. Only then are statuses sent, from the outbox, until
-Octavia has taken them.
+Invariant: no status is reported before the transaction of the Octavia request has ended. Octavia calls the driver
+inside that transaction. A status sent earlier is lost (the row does not exist yet) or overwritten (Octavia sets
+PENDING_UPDATE afterwards). So every accepted generation first passes a *barrier*: a status update of the load
+balancer's row, which waits for the lock of that row until Octavia has committed. After it, statuses are sent from the
+outbox until Octavia accepts them.
 
-One reporter at a time is enough; the duty moves when it dies or its host's agent of Octavia takes nothing, and never
-while it has something to say under way: Octavia would hear that after what the next one says.
+One reporter at a time holds the duty. The duty moves when that reporter dies, or when its octavia-driver-agent accepts
+nothing. It never moves during an update: Octavia would apply that update after those of the next reporter.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from amphora_driver import failpoints, metrics
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.model.enums import Kind, Provisioning
 from amphora_driver.provider_agent import sync_transactions
-from amphora_driver.provider_agent.octavia_audit import Auditor
-from amphora_driver.provider_agent.octavia_reader import Reader
+from amphora_driver.provider_agent.octavia_audit import OctaviaAuditor
+from amphora_driver.provider_agent.octavia_reader import OctaviaReader
 from amphora_driver.provider_agent.resync import Resyncer
 from amphora_driver.queue import jobs, local_socket, notifier
 from amphora_driver.store import listener_stats, process_registry, status_outbox
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-# A deleted row costs Octavia about 34 ms, but for a member it loads the whole pool: half a second among a thousand on a
-# busy machine. A call is given up after 30 s, while Octavia goes on with it: to try again then doubles its work. Others
-# cost about 2 ms.
-_MOST_DELETED = 15
-_MOST_ROWS = 300
-# What it means that Octavia is away for now: its agent is not there, does not answer, or hangs up. octavia_lib raises
-# the same error for "not reached" and for "refused"; only the latter names an object.
-_AWAY = (
+# A deletion costs Octavia about 34 ms, or half a second for a member of a pool of a thousand on a busy machine, because
+# Octavia loads the whole pool. Other statuses cost about 2 ms. A call times out after 30 s, but Octavia continues to
+# execute it, so a retry would double the load.
+_MAX_DELETED = 15
+_MAX_ROWS = 300
+# Errors of an unreachable octavia-driver-agent or database. octavia_lib raises UpdateStatusError for an unreachable
+# agent and for a refused status; only the latter names an object.
+_UNREACHABLE = (
     AmphoraDriverError,
     octavia_errors.DriverAgentNotFound,
     octavia_errors.DriverAgentTimeout,
@@ -58,32 +58,32 @@ _AWAY = (
     octavia_errors.UpdateStatisticsError,
     OSError,
 )
-# How long a load balancer waits for a child whose status Octavia refuses, in seconds: longer is no passing trouble.
-_CHILD_FIRST = 2.0
-# Seconds without a turn after which this process is said not to do its duty: longer than Octavia may take to answer.
-_IDLE = 45.0
+# Back-off in seconds up to which the report of a load balancer waits for a child whose status Octavia refuses.
+_MAX_CHILD_BACKOFF = 2.0
+# Seconds without a round after which the process reports that it does not work; longer than the time-out of a call.
+_MAX_ROUND_AGE = 45.0
 _DUTY = "reporter"
 _DUTY_SECONDS = 10.0
-# Who could not reach Octavia's agent of its host leaves the duty to others for so many of their intervals.
-_ASIDE = 2
+# Poll intervals for which a reporter that cannot reach its octavia-driver-agent leaves the duty to others.
+_YIELD_INTERVALS = 2
 
 
-class Ending(Protocol):
-    """What tells whether it is time to end."""
+class StopSignal(Protocol):
+    """Tells whether the reporter has to stop."""
 
     def is_set(self) -> bool:
-        """Whether it is."""
+        """Return whether it has to stop."""
 
 
 class Reporter:
-    """Passes barriers, has trees read back, and empties the outbox.
+    """Passes barriers, starts reads from Octavia, and reports the contents of the outbox.
 
     Args:
-        conf: our options.
-        database: where the outbox is.
-        name: of this process. Who comes after one that has died has its name, and so its duty at once.
-        hands: who reads from Octavia; without, whoever takes a turn.
-        auditing: who compares with what Octavia has; without, whoever takes a turn.
+        conf: options of the driver.
+        database: contains the outbox.
+        name: name of this process. The successor of a dead reporter has the same name, and so its duty at once.
+        readers: executor of reads from Octavia; without it, the thread of `run_once` reads.
+        auditors: executor of comparisons with Octavia; without it, the thread of `run_once` compares.
     """
 
     def __init__(
@@ -91,60 +91,60 @@ class Reporter:
         conf: ConfigOpts,
         database: Database,
         name: str | None = None,
-        hands: Executor | None = None,
-        auditing: Executor | None = None,
+        readers: Executor | None = None,
+        auditors: Executor | None = None,
     ) -> None:
         self._conf = conf
         self._database = database
         self._name = name or jobs.process_name()
         self._library: driver_lib.DriverLibrary | None = None
-        self._reader = Reader(conf, database, lambda: self.library, hands)
-        self._auditor = Auditor(conf, database, lambda: self.library, self._reader, auditing)
-        self._held_until = self._aside_until = 0.0
-        # Whether Octavia is being told something just now.
-        self._telling = False
-        self._resyncer = Resyncer(conf, database, lambda: self.library, self._reader, self._speaks, hands)
-        self._turns = 0
-        self._turned_at = time.monotonic()
+        self._reader = OctaviaReader(conf, database, lambda: self.library, readers)
+        self._auditor = OctaviaAuditor(conf, database, lambda: self.library, self._reader, auditors)
+        self._held_until = self._yield_until = 0.0
+        # Whether an update of Octavia is running.
+        self._updating = False
+        self._resyncer = Resyncer(conf, database, lambda: self.library, self._reader, self._holds_duty, readers)
+        self._rounds = 0
+        self._round_at = time.monotonic()
         self._ended = threading.Event()
-        # Objects Octavia would not take: not tried again before this time (seconds, monotonic).
+        # Earliest next report (`time.monotonic()`) and back-off of objects whose status Octavia refused.
         self._refused: dict[str, tuple[float, float]] = {}
         # The load balancer that was reported last.
-        self._turn = ""
+        self._last_reported = ""
 
-    def run(self, ending: Ending) -> None:
-        """Work whenever somebody rings, and now and then anyway."""
-        # Statistics have a socket of their own, and a call takes a tenth of a second: nobody's ACTIVE waits for them.
-        counting = threading.Thread(target=self._count, name="statistics", daemon=True)
-        signing = threading.Thread(target=self._sign, name="registry", daemon=True)
-        counting.start()
-        signing.start()
+    def run(self, stop: StopSignal) -> None:
+        """Report after every wake-up, and at least once per poll interval, until the signal is set."""
+        # Statistics use a socket and a thread of their own: a call takes 0.1 s and must not delay an ACTIVE.
+        statistics = threading.Thread(target=self._report_statistics_until_stopped, name="statistics", daemon=True)
+        registry = threading.Thread(target=self._update_registry_until_stopped, name="registry", daemon=True)
+        statistics.start()
+        registry.start()
         with (
-            local_socket.WakeupSocket(self._conf.queue.doorbell_dir, local_socket.REPORTER) as bell,
-            notifier.reporter_hints(self._conf, bell.wake),
+            local_socket.WakeupSocket(self._conf.queue.doorbell_dir, local_socket.REPORTER) as wakeup,
+            notifier.reporter_hints(self._conf, wakeup.wake),
         ):
-            pause = 0.0
-            while not ending.is_set():
-                # Short enough for the end to be noticed soon: what tells of it cannot be selected on.
-                bell.wait(min(pause, 0.5))
-                pause = self.attempt()
+            delay = 0.0
+            while not stop.is_set():
+                # The signal cannot be selected on, so the wait is short.
+                wakeup.wait(min(delay, 0.5))
+                delay = self.try_run_once()
         self._ended.set()
-        counting.join()
-        signing.join()
+        statistics.join()
+        registry.join()
         jobs.release_duty(self._database, _DUTY, self._name)
 
-    def _count(self) -> None:
+    def _report_statistics_until_stopped(self) -> None:
         while not self._ended.wait(self._conf.queue.poll_interval):
             try:
                 if time.monotonic() < self._held_until:
                     self.report_statistics()
-            except _AWAY as error:
-                LOG.warning("Octavia could not be told of statistics, trying again: %s", error)
+            except _UNREACHABLE as error:
+                LOG.warning("could not report statistics to Octavia, trying again: %s", error)
 
-    def _sign(self) -> None:
-        """Say that this process lives; it does its duty while turns go on, which a call that hangs delays.
+    def _update_registry_until_stopped(self) -> None:
+        """Send the heartbeats of this process to the registry. The process works while it completes rounds.
 
-        Whoever waits for such a call keeps the duty.
+        A hanging update of Octavia delays the rounds, so this thread renews the duty meanwhile.
         """
         registry = process_registry.ProcessRegistration(
             self._database, self._name, process_registry.ProcessKind.PROVIDER_AGENT
@@ -152,63 +152,63 @@ class Reporter:
         before = -1
         ended = False
         while not ended:
-            turns = self._turns
+            rounds = self._rounds
             try:
-                if self._telling:
+                if self._updating:
                     jobs.acquire_duty(self._database, _DUTY, self._name, _DUTY_SECONDS)
-                registry.heartbeat(working=turns != before)
+                registry.heartbeat(working=rounds != before)
             except AmphoraDriverError as error:
-                LOG.warning("this process could not say that it lives: %s", error)
-            before = turns
+                LOG.warning("could not write the heartbeat of this process, trying again: %s", error)
+            before = rounds
             ended = self._ended.wait(process_registry.HEARTBEAT_INTERVAL)
         try:
             registry.deregister()
         except AmphoraDriverError as error:
-            LOG.warning("this process could not say that it ends: %s", error)
+            LOG.warning("could not delete the row of this process from the registry: %s", error)
 
-    def does_its_duty(self) -> bool:
-        """Whether a turn was taken not long ago, by whomever the duty is; asked by whoever watches this process."""
-        return time.monotonic() - self._turned_at < _IDLE
+    def is_working(self) -> bool:
+        """Return whether this process has begun a round recently, with or without the duty."""
+        return time.monotonic() - self._round_at < _MAX_ROUND_AGE
 
-    def attempt(self) -> float:
-        """A turn; returns after how many seconds to look again, whatever became of it."""
+    def try_run_once(self) -> float:
+        """Run one round and log an error; return the seconds until the next round."""
         try:
-            return self.turn()
-        except _AWAY as error:
-            LOG.warning("Octavia could not be told, trying again: %s", error)
+            return self.run_once()
+        except _UNREACHABLE as error:
+            LOG.warning("could not report to Octavia, trying again: %s", error)
             if not isinstance(error, AmphoraDriverError):
-                self._step_aside()
+                self._yield_duty()
         return float(self._conf.queue.poll_interval)
 
-    def _step_aside(self) -> None:
-        """Leave the duty to a process beside another agent of Octavia's, which may take what this one's does not.
+    def _yield_duty(self) -> None:
+        """Leave the duty to a reporter on another host, whose octavia-driver-agent may accept updates.
 
-        One that has hung may take it after all when it goes on. What it says then is old; but if the duty stayed with
-        it, nothing would be said at all, by however many hosts.
+        A hung octavia-driver-agent may still execute an old update when it continues. If this process kept the duty,
+        no host would report anything meanwhile.
         """
         self._held_until = 0.0
-        self._aside_until = time.monotonic() + _ASIDE * self._conf.queue.poll_interval
+        self._yield_until = time.monotonic() + _YIELD_INTERVALS * self._conf.queue.poll_interval
         with suppress(AmphoraDriverError):
             jobs.release_duty(self._database, _DUTY, self._name)
 
-    def turn(self) -> float:
-        """Do all that is due; returns after how many seconds to look again if nobody rings."""
-        self._turns += 1
-        self._turned_at = time.monotonic()
-        if not self._on_duty():
+    def run_once(self) -> float:
+        """Do all due work; return the seconds until the next round without a wake-up."""
+        self._rounds += 1
+        self._round_at = time.monotonic()
+        if not self._acquire_duty():
             return float(self._conf.queue.poll_interval)
         waiting = self._pass_barriers()
-        # Each call may take long: whoever has the duty by then speaks, and nobody else.
-        while self._on_duty() and self._report_statuses():
+        # A call may take longer than the duty lasts, so the duty is checked before every call.
+        while self._acquire_duty() and self._report_statuses():
             pass
-        if self._on_duty():
-            self._auditor.turn()
-            self._resyncer.turn()
+        if self._acquire_duty():
+            self._auditor.run_due()
+            self._resyncer.run_due()
         return 0.05 if waiting else float(self._conf.queue.poll_interval)
 
     @property
     def library(self) -> driver_lib.DriverLibrary:
-        """octavia_lib's client, made when the sockets are first needed."""
+        """octavia_lib's client, created at the first use of its sockets."""
         if self._library is None:
             octavia = self._conf.octavia
             self._library = driver_lib.DriverLibrary(
@@ -216,44 +216,45 @@ class Reporter:
             )
         return self._library
 
-    def _on_duty(self) -> bool:
+    def _acquire_duty(self) -> bool:
+        """Acquire or renew the duty if needed; return whether this process holds it."""
         now = time.monotonic()
         if now < self._held_until:
             return True
-        if now < self._aside_until:
+        if now < self._yield_until:
             return False
-        # It ends as much later as it is renewed earlier.
+        # `_held_until` is half a lease before the expiry, so an uninterrupted duty is renewed within that half.
         kept = now < self._held_until + _DUTY_SECONDS / 2
         if not jobs.acquire_duty(self._database, _DUTY, self._name, _DUTY_SECONDS):
             self._held_until = 0.0
             return False
         if not kept:
-            self._auditor.begin()
+            self._auditor.reset()
         self._held_until = now + _DUTY_SECONDS / 2
         return True
 
-    def _speaks(self) -> bool:
-        """Whether this process has the duty, asked by one of its other threads."""
+    def _holds_duty(self) -> bool:
+        """Return whether this process holds the duty, without renewing it. Thread-safe."""
         return time.monotonic() < self._held_until
 
     @contextmanager
-    def _tells(self, what: str) -> Iterator[None]:
-        """A call that changes something in Octavia; while it lasts the duty is kept."""
-        self._telling = True
+    def _octavia_update(self, what: str) -> Iterator[None]:
+        """Measure a call that updates Octavia, and keep the duty until its end."""
+        self._updating = True
         try:
             with metrics.octavia_call(what):
                 yield
         finally:
-            self._telling = False
+            self._updating = False
 
     # --- barriers ---------------------------------------------------------------------------------------------------
 
     def _pass_barriers(self) -> bool:
-        """Wait for Octavia's transactions; True if one of them is still open."""
+        """Wait for Octavia's transactions; return whether one is still open or a read is pending."""
         rows = [
             row
-            for row in self._database.read(sync_transactions.uncommitted)
-            if self._reader.may_read(row.load_balancer_id)
+            for row in self._database.read(sync_transactions.list_uncommitted)
+            if self._reader.can_read(row.load_balancer_id)
         ]
         if not rows:
             return False
@@ -268,68 +269,74 @@ class Reporter:
             for row in rows
         }
         failpoints.reach(failpoints.Point.BARRIER_NEXT)
-        if not self._on_duty():
+        if not self._acquire_duty():
             return False
-        held = self._barrier(barriers)
+        failed = self._send_barriers(barriers)
         failpoints.reach(failpoints.Point.BARRIER_PASSED)
-        waited = [row for row in rows if row.load_balancer_id not in held]
-        passed = [(row.load_balancer_id, row.generation) for row in waited if not _asks(row)]
+        behind = [row for row in rows if row.load_balancer_id not in failed]
+        passed = [(row.load_balancer_id, row.generation) for row in behind if not _needs_read(row)]
         if passed:
             self._database.write(lambda connection: sync_transactions.mark_committed(connection, passed))
         failpoints.reach(failpoints.Point.COMMITTED)
-        self._auditor.changed(row.load_balancer_id for row in waited)
-        known = [self._reader.read(row, self._auditor.verify) for row in waited if _asks(row)]
-        return len(passed) + sum(known) < len(rows)
+        self._auditor.schedule(row.load_balancer_id for row in behind)
+        complete = [self._reader.read(row, self._auditor.verify_member_batches) for row in behind if _needs_read(row)]
+        return len(passed) + sum(complete) < len(rows)
 
-    def _barrier(self, barriers: dict[str, dict[str, str]]) -> set[str]:
-        """Wait on the rows of these load balancers; returns those whose row could not be waited on."""
+    def _send_barriers(self, barriers: dict[str, dict[str, str]]) -> set[str]:
+        """Send barriers and wait for them; return the load balancers whose barrier failed."""
         try:
-            with self._tells("barrier"):
+            with self._octavia_update("barrier"):
                 self.library.update_loadbalancer_status({"loadbalancers": list(barriers.values())})
         except octavia_errors.UpdateStatusError as error:
             if error.status_object_id is None or len(barriers) == 1:
                 raise
-            LOG.warning("Octavia refused a barrier (%s): waiting on the load balancers one by one", error.fault_string)
+            LOG.warning("Octavia refused a barrier; sending the barriers one by one: %s", error.fault_string)
         else:
             return set()
-        held = set()
+        failed = set()
         for load_balancer_id, barrier in barriers.items():
-            if not self._on_duty():
-                held.add(load_balancer_id)
+            if not self._acquire_duty():
+                failed.add(load_balancer_id)
                 continue
             try:
-                with self._tells("barrier"):
+                with self._octavia_update("barrier"):
                     self.library.update_loadbalancer_status({"loadbalancers": [barrier]})
             except octavia_errors.UpdateStatusError as error:
-                LOG.warning("no barrier for load balancer %s: %s", load_balancer_id, error.fault_string)
-                held.add(load_balancer_id)
-        return held
+                LOG.warning(
+                    "Octavia refused the barrier of load balancer %s, trying again: %s",
+                    load_balancer_id,
+                    error.fault_string,
+                )
+                failed.add(load_balancer_id)
+        return failed
 
     # --- the outbox ---------------------------------------------------------------------------------------------------
 
     def _report_statuses(self) -> bool:
-        """Send one call's worth of statuses; True if there may be more."""
+        """Report the statuses of one call; return whether more may be due."""
         found = self._database.read(
-            lambda connection: status_outbox.list_due_reports(connection, _MOST_ROWS, self._turn)
+            lambda connection: status_outbox.list_due_reports(connection, _MAX_ROWS, self._last_reported)
         )
-        reports = _one_call([one for one in found if self._due(one)])
+        reports = _limit_deletions([one for one in found if self._is_due(one)])
         if not reports:
             return False
-        # A load balancer with more statuses than one call takes lets the others go first next time.
-        self._turn = reports[-1].load_balancer_id
-        # Octavia cannot tell an old status from a new one: a process that was stopped meanwhile reads them again.
-        if not self._speaks():
+        # The next call begins with the following load balancer, so that one with many statuses delays no other.
+        self._last_reported = reports[-1].load_balancer_id
+        # Octavia cannot distinguish old and new statuses, so a process that was stopped meanwhile reads them again.
+        if not self._holds_duty():
             return True
         try:
-            with self._tells("statuses"):
-                self.library.update_loadbalancer_status(document(reports))
+            with self._octavia_update("statuses"):
+                self.library.update_loadbalancer_status(build_status_document(reports))
             accepted = list(reports)
         except octavia_errors.UpdateStatusError as error:
             if error.status_object_id is None:
                 raise
-            LOG.warning("Octavia refused a status (%s): sending them one by one", error.fault_string)
+            LOG.warning("Octavia refused a status; sending the statuses one by one: %s", error.fault_string)
             accepted = [
-                report for report in reports if self._due(report) and self._on_duty() and self._report_alone(report)
+                report
+                for report in reports
+                if self._is_due(report) and self._acquire_duty() and self._report_single(report)
             ]
         failpoints.reach(failpoints.Point.REPORT_SENT)
         self._database.write(lambda connection: status_outbox.mark_reported(connection, accepted))
@@ -337,7 +344,7 @@ class Reporter:
         metrics.count_reports("taken", len(accepted))
         return True
 
-    def _due(self, report: status_outbox.StatusReport) -> bool:
+    def _is_due(self, report: status_outbox.StatusReport) -> bool:
         until, _ = self._refused.get(report.object_id, (0.0, 0.0))
         if until > time.monotonic():
             return False
@@ -345,33 +352,37 @@ class Reporter:
             self._refused.pop(report.object_id)
         return True
 
-    def _report_alone(self, report: status_outbox.StatusReport) -> bool:
+    def _report_single(self, report: status_outbox.StatusReport) -> bool:
         try:
-            with self._tells("statuses"):
-                self.library.update_loadbalancer_status(document([report]))
+            with self._octavia_update("statuses"):
+                self.library.update_loadbalancer_status(build_status_document([report]))
         except octavia_errors.UpdateStatusError as error:
             if error.status_object_id is None:
                 raise
             ends = report.kind is Kind.LOAD_BALANCER and report.provisioning is Provisioning.DELETED
             if ends and self.library.get_loadbalancer(report.object_id) is None:
-                # Nothing is there to be told about: deleted before, or never committed.
+                # Octavia does not have the load balancer: it was deleted before, or never committed.
                 return True
-            pause = min(2 * self._refused.get(report.object_id, (0.0, 0.125))[1], 60.0)
+            backoff = min(2 * self._refused.get(report.object_id, (0.0, 0.125))[1], 60.0)
             metrics.count_reports("refused")
             LOG.warning(
-                "Octavia refused %s %s (%s): again in %.0f s", report.kind, report.object_id, error.fault_string, pause
+                "Octavia refused the status of %s %s, trying again in %.0f s: %s",
+                report.kind,
+                report.object_id,
+                backoff,
+                error.fault_string,
             )
-            self._refused[report.object_id] = (time.monotonic() + pause, pause)
-            if pause <= _CHILD_FIRST:
-                # The load balancer stays PENDING, and so closed to the next request, until its child is told.
-                self._refused.setdefault(report.load_balancer_id, (time.monotonic() + pause, 0.125))
+            self._refused[report.object_id] = (time.monotonic() + backoff, backoff)
+            if backoff <= _MAX_CHILD_BACKOFF:
+                # The load balancer stays PENDING, and so refuses new requests, until its child is reported.
+                self._refused.setdefault(report.load_balancer_id, (time.monotonic() + backoff, 0.125))
             return False
         self._refused.pop(report.object_id, None)
         return True
 
     def report_statistics(self) -> None:
-        """Send the totals of listeners that changed since they were sent last."""
-        totals = self._database.read(lambda connection: listener_stats.list_due_totals(connection, _MOST_ROWS))
+        """Report the totals of listeners that have changed since their last report."""
+        totals = self._database.read(lambda connection: listener_stats.list_due_totals(connection, _MAX_ROWS))
         if not totals:
             return
         with metrics.octavia_call("statistics"):
@@ -379,8 +390,8 @@ class Reporter:
         self._database.write(lambda connection: listener_stats.mark_totals_reported(connection, totals))
 
 
-def document(reports: Sequence[status_outbox.StatusReport]) -> dict[str, list[dict[str, str]]]:
-    """The status document of octavia_lib for these reports."""
+def build_status_document(reports: Sequence[status_outbox.StatusReport]) -> dict[str, list[dict[str, str]]]:
+    """Return octavia_lib's status document for these reports."""
     found: dict[str, list[dict[str, str]]] = {}
     for report in reports:
         entry = {"id": report.object_id}
@@ -392,18 +403,18 @@ def document(reports: Sequence[status_outbox.StatusReport]) -> dict[str, list[di
     return found
 
 
-def _asks(row: Any) -> bool:
-    """Whether Octavia is asked something before it is told anything."""
+def _needs_read(row: Any) -> bool:
+    """Return whether a read from Octavia has to precede the reports."""
     return not row.committed or row.read_back or row.batch
 
 
-def _one_call(reports: Sequence[status_outbox.StatusReport]) -> list[status_outbox.StatusReport]:
-    """The first reports that fit into one call."""
+def _limit_deletions(reports: Sequence[status_outbox.StatusReport]) -> list[status_outbox.StatusReport]:
+    """Return the first reports, with at most `_MAX_DELETED` deletions."""
     chosen: list[status_outbox.StatusReport] = []
     deleted = 0
     for report in reports:
         deleted += report.provisioning is Provisioning.DELETED
-        if deleted > _MOST_DELETED:
+        if deleted > _MAX_DELETED:
             break
         chosen.append(report)
     return chosen

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Octavia has said, written down: each function is the whole content of one transaction.
+"""Database transactions of the provider agent; each function is the content of one transaction.
 
-Invariant: what was read counts only if nothing was accepted since: whoever reads holds no lock meanwhile. A load
-balancer that is to go wants to know nothing any more.
+Invariant: a result read from Octavia is stored only if no request was accepted since the read began, because the reader
+holds no lock meanwhile. Nothing is stored for a load balancer in deletion.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Pool
     from amphora_driver.model.secret_refs import SecretName
 
-NOT_GIVEN = "Octavia handed nothing over under a reference: look whether the secret is there and can be read"
+NO_CONTENT = "Octavia returned no content for a secret reference. Check that the secret exists and can be read"
 
 
-def uncommitted(connection: sa.Connection) -> Sequence[Any]:
-    """Load balancers with a generation whose transaction in Octavia may still be open, or that are to be read."""
+def list_uncommitted(connection: sa.Connection) -> Sequence[Any]:
+    """Return load balancers that need a read, or whose Octavia transaction may still be open."""
     batch = sa.exists().where(
         request.c.load_balancer_id == work.c.load_balancer_id,
         request.c.generation > work.c.committed,
@@ -48,8 +48,8 @@ def uncommitted(connection: sa.Connection) -> Sequence[Any]:
     ).all()
 
 
-def recently_changed(connection: sa.Connection, since: float) -> list[str]:
-    """Load balancers for which something was accepted after that time (seconds since 1970), or is being done."""
+def list_recently_changed(connection: sa.Connection, since: float) -> list[str]:
+    """Return load balancers with an unfinished job, or a request since that time (seconds since 1970)."""
     recent = sa.select(request.c.load_balancer_id).where(request.c.accepted_at > since)
     return list(
         connection.execute(
@@ -59,7 +59,7 @@ def recently_changed(connection: sa.Connection, since: float) -> list[str]:
 
 
 def mark_committed(connection: sa.Connection, passed: Sequence[tuple[str, int]]) -> None:
-    """Octavia's transactions have ended for these load balancers, up to these generations."""
+    """Record that the Octavia transactions of these load balancers have ended, up to these generations."""
     for load_balancer_id, generation in passed:
         connection.execute(
             work.update()
@@ -68,53 +68,53 @@ def mark_committed(connection: sa.Connection, passed: Sequence[tuple[str, int]])
         )
 
 
-def take_tree(
+def store_tree(
     connection: sa.Connection,
     row: Any,
     tree: LoadBalancer,
     contents: Mapping[SecretName, SealedSecret],
-    reason: str = NOT_GIVEN,
+    reason: str = NO_CONTENT,
 ) -> bool:
-    """The tree Octavia has now is the wanted one; its new objects wait for the same generation.
+    """Make Octavia's tree the desired state of the same generation, including its new objects.
 
     Args:
         connection: of `Database.write`.
-        row: what was to be read, as it was seen before.
-        tree: what was read.
-        contents: what came of the secrets it uses.
-        reason: why nothing came of the others, as far as nothing is known of them.
+        row: the `work` row before the read.
+        tree: the tree that was read.
+        contents: the secrets that were read.
+        reason: error for secrets that were not read and have no earlier content.
 
     Returns:
-        Whether it counts.
+        Whether the tree was stored; False if the row has changed.
     """
-    if not is_as_seen(connection, row):
+    if not is_unchanged(connection, row):
         return False
     added = desired_objects.replace_tree(connection, row.generation, tree)
     status_outbox.expect_confirmation(
         connection, tree.id, row.generation, [(desired_objects.kind_of(node), node.id) for node in added]
     )
-    lost = SealedSecret(reason=reason)
+    missing = SealedSecret(reason=reason)
     recorded = sealed_secrets.load_secrets(connection, tree.id)
     known = {name: one for name, one in recorded.items() if one.content is not None}
     used = dict.fromkeys(secrets_of_tree(tree))
     sealed_secrets.delete_secrets(connection, recorded.keys() - used.keys() - {ticket_secret_name(tree.id)})
     sealed_secrets.replace_secrets(
-        connection, tree.id, {name: contents.get(name, known.get(name, lost)) for name in used}
+        connection, tree.id, {name: contents.get(name, known.get(name, missing)) for name in used}
     )
     pending_rereads.finish_reread(connection, tree.id)
     mark_committed(connection, [(tree.id, row.generation)])
     return True
 
 
-def take_objects(
+def store_objects(
     connection: sa.Connection,
     row: Any,
     nodes: Sequence[LoadBalancer | Listener | Pool],
     contents: Mapping[SecretName, SealedSecret],
-    reason: str = NOT_GIVEN,
+    reason: str = NO_CONTENT,
 ) -> bool:
-    """What Octavia has of these objects is wanted; secrets of which nothing is known are missing for this reason."""
-    if not is_as_seen(connection, row):
+    """Make single objects from Octavia the desired state. Arguments and result are those of `store_tree`."""
+    if not is_unchanged(connection, row):
         return False
     for node in nodes:
         if desired_objects.refresh_object(connection, row.generation, node):
@@ -122,21 +122,23 @@ def take_objects(
             sealed_secrets.sync_object_secrets(connection, row.load_balancer_id, node.id, used, contents)
     tree = desired_objects.load_tree(connection, row.load_balancer_id)
     recorded = sealed_secrets.load_secrets(connection, row.load_balancer_id)
-    lost = {name: SealedSecret(reason=reason) for name in dict.fromkeys(secrets_of_tree(tree)) if name not in recorded}
-    sealed_secrets.replace_secrets(connection, row.load_balancer_id, lost)
+    missing = {
+        name: SealedSecret(reason=reason) for name in dict.fromkeys(secrets_of_tree(tree)) if name not in recorded
+    }
+    sealed_secrets.replace_secrets(connection, row.load_balancer_id, missing)
     pending_rereads.finish_reread(connection, row.load_balancer_id)
     mark_committed(connection, [(row.load_balancer_id, row.generation)])
     return True
 
 
-def fail(connection: sa.Connection, row: Any, reason: str) -> None:
-    """Octavia has committed what it will not hand over: its user is told."""
+def fail_unreadable(connection: sa.Connection, row: Any, reason: str) -> None:
+    """Set a load balancer that Octavia has committed but does not return to ERROR."""
     status_outbox.fail_generation(connection, row.load_balancer_id, row.generation, reason)
     mark_committed(connection, [(row.load_balancer_id, row.generation)])
 
 
-def abandon(connection: sa.Connection, load_balancer_id: str) -> None:
-    """Octavia rolled the creation back: everything made for it goes again."""
+def delete_unknown(connection: sa.Connection, load_balancer_id: str) -> None:
+    """Start the deletion of a load balancer that Octavia does not know, for example after a rollback."""
     generation = connection.execute(
         sa.select(work.c.generation).where(work.c.load_balancer_id == load_balancer_id)
     ).scalar_one()
@@ -153,29 +155,29 @@ def abandon(connection: sa.Connection, load_balancer_id: str) -> None:
     )
 
 
-def correct(
+def adopt_octavia_tree(
     connection: sa.Connection,
     row: Any,
     tree: LoadBalancer,
     contents: Mapping[SecretName, SealedSecret],
     gone: Collection[str],
 ) -> bool:
-    """Octavia has kept something else than we recorded: that is wanted from the next generation on.
+    """Make a differing Octavia tree the desired state of a new generation.
 
-    Nobody is told, as far as Octavia waits for nothing: of what it rolled back no user ever heard.
+    Octavia gets no status for objects that do not wait for one: no user saw a change that Octavia rolled back.
 
     Args:
         connection: of `Database.write`.
-        row: the work row as it was before Octavia was asked.
-        tree: what Octavia has, without what was removed before it was asked: of that it may have been told meanwhile,
-            and what it was told of has no row any more that would say so.
-        contents: what came of the secrets it uses.
-        gone: ids of objects that Octavia does not have.
+        row: the `work` row before the read.
+        tree: Octavia's tree without objects that were removed before the read. Their DELETED may have been reported
+            meanwhile, and then no row of them is left.
+        contents: the secrets that were read.
+        gone: ids of recorded objects that Octavia does not have.
 
     Returns:
-        Whether it counts.
+        Whether the tree was adopted; False if the row has changed.
     """
-    if not is_as_seen(connection, row):
+    if not is_unchanged(connection, row):
         return False
     generation = row.generation + 1
     generations.bump_generation(connection, tree.id, row.generation)
@@ -186,36 +188,35 @@ def correct(
     for one in sorted(gone):
         connection.execute(status.delete().where(status.c.object_id == one))
     sealed_secrets.delete_secrets_of_objects(connection, sorted(gone))
-    kept, lost = sealed_secrets.load_secrets(connection, tree.id), SealedSecret(reason=NOT_GIVEN)
+    kept, no_content = sealed_secrets.load_secrets(connection, tree.id), SealedSecret(reason=NO_CONTENT)
     missing = [name for name in dict.fromkeys(secrets_of_tree(tree)) if name not in kept or kept[name].content is None]
     sealed_secrets.replace_secrets(
-        connection, tree.id, {name: contents.get(name, kept.get(name, lost)) for name in missing}
+        connection, tree.id, {name: contents.get(name, kept.get(name, no_content)) for name in missing}
     )
     connection.execute(work.update().where(work.c.load_balancer_id == tree.id).values(dirty=True, free_at=DUE_NOW))
     return True
 
 
-class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """One request that took members of a pool away and brought or changed others, all in one transaction of Octavia's.
+class MemberBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that removed members of a pool and created or changed others in one Octavia transaction.
 
     Attributes:
-        sample: a member that came with it, or else one that it has changed and nobody has since.
-        came: whether the sample came with it: then it is there or not, whatever was done to it later.
-        removed: ids of the members it has removed.
+        sample: a member that the batch created; otherwise one that it changed and that no later request changed.
+        created: whether the batch created the sample; then its existence alone shows the result.
+        removed: ids of the removed members.
     """
 
     sample: Member
-    came: bool
+    created: bool
     removed: list[str]
 
 
-def batches(connection: sa.Connection, row: Any) -> list[Batch]:
-    """Batches of members whose transactions are not known to have ended, each by its own generation.
+def list_member_batches(connection: sa.Connection, row: Any) -> list[MemberBatch]:
+    """Return the member batches whose Octavia transactions may still be open.
 
-    What tells nothing is left out: one that has removed nothing, or neither brought nor changed anything; and what goes
-    with its pool or load balancer anyway.
+    The result omits batches that removed no member or have no sample, and batches of deleted pools or load balancers.
     """
-    asked = (
+    requested = (
         sa.select(request.c.generation, request.c.object_id)
         .join(wanted_object, wanted_object.c.id == request.c.object_id)
         .join(work, work.c.load_balancer_id == request.c.load_balancer_id)
@@ -229,30 +230,30 @@ def batches(connection: sa.Connection, row: Any) -> list[Batch]:
         )
         .order_by(request.c.generation)
     )
-    each = (_batch(connection, one.object_id, one.generation) for one in connection.execute(asked).all())
+    each = (_load_batch(connection, one.object_id, one.generation) for one in connection.execute(requested).all())
     return [batch for batch in each if batch is not None]
 
 
-def _batch(connection: sa.Connection, pool_id: str, generation: int) -> Batch | None:
-    mine = (
+def _load_batch(connection: sa.Connection, pool_id: str, generation: int) -> MemberBatch | None:
+    of_batch = (
         wanted_object.c.parent_id == pool_id,
         wanted_object.c.kind == Kind.MEMBER.value,
         sa.or_(wanted_object.c.created == generation, wanted_object.c.generation == generation),
     )
-    rows = connection.execute(sa.select(wanted_object).where(*mine)).all()
+    rows = connection.execute(sa.select(wanted_object).where(*of_batch)).all()
     removed = [one.id for one in rows if one.removed and one.generation == generation]
-    # Octavia shows one that a later request removes until it is told: it tells of its own batch all the same.
-    telling = [one for one in rows if one.id not in removed]
-    sample = max(telling, key=lambda one: one.created == generation, default=None)
+    # A member that a later request removes is a valid sample too: Octavia shows it until the DELETED report.
+    candidates = [one for one in rows if one.id not in removed]
+    sample = max(candidates, key=lambda one: one.created == generation, default=None)
     if sample is None or not removed:
         return None
     member = msgspec.json.decode(sample.body, type=Member)
-    return Batch(sample=member, came=sample.created == generation, removed=removed)
+    return MemberBatch(sample=member, created=sample.created == generation, removed=removed)
 
 
-def undo(connection: sa.Connection, row: Any, removed: Collection[str]) -> bool:
-    """What batches have removed stays, since Octavia has kept nothing of them; False if it does not count."""
-    if not is_as_seen(connection, row):
+def restore_members(connection: sa.Connection, row: Any, removed: Collection[str]) -> bool:
+    """Restore the members that uncommitted batches removed; return False if the row has changed."""
+    if not is_unchanged(connection, row):
         return False
     generation = row.generation + 1
     connection.execute(
@@ -263,55 +264,56 @@ def undo(connection: sa.Connection, row: Any, removed: Collection[str]) -> bool:
     for one in sorted(removed):
         changed = wanted_object.update().where(wanted_object.c.id == one)
         connection.execute(changed.values(removed=False, generation=generation))
-    # Perhaps it is noted already that they are gone: nobody says so before they are back.
+    # The outbox may contain their DELETED already: this replaces it before it is reported.
     status_outbox.expect_confirmation(
         connection, row.load_balancer_id, generation, [(Kind.MEMBER, one) for one in sorted(removed)]
     )
     return True
 
 
-def settled(connection: sa.Connection, load_balancer_id: str) -> tuple[Any, LoadBalancer, set[str]] | None:
-    """A load balancer nobody is changing in Octavia, as it is recorded; None while somebody is, or if it is gone.
+def load_settled(connection: sa.Connection, load_balancer_id: str) -> tuple[Any, LoadBalancer, set[str]] | None:
+    """Return a load balancer without open changes in Octavia: its row, its tree, its removed objects.
 
-    What Octavia has not been told of counts as being changed: until then it keeps what is being deleted, and the
-    references to it and the places it takes up. It is told of the load balancer itself last.
+    The result is None while a change is open, and for a load balancer that does not exist or is in deletion. A change
+    is open until its statuses are reported: until then Octavia keeps objects in deletion, the references to them, and
+    their L7 positions. The status of the load balancer itself is reported last.
 
-    Also the ids of objects that are removed, and that Octavia has all the same, since it would not hear of them: read
-    after it was asked, this would not name those of which it was told meanwhile.
+    The ids of removed objects contain those that Octavia still has because it refused their DELETED. They have to be
+    read before Octavia is asked: a later read would miss objects that are reported meanwhile.
     """
-    row = connection.execute(_SEEN, {"of": load_balancer_id}).first()
+    row = connection.execute(_WORK_ROW, {"of": load_balancer_id}).first()
     if row is None or row.op == Op.DELETE or row.read_back or row.committed < row.generation:
         return None
-    if connection.execute(_UNTOLD, {"of": load_balancer_id}).first() is not None:
+    if connection.execute(_UNREPORTED, {"of": load_balancer_id}).first() is not None:
         return None
-    leaving = set(connection.execute(_LEAVING, {"of": load_balancer_id}).scalars())
-    return row, desired_objects.load_tree(connection, load_balancer_id), leaving
+    removed = set(connection.execute(_REMOVED, {"of": load_balancer_id}).scalars())
+    return row, desired_objects.load_tree(connection, load_balancer_id), removed
 
 
-def stays(connection: sa.Connection, load_balancer_id: str) -> bool:
-    """Whether a load balancer is there, and not to go."""
-    row = connection.execute(_SEEN, {"of": load_balancer_id}).first()
+def is_present(connection: sa.Connection, load_balancer_id: str) -> bool:
+    """Return whether a load balancer exists and is not in deletion."""
+    row = connection.execute(_WORK_ROW, {"of": load_balancer_id}).first()
     return row is not None and row.op != Op.DELETE
 
 
-_SEEN = sa.select(
+_WORK_ROW = sa.select(
     work.c.load_balancer_id, work.c.generation, work.c.committed, work.c.read_back, work.c.reread, work.c.op
 ).where(work.c.load_balancer_id == sa.bindparam("of"))
-_LEAVING = sa.select(wanted_object.c.id).where(
+_REMOVED = sa.select(wanted_object.c.id).where(
     wanted_object.c.load_balancer_id == sa.bindparam("of"), wanted_object.c.removed
 )
-# What failed goes on waiting, but Octavia has heard of it: only what is being deleted is there still.
-_HEARD_OF_FAILURE = sa.and_(
+# A failed object stays pending although its ERROR is reported. Objects in deletion still exist in Octavia.
+_FAILURE_REPORTED = sa.and_(
     status.c.provisioning == Provisioning.ERROR.value,
     status.c.settled <= status.c.reported,
-    status.c.object_id.not_in(_LEAVING),
+    status.c.object_id.not_in(_REMOVED),
 )
-_UNTOLD = (
+_UNREPORTED = (
     sa.select(status.c.object_id)
     .where(
         status.c.load_balancer_id == sa.bindparam("of"),
         sa.or_(
-            sa.and_(status.c.pending.is_not(None), sa.or_(status.c.provisioning.is_(None), ~_HEARD_OF_FAILURE)),
+            sa.and_(status.c.pending.is_not(None), sa.or_(status.c.provisioning.is_(None), ~_FAILURE_REPORTED)),
             sa.and_(status.c.kind == Kind.LOAD_BALANCER.value, status.c.settled > status.c.reported),
         ),
     )
@@ -319,9 +321,9 @@ _UNTOLD = (
 )
 
 
-def is_as_seen(connection: sa.Connection, row: Any) -> bool:
-    """Whether nothing was accepted, read or decided since a row was seen; it stays so until the transaction ends."""
-    now = connection.execute(_SEEN.with_for_update(), {"of": row.load_balancer_id}).first()
+def is_unchanged(connection: sa.Connection, row: Any) -> bool:
+    """Return whether a `work` row has not changed, and lock it until the end of the transaction."""
+    now = connection.execute(_WORK_ROW.with_for_update(), {"of": row.load_balancer_id}).first()
     return (
         now is not None
         and now.op != Op.DELETE

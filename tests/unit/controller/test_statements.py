@@ -98,7 +98,7 @@ class House:
         self.database.write(self._serving)
         self.work_off()
         self.database.write(lambda c: c.execute(work.update().values(committed=work.c.generation)))
-        self.reporter.turn()
+        self.reporter.run_once()
 
     def _serving(self, connection):
         amphorae.insert_amphora(connection, "a", "lb", "STANDALONE", b"key")
@@ -160,7 +160,7 @@ def create(here, number):
     assert here.states()[f"pool0-{number}"] == "ACTIVE"
     assert f"server pool0-{number} " in here.given[-1]["haproxy"]
     with here.counted() as report:
-        here.reporter.turn()
+        here.reporter.run_once()
     said = {one["id"]: one.get("provisioning_status") for one in here.told[-1]["members"]}
     assert said == {f"pool0-{number}": "ACTIVE"}
     assert not here.work().dirty
@@ -185,7 +185,7 @@ def test_many_members_cost_hardly_more_statements_than_one(house):
         with here.counted() as seen:
             here.intents.set_members("pool0", wish)
             here.work_off()
-            here.reporter.turn()
+            here.reporter.run_once()
         return len(seen)
 
     def known():

@@ -7,7 +7,7 @@ from amphora_driver.database import tables
 from amphora_driver.database.tables import work
 from amphora_driver.model import from_octavia
 from amphora_driver.model.amphora import AmphoraState
-from amphora_driver.provider_agent.octavia_audit import differences
+from amphora_driver.provider_agent.octavia_audit import describe_differences
 from amphora_driver.store import amphorae, desired_objects, failovers, rotations, spare_pools, status_outbox
 
 # A run asks in every round, and SQLAlchemy needs longer to build a statement than to run it.
@@ -108,7 +108,7 @@ def unlike(deployment):
             row = connection.execute(sa.select(work).where(work.c.load_balancer_id == of)).first()
             if row is None:
                 continue
-            found += differences(desired_objects.load_tree(connection, of), from_octavia.load_balancer(tree))
+            found += describe_differences(desired_objects.load_tree(connection, of), from_octavia.load_balancer(tree))
             for one in amphorae.load_amphorae(connection, of):
                 served = (state["machines"].get(one.id, {}).get("bundle") or {}).get("generation")
                 if not served == one.confirmed == row.generation:

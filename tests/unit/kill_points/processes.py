@@ -72,7 +72,7 @@ class ControlPlane:
         for turn in self._turns:
             turn()
         self._work()
-        self._reporter.attempt()
+        self._reporter.try_run_once()
         if time.monotonic() >= self._housekeeping_at:
             self._housekeeping_at = time.monotonic() + _HOUSEKEEPING_EVERY
             self._housekeeping.release_unused_vips()
@@ -110,7 +110,7 @@ class _Health:
 
     def turn(self):
         for heartbeat in self._deployment.world.heartbeats(self._deployment.octavia_trees()):
-            self._manager._heard(heartbeat)
+            self._manager._accept(heartbeat)
         self._manager._flush()
         self._registry.heartbeat(working=True)
 

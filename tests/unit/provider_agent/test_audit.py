@@ -87,8 +87,8 @@ def intents(database):
 @pytest.fixture
 def reporter(conf, database, octavia, intents):
     reporter = Reporter(conf, database)
-    reporter.turn()
-    reporter.turn()
+    reporter.run_once()
+    reporter.run_once()
     return reporter
 
 
@@ -117,18 +117,18 @@ def test_what_octavia_has_kept_needs_nothing(database, reporter):
 def test_a_member_that_was_rolled_back_is_not_wanted(intents, database, reporter, octavia):
     intents.create_object(Kind.MEMBER, msgspec.structs.replace(MEMBER, id="ghost", address="192.0.2.2"))
     serve(database)
-    reporter.turn()
+    reporter.run_once()
     assert members(database) == {"me": 1}
     assert (row(database).generation, row(database).committed, row(database).dirty) == (3, 3, True)
     assert "ghost" not in database.read(lambda c: c.execute(sa.select(status.c.object_id)).scalars().all())
-    reporter.turn()
+    reporter.run_once()
     assert row(database).generation == 3, "once"
 
 
 def test_a_change_that_was_rolled_back_is_not_wanted(intents, database, reporter, octavia):
     intents.update_object(Kind.MEMBER, "me", {"weight": 7})
     serve(database)
-    reporter.turn()
+    reporter.run_once()
     assert members(database) == {"me": 1}
 
 
@@ -136,14 +136,14 @@ def test_a_change_that_was_kept_stays(intents, database, reporter, octavia):
     octavia.trees["lb"] = kept({**KEPT_MEMBER, "weight": 7})
     intents.update_object(Kind.MEMBER, "me", {"weight": 7})
     serve(database)
-    reporter.turn()
+    reporter.run_once()
     assert (members(database), row(database).generation) == ({"me": 7}, 2)
 
 
 def test_what_is_being_deleted_is_still_there(intents, database, reporter, octavia):
     """Octavia shows it until it is told that it is gone, and does not say that it is going."""
     intents.delete_object(Kind.MEMBER, "me")
-    reporter.turn()
+    reporter.run_once()
     assert (members(database), row(database).generation) == ({}, 2)
 
 
@@ -158,13 +158,13 @@ def test_a_batch_that_was_rolled_back_takes_nothing_away(intents, database, repo
     batch(intents, "new")
     serve(database)
     octavia.statuses.clear()
-    reporter.turn()
+    reporter.run_once()
     assert members(database) == {"me": 1, "new": 1}
     assert "DELETED" not in str(octavia.statuses), "Octavia would forget the member, for good"
     assert row(database).dirty
     serve(database)
-    reporter.turn()
-    reporter.turn()
+    reporter.run_once()
+    reporter.run_once()
     assert "DELETED" not in str(octavia.statuses)
     assert (row(database).committed, members(database)) == (row(database).generation, {"me": 1})
 
@@ -175,8 +175,8 @@ def test_a_batch_that_was_kept(intents, database, reporter, octavia):
     octavia.trees["lb"], octavia.trees["new"] = kept(new), new
     batch(intents, "new")
     serve(database)
-    reporter.turn()
-    reporter.turn()
+    reporter.run_once()
+    reporter.run_once()
     assert (members(database), row(database).generation) == ({"new": 1}, 2)
     assert {"id": "me", "provisioning_status": "DELETED"} in octavia.statuses[-1]["members"]
 
@@ -197,7 +197,7 @@ def test_what_is_accepted_while_octavia_is_asked_is_not_lost(intents, database, 
 
     library = Meanwhile()
     reporter._auditor._library = lambda: library
-    reporter.turn()
+    reporter.run_once()
     assert (members(database), row(database).generation) == ({"me": 9}, 3)
 
 
@@ -207,8 +207,8 @@ def test_one_that_changed_before_a_reporter_began_is_compared_too(conf, intents,
     database.write(lambda c: c.execute(work.update().values(committed=2)))
     database.write(lambda c: c.execute(sa.text("DELETE FROM duty")))
     another = Reporter(conf, database)
-    another.turn()
-    another.turn()
+    another.run_once()
+    another.run_once()
     assert members(database) == {"me": 1}
 
 
@@ -224,31 +224,31 @@ def test_a_pool_on_its_way_out_is_left_alone(intents, database, reporter, octavi
     """Octavia keeps the listener's reference until it is told that the pool is gone."""
     intents.delete_object(Kind.POOL, "po")
     for _ in range(3):
-        reporter.turn()
+        reporter.run_once()
     assert (pools(database), row(database).generation) == (([], [None]), 2)
     # It is looked at later all the same.
     serve(database)
     octavia.trees["lb"] = {**kept(name="x"), "pools": [], "listeners": [{**kept()["listeners"][0]}]}
     octavia.trees["lb"]["listeners"][0]["default_pool_id"] = None
-    reporter.turn()
+    reporter.run_once()
     assert (pools(database), row(database).generation) == (([], [None]), 3), "the name was lost"
 
 
 def test_what_failed_and_is_being_deleted_is_there_still(intents, database, reporter):
     intents.delete_object(Kind.POOL, "po")
-    reporter.turn()
+    reporter.run_once()
     database.write(lambda c: status_outbox.fail_generation(c, "lb", 2, "no"))
-    reporter.turn()
-    reporter.turn()
+    reporter.run_once()
+    reporter.run_once()
     assert row(database).generation == 2
 
 
 def test_what_cannot_be_served_is_compared(intents, database, reporter):
     """What makes it fail may be just what Octavia has not kept."""
     intents.update_object(Kind.MEMBER, "me", {"weight": 7})
-    reporter.turn()
+    reporter.run_once()
     database.write(lambda c: status_outbox.fail_generation(c, "lb", 2, "no"))
-    reporter.turn()
+    reporter.run_once()
     assert members(database) == {"me": 1}
 
 
@@ -263,7 +263,7 @@ def unheard(intents, database, reporter, octavia):
 def test_what_octavia_would_not_hear_of_is_no_difference(intents, database, reporter, octavia):
     unheard(intents, database, reporter, octavia)
     octavia.asked.clear()
-    reporter.turn()
+    reporter.run_once()
     assert "loadbalancers" in [one["object"] for one in octavia.asked], "it was compared"
     assert (pools(database), row(database).generation) == (([], [None]), 2)
 
@@ -282,7 +282,7 @@ def test_what_octavia_hears_of_while_it_is_asked_does_not_come_back(intents, dat
 
     library = Meanwhile()
     reporter._auditor._library = lambda: library
-    reporter.turn()
+    reporter.run_once()
     assert database.read(lambda c: c.execute(sa.select(wanted_object).where(wanted_object.c.removed)).all()) == []
     assert (pools(database), row(database).generation) == (([], [None]), 3), "the name was lost, the pool was not"
 
@@ -305,11 +305,11 @@ def test_a_batch_is_judged_by_its_own_members(intents, database, reporter, octav
     octavia.trees["one"] = shown("one", 7)
     octavia.trees["lb"] = kept(KEPT_MEMBER, shown("one", 7))
     serve(database)
-    reporter.turn()
+    reporter.run_once()
     assert set(members(database)) == {"one", "two"}
     serve(database)
-    reporter.turn()
-    reporter.turn()
+    reporter.run_once()
+    reporter.run_once()
     assert {"id": "me", "provisioning_status": "DELETED"} in said_of_members(octavia)
     assert {"id": "one", "provisioning_status": "DELETED"} not in said_of_members(octavia)
 
@@ -320,7 +320,7 @@ def test_an_earlier_batch_that_was_lost_is_found_behind_one_that_was_kept(intent
     octavia.trees["two"] = shown("two", 7)
     octavia.trees["lb"] = kept(KEPT_MEMBER, shown("two", 7))
     serve(database)
-    reporter.turn()
+    reporter.run_once()
     assert set(members(database)) == {"me", "two"}
     assert {"id": "me", "provisioning_status": "DELETED"} not in said_of_members(octavia)
 
@@ -332,8 +332,8 @@ def test_what_was_changed_after_a_batch_tells_of_the_batch(intents, database, re
     octavia.trees["new"] = shown("new", 7)
     octavia.trees["lb"] = kept(shown("new", 7))
     serve(database)
-    reporter.turn()
-    reporter.turn()
+    reporter.run_once()
+    reporter.run_once()
     assert {"id": "me", "provisioning_status": "DELETED"} in said_of_members(octavia)
     assert members(database) == {"new": 1}
 
@@ -342,19 +342,19 @@ def test_a_batch_that_changes_tells_by_what_it_has_changed(intents, database, re
     intents.create_object(Kind.MEMBER, msgspec.structs.replace(MEMBER, id="other", address="192.0.2.9"))
     octavia.trees["lb"] = kept(KEPT_MEMBER, shown("other", 9))
     serve(database)
-    reporter.turn()
+    reporter.run_once()
     octavia.trees["other"] = shown("other", 9)
     intents.set_members("po", [("other", lambda: None, {"weight": 5})])
-    (found,) = database.read(lambda c: sync_transactions.batches(c, row(database)))
-    assert (found.sample.id, found.came, found.removed) == ("other", False, ["me"])
-    reporter.turn()
+    (found,) = database.read(lambda c: sync_transactions.list_member_batches(c, row(database)))
+    assert (found.sample.id, found.created, found.removed) == ("other", False, ["me"])
+    reporter.run_once()
     assert set(members(database)) == {"me", "other"}
 
 
 def test_a_lost_batch_does_not_keep_its_load_balancer_from_going(intents, database, reporter, octavia):
     batch(intents, "new")
     intents.delete_load_balancer("lb")
-    reporter.turn()
+    reporter.run_once()
     assert row(database).committed == row(database).generation
 
 
@@ -364,29 +364,29 @@ def test_a_lost_batch_does_not_keep_its_load_balancer_from_going(intents, databa
 def test_who_gets_the_duty_back_looks_again_at_what_changed(intents, database, reporter, octavia):
     database.write(lambda c: c.execute(duty.update().values(owner="another", leased_until=time.time() + 90)))
     reporter._held_until = 0.0
-    reporter.turn()
+    reporter.run_once()
     # The other one passes the barrier, and dies before it has compared anything.
     intents.update_object(Kind.MEMBER, "me", {"weight": 7})
     serve(database)
     database.write(lambda c: c.execute(work.update().values(committed=2)))
     database.write(lambda c: c.execute(duty.update().values(leased_until=0.0)))
-    reporter.turn()
+    reporter.run_once()
     assert members(database) == {"me": 1}
 
 
 def test_what_is_being_done_is_looked_at_however_long_ago_it_was_accepted(intents, database, reporter):
     intents.update_object(Kind.MEMBER, "me", {"weight": 7})
     database.write(lambda c: c.execute(request.update().values(accepted_at=0.0)))
-    assert database.read(lambda c: sync_transactions.recently_changed(c, 1.0)) == ["lb"]
+    assert database.read(lambda c: sync_transactions.list_recently_changed(c, 1.0)) == ["lb"]
     serve(database)
-    assert database.read(lambda c: sync_transactions.recently_changed(c, 1.0)) == []
+    assert database.read(lambda c: sync_transactions.list_recently_changed(c, 1.0)) == []
 
 
 def test_nobody_waits_for_a_comparison(conf, intents, database, octavia):
     asked, answer = threading.Semaphore(0), threading.Event()
     with ThreadPoolExecutor(4) as auditing:
-        reporter = Reporter(conf, database, auditing=auditing)
-        reporter.turn()
+        reporter = Reporter(conf, database, auditors=auditing)
+        reporter.run_once()
         library = reporter.library
 
         class Slow:
@@ -399,13 +399,13 @@ def test_nobody_waits_for_a_comparison(conf, intents, database, octavia):
         reporter._auditor._library = lambda: slow
         serve(database)
         try:
-            reporter.turn()
+            reporter.run_once()
             while not asked.acquire(timeout=0.1):
-                reporter.turn()
+                reporter.run_once()
             intents.update_object(Kind.MEMBER, "me", {"weight": 7})
             serve(database)
             octavia.statuses.clear()
-            reporter.turn()
+            reporter.run_once()
             assert row(database).committed == 2
             assert "ACTIVE" in str(octavia.statuses)
             assert not asked.acquire(timeout=0.1), "one at a time"
@@ -425,9 +425,9 @@ def test_what_could_not_be_compared_waits(database, reporter):
     reporter._auditor._library = lambda: away
     serve(database)
     for _ in range(4):
-        reporter.turn()
+        reporter.run_once()
     assert away.asked == 1
     reporter._auditor._due["lb"] = 0.0
-    reporter.turn()
+    reporter.run_once()
     assert away.asked == 2
-    assert reporter._auditor._pauses["lb"] == 30.0
+    assert reporter._auditor._backoffs["lb"] == 30.0

@@ -6,7 +6,7 @@ import pytest
 
 from amphora_driver.model.enums import Algorithm, L7Action, ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Member, Pool, Vip
-from amphora_driver.provider_agent.octavia_audit import differences, remaining
+from amphora_driver.provider_agent.octavia_audit import describe_differences, without_objects
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 LISTENER = Listener(
@@ -29,7 +29,7 @@ TREE = LoadBalancer(id="lb", project_id="demo", vip=VIP, listeners=(LISTENER,), 
         ({}, []),
         ({"name": ""}, []),
         ({"profile": msgspec.structs.replace(TREE.profile, timeout_tunnel=5)}, []),
-        ({"listeners": ()}, ["listener li is not there"]),
+        ({"listeners": ()}, ["listener li is missing in Octavia"]),
         ({"admin_state_up": False}, ["loadbalancer lb differs in admin_state_up"]),
         (
             {"pools": (msgspec.structs.replace(POOL, members=(msgspec.structs.replace(MEMBER, weight=3),)),)},
@@ -37,12 +37,12 @@ TREE = LoadBalancer(id="lb", project_id="demo", vip=VIP, listeners=(LISTENER,), 
         ),
         (
             {"pools": (msgspec.structs.replace(POOL, members=(MEMBER, msgspec.structs.replace(MEMBER, id="new"))),)},
-            ["member new is there"],
+            ["member new exists only in Octavia"],
         ),
     ],
 )
 def test_differences(change, said):
-    assert differences(TREE, msgspec.structs.replace(TREE, **change)) == said
+    assert describe_differences(TREE, msgspec.structs.replace(TREE, **change)) == said
 
 
 def test_the_order_of_names_makes_no_difference():
@@ -50,7 +50,7 @@ def test_the_order_of_names_makes_no_difference():
         msgspec.structs.replace(TREE, listeners=(msgspec.structs.replace(LISTENER, sni_container_refs=refs),))
         for refs in (("a", "b"), ("b", "a"))
     )
-    assert differences(one, other) == []
+    assert describe_differences(one, other) == []
 
 
 def policy(one, position, pool=None):
@@ -70,17 +70,17 @@ def with_policies(*policies):
     ],
 )
 def test_policies_remain_in_order(leaving, before, after):
-    assert remaining(with_policies(*before), leaving).listeners[0].l7policies == after
+    assert without_objects(with_policies(*before), leaving).listeners[0].l7policies == after
 
 
 def test_pools_that_leave_take_all_below_and_all_references_with_them():
-    left = remaining(TREE, {"po"})
+    left = without_objects(TREE, {"po"})
     assert (left.pools, left.listeners[0].default_pool_id) == ((), None)
-    assert remaining(TREE, {"me"}).pools[0].members == ()
-    assert remaining(TREE, {"li"}).listeners == ()
+    assert without_objects(TREE, {"me"}).pools[0].members == ()
+    assert without_objects(TREE, {"li"}).listeners == ()
 
 
 def test_the_order_of_policies_makes_a_difference_and_their_numbers_do_not():
     one = with_policies(policy("a", 1), policy("b", 2))
-    assert differences(one, with_policies(policy("a", 2), policy("b", 5))) == []
-    assert len(differences(one, with_policies(policy("a", 2), policy("b", 1)))) == 2
+    assert describe_differences(one, with_policies(policy("a", 2), policy("b", 5))) == []
+    assert len(describe_differences(one, with_policies(policy("a", 2), policy("b", 1)))) == 2

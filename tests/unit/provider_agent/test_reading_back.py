@@ -105,7 +105,7 @@ class House:
         self.intents = RequestRecorder(database, lambda node: None)
         self.reporter = Reporter(conf, database)
         self.intents.create_load_balancer(TREE, read_back=False)
-        self.reporter.turn()
+        self.reporter.run_once()
 
     @property
     def row(self):
@@ -135,7 +135,7 @@ def test_a_listener_alone_is_read_and_keeps_the_users_order(house):
     house.create()
     assert house.row.read_back
     house.octavia.asked.clear()
-    house.reporter.turn()
+    house.reporter.run_once()
     assert [one["object"] for one in house.octavia.asked] == ["listeners"], "not the whole tree"
     assert house.contents() == {("certificate", "one"): ONE.pem, ("certificate", "two"): TWO.pem}
     assert house.tree.listeners[0].sni_container_refs == ("two", "one")
@@ -146,7 +146,7 @@ def test_nothing_is_committed_before_it_was_read(house):
     """Octavia's transaction is known to have ended, what it has written is not."""
     house.create()
     house.reporter._library = Away(house.reporter.library)
-    house.reporter.turn()
+    house.reporter.run_once()
     assert (house.row.committed, house.row.read_back) == (1, True)
 
 
@@ -166,13 +166,13 @@ class Away:
 
 @pytest.fixture
 def at_once(monkeypatch):
-    monkeypatch.setattr(octavia_reader, "READ_PATIENCE", 0.5)
+    monkeypatch.setattr(octavia_reader, "GIVE_UP_BACKOFF", 0.5)
 
 
 def test_what_is_not_handed_over_is_missing_for_a_reason(house, at_once):
     house.create()
     house.reporter._library = Away(house.reporter.library)
-    house.reporter.turn()
+    house.reporter.run_once()
     assert not house.row.read_back
     assert house.row.committed == 2, "the rest can be served and spoken of"
     assert set(house.contents()) == {("certificate", "one"), ("certificate", "two")}
@@ -182,12 +182,12 @@ def test_what_is_not_handed_over_is_missing_for_a_reason(house, at_once):
 def test_what_was_known_before_stays_when_nothing_comes(house, at_once):
     house.octavia.trees["li"] = as_read()
     house.create()
-    house.reporter.turn()
+    house.reporter.run_once()
     before = house.contents()
     house.intents.update_object(Kind.LISTENER, "li", {"name": "x"})
     assert house.row.read_back, "perhaps SNI was emptied: Octavia does not say so"
     house.reporter._library = Away(house.reporter.library)
-    house.reporter.turn()
+    house.reporter.run_once()
     assert house.contents() == before
     assert not house.row.read_back
 
@@ -195,10 +195,10 @@ def test_what_was_known_before_stays_when_nothing_comes(house, at_once):
 def test_sni_that_was_emptied_is_gone(house):
     house.octavia.trees["li"] = as_read()
     house.create()
-    house.reporter.turn()
+    house.reporter.run_once()
     house.octavia.trees["li"] = as_read(sni_container_refs=None, sni_container_data=None)
     house.intents.update_object(Kind.LISTENER, "li", {"name": "x"})
-    house.reporter.turn()
+    house.reporter.run_once()
     assert house.contents() == {("certificate", "one"): ONE.pem}
     assert house.tree.listeners[0].sni_container_refs is None
 
@@ -207,7 +207,7 @@ def test_what_cannot_be_served_is_kept_as_the_reason(house):
     strange = container(ONE, private_key=ROOT.issue("x", number=3).key_pem)
     house.octavia.trees["li"] = as_read(default_tls_container_data=strange, sni_container_refs=None)
     house.create()
-    house.reporter.turn()
+    house.reporter.run_once()
     (reason,) = house.contents().values()
     assert "does not belong" in reason
     assert "default_tls_container_ref" in reason
@@ -222,10 +222,10 @@ def test_a_whole_tree_brings_its_secrets(house):
         )
     )
     house.database.write(lambda c: c.execute(work.update().values(read_back=True)))
-    house.reporter.turn()
+    house.reporter.run_once()
     found = house.contents()
     assert found[("certificate", "two")] == TWO.pem
-    assert "handed nothing over" in found[("ca", "ca")]
+    assert "returned no content" in found[("ca", "ca")]
     assert ("ca", "old") not in found
 
 
@@ -234,14 +234,14 @@ def test_a_tree_that_does_not_come_is_an_error_and_asked_for_again(house, at_onc
     house.database.write(lambda c: c.execute(work.update().values(read_back=True)))
     library = house.reporter.library
     house.reporter._library = Away(library)
-    house.reporter.turn()
+    house.reporter.run_once()
     due = house.database.read(lambda c: status_outbox.list_due_reports(c, 10))
     assert [(one.object_id, one.provisioning) for one in due] in ([("lb", "ERROR")], [])
     assert house.octavia.statuses[-1]["loadbalancers"][0]["provisioning_status"] == "ERROR"
     assert house.row.read_back, "half a tree is not served"
     house.reporter._library = library
-    house.reporter._reader.unread.clear()
-    house.reporter.turn()
+    house.reporter._reader.retries.clear()
+    house.reporter.run_once()
     assert not house.row.read_back
 
 
@@ -278,7 +278,7 @@ def two_listeners(house):
     house.octavia.trees["li"] = as_read()
     house.intents.create_object(Kind.LISTENER, PLAIN)
     house.create()
-    house.reporter.turn()
+    house.reporter.run_once()
     house.database.write(lambda c: c.execute(work.update().values(read_back=True, reread=None)))
     house.intents.update_object(Kind.LOAD_BALANCER, "lb", {"name": "x"})
 
@@ -286,7 +286,7 @@ def two_listeners(house):
 def test_a_listener_that_is_not_handed_over_costs_no_other(house, at_once):
     two_listeners(house)
     house.reporter._library = Partly(house.reporter.library, "plain")
-    house.reporter.turn()
+    house.reporter.run_once()
     assert not house.row.read_back
     found = {one.id: (len(one.l7policies), one.unread) for one in house.tree.listeners}
     assert found == {"plain": (1, False), "li": (0, True)}
@@ -296,7 +296,7 @@ def test_one_that_uses_no_secret_at_all_should_have_come(house, at_once):
     """Nothing says why it does not: that is no matter of one object's."""
     two_listeners(house)
     house.reporter._library = Partly(house.reporter.library, "li")
-    house.reporter.turn()
+    house.reporter.run_once()
     assert house.row.read_back, "its policies are not known"
     assert house.octavia.statuses[-1]["loadbalancers"][0]["provisioning_status"] == "ERROR"
 
@@ -325,7 +325,7 @@ def behind_a_pool_without_its_secret(house, **more):
     house.database.write(lambda c: c.execute(work.update().values(read_back=True, reread=None)))
     library = house.reporter.library
     house.reporter._library = Partly(library, "open", "other")
-    house.reporter.turn()
+    house.reporter.run_once()
     return library
 
 
@@ -362,7 +362,7 @@ def test_what_was_not_handed_over_is_read_when_the_reason_is_gone(house, at_once
     house.intents.update_object(Kind.POOL, "open", {"name": "x"})
     assert not house.row.read_back, "that was not the reason"
     mended(house)
-    house.reporter.turn()
+    house.reporter.run_once()
     assert {one.id: (one.unread, len(one.l7policies)) for one in house.tree.listeners} == {
         "plain": (False, 1),
         "other": (False, 0),
@@ -404,11 +404,11 @@ def test_what_was_known_is_not_lost_when_all_is_read_again(house, at_once):
     house.octavia.trees["li"] = as_read()
     house.create()
     house.reporter._library = Partly(library, "li")
-    house.reporter.turn()
+    house.reporter.run_once()
     before = {name: one for name, one in house.contents().items() if name[0] == "certificate"}
     mended(house)
     house.reporter._library = Partly(library, "open", "closed", "plain", "other")
-    house.reporter.turn()
+    house.reporter.run_once()
     assert not house.row.read_back
     assert [one.id for one in house.tree.listeners if one.unread] == []
     assert len(before) == 2
@@ -418,7 +418,7 @@ def test_what_was_known_is_not_lost_when_all_is_read_again(house, at_once):
 def test_one_of_which_nothing_is_missing_does_not_wait_for_an_answer_for_ever(house, at_once):
     house.database.write(lambda c: c.execute(work.update().values(committed=0)))
     house.reporter._library = Partly(house.reporter.library)
-    house.reporter.turn()
+    house.reporter.run_once()
     assert house.row.committed == 1
 
 

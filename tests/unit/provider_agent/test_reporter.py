@@ -98,9 +98,9 @@ ACTIVE = {"loadbalancers": [{"id": "lb", "provisioning_status": "ACTIVE"}]}
 def test_a_barrier_passes_before_anything_else_is_said(intents, database, reporter, octavia):
     intents.create_load_balancer(TREE, read_back=False)
     serve(database, 1)
-    reporter.turn()
+    reporter.run_once()
     assert octavia.statuses == [BARRIER, ACTIVE]
-    reporter.turn()
+    reporter.run_once()
     assert len(octavia.statuses) == 2, "said once"
 
 
@@ -108,11 +108,11 @@ def test_a_load_balancer_octavia_does_not_show_yet_is_not_spoken_of(intents, dat
     del octavia.trees["lb"]
     intents.create_load_balancer(TREE, read_back=False)
     serve(database, 1)
-    assert reporter.turn() < 0.5, "looks again soon"
+    assert reporter.run_once() < 0.5, "looks again soon"
     assert octavia.statuses == [BARRIER]
     octavia.trees["lb"] = READ_BACK
-    reporter._reader.unread.clear()
-    reporter.turn()
+    reporter._reader.retries.clear()
+    reporter.run_once()
     assert octavia.statuses[-1] == ACTIVE
 
 
@@ -121,21 +121,21 @@ def test_one_that_octavia_never_commits_is_removed(intents, database, reporter, 
     intents.create_load_balancer(TREE, read_back=False)
     # Whoever accepted it may have a clock that is wrong.
     database.write(lambda c: c.execute(request.update().values(accepted_at=0.0)))
-    reporter.turn()
+    reporter.run_once()
     assert row(database).op == "apply"
     reporter._reader._unknown["lb"] -= 1000
-    reporter._reader.unread.clear()
-    reporter.turn()
+    reporter._reader.retries.clear()
+    reporter.run_once()
     assert (row(database).op, row(database).dirty) == ("delete", True)
     serve(database, row(database).generation)
     octavia.refuse = lambda document: ("loadbalancers", "lb")
-    reporter.turn()
+    reporter.run_once()
     assert database.read(lambda c: c.execute(sa.select(work)).all()) == [], "nobody is left to be told"
 
 
 def test_what_octavia_refuses_of_a_load_balancer_it_does_not_know_ends_the_turn(intents, database, reporter, octavia):
     intents.create_load_balancer(TREE, read_back=False)
-    reporter.turn()
+    reporter.run_once()
     serve(database, 1)
     del octavia.trees["lb"]
     asked = []
@@ -149,7 +149,7 @@ def test_a_fully_populated_one_is_read_back(intents, database, reporter):
     intents.create_load_balancer(
         LoadBalancer(id="lb", project_id="demo", vip=VIP, listeners=(LISTENER,)), read_back=True
     )
-    reporter.turn()
+    reporter.run_once()
     tree = database.read(lambda c: desired_objects.load_tree(c, "lb"))
     assert tree.listeners[0].l7policies[0].rules[0].value == "/"
     assert (row(database).read_back, row(database).dirty) == (False, True)
@@ -170,7 +170,7 @@ def test_what_was_chosen_at_creation_survives_being_read_back(intents, database,
     intents.create_load_balancer(
         LoadBalancer(id="lb", project_id="demo", vip=VIP, listeners=(LISTENER,), **chosen), read_back=True
     )
-    reporter.turn()
+    reporter.run_once()
     tree = database.read(lambda c: desired_objects.load_tree(c, "lb"))
     assert not row(database).read_back
     assert {name: getattr(tree, name) for name in chosen} == chosen
@@ -188,11 +188,11 @@ def test_one_that_cannot_be_read_holds_up_no_other(intents, database, reporter, 
         status_outbox.confirm_generation(connection, "lb2", 1, {})
 
     database.write(write)
-    reporter.turn()
+    reporter.run_once()
     assert octavia.statuses[-1] == {"loadbalancers": [{"id": "lb2", "provisioning_status": "ACTIVE"}]}
     octavia.trees["lb"] = READ_BACK
-    reporter._reader.unread.clear()
-    reporter.turn()
+    reporter._reader.retries.clear()
+    reporter.run_once()
     assert database.read(lambda c: desired_objects.load_tree(c, "lb")).listeners[0].l7policies
 
 
@@ -201,14 +201,14 @@ def test_what_octavia_refuses_holds_up_nothing_else(intents, database, reporter,
     intents.create_object(Kind.LISTENER, LISTENER)
     serve(database, 2)
     octavia.refuse = lambda document: ("listeners", "li") if "listeners" in document else None
-    reporter.turn()
+    reporter.run_once()
     assert octavia.statuses == [BARRIER], "the load balancer stays closed while a child may still be told"
     give_up(reporter)
-    reporter.turn()
+    reporter.run_once()
     assert octavia.statuses == [BARRIER, ACTIVE]
     octavia.refuse = lambda document: None
     reporter._refused.clear()
-    reporter.turn()
+    reporter.run_once()
     assert octavia.statuses[-1] == {"listeners": [{"id": "li", "provisioning_status": "ACTIVE"}]}
 
 
@@ -217,12 +217,12 @@ def test_a_passing_trouble_is_tried_again_soon(intents, database, reporter, octa
     intents.create_object(Kind.LISTENER, LISTENER)
     serve(database, 2)
     octavia.refuse = lambda document: ("listeners", "li") if "listeners" in document else None
-    reporter.turn()
+    reporter.run_once()
     octavia.refuse = lambda document: None
     deadline = time.monotonic() + 5
     while len(octavia.statuses) < 2:
         assert time.monotonic() < deadline
-        reporter.turn()
+        reporter.run_once()
     assert octavia.statuses[1:] == [{"listeners": [{"id": "li", "provisioning_status": "ACTIVE"}], **ACTIVE}]
 
 
@@ -233,30 +233,30 @@ def give_up(reporter):
 
 def test_nothing_is_lost_while_octavia_is_away(intents, database, reporter, octavia):
     intents.create_load_balancer(TREE, read_back=False)
-    reporter.turn()
+    reporter.run_once()
     octavia.stop()
     serve(database, 1)
     with pytest.raises(octavia_errors.UpdateStatusError, match="No such file"):
-        reporter.turn()
+        reporter.run_once()
     octavia.start()
-    reporter.turn()
+    reporter.run_once()
     assert octavia.statuses[-1] == ACTIVE
 
 
 def test_only_one_reporter_speaks(intents, database, conf, reporter, octavia):
     intents.create_load_balancer(TREE, read_back=False)
-    reporter.turn()
+    reporter.run_once()
     other = Reporter(conf, database)
     serve(database, 1)
-    other.turn()
+    other.run_once()
     assert octavia.statuses == [BARRIER]
 
 
 def test_who_loses_the_duty_says_nothing_more(intents, database, conf, reporter, octavia, monkeypatch):
-    monkeypatch.setattr(module, "_MOST_ROWS", 1)
+    monkeypatch.setattr(module, "_MAX_ROWS", 1)
     intents.create_load_balancer(TREE, read_back=False)
     intents.create_object(Kind.LISTENER, LISTENER)
-    reporter.turn()
+    reporter.run_once()
     serve(database, 2)
     octavia.statuses.clear()
 
@@ -269,7 +269,7 @@ def test_who_loses_the_duty_says_nothing_more(intents, database, conf, reporter,
             database.write(lambda c: c.execute(duty.update().values(owner="another", leased_until=time.time() + 90)))
 
     library, reporter._library = reporter.library, Slow()
-    reporter.turn()
+    reporter.run_once()
     assert octavia.statuses == [{"listeners": [{"id": "li", "provisioning_status": "ACTIVE"}]}]
 
 
@@ -277,7 +277,7 @@ def test_a_process_that_was_stopped_after_it_read_statuses_does_not_send_them(
     intents, database, reporter, octavia, monkeypatch
 ):
     intents.create_load_balancer(TREE, read_back=False)
-    reporter.turn()
+    reporter.run_once()
     serve(database, 1)
     octavia.statuses.clear()
     read = status_outbox.list_due_reports
@@ -291,7 +291,7 @@ def test_a_process_that_was_stopped_after_it_read_statuses_does_not_send_them(
 
     monkeypatch.setattr(status_outbox, "list_due_reports", read_and_stop)
     monkeypatch.setattr(database, "read", database.write)
-    reporter.turn()
+    reporter.run_once()
     assert octavia.statuses == []
 
 
@@ -299,7 +299,7 @@ def test_the_duty_stays_where_something_is_being_said(intents, database, conf, r
     """Octavia may take half a minute: it would hear this after what the next one says."""
     monkeypatch.setattr(process_registry, "HEARTBEAT_INTERVAL", 0.05)
     intents.create_load_balancer(TREE, read_back=False)
-    reporter.turn()
+    reporter.run_once()
     serve(database, 1)
     heard, answered, over = threading.Event(), threading.Event(), threading.Event()
 
@@ -320,48 +320,48 @@ def test_the_duty_stays_where_something_is_being_said(intents, database, conf, r
         while until() < before + 0.5:
             assert time.monotonic() < deadline, "it is not kept"
             time.sleep(0.01)
-        assert not Reporter(conf, database)._on_duty()
+        assert not Reporter(conf, database)._acquire_duty()
     finally:
         answered.set()
         thread.join(60)
     assert octavia.statuses[-1] == ACTIVE
-    assert Reporter(conf, database)._on_duty(), "whoever ends gives it back"
+    assert Reporter(conf, database)._acquire_duty(), "whoever ends gives it back"
 
 
 def test_whoever_cannot_reach_octavia_leaves_it_to_others(intents, database, conf, reporter, octavia):
     """Its host's agent is gone, or has hung; those of other hosts have not."""
     intents.create_load_balancer(TREE, read_back=False)
-    reporter.attempt()
+    reporter.try_run_once()
     other = Reporter(conf, database)
     octavia.stop()
     serve(database, 1)
-    reporter.attempt()
+    reporter.try_run_once()
     octavia.start()
-    reporter.attempt()
+    reporter.try_run_once()
     assert octavia.statuses == [BARRIER], "it leaves time for others"
-    other.attempt()
+    other.try_run_once()
     assert octavia.statuses == [BARRIER, ACTIVE]
 
 
 def test_without_others_it_goes_on_itself(intents, database, conf, reporter, octavia):
     conf.set_override("poll_interval", 0.05, "queue")
     intents.create_load_balancer(TREE, read_back=False)
-    reporter.attempt()
+    reporter.try_run_once()
     octavia.stop()
     serve(database, 1)
-    reporter.attempt()
+    reporter.try_run_once()
     octavia.start()
     deadline = time.monotonic() + 60
     while octavia.statuses != [BARRIER, ACTIVE]:
         assert time.monotonic() < deadline, "it has not taken the duty again"
-        time.sleep(reporter.attempt())
+        time.sleep(reporter.try_run_once())
 
 
 def test_who_loses_the_duty_while_it_looks_waits_for_no_row(intents, database, reporter, octavia, monkeypatch):
     intents.create_load_balancer(TREE, read_back=False)
     turns = iter([True, False, False, False])
-    monkeypatch.setattr(reporter, "_on_duty", lambda: next(turns))
-    reporter.turn()
+    monkeypatch.setattr(reporter, "_acquire_duty", lambda: next(turns))
+    reporter.run_once()
     assert (octavia.statuses, row(database).committed) == ([], 0)
 
 
@@ -395,7 +395,7 @@ def test_statistics_are_totals_over_every_amphora_there_ever_was(intents, databa
         statistics.write_rows(connection, [numbers("gone", 40, 9), numbers("new", 2, 1)])
 
     database.write(write)
-    reporter.turn()
+    reporter.run_once()
     reporter.report_statistics()
     reporter.report_statistics()
     assert octavia.statistics == [

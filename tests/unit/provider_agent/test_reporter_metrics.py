@@ -68,7 +68,7 @@ class Counted:
 def test_taken_and_refused(conf, database, octavia):
     reporter, counted = Reporter(conf, database), Counted()
     octavia.refuse = lambda document: ("listeners", "li") if "listeners" in document else None
-    reporter.turn()
+    reporter.run_once()
     assert counted["amphora_octavia_seconds_count", "barrier"] == 1
     assert counted["amphora_reports_total", "refused"] == 1
     assert counted["amphora_reports_total", "taken"] == 0
@@ -77,9 +77,9 @@ def test_taken_and_refused(conf, database, octavia):
     deadline = time.monotonic() + 30
     while counted["amphora_reports_total", "taken"] < 2:
         assert time.monotonic() < deadline
-        reporter.turn()
+        reporter.run_once()
     assert counted["amphora_reports_total", "refused"] == 1
-    reporter.turn()
+    reporter.run_once()
     assert counted["amphora_reports_total", "taken"] == 2, "said once, counted once"
 
 
@@ -90,11 +90,11 @@ def test_octavia_is_away(conf, database, octavia):
     assert reporter.library
     octavia.stop()
     with pytest.raises(octavia_errors.UpdateStatusError):
-        reporter.turn()
+        reporter.run_once()
     assert counted["amphora_octavia_failures_total", "barrier"] == 1
     assert counted["amphora_reports_total", "taken"] == 0
     octavia.start()
-    reporter.turn()
+    reporter.run_once()
     assert counted["amphora_octavia_failures_total", "barrier"] == 1
     assert counted["amphora_reports_total", "taken"] == 2
 
@@ -106,7 +106,7 @@ def test_statistics_are_a_call_too(conf, database):
     row = statistics.Row(listener_id="li", amphora_id="am", load_balancer_id="lb", **numbers)
     database.write(lambda c: statistics.write_rows(c, [row]))
     reporter, counted = Reporter(conf, database), Counted()
-    reporter.turn()
+    reporter.run_once()
     reporter.report_statistics()
     reporter.report_statistics()
     assert counted["amphora_octavia_seconds_count", "statistics"] == 1, "nothing new is no call"
@@ -127,21 +127,21 @@ def test_whoever_scrapes_it_is_told(conf, database, monkeypatch):
     (port,) = free_ports(1)
     conf.set_override("provider_agent_port", port, group="status")
     reporter = Reporter(conf, database)
-    with provider_agent._watched(conf, "me", reporter) as watched:
+    with provider_agent._start_telemetry(conf, "me", reporter) as watched:
         assert watched.server.listening(10)
-        reporter.turn()
+        reporter.run_once()
         status, text = asked(port, "/metrics")
         assert status == 200
         assert 'kind="provider-agent"' in text
         assert 'amphora_octavia_seconds_count{call="barrier"}' in text
         assert "amphora_fleet_outbox 0.0" in text
         assert asked(port, "/healthz")[0] == 200
-        monkeypatch.setattr(module, "_IDLE", -1.0)
+        monkeypatch.setattr(module, "_MAX_ROUND_AGE", -1.0)
         assert asked(port, "/healthz")[0] == 503, "no turn was taken for too long"
     with pytest.raises(OSError, match=os.strerror(111)):
         asked(port, "/healthz")
 
 
 def test_without_a_port_there_is_none(conf, database):
-    with provider_agent._watched(conf, "me", Reporter(conf, database)) as watched:
+    with provider_agent._start_telemetry(conf, "me", Reporter(conf, database)) as watched:
         assert watched is None

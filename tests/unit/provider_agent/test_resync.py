@@ -85,14 +85,14 @@ def intents(database):
 def reporter(conf, database, octavia, intents):
     """Everything is served, and Octavia was told all of it."""
     reporter = Reporter(conf, database)
-    reporter.turn()
+    reporter.run_once()
     serve(database)
     seen = [
         status_outbox.Observation(object_id=one, kind=kind, operating=Operating.ONLINE)
         for one, kind in (("lb", Kind.LOAD_BALANCER), ("me", Kind.MEMBER))
     ]
     database.write(lambda c: status_outbox.write_observations(c, "lb", seen))
-    reporter.turn()
+    reporter.run_once()
     octavia.statuses.clear()
     octavia.asked.clear()
     return reporter
@@ -138,8 +138,8 @@ def members(database):
 
 def test_everything_is_said_again_while_nobody_can_change_it(database, reporter, octavia):
     ask(database)
-    reporter.turn()
-    reporter.turn()
+    reporter.run_once()
+    reporter.run_once()
     locked, *others = said(octavia)
     assert locked == [("lb", "PENDING_UPDATE", None)], "first of all"
     (everything,) = others
@@ -153,22 +153,22 @@ def test_everything_is_said_again_while_nobody_can_change_it(database, reporter,
     assert outcome(database) == ("done", None)
     assert row(database).generation == 1, "nothing is pushed for that"
     octavia.statuses.clear()
-    reporter.turn()
+    reporter.run_once()
     assert octavia.statuses == [], "once"
 
 
 def test_what_octavia_has_is_wanted_and_is_not_active_before_it_is_served(database, reporter, octavia):
     octavia.trees["lb"] = kept({**KEPT_MEMBER, "weight": 7}, {**KEPT_MEMBER, "member_id": "back", "address": "::1"})
     ask(database)
-    reporter.turn()
-    reporter.turn()
+    reporter.run_once()
+    reporter.run_once()
     assert members(database) == {"me", "back"}
     found = {one[0]: one[1] for one in said(octavia)[-1]}
     assert found == {"li": "ACTIVE", "po": "ACTIVE", "lb": None, "me": None}, "operating statuses only of these two"
-    assert outcome(database) == ("done", "member back is there; member me differs in weight")
+    assert outcome(database) == ("done", "member back exists only in Octavia; member me differs in weight")
     assert (row(database).generation, row(database).dirty) == (2, True)
     serve(database)
-    reporter.turn()
+    reporter.run_once()
     assert {one[0]: one[1] for one in said(octavia)[-1]} == {"lb": "ACTIVE", "me": "ACTIVE", "back": "ACTIVE"}
 
 
@@ -176,40 +176,40 @@ def test_what_was_never_confirmed_waits_for_a_confirmation(database, reporter, o
     """Its row was lost, or written by hand: that it is served is not known."""
     database.write(lambda c: c.execute(status.update().where(status.c.object_id == "me").values(provisioning=None)))
     ask(database)
-    reporter.turn()
-    reporter.turn()
+    reporter.run_once()
+    reporter.run_once()
     found = {one[0]: one[1] for one in said(octavia)[-1]}
     assert found == {"li": "ACTIVE", "po": "ACTIVE", "lb": None, "me": None}
     assert (row(database).generation, row(database).committed, row(database).dirty) == (2, 2, True)
     serve(database)
-    reporter.turn()
+    reporter.run_once()
     assert {one[0]: one[1] for one in said(octavia)[-1]} == {"lb": "ACTIVE", "me": "ACTIVE"}
 
 
 def test_what_octavia_has_lost_is_not_wanted_any_more(database, reporter, octavia):
     octavia.trees["lb"] = kept()
     ask(database)
-    reporter.turn()
-    reporter.turn()
+    reporter.run_once()
+    reporter.run_once()
     assert members(database) == set()
     assert all(one[0] != "me" for call in said(octavia) for one in call), "Octavia would refuse it"
-    assert outcome(database) == ("done", "member me is not there")
+    assert outcome(database) == ("done", "member me is missing in Octavia")
 
 
 def test_one_that_is_being_changed_is_left_alone_until_that_is_done(database, reporter, octavia, intents):
     octavia.trees["lb"] = kept({**KEPT_MEMBER, "weight": 7})
     intents.update_object(Kind.MEMBER, "me", {"weight": 7})
     ask(database)
-    reporter.turn()
+    reporter.run_once()
     assert all(one[1] is None for call in said(octavia) for one in call), "barriers only: it is PENDING there"
     assert outcome(database)[0] is None
-    assert "waits until what its users have asked for" in outcome(database)[1]
+    assert "waits until all requests of its users" in outcome(database)[1]
     serve(database)
-    reporter.turn()
+    reporter.run_once()
     octavia.statuses.clear()
-    reporter._resyncer._later.clear()
-    reporter.turn()
-    reporter.turn()
+    reporter._resyncer._not_before.clear()
+    reporter.run_once()
+    reporter.run_once()
     assert outcome(database) == ("done", None)
     assert said(octavia)[0][0] == ("lb", "PENDING_UPDATE", None)
     assert ("me", "ACTIVE", "ONLINE") in said(octavia)[-1]
@@ -238,15 +238,15 @@ def test_a_request_that_comes_before_the_lock_is_never_said_to_be_done(database,
         octavia.trees["lb"] = kept({**KEPT_MEMBER, "weight": 3})
     reporter._library = Late(reporter.library)
     ask(database)
-    reporter.turn()
-    reporter.turn()
+    reporter.run_once()
+    reporter.run_once()
     assert [one for call in said(octavia) for one in call if one[1] not in (None, "PENDING_UPDATE")] == []
     assert outcome(database)[0] is None
     assert row(database).generation == 2, "the user's"
     serve(database)
-    reporter._resyncer._later.clear()
+    reporter._resyncer._not_before.clear()
     for _ in range(3):
-        reporter.turn()
+        reporter.run_once()
     assert outcome(database) == ("done", None)
     assert ("lb", "ACTIVE", "ONLINE") in said(octavia)[-1]
 
@@ -272,12 +272,12 @@ def test_a_crash_after_the_lock_leaves_nothing_locked(conf, database, reporter, 
     reporter._library = Dying(reporter.library)
     ask(database)
     with pytest.raises(Died):
-        reporter.turn()
+        reporter.run_once()
     assert said(octavia) == [[("lb", "PENDING_UPDATE", None)]]
     # The one in its place has its name, and so its duty.
     another = Reporter(conf, database, reporter._name)
-    another.turn()
-    another.turn()
+    another.run_once()
+    another.run_once()
     assert ("lb", "ACTIVE", "ONLINE") in said(octavia)[-1]
 
 
@@ -294,8 +294,8 @@ def test_what_is_not_handed_over_is_said_again_all_the_same(database, reporter, 
 
     reporter._library = Silent(reporter.library)
     ask(database)
-    reporter.turn()
-    reporter.turn()
+    reporter.run_once()
+    reporter.run_once()
     assert ("lb", "ACTIVE", "ONLINE") in said(octavia)[-1]
     assert outcome(database)[0] == "unread"
     assert "every secret" in outcome(database)[1]
@@ -323,14 +323,14 @@ def test_what_cannot_be_taken_is_said_again_all_the_same(database, reporter, oct
         return maybe
 
     if trouble == "sealing":
-        monkeypatch.setattr(reporter._resyncer._reader, "sealed", fails(reporter._resyncer._reader.sealed))
+        monkeypatch.setattr(reporter._resyncer._reader, "seal_secrets", fails(reporter._resyncer._reader.seal_secrets))
     else:
         monkeypatch.setattr(from_octavia, "load_balancer", fails(from_octavia.load_balancer))
     ask(database)
-    reporter._resyncer.turn()
+    reporter._resyncer.run_due()
     assert outcome(database)[0] == "unread"
     assert "no meaning" in outcome(database)[1]
-    reporter.turn()
+    reporter.run_once()
     assert ("lb", "ACTIVE", "ONLINE") in said(octavia)[-1]
     assert row(database).generation == 1, "nothing of it was taken"
 
@@ -338,28 +338,28 @@ def test_what_cannot_be_taken_is_said_again_all_the_same(database, reporter, oct
 def test_one_that_octavia_does_not_know_stays_unless_it_is_to_go(database, reporter, octavia):
     del octavia.trees["lb"]
     ask(database)
-    reporter.turn()
+    reporter.run_once()
     assert outcome(database)[0] == "unknown"
     assert row(database).op == "apply"
     ask(database, remove_unknown=True)
-    reporter.turn()
+    reporter.run_once()
     assert outcome(database)[0] == "removed"
     assert (row(database).op, row(database).dirty) == ("delete", True)
     ask(database)
-    reporter.turn()
+    reporter.run_once()
     assert outcome(database)[0] == "going"
 
 
 def test_one_that_is_not_recorded_is_told_of(database, reporter, octavia):
     octavia.trees["other"] = {**kept(KEPT_MEMBER), "loadbalancer_id": "other"}
     ask(database, "other", "nobody")
-    reporter.turn()
+    reporter.run_once()
     assert outcome(database, "other")[0] == "unrecorded"
     assert "name web, VIP 198.51.100.10" in outcome(database, "other")[1]
     assert outcome(database, "nobody")[0] == "nowhere"
     assert said(octavia) == [], "nothing is locked that nobody would open again"
     ask(database, "other", remove_unknown=True)
-    reporter.turn()
+    reporter.run_once()
     assert outcome(database, "other")[0] == "removed"
     (gone,) = said(octavia)
     assert {one[:2] for one in gone} == {(one, "DELETED") for one in ("me", "po", "li", "other")}
@@ -368,22 +368,22 @@ def test_one_that_is_not_recorded_is_told_of(database, reporter, octavia):
 
 def test_one_that_octavia_has_not_committed_waits(database, reporter, octavia):
     database.write(lambda c: c.execute(work.update().values(committed=0)))
-    reporter._resyncer.turn()
+    reporter._resyncer.run_due()
     ask(database)
-    reporter._resyncer.turn()
+    reporter._resyncer.run_due()
     assert outcome(database) == (None, "waits until Octavia has committed its creation")
 
 
 def test_octavia_that_is_away_is_asked_again(database, reporter, octavia):
     octavia.stop()
     ask(database)
-    reporter._resyncer.turn()
+    reporter._resyncer.run_due()
     found = outcome(database)
     assert found[0] is None
-    assert "tried again" in found[1]
+    assert "next attempt in 15 s" in found[1]
     octavia.start()
-    reporter._resyncer._later.clear()
-    reporter._resyncer.turn()
+    reporter._resyncer._not_before.clear()
+    reporter._resyncer.run_due()
     assert outcome(database) == ("done", None)
 
 
@@ -395,10 +395,10 @@ def test_hands_do_it_one_after_the_other(conf, database, reporter, octavia):
         def submit(self, work, *arguments):
             begun.append(threading.Thread(target=work, args=arguments))
 
-    reporter._resyncer._hands = Hands()
+    reporter._resyncer._executor = Hands()
     ask(database)
-    reporter.turn()
-    reporter.turn()
+    reporter.run_once()
+    reporter.run_once()
     assert len(begun) == 1
     begun[0].start()
     begun[0].join()
@@ -408,5 +408,5 @@ def test_hands_do_it_one_after_the_other(conf, database, reporter, octavia):
 def test_a_reporter_without_the_duty_says_nothing(database, reporter, octavia):
     ask(database)
     reporter._held_until = 0.0
-    reporter._resyncer.turn()
+    reporter._resyncer.run_due()
     assert (said(octavia), outcome(database)[0]) == ([], None)

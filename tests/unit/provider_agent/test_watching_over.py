@@ -21,15 +21,15 @@ def agent(monkeypatch, tmp_path):
     """A provider agent whose reporter only writes down who it is."""
 
     def report(_name, watcher, ending):
-        alone = provider_agent._Alone(ending, watcher)
+        alone = provider_agent._StopCondition(ending, watcher)
         path = tmp_path / str(os.getpid())
         path.write_text(str(watcher))
         while not alone.is_set():
             time.sleep(0.01)
         path.unlink()
 
-    monkeypatch.setattr(provider_agent, "_work", report)
-    monkeypatch.setattr(provider_agent, "_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(provider_agent, "_run_reporter", report)
+    monkeypatch.setattr(provider_agent, "_POLL_INTERVAL", 0.02)
     made = Agent(tmp_path)
     yield made
     made.end()
