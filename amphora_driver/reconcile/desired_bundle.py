@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an amphora would be given if it were pushed now.
+"""The bundle that a push would send to an amphora now.
 
-Invariant: pure. A push and an audit ask the same functions, so that what an audit takes for a difference is what a push
-would change.
+Invariant: pure. Push and drift audit use the same functions, so the audit reports exactly what a push would change.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ if TYPE_CHECKING:
 
 
 class Recorded(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything of one load balancer that decides what its amphorae are given, of one moment.
+    """All values of one load balancer that determine its bundles, at one moment.
 
     Attributes:
-        tree: as it is wanted.
+        tree: the desired configuration.
         generation: the newest one.
-        amphorae: all of them, the oldest first.
-        networks: those it needs.
-        failed: what is known not to be servable: reasons by object id.
-        secrets: sealed.
-        tickets: how often its TLS ticket keys were made or rotated; None if it never needed any.
-        priorities: who is preferred to have the VIPs, by role; empty where nobody takes over.
+        amphorae: all amphorae, the oldest one first.
+        networks: the networks it needs.
+        failed: objects that cannot be served: reasons by object id.
+        secrets: its sealed secrets.
+        tickets: how often its TLS ticket keys were created or rotated; None if it has none.
+        priorities: VRRP priorities by role; empty for a topology without VIP fail-over.
     """
 
     tree: LoadBalancer
@@ -66,19 +65,19 @@ def body(
     priorities: Mapping[str, int],
     interval: float,
 ) -> bytes:
-    """The document for one amphora.
+    """Return the bundle of one amphora as a document.
 
     Args:
-        tree: with the limits of its processes filled in (`configured.limited`).
-        generation: which one this is.
-        amphora: whom it is for.
+        tree: with the limits of its processes filled in (`defaults.limited`).
+        generation: of the bundle.
+        amphora: the recipient.
         everyone: all amphorae of the load balancer.
-        served: what serves clients.
-        networks: those the load balancer needs; a port on another one is about to be taken away.
-        priorities: who is preferred to have the VIPs, by role.
-        interval: seconds between two advertisements.
+        served: configuration, files and UDP listeners that serve clients.
+        networks: the networks the load balancer needs; a port on another network will be detached.
+        priorities: VRRP priorities by role.
+        interval: seconds between two VRRP advertisements.
     """
-    # One whose connections go on takes no VIPs from those that stay.
+    # A draining amphora must not take the VIPs from the amphorae that stay.
     leaves = amphora.drains_until is not None
     priority = priorities.get(amphora.role)
     priority = vrrp_peers.LAST_PRIORITY if leaves and priority is not None else priority
@@ -87,15 +86,15 @@ def body(
 
 
 def needed(plugged: Sequence[AttachedPort], networks: Collection[str]) -> tuple[AttachedPort, ...]:
-    """The ports that are not about to be taken away."""
+    """Return the ports that stay attached."""
     return tuple(one for one in plugged if one.port.network_id in networks)
 
 
 def bodies(recorded: Recorded, conf: ConfigOpts, vault: Vault) -> dict[str, bytes]:
-    """What each amphora would be given, by its id.
+    """Return the bundle of each amphora, by amphora id.
 
     Raises:
-        ModelError: what TLS ticket keys are made from is still to be made, or nothing can be served.
+        ModelError: the seed of the TLS ticket keys does not exist yet, or nothing can be served.
     """
     tree = limited(recorded.tree, conf)
     failed = dict(recorded.failed)

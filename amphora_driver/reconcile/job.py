@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One job: under which lease, until when, and what goes before it.
+"""One job: its lease, its deadline, and its preemption by other requests.
 
-Invariant: nothing is done outside the database unless `check` has just been asked. Deleting goes before a fail-over,
-and that before everything else: a job that was begun for less ends, wherever it is, and its load balancer is taken up
-again at once. The same ends a job when its process ends.
+Invariant: `check` precedes each effect outside the database. A deletion has precedence over a fail-over, and a
+fail-over has precedence over everything else. A job for a lower request ends at its next check, and its load balancer
+is claimed again at once. A job ends in the same way when its process stops.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from amphora_driver.database.engine import Database
 
-# What a request for a fail-over is called in the history (store/requests.py).
+# Action of a fail-over request in the history (store/requests.py).
 _FAILOVER = "failover loadbalancer"
 
 
@@ -33,16 +33,16 @@ class Turn:
 
     Args:
         lease: of the load balancer.
-        database: where it is recorded.
-        seconds: the time the job has.
+        database: the store.
+        seconds: time-out of the job.
 
     Attributes:
-        generation: the newest one this job has seen.
-        op: what was wanted then.
-        since: when the step that is being taken began, on `time.monotonic()`'s clock.
-        replacing: fail-overs of it go on, and their time lines are kept.
-        staying: amphorae that were not to be replaced when it was looked last.
-        over: the row it was for is gone, by what it did.
+        generation: the newest generation this job has observed.
+        op: the requested operation of that observation.
+        since: start of the current step, by `time.monotonic()`.
+        replacing: a fail-over is in progress, and its events are recorded.
+        staying: amphorae that were not retiring in the last observation.
+        over: this job has deleted its own row.
     """
 
     def __init__(self, lease: Lease, database: Database, seconds: float) -> None:
@@ -51,7 +51,6 @@ class Turn:
         self.generation = 0
         self.op: str = Op.APPLY
         self.since = time.monotonic()
-        # Whether fail-overs of it go on, whose time lines are kept; and whether the row is gone by what was done.
         self.replacing = False
         self.staying: frozenset[str] = frozenset()
         self.over = False
@@ -59,20 +58,20 @@ class Turn:
         self._gives_way: str | None = None
 
     def begin_step(self) -> None:
-        """A step begins."""
+        """Record the start of a step."""
         self.since = time.monotonic()
 
     def saw(self, generation: int, op: str) -> None:
-        """What is done from now on is for this generation."""
+        """Record the generation and the operation that the following steps are for."""
         self.generation, self.op = generation, op
 
     def check(self) -> None:
-        """Make sure that an effect outside is still ours to have; asked right before it.
+        """Check the lease, the precedence and the deadline; called immediately before an external effect.
 
         Raises:
-            LeaseLost: somebody else works on the load balancer.
-            Superseded: something that goes first was asked for, or this process ends.
-            DeadlinePassed: the job had its time.
+            LeaseLost: another controller has the lease.
+            Superseded: a request has precedence, or this process stops.
+            DeadlinePassed: the time-out of the job has passed.
         """
         first = self._database.read(self._goes_first)
         if first is not None and self._gives_way is None:
@@ -82,18 +81,18 @@ class Turn:
         self.deadline.limit_wait(1.0)
 
     def superseded(self) -> Superseded:
-        """The error with which it ends when it gives way."""
+        """Return the error of a preempted job."""
         return Superseded(f"go on with load balancer {self.lease.load_balancer_id}", str(self._gives_way))
 
     def give_way(self, reason: str, grace: float = 0.0) -> None:
-        """Have it end from another thread: before its next effect, and what it waits for after `grace` seconds."""
+        """Preempt the job from another thread: at its next check, and in a wait after `grace` seconds."""
         if self._gives_way is None:
             self._gives_way = reason
         self.deadline.bring_forward(reason, grace)
 
     @property
     def gives_way(self) -> bool:
-        """Whether it is to end for something else."""
+        """Return whether the job is preempted."""
         return self._gives_way is not None
 
     def _goes_first(self, connection: sa.Connection) -> str | None:
@@ -101,13 +100,13 @@ class Turn:
         return self.beaten_by(connection, generation, op, urgent=urgent)
 
     def beaten_by(self, connection: sa.Connection, generation: int, op: str, *, urgent: bool) -> str | None:
-        """What of that which is wanted by now goes before this job, in words; None if nothing does.
+        """Return the reason why a newer request has precedence over this job; None if there is none.
 
         Args:
-            connection: where it is recorded.
-            generation: the newest one by now.
-            op: what is wanted by now.
-            urgent: amphorae of it are to be replaced since this job was begun.
+            connection: of a reading transaction.
+            generation: the newest generation now.
+            op: the requested operation now.
+            urgent: an amphora must be replaced, and this was recorded after the start of the job.
         """
         if not self.generation or self.op == Op.DELETE:
             return None
@@ -127,7 +126,7 @@ class Turn:
 
 
 def goes_first(connection: sa.Connection, turns: Sequence[Turn]) -> dict[Turn, str]:
-    """Why these jobs are to end: something goes before them, or they are not ours any more; most have no reason to."""
+    """Return the preempted jobs and those with a lost lease, each with the reason."""
     by_id = {turn.lease.load_balancer_id: turn for turn in turns}
     columns = (work.c.load_balancer_id, work.c.owner, work.c.epoch, work.c.generation, work.c.op, work.c.free_at)
     rows = connection.execute(sa.select(*columns).where(work.c.load_balancer_id.in_(by_id))).all()

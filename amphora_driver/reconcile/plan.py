@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to do next, as a pure function.
+"""The next steps of a load balancer, as a pure function.
 
-Invariant: `plan` looks at what is wanted and what is observed and names the steps that lead from one to the other. It
-does no I/O, has no memory, and an empty answer means that nothing is left to do. Every step is idempotent and leaves
-its mark in the store, so that after a crash the same function names the same step again. Create, update, fail-over
-and delete are this one function with different wanted states.
+Invariant: `plan` compares the desired with the observed state and returns the steps from one to the other. It does no
+I/O and has no memory; an empty result means that nothing is left to do. Every step is idempotent and records its
+result. After a crash the same function therefore returns the unfinished step again. Create, update, fail-over and
+delete use this function with different desired states.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from amphora_driver.reconcile.steps import (
     Wanted,
 )
 
-# Who takes steps knows them from here.
+# Other modules import the steps from here.
 __all__ = [
     "Adopt",
     "AllocateVip",
@@ -75,33 +75,33 @@ __all__ = [
     "plan",
 ]
 
-# Seconds between two looks at an amphora whose connections are to end.
+# Seconds between two checks of a draining amphora.
 _LOOK_PAUSE = 2.0
-# The same at a pair that begins: one of them is about to take the VIPs.
+# Seconds between two checks whether a new pair has taken the VIPs.
 _VIP_PAUSE = 0.1
-# Seconds between two looks at a machine that boots: of one that has not come for long, at the most.
+# Seconds between two checks of a booting machine: at first, and at most.
 _BOOT_PAUSE, _LONGEST_BOOT_PAUSE = 1.0, 10.0
-# Those that boot do so side by side: what takes long begins before anything is waited for.
+# Start all boots before waiting for an agent, so that machines boot in parallel.
 _STAGES = (Boot, Plug, AwaitAgent)
 
 
 def plan(wanted: Wanted, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:
-    """The next steps, in order; the same question is asked again after they were taken."""
+    """Return the next steps, in order; the caller performs them and then plans again."""
     if wanted.gone:
         return _removal(wanted, amphorae)
     first, later = _renewals(wanted, amphorae)
     if first:
         return first
     steps = _present(wanted, amphorae) if wanted.stock is None else plan_pool(wanted, wanted.stock, amphorae)
-    # While connections end there is time enough.
+    # A certificate of a retiring amphora is renewed only if the plan is empty or checks a drain.
     return [*later, *steps] if not steps or isinstance(steps[0], LookAfter) else steps
 
 
 def _renewals(wanted: Wanted, amphorae: tuple[Amphora, ...]) -> tuple[list[AnyStep], list[AnyStep]]:
-    """Certificates to be given before anything else, and those that wait until there is nothing else to do.
+    """Return the certificate renewals that precede all other steps, and those that follow them.
 
-    One whose certificate has expired takes nothing else. One that is about to go may not answer any more: who comes in
-    its place is not kept waiting for that.
+    An agent with an expired certificate accepts nothing else. A retiring amphora may not answer, and its renewal must
+    not delay its replacement.
     """
     going = {one.id for one in amphorae if one.state is AmphoraState.RETIRING}
     expired = {one.id for one in amphorae if one.certificate_expires_at and one.certificate_expires_at <= wanted.now}
@@ -114,7 +114,7 @@ def _renewals(wanted: Wanted, amphorae: tuple[Amphora, ...]) -> tuple[list[AnySt
 
 
 def _present(wanted: Wanted, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:
-    """The next steps for one that is to be there."""
+    """Return the next steps of a load balancer that is not deleted."""
     house = _House(wanted, amphorae)
     if witnesses := house.witnesses():
         return [AskHolder(amphora_ids=witnesses, reason="one of them goes, and whoever has the VIPs hands them over")]
@@ -122,7 +122,7 @@ def _present(wanted: Wanted, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:
         return [_newcomer(wanted, house.next_role())]
     steps = [step for one in house.live for step in _arrival(wanted, one)]
     if not vip_allocation.known(wanted.tree):
-        # Amphorae boot meanwhile: where they are may be what decides.
+        # Boot amphorae meanwhile: the network backend may choose addresses by the location of the machines.
         return [step for step in steps if isinstance(step, Boot)] or [_addresses(wanted)]
     waiting = [one for one in house.live if _boots(wanted, one)]
     arrived = [one for one in house.live if one not in waiting and not _arrival(wanted, one)]
@@ -136,7 +136,7 @@ def _present(wanted: Wanted, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:
 
 
 def _serving(wanted: Wanted, house: _House, arrived: Sequence[Amphora]) -> list[AnyStep]:
-    """What those that have arrived need, until everybody serves the newest generation and nothing is left over."""
+    """Return the next steps once amphorae are reachable, until all serve and cleanup is done."""
     if house.apart(arrived):
         return [Renew(reason="an amphora has come of which its partner does not know")]
     undone = vip_allocation.due(wanted.tree, wanted.vip_given, house.everyone)
@@ -152,7 +152,7 @@ def _serving(wanted: Wanted, house: _House, arrived: Sequence[Amphora]) -> list[
 
 
 def _newcomer(wanted: Wanted, role: str) -> Record | Adopt:
-    """Somebody for a role: a warm spare where there is one, for those that have served users before."""
+    """Return the step that fills a role: with a spare if there is one and the load balancer has served."""
     reason = f"{role} is missing of {', '.join(wanted.roles)}"
     if wanted.spares and wanted.applied:
         return Adopt(role=role, amphora_ids=wanted.spares, reason=reason)
@@ -160,7 +160,7 @@ def _newcomer(wanted: Wanted, role: str) -> Record | Adopt:
 
 
 def _joining(wanted: Wanted) -> list[AnyStep]:
-    """Spares are a matter of whoever serves already: nobody waits for a pool."""
+    """Return the change of the spare pool; it follows the push, so that no user waits for a pool."""
     sought = None if wanted.spec is None else wanted.spec.id
     if sought == wanted.pool:
         return []
@@ -175,11 +175,11 @@ def _addresses(wanted: Wanted) -> AllocateVip | Await:
 
 
 class _House:
-    """The amphorae of one load balancer, and what follows from who is there.
+    """The amphorae of one load balancer, and the steps that follow from their states.
 
-    Of several that serve, one is replaced at a time: the next replacement is made when the one before serves, its
-    predecessor is gone, and it has the VIPs. So there is never more than one too many, and never none. Those that are
-    dead are replaced at once, whatever becomes of their machines: nobody waits for who serves nobody.
+    A pair is replaced one amphora at a time. The second replacement is created after the first one serves, its
+    predecessor is deleted, and it has the VIPs. There is therefore at most one amphora more than the topology has, and
+    always one that serves. A dead amphora is replaced at once, before its machine is deleted.
     """
 
     def __init__(self, wanted: Wanted, amphorae: tuple[Amphora, ...]) -> None:
@@ -194,7 +194,7 @@ class _House:
         self._holder = vrrp_peers.holder(amphorae, wanted.roles[0], self._quiet)
 
     def witnesses(self) -> tuple[str, ...]:
-        """Who is to be asked for the VIPs, before anybody goes: what was heard may be older than where they are."""
+        """Return the amphorae to query for the VIPs before one is removed: heartbeats may be older."""
         if self._wanted.holder_asked or not self._several:
             return ()
         serving = [one for one in self.everyone if one.confirmed > 0 and one.plugged and one.id not in self._quiet]
@@ -202,37 +202,37 @@ class _House:
         return tuple(one.id for one in serving) if going and len(serving) > 1 else ()
 
     def may_grow(self) -> bool:
-        """Whether the next amphora may be made now."""
+        """Return whether the next amphora may be created now."""
         serving = [one for one in self.retiring if one.confirmed > 0 and not one.dead]
         if not serving or not self.live:
             return True
         settled = all(one.confirmed >= self._wanted.generation for one in self.live)
-        # One whose connections go on is in the way only where VIPs are to be handed over.
+        # A draining amphora delays a replacement only if VIPs must be handed over.
         staying = [one for one in serving if not self._drains(one)]
         replaced = {one.role for one in staying} & {one.role for one in self.live}
         lost = {one.role for one in self.retiring if one.dead}
         if lost & set(self.missing) and self._holder not in {one.id for one in staying}:
-            # What has yet to go of somebody else, and perhaps cannot, is no reason to leave one alone.
+            # An undeletable old amphora must not delay replacing a dead one.
             return settled
         return settled and not replaced and not self._leaving()
 
     def next_role(self) -> str:
-        """The role to fill first: of two that are replaced, that of the one that has no VIPs."""
+        """Return the role to fill first: of two replaced amphorae, the role of the one without the VIPs."""
         has = {one.role for one in self.retiring if one.id == self._holder}
         return min(self.missing, key=lambda role: role in has)
 
     def turn_of(self, step: AnyStep) -> tuple[bool, int]:
-        """Which steps of those that come are taken first: by stage; once something failed, by who has a machine."""
+        """Return the sort key of a boot step: its stage; after a failure, amphorae with a machine first."""
         late = self._wanted.attempts > 0 and getattr(step, "amphora_id", None) in self._without_machine
         return late, _STAGES.index(type(step))
 
     def fencing(self) -> list[AnyStep]:
-        """Remove those taken for dead before their partners forget them: they may have the VIPs still.
+        """Return the removal of dead amphorae that a partner still has as a peer: they may have the VIPs.
 
-        One whose agent ended, or whose management network did, is as silent as one that is gone. Its partner hears its
-        advertisements for as long as it knows it. This is tried once: nobody waits for a machine that cannot be
-        reached. One on its own has no partner that would take anything because of it: it is removed when its
-        replacement serves.
+        An amphora also becomes silent if its agent or its management network fails, and HAProxy may still serve. Its
+        partner receives its advertisements while the partner has it as a peer. The removal is tried once, so an
+        unreachable host does not delay the fail-over. An amphora of a single topology has no partner: it is removed
+        after its replacement serves.
         """
         if not (self._several and self._wanted.priorities) or self._wanted.attempts > 0:
             return []
@@ -246,23 +246,23 @@ class _House:
         ]
 
     def served_meanwhile(self, arrived: Sequence[Amphora]) -> bool:
-        """Whether some are to be served although others are still coming.
+        """Return whether to push to the reachable amphorae while others still boot.
 
-        One that does not come must not keep the others from it for ever, and those that have users not at all. But two
-        that begin are pushed together, or each would take the VIPs.
+        An amphora that never boots must not block the others for ever, and must not delay an amphora that serves. A
+        new pair is pushed together, because otherwise each of the two would take the VIPs.
         """
         if not self._wanted.readable:
             return False
         return any(one.confirmed or self._wanted.attempts for one in self.behind(arrived))
 
     def behind(self, arrived: Sequence[Amphora]) -> list[Amphora]:
-        """Those that do not serve what is wanted."""
+        """Return the amphorae that do not serve the newest generation."""
         return [one for one in arrived if one.confirmed < self._wanted.generation]
 
     def apart(self, arrived: Sequence[Amphora]) -> bool:
-        """Whether one that serves, or has the VIPs and is about to go, does not know one that stays.
+        """Return whether a serving amphora lacks a VRRP peer that is to stay.
 
-        Without a generation of its own the latter could not be told: it serves this one already, in other words.
+        The agent refuses a second bundle with the same generation, so a changed list of peers needs a new generation.
         """
         return any(
             one.confirmed >= self._wanted.generation and set(self._partners(one, arrived)) - set(one.partners)
@@ -273,9 +273,9 @@ class _House:
         )
 
     def push(self, arrived: Sequence[Amphora]) -> Push:
-        """Have those that are behind serve; those that are replaced learn who comes."""
+        """Return the push to amphorae that are behind, and to a retiring one with the VIPs for its peers."""
         behind = self.behind(arrived)
-        # The others hear it whatever they know.
+        # Push to a retiring amphora with the VIPs also if it has confirmed this generation.
         told = self._with_vips()
         return Push(
             waves=vrrp_peers.waves([*behind, *told], self._holder, self._quiet)
@@ -287,14 +287,14 @@ class _House:
         )
 
     def begins(self) -> bool:
-        """Whether this is a pair of which nobody has had the VIPs yet."""
+        """Return whether this is a new pair that has not taken the VIPs yet."""
         return self._several and bool(self._wanted.priorities) and not self._wanted.applied and not self.retiring
 
     def relief(self) -> list[AnyStep]:
-        """Let those go that were replaced, and the VIPs move to the one that stays, before the next is replaced."""
+        """Return the release of replaced amphorae, or the VIP handover before the next replacement."""
         roles = {one.role for one in self.live}
-        # VIPs are handed over between two. Who still has connections of a fail-over before this one is in the way; who
-        # is dead is not, and its machine may take long to go.
+        # A handover is between two amphorae. An amphora that drains since an earlier fail-over prevents it. A dead one
+        # does not, and the deletion of its machine may take long.
         replaced = [
             one for one in self.retiring if not one.dead and (one.role in roles or one.drains_until is not None)
         ]
@@ -308,18 +308,19 @@ class _House:
         ]
 
     def _leaving(self) -> list[Amphora]:
-        """The one that has the VIPs, if it is about to go and was not asked to hand them over; one at most."""
+        """Return the retiring amphora with the VIPs that was not asked to hand them over; one at most."""
         return [one for one in self._with_vips() if not one.handed_over]
 
     def _with_vips(self) -> list[Amphora]:
-        """The one that has the VIPs, if it is about to go; one at most.
+        """Return the retiring amphora with the VIPs; one at most.
 
-        One that could not hand them over keeps them until it is gone: who comes has to hear it, or takes them too.
+        After a failed handover it keeps the VIPs until it is deleted. The new amphora must have it as a peer until
+        then; otherwise both would have the VIPs.
         """
         return [one for one in self.retiring if self._several and one.id == self._holder and one.id not in self._quiet]
 
     def farewell(self) -> list[AnyStep]:
-        """Let those go that were replaced; one whose VIPs have moved stays while its connections go on."""
+        """Return the steps that remove replaced amphorae; one that drains stays until its connections end."""
         draining = [one for one in self.retiring if self._drains(one)]
         steps: list[AnyStep] = [self._parting(one) for one in self.retiring if one not in draining]
         steps += [self._stand_down(one) for one in draining if set(self._partners(one, self.live)) - set(one.partners)]
@@ -330,9 +331,9 @@ class _House:
         return steps
 
     def _parting(self, one: Amphora) -> Release | HandOver:
-        """Let one go; if VIPs have come to it after its replacement was begun, without a moment without them.
+        """Return the release of an amphora, or a handover first if it took the VIPs during its replacement.
 
-        There are three of them then, so its connections end: only between two can they go on.
+        Three amphorae exist at that time, so its connections end: only a handover between two keeps connections.
         """
         if one.holds_vip and one in self._leaving() and self.live:
             to = max(self.live, key=lambda other: self._wanted.priorities.get(other.role, 0))
@@ -340,7 +341,7 @@ class _House:
         return Release(amphora_id=one.id, reason="it was replaced")
 
     def patience(self) -> list[AnyStep]:
-        """Look again while connections go on."""
+        """Return the wait for the end of drains; empty without a drain."""
         draining, now = [one for one in self.retiring if self._drains(one)], self._wanted.now
         if not draining:
             return []
@@ -348,20 +349,20 @@ class _House:
         return [Await(until=min([now + _LOOK_PAUSE, *ends]), reason="connections go on until they end")]
 
     def _drains(self, one: Amphora) -> bool:
-        """Whether it has connections that may go on, as far as is known."""
+        """Return whether an amphora still drains, as far as is known."""
         if not one.drains_until:
             return False
-        # Its agent measures that by a clock that only goes forward, and is asked again and again (`LookAfter`).
+        # The agent measures the drain with a monotonic clock, and `LookAfter` queries it repeatedly.
         return self._wanted.clock_set or one.drains_until > self._wanted.now
 
     @staticmethod
     def _stand_down(one: Amphora) -> Push:
-        """Have one whose VIPs have gone know those that stay, so that it takes them only if nobody else is there."""
+        """Return a push of the current peers, so that a drained amphora takes the VIPs only as the last one."""
         reason = "it does not know everybody who stays"
         return Push(waves=((one.id,),), optional=frozenset((one.id,)), whole=False, reason=reason)
 
     def tidying(self) -> list[AnyStep]:
-        """Once those that were replaced are gone, nobody is to ask after them any more."""
+        """Return the new generation that removes deleted amphorae from the peers of the others."""
         if self.retiring or not any(set(one.partners) - set(self._partners(one, self.live)) for one in self.live):
             return []
         return [Renew(reason="an amphora is gone that its partner still knows")]
@@ -380,7 +381,7 @@ def _removal(wanted: Wanted, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:
 
 
 def _arrival(wanted: Wanted, amphora: Amphora) -> list[AnyStep]:
-    """What an amphora needs before it can be given a configuration."""
+    """Return the steps an amphora needs before a push."""
     steps: list[AnyStep] = []
     if amphora.management_address is None and amphora.id not in wanted.absent:
         steps.append(Boot(amphora_id=amphora.id, reason="it is recorded but not booted"))
@@ -392,21 +393,21 @@ def _arrival(wanted: Wanted, amphora: Amphora) -> list[AnyStep]:
 
 
 def _boots(wanted: Wanted, amphora: Amphora) -> bool:
-    """Whether nothing can be done for it but wait: its agent was asked a moment ago."""
+    """Return whether an amphora boots and its agent did not answer in this job."""
     return amphora.state is AmphoraState.BOOTING and amphora.id in wanted.absent
 
 
 def _patience(wanted: Wanted, waiting: Sequence[Amphora]) -> Await:
-    """Look again at machines that boot, if nobody says before that an agent is there."""
+    """Return the wait for booting machines; an agent that listens ends it earlier."""
     youngest = max(wanted.now if one.booted_at is None else one.booted_at for one in waiting)
     pause = min(max((wanted.now - youngest) / 8, _BOOT_PAUSE), _LONGEST_BOOT_PAUSE)
     return Await(until=wanted.now + pause, amphorae=tuple(one.id for one in waiting), reason="machines boot")
 
 
 def _beginning(wanted: Wanted, house: _House) -> list[AnyStep]:
-    """Of a pair that begins, one has to have the VIPs before anybody is told that users are served.
+    """Return the wait until an amphora of a new pair has the VIPs: the pair is ACTIVE only after that.
 
-    It does not take for ever, and nothing depends on it: they agree on it among themselves.
+    The wait is limited. The pair elects the VIPs' holder by itself, with or without this check.
     """
     confirmed = max((one.confirmed_at for one in house.live if one.confirmed_at is not None), default=0.0)
     earliest, latest = (confirmed + seconds for seconds in wanted.taking_vips)
@@ -432,7 +433,7 @@ def _plugging(wanted: Wanted, amphora: Amphora) -> list[AnyStep]:
 
 
 def _cleaning(wanted: Wanted, house: _House) -> list[AnyStep]:
-    """What is left over once the newest generation is served everywhere."""
+    """Return the cleanup steps after all amphorae serve the newest generation."""
     steps = house.farewell()
     steps += [
         Unplug(amphora_id=one.id, network_id=plugged.port.network_id, reason="no member is there any more")
@@ -440,5 +441,5 @@ def _cleaning(wanted: Wanted, house: _House) -> list[AnyStep]:
         for plugged in one.plugged
         if plugged.port.network_id not in wanted.networks
     ]
-    # The last one: who awaits takes the steps before it, and asks again later.
+    # A wait ends the round, so it is the last step.
     return steps + house.patience()

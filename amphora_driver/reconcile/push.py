@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Giving amphorae a generation.
+"""Push of a generation to amphorae.
 
-Invariant: what an amphora confirmed is written down before the next wave begins, and what one refuses is given to
-nobody after it. One that cannot be reached refuses nothing: the others are served, and the load balancer is not
-confirmed before it is.
+Invariant: the confirmations of a wave are recorded before the next wave begins. A configuration that one amphora
+refuses is not sent to later waves. An unreachable amphora refuses nothing: the others are pushed, and the load balancer
+stays unconfirmed until that amphora serves the generation.
 """
 
 from __future__ import annotations
@@ -46,31 +46,31 @@ if TYPE_CHECKING:
     from amphora_driver.reconcile.job import Turn
     from amphora_driver.render.tls import File
 
-    # What came of a wave by amphora id; None where the generation is served.
+    # Result of a wave by amphora id; None if the amphora serves the generation.
     Answers = dict[str, AgentError | None]
 
     class Write(Protocol):
-        """A transaction under the lease."""
+        """Runs a transaction under the lease."""
 
         def __call__(self, change: Callable[[sa.Connection], object], applied: int | None = None) -> None:
-            """Run it."""
+            """Run the change in a transaction."""
 
 
 LOG = logging.getLogger(__name__)
-# A configuration HAProxy refuses at one object is pushed again without it; more than so many objects are not its fault.
+# If HAProxy refuses one object, the push is repeated without it, for at most this number of objects.
 _MOST_CULPRITS = 16
 _TOO_OLD = "its amphorae are older than UDP and SCTP: rotate them (amphoractl rotate)"
-# Seconds that one which is about to go may take for an answer; and one that only says whether it has the VIPs.
+# Time-out in seconds of a push to a retiring amphora, and of a query for the VIPs.
 _FAREWELL_PATIENCE = 5.0
 _VIP_PATIENCE = 3.0
 
 
 class _Taken(Exception):
-    """An amphora serves this generation already, with another content."""
+    """An amphora serves this generation already, with a different content."""
 
 
 class _Round(msgspec.Struct, frozen=True, kw_only=True):
-    """One wave of a push: who is asked, who has to agree, and who of those is about to go."""
+    """One wave of a push: its targets, and the state that determines their bundles."""
 
     tree: LoadBalancer
     generation: int
@@ -85,9 +85,9 @@ class Pushing:
     """Pushes of one load balancer under one lease.
 
     Args:
-        backends: agents, vault and so on.
-        turn: whose load balancer, and how long.
-        write: runs a change of the store under the lease; with it goes the generation that every amphora serves now.
+        backends: clients and backends of this controller.
+        turn: the job, with its lease and deadline.
+        write: runs a change of the store under the lease; `applied` is the generation that every amphora serves now.
     """
 
     def __init__(self, backends: Backends, turn: Turn, write: Write) -> None:
@@ -98,22 +98,22 @@ class Pushing:
         self._catalogue: Any = backends.catalogue
         self._turn = turn
         self._write = write
-        # What could not be served in the generation being pushed: reasons by object id.
+        # Objects that cannot be served in the generation being pushed: reasons by object id.
         self._failed: dict[str, str] = {}
-        # What is served instead, until another object is found that cannot be.
+        # The rendered configuration without those objects; None after another one was found.
         self._served: Served | None = None
-        # What TLS ticket keys come from, if it was made since `wanted` was read.
+        # The seed of the TLS ticket keys, if this job created it after `wanted` was read.
         self._made: SealedSecret | None = None
-        # When the oldest call was accepted that was confirmed last, if anybody waited for it.
+        # Time of acceptance of the oldest request that the last confirmation answered; None without a request.
         self._accepted: float | None = None
 
     def push(self, step: planning.Push, wanted: planning.Wanted, everyone: Sequence[Amphora]) -> None:
-        """Give the step's amphorae the newest generation, wave after wave.
+        """Push the newest generation to the step's amphorae, wave after wave.
 
         Raises:
-            AgentRefused: one of them does not want it; those of later waves were not asked.
-            AgentError: one of them could not be asked; all others were.
-            ModelError: nothing of it can be served.
+            AgentRefused: an amphora refuses it; later waves were not pushed.
+            AgentError: an amphora cannot be reached; all others were pushed.
+            ModelError: nothing can be served.
         """
         if wanted.tree is None:
             raise ModelError("push a configuration", "nothing is wanted of this load balancer any more")
@@ -146,12 +146,12 @@ class Pushing:
             raise missed
 
     def confirm(self, wanted: planning.Wanted) -> None:
-        """Note that every amphora serves the newest generation, whichever turn they were given it in."""
+        """Record that every amphora serves the newest generation, also after pushes of earlier jobs."""
         self._write(lambda connection: self._confirmed(connection, wanted), applied=wanted.generation)
         self._note_latency()
 
     def vips_taken(self, everyone: Sequence[Amphora]) -> bool:
-        """Whether one of them has the VIPs; also if nobody can say: nothing is to depend on that."""
+        """Return whether an amphora has the VIPs; True if this is unknown, so that the job goes on."""
         deadline = self._turn.deadline.within(_VIP_PATIENCE)
         try:
             said = [self._agents.info(one.id, str(one.management_address), deadline=deadline) for one in everyone]
@@ -163,7 +163,7 @@ class Pushing:
         return any(one.holds_vip for one in said) or all(one.holds_vip is None for one in said)
 
     def _wave(self, round_: _Round, wanted: planning.Wanted, *, whole: bool) -> AgentError | None:
-        """Give it to those of one wave; returns why one of them could not be asked."""
+        """Push to the amphorae of one wave; return the error of an unreachable one."""
         for _ in range(_MOST_CULPRITS):
             if self._served is None:
                 self._served = self._rendered(wanted, round_.tree)
@@ -184,10 +184,10 @@ class Pushing:
         )
 
     def _ask(self, round_: _Round, served: Served) -> Answers:
-        """Give it to all of them at once."""
+        """Push to all amphorae of the wave in parallel."""
 
         def push(amphora: Amphora) -> AgentError | None:
-            # Threads of their own know nothing of what the job's is about.
+            # The log context belongs to the job's thread, so each thread of the pool sets it again.
             with log_context.about(round_.tree.id, amphora.id, round_.generation):
                 try:
                     self._give(round_, amphora, served)
@@ -202,7 +202,7 @@ class Pushing:
             return dict(zip((one.id for one in round_.targets), pool.map(push, round_.targets), strict=True))
 
     def _give(self, round_: _Round, amphora: Amphora, served: Served) -> None:
-        # One whose connections go on holds nobody up.
+        # A draining amphora must not delay the others: use the short time-out.
         leaves = amphora.drains_until is not None
         body = desired_bundle.body(
             round_.tree,
@@ -216,7 +216,7 @@ class Pushing:
         )
         deadline = self._turn.deadline.within(_FAREWELL_PATIENCE) if leaves else self._turn.deadline
         applied = self._agents.put_bundle(amphora.id, str(amphora.management_address), body, deadline=deadline)
-        # A newer one that came from another controller while ours waited has taken its place.
+        # The agent may have replaced this push with a newer generation of another controller.
         if applied.generation < round_.generation:
             wanted = f"have amphora {amphora.id} serve generation {round_.generation}"
             raise AgentRefused(wanted, f"it serves {applied.generation}")
@@ -225,7 +225,7 @@ class Pushing:
         metrics.count_push(applied.how)
 
     def _settle(self, round_: _Round, wanted: planning.Wanted, answers: Answers, *, whole: bool) -> AgentError | None:
-        """Write down who serves it now; returns why one of them could not be asked."""
+        """Record the confirmations of the wave; return the error of an unreachable amphora."""
         missed = None
         for amphora_id, error in answers.items():
             if error is not None and amphora_id in round_.optional:
@@ -245,10 +245,10 @@ class Pushing:
                 if wanted.replacing and one.state is not AmphoraState.RETIRING:
                     failovers.record_event(connection, wanted.load_balancer_id, Event.CONFIRMED, now, one.id)
             if all_serve:
-                # Usually this was the last one missing: one transaction for both marks.
+                # This is usually the last missing confirmation: record both in one transaction.
                 self._confirmed(connection, wanted)
             elif served and self._failed and wanted.applied < round_.generation:
-                # Whoever confirms it may know nothing of this turn.
+                # A later job may confirm the generation and needs the omitted objects.
                 omitted_objects.leave_out(connection, wanted.load_balancer_id, round_.generation, self._without(wanted))
 
         self._write(write, applied=round_.generation if all_serve else None)
@@ -269,18 +269,18 @@ class Pushing:
             omitted_objects.forget(connection, of)
 
     def _note_latency(self) -> None:
-        """Count how long whoever waited for what was confirmed has waited."""
+        """Observe the time from the oldest request to its confirmation."""
         metrics.observe_apply(self._accepted, time.time())
         self._accepted = None
 
     def _without(self, wanted: planning.Wanted) -> dict[str, str]:
-        """What the newest generation is served without, here or there; nothing is missed of what is to go."""
+        """Return the objects that the newest generation omits; none for a load balancer to be deleted."""
         return {} if wanted.gone else {**wanted.failed, **wanted.left_out, **self._failed}
 
     # --- what is served ---------------------------------------------------------------------------------------------
 
     def _rendered(self, wanted: planning.Wanted, tree: LoadBalancer) -> Served:
-        """What of the load balancer can be served, whatever else was found not to be."""
+        """Render the load balancer without the objects that cannot be served."""
         while True:
             usual = defaults(self._conf)
             rendered = render(tree, failed=self._failed, defaults=usual, shared_tickets=True)
@@ -298,10 +298,10 @@ class Pushing:
             self._failed |= lost
 
     def _tickets(self, wanted: planning.Wanted, files: Sequence[File]) -> dict[SecretName, SealedSecret]:
-        """The load balancer's secrets, with what TLS ticket keys are made from if a file asks for it.
+        """Return the load balancer's secrets, with the seed of its TLS ticket keys if a file needs it.
 
-        It is made when it is asked for the first time, and anew if no key of ours opens it any more: that costs
-        clients a handshake, and nothing else.
+        A missing seed is created, and a seed that no key of the vault opens is replaced. A replacement costs each
+        client one full handshake.
         """
         name = ticket_secret_name(wanted.load_balancer_id)
         asked = any(file.secret == name for file in files)
@@ -336,22 +336,22 @@ def _observations(found: Statuses) -> list[status_outbox.Observation]:
 
 
 def _culprits(refusal: AgentRefused, served: Served) -> dict[str, str]:
-    """Without what the rest can be served: reasons by object id; nothing where the refusal does not say."""
-    if refusal.object_id is not None:  # HAProxy itself points at one object
+    """Return the objects to omit, with the reasons by object id; empty if the refusal names none."""
+    if refusal.object_id is not None:
         return {refusal.object_id: refusal.happened}
-    # An agent that does not know virtual servers does not know the document that has some.
+    # An agent without UDP support cannot parse a bundle with UDP listeners.
     if refusal.status == HTTPStatus.BAD_REQUEST:
         return {one.id: _TOO_OLD for one in served.virtual}
     return {}
 
 
 def _refusal(answers: Answers, generation: int, optional: frozenset[str]) -> AgentRefused | None:
-    """What keeps the configuration from everybody: an amphora understood it and said no.
+    """Return the refusal of the configuration by an amphora, if there is one.
 
-    An amphora whose machine failed (5xx) or that cannot be reached says nothing about the configuration.
+    A server error (5xx) or an unreachable amphora is no refusal of the configuration.
 
     Raises:
-        _Taken: one serves the generation already, with another content.
+        _Taken: an amphora serves the generation already, with a different content.
     """
     said = [error for one, error in answers.items() if one not in optional and isinstance(error, AgentRefused)]
     if any(error.status == HTTPStatus.CONFLICT and error.generation == generation for error in said):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Making one load balancer as recorded.
+"""Reconciliation of one load balancer with its recorded state.
 
-Invariant: `reconcile` asks the plan again after every round of steps, from what the store says then, until there is
-nothing left to do. It ends by giving the lease back: finished, waiting for somebody, giving way to what goes first, or
-to be tried again after a pause that grows. Whatever takes time by itself is waited for without a lease.
+Invariant: `reconcile` reads the store and plans again after every round of steps, until the plan is empty. At its end
+it releases the lease. The job is then finished, waits for an event, yields to a request with precedence, or is retried
+after a growing back-off. A job never holds its lease while it waits for a slow event such as a boot.
 """
 
 from __future__ import annotations
@@ -48,30 +48,30 @@ if TYPE_CHECKING:
     from amphora_driver.network.interface import Network
 
 LOG = logging.getLogger(__name__)
-# Seconds between two looks at what goes on by itself, at the least: others have their turn first. Where a user waits
-# for it the plan may ask for less.
+# Shortest pause in seconds before the next job, so that other jobs run first. The plan may ask for less if a user
+# waits.
 _REST = 1.0
-# The same at the most, where attempts come sooner.
+# Longest pause in seconds, unless the longest retry back-off is longer.
 _MOST_REST = 25.0
-# Seconds for each amphora that boots at the same time: looking at their machines is not to keep them from booting.
+# Additional pause in seconds for each booting amphora, because checks of machines slow their boots down.
 _CROWD = 0.05
-# Two that begin listen for three advertisements and a fraction before one of them takes the VIPs (RFC 9568, 6.1).
-# Nobody waits longer than for four of them, and these seconds on top for machines that are busy.
+# An amphora of a new pair takes the VIPs after three advertisement intervals and a fraction (RFC 9568, 6.1). The job
+# waits for at most four intervals, and these seconds more for busy machines.
 _ADVERTS, _MOST_ADVERTS, _VIP_PATIENCE = 3, 4, 3.0
-# After so many an amphora is not waited for before its partner is served.
+# An amphora that misses this number of heartbeats does not delay its partner.
 _MISSED_HEARTBEATS = 3
-# Steps that have to do with one amphora's machine and ports, and with nobody else.
+# Steps that affect the machine and the ports of one amphora only.
 _EACH_ON_ITS_OWN = (planning.Boot, planning.Plug, planning.AwaitAgent, planning.Release)
 
 
 class Reconciler:
-    """Works off leases.
+    """Runs the jobs of leases.
 
     Args:
-        backends: compute, network, agents and so on.
-        jobs: where leases are given back to.
-        reported: called when there is something for Octavia.
-        room: where amphorae that boot are waited for; without it they are looked at now and then.
+        backends: clients and backends of this controller.
+        jobs: the queue that releases leases.
+        reported: called after a change that Octavia may have to receive.
+        room: waits for the agents of booting amphorae; without it, jobs check them at intervals.
     """
 
     def __init__(
@@ -89,17 +89,17 @@ class Reconciler:
         self._trees = Trees()
 
     def begin(self, lease: Lease) -> Turn:
-        """A turn at the lease's load balancer, with the time an operation has."""
+        """Create the job of a lease, with the time-out of an operation."""
         return Turn(lease, self._database, self._backends.conf.controller.operation_timeout)
 
     def reconcile(self, lease: Lease, turn: Turn | None = None) -> None:
-        """Make the lease's load balancer as recorded; never raises."""
+        """Make the lease's load balancer match its recorded state; never raises."""
         turn = turn or self.begin(lease)
         with log_context.about(load_balancer=lease.load_balancer_id), metrics.job() as job:
             job.outcome = self._attempt(lease, turn)
 
     def _attempt(self, lease: Lease, turn: Turn) -> str:
-        """The same; returns how it ended, in the words of the metrics."""
+        """Run the job and return its outcome, as a value of the metric's label."""
         try:
             failpoints.reach(failpoints.Point.CLAIMED)
             self._dare(lease)
@@ -121,10 +121,10 @@ class Reconciler:
         return "gave_way" if turn.gives_way else "failed"
 
     def _dare(self, lease: Lease) -> None:
-        """Work on nothing of which others have died, but now and then.
+        """Refuse load balancers that crashed several controllers, except for occasional retries.
 
         Raises:
-            CrashLoop: it is not to be worked on for now, and its user is told.
+            CrashLoop: the limit of crashes is reached.
         """
         if lease.deaths >= self._backends.conf.controller.give_up_after:
             raise CrashLoop(
@@ -134,7 +134,7 @@ class Reconciler:
             )
 
     def _converge(self, turn: Turn) -> tuple[planning.Wanted, tuple[Amphora, ...], planning.Await | None]:
-        """Take steps until none is left; returns what was seen last, and what it waits for."""
+        """Perform steps until none is left; return the last observation, and the wait if there is one."""
         steps = Steps(self._backends, turn)
         while True:
             seen, observed = self._look(turn, steps)
@@ -156,17 +156,17 @@ class Reconciler:
         if step is None or until is None:
             self._jobs.complete(turn.lease, seen.generation)
             return
-        # The steps before it may have taken longer than that.
+        # The steps since the observation may have taken longer than the wait.
         pause = max(until - self._database.now(), min(_REST, until - seen.now))
         if step.amphorae and self._room is not None:
             pause = max(pause, _CROWD * len(self._room))
-        # Looking once more costs little; nothing waits longer than for the next attempt (`Jobs.clamp_due_times`).
+        # `Jobs.clamp_due_times` takes a longer pause for an effect of a clock jump.
         pause = min(pause, max(self._backends.conf.controller.retry_most, _MOST_REST))
         if seen.applied >= seen.generation:
             self._jobs.complete(turn.lease, seen.generation, self._database.now() + pause)
         else:
             self._jobs.defer(turn.lease, seen.generation, pause, readable=seen.readable)
-        # Only now: before, whoever listens already would be told of in vain.
+        # Register after the release of the lease: an earlier event would have no effect.
         awaited = [
             Awaited(one.id, one.management_address, turn.lease.load_balancer_id, pause)
             for one in observed
@@ -176,7 +176,7 @@ class Reconciler:
             self._room.wait_for(awaited)
 
     def _look(self, turn: Turn, steps: Steps) -> tuple[planning.Wanted | None, tuple[Amphora, ...]]:
-        """What is wanted and what there is, of one moment."""
+        """Return the desired and the observed state of one moment."""
         now = self._database.now()
         seen, observed = self._database.read(lambda connection: self._observe(connection, turn, steps, now))
         return (None if seen is None else steps.sparing.judged(seen)), steps.leaving.as_told(observed)
@@ -188,7 +188,7 @@ class Reconciler:
         row, observed = amphorae.load_with_work(connection, load_balancer_id)
         if row is None:
             return None, ()
-        # At once: what comes between this look and the next one is newer than what was seen.
+        # Record the generation first, so that a later request counts as newer than this observation.
         turn.saw(row.generation, row.op)
         log_context.set_generation(row.generation)
         turn.replacing = bool(row.replacing)
@@ -203,7 +203,7 @@ class Reconciler:
             ({}, {}) if tree is None or not addressed else networks(tree, observed, catalogue.network(row.network))
         )
         failed |= vip_allocation.refusals(connection, load_balancer_id, given)
-        # Only in a snapshot of one moment do references and contents belong together.
+        # References and secrets must be of the same generation: without a snapshot, read again after a change.
         uses_some = tree is not None and next(secrets_of_tree(tree), None) is not None
         kept = sealed_secrets.load_secrets(connection, load_balancer_id) if uses_some else {}
         if kept and _generation(connection, load_balancer_id) != row.generation:
@@ -254,7 +254,7 @@ class Reconciler:
         steps: Steps,
         now: float,
     ) -> planning.Wanted:
-        """What is wanted of a pool of warm spares."""
+        """Return the desired state of a spare pool."""
         return planning.Wanted(
             load_balancer_id=turn.lease.load_balancer_id,
             generation=row.generation,
@@ -276,12 +276,12 @@ class Reconciler:
         )
 
     def _failed(self, turn: Turn, error: Exception) -> None:
-        """Try again later; tell the user at once what will not mend itself, and in the end everything else too."""
+        """Schedule a retry; report ERROR at once for a final error, and after several attempts for others."""
         lease, conf = turn.lease, self._backends.conf.controller
         try:
             now = self._database.now()
             if isinstance(error, Superseded) or turn.gives_way:
-                # What else went wrong is because of that.
+                # The preemption caused any other error.
                 LOG.info("load balancer %s: %s", lease.load_balancer_id, turn.superseded())
                 self._jobs.yield_lease(lease)
                 return
@@ -296,21 +296,21 @@ class Reconciler:
                 first = final or tried == conf.give_up_after
                 if self._database.write(lambda connection: _give_up(connection, turn, str(error), always=first)):
                     self._reported()
-            # Whoever lives to say so has not died of it; but of what others have died, one more is enough to tell.
+            # The job ended without a crash: reset the crash count, or leave it one below the limit after a refusal.
             deaths = lease.deaths - 1 if isinstance(error, CrashLoop) else 0
             self._jobs.retry_later(lease, pause, str(error), turn.generation or None, deaths=deaths)
         except (AmphoraDriverError, OSError) as trouble:
-            # The lease runs out by itself, and somebody takes the load balancer up again.
+            # The lease expires, and a controller claims the load balancer again.
             LOG.warning("load balancer %s: could not give the lease back: %s", lease.load_balancer_id, trouble)
 
 
 def _round(
     steps: Steps, todo: Sequence[planning.AnyStep], seen: planning.Wanted, observed: tuple[Amphora, ...]
 ) -> planning.Await | None:
-    """Take these steps; returns what is to be waited for before it is looked again.
+    """Perform the steps; return the wait among them, if there is one.
 
-    What goes wrong with one machine keeps no other one from coming or going: what has to do with it alone is still
-    done for the others, and only then the round ends with the first error, or with one that is final.
+    An error with one machine does not stop the boot or removal of another: steps of a single amphora continue for the
+    others. The round then ends with the first error, or with a final one.
 
     Raises:
         AmphoraDriverError: a step failed.
@@ -337,10 +337,10 @@ def _round(
 def networks(
     tree: LoadBalancer, observed: tuple[Amphora, ...], network: Network
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
-    """The networks an amphora of this load balancer needs, with their subnets: the VIP's first.
+    """Return the networks an amphora of this load balancer needs, with their subnets: the VIP's first.
 
     Returns:
-        The networks, and reasons by id for the members whose subnet does not exist (any more).
+        The networks, and the reasons by id for members whose subnet does not exist.
     """
     known: dict[str, str] = {vip.subnet_id: vip.network_id for vip in tree.vips}
     known |= {subnet.id: subnet.network_id for one in observed for port in one.plugged for subnet in port.subnets}
@@ -363,28 +363,28 @@ def networks(
 
 
 def _note_failure(connection: sa.Connection, turn: Turn, reason: str, now: float) -> None:
-    """Write into the time lines of fail-overs that one of their steps failed."""
+    """Record a failed step in the history of the fail-overs in progress."""
     guard_lease(connection, turn.lease)
     failovers.record_failure(connection, turn.lease.load_balancer_id, now, reason)
 
 
 def _note_end(connection: sa.Connection, turn: Turn, now: float) -> None:
-    """Nothing is left to do, so nothing is left to do of fail-overs either, whatever became of their events."""
+    """Finish the fail-overs in progress, also those with missing events: the plan is empty."""
     guard_lease(connection, turn.lease)
     failovers.finish_settled_failovers(connection, turn.lease.load_balancer_id, now)
 
 
 def _give_up(connection: sa.Connection, turn: Turn, reason: str, *, always: bool) -> bool:
-    """Say that what was looked at failed; what was asked for since then was not tried yet.
+    """Report ERROR for the observed generation; later requests were not tried yet.
 
     Args:
         connection: of a writing transaction.
-        turn: whose.
+        turn: the failed job.
         reason: for the user.
-        always: also if nobody waits to hear of it; a number of attempts may have been left out.
+        always: report also without an open request.
 
     Returns:
-        Whether it was said.
+        Whether ERROR was reported.
     """
     of = turn.lease.load_balancer_id
     guard_lease(connection, turn.lease)

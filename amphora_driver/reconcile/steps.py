@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan is made from, and what it is made of: what is wanted, and the steps there are.
+"""The input of a plan and the steps that a plan contains.
 
-Invariant: values only. A step names what is to be done and why; how it is done is not known here (`steps`), nor when
-(`plan`).
+Invariant: this module contains values only. A step has its parameters and its reason. `plan` decides which step is
+next, `executor` performs it.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from amphora_driver.store.spare_pools import SparePoolSpec, SparePoolState
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What is recorded of a load balancer.
+    """The recorded state of a load balancer, or of a pool of warm spares, at one moment.
 
     Args:
         generation: the newest generation.
         applied: the newest generation that every amphora confirmed.
-        gone: it is to be removed.
-        readable: the tree is complete; False while it waits to be read back from Octavia.
-        tree: what is to be served; None when `gone`.
-        networks: the networks an amphora needs, with the subnets on each of them; the VIP's network first.
-        failed: what is known beforehand not to be servable: reasons by object id.
-        left_out: what those that serve the newest generation already were given it without: reasons by object id.
-        secrets: what is kept, sealed, of the secrets it uses.
-        roles: what its topology wants, one for each amphora.
-        compute: the compute backend (entry point) its amphorae are with; None for the default.
-        network: the network backend its VIPs and ports are with; None for the default.
-        priorities: who is preferred to have the VIPs, by role; empty where nobody takes over.
-        attempts: how often this was tried in vain since the last request.
-        patience: seconds of silence after which an amphora is not waited for, if another one is heard.
-        tickets: how often its TLS ticket keys were made or rotated; None if it never needed any.
-        now: when this was seen (seconds since 1970).
-        clock_set: the clock was set less than a drain ago: whether that is over only the agent knows.
-        taking_vips: for how many seconds after it confirmed one of a pair that begins takes the VIPs: from, to.
-        absent: amphorae whose agents were asked in this job and did not answer.
-        vips_taken: whether one of them has the VIPs, as they were asked in this job; None if they were not.
-        holder_asked: they were asked in this job who has the VIPs.
-        vip_given: what the network backend was told last of the VIPs' options.
-        allocate_at: when it is to be asked for addresses it does not know yet.
-        replacing: fail-overs of it go on, and what happens is written into their time lines.
-        pool: the pool of warm spares it is recorded to take amphorae from.
-        spec: what that pool should keep; None where it wants no spares.
-        spares: ids of spares it may take now, the best first.
-        stock: set where this is no load balancer but such a pool.
-        asked: spares whose agents were asked in this job whether they are there.
-        renewals: amphorae that are to be given another certificate, and why.
+        gone: the load balancer is to be deleted.
+        readable: the tree is complete; False until it is read back from Octavia.
+        tree: the desired configuration; None when `gone`.
+        networks: the networks an amphora needs, with their subnets; the VIP's network is the first.
+        failed: objects that cannot be served: reasons by object id.
+        left_out: objects omitted from the newest generation where amphorae serve it already: reasons by object id.
+        secrets: the sealed secrets of the load balancer.
+        roles: roles of the topology, one for each amphora.
+        compute: compute backend (entry point) of its amphorae; None for the default.
+        network: network backend of its VIPs and ports; None for the default.
+        priorities: VRRP priorities by role; empty for a topology without VIP fail-over.
+        attempts: failed attempts since the last request.
+        patience: seconds of silence after which the plan does not wait for an amphora, if another one sends heartbeats.
+        tickets: how often its TLS ticket keys were created or rotated; None if it has none.
+        now: time of this observation (seconds since 1970).
+        clock_set: the clock jumped less than a drain time-out ago, so only the agent knows if a drain has ended.
+        taking_vips: a new pair takes the VIPs between these two times, in seconds after its confirmation.
+        absent: amphorae whose agents did not answer in this job.
+        vips_taken: an amphora has the VIPs, by the answers in this job; None without a query.
+        holder_asked: this job has queried the amphorae for the holder of the VIPs.
+        vip_given: the VIP options last sent to the network backend.
+        allocate_at: time of the next request for missing addresses.
+        replacing: a fail-over is in progress, and its events are recorded.
+        pool: the spare pool that is recorded for the load balancer.
+        spec: the specification of the spare pool it needs; None if it uses no spares.
+        spares: ids of the spares it may adopt now, the best one first.
+        stock: state of the spare pool; None for a load balancer.
+        asked: spares whose agents were queried in this job.
+        renewals: amphorae that need another certificate, with the reasons.
     """
 
     load_balancer_id: str
@@ -88,55 +88,55 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One thing to do, and why."""
+    """One step of a plan, with its reason."""
 
     reason: str
 
 
 class Record(Step, frozen=True, kw_only=True):
-    """Write down a new amphora, before anything is made for it."""
+    """Record a new amphora, before any resource is created for it."""
 
     role: str
 
 
 class Adopt(Step, frozen=True, kw_only=True):
-    """Take a warm spare instead of a new amphora: the first of these that is there and answers."""
+    """Assign a warm spare instead of a new amphora: the first one of `amphora_ids` that answers."""
 
     role: str
     amphora_ids: tuple[str, ...]
 
 
 class Join(Step, frozen=True, kw_only=True):
-    """Take spares from the pool that keeps these from now on; from none where nothing is named."""
+    """Set the spare pool of a load balancer; none if `spec` is None."""
 
     spec: SparePoolSpec | None
     former: str | None
 
 
 class Retire(Step, frozen=True, kw_only=True):
-    """Mark an amphora of a pool, so that nobody takes it any more."""
+    """Mark a spare as retiring, so that no load balancer adopts it."""
 
     amphora_id: str
 
 
 class AskSpares(Step, frozen=True, kw_only=True):
-    """Ask spares that are not heard whether they are there."""
+    """Query the agents of spares that send no heartbeats."""
 
     amphora_ids: tuple[str, ...]
 
 
 class Disband(Step, frozen=True, kw_only=True):
-    """Forget a pool that nobody uses."""
+    """Delete the row of a spare pool without users and spares."""
 
 
 class Boot(Step, frozen=True, kw_only=True):
-    """Have the compute backend boot an amphora."""
+    """Boot an amphora with the compute backend."""
 
     amphora_id: str
 
 
 class Plug(Step, frozen=True, kw_only=True):
-    """Give an amphora a port on a network, with an address on each of these subnets."""
+    """Attach a port on a network to an amphora, with an address on each of the subnets."""
 
     amphora_id: str
     network_id: str
@@ -144,36 +144,36 @@ class Plug(Step, frozen=True, kw_only=True):
 
 
 class AwaitAgent(Step, frozen=True, kw_only=True):
-    """Ask an amphora's agent whether it is there; if it is not, whether its machine still is."""
+    """Query an amphora's agent; without an answer, check that its machine exists."""
 
     amphora_id: str
 
 
 class RenewCertificate(Step, frozen=True, kw_only=True):
-    """Give an amphora another certificate, and the authorities that it is to trust."""
+    """Replace an amphora's certificate and its trusted certificate authorities."""
 
     amphora_id: str
 
 
 class Renew(Step, frozen=True, kw_only=True):
-    """Take the next generation: what amphorae have to know of each other has changed, and no user asked for it."""
+    """Increment the generation without a user's request: the VRRP peers of an amphora have changed."""
 
 
 class AllocateVip(Step, frozen=True, kw_only=True):
-    """Ask the network backend for addresses that it had not when the load balancer was created."""
+    """Request VIP addresses that were not available when the load balancer was created."""
 
 
 class ApplyVipOptions(Step, frozen=True, kw_only=True):
-    """Tell the network backend what the VIPs have besides addresses."""
+    """Apply the VIPs' QoS policy and security groups with the network backend."""
 
 
 class Push(Step, frozen=True, kw_only=True):
-    """Give amphorae the newest generation; they answer when they serve it.
+    """Push the newest generation to amphorae; each one answers when it serves the generation.
 
     Attributes:
-        waves: those of a wave at once, one wave after the other.
-        optional: those of them that are being replaced: they are told, but nothing depends on it.
-        whole: with this every amphora of the load balancer serves the generation.
+        waves: amphora ids; the amphorae of one wave are pushed in parallel, the waves in sequence.
+        optional: amphorae that are being replaced; a failed push to them is ignored.
+        whole: after this push every amphora of the load balancer serves the generation.
     """
 
     waves: tuple[tuple[str, ...], ...]
@@ -182,38 +182,38 @@ class Push(Step, frozen=True, kw_only=True):
 
 
 class AskVips(Step, frozen=True, kw_only=True):
-    """Ask a pair that begins whether one of them has taken the VIPs: before that no user is served."""
+    """Query a new pair for the VIPs: until one of them has taken the VIPs, no client is served."""
 
 
 class AskHolder(Step, frozen=True, kw_only=True):
-    """Ask amphorae of a pair, of which one is about to go, who has the VIPs: heartbeats may not say so yet."""
+    """Query a pair for the holder of the VIPs before one is removed: heartbeats may be older."""
 
     amphora_ids: tuple[str, ...]
 
 
 class Confirm(Step, frozen=True, kw_only=True):
-    """Note that every amphora serves the newest generation."""
+    """Record that every amphora serves the newest generation."""
 
 
 class Unplug(Step, frozen=True, kw_only=True):
-    """Take a port away that nothing needs any more."""
+    """Detach and delete a port on a network that the load balancer does not need."""
 
     amphora_id: str
     network_id: str
 
 
 class HandOver(Step, frozen=True, kw_only=True):
-    """Have an amphora that is about to go give the VIPs to the one that stays."""
+    """Hand the VIPs of a retiring amphora over to the amphora `to`."""
 
     amphora_id: str
     to: str
 
 
 class LookAfter(Step, frozen=True, kw_only=True):
-    """Ask an amphora that has given its VIPs away whether its connections have ended.
+    """Check whether the connections of an amphora have ended after its VIPs were handed over.
 
     Attributes:
-        silent: it is not heard any more: if it does not answer either, it is dead.
+        silent: it sends no heartbeats; if it does not answer either, its drain ends.
     """
 
     amphora_id: str
@@ -221,21 +221,21 @@ class LookAfter(Step, frozen=True, kw_only=True):
 
 
 class Release(Step, frozen=True, kw_only=True):
-    """Remove an amphora with all that was made for it, then its row."""
+    """Delete an amphora's machine and ports, then its row."""
 
     amphora_id: str
 
 
 class ReleaseVip(Step, frozen=True, kw_only=True):
-    """Give the addresses back and note that the load balancer is gone."""
+    """Release the VIP addresses and confirm the deletion of the load balancer."""
 
 
 class Await(Step, frozen=True, kw_only=True):
-    """Nothing is left to do now: somebody else moves next and will wake us, or it is looked again at `until`.
+    """End the job: the next one starts at `until`, or earlier after an event.
 
     Attributes:
-        until: when; None if only somebody else can know.
-        amphorae: those that boot: it is looked again as soon as an agent of theirs listens.
+        until: latest start of the next job; None to wait for an event only.
+        amphorae: booting amphorae; the next job starts as soon as one of their agents listens.
     """
 
     until: float | None = None

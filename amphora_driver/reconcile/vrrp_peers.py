@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is whose partner, who has the VIPs, and in which order a pair is given a new configuration.
+"""VRRP peers of an amphora, the holder of the VIPs, and the order of pushes to a pair.
 
-Invariant: pure. Partners send each other unicast only: one that is not named hears nothing, and takes the VIPs. So an
-amphora that is being replaced stays a partner for as long as it exists, and one that comes is made known to the one
-that has the VIPs before it begins to listen for it.
+Invariant: pure. Peers use unicast only, so an amphora that is not configured as a peer receives no advertisement and
+takes the VIPs. An amphora that is being replaced therefore stays a peer until it is deleted. The holder of the VIPs
+gets a new amphora as a peer before the new amphora begins to listen.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from amphora_driver.model.amphora import Amphora, AmphoraState, Partner
 from amphora_driver.model.loadbalancer import Vip
 from amphora_driver.render.bundle import BundlePartner, BundleVrrp
 
-# Every pair has its own: advertisements are sent to each partner's own address, so that two pairs on one network never
-# hear each other (RFC 9568 numbers virtual routers per network only because they share a multicast group).
+# All pairs use the same id: advertisements are unicast, so two pairs on one network never receive each other's.
+# RFC 9568 requires distinct ids on a network only because virtual routers share a multicast group.
 ROUTER_ID = 1
-# The priority of one whose VIPs have gone to its partner: whoever stays is quicker by nearly an advertisement
-# (RFC 9568, 6.1: Skew_Time).
+# Priority of an amphora that has handed its VIPs over. The amphorae that stay take the VIPs nearly one advertisement
+# interval earlier (RFC 9568, 6.1: Skew_Time).
 LAST_PRIORITY = 1
 # The VIP's network is always the first interface of the inner namespace (render/bundle.py).
 _INTERFACE = "eth1"
 
 
 def address(amphora: Amphora, vip: Vip) -> str | None:
-    """The amphora's own address on the VIP's network, of the VIP's family; None if it has none (yet)."""
+    """Return the amphora's own address on the VIP's network, of the VIP's family; None if it has none."""
     family_6 = ":" in vip.address
     for plugged in amphora.plugged:
         if plugged.port.network_id == vip.network_id:
@@ -34,17 +34,17 @@ def address(amphora: Amphora, vip: Vip) -> str | None:
 
 
 def partners(amphora: Amphora, everyone: Iterable[Amphora], vip: Vip) -> tuple[Partner, ...]:
-    """Those with which an amphora has to agree on who has the VIPs, in a fixed order.
+    """Return the VRRP peers of an amphora, in a fixed order.
 
     Args:
-        amphora: whose partners.
+        amphora: the amphora itself.
         everyone: all amphorae of its load balancer.
         vip: the primary VIP.
     """
     found = []
     for other in everyone:
         at = address(other, vip)
-        # One that was to be replaced before it ever served takes no part in anything, and one that is dead no more.
+        # A retiring amphora is no peer if it never served or is dead.
         takes_part = other.state is not AmphoraState.RETIRING or (other.confirmed > 0 and not other.dead)
         if other.id != amphora.id and at is not None and takes_part:
             found.append(Partner(id=other.id, address=at))
@@ -54,13 +54,13 @@ def partners(amphora: Amphora, everyone: Iterable[Amphora], vip: Vip) -> tuple[P
 def vrrp(
     amphora: Amphora, everyone: Iterable[Amphora], vip: Vip, priority: int | None, interval: float
 ) -> BundleVrrp | None:
-    """How an amphora is one of several.
+    """Return the VRRP instance of an amphora; None if its topology has none or it has no address.
 
     Args:
-        amphora: which one.
+        amphora: the amphora itself.
         everyone: all amphorae of its load balancer.
         vip: the primary VIP.
-        priority: of the amphora's role; None where nobody takes over.
+        priority: of the amphora's role; None for a topology without VIP fail-over.
         interval: seconds between two advertisements.
     """
     own = address(amphora, vip)
@@ -77,9 +77,9 @@ def vrrp(
 
 
 def silent(everyone: Sequence[Amphora], patience: float) -> frozenset[str]:
-    """Those that have said nothing for so many seconds while another of them was heard.
+    """Return the amphorae whose last heartbeat is more than `patience` seconds older than another one's.
 
-    Where none is heard it is we who are deaf: then nobody counts as silent.
+    If no amphora sends heartbeats, the receiver may have failed: no amphora is silent then.
     """
     heard = [one.heard_at for one in everyone if one.heard_at is not None]
     latest = max(heard, default=0.0)
@@ -87,21 +87,21 @@ def silent(everyone: Sequence[Amphora], patience: float) -> frozenset[str]:
 
 
 def holder(everyone: Sequence[Amphora], first_role: str, quiet: frozenset[str]) -> str | None:
-    """Who has the VIPs, as far as anybody can tell; None if nobody serves yet.
+    """Return the amphora that most likely has the VIPs; None if none has served yet.
 
     Args:
         everyone: all amphorae of a load balancer.
-        first_role: the role that counts where nobody says anything.
-        quiet: those that are silent, whose last words are not believed.
+        first_role: role of the assumed holder without any report.
+        quiet: silent amphorae; their last reports are ignored.
     """
-    # One that is about to go and has no port any more may say what it will: nobody hears it.
+    # A retiring amphora without ports cannot have the VIPs, whatever it reports.
     serving = [one for one in everyone if one.confirmed > 0 and (one.plugged or one.state is not AmphoraState.RETIRING)]
     if not serving:
         return None
 
     def claim(one: Amphora) -> tuple[bool, bool, bool, float, bool, bool]:
         said = None if one.id in quiet else one.holds_vip
-        # Of two that say they have them, the last word counts: the other one may be dead, and its words old.
+        # If two amphorae report the VIPs, the newer heartbeat counts: the other amphora may be dead.
         last = (one.heard_at or 0.0) if said else 0.0
         kept = one.drains_until is None
         return (kept, one.id not in quiet, said is True, last, said is not False, one.role == first_role)
@@ -110,11 +110,11 @@ def holder(everyone: Sequence[Amphora], first_role: str, quiet: frozenset[str]) 
 
 
 def waves(targets: Sequence[Amphora], holding: str | None, quiet: frozenset[str]) -> tuple[tuple[str, ...], ...]:
-    """In which order a pair is given a configuration: those of a wave at once, one wave after the other.
+    """Return the waves of a push: amphorae of one wave in parallel, the waves in sequence.
 
-    First those that stand by: what they refuse never reaches the one that serves users. Then that one. Then those that
-    never served: the one with the VIPs has to know them before they listen for it, or they take it for dead. Those
-    that are silent come last of all: nobody waits for them.
+    The standby is first, so that a configuration it refuses never reaches the holder of the VIPs. The holder is second.
+    New amphorae are third: the holder must have them as peers before they listen, or they take the VIPs. Silent
+    amphorae are last, so that they delay no other.
     """
     ordered: list[list[str]] = [[], [], [], []]
     for one in targets:
