@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting for amphorae that boot, all of them in one thread.
+"""Wait for the agents of booting amphorae, all in one thread.
 
-Invariant: who waits here holds nothing, neither a thread nor a lease. What is learned is a hint: the load balancer is
-made due, and somebody looks at the amphora itself. All that is forgotten here, or never heard, costs the pause after
-which its row is due anyway.
+Invariant: a load balancer that waits here uses no thread and no lease. An agent that listens is a hint only: its load
+balancer becomes due, and the next job queries the agent. A lost hint costs the rest of the pause after which the row is
+due anyway.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 LOG = logging.getLogger(__name__)
-# Seconds between two knocks at a port: at first, and of one that has not come for long. A refusal costs some 50 us.
+# Seconds between two connection attempts to a port: at first, and at most. A refused connection takes about 50 us.
 _PAUSE, _LONGEST_PAUSE = 0.01, 0.25
-# How much longer that becomes with the time somebody has waited, and with each other one that waits.
+# Growth of this pause with the time of waiting, and with the number of awaited amphorae.
 _PATIENCE, _CROWD = 0.02, 0.0005
-# Seconds after which a connection that is neither taken nor refused is begun anew: the kernel would ask again after
-# one, three and seven seconds only (RFC 6298), long after the machine is there.
+# Seconds until an unanswered connection is started again. The kernel repeats its SYN only after one, three and seven
+# seconds (RFC 6298), long after the machine is ready.
 _ATTEMPT = 0.5
-# One that listens and is waited for again does not answer yet: seconds until it is knocked at, twice as many each time.
+# A port that listened and is awaited again belongs to an agent that does not answer yet. Seconds until the next
+# attempt: doubled each time, up to a limit.
 _SHY, _LONGEST_SHY = 0.05, 5.0
 _STEPS = 8
-# Seconds for which is remembered that one has listened.
+# Seconds for which a port that listened is remembered.
 _REMEMBERED = 60.0
-# Seconds after something went wrong that nobody thought of.
+# Seconds of back-off after an unexpected error.
 _TROUBLE = 0.5
 
 
 class Awaited(msgspec.Struct, frozen=True):
-    """An amphora whose agent is waited for, for so many seconds at the most."""
+    """An amphora whose agent is awaited, for at most `seconds`."""
 
     amphora_id: str
     address: str
@@ -50,7 +51,7 @@ class Awaited(msgspec.Struct, frozen=True):
 
 
 class _Guest(msgspec.Struct, eq=False):
-    """One that is waited for; times are of `time.monotonic()`."""
+    """The state of an awaited amphora; times are of `time.monotonic()`."""
 
     awaited: Awaited
     since: float
@@ -60,11 +61,11 @@ class _Guest(msgspec.Struct, eq=False):
 
 
 class WaitingRoom:
-    """Knocks at the ports of amphorae until one listens.
+    """Connects to the agents' ports until they listen.
 
     Args:
-        port: the agents'.
-        came: called with the load balancers of those that listen; from the room's own thread.
+        port: of the agents.
+        came: called in the thread of `run` with the load balancers whose agents listen.
     """
 
     def __init__(self, port: int, came: Callable[[Sequence[str]], None]) -> None:
@@ -72,9 +73,9 @@ class WaitingRoom:
         self._came = came
         self._lock = threading.Lock()
         self._guests: dict[str, _Guest] = {}
-        # How often each was here and listened, and when it did last.
+        # By amphora: number of successful connections, and time of the last one.
         self._listened: dict[str, tuple[int, float]] = {}
-        # Those to be closed by the thread that waits for them.
+        # Entries whose sockets the thread of `run` must close.
         self._left: list[_Guest] = []
         self._stopping = False
         self._selector = selectors.DefaultSelector()
@@ -87,7 +88,7 @@ class WaitingRoom:
         return len(self._guests)
 
     def wait_for(self, amphorae: Iterable[Awaited]) -> None:
-        """Wait for these from now on; from any thread."""
+        """Begin to wait for these amphorae; callable from any thread."""
         now = time.monotonic()
         with self._lock:
             for one in amphorae:
@@ -98,7 +99,7 @@ class WaitingRoom:
         self._ring()
 
     def forget(self, load_balancer_id: str) -> None:
-        """Nobody waits for the amphorae of this load balancer any more; from any thread."""
+        """End the wait for the amphorae of a load balancer; callable from any thread."""
         with self._lock:
             gone = [one for one, guest in self._guests.items() if guest.awaited.load_balancer_id == load_balancer_id]
             for amphora_id in gone:
@@ -107,13 +108,13 @@ class WaitingRoom:
             self._ring()
 
     def run(self) -> None:
-        """Wait, until told to stop."""
+        """Connect to awaited agents until `stop`."""
         try:
             while not self._stopping:
                 try:
                     self._round()
                 except Exception:
-                    # Without this thread nobody would hear of who has booted, and nobody would notice.
+                    # If this thread ended, every boot would take the full pause, without any visible error.
                     LOG.exception("waiting for those that boot failed, and goes on")
                     time.sleep(_TROUBLE)
         finally:
@@ -126,7 +127,7 @@ class WaitingRoom:
             self._button.close()
 
     def stop(self) -> None:
-        """Have `run` return."""
+        """Make `run` return."""
         self._stopping = True
         self._ring()
 
@@ -147,7 +148,7 @@ class WaitingRoom:
             self._tell(came)
 
     def _begin(self) -> float | None:
-        """Knock where it is time; returns after how many seconds it is somebody's turn, None if nobody is here."""
+        """Start the connections that are due; return the seconds until the next one, None without any."""
         with self._lock:
             now = time.monotonic()
             for guest in [one for one in self._guests.values() if one.until <= now]:
@@ -160,30 +161,30 @@ class WaitingRoom:
         return max(min(times) - time.monotonic(), 0.0) if times else None
 
     def _knock(self, guest: _Guest, now: float) -> None:
-        """Begin a connection; one from before that was neither taken nor refused ends."""
+        """Start a connection; close an earlier one without an answer."""
         self._hang_up(guest)
         guest.next_at = now + self._pause(guest, now)
         family = socket.AF_INET6 if ":" in guest.awaited.address else socket.AF_INET
         try:
             knocking = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         except OSError as error:
-            # No descriptor is left, for example: not now.
+            # The process may have no free file descriptor: retry later.
             LOG.debug("could not knock now at amphora %s: %s", guest.awaited.amphora_id, error)
             return
         try:
-            # One that is taken in this very moment is heard of like all others.
+            # The selector also reports a connection that is established at once.
             code = knocking.connect_ex((guest.awaited.address, self._port))
             if code in (0, errno.EINPROGRESS):
                 self._selector.register(knocking, selectors.EVENT_WRITE, guest)
                 guest.socket, guest.next_at = knocking, now + _ATTEMPT
         except (OSError, ValueError) as error:
-            # No address, for example. Whoever looks at the amphora itself says so.
+            # The address may be invalid: the next job reports it.
             LOG.debug("could not knock at amphora %s: %s", guest.awaited.amphora_id, error)
         if guest.socket is None:
             knocking.close()
 
     def _answered(self, guest: _Guest) -> bool:
-        """Whether the connection was taken."""
+        """Close the socket; return whether the connection was established."""
         taken = guest.socket is not None and guest.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
         self._hang_up(guest)
         now = time.monotonic()
@@ -209,7 +210,7 @@ class WaitingRoom:
             self._left.append(guest)
 
     def _sweep(self) -> None:
-        """Close what belongs to those that left; in the room's own thread, which may be waiting for them."""
+        """Close the sockets of removed entries, in the thread that selects on them."""
         with self._lock:
             for guest in self._left:
                 self._hang_up(guest)
@@ -227,7 +228,7 @@ class WaitingRoom:
         try:
             self._button.send(b"!")
         except OSError:
-            # Rung already, or nobody is there any more.
+            # The buffer is full, so a wake-up is pending; or `run` has ended.
             return
 
     def _silence(self) -> None:

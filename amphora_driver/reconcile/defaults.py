@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the configuration says where a load balancer's profile says nothing.
+"""Values from the configuration for settings that a load balancer's profile does not set.
 
-Invariant: asked anew for every push, so that a changed option reaches every load balancer with its next change, and
-what a profile says stays as it was chosen.
+Invariant: every push reads the configuration, so a changed option applies to a load balancer with its next change.
+Values of a profile do not change.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def check(conf: ConfigOpts) -> None:
-    """Refuse what would be refused in a flavor: it would be wrong in every load balancer.
+    """Validate `[haproxy]` like a flavor: a wrong value would affect every load balancer.
 
     Raises:
-        ConfigurationError: naming the option.
+        ConfigurationError: an option is invalid; the message names it.
     """
     said = {name: value for name, value in dict(conf.haproxy).items() if value is not None}
     try:
@@ -36,18 +36,18 @@ def check(conf: ConfigOpts) -> None:
 
 
 def defaults(conf: ConfigOpts) -> Defaults:
-    """The defaults of `[haproxy]`; an option that is not set leaves what rendering takes for the default."""
+    """Return the defaults of `[haproxy]`; an unset option keeps the default of the rendering."""
     said = {name: conf.haproxy[name] for name in Defaults.__struct_fields__}
     return Defaults(**{name: value for name, value in said.items() if value is not None})
 
 
 def advert_interval(tree: LoadBalancer, conf: ConfigOpts) -> float:
-    """Seconds between two advertisements of the amphora that has the VIPs."""
+    """Return the seconds between two VRRP advertisements of the holder of the VIPs."""
     return float(tree.profile.vrrp_advert_interval or conf.vrrp.advert_interval)
 
 
 def limited(tree: LoadBalancer, conf: ConfigOpts) -> LoadBalancer:
-    """The load balancer with the limits of its HAProxy processes filled in."""
+    """Return the load balancer with the limits of its HAProxy processes filled in."""
     profile = msgspec.structs.replace(
         tree.profile,
         process_connection_limit=tree.profile.process_connection_limit or conf.haproxy.process_connection_limit,

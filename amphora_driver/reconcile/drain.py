@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps by which an amphora goes: it gives its VIPs away, its connections end, and all that was made for it goes.
+"""Steps that remove an amphora: VIP handover, drain of its connections, and deletion of its resources.
 
-Invariant: that an amphora goes depends on nothing it says. What of it cannot be removed keeps its row, and is tried
-again; its ports are taken from it all the same.
+Invariant: no answer or error of an amphora prevents its removal. If its machine cannot be deleted, its ports are
+deleted, its row stays, and the removal is retried.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ if TYPE_CHECKING:
     Write = Callable[[Callable[[sa.Connection], object]], None]
 
 LOG = logging.getLogger(__name__)
-# How many seconds longer than connections may go on their new amphora is ready for them.
+# Additional seconds for which the new holder of the VIPs is ready to forward the drained connections.
 _DRAIN_MARGIN = 5.0
-# Seconds that one which is about to go may take to say whether it is needed.
+# Time-out in seconds of a query of a retiring amphora.
 _FAREWELL_PATIENCE = 5.0
-# Seconds that the compute backend may take to remove one that is taken for dead, the first time.
+# Time-out in seconds of the first deletion of a dead amphora by the compute backend.
 _FENCING_PATIENCE = 20.0
 
 
 class Leaving:
-    """Amphorae of one load balancer that go, in one turn.
+    """Handover, drain and removal of a load balancer's amphorae, in one job.
 
     Attributes:
-        asked: amphorae were asked in this turn who has the VIPs.
+        asked: this job has queried the amphorae for the holder of the VIPs.
 
     Args:
-        backends: agents, database and so on.
-        turn: whose.
+        backends: clients and backends of this controller.
+        turn: the job.
         write: runs a change of the store under the lease.
     """
 
@@ -58,11 +58,11 @@ class Leaving:
         self._turn = turn
         self._write = write
         self.asked = False
-        # What they answered, and when each of them had been heard by then.
+        # By amphora: its answer, and its last heartbeat at that time.
         self._told: dict[str, tuple[bool, float | None]] = {}
 
     def ask_holder(self, step: steps.AskHolder, by_id: dict[str, Amphora]) -> None:
-        """Ask who has the VIPs; of those that do not answer, what was heard counts."""
+        """Query the amphorae for the VIPs; without an answer, the last heartbeat counts."""
         deadline = self._turn.deadline.within(_FAREWELL_PATIENCE)
         for one in (by_id[amphora_id] for amphora_id in step.amphora_ids):
             try:
@@ -76,7 +76,7 @@ class Leaving:
         self.asked = True
 
     def as_told(self, observed: tuple[Amphora, ...]) -> tuple[Amphora, ...]:
-        """Amphorae with what they answered; of one that was heard since then, that counts."""
+        """Return the amphorae with their answers; a heartbeat after an answer replaces it."""
         return tuple(
             msgspec.structs.replace(one, holds_vip=self._told[one.id][0])
             if one.id in self._told and one.heard_at == self._told[one.id][1]
@@ -85,9 +85,10 @@ class Leaving:
         )
 
     def hand_over(self, amphora: Amphora, partner: Amphora) -> None:
-        """Have the partner take the VIPs before this one goes; that it goes does not depend on it.
+        """Hand the VIPs over to the partner; an error does not prevent the removal of this amphora.
 
-        Open connections go on by way of the partner. One that cannot let go of the VIPs keeps them until it is gone.
+        The partner forwards open connections to this amphora. If the amphora cannot release the VIPs, it keeps them
+        until it is deleted.
         """
         drain = float(self._conf.controller.drain_timeout)
         try:
@@ -95,7 +96,7 @@ class Leaving:
                 address = str(partner.management_address)
                 self._agents.expect_vips(partner.id, address, drain + _DRAIN_MARGIN, deadline=self._turn.deadline)
         except AgentError as error:
-            # What was only cut short is asked again in another turn.
+            # A preempted job ends here, and a later job repeats the request.
             self._turn.check()
             LOG.warning("amphora %s cannot go on with the connections of %s: %s", partner.id, amphora.id, error)
             drain = 0.0
@@ -114,10 +115,10 @@ class Leaving:
         self._write(write)
 
     def _let_go(self, amphora: Amphora, drain: float) -> float | None:
-        """Have it give the VIPs away, if need be without its connections.
+        """Make an amphora release the VIPs, with a drain of its connections if that is possible.
 
         Returns:
-            For how many seconds these may go on; None if the VIPs may still be there.
+            The seconds of the drain; None if the amphora may still have the VIPs.
         """
         address, deadline = str(amphora.management_address), self._turn.deadline
         for seconds in dict.fromkeys((drain, 0.0)):
@@ -136,12 +137,13 @@ class Leaving:
                 LOG.warning("whether amphora %s has VIPs is not known: %s", amphora.id, error)
                 return None
             if said.holds_vip is False:
-                # They went before: what another controller began and did not write down, or the answer was lost.
+                # The VIPs were released earlier: by a controller that crashed before it recorded this, or the answer
+                # was lost.
                 return float(said.draining or 0.0)
         return None
 
     def look_after(self, step: steps.LookAfter, amphora: Amphora) -> None:
-        """Note that an amphora is not needed any more, if it is not; one that is heard has its time to answer."""
+        """Record the end of a drain; without an answer, only a silent amphora counts as drained."""
         try:
             deadline = self._turn.deadline.within(_FAREWELL_PATIENCE)
             said = self._agents.vrrp(amphora.id, str(amphora.management_address), deadline=deadline)
@@ -156,7 +158,7 @@ class Leaving:
             self._write(lambda connection: amphorae.update_amphora(connection, amphora.id, drains_until=0.0))
 
     def _drains_unknown(self, amphora: Amphora, wanted: steps.Wanted) -> bool:
-        """Whether connections of it go on of which nobody has written down: whoever had it hand over has died."""
+        """Return whether an amphora drains without a record: a controller may crash after a handover."""
         heard = not amphora.dead and amphora.heard_at is not None and wanted.now - amphora.heard_at < wanted.patience
         if wanted.gone or len(wanted.roles) == 1 or amphora.handed_over or not (amphora.confirmed and heard):
             return False
@@ -173,18 +175,18 @@ class Leaving:
         return True
 
     def release(self, amphora: Amphora, wanted: steps.Wanted, compute: Compute, network: Network) -> None:
-        """Remove it with all that was made for it.
+        """Delete an amphora with its machine and its ports.
 
-        Its ports go even if its machine does not: then nobody hears it any more, whatever it does.
+        The ports are deleted even if the machine cannot be deleted: this fences the amphora from the network.
 
         Raises:
-            ComputeError: its machine is there still.
-            NetworkError: a port is there still.
-            DeadlinePassed: the compute backend took too long.
+            ComputeError: the machine still exists.
+            NetworkError: a port still exists.
+            DeadlinePassed: the compute backend exceeded its time-out.
         """
         if self._drains_unknown(amphora, wanted):
             return
-        # Who is waited for by those that are to be served is not waited for for long.
+        # Fencing a dead amphora blocks its partner: use the short time-out.
         patience = _FENCING_PATIENCE if amphora.dead and not wanted.attempts else None
         deadline = self._turn.deadline if patience is None else self._turn.deadline.within(patience)
         left: AmphoraDriverError | None = None
@@ -197,7 +199,7 @@ class Leaving:
             self._turn.check()
             network.delete_port(port.id)
         if left is not None:
-            # Its addresses may be somebody else's from now on.
+            # Other ports may get its addresses now, so they must not stay recorded.
             self._turn.check()
             self._write(lambda connection: amphorae.update_amphora(connection, amphora.id, plugged=()))
             raise left

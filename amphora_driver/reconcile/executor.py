@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Taking the steps a plan names.
+"""Execution of the steps of a plan.
 
-Invariant: each step may be repeated from its beginning. Before every effect outside it makes sure that the lease still
-holds and that nothing goes first; then it does its work through a backend (all of them idempotent by id), and leaves
-its mark in the store under the same lease.
+Invariant: each step can be repeated from its beginning. Before every external effect it checks the lease and the
+precedence of other requests. It works through a backend, whose operations are idempotent by id, and records its result
+in the store under the same lease.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ if TYPE_CHECKING:
     from amphora_driver.plugins import Catalogue
     from amphora_driver.reconcile.job import Turn
 
-    # How a step is taken: the step, what is wanted, and the amphorae as they were seen.
+    # Performs a step; its arguments are the step, the desired state, and the observed amphorae by id.
     Way = Callable[[Any, planning.Wanted, dict[str, Amphora]], None]
 
 LOG = logging.getLogger(__name__)
-# Seconds an agent whose port listens may take for its first answer, before others have their turn.
+# Time-out in seconds of the first query of an agent: a longer wait would delay other jobs.
 _GREETING_PATIENCE = 3.0
-# What is known of an amphora whose machine is not there (any more).
+# Values of an amphora without a machine.
 _NOT_BOOTED: dict[str, Any] = {
     "management_address": None,
     "plugged": (),
@@ -65,10 +65,10 @@ _NOT_BOOTED: dict[str, Any] = {
 
 
 class Backends(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the steps work through; the catalogue knows the compute and network backends by name.
+    """The clients and backends that steps use; the catalogue has the compute and network backends by name.
 
     Attributes:
-        authority: signs certificates where there is no `trust`, which knows what amphorae are to have (tests).
+        authority: signs certificates if `trust` is None (in tests).
     """
 
     conf: Any
@@ -81,11 +81,11 @@ class Backends(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Steps:
-    """Performs the steps of one load balancer in one turn.
+    """Performs the steps of one load balancer in one job.
 
     Attributes:
-        absent: amphorae whose agents did not answer in this turn.
-        vips_taken: whether one of a pair that begins has the VIPs; None if they were not asked in this turn.
+        absent: amphorae whose agents did not answer in this job.
+        vips_taken: whether an amphora of a new pair has the VIPs; None without a query in this job.
     """
 
     def __init__(self, backends: Backends, turn: Turn) -> None:
@@ -111,9 +111,9 @@ class Steps:
         """Perform one step.
 
         Raises:
-            LeaseLost: somebody else works on the load balancer now.
-            Superseded: something goes first.
-            AmphoraDriverError: the step failed; it is taken again later.
+            LeaseLost: another controller has the lease.
+            Superseded: a request has precedence.
+            AmphoraDriverError: the step failed; a later job repeats it.
         """
         LOG.info("load balancer %s: %s", wanted.load_balancer_id, _sentence(step))
         self._turn.begin_step()
@@ -166,7 +166,7 @@ class Steps:
     def _marked(
         self, event: Event, amphora_id: str, change: Callable[[sa.Connection], object], detail: str | None = None
     ) -> None:
-        """Leave the mark of a step, and with it the event in the time lines of fail-overs that go on."""
+        """Record the result of a step, and its event in the history of fail-overs in progress."""
         now = self._database.now()
 
         def write(connection: sa.Connection) -> None:
@@ -180,7 +180,7 @@ class Steps:
         found = self._database.read(lambda connection: amphorae.load_amphorae(connection, self._lease.load_balancer_id))
         return next(one for one in found if one.id == amphora_id)
 
-    # --- an amphora comes -------------------------------------------------------------------------------------------
+    # --- create an amphora ------------------------------------------------------------------------------------------
 
     def _record(self, step: planning.Record) -> None:
         amphora_id = str(uuid.uuid4())
@@ -241,7 +241,7 @@ class Steps:
         )
 
     def _identity_of(self, amphora: Amphora) -> tuple[dict[str, Secret], float]:
-        """Who an amphora is and whom it trusts, as files; and when its certificate expires."""
+        """Return an amphora's certificate and its trusted CAs as files, and the expiry of the certificate."""
         given = self.renewal.issue_for_boot(amphora, exists=lambda: self._compute.get(amphora.id) is not None)
         if given is not None:
             credentials, issued = given
@@ -275,10 +275,10 @@ class Steps:
         self._write(lambda connection: amphorae.update_amphora(connection, amphora.id, plugged=plugged))
 
     def _await_agent(self, step: planning.AwaitAgent) -> None:
-        """Ask once: who is not there is waited for without this thread, and without the lease."""
+        """Query an agent once; the wait for a booting amphora uses neither this thread nor the lease."""
         amphora = self._amphora(step.amphora_id)
         if amphora.management_address is None:
-            # The backend needs time to say where it is.
+            # The compute backend may assign the address later.
             self._check_time(amphora, AgentUnreachable("reach it", "its management address is not known"))
             self.absent |= {amphora.id}
             return
@@ -292,7 +292,7 @@ class Steps:
             self.absent |= {amphora.id}
             return
         except (AgentRefused, AgentUntrusted) as error:
-            # It may be an old machine, or no machine of ours: another one may do better.
+            # Another machine may have this address, for example an old one: a new boot may help.
             self._check_machine(amphora)
             self._check_time(amphora, error)
             raise
@@ -304,7 +304,7 @@ class Steps:
         )
 
     def _check_machine(self, amphora: Amphora) -> None:
-        """Make sure that there is still something to wait for; what is not there is booted anew next time."""
+        """Check that the machine runs; otherwise reset the amphora, so that the next job boots it again."""
         machine = self._compute.get(amphora.id)
         if machine is not None and machine.state is not MachineState.FAILED:
             return
@@ -313,7 +313,7 @@ class Steps:
         raise ComputeError(f"boot amphora {amphora.id}", reason or "its machine ended before the agent answered")
 
     def _check_time(self, amphora: Amphora, error: AgentError) -> None:
-        """Give up one that runs and has not answered for too long: it is removed, and booted anew next time."""
+        """Delete a machine whose agent exceeds the boot time-out; the next job boots it again."""
         most, now = float(self._conf.controller.boot_timeout), self._database.now()
         if amphora.booted_at is None:
             self._write(lambda connection: amphorae.update_amphora(connection, amphora.id, booted_at=now))
@@ -327,7 +327,7 @@ class Steps:
         self._compute.destroy(amphora.id)
         self._write(lambda connection: amphorae.update_amphora(connection, amphora.id, **_NOT_BOOTED))
         happened = f"its agent has not answered in {most:g} s: {error.happened}"
-        # For a user that is the end of a long wait, whatever comes of the next boot.
+        # The user has waited for the whole time-out: report ERROR now, before the next boot.
         raise ComputeError(f"boot amphora {amphora.id}", happened, final=True)
 
     def _ask_vips(self, everyone: tuple[Amphora, ...]) -> None:
@@ -344,7 +344,7 @@ class Steps:
         if wanted.tree is not None:
             self._vips.apply(self._network, wanted.tree, tuple(by_id.values()), wanted.generation)
 
-    # --- an amphora goes --------------------------------------------------------------------------------------------
+    # --- remove an amphora ------------------------------------------------------------------------------------------
 
     def _unplug(self, amphora: Amphora, network_id: str) -> None:
         for plugged in amphora.plugged:
@@ -369,7 +369,7 @@ class Steps:
 
 
 def _machine_of(wanted: planning.Wanted) -> Profile:
-    """With what kind of machine its amphorae are booted."""
+    """Return the profile with the machine settings of the amphorae."""
     if wanted.stock is not None:
         return wanted.stock.spec.profile()
     return Profile() if wanted.tree is None else wanted.tree.profile

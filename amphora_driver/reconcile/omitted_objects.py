@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a generation is served without, until it is confirmed.
+"""Objects that a generation omits, recorded until the generation is confirmed.
 
-Invariant: what amphorae do not serve is written down with their confirmations, so that whoever says later that the
-generation is served, in another turn or another process, says what it is served without. Once that is said it is empty.
+Invariant: omitted objects are recorded in the same transaction as the amphorae's confirmations. The job that confirms
+the generation may run later, in another process: it reports them to the user and then clears the record.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
-    """What could not be served in a generation, as `work.left_out` has it: reasons by object id."""
+    """The objects that a generation omits, as `work.left_out` stores them: reasons by object id."""
 
     generation: int
     reasons: dict[str, str]
 
 
 def left_out_of(row: sa.Row[tuple[object, ...]]) -> dict[str, str]:
-    """What a row of `work` says of its newest generation: reasons by object id."""
+    """Return the omitted objects of the newest generation from a row of `work`: reasons by object id."""
     if row.left_out is None:
         return {}
     found = msgspec.json.decode(row.left_out, type=LeftOut)
@@ -34,13 +34,13 @@ def left_out_of(row: sa.Row[tuple[object, ...]]) -> dict[str, str]:
 
 
 def leave_out(connection: sa.Connection, load_balancer_id: str, generation: int, reasons: Mapping[str, str]) -> None:
-    """Write down what a generation is served without; under the lease."""
+    """Record the omitted objects of a generation; the caller holds the lease."""
     text = msgspec.json.encode(LeftOut(generation=generation, reasons=dict(reasons))).decode()
     _put(connection, load_balancer_id, text)
 
 
 def forget(connection: sa.Connection, load_balancer_id: str) -> None:
-    """It was said; under the lease."""
+    """Clear the record of omitted objects; the caller holds the lease."""
     _put(connection, load_balancer_id, None)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From files that are named to files that hold something.
+"""Contents of the rendered files, with secrets opened by the vault.
 
-Invariant: no I/O. A secret leaves the vault here, wrapped, and is in clear only in the document that is sent. One that
-is missing, or that no key opens, costs its own listener or pool and nothing else.
+Invariant: no I/O. An opened secret stays wrapped in `Secret` and is plain text only in the bundle that is sent. A
+secret that is missing or cannot be opened affects only its own listener or pool.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 def filled(
     files: Iterable[File], sealed: Mapping[SecretName, SealedSecret], vault: Vault
 ) -> tuple[tuple[BundleFile, ...], dict[str, str]]:
-    """The files with their contents, in the same order.
+    """Return the files with their contents, in the same order.
 
     Args:
-        files: as the renderer names them.
-        sealed: what is kept of the load balancer's secrets.
-        vault: what opens them.
+        files: as rendering names them.
+        sealed: the load balancer's sealed secrets.
+        vault: opens the secrets.
 
     Returns:
-        The files, and reasons by object id for listeners and pools that lack one.
+        The files, and the reasons by object id for listeners and pools without a usable secret.
     """
     found: list[BundleFile] = []
     lost: dict[str, str] = {}
@@ -52,7 +52,7 @@ def filled(
 
 
 def lacking(tree: LoadBalancer, sealed: Mapping[SecretName, SealedSecret]) -> dict[str, str]:
-    """Pools of which a secret is not known, whether or not anything leads to them: reasons by id."""
+    """Return the pools with a missing secret, also pools that no listener uses: reasons by id."""
     pools = {pool.id for pool in tree.pools}
     return {
         name.object_id: _why(name, one)
@@ -67,7 +67,7 @@ def _why(name: SecretName, one: SealedSecret | None) -> str:
 
 
 def _open(name: SecretName, sealed: Mapping[SecretName, SealedSecret], vault: Vault) -> Secret | str:
-    """The secret, or why it cannot be had."""
+    """Return the secret, or the reason why it cannot be used."""
     one = sealed.get(name)
     if one is None or one.content is None:
         return _why(name, one)
@@ -78,6 +78,6 @@ def _open(name: SecretName, sealed: Mapping[SecretName, SealedSecret], vault: Va
     except StoreError as error:
         return f"the {name.purpose} under {name.ref} cannot be opened: {error.happened}"
     if not opened.reveal().isascii():
-        # Noticed later, it would be an error of Python's with the whole secret in it.
+        # A later error of Python's decoder would contain the secret.
         return f"the {name.purpose} under {name.ref} is not in PEM format: set the reference again"
     return opened

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Taking warm spares, and looking after their pool: the steps that have to do with both.
+"""Steps that adopt warm spares and maintain their pool.
 
-Invariant: a spare is asked whether it is there before it is taken, and taken in one transaction under the load
-balancer's lease. One that does not answer costs a moment, and the next one is asked; where none is left, an amphora is
-booted as if there were no spares.
+Invariant: a job queries the agent of a spare before it adopts the spare, in one transaction under the load balancer's
+lease. A spare without an answer costs one short time-out, and the job queries the next one. Without a usable spare, the
+job boots an amphora.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
     Write = Callable[[Callable[[sa.Connection], object]], None]
 
 LOG = logging.getLogger(__name__)
-# Seconds a spare may take to say that it is there.
+# Time-out in seconds of a query of a spare's agent.
 _PATIENCE = 2.0
 _DAY = 86_400.0
 
 
 class Sparing:
-    """Spares of one load balancer, or of one pool, in one turn.
+    """The spares of one load balancer, or of one pool, in one job.
 
     Args:
-        backends: agents, database and so on.
-        turn: whose.
+        backends: clients and backends of this controller.
+        turn: the job.
         write: runs a change of the store under the lease.
 
     Attributes:
-        given_up: no spare is taken in this turn any more.
-        asked: spares that were asked in this turn, and
-        absent: those of them that did not answer.
+        given_up: this job adopts no spare: none could be adopted.
+        asked: spares whose agents were queried in this job.
+        absent: spares among them without an answer.
     """
 
     def __init__(self, backends: Any, turn: Turn, write: Write) -> None:
@@ -56,26 +56,26 @@ class Sparing:
         self._backends = backends
         self._turn = turn
         self._write = write
-        # Those that are ready, as they were seen last; and what was found out about images in this turn.
+        # The ready spares of the last observation; and the current image by pool, read once in a job.
         self._ready: tuple[Spare, ...] = ()
         self._images: dict[str, str | None] = {}
 
     # --- what is seen -----------------------------------------------------------------------------------------------
 
     def spec(self, row: Any, tree: Any) -> SparePoolSpec | None:
-        """What the load balancer's pool is to keep; as it is while nobody can say."""
+        """Return the specification of the load balancer's spare pool; None without a tree."""
         if tree is None:
             return None
         number = self._backends.conf.spares.number
         return spare_pools.spec_of(tree.profile, row.compute, row.network, number)
 
     def to_take(self, connection: sa.Connection, pool_id: str | None) -> tuple[str, ...]:
-        """Ids of spares that the load balancer could take as far as the rows say, the best first (see `judged`)."""
+        """Return ids of ready spares, the best one first; `judged` removes the unfit ones."""
         self._ready = () if pool_id is None or self.given_up else spare_pools.list_ready_spares(connection, pool_id)
         return tuple(one.id for one in self._ready)
 
     def stock(self, connection: sa.Connection, row: Any) -> SparePoolState:
-        """The pool, as its own job sees it; of which spares nobody is to take any more `judged` tells."""
+        """Return the state of a pool for its own job; `judged` adds the unfit spares."""
         spec = msgspec.json.decode(row.spares, type=SparePoolSpec)
         users = spare_pools.count_users(connection, row.load_balancer_id)
         number = self._backends.conf.spares.number if spec.number is None else spec.number
@@ -89,15 +89,15 @@ class Sparing:
         )
 
     def judged(self, wanted: steps.Wanted) -> steps.Wanted:
-        """The same, with those spares only that are what is wanted now.
+        """Return the observation with the unfit spares removed, or marked in the state of a pool.
 
-        Not while anything is read: what image a machine would have is asked of the compute backend, and takes time.
+        Call this outside a transaction: the query of the compute backend for its current image takes time.
         """
         spec = wanted.spec if wanted.stock is None else wanted.stock.spec
         if spec is None or not self._ready or not (wanted.spares or wanted.stock):
             return wanted
         image = self._image(spec)
-        # Its certificate is renewed at half life: one that has so little left was not.
+        # Certificates are renewed at half of their validity. A spare with less than a third left missed its renewal.
         lasting = self._backends.conf.certificates.validity_days * _DAY / 3
         unfit = {
             one.id: why for one in self._ready if (why := spare_pools.unfit_reason(one, image, wanted.now, lasting))
@@ -107,7 +107,7 @@ class Sparing:
         return msgspec.structs.replace(wanted, spares=tuple(one for one in wanted.spares if one not in unfit))
 
     def _image(self, spec: SparePoolSpec) -> str | None:
-        """What a machine that is booted now would have; None where nobody can say. Asked once in a turn."""
+        """Return the image of a new machine; None if unknown. The backend is queried once in a job."""
         if spec.id not in self._images:
             try:
                 compute = self._backends.catalogue.compute(spec.compute, spec.network)
@@ -120,7 +120,7 @@ class Sparing:
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def adopt(self, step: steps.Adopt, wanted: steps.Wanted, now: float) -> None:
-        """Take the first spare that answers; if there is none, none is sought in this turn any more."""
+        """Adopt the first spare that answers; without one, this job adopts no spare."""
         of, pool_id = wanted.load_balancer_id, str(wanted.pool)
         known = {
             one.id: one for one in self._backends.database.read(lambda c: spare_pools.list_ready_spares(c, pool_id))
@@ -143,17 +143,17 @@ class Sparing:
         self.given_up = True
 
     def join(self, step: steps.Join, wanted: steps.Wanted) -> None:
-        """Note which pool it takes spares from."""
+        """Record the spare pool of the load balancer."""
         self._write(
             lambda connection: spare_pools.set_spare_pool(connection, wanted.load_balancer_id, step.spec, step.former)
         )
 
     def retire(self, step: steps.Retire, pool_id: str) -> None:
-        """Mark a spare that is about to go."""
+        """Record that a spare is retiring."""
         self._write(lambda connection: spare_pools.retire_spare(connection, step.amphora_id, pool_id, step.reason))
 
     def ask(self, step: steps.AskSpares, by_id: dict[str, Amphora]) -> None:
-        """Find out which of them are there."""
+        """Query the agents of spares and note the ones without an answer."""
         for amphora_id in step.amphora_ids:
             self._turn.check()
             if not self._answers(amphora_id, by_id[amphora_id].management_address):
@@ -161,7 +161,7 @@ class Sparing:
             self.asked |= {amphora_id}
 
     def disband(self, pool_id: str) -> None:
-        """Forget the pool, unless somebody has come."""
+        """Delete the pool, unless a load balancer uses it again."""
 
         def write(connection: sa.Connection) -> None:
             self._turn.over = spare_pools.delete_unused_pool(connection, pool_id)
@@ -181,7 +181,7 @@ class Sparing:
 
 
 def _sees(rows: dict[str, circuit_breaker.BreakerRow]) -> bool:
-    """Whether those who are not heard are silent, as far as the detector says: it hears, and nothing is held up."""
+    """Return whether missing heartbeats mean silent amphorae: heartbeats arrive, and no breaker is open."""
     sight, automatic, operator = (
         rows.get(one) for one in (circuit_breaker.SIGHT, circuit_breaker.AUTOMATIC, circuit_breaker.OPERATOR)
     )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pool of warm spares needs next: its own small plan.
+"""The next steps of a pool of warm spares.
 
-Invariant: pure, like `plan`. A pool keeps as many amphorae as are wanted, all of which could be taken in this moment:
-one that is unfit, too many, or gone is marked before it is removed, so that nobody takes what is about to go. Where
-nobody uses the pool, it is emptied and forgotten.
+Invariant: pure, like `plan`. A pool keeps the configured number of amphorae, and each of them can be adopted at any
+time. An unfit, surplus or lost spare is marked as retiring before its removal, so that no load balancer adopts it. A
+pool without users is emptied and deleted.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 
     from amphora_driver.store.spare_pools import SparePoolState
 
-# Seconds between two looks at a pool in which nothing happens; and after which a spare that is neither heard nor
-# answers, while others are heard, is given up. Nobody waits for it: whoever takes a spare asks it first.
+# Seconds between two checks of an idle pool. Seconds without heartbeats and answers until a spare is replaced, while
+# others send heartbeats. No job depends on this time: a job queries a spare before it adopts it.
 LOOK_PAUSE = 30.0
 _LOST = 60.0
-# Seconds for which nobody asks whether one that was just booted is what is wanted.
+# Seconds after its boot in which a spare is not replaced as unfit.
 _NEW = 60.0
-# Seconds between two looks at machines that boot; an agent that listens is heard of before that.
+# Seconds between two checks of booting machines; an agent that listens ends the wait earlier.
 _BOOT_PAUSE = 2.0
 
 
 def plan_pool(wanted: Wanted, stock: SparePoolState, amphorae: Sequence[Amphora]) -> list[AnyStep]:
-    """The next steps of a pool, in order; the same question is asked again after they were taken."""
+    """Return the next steps of a pool, in order; the caller performs them and then plans again."""
     live = [one for one in amphorae if one.state is not AmphoraState.RETIRING]
     if marks := _marks(wanted, stock, live):
         return marks
@@ -52,7 +52,7 @@ def plan_pool(wanted: Wanted, stock: SparePoolState, amphorae: Sequence[Amphora]
     awaited: list[AnyStep] = [one for one in (_await(wanted, each) for each in live) if one is not None]
     gone = [Release(amphora_id=one.id, reason="it is a spare no more") for one in amphorae if one not in live]
     if boots or awaited or gone:
-        # What was ordered already first, once something failed: it may have been the boot of another one.
+        # After a failure, finish earlier boots first: the failed step may be the boot of another spare.
         return [*awaited, *gone, *boots] if wanted.attempts else [*boots, *awaited, *gone]
     if not live and not stock.users:
         return [Disband(reason="nobody takes spares from this pool")]
@@ -65,7 +65,7 @@ def plan_pool(wanted: Wanted, stock: SparePoolState, amphorae: Sequence[Amphora]
 
 
 def _marks(wanted: Wanted, stock: SparePoolState, live: Sequence[Amphora]) -> list[AnyStep]:
-    """Those that are to go: unfit, lost, or too many. Of too many, those that still boot go first, then the newest."""
+    """Return the retirement of unfit, lost and surplus spares; of the surplus, booting and new ones first."""
     why = {one.id: stock.unfit[one.id] for one in live if one.id in stock.unfit and not _is_new(wanted, one)}
     if not why and (lost := _lost(wanted, stock, live)) is not None:
         why[lost] = "it is neither heard nor answers"
@@ -76,10 +76,10 @@ def _marks(wanted: Wanted, stock: SparePoolState, live: Sequence[Amphora]) -> li
 
 
 def _lost(wanted: Wanted, stock: SparePoolState, live: Sequence[Amphora]) -> str | None:
-    """The one that is given up, if any: the longest silent.
+    """Return the lost spare that has been silent for the longest time, if there is one.
 
-    They are given up one by one, each when the one before has been replaced. Where we are the ones who are deaf, or
-    many fall silent at once, nobody is.
+    Lost spares are replaced one at a time. No spare counts as lost while the heartbeat receiver fails or many amphorae
+    are silent at once.
     """
     if not stock.detection_works or len(live) < stock.number or any(one.state is AmphoraState.BOOTING for one in live):
         return None
@@ -88,9 +88,9 @@ def _lost(wanted: Wanted, stock: SparePoolState, live: Sequence[Amphora]) -> str
 
 
 def _silent_for(wanted: Wanted, stock: SparePoolState, one: Amphora) -> float:
-    """Seconds since it was heard, or since it was booted if it never was.
+    """Return the seconds since the last heartbeat, or since the boot if there was none.
 
-    It is compared with when anybody was heard last: the clocks of those who listen are not the database's.
+    The reference is the newest heartbeat of any amphora: the receivers' clocks differ from the database's clock.
     """
     if one.heard_at is not None:
         return (stock.last_heartbeat_at or 0.0) - one.heard_at
@@ -98,7 +98,7 @@ def _silent_for(wanted: Wanted, stock: SparePoolState, one: Amphora) -> float:
 
 
 def _is_new(wanted: Wanted, one: Amphora) -> bool:
-    """Whether it was booted a moment ago: what is unfit from the first is not replaced without a pause."""
+    """Return whether a spare has just booted: an image that is always unfit must not cause a boot loop."""
     return one.booted_at is not None and one.booted_at > wanted.now - _NEW
 
 
@@ -115,7 +115,7 @@ def _await(wanted: Wanted, one: Amphora) -> AwaitAgent | None:
 
 
 def _quiet(wanted: Wanted, stock: SparePoolState, live: Sequence[Amphora]) -> tuple[str, ...]:
-    """Those that wait to be taken and have not been heard lately."""
+    """Return the ready spares without a recent heartbeat that this job has not queried."""
     return tuple(
         one.id
         for one in live

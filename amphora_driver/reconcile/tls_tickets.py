@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys that seal TLS session tickets: a client may resume its session with either amphora, and after any reload.
+"""Keys of TLS session tickets: a client resumes its session with either amphora and after a reload.
 
-Invariant: no I/O. Three keys are in use at a time: the one before, the one that seals, and the next; so an amphora that
-is a period ahead or behind still understands the tickets of the other. Each key is derived from a seed of its own. The
-state in the store has these three seeds and no other: earlier keys cannot be derived from it. Each further seed mixes
-fresh random bytes in, so that a stolen state tells no key that is made later.
+Invariant: no I/O. Three keys are in use at a time: the previous, the current and the next one. An amphora that is one
+period ahead or behind therefore accepts the tickets of the other. Each key is derived from its own seed. The stored
+state has these three seeds only, so earlier keys cannot be derived from it. Each new seed includes fresh random bytes,
+so a stolen state does not reveal later keys.
 Source: HAProxy configuration manual, `tls-ticket-keys`; HKDF is RFC 5869.
 """
 
@@ -27,18 +27,18 @@ _KEY, _NEXT = b"amphora tls ticket key", b"amphora tls ticket seed"
 
 
 def begun() -> Secret:
-    """The first state of a load balancer: one random seed, from which the next two follow."""
+    """Return the first state of a load balancer: one random seed, from which the next two are derived."""
     return Secret(secrets.token_bytes(SEED_LENGTH))
 
 
 def rotated(state: Secret) -> Secret:
-    """The state of the next period, without the oldest seed.
+    """Return the state of the next period, without the oldest seed.
 
     Args:
-        state: what `begun` or `rotated` returned.
+        state: a result of `begun` or `rotated`.
 
     Raises:
-        StoreError: it is something else.
+        StoreError: the state has another length.
     """
     seeds = _seeds(state)
     fresh = _derived(seeds[-1] + secrets.token_bytes(SEED_LENGTH), _NEXT, SEED_LENGTH)
@@ -46,13 +46,13 @@ def rotated(state: Secret) -> Secret:
 
 
 def ticket_keys(state: Secret) -> Secret:
-    """The file for HAProxy: the last line but one seals, all of them open.
+    """Return the file for HAProxy: it encrypts with the last key but one and decrypts with all keys.
 
     Args:
-        state: what `begun` or `rotated` returned.
+        state: a result of `begun` or `rotated`.
 
     Raises:
-        StoreError: it is something else.
+        StoreError: the state has another length.
     """
     keys = (_derived(seed, _KEY, _KEY_LENGTH) for seed in _seeds(state))
     return Secret(b"".join(base64.b64encode(key) + b"\n" for key in keys))

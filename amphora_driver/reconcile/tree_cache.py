@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load balancers as they were read last, so that a job reads what changed and nothing else.
+"""Cache of load balancer trees: a job reads only the changed objects.
 
-Invariant: `Trees.load` returns what `wanted.load_tree` would, whoever wrote in between. What is remembered is a tree
-and the newest generation that is in it for certain; the rows of that generation and of newer ones are read and put into
-it. Rows that were forgotten are not among those: so the number of objects has to be the one the database counts, or
-everything is read anew. What is to be read back from Octavia is not remembered.
+Invariant: `Trees.load` returns the result of `desired_objects.load_tree`, also after writes of other processes. An
+entry is a tree and the newest generation that it certainly contains. Rows of that generation and newer ones are read
+and merged. Deleted rows are not among them: if the number of objects differs from the database's count, the whole tree
+is read. A tree that must be read back from Octavia is not cached.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
     from amphora_driver.store.desired_objects import ObjectChange
 
-    # The changed children of one kind, by their parent's id, then by their own.
+    # The changed children of one kind, by parent id and then by their own id.
     Children = dict[str | None, dict[str, ObjectChange]]
 
 N = TypeVar("N")
-# Objects of all remembered load balancers together: one takes about a kilobyte.
+# Objects of all cached load balancers together; one takes about a kilobyte.
 _CAPACITY = 50_000
 
 
 class _Known(msgspec.Struct, frozen=True, kw_only=True):
-    """A tree with everything up to a generation in it, read under a lease of this epoch."""
+    """A tree that contains all changes up to a generation, read under a lease of this epoch."""
 
     generation: int
     epoch: int
@@ -42,26 +42,26 @@ class _Known(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trees:
-    """The trees one controller has read; its threads share them.
+    """The trees that one controller has read; its threads share them.
 
     Args:
-        capacity: how many objects to remember, of all load balancers together.
+        capacity: number of objects to cache, of all load balancers together.
     """
 
     def __init__(self, capacity: int = _CAPACITY) -> None:
         self._known: Cache[_Known] = Cache(capacity)
 
     def load(self, connection: sa.Connection, row: Any, epoch: int) -> LoadBalancer:
-        """The whole load balancer, as `wanted.load_tree` returns it.
+        """Return the complete tree of a load balancer, as `desired_objects.load_tree` does.
 
         Args:
             connection: of a reading transaction.
             row: of the table `work`, read in this transaction before.
-            epoch: of the caller's lease. Under one and the same, one generation is one tree: what is read back is asked
-                for under a new one.
+            epoch: of the caller's lease. Within one epoch, a generation has one tree: a read-back from Octavia needs a
+                new epoch.
 
         Raises:
-            UnknownObject: nothing is recorded under this id, or it is removed.
+            UnknownObject: the load balancer is not recorded, or it is removed.
         """
         load_balancer_id, generation = row.load_balancer_id, int(row.generation)
         if row.read_back:
@@ -82,22 +82,22 @@ class Trees:
 
 
 def count(tree: LoadBalancer) -> int:
-    """How many objects there are, the load balancer among them."""
+    """Return the number of objects, including the load balancer."""
     pools = sum(1 + len(pool.members) + (pool.healthmonitor is not None) for pool in tree.pools)
     policies = sum(1 + len(policy.rules) for listener in tree.listeners for policy in listener.l7policies)
     return 1 + len(tree.listeners) + pools + policies
 
 
 def updated(tree: LoadBalancer, changes: Sequence[ObjectChange], generation: int) -> LoadBalancer | None:
-    """The tree with these changes in it; objects that did not change are the very same.
+    """Return the tree with the changes merged; unchanged objects keep their identity.
 
     Args:
-        tree: with everything before `generation`, and perhaps not all of that one.
-        changes: all that was recorded since then.
+        tree: contains all changes before `generation`, and possibly not all of that one.
+        changes: all changes recorded since then.
         generation: the newest one in the tree.
 
     Returns:
-        The tree; None where only reading everything tells what there is.
+        The tree; None if the whole tree must be read.
     """
     by_kind: dict[Kind, Children] = {kind: {} for kind in Kind}
     for change in changes:
@@ -115,7 +115,7 @@ def updated(tree: LoadBalancer, changes: Sequence[ObjectChange], generation: int
 
 
 class _ReadAnewError(Exception):
-    """What changed does not tell enough: objects are ordered by when they were made, for example."""
+    """The changes do not determine the tree, for example the order of objects by creation."""
 
 
 def _listeners(tree: LoadBalancer, by_kind: dict[Kind, Children], generation: int) -> tuple[Listener, ...]:
@@ -150,7 +150,7 @@ def _pools(tree: LoadBalancer, by_kind: dict[Kind, Children], generation: int) -
         if now is before and members_now is pool.members:
             return pool
         if len(now) > 1:
-            # One of them is not there any more, and counting pools would not show it.
+            # One of the monitors is deleted, and the count of objects would not show it.
             raise _ReadAnewError
         return msgspec.structs.replace(pool, members=members_now, healthmonitor=now[0] if now else None)
 
@@ -164,13 +164,13 @@ def _merged(
     generation: int,
     complete: Callable[[Any, N], N] = lambda bare, _before: bare,
 ) -> tuple[N, ...]:
-    """The children of one parent: those that stay in their places, then the new ones in the order they were made.
+    """Return the children of one parent: the existing ones in their order, then new ones by creation.
 
     Args:
-        before: what there was.
-        changed: what of it is new, changed or removed, by id.
+        before: the children before the changes.
+        changed: new, changed and removed children by id.
         generation: the newest one in `before`.
-        complete: gives a changed object the children it had.
+        complete: adds the existing children to a changed object.
     """
     if not changed:
         return before
@@ -181,7 +181,7 @@ def _merged(
         if change is None:
             found.append(one)
         elif change.created > generation:
-            # Made anew under the same id: its place is another.
+            # The object was created again under the same id, so its position has changed.
             raise _ReadAnewError
         elif change.node is not None:
             now = complete(change.node, one)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a load balancer's VIPs still lack: addresses that take their time, and what they have besides.
+"""VIP addresses that the network backend allocates later, and the options of the VIPs.
 
-Invariant: the addresses of one load balancer are known all at once or not at all; until then none of its amphorae is
-plugged or pushed. What the backend was told last is written down, so that it is told again only when something of it
-has changed: the options, or an amphora that has come. What it refuses for good is told to the user, and not asked again
-before the user has said something new.
+Invariant: all addresses of a load balancer become known in one transaction. Until then no amphora gets ports or a
+configuration. The options last sent to the network backend are recorded, and they are sent again only after a change of
+the options or for a new amphora. A permanent refusal is reported to the user and not retried for the same options.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ LOG = logging.getLogger(__name__)
 
 
 class Given(msgspec.Struct, frozen=True, kw_only=True):
-    """What a backend was told of a load balancer's VIPs, as `work.vip_applied` has it.
+    """The VIP options last sent to the network backend, as `work.vip_applied` stores them.
 
     Attributes:
-        options: what the VIPs are to obey.
-        ports: the amphorae's ports it was told of.
-        refused: why it would not.
-        generation: the one it was told for.
+        options: QoS policy and security groups.
+        ports: the amphorae's ports to which the options were applied.
+        refused: reason of a permanent refusal; empty without one.
+        generation: of the load balancer at that time.
     """
 
     options: VipOptions
@@ -57,19 +56,19 @@ class Given(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def known(tree: LoadBalancer | None) -> bool:
-    """Whether every VIP has its address; nothing is missing of one that is to go."""
+    """Return whether every VIP has its address; True for a load balancer to be deleted."""
     return tree is None or all(vip.address for vip in tree.vips)
 
 
 def options_of(tree: LoadBalancer) -> VipOptions:
-    """What is wanted of the VIPs besides their addresses."""
+    """Return the desired QoS policy and security groups of the VIPs."""
     return VipOptions(
         qos_policy_id=tree.vip_qos_policy_id or None, security_group_ids=tuple(sorted(tree.vip_sg_ids or ()))
     )
 
 
 def ports_of(tree: LoadBalancer, amphorae: Iterable[Amphora]) -> tuple[str, ...]:
-    """The amphorae's ports that carry what is sent to the VIPs."""
+    """Return the amphorae's ports on the VIP's network."""
     return tuple(
         sorted(
             plugged.port.id
@@ -81,7 +80,7 @@ def ports_of(tree: LoadBalancer, amphorae: Iterable[Amphora]) -> tuple[str, ...]
 
 
 def due(tree: LoadBalancer | None, given: Given | None, amphorae: Sequence[Amphora]) -> str:
-    """Why the backend is to be told of the VIPs' options; empty if it knows them."""
+    """Return the reason to send the VIP options to the network backend; empty if they are current."""
     if tree is None or not known(tree):
         return ""
     options = options_of(tree)
@@ -98,14 +97,14 @@ def due(tree: LoadBalancer | None, given: Given | None, amphorae: Sequence[Ampho
 
 
 def given_of(row: sa.Row[tuple[object, ...]]) -> Given | None:
-    """What a row of `work` says."""
+    """Return the VIP options that a row of `work` stores."""
     return None if row.vip_applied is None else msgspec.json.decode(row.vip_applied, type=Given)
 
 
 def refusals(connection: sa.Connection, load_balancer_id: str, given: Given | None) -> dict[str, str]:
-    """Why the load balancer is not as its user wants it, by its id; nothing once the user has asked for something else.
+    """Return a refusal of the VIP options by load balancer id; empty after a newer request of the user.
 
-    Otherwise nobody could ever change it again: Octavia takes no change of one in ERROR.
+    A refusal without this limit would block all changes: Octavia accepts no change of a load balancer in ERROR.
     """
     if given is None or not given.refused:
         return {}
@@ -116,18 +115,18 @@ def refusals(connection: sa.Connection, load_balancer_id: str, given: Given | No
 
 
 def again_at(connection: sa.Connection, load_balancer_id: str, now: float) -> float:
-    """When the backend is to be asked (again) for the addresses, in seconds since 1970; 0 for now."""
+    """Return the time of the next request for addresses, in seconds since 1970; 0 for now."""
     wish = vip_claims.read_pending_request(connection, load_balancer_id)
     return 0.0 if wish is None or wish.again_at > now + wish.pause else wish.again_at
 
 
 class Vips:
-    """Takes the steps that have to do with VIPs, of one load balancer under one lease.
+    """Performs the VIP steps of one load balancer under one lease.
 
     Args:
-        database: where claims are.
+        database: contains the VIP claims.
         write: runs a change of the store under the lease.
-        patience: seconds after which a backend that has no addresses is an error, though it is asked on.
+        patience: seconds without addresses until ERROR is reported; requests continue after that.
     """
 
     def __init__(self, database: Database, write: Write, patience: float) -> None:
@@ -136,11 +135,11 @@ class Vips:
         self._patience = patience
 
     def allocate(self, network: Network, seen: planning.Wanted, tree: LoadBalancer, machines: Sequence[str]) -> None:
-        """Ask for the addresses, and write down what they are or that they are still to come.
+        """Request the addresses; record them, or the time of the next request.
 
         Raises:
-            RequestError: they cannot be had.
-            NetworkError: the backend failed, or has needed too long.
+            RequestError: the backend refuses the addresses.
+            NetworkError: the backend failed, or exceeded its time-out.
         """
         begun = self._database.now()
         wish = self._database.read(lambda connection: vip_claims.read_pending_request(connection, tree.id)) or _wish(
@@ -160,7 +159,7 @@ class Vips:
         self._write(lambda connection: settle(connection, tree.id, seen.generation, answer))
 
     def apply(self, network: Network, tree: LoadBalancer, amphorae: Sequence[Amphora], generation: int) -> None:
-        """Tell the backend what the VIPs obey; what it refuses for good is written down."""
+        """Send the VIP options to the network backend; record a permanent refusal."""
         options, ports = options_of(tree), ports_of(tree, amphorae)
         refused = ""
         try:
@@ -178,7 +177,7 @@ class Vips:
 
 
 def settle(connection: sa.Connection, load_balancer_id: str, generation: int, found: Sequence[Vip]) -> None:
-    """These are the addresses of the load balancer, which nobody asked for: it is the next generation that has them."""
+    """Record the allocated addresses as a new generation of the load balancer."""
     generations.bump_generation(connection, load_balancer_id, generation)
     now = connection.execute(
         sa.select(work.c.generation).where(work.c.load_balancer_id == load_balancer_id)
@@ -191,7 +190,7 @@ def settle(connection: sa.Connection, load_balancer_id: str, generation: int, fo
 
 
 def _wish(tree: LoadBalancer, now: float) -> PendingVipRequest:
-    """What can be asked for if nothing else is recorded: any addresses on the same subnets."""
+    """Return a request for addresses on the VIPs' subnets, if no pending request is recorded."""
     vips = tuple(
         VipRequest(
             subnet_id=vip.subnet_id or None,
