@@ -69,7 +69,7 @@ class Agent:
         gate = self.gate
         gate.close()
         gate._thread.join()
-        for each in (self._end, self._ended, gate._told, gate._tell, gate._selector):
+        for each in (self._end, self._ended, gate._wakeup, gate._waker, gate._selector):
             each.close()
 
 

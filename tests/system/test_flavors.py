@@ -109,7 +109,7 @@ def test_a_vip_where_the_zone_allows_none(cloud, zone):
         ({"timeout_tunnel": "long"}, "timeout_tunnel"),
         ({"timeout_tunnel": -1}, "1 or more"),
         ({"amp_image_tag": "new"}, "compute backend netns"),
-        ({"compute_driver": "nova"}, "no such compute backend"),
+        ({"compute_driver": "nova"}, "no compute backend of this name is enabled"),
         ({"connection_limit": 2, "process_connection_limit": 1}, "process_connection_limit"),
         ({"log_format": "%ci\nglobal"}, "log_format"),
     ],
