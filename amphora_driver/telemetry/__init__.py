@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be seen of the control plane from outside: metrics, logs, and the status page."""
+"""The status page and the fleet metrics of the control plane."""

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of the fleet needs an operator, and why.
+"""Finds the conditions of the fleet that need an operator's attention.
 
-Invariant: pure. What the automatic has in hand is not trouble: an amphora that is being replaced is *watched*, and is
-*trouble* only where nothing will happen by itself, or where users are not served. Every notice says what is wrong of
-what, in one line, and what to do where an operator can do something.
+Invariant: pure. A condition is TROUBLE only if no automatic action will repair it, or if users are not served. An
+amphora that is being replaced is WATCH. Every notice names the object and the condition in one line.
 """
 
 from __future__ import annotations
@@ -19,44 +18,44 @@ from amphora_driver.store.process_registry import HEARTBEAT_INTERVAL, ProcessKin
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from amphora_driver.telemetry.fleet_snapshot import Balancer, Fleet, Machine
+    from amphora_driver.telemetry.fleet_snapshot import AmphoraInfo, FleetSnapshot, LoadBalancerInfo
 
-# Seconds after which a process that has said nothing is taken for gone.
-_GONE_AFTER = 5 * HEARTBEAT_INTERVAL
-# Seconds a job may be due, a status may wait for Octavia, and a user for a change, before somebody should look.
+# Age in seconds of its last heartbeat at which a process counts as dead.
+_DEAD_AFTER = 5 * HEARTBEAT_INTERVAL
+# Delays in seconds of a due job, an unreported status or an unconfirmed change, at which a notice begins and rises.
 _LATE = 30.0
 _VERY_LATE = 300.0
-# Seconds before its end that a certificate, or an authority, should have been renewed long ago.
 _DAY = 86_400.0
+# Remaining validity of a CA at which its rotation is overdue.
 _MONTH = 30 * _DAY
-# The part of its life after which an amphora's certificate is late.
-_OLD = 0.75
-_GONE = {
-    ProcessKind.CONTROLLER.value: "no controller runs: nothing is changed, replaced or repaired",
-    ProcessKind.HEALTH_MANAGER.value: "no health manager runs: nobody hears the amphorae",
-    ProcessKind.PROVIDER_AGENT.value: "no provider agent runs: Octavia is told nothing",
+# Elapsed share of its validity at which the renewal of an amphora certificate is overdue.
+_RENEWAL_OVERDUE = 0.75
+_WITHOUT_PROCESS = {
+    ProcessKind.CONTROLLER.value: "no controller runs: load balancers are not changed, and amphorae not replaced",
+    ProcessKind.HEALTH_MANAGER.value: "no health manager runs: heartbeats of amphorae are not received",
+    ProcessKind.PROVIDER_AGENT.value: "no provider agent runs: Octavia gets no statuses",
 }
-# So many alike are shown one by one; of more than that, so many.
-_MOST_ALIKE = 4
-_OF_MANY = 2
+# More notices of one sort than the first number are grouped; the second number of them is still shown.
+_MAX_UNGROUPED = 4
+_SHOWN_OF_GROUP = 2
 _PLURALS = {"load balancer": "load balancers", "amphora": "amphorae"}
 _SORTS = {
-    "silence": "not heard",
-    "unheard": "not heard for ten intervals",
-    "drift": "differ from what is wanted",
-    "expired": "their certificates have expired",
-    "expiry": "their certificates were not renewed",
+    "silence": "send no heartbeats",
+    "unheard": "no heartbeat for ten intervals",
+    "drift": "drift from their configuration",
+    "expired": "certificates have expired",
+    "expiry": "certificates were not renewed",
     "error": "in ERROR",
-    "failing": "failed, and are tried again",
+    "failing": "jobs failed and are retried",
     "waiting": "users wait for a change",
-    "down": "serve nobody",
-    "two": "the VIPs are in more than one place",
-    "none": "nobody has the VIPs",
+    "down": "serve no clients",
+    "two": "several amphorae hold the VIPs",
+    "none": "no amphora holds the VIPs",
 }
 
 
 class Level(IntEnum):
-    """How bad it is."""
+    """Severity of a notice."""
 
     WELL = 0
     WATCH = 1
@@ -64,16 +63,16 @@ class Level(IntEnum):
 
 
 class Notice(msgspec.Struct, frozen=True, kw_only=True):
-    """Something an operator should know.
+    """A condition that an operator should know.
 
     Attributes:
-        level: how bad it is.
-        kind: of what it is about: fleet, load balancer, amphora.
-        sort: one word, the same for all that are wrong in the same way.
-        id: of that, where it has one.
-        name: of that, where somebody gave it one.
-        text: what is wrong, and what follows from that.
-        since: when it began (seconds since 1970), where that is known.
+        level: its severity.
+        kind: kind of the affected object: fleet, load balancer, amphora.
+        sort: one word for all conditions of the same sort.
+        id: id of the affected object, if it has one.
+        name: name of the affected object, if it has one.
+        text: the condition and its consequence.
+        since: when it began (seconds since 1970), if known.
     """
 
     level: Level
@@ -85,167 +84,180 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
     since: float | None = None
 
 
-def notices(fleet: Fleet, interval: float) -> tuple[Notice, ...]:
-    """Everything that needs attention, the worst first.
+def find_notices(fleet: FleetSnapshot, interval: float) -> tuple[Notice, ...]:
+    """Return all notices, the most severe first.
 
     Args:
-        fleet: as it is.
+        fleet: the snapshot to check.
         interval: seconds between two heartbeats of an amphora.
     """
-    found = [*_control_plane(fleet), *_queue(fleet)]
+    found = [*_control_plane_notices(fleet), *_queue_notices(fleet)]
     replaced = {one.amphora_id for one in fleet.failovers if one.ended_at is None}
-    machines: dict[str, list[Machine]] = {}
-    for machine in fleet.amphorae:
-        machines.setdefault(machine.load_balancer_id, []).append(machine)
-        found += _machine(machine, fleet.at, interval, replaced=machine.id in replaced)
+    by_balancer: dict[str, list[AmphoraInfo]] = {}
+    for amphora in fleet.amphorae:
+        by_balancer.setdefault(amphora.load_balancer_id, []).append(amphora)
+        found += _amphora_notices(amphora, fleet.at, interval, replaced=amphora.id in replaced)
     for balancer in fleet.balancers:
-        found += _balancer(balancer, machines.get(balancer.id, []), fleet.at)
-    # Sorting is stable: what was found first of a level stays first.
+        found += _balancer_notices(balancer, by_balancer.get(balancer.id, []), fleet.at)
+    # The sort is stable, so notices of one level keep their order.
     return tuple(sorted(found, key=lambda one: -one.level))
 
 
-def gathered(found: tuple[Notice, ...]) -> tuple[tuple[Notice, ...], int]:
-    """The same, but of many alike only the first ones and how many more there are.
+def group_notices(found: tuple[Notice, ...]) -> tuple[tuple[Notice, ...], int]:
+    """Replace many notices of one sort by the first ones and the number of the others.
 
     Returns:
-        What is to be shown, and how many things that is: many alike are one.
+        The notices to show, and their number with each group counted once.
     """
-    alike: dict[tuple[Level, str, str], list[Notice]] = {}
+    groups: dict[tuple[Level, str, str], list[Notice]] = {}
     for one in found:
-        alike.setdefault((one.level, one.kind, one.sort or one.text), []).append(one)
+        groups.setdefault((one.level, one.kind, one.sort or one.text), []).append(one)
     shown: list[Notice] = []
-    things = 0
-    for (level, kind, sort), ones in alike.items():
-        if len(ones) <= _MOST_ALIKE:
+    count = 0
+    for (level, kind, sort), ones in groups.items():
+        if len(ones) <= _MAX_UNGROUPED:
             shown += ones
-            things += len(ones)
+            count += len(ones)
             continue
-        more = len(ones) - _OF_MANY
+        more = len(ones) - _SHOWN_OF_GROUP
         since = min((one.since for one in ones if one.since is not None), default=None)
         text = f"{more} more {_PLURALS.get(kind, kind)}: {_SORTS.get(sort, sort)}"
-        shown += [*ones[:_OF_MANY], Notice(level=level, kind="more", text=text, since=since)]
-        things += 1
-    return tuple(shown), things
+        shown += [*ones[:_SHOWN_OF_GROUP], Notice(level=level, kind="more", text=text, since=since)]
+        count += 1
+    return tuple(shown), count
 
 
-def worst(found: tuple[Notice, ...]) -> Level:
-    """The level of the whole."""
+def worst_level(found: tuple[Notice, ...]) -> Level:
+    """Return the highest level of these notices."""
     return max((one.level for one in found), default=Level.WELL)
 
 
-def _fleet(level: Level, text: str, since: float | None = None) -> Notice:
+def _fleet_notice(level: Level, text: str, since: float | None = None) -> Notice:
     return Notice(level=level, kind="fleet", text=text, since=since)
 
 
-def _control_plane(fleet: Fleet) -> Iterator[Notice]:
-    yield from _breaker(fleet)
+def _control_plane_notices(fleet: FleetSnapshot) -> Iterator[Notice]:
+    yield from _breaker_notices(fleet)
     if fleet.sight.state == BLIND:
-        why = fleet.sight.reason or "no reason was written down"
-        yield _fleet(Level.WATCH, f"the detector is blind: nobody is replaced unasked ({why})", fleet.sight.since)
-    yield from _processes(fleet)
+        reason = fleet.sight.reason or "no reason is recorded"
+        yield _fleet_notice(
+            Level.WATCH, f"the failure detector is blind, no automatic fail-overs: {reason}", fleet.sight.since
+        )
+    yield from _process_notices(fleet)
     for rotation in fleet.rotations:
         if rotation.state == "paused":
-            why = rotation.reason or "somebody has asked for that"
-            yield _fleet(Level.WATCH, f"rotation {rotation.id} is paused: {why}")
+            reason = rotation.reason or "by an operator"
+            yield _fleet_notice(Level.WATCH, f"image rotation {rotation.id} is paused: {reason}")
     for authority in fleet.authorities:
         left = authority.expires_at - fleet.at
         if left < _MONTH and authority.state == "current":
             level = Level.TROUBLE if left < _DAY else Level.WATCH
-            yield _fleet(level, f"the authority of {authority.kind}s ends in {left / _DAY:.1f} days")
-    for zombie in fleet.zombies:
-        text = f"{zombie.address} sends heartbeats as {zombie.amphora_id}, which nobody has"
-        yield _fleet(Level.WATCH, f"{text}: {zombie.verdict}" if zombie.verdict else text, zombie.first_at)
+            yield _fleet_notice(level, f"the CA of {authority.kind} certificates expires in {left / _DAY:.1f} days")
+    for unknown in fleet.zombies:
+        text = f"{unknown.address} sends heartbeats with the unknown amphora id {unknown.amphora_id}"
+        yield _fleet_notice(Level.WATCH, f"{text}: {unknown.verdict}" if unknown.verdict else text, unknown.first_at)
     for pool in fleet.pools:
         if pool.error:
-            yield _fleet(Level.WATCH, f"spare pool {pool.id}: {pool.error}")
+            yield _fleet_notice(Level.WATCH, f"spare pool {pool.id}: {pool.error}")
     if fleet.orphans:
-        yield _fleet(Level.WATCH, f"{fleet.orphans} machines, ports or VIPs belong to nobody; they are removed later")
+        yield _fleet_notice(
+            Level.WATCH, f"{fleet.orphans} orphaned machines, ports or VIPs; cleanup deletes them later"
+        )
 
 
-def _breaker(fleet: Fleet) -> Iterator[Notice]:
+def _breaker_notices(fleet: FleetSnapshot) -> Iterator[Notice]:
     breaker = fleet.breaker
     if breaker.held:
-        why = breaker.reason or "no reason was given"
-        text = f"the breaker is held open by an operator: {why}; no amphora is replaced unasked"
-        yield _fleet(Level.WATCH, text, breaker.since)
+        reason = breaker.reason or "no reason is recorded"
+        text = f"an operator holds the circuit breaker open, no automatic fail-overs: {reason}"
+        yield _fleet_notice(Level.WATCH, text, breaker.since)
     elif breaker.state == "open":
         silent = f"{breaker.silent} of {breaker.watched} amphorae are silent"
-        yield _fleet(Level.TROUBLE, f"the breaker is open: {silent}, none is replaced unasked", breaker.since)
+        yield _fleet_notice(
+            Level.TROUBLE, f"the circuit breaker is open, no automatic fail-overs: {silent}", breaker.since
+        )
     elif breaker.state != "closed":
-        yield _fleet(Level.WATCH, "the breaker lets one fail-over through at a time", breaker.since)
+        yield _fleet_notice(Level.WATCH, "the circuit breaker permits one automatic fail-over at a time", breaker.since)
 
 
-def _processes(fleet: Fleet) -> Iterator[Notice]:
-    alive = {one.kind for one in fleet.processes if fleet.at - one.seen_at <= _GONE_AFTER}
-    for kind, text in _GONE.items():
+def _process_notices(fleet: FleetSnapshot) -> Iterator[Notice]:
+    alive = {one.kind for one in fleet.processes if fleet.at - one.seen_at <= _DEAD_AFTER}
+    for kind, text in _WITHOUT_PROCESS.items():
         if kind not in alive:
-            yield _fleet(Level.TROUBLE, text)
+            yield _fleet_notice(Level.TROUBLE, text)
     for process in fleet.processes:
-        if fleet.at - process.seen_at > _GONE_AFTER and process.kind in alive:
-            yield _fleet(Level.WATCH, f"{process.kind} {process.name} has said nothing more", process.seen_at)
+        if fleet.at - process.seen_at > _DEAD_AFTER and process.kind in alive:
+            yield _fleet_notice(Level.WATCH, f"{process.kind} {process.name} sends no heartbeats", process.seen_at)
     controllers = [one for one in fleet.processes if one.kind == ProcessKind.CONTROLLER.value]
     if controllers and all(one.draining for one in controllers):
-        yield _fleet(Level.TROUBLE, "every controller is draining: nothing new is taken up")
+        yield _fleet_notice(Level.TROUBLE, "every controller is draining: no new jobs are started")
 
 
-def _queue(fleet: Fleet) -> Iterator[Notice]:
+def _queue_notices(fleet: FleetSnapshot) -> Iterator[Notice]:
     oldest = oldest_due(fleet)
     if oldest is not None and fleet.at - oldest > _LATE:
         level = Level.TROUBLE if fleet.at - oldest > _VERY_LATE else Level.WATCH
-        yield _fleet(level, "a load balancer is due and no controller takes it up", oldest)
-    waiting = fleet.outbox
-    if waiting.oldest is not None and fleet.at - waiting.oldest > _LATE:
-        yield _fleet(Level.WATCH, f"statuses wait for Octavia to take them: {waiting.waiting}", waiting.oldest)
+        yield _fleet_notice(level, "a load balancer is due and no controller starts its job", oldest)
+    outbox = fleet.outbox
+    if outbox.oldest is not None and fleet.at - outbox.oldest > _LATE:
+        yield _fleet_notice(Level.WATCH, f"{outbox.waiting} statuses are not reported to Octavia yet", outbox.oldest)
 
 
-def _machine(machine: Machine, now: float, interval: float, *, replaced: bool) -> Iterator[Notice]:
+def _amphora_notices(amphora: AmphoraInfo, now: float, interval: float, *, replaced: bool) -> Iterator[Notice]:
     def notice(level: Level, sort: str, text: str, since: float | None = None) -> Notice:
-        return Notice(level=level, kind="amphora", sort=sort, id=machine.id, text=text, since=since)
+        return Notice(level=level, kind="amphora", sort=sort, id=amphora.id, text=text, since=since)
 
-    if machine.silence is not None:
-        words = {"silent": "is silent", "mute": "sends no heartbeats, its agent answers", "never_spoke": "never spoke"}
-        text = words.get(machine.silence, machine.silence)
-        text += f": {machine.verdict}" if machine.verdict else ""
-        yield notice(Level.WATCH if replaced else Level.TROUBLE, "silence", text, machine.silent_since)
-    elif machine.state == "ready" and not replaced and (machine.heard_at or machine.created_at) < now - 10 * interval:
-        yield notice(Level.WATCH, "unheard", "was not heard for ten intervals", machine.heard_at or machine.created_at)
-    if machine.drifts:
-        yield notice(Level.WATCH, "drift", f"differs from what is wanted: {machine.drift or 'nobody has said in what'}")
-    expires, issued = machine.certificate_expires_at, machine.certificate_issued_at
+    if amphora.silence is not None:
+        texts = {
+            "silent": "is silent",
+            "mute": "sends no heartbeats, but its agent answers",
+            "never_spoke": "has never sent a heartbeat",
+        }
+        text = texts.get(amphora.silence, amphora.silence)
+        text += f": {amphora.verdict}" if amphora.verdict else ""
+        yield notice(Level.WATCH if replaced else Level.TROUBLE, "silence", text, amphora.silent_since)
+    elif amphora.state == "ready" and not replaced and (amphora.heard_at or amphora.created_at) < now - 10 * interval:
+        text = "sent no heartbeat for ten intervals"
+        yield notice(Level.WATCH, "unheard", text, amphora.heard_at or amphora.created_at)
+    if amphora.drifts:
+        yield notice(
+            Level.WATCH, "drift", f"drifts from its configuration: {amphora.drift or 'no details are recorded'}"
+        )
+    expires, issued = amphora.certificate_expires_at, amphora.certificate_issued_at
     if expires is not None and expires <= now:
-        yield notice(Level.TROUBLE, "expired", "its certificate has expired: its agent is trusted no more", expires)
-    elif expires is not None and issued is not None and now > issued + _OLD * (expires - issued):
+        yield notice(Level.TROUBLE, "expired", "its certificate has expired: controllers refuse its agent", expires)
+    elif expires is not None and issued is not None and now > issued + _RENEWAL_OVERDUE * (expires - issued):
         left = f"{(expires - now) / _DAY:.1f} days"
-        yield notice(Level.WATCH, "expiry", f"its certificate ends in {left} and was not renewed")
+        yield notice(Level.WATCH, "expiry", f"its certificate expires in {left} and was not renewed")
 
 
-def _balancer(balancer: Balancer, machines: list[Machine], now: float) -> Iterator[Notice]:
+def _balancer_notices(balancer: LoadBalancerInfo, amphorae: list[AmphoraInfo], now: float) -> Iterator[Notice]:
     def notice(level: Level, sort: str, text: str, since: float | None = None) -> Notice:
         of = {"id": balancer.id, "name": balancer.name}
         return Notice(level=level, kind="load balancer", sort=sort, **of, text=text, since=since)
 
-    why = balancer.error or balancer.reason or "no reason was written down"
+    reason = balancer.error or balancer.reason or "no reason is recorded"
     if balancer.state == "ERROR":
-        yield notice(Level.TROUBLE, "error", f"is in ERROR: {why}")
+        yield notice(Level.TROUBLE, "error", f"is in ERROR: {reason}")
     elif balancer.attempts:
-        tried = f"failed {balancer.attempts} times, is tried again: {why}"
-        yield notice(Level.WATCH, "failing", tried, balancer.accepted_at)
+        text = f"its job failed {balancer.attempts} times and is retried: {reason}"
+        yield notice(Level.WATCH, "failing", text, balancer.accepted_at)
     elif balancer.accepted_at is not None and now - balancer.accepted_at > _LATE:
         level = Level.TROUBLE if now - balancer.accepted_at > _VERY_LATE else Level.WATCH
         yield notice(level, "waiting", f"a user waits for generation {balancer.generation}", balancer.accepted_at)
     if balancer.operating == "ERROR" and balancer.state != "ERROR":
-        yield notice(Level.WATCH, "down", f"serves nobody: {balancer.reason or 'its members are down'}")
-    if len(balancer.holders) > 1 and not any(one.state == "retiring" for one in machines):
-        yield notice(Level.TROUBLE, "two", f"{len(balancer.holders)} amphorae say that they have the VIPs")
-    pair = [one for one in machines if one.holds_vip is not None]
+        yield notice(Level.WATCH, "down", f"serves no clients: {balancer.reason or 'its members are down'}")
+    if len(balancer.holders) > 1 and not any(one.state == "retiring" for one in amphorae):
+        yield notice(Level.TROUBLE, "two", f"{len(balancer.holders)} amphorae report that they hold the VIPs")
+    pair = [one for one in amphorae if one.holds_vip is not None]
     if pair and not balancer.holders and balancer.state == "ACTIVE":
-        yield notice(Level.TROUBLE, "none", "no amphora says that it has the VIPs")
+        yield notice(Level.TROUBLE, "none", "no amphora reports that it holds the VIPs")
 
 
-def oldest_due(fleet: Fleet) -> float | None:
-    """Since when the load balancer that has waited longest for a controller is due; None if none waits.
+def oldest_due(fleet: FleetSnapshot) -> float | None:
+    """Return since when the longest waiting load balancer is due; None if none waits for a controller.
 
-    Zero in the rows means at once: then what a user waits for says since when, if a user does.
+    A due time of zero means immediately. Then the time of the oldest unconfirmed request counts, if there is one.
     """
     since = [
         one.due_at or one.accepted_at or fleet.at

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Prometheus is told.
+"""Metrics of the fleet and of this process in the Prometheus format.
 
-Invariant: facts of the fleet (names that begin with `amphora_fleet_`) are of one look at the rows, the same whichever
-process gives them; everything else is of the process that says it. The two can be asked for apart, so that nothing is
-counted twice. Every name is explained in docs/reference/metrics.md.
+Invariant: metrics of the fleet (`amphora_fleet_*`) describe one snapshot of the database, and are the same in every
+process. All other metrics describe the process that answers. Both groups have their own path, so that a scrape of
+several processes counts no fleet metric twice. Source: docs/reference/metrics.md.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.exposition import choose_encoder
 
 from amphora_driver.metrics import CAUSES
-from amphora_driver.telemetry.alerts import Level, oldest_due, worst
+from amphora_driver.telemetry.alerts import Level, oldest_due, worst_level
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from prometheus_client.metrics_core import Metric
 
-    from amphora_driver.telemetry.fleet_snapshot import Fleet, Machine
+    from amphora_driver.telemetry.fleet_snapshot import AmphoraInfo, FleetSnapshot
     from amphora_driver.telemetry.snapshot_cache import View
 
 _QUANTILES = (0.5, 0.9, 0.99, 1.0)
 _STATES = ("ACTIVE", "ERROR", "PENDING_CREATE", "PENDING_UPDATE", "PENDING_DELETE")
 _OPERATING = ("ONLINE", "DEGRADED", "ERROR", "OFFLINE", "NO_MONITOR", "DRAINING")
 _BREAKER = ("closed", "trial", "open")
-_SIGHT = ("seeing", "blind")
+_DETECTOR = ("seeing", "blind")
 _AMPHORA = ("booting", "ready", "retiring")
 _SILENCES = ("silent", "mute", "never_spoke")
 
 
-class _Families:
-    """Families, as a collector of prometheus_client's."""
+class _FixedCollector:
+    """A collector of prometheus_client with fixed metric families."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = list(families)
@@ -45,8 +45,8 @@ class _Families:
         return iter(self._families)
 
 
-class _Plain:
-    """A registry without the series that say when a counter was made: nobody asks, and they double the answer."""
+class _WithoutCreated:
+    """A collector without the `_created` series of counters, which would double the size of the answer."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -57,56 +57,67 @@ class _Plain:
             yield family
 
 
-def answer(accept: str, own: CollectorRegistry | None, view: View | None, version: str, kind: str) -> tuple[bytes, str]:
-    """The text for a scrape, and its content type.
+def encode_metrics(
+    accept: str, own: CollectorRegistry | None, view: View | None, version: str, kind: str
+) -> tuple[bytes, str]:
+    """Return the text for a scrape, and its content type.
 
     Args:
-        accept: the header of that name.
-        own: what this process counts; None: not asked for.
-        view: of the fleet; None: not asked for.
-        version: of this installation.
-        kind: of this process.
+        accept: the Accept header.
+        own: the metrics of this process; None if not requested.
+        view: the view of the fleet; None if not requested.
+        version: version of this installation.
+        kind: kind of this process.
     """
     whole = CollectorRegistry()
     if own is not None:
-        build = InfoMetricFamily("amphora_driver_build", "The installation that answers.")
+        build = InfoMetricFamily("amphora_driver_build", "Version of the process that answers, and its kind.")
         build.add_metric([], {"version": version, "kind": kind})
-        whole.register(_Families([build]))
-        whole.register(_Plain(own))
+        whole.register(_FixedCollector([build]))
+        whole.register(_WithoutCreated(own))
     if view is not None:
-        whole.register(_Families(families(view)))
+        whole.register(_FixedCollector(fleet_families(view)))
     encode, content_type = choose_encoder(accept)
     return encode(whole), content_type
 
 
-def families(view: View) -> Iterator[Metric]:
-    """The facts of the fleet."""
-    up = GaugeMetricFamily("amphora_fleet_up", "Whether the rows could be read for this answer.")
+def fleet_families(view: View) -> Iterator[Metric]:
+    """Return the metrics of the fleet."""
+    up = GaugeMetricFamily("amphora_fleet_up", "1 if the database could be read for this answer.")
     up.add_metric([], float(view.trouble is None and view.fleet is not None))
     yield up
     if view.trouble is not None or view.fleet is None:
-        # Facts that are old must not look like new ones.
+        # Old values must not look like current ones.
         return
     fleet = view.fleet
-    yield _gauge("amphora_fleet_read_seconds", "How long reading them took.", fleet.took)
-    yield _gauge("amphora_fleet_attention_level", "0 well, 1 to be watched, 2 trouble.", worst(view.notices))
-    yield _by("amphora_fleet_notices", "What needs attention, by level.", "level", _levels(view))
-    yield from _balancers(fleet)
-    yield from _amphorae(fleet)
-    yield from _failovers(fleet)
-    yield from _rest(fleet)
+    yield _gauge("amphora_fleet_read_seconds", "Duration of the read of the fleet.", fleet.took)
+    yield _gauge(
+        "amphora_fleet_attention_level",
+        "Highest level of a notice: 0 none, 1 watch, 2 trouble.",
+        worst_level(view.notices),
+    )
+    yield _by("amphora_fleet_notices", "Notices by level.", "level", _count_levels(view))
+    yield from _balancer_metrics(fleet)
+    yield from _amphora_metrics(fleet)
+    yield from _failover_metrics(fleet)
+    yield from _control_plane_metrics(fleet)
 
 
-def _levels(view: View) -> dict[str, float]:
+def _count_levels(view: View) -> dict[str, float]:
     counted = Counter(one.level for one in view.notices)
     return {level.name.lower(): counted[level] for level in (Level.WATCH, Level.TROUBLE)}
 
 
-def _balancers(fleet: Fleet) -> Iterator[Metric]:
+def _balancer_metrics(fleet: FleetSnapshot) -> Iterator[Metric]:
     every = fleet.balancers
-    yield _by("amphora_fleet_load_balancers", "By status.", "status", _count((one.state for one in every), _STATES))
+    yield _by(
+        "amphora_fleet_load_balancers",
+        "Load balancers by provisioning status.",
+        "status",
+        _count((one.state for one in every), _STATES),
+    )
     operating = _count((one.operating or "unknown" for one in every), _OPERATING)
-    yield _by("amphora_fleet_load_balancers_operating", "By operating status.", "status", operating)
+    yield _by("amphora_fleet_load_balancers_operating", "Load balancers by operating status.", "status", operating)
     due = [one for one in every if one.due and one.owner is None and one.due_at <= fleet.at]
     depths = {
         "due": len(due),
@@ -114,91 +125,95 @@ def _balancers(fleet: Fleet) -> Iterator[Metric]:
         "worked_on": sum(one.owner is not None for one in every),
         "failing": sum(one.attempts > 0 for one in every),
     }
-    yield _by("amphora_fleet_queue_depth", "Load balancers with work left.", "state", depths)
+    yield _by("amphora_fleet_queue_depth", "Load balancers with a job, by its state.", "state", depths)
     oldest = oldest_due(fleet)
     age = 0.0 if oldest is None else max(0.0, fleet.at - oldest)
-    yield _gauge("amphora_fleet_queue_oldest_seconds", "How long the oldest one that is due has waited.", age)
+    yield _gauge("amphora_fleet_queue_oldest_seconds", "Age of the oldest due job.", age)
     accepted = [one.accepted_at for one in every if one.accepted_at is not None]
     waited = max((fleet.at - one for one in accepted), default=0.0)
-    yield _gauge("amphora_fleet_unconfirmed", "Load balancers for a change of which a user waits.", len(accepted))
-    yield _gauge("amphora_fleet_unconfirmed_oldest_seconds", "How long the oldest such change has waited.", waited)
+    yield _gauge("amphora_fleet_unconfirmed", "Load balancers with an unconfirmed change.", len(accepted))
+    yield _gauge("amphora_fleet_unconfirmed_oldest_seconds", "Age of the oldest unconfirmed change.", waited)
     behind = sum(one.committed < one.generation for one in every)
-    yield _gauge("amphora_fleet_uncommitted", "Load balancers whose newest call Octavia has not committed.", behind)
+    yield _gauge("amphora_fleet_uncommitted", "Load balancers whose last change Octavia has not committed.", behind)
 
 
-def _amphorae(fleet: Fleet) -> Iterator[Metric]:
+def _amphora_metrics(fleet: FleetSnapshot) -> Iterator[Metric]:
     serving = [one for one in fleet.amphorae if one.wanted]
     ready = [one for one in serving if one.state == "ready"]
-    yield _by("amphora_fleet_amphorae", "By state.", "state", _count((one.state for one in serving), _AMPHORA))
+    yield _by("amphora_fleet_amphorae", "Amphorae by state.", "state", _count((one.state for one in serving), _AMPHORA))
     behind = sum(one.confirmed < one.wanted for one in ready)
-    yield _gauge("amphora_fleet_amphorae_behind", "Ready ones that serve an older generation than is wanted.", behind)
-    yield _lag(fleet.at, serving)
+    yield _gauge("amphora_fleet_amphorae_behind", "Ready amphorae that serve an older generation.", behind)
+    yield _heartbeat_ages(fleet.at, serving)
     silent = _count((one.silence for one in fleet.amphorae if one.silence), _SILENCES)
-    yield _by("amphora_fleet_amphorae_silent", "As the detector has found them.", "kind", silent)
+    yield _by("amphora_fleet_amphorae_silent", "Silent amphorae by the failure detector's result.", "kind", silent)
     drifting = sum(one.drifts for one in fleet.amphorae)
-    yield _gauge("amphora_fleet_amphorae_drifting", "Those that differ from what is wanted now.", drifting)
+    yield _gauge("amphora_fleet_amphorae_drifting", "Amphorae with drift.", drifting)
     ends = [one.certificate_expires_at for one in fleet.amphorae if one.certificate_expires_at is not None]
     if ends:
-        text = "Until the first certificate of an amphora expires."
+        text = "Time until the first amphora certificate expires."
         yield _gauge("amphora_fleet_certificate_expiry_seconds", text, min(ends) - fleet.at)
-    yield _gauge("amphora_fleet_zombies", "Senders of heartbeats under an id nobody has.", len(fleet.zombies))
-    yield _gauge("amphora_fleet_orphans", "Machines, ports and VIPs that belong to nobody.", fleet.orphans)
+    yield _gauge("amphora_fleet_zombies", "Senders of heartbeats with an unknown amphora id.", len(fleet.zombies))
+    yield _gauge("amphora_fleet_orphans", "Orphaned machines, ports and VIPs.", fleet.orphans)
 
 
-def _lag(now: float, amphorae: list[Machine]) -> Metric:
-    """Ages of the last heartbeats of this moment; who was never heard counts from its creation."""
+def _heartbeat_ages(now: float, amphorae: list[AmphoraInfo]) -> Metric:
+    """Return quantiles of the ages of the last heartbeats; without a heartbeat, the creation time counts."""
     ages = sorted(max(0.0, now - (one.heard_at or one.created_at)) for one in amphorae if one.state == "ready")
     family = GaugeMetricFamily(
-        "amphora_fleet_heartbeat_age_seconds", "Since ready amphorae were heard; 1 is the oldest.", labels=["quantile"]
+        "amphora_fleet_heartbeat_age_seconds", "Age of the last heartbeat of ready amphorae.", labels=["quantile"]
     )
     for quantile in _QUANTILES if ages else ():
         family.add_metric([f"{quantile:g}"], ages[min(int(quantile * len(ages)), len(ages) - 1)])
     return family
 
 
-def _failovers(fleet: Fleet) -> Iterator[Metric]:
-    going = [one for one in fleet.failovers if one.ended_at is None]
-    open_ones = _count((one.cause for one in going), CAUSES)
-    yield _by("amphora_fleet_failovers_open", "Fail-overs that go on, by cause.", "cause", open_ones)
-    oldest = max((fleet.at - one.begun_at for one in going), default=0.0)
-    yield _gauge("amphora_fleet_failovers_oldest_seconds", "How long the oldest of them goes on.", oldest)
+def _failover_metrics(fleet: FleetSnapshot) -> Iterator[Metric]:
+    open_ones = [one for one in fleet.failovers if one.ended_at is None]
+    by_cause = _count((one.cause for one in open_ones), CAUSES)
+    yield _by("amphora_fleet_failovers_open", "Open fail-overs by cause.", "cause", by_cause)
+    oldest = max((fleet.at - one.begun_at for one in open_ones), default=0.0)
+    yield _gauge("amphora_fleet_failovers_oldest_seconds", "Age of the oldest open fail-over.", oldest)
     breaker = {state: float(fleet.breaker.state == state) for state in _BREAKER}
-    yield _by("amphora_fleet_breaker", "1 for the state the breaker is in.", "state", breaker)
-    held = "1 while an operator holds the breaker open."
-    yield _gauge("amphora_fleet_breaker_held", held, fleet.breaker.held)
-    sight = {state: float(fleet.sight.state == state) for state in _SIGHT}
-    yield _by("amphora_fleet_sight", "1 for whether the detector sees; who is blind replaces nobody.", "state", sight)
+    yield _by("amphora_fleet_breaker", "1 for the state of the circuit breaker.", "state", breaker)
+    text = "1 while an operator holds the circuit breaker open."
+    yield _gauge("amphora_fleet_breaker_held", text, fleet.breaker.held)
+    sight = {state: float(fleet.sight.state == state) for state in _DETECTOR}
+    yield _by("amphora_fleet_sight", "1 for the state of the failure detector.", "state", sight)
 
 
-def _rest(fleet: Fleet) -> Iterator[Metric]:
-    spares = GaugeMetricFamily("amphora_fleet_spares", "Warm spares by pool.", labels=["pool", "state"])
+def _control_plane_metrics(fleet: FleetSnapshot) -> Iterator[Metric]:
+    spares = GaugeMetricFamily("amphora_fleet_spares", "Spare amphorae by pool and state.", labels=["pool", "state"])
     for pool in fleet.pools:
         for state in ("wanted", "booted", "ready"):
             spares.add_metric([pool.id, state], getattr(pool, state))
     yield spares
-    items = GaugeMetricFamily("amphora_fleet_rotation_items", "Of the newest rotation.", labels=["state"])
+    items = GaugeMetricFamily(
+        "amphora_fleet_rotation_items", "Load balancers of the newest rotation.", labels=["state"]
+    )
     for rotation in fleet.rotations[:1]:
         for state in ("waiting", "running", "done", "failed", "skipped"):
             items.add_metric([state], getattr(rotation, state))
     yield items
     running = sum(one.state in {"running", "paused"} for one in fleet.rotations)
-    yield _gauge("amphora_fleet_rotations", "Rotations that go on, or are paused.", running)
+    yield _gauge("amphora_fleet_rotations", "Running and paused image rotations.", running)
     authorities = GaugeMetricFamily(
-        "amphora_fleet_authority_expiry_seconds", "Until an authority ends.", labels=["kind", "state"]
+        "amphora_fleet_authority_expiry_seconds", "Time until a CA expires.", labels=["kind", "state"]
     )
     for authority in fleet.authorities:
         authorities.add_metric([authority.kind, authority.state], authority.expires_at - fleet.at)
     yield authorities
-    yield _gauge("amphora_fleet_outbox", "Statuses Octavia has not taken yet.", fleet.outbox.waiting)
+    yield _gauge("amphora_fleet_outbox", "Statuses that are not reported to Octavia yet.", fleet.outbox.waiting)
     oldest = fleet.outbox.oldest
     age = 0.0 if oldest is None else max(0.0, fleet.at - oldest)
-    yield _gauge("amphora_fleet_outbox_oldest_seconds", "How long the oldest of them waits.", age)
+    yield _gauge("amphora_fleet_outbox_oldest_seconds", "Age of the oldest unreported status.", age)
     seen = GaugeMetricFamily("amphora_fleet_processes", "Processes of the control plane.", labels=["kind", "draining"])
     counted = Counter((one.kind, str(one.draining).lower()) for one in fleet.processes)
     for (kind, draining), number in sorted(counted.items()):
         seen.add_metric([kind, draining], number)
     yield seen
-    ages = GaugeMetricFamily("amphora_fleet_process_age_seconds", "Since the youngest sign of life.", labels=["kind"])
+    ages = GaugeMetricFamily(
+        "amphora_fleet_process_age_seconds", "Age of the newest heartbeat of a process.", labels=["kind"]
+    )
     youngest: dict[str, float] = {}
     for process in fleet.processes:
         youngest[process.kind] = max(process.seen_at, youngest.get(process.kind, 0.0))
@@ -219,6 +234,6 @@ def _by(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric
 
 
 def _count(found: Iterable[str | None], known: tuple[str, ...]) -> dict[str, float]:
-    """How many of each, those of which there are none too: a series that comes and goes cannot be watched."""
+    """Count values. Known values are always present, because alerts need continuous series."""
     counted = Counter(one for one in found if one is not None)
     return {**dict.fromkeys(known, 0.0), **{name: float(number) for name, number in counted.items()}}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading the fleet from the rows.
+"""Reads the snapshot of the fleet from the database.
 
-Invariant: one reading transaction of a fixed number of statements, whatever there is of everything: each goes by a key
-or reads a table of which there is one row for each load balancer or amphora, and none brings back more than a limit. So
-looking never becomes what the database is busy with.
+Invariant: one read transaction with a fixed number of statements for any size of the fleet. Each statement uses an
+index, or reads a table with one row for each load balancer or amphora, and has a limit. So the status page never
+becomes the main load of the database.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from amphora_driver.store.requests import Op
 from amphora_driver.store.spare_pools import SparePoolSpec
 from amphora_driver.telemetry.fleet_snapshot import (
     SPARE,
-    Authority,
-    Balancer,
-    Breaker,
-    Failover,
-    Fleet,
-    Machine,
-    Outbox,
-    Pool,
-    Process,
-    Rotation,
-    Sight,
-    Zombie,
+    AmphoraInfo,
+    AuthorityInfo,
+    BreakerInfo,
+    DetectorInfo,
+    FailoverInfo,
+    FleetSnapshot,
+    LoadBalancerInfo,
+    OutboxInfo,
+    ProcessInfo,
+    RotationInfo,
+    SparePoolInfo,
+    UnknownAmphoraInfo,
 )
 
 if TYPE_CHECKING:
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
     from amphora_driver.database.engine import Database
 
-MOST_BALANCERS = 20_000
-MOST_AMPHORAE = 50_000
-MOST_FINDINGS = 200
-MOST_FAILOVERS = 12
-MOST_ROTATIONS = 3
-# Seconds: what ended before the last look may have been committed after it.
-_LATE = 60.0
+MAX_BALANCERS = 20_000
+MAX_AMPHORAE = 50_000
+MAX_ROWS = 200
+MAX_FAILOVERS = 12
+MAX_ROTATIONS = 3
+# Seconds by which consecutive reads of ended fail-overs overlap: an earlier end may be committed later.
+_OVERLAP = 60.0
 
 
 class _Vip(msgspec.Struct, frozen=True):
@@ -53,15 +53,15 @@ class _Vip(msgspec.Struct, frozen=True):
 
 
 class _Body(msgspec.Struct, frozen=True):
-    """What is shown of a recorded load balancer."""
+    """The shown fields of a recorded load balancer."""
 
     name: str | None = None
     vip: _Vip = _Vip()
     additional_vips: tuple[_Vip, ...] = ()
 
 
-_body = msgspec.json.Decoder(_Body).decode
-_spec = msgspec.json.Decoder(SparePoolSpec).decode
+_decode_body = msgspec.json.Decoder(_Body).decode
+_decode_spec = msgspec.json.Decoder(SparePoolSpec).decode
 
 _WORK = tables.work
 _STATUS = tables.status
@@ -71,7 +71,7 @@ _SILENCE = tables_fleet.silence
 _FAILOVER = tables_fleet.failover
 _EVENT = tables_fleet.failover_event
 
-# Putting a statement together costs more than running it.
+# Statements are built once, because building one takes longer than executing it.
 _BALANCERS = (
     sa.select(
         *(_WORK.c.load_balancer_id, _WORK.c.project_id, _WORK.c.topology, _WORK.c.op, _WORK.c.generation),
@@ -83,9 +83,9 @@ _BALANCERS = (
     .outerjoin(_STATUS, _STATUS.c.object_id == _WORK.c.load_balancer_id)
     .outerjoin(tables.wanted_object, tables.wanted_object.c.id == _WORK.c.load_balancer_id)
     .order_by(_WORK.c.load_balancer_id)
-    .limit(MOST_BALANCERS)
+    .limit(MAX_BALANCERS)
 )
-_MACHINE = {
+_AMPHORA_COLUMNS = {
     **{name: _AMPHORA.c[name] for name in ("id", "load_balancer_id", "role", "state", "confirmed", "created_at")},
     **{name: _AMPHORA.c[name] for name in ("certificate_issued_at", "certificate_expires_at")},
     **{name: _AMPHORA.c[name] for name in ("certificate_authority", "image", "drift", "drifts", "reason")},
@@ -97,13 +97,13 @@ _MACHINE = {
     "verdict": _SILENCE.c.verdict,
 }
 _AMPHORAE = (
-    sa.select(*_MACHINE.values())
+    sa.select(*_AMPHORA_COLUMNS.values())
     .outerjoin(_SEEN, _SEEN.c.amphora_id == _AMPHORA.c.id)
     .outerjoin(_SILENCE, _SILENCE.c.amphora_id == _AMPHORA.c.id)
     .order_by(_AMPHORA.c.load_balancer_id, _AMPHORA.c.created_at, _AMPHORA.c.id)
-    .limit(MOST_AMPHORAE)
+    .limit(MAX_AMPHORAE)
 )
-# By the index on load balancer and generation: history before what is applied is not looked at.
+# Uses the index on load balancer and generation, so that earlier requests are not read.
 _ACCEPTED = (
     sa.select(_WORK.c.load_balancer_id, sa.func.min(tables.request.c.accepted_at).label("accepted_at"))
     .join(
@@ -116,14 +116,14 @@ _ACCEPTED = (
     )
     .where(_WORK.c.applied < _WORK.c.generation)
     .group_by(_WORK.c.load_balancer_id)
-    .limit(MOST_BALANCERS)
+    .limit(MAX_BALANCERS)
 )
-_OPEN = sa.select(_FAILOVER).where(_FAILOVER.c.ended_at.is_(None)).order_by(_FAILOVER.c.id).limit(MOST_FINDINGS)
+_OPEN = sa.select(_FAILOVER).where(_FAILOVER.c.ended_at.is_(None)).order_by(_FAILOVER.c.id).limit(MAX_ROWS)
 _RECENT = (
     sa.select(_FAILOVER)
     .where(_FAILOVER.c.ended_at.is_not(None))
     .order_by(_FAILOVER.c.ended_at.desc(), _FAILOVER.c.id.desc())
-    .limit(MOST_FAILOVERS)
+    .limit(MAX_FAILOVERS)
 )
 _ENDED = (
     sa.select(_FAILOVER)
@@ -140,19 +140,19 @@ _LAST_EVENTS = (
             .group_by(_EVENT.c.failover_id)
         )
     )
-    .limit(MOST_FINDINGS)
+    .limit(MAX_ROWS)
 )
 _WAITING = _STATUS.c.version > _STATUS.c.reported
 _OUTBOX = sa.select(sa.func.count().label("waiting"), sa.func.min(_STATUS.c.since).label("oldest")).where(_WAITING)
 _PROCESSES = sa.select(tables_fleet.process).order_by(tables_fleet.process.c.kind, tables_fleet.process.c.name)
 _ITEM = tables_fleet.rotation_item
-_ROTATIONS = sa.select(tables_fleet.rotation).order_by(tables_fleet.rotation.c.id.desc()).limit(MOST_ROTATIONS)
+_ROTATIONS = sa.select(tables_fleet.rotation).order_by(tables_fleet.rotation.c.id.desc()).limit(MAX_ROTATIONS)
 _ITEMS = (
     sa.select(_ITEM.c.rotation_id, _ITEM.c.state, sa.func.count().label("number"))
     .where(_ITEM.c.rotation_id.in_(sa.bindparam("ids", expanding=True)))
     .group_by(_ITEM.c.rotation_id, _ITEM.c.state)
 )
-_ZOMBIES = sa.select(tables_fleet.zombie).order_by(tables_fleet.zombie.c.last_at.desc()).limit(MOST_FINDINGS)
+_ZOMBIES = sa.select(tables_fleet.zombie).order_by(tables_fleet.zombie.c.last_at.desc()).limit(MAX_ROWS)
 _AUTHORITIES = (
     sa.select(
         *(tables_fleet.authority.c.id, tables_fleet.authority.c.kind),
@@ -160,84 +160,84 @@ _AUTHORITIES = (
     )
     .where(tables_fleet.authority.c.state != "gone")
     .order_by(tables_fleet.authority.c.id)
-    .limit(MOST_FINDINGS)
+    .limit(MAX_ROWS)
 )
 
 
-def read(database: Database, spares_configured: int = 0) -> Fleet:
-    """The fleet now.
+def read_fleet(database: Database, spares_configured: int = 0) -> FleetSnapshot:
+    """Return the current snapshot of the fleet.
 
     Args:
-        database: where the rows are.
-        spares_configured: how many spares are kept for load balancers whose flavor does not say.
+        database: the database to read.
+        spares_configured: default number of spares of a pool, for flavors without a number.
 
     Raises:
-        StoreError: the database is away.
+        StoreError: the database does not answer.
     """
     begun = time.monotonic()
     found = database.read(lambda connection: _read(connection, spares_configured))
     return msgspec.structs.replace(found, took=time.monotonic() - begun)
 
 
-def ended(database: Database, after: float) -> tuple[tuple[Failover, ...], float]:
-    """Fail-overs that ended, also those that were seen before.
+def list_ended_failovers(database: Database, after: float) -> tuple[tuple[FailoverInfo, ...], float]:
+    """Return the fail-overs that ended since the previous call, and some that an earlier call returned.
 
     Args:
-        database: where they are.
-        after: since when (seconds since 1970); a while before that is looked at too.
+        database: the database to read.
+        after: time of the previous call (seconds since 1970); the result begins `_OVERLAP` seconds earlier.
 
     Returns:
-        They, the oldest first, and the time of this look.
+        The fail-overs, the oldest first, and the time of this call.
 
     Raises:
-        StoreError: the database is away.
+        StoreError: the database does not answer.
     """
 
-    def look(connection: sa.Connection) -> tuple[tuple[Failover, ...], float]:
+    def read(connection: sa.Connection) -> tuple[tuple[FailoverInfo, ...], float]:
         now = float(connection.execute(sa.select(clock.now(connection))).scalar_one())
-        since = max(0.0, (after or now) - _LATE)
-        return tuple(_failover(row, {}) for row in connection.execute(_ENDED, {"after": since})), now
+        since = max(0.0, (after or now) - _OVERLAP)
+        return tuple(_build_failover(row, {}) for row in connection.execute(_ENDED, {"after": since})), now
 
-    return database.read(look)
+    return database.read(read)
 
 
-def _read(connection: sa.Connection, spares_configured: int) -> Fleet:
+def _read(connection: sa.Connection, spares_configured: int) -> FleetSnapshot:
     now = float(connection.execute(sa.select(clock.now(connection))).scalar_one())
     rows = connection.execute(_BALANCERS).all()
-    machines = connection.execute(_AMPHORAE).all()
+    amphora_rows = connection.execute(_AMPHORAE).all()
     accepted = {row.load_balancer_id: row.accepted_at for row in connection.execute(_ACCEPTED)}
-    amphorae = _machines(machines, {row.load_balancer_id: row for row in rows})
-    rows_of_breaker = circuit_breaker.read_breaker_rows(connection)
+    amphorae = _build_amphorae(amphora_rows, {row.load_balancer_id: row for row in rows})
+    breaker_rows = circuit_breaker.read_breaker_rows(connection)
     outbox = connection.execute(_OUTBOX).one()
-    return Fleet(
+    return FleetSnapshot(
         at=now,
-        cut=len(rows) == MOST_BALANCERS or len(machines) == MOST_AMPHORAE,
-        balancers=_balancers(rows, accepted, _holders(amphorae), now),
+        cut=len(rows) == MAX_BALANCERS or len(amphora_rows) == MAX_AMPHORAE,
+        balancers=_build_balancers(rows, accepted, _vip_holders(amphorae), now),
         amphorae=amphorae,
-        failovers=_failovers(connection),
-        breaker=_breaker(rows_of_breaker),
-        sight=_sight(rows_of_breaker.get(circuit_breaker.SIGHT)),
-        processes=tuple(_of(Process, row) for row in connection.execute(_PROCESSES.limit(MOST_FINDINGS))),
-        pools=_pools(rows, amphorae, spares_configured),
-        rotations=_rotations(connection),
-        authorities=tuple(_of(Authority, row) for row in connection.execute(_AUTHORITIES)),
-        zombies=tuple(_of(Zombie, row) for row in connection.execute(_ZOMBIES)),
-        outbox=Outbox(waiting=outbox.waiting, oldest=outbox.oldest),
+        failovers=_read_failovers(connection),
+        breaker=_build_breaker(breaker_rows),
+        sight=_build_detector(breaker_rows.get(circuit_breaker.SIGHT)),
+        processes=tuple(_build(ProcessInfo, row) for row in connection.execute(_PROCESSES.limit(MAX_ROWS))),
+        pools=_build_pools(rows, amphorae, spares_configured),
+        rotations=_read_rotations(connection),
+        authorities=tuple(_build(AuthorityInfo, row) for row in connection.execute(_AUTHORITIES)),
+        zombies=tuple(_build(UnknownAmphoraInfo, row) for row in connection.execute(_ZOMBIES)),
+        outbox=OutboxInfo(waiting=outbox.waiting, oldest=outbox.oldest),
         orphans=connection.execute(sa.select(sa.func.count()).select_from(tables.orphan)).scalar_one(),
     )
 
 
-def _of(kind: Any, row: Any) -> Any:
-    """A fact whose attributes are called as the columns are."""
+def _build(kind: Any, row: Any) -> Any:
+    """Return a struct whose fields have the names of the columns."""
     return kind(**{name: getattr(row, name) for name in kind.__struct_fields__})
 
 
-def _breaker(rows: Mapping[str, circuit_breaker.BreakerRow]) -> Breaker:
-    """What is so of all its rows: an operator goes before the automatic."""
+def _build_breaker(rows: Mapping[str, circuit_breaker.BreakerRow]) -> BreakerInfo:
+    """Combine the rows of the circuit breaker: an operator's setting precedes the automatic state."""
     automatic, operator = rows.get(circuit_breaker.AUTOMATIC), rows.get(circuit_breaker.OPERATOR)
-    found = Breaker()
+    found = BreakerInfo()
     if automatic is not None:
-        found = Breaker(
+        found = BreakerInfo(
             state=automatic.state,
             since=automatic.since,
             silent=automatic.silent,
@@ -250,26 +250,26 @@ def _breaker(rows: Mapping[str, circuit_breaker.BreakerRow]) -> Breaker:
     return msgspec.structs.replace(found, **held)
 
 
-def _sight(row: circuit_breaker.BreakerRow | None) -> Sight:
-    return Sight() if row is None else Sight(state=row.state, since=row.since, reason=row.reason)
+def _build_detector(row: circuit_breaker.BreakerRow | None) -> DetectorInfo:
+    return DetectorInfo() if row is None else DetectorInfo(state=row.state, since=row.since, reason=row.reason)
 
 
-def _machines(rows: Iterable[Any], work: Mapping[str, Any]) -> tuple[Machine, ...]:
+def _build_amphorae(rows: Iterable[Any], work: Mapping[str, Any]) -> tuple[AmphoraInfo, ...]:
     newest = {one: row.generation for one, row in work.items() if row.op != spare_pools.OP}
     pools = {one for one, row in work.items() if row.op == spare_pools.OP}
     found = []
     for row in rows:
-        # By place: by name it takes three times as long, and there are many.
-        said = dict(zip(_MACHINE, row, strict=True))
-        of = said["load_balancer_id"]
-        said["drifts"] = bool(said["drifts"])
+        # Reading the columns by position takes a third of the time of reading them by name.
+        values = dict(zip(_AMPHORA_COLUMNS, row, strict=True))
+        of = values["load_balancer_id"]
+        values["drifts"] = bool(values["drifts"])
         if of in pools:
-            said["role"] = SPARE
-        found.append(Machine(wanted=newest.get(of, 0), **said))
+            values["role"] = SPARE
+        found.append(AmphoraInfo(wanted=newest.get(of, 0), **values))
     return tuple(found)
 
 
-def _holders(amphorae: Iterable[Machine]) -> dict[str, tuple[str, ...]]:
+def _vip_holders(amphorae: Iterable[AmphoraInfo]) -> dict[str, tuple[str, ...]]:
     found: dict[str, list[str]] = {}
     for one in amphorae:
         if one.holds_vip:
@@ -277,22 +277,22 @@ def _holders(amphorae: Iterable[Machine]) -> dict[str, tuple[str, ...]]:
     return {load_balancer_id: tuple(ids) for load_balancer_id, ids in found.items()}
 
 
-def _balancers(
+def _build_balancers(
     rows: Iterable[Any], accepted: Mapping[str, float], holders: Mapping[str, tuple[str, ...]], now: float
-) -> tuple[Balancer, ...]:
+) -> tuple[LoadBalancerInfo, ...]:
     found = []
     for row in rows:
         if row.op == spare_pools.OP:
             continue
-        name, addresses = _shown(row.body)
+        name, addresses = _read_body(row.body)
         found.append(
-            Balancer(
+            LoadBalancerInfo(
                 id=row.load_balancer_id,
                 name=name,
                 project_id=row.project_id,
                 addresses=addresses,
                 topology=row.topology,
-                state=state(row),
+                state=provisioning_status(row),
                 operating=row.operating,
                 reason=row.reason,
                 generation=row.generation,
@@ -310,8 +310,8 @@ def _balancers(
     return tuple(found)
 
 
-def state(row: Any) -> str:
-    """The provisioning status as a user of Octavia sees it, or is about to."""
+def provisioning_status(row: Any) -> str:
+    """Return the provisioning status that a user of Octavia sees, now or after the pending report."""
     if row.op == Op.DELETE:
         return "PENDING_DELETE"
     if row.pending is not None and row.provisioning != "ERROR":
@@ -319,20 +319,20 @@ def state(row: Any) -> str:
     return str(row.provisioning or ("ACTIVE" if row.applied else "PENDING_CREATE"))
 
 
-def _shown(body: str | None) -> tuple[str | None, tuple[str, ...]]:
-    """Name and addresses, of one that is recorded."""
+def _read_body(body: str | None) -> tuple[str | None, tuple[str, ...]]:
+    """Return the name and the VIP addresses of a recorded load balancer."""
     if body is None:
         return None, ()
     try:
-        found = _body(body)
+        found = _decode_body(body)
     except msgspec.DecodeError:
-        # One strange row must not hide all others.
+        # A defective row must not hide all others.
         return None, ()
     return found.name, tuple(vip.address for vip in (found.vip, *found.additional_vips) if vip.address)
 
 
-def _pools(rows: Iterable[Any], amphorae: Iterable[Machine], configured: int) -> tuple[Pool, ...]:
-    kept: dict[str, list[Machine]] = {}
+def _build_pools(rows: Iterable[Any], amphorae: Iterable[AmphoraInfo], configured: int) -> tuple[SparePoolInfo, ...]:
+    kept: dict[str, list[AmphoraInfo]] = {}
     for one in amphorae:
         if one.role == SPARE:
             kept.setdefault(one.load_balancer_id, []).append(one)
@@ -341,33 +341,35 @@ def _pools(rows: Iterable[Any], amphorae: Iterable[Machine], configured: int) ->
     for row in rows:
         if row.op != spare_pools.OP:
             continue
-        mine = kept.get(row.load_balancer_id, [])
-        ready = sum(one.state == "ready" for one in mine)
-        # Nobody takes any: none is wanted any more.
-        wanted = _number(row.spares, configured) if row.load_balancer_id in used else 0
-        found.append(Pool(id=row.load_balancer_id, wanted=wanted, booted=len(mine), ready=ready, error=row.error))
+        spares = kept.get(row.load_balancer_id, [])
+        ready = sum(one.state == "ready" for one in spares)
+        # An unused pool needs no spares.
+        wanted = _desired_number(row.spares, configured) if row.load_balancer_id in used else 0
+        found.append(
+            SparePoolInfo(id=row.load_balancer_id, wanted=wanted, booted=len(spares), ready=ready, error=row.error)
+        )
     return tuple(found)
 
 
-def _number(spec: str | None, configured: int) -> int:
+def _desired_number(spec: str | None, configured: int) -> int:
     try:
-        said = _spec(spec or b"{}").number
+        number = _decode_spec(spec or b"{}").number
     except msgspec.DecodeError:
         return 0
-    return configured if said is None else said
+    return configured if number is None else number
 
 
-def _failovers(connection: sa.Connection) -> tuple[Failover, ...]:
-    """Those that go on, the oldest first, then those that ended, the newest first."""
-    going = connection.execute(_OPEN).all()
-    ids = [row.id for row in going]
+def _read_failovers(connection: sa.Connection) -> tuple[FailoverInfo, ...]:
+    """Return the open fail-overs, the oldest first, then the ended ones, the newest first."""
+    open_ones = connection.execute(_OPEN).all()
+    ids = [row.id for row in open_ones]
     steps = {row.failover_id: row for row in connection.execute(_LAST_EVENTS, {"ids": ids})} if ids else {}
-    return tuple(_failover(row, steps) for row in [*going, *connection.execute(_RECENT)])
+    return tuple(_build_failover(row, steps) for row in [*open_ones, *connection.execute(_RECENT)])
 
 
-def _failover(row: Any, steps: Mapping[int, Any]) -> Failover:
+def _build_failover(row: Any, steps: Mapping[int, Any]) -> FailoverInfo:
     step = steps.get(row.id)
-    return Failover(
+    return FailoverInfo(
         id=row.id,
         load_balancer_id=row.load_balancer_id,
         amphora_id=row.amphora_id,
@@ -384,16 +386,16 @@ def _failover(row: Any, steps: Mapping[int, Any]) -> Failover:
     )
 
 
-def _rotations(connection: sa.Connection) -> tuple[Rotation, ...]:
+def _read_rotations(connection: sa.Connection) -> tuple[RotationInfo, ...]:
     rows = connection.execute(_ROTATIONS).all()
     if not rows:
         return ()
     counted: dict[int, dict[str, int]] = {}
     for item in connection.execute(_ITEMS, {"ids": [row.id for row in rows]}):
         counted.setdefault(item.rotation_id, {})[item.state] = item.number
-    words = ("waiting", "running", "done", "failed", "skipped")
+    states = ("waiting", "running", "done", "failed", "skipped")
     return tuple(
-        Rotation(
+        RotationInfo(
             id=row.id,
             state=row.state,
             max_unavailable=row.max_unavailable,
@@ -401,7 +403,7 @@ def _rotations(connection: sa.Connection) -> tuple[Rotation, ...]:
             created_at=row.created_at,
             ended_at=row.ended_at,
             reason=row.reason,
-            **{word: counted.get(row.id, {}).get(word, 0) for word in words},
+            **{state: counted.get(row.id, {}).get(state, 0) for state in states},
         )
         for row in rows
     )

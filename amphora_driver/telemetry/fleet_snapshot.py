@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fleet as the rows have it at one moment.
+"""Snapshot of the fleet: the rows of the database at one moment.
 
-Invariant: plain frozen values without behaviour that could change them; everything the page, its JSON and the metrics
-say of the fleet is said from here, so that they never contradict each other. Times are seconds since 1970 by the
-database's clock; no secret is among the columns that are read.
+Invariant: frozen values without secrets. The page, its JSON and the metrics use the same snapshot, so that they never
+contradict each other. Times are seconds since 1970 of the database clock.
 """
 
 from __future__ import annotations
@@ -13,22 +12,22 @@ import msgspec
 SPARE = "SPARE"
 
 
-class Fact(msgspec.Struct, frozen=True, kw_only=True):
-    """Common behaviour: frozen, keywords only."""
+class _Info(msgspec.Struct, frozen=True, kw_only=True):
+    """Base class: frozen, with keyword arguments only."""
 
 
-class Balancer(Fact, frozen=True):
+class LoadBalancerInfo(_Info, frozen=True):
     """A load balancer.
 
     Attributes:
-        state: as Octavia calls it: ACTIVE, ERROR, PENDING_CREATE, PENDING_UPDATE, PENDING_DELETE.
-        operating: its operating status, where one was said.
-        reason: what goes with those.
-        accepted_at: since when a user waits for the oldest call that is not confirmed; None where nobody waits.
-        error: what the last attempt failed of.
-        due: there is something to do, at `due_at` at the earliest.
-        owner: the controller that works on it now.
-        holders: those of its amphorae that say they have the VIPs.
+        state: provisioning status: ACTIVE, ERROR, PENDING_CREATE, PENDING_UPDATE, PENDING_DELETE.
+        operating: operating status; None if none was computed.
+        reason: reason for the statuses.
+        accepted_at: time of the oldest unconfirmed request; None if all are confirmed.
+        error: error of the last attempt.
+        due: whether a job is pending, at `due_at` at the earliest.
+        owner: the controller that runs its job now.
+        holders: the amphorae that report that they hold the VIPs.
     """
 
     id: str
@@ -51,15 +50,16 @@ class Balancer(Fact, frozen=True):
     holders: tuple[str, ...] = ()
 
 
-class Machine(Fact, frozen=True):
-    """An amphora, or a spare one (`role` is SPARE then, and its load balancer is a pool).
+class AmphoraInfo(_Info, frozen=True):
+    """An amphora, or a spare (`role` is SPARE, and `load_balancer_id` is the id of its pool).
 
     Attributes:
-        wanted: the newest generation of its load balancer; 0 of a spare.
-        confirmed: the newest generation its agent said it serves.
-        drift: what differed from what is wanted when something did last; history.
-        drifts: whether it still does.
-        silence: silent, mute or never_spoke, as the detector found it; and what follows from that.
+        wanted: the newest generation of its load balancer; 0 for a spare.
+        confirmed: the newest generation that its agent confirmed.
+        drift: the last detected drift, current or not.
+        drifts: whether the amphora drifts now.
+        silence: result of the failure detector: silent, mute or never_spoke; None if it is not silent.
+        verdict: consequence of the silence.
     """
 
     id: str
@@ -84,8 +84,8 @@ class Machine(Fact, frozen=True):
     verdict: str | None = None
 
 
-class Failover(Fact, frozen=True):
-    """A replacement of an amphora. `step` is the newest word of its time line; empty for one that has ended."""
+class FailoverInfo(_Info, frozen=True):
+    """A replacement of an amphora. `step` is its newest event; None after its end."""
 
     id: int
     load_balancer_id: str
@@ -102,12 +102,14 @@ class Failover(Fact, frozen=True):
     step_at: float | None = None
 
 
-class Breaker(Fact, frozen=True):
-    """Whether amphorae are replaced unasked, as far as the number of silent ones and operators decide that.
+class BreakerInfo(_Info, frozen=True):
+    """The circuit breaker of automatic fail-overs.
 
     Attributes:
         state: closed, trial or open.
-        held: an operator holds it open, for this reason and since then; silent and watched are the detector's.
+        silent: number of silent amphorae at the last decision of the failure detector.
+        watched: number of all amphorae at that decision.
+        held: whether an operator holds it open; then `since` and `reason` are the operator's.
     """
 
     state: str = "closed"
@@ -118,16 +120,19 @@ class Breaker(Fact, frozen=True):
     held: bool = False
 
 
-class Sight(Fact, frozen=True):
-    """Whether the detector hears at all: who is blind takes nobody for dead. `state` is seeing, blind or unknown."""
+class DetectorInfo(_Info, frozen=True):
+    """Whether the failure detector receives heartbeats: `state` is seeing, blind or unknown.
+
+    A blind detector never starts a fail-over.
+    """
 
     state: str = "unknown"
     since: float | None = None
     reason: str | None = None
 
 
-class Process(Fact, frozen=True):
-    """A process of the control plane, as it said itself."""
+class ProcessInfo(_Info, frozen=True):
+    """A process of the control plane, from its row in the registry."""
 
     name: str
     kind: str
@@ -139,8 +144,8 @@ class Process(Fact, frozen=True):
     jobs: int
 
 
-class Pool(Fact, frozen=True):
-    """Warm spares of one kind of machine: how many are wanted, booted, and ready to be taken."""
+class SparePoolInfo(_Info, frozen=True):
+    """A pool of spare amphorae: the desired number, and the numbers of booted and ready ones."""
 
     id: str
     wanted: int
@@ -149,8 +154,8 @@ class Pool(Fact, frozen=True):
     error: str | None
 
 
-class Rotation(Fact, frozen=True):
-    """A roll-out over many load balancers."""
+class RotationInfo(_Info, frozen=True):
+    """An image rotation, with its numbers of load balancers by state."""
 
     id: int
     state: str
@@ -166,8 +171,8 @@ class Rotation(Fact, frozen=True):
     skipped: int = 0
 
 
-class Authority(Fact, frozen=True):
-    """Who vouches for amphorae or controllers, once it was rotated."""
+class AuthorityInfo(_Info, frozen=True):
+    """A CA of amphorae or controllers. The first CA is recorded when it is rotated."""
 
     id: int
     kind: str
@@ -175,8 +180,8 @@ class Authority(Fact, frozen=True):
     expires_at: float
 
 
-class Zombie(Fact, frozen=True):
-    """Who sends heartbeats under an id that nobody has."""
+class UnknownAmphoraInfo(_Info, frozen=True):
+    """A sender of heartbeats with an unknown amphora id."""
 
     amphora_id: str
     address: str
@@ -185,35 +190,35 @@ class Zombie(Fact, frozen=True):
     verdict: str | None
 
 
-class Outbox(Fact, frozen=True):
-    """What Octavia has not taken yet: how many statuses, and since when the oldest waits."""
+class OutboxInfo(_Info, frozen=True):
+    """The number of statuses that are not reported to Octavia yet, and the time of the oldest."""
 
     waiting: int = 0
     oldest: float | None = None
 
 
-class Fleet(Fact, frozen=True):
-    """All of it.
+class FleetSnapshot(_Info, frozen=True):
+    """The complete snapshot.
 
     Attributes:
-        at: when it was read.
-        took: seconds the database needed for it.
-        cut: there is more of something than is shown.
-        orphans: machines, ports and VIPs that belong to nobody.
+        at: time of the read.
+        took: duration of the read in seconds.
+        cut: whether a limit has truncated the result.
+        orphans: number of orphaned machines, ports and VIPs.
     """
 
     at: float
     took: float = 0.0
     cut: bool = False
-    balancers: tuple[Balancer, ...] = ()
-    amphorae: tuple[Machine, ...] = ()
-    failovers: tuple[Failover, ...] = ()
-    breaker: Breaker = Breaker()
-    sight: Sight = Sight()
-    processes: tuple[Process, ...] = ()
-    pools: tuple[Pool, ...] = ()
-    rotations: tuple[Rotation, ...] = ()
-    authorities: tuple[Authority, ...] = ()
-    zombies: tuple[Zombie, ...] = ()
-    outbox: Outbox = Outbox()
+    balancers: tuple[LoadBalancerInfo, ...] = ()
+    amphorae: tuple[AmphoraInfo, ...] = ()
+    failovers: tuple[FailoverInfo, ...] = ()
+    breaker: BreakerInfo = BreakerInfo()
+    sight: DetectorInfo = DetectorInfo()
+    processes: tuple[ProcessInfo, ...] = ()
+    pools: tuple[SparePoolInfo, ...] = ()
+    rotations: tuple[RotationInfo, ...] = ()
+    authorities: tuple[AuthorityInfo, ...] = ()
+    zombies: tuple[UnknownAmphoraInfo, ...] = ()
+    outbox: OutboxInfo = OutboxInfo()
     orphans: int = 0

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is answered to a request.
+"""Answers HTTP requests for the status page, its JSON, the metrics and the health check.
 
-Invariant: nothing is changed by any request. What was made for one who looks is given to all who look in the same
-second; so who answers has as much to do for a hundred viewers as for one. Whether the process does its duty is told to
-everybody, and nothing else without access.
+Invariant: no request changes anything. All requests within a second share one result, so a hundred viewers cost as much
+as one. The health check of the process needs no authorization; everything else does.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ import msgspec
 from amphora_driver.metrics import OURS
 from amphora_driver.secret import Secret
 from amphora_driver.telemetry import fleet_metrics, status_page
-from amphora_driver.telemetry.http_request import Refused, Request, admit
+from amphora_driver.telemetry.http_request import Request, RequestRefused, authorize
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable
 
-    from amphora_driver.telemetry.snapshot_cache import Looking, View
+    from amphora_driver.telemetry.snapshot_cache import SnapshotCache, View
 
 LOG = logging.getLogger(__name__)
 _HTML = "text/html; charset=utf-8"
 _JSON = "application/json"
 _TEXT = "text/plain; charset=utf-8"
-_MOST_KEPT = 16
-# Less is not worth packing.
-_SMALL = 1024
-_ALWAYS = {
+_MAX_CACHED = 16
+# Smaller bodies are not compressed.
+_MIN_COMPRESSED = 1024
+_COMMON_HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
@@ -46,76 +45,81 @@ _ALWAYS = {
     "Content-Security-Policy": status_page.POLICY,
     "Connection": "close",
 }
-_ASK = {"WWW-Authenticate": 'Basic realm="amphorae", charset="UTF-8"'}
+_CHALLENGE = {"WWW-Authenticate": 'Basic realm="amphorae", charset="UTF-8"'}
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """Status, type and body, with further headers."""
+class Response(msgspec.Struct, frozen=True, kw_only=True):
+    """Status, content type, body and further headers of a response."""
 
     status: int = 200
     content_type: str = _TEXT
     body: bytes = b""
     headers: dict[str, str] = {}
 
-    def written(self, method: str, *, packs: bool = False) -> bytes:
-        """As it is sent.
+    def encode(self, method: str, *, accepts_gzip: bool = False) -> bytes:
+        """Return the bytes to send.
 
         Args:
-            method: of the request; HEAD is told everything but the body.
-            packs: whether who asks takes gzip.
+            method: method of the request; the response to HEAD has no body.
+            accepts_gzip: whether the client accepts gzip.
         """
         body = self.body
-        more = dict(self.headers)
-        if packs and len(body) > _SMALL:
+        headers = dict(self.headers)
+        if accepts_gzip and len(body) > _MIN_COMPRESSED:
             body = gzip.compress(body, compresslevel=1, mtime=0)
-            more["Content-Encoding"] = "gzip"
-        more |= {"Vary": "Accept-Encoding", "Content-Type": self.content_type, "Content-Length": str(len(body))}
+            headers["Content-Encoding"] = "gzip"
+        headers |= {"Vary": "Accept-Encoding", "Content-Type": self.content_type, "Content-Length": str(len(body))}
         phrase = HTTPStatus(self.status).phrase
-        lines = [f"HTTP/1.1 {self.status} {phrase}", *(f"{name}: {value}" for name, value in (_ALWAYS | more).items())]
+        lines = [
+            f"HTTP/1.1 {self.status} {phrase}",
+            *(f"{name}: {value}" for name, value in (_COMMON_HEADERS | headers).items()),
+        ]
         return "\r\n".join([*lines, "", ""]).encode() + (b"" if method == "HEAD" else body)
 
 
 class TokenFile:
-    """The token as its file has it now: a new one counts without a restart.
+    """Reads the token from its file. A changed file takes effect without a restart.
 
     Args:
-        path: of the file; None: no token is asked for.
+        path: path of the file; None if no token is configured.
     """
 
     def __init__(self, path: str | None) -> None:
         self._path = path
         self._known: tuple[tuple[int, ...], Secret] | None = None
-        self._said = ""
+        self._logged = ""
 
-    def token(self) -> Secret | None:
-        """What has to be shown; None: nothing.
+    def read_token(self) -> Secret | None:
+        """Return the required token; None if none is configured.
 
         Raises:
-            Refused: there is to be one, and it cannot be read, or others can: then nobody is let in.
+            RequestRefused: the file cannot be read, or other users can read it. Then all requests are refused.
         """
         if not self._path:
             return None
         try:
             found = Path(self._path).stat()
             if found.st_mode & stat.S_IROTH:
-                # Whoever has an account here might have read it.
-                trouble = "others can read it; take that from them (chmod o-r), and write another token into it"
+                # Another user may have read the token already, so a new token is needed.
+                problem = "other users can read it; run chmod o-r, and write a new token into it"
             else:
-                token = self._read(found)
+                token = self._read_file(found)
                 if token.reveal():
-                    self._said = ""
+                    self._logged = ""
                     return token
-                trouble = "its first line is empty"
+                problem = "its first line is empty"
         except OSError as error:
-            trouble = error.strerror or str(error)
-        if self._said != trouble:
-            self._said = trouble
-            LOG.error("nobody is shown the status page: [status] token_file %s: %s", self._path, trouble)
-        raise Refused(503, "The token of this page cannot be read: see the log of its process.")
+            problem = error.strerror or str(error)
+        if self._logged != problem:
+            self._logged = problem
+            LOG.error(
+                "the status page refuses all requests: cannot use [status] token_file %s: %s", self._path, problem
+            )
+        raise RequestRefused(503, "The token of this page cannot be read: see the log of its process.")
 
-    def _read(self, found: os.stat_result) -> Secret:
-        """The token of a file that is like this now."""
-        # Two writes within a tick of the clock, or a time that was put back, leave some of these as they were.
+    def _read_file(self, found: os.stat_result) -> Secret:
+        """Return the token of a file with this state."""
+        # All four values: two writes in one clock tick, or a clock set back, leave some of them unchanged.
         mark = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
         if self._known is None or self._known[0] != mark:
             line = Path(str(self._path)).read_bytes().split(b"\n", 1)[0].strip()
@@ -123,80 +127,84 @@ class TokenFile:
         return self._known[1]
 
 
-class Answers:
-    """Everything that can be asked for.
+class RequestHandler:
+    """Answers all paths of the server.
 
     Args:
-        looking: at the fleet.
-        who: answers.
-        tokens: who may look.
-        does_its_duty: whether this process does.
+        snapshots: cache of the fleet snapshot.
+        process: the process that answers.
+        tokens: the configured token.
+        is_working: returns the result of the health check.
     """
 
     def __init__(
-        self, looking: Looking, who: status_page.Who, tokens: TokenFile, does_its_duty: Callable[[], bool]
+        self,
+        snapshots: SnapshotCache,
+        process: status_page.ProcessIdentity,
+        tokens: TokenFile,
+        is_working: Callable[[], bool],
     ) -> None:
-        self._looking = looking
-        self._who = who
+        self._snapshots = snapshots
+        self._process = process
         self._tokens = tokens
-        self._does_its_duty = does_its_duty
-        self._making = threading.Lock()
-        self._made: dict[tuple[str, str], bytes] = {}
-        self._made_of = 0
+        self._is_working = is_working
+        self._lock = threading.Lock()
+        self._cached: dict[tuple[str, str], bytes] = {}
+        self._cached_number = 0
 
-    def to(self, request: Request, peer: str) -> Answer:
-        """The answer to a request that came from an address."""
+    def handle(self, request: Request, peer: str) -> Response:
+        """Return the response to a request from an address."""
         try:
             if request.path == "/healthz":
-                well = self._does_its_duty()
-                return Answer(status=200 if well else 503, body=b"ok\n" if well else b"not at work\n")
-            admit(request, peer, self._tokens.token())
-            return self._shown(request)
-        except Refused as refusal:
-            return refused(refusal)
+                working = self._is_working()
+                return Response(status=200 if working else 503, body=b"ok\n" if working else b"not working\n")
+            authorize(request, peer, self._tokens.read_token())
+            return self._respond(request)
+        except RequestRefused as refusal:
+            return refusal_response(refusal)
 
-    def _shown(self, request: Request) -> Answer:
+    def _respond(self, request: Request) -> Response:
         path, accept = request.path, request.headers.get("accept", "")
-        who = self._who
+        process = self._process
         if path == "/":
-            return Answer(content_type=_HTML, body=self._page(self._looking.view(), request))
+            return Response(content_type=_HTML, body=self._page(self._snapshots.get_view(), request))
         if path == "/page.json":
-            view = self._looking.view()
-            whole = self._page(view, request)
-            body = self._once(view, ("parts", _query(request)), lambda: status_page.refreshed(view, whole))
-            return Answer(content_type=_JSON, body=body)
+            view = self._snapshots.get_view()
+            page = self._page(view, request)
+            body = self._cache(view, ("parts", _query(request)), lambda: status_page.encode_parts(view, page))
+            return Response(content_type=_JSON, body=body)
         if path == "/status.json":
-            view = self._looking.view()
-            body = self._once(view, ("facts", ""), lambda: status_page.facts(view, who))
-            return Answer(content_type=_JSON, body=body)
+            view = self._snapshots.get_view()
+            body = self._cache(view, ("facts", ""), lambda: status_page.encode_status(view, process))
+            return Response(content_type=_JSON, body=body)
         if path in {"/metrics", "/metrics/process", "/metrics/fleet"}:
             own = None if path == "/metrics/fleet" else OURS.registry
-            seen = None if path == "/metrics/process" else self._looking.view()
-            text, content_type = fleet_metrics.answer(accept, own, seen, who.version, who.kind)
-            return Answer(content_type=content_type, body=text)
-        raise Refused(404, "There is no such page.")
+            fleet_view = None if path == "/metrics/process" else self._snapshots.get_view()
+            text, content_type = fleet_metrics.encode_metrics(accept, own, fleet_view, process.version, process.kind)
+            return Response(content_type=content_type, body=text)
+        raise RequestRefused(404, "There is no such page.")
 
     def _page(self, view: View, request: Request) -> bytes:
         query = _query(request)
-        return self._once(view, ("page", query), lambda: status_page.document(view, self._who, query))
+        return self._cache(view, ("page", query), lambda: status_page.render_page(view, self._process, query))
 
-    def _once(self, view: View, key: tuple[str, str], make: Callable[[], bytes]) -> bytes:
-        """What was made of this view already, or is made now by one while others wait."""
-        with self._making:
-            if self._made_of != view.number or len(self._made) >= _MOST_KEPT:
-                self._made, self._made_of = {}, view.number
-            if key not in self._made:
-                self._made[key] = make()
-            return self._made[key]
+    def _cache(self, view: View, key: tuple[str, str], make: Callable[[], bytes]) -> bytes:
+        """Return the cached result for this view. One thread computes a missing result while others wait."""
+        with self._lock:
+            if self._cached_number != view.number or len(self._cached) >= _MAX_CACHED:
+                self._cached, self._cached_number = {}, view.number
+            if key not in self._cached:
+                self._cached[key] = make()
+            return self._cached[key]
 
 
-def refused(refusal: Refused) -> Answer:
-    """A refusal as an answer."""
-    headers = dict(_ASK) if refusal.status == HTTPStatus.UNAUTHORIZED else {}
+def refusal_response(refusal: RequestRefused) -> Response:
+    """Return the response to a refused request."""
+    headers = dict(_CHALLENGE) if refusal.status == HTTPStatus.UNAUTHORIZED else {}
     if refusal.status == HTTPStatus.METHOD_NOT_ALLOWED:
         headers["Allow"] = "GET, HEAD"
-    return Answer(status=refusal.status, body=f"{refusal.reason}\n".encode(), headers=headers)
+    return Response(status=refusal.status, body=f"{refusal.reason}\n".encode(), headers=headers)
 
 
 def _query(request: Request) -> str:
-    return request.wants("q")[: status_page.LONGEST_QUERY]
+    return request.query_value("q")[: status_page.MAX_QUERY]

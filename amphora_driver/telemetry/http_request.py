@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The head of a request: what is asked, and by whom.
+"""Parses the head of an HTTP request and decides whether its client is authorized.
 
-Invariant: pure. Whatever is not plainly a request for something of ours is refused with a status, and nothing is
-guessed: two Host headers are none (RFC 9112, section 3.2). Source: RFC 9110 and RFC 9112.
+Invariant: pure. An unexpected or ambiguous head is refused with a status, for example one with two Host headers
+(RFC 9112, section 3.2). Source: RFC 9110 and RFC 9112.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import msgspec
 
 from amphora_driver.secret import Secret
 
-LONGEST_HEAD = 8192
-_MOST_HEADERS = 64
+MAX_HEAD_SIZE = 8192
+_MAX_HEADERS = 64
 _METHODS = ("GET", "HEAD")
-# Under these names a browser on this machine finds it. Any other name may be a stranger's that was made to point here.
+# Host names of local clients. Any other name may be the one of an attacker's DNS record (DNS rebinding).
 _LOCAL_NAMES = ("localhost",)
-# A proxy on this machine says so that it asks for others.
+# Headers of a proxy on this machine that forwards requests of other machines.
 _FORWARDED = {
     *("forwarded", "via", "x-real-ip"),
     *("x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-forwarded-server"),
 }
-# What many of them speak that say nothing; what looks from here speaks the other one.
-_OF_PROXIES = "HTTP/1.0"
+# Many proxies without such headers use this version. Local clients use HTTP/1.1.
+_PROXY_VERSION = "HTTP/1.0"
 
 
-class Refused(Exception):
-    """The request is not answered.
+class RequestRefused(Exception):
+    """The request is refused.
 
     Args:
         status: HTTP status.
-        reason: a sentence for whoever asked.
+        reason: a sentence for the client.
     """
 
     def __init__(self, status: int, reason: str) -> None:
@@ -45,7 +45,12 @@ class Refused(Exception):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """A request of ours: headers by their names in small letters; `version` as in its first line."""
+    """A valid request.
+
+    Attributes:
+        headers: by their names in lower case.
+        version: of the request line, for example HTTP/1.1.
+    """
 
     method: str
     path: str
@@ -53,8 +58,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     headers: dict[str, str]
     version: str = "HTTP/1.1"
 
-    def wants(self, name: str) -> str:
-        """The first value of a field of the query; empty without."""
+    def query_value(self, name: str) -> str:
+        """Return the first value of a query field; empty without the field."""
         try:
             found = parse_qs(self.query, max_num_fields=8)
         except ValueError:
@@ -62,75 +67,75 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         return found.get(name, [""])[0]
 
 
-def parse(head: bytes) -> Request:
-    """Read a head, without the empty line at its end.
+def parse_request(head: bytes) -> Request:
+    """Parse a head without the empty line at its end.
 
     Raises:
-        Refused: it is none, or asks for something that nobody does here.
+        RequestRefused: the head is invalid, or its method is not supported.
     """
     try:
         lines = head.decode("ascii").split("\r\n")
     except UnicodeDecodeError:
-        raise Refused(400, "The head of a request is ASCII.") from None
+        raise RequestRefused(400, "The head of the request is not ASCII.") from None
     words = lines[0].split(" ")
-    if len(words) != 3 or words[2] not in {_OF_PROXIES, "HTTP/1.1"}:
-        raise Refused(400, "This is not a request of HTTP/1.1.")
+    if len(words) != 3 or words[2] not in {_PROXY_VERSION, "HTTP/1.1"}:
+        raise RequestRefused(400, "The request line is not one of HTTP/1.1.")
     method, target, version = words
     if method not in _METHODS:
-        raise Refused(405, "Nothing can be changed here.")
+        raise RequestRefused(405, "This server supports GET and HEAD only.")
     if not target.startswith("/"):
-        raise Refused(400, "What is asked for begins with a slash.")
-    if len(lines) - 1 > _MOST_HEADERS:
-        raise Refused(431, "There are too many headers.")
+        raise RequestRefused(400, "The request target does not begin with a slash.")
+    if len(lines) - 1 > _MAX_HEADERS:
+        raise RequestRefused(431, "The request has too many headers.")
     try:
         parts = urlsplit("//host" + target)
     except ValueError:
-        raise Refused(400, "What is asked for cannot be understood.") from None
-    headers = _headers(lines[1:])
+        raise RequestRefused(400, "The request target is invalid.") from None
+    headers = _parse_headers(lines[1:])
     return Request(method=method, path=parts.path, query=parts.query, headers=headers, version=version)
 
 
-def _headers(lines: list[str]) -> dict[str, str]:
+def _parse_headers(lines: list[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for line in lines:
         name, colon, value = line.partition(":")
         if not colon or not name or name != name.strip() or "\n" in line or "\r" in line:
-            raise Refused(400, "There is a line that is no header.")
+            raise RequestRefused(400, "A header line is invalid.")
         key = name.lower()
         if key in found and key in {"host", "authorization"}:
-            raise Refused(400, f"There is more than one {key}.")
+            raise RequestRefused(400, f"The request has more than one {key} header.")
         found[key] = value.strip()
     if found.get("content-length", "0") != "0" or "transfer-encoding" in found:
-        raise Refused(413, "Nothing is to be sent here.")
+        raise RequestRefused(413, "The request has a body.")
     return found
 
 
-def admit(request: Request, peer: str, token: Secret | None) -> None:
-    """Let a request pass, or not.
+def authorize(request: Request, peer: str, token: Secret | None) -> None:
+    """Check that a request has the token, or comes from this machine if no token is configured.
 
     Args:
-        request: what is asked.
-        peer: the address it comes from.
-        token: who knows it may look; None: whoever is on this machine may.
+        request: the request to check.
+        peer: its source address.
+        token: the configured token; None if none is configured.
 
     Raises:
-        Refused: 401 without the token; 403 from elsewhere, or under a name that is not this machine's.
+        RequestRefused: 401 without the token; 403 from another machine, or with a host name of another machine.
     """
     if token is not None:
-        # Compared in constant time.
-        if Secret(_shown(request.headers.get("authorization", ""))) != token:
-            raise Refused(401, "The token of this page is needed: as a bearer token, or as a password.")
+        # Secret compares in constant time.
+        if Secret(_presented_token(request.headers.get("authorization", ""))) != token:
+            raise RequestRefused(401, "This page requires its token, as a bearer token or as a password.")
         return
     if not _is_loopback(peer):
-        raise Refused(403, "Only this machine is answered: no [status] token_file is set.")
-    if request.version == _OF_PROXIES or _FORWARDED & request.headers.keys():
-        raise Refused(403, "A proxy asks for somebody else: no [status] token_file is set.")
+        raise RequestRefused(403, "Without [status] token_file, this page answers requests from its own machine only.")
+    if request.version == _PROXY_VERSION or _FORWARDED & request.headers.keys():
+        raise RequestRefused(403, "Without [status] token_file, this page answers no requests of a proxy.")
     if not _is_local_name(request.headers.get("host", "")):
-        raise Refused(403, "Under this name nobody is answered: no [status] token_file is set.")
+        raise RequestRefused(403, "Without [status] token_file, this page answers requests for localhost only.")
 
 
-def _shown(authorization: str) -> bytes:
-    """The token in a header (RFC 6750, RFC 7617); empty if there is none."""
+def _presented_token(authorization: str) -> bytes:
+    """Return the token of an Authorization header (RFC 6750, RFC 7617); empty without one."""
     scheme, _, value = authorization.partition(" ")
     if scheme.lower() == "bearer":
         return value.strip().encode()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server of status page and metrics.
+"""HTTP server of the status page and the metrics.
 
-Invariant: it can do its process no harm. It has threads of its own, so many at most; a connection has one request and
-one time for all of it, whatever its client does or leaves; what it needs and does not get (its port, a certificate, the
-database) is logged and tried again, and never ends the process or holds it up.
+Invariant: the server never impairs its process. It has a limited number of threads of its own. A connection has one
+request and one total time limit, independent of the client. An unavailable port, certificate or database is logged and
+retried; it never stops or delays the process.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from amphora_driver.store.process_registry import ProcessKind, installed_version
-from amphora_driver.telemetry.handlers import Answer, Answers, TokenFile, refused
-from amphora_driver.telemetry.http_request import LONGEST_HEAD, Refused, parse
-from amphora_driver.telemetry.snapshot_cache import Looking, read_only
-from amphora_driver.telemetry.status_page import Who
+from amphora_driver.telemetry.handlers import RequestHandler, Response, TokenFile, refusal_response
+from amphora_driver.telemetry.http_request import MAX_HEAD_SIZE, RequestRefused, parse_request
+from amphora_driver.telemetry.snapshot_cache import SnapshotCache, open_read_only
+from amphora_driver.telemetry.status_page import ProcessIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,32 +32,32 @@ if TYPE_CHECKING:
     from oslo_config.cfg import ConfigOpts
 
 LOG = logging.getLogger(__name__)
-# Connections at once; one more ends the oldest of them.
-_MOST = 16
+# Concurrent connections; a further one closes the oldest.
+_MAX_CONNECTIONS = 16
 _BACKLOG = 32
-# Seconds for a whole connection; for a client that says nothing; for what it still sends after the answer.
-_LONGEST = 20.0
-_SILENT = 5.0
-_FAREWELL = 1.0
-_BIND_AGAIN = 10.0
-_TICK = 0.5
-_END = b"\r\n\r\n"
+# Seconds for a complete connection, for one read, and for the close after the response.
+_CONNECTION_TIMEOUT = 20.0
+_READ_TIMEOUT = 5.0
+_CLOSE_TIMEOUT = 1.0
+_RESTART_DELAY = 10.0
+_ACCEPT_TIMEOUT = 0.5
+_HEAD_END = b"\r\n\r\n"
 
 
 class StatusServer:
-    """Serves one process's page, in threads of its own, between `start` and `stop`.
+    """Serves the status page of one process in threads of its own, between `start` and `stop`.
 
     Args:
-        address: IPv4 or IPv6.
-        port: TCP port; 0 for any (see `port`).
-        answers: to what is asked.
+        address: IPv4 or IPv6 address.
+        port: TCP port; 0 for any (see the attribute `port`).
+        handler: answers the requests.
         certificate: path of certificate and key in one PEM file; None for plain HTTP.
     """
 
-    def __init__(self, address: str, port: int, answers: Answers, certificate: str | None = None) -> None:
+    def __init__(self, address: str, port: int, handler: RequestHandler, certificate: str | None = None) -> None:
         self.port = port
         self._address = address
-        self._answers = answers
+        self._handler = handler
         self._certificate = certificate
         self._context: tuple[float, ssl.SSLContext] | None = None
         self._stopping = threading.Event()
@@ -67,26 +67,26 @@ class StatusServer:
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._number = 0
         self._thread: threading.Thread | None = None
-        self._said = ""
+        self._logged = ""
 
     def start(self) -> None:
-        """Begin; returns at once."""
+        """Start the server thread."""
         self._thread = threading.Thread(target=self._run, name="status", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End, and with it every connection."""
+        """Close all connections and stop all threads."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
         with self._lock:
-            self._cut(list(self._open))
+            self._shut_down(list(self._open))
             threads = list(self._threads)
         for one in threads:
-            one.join(_FAREWELL)
+            one.join(_CLOSE_TIMEOUT)
 
-    def listening(self, seconds: float) -> bool:
-        """Whether the port is its own, within some seconds."""
+    def wait_until_listening(self, seconds: float) -> bool:
+        """Wait until the server has its port, and return whether it has."""
         return self._listening.wait(seconds)
 
     # --- connections --------------------------------------------------------------------------------------------------
@@ -96,38 +96,41 @@ class StatusServer:
             try:
                 with self._bind() as listener:
                     self._listening.set()
-                    self._accept(listener)
+                    self._accept_until_stopped(listener)
             except OSError as error:
-                self._say(f"no status page on {self._address} port {self.port}: {error.strerror or error}")
+                self._log_once(
+                    f"cannot serve the status page on {self._address} port {self.port}, "
+                    f"trying again every {_RESTART_DELAY:.0f} s: {error.strerror or error}"
+                )
             except Exception:
-                LOG.exception("the status page fails, and is tried again")
+                LOG.exception("the status page server failed, restarting it in %.0f s", _RESTART_DELAY)
             self._listening.clear()
-            self._stopping.wait(_BIND_AGAIN)
+            self._stopping.wait(_RESTART_DELAY)
 
     def _bind(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-        # The others of a host may have it now, and give it up later.
+        # Fails while another process of this host uses the port.
         made = socket.create_server((self._address, self.port), family=family, backlog=_BACKLOG)
         made.setblocking(False)
         self.port = made.getsockname()[1]
-        LOG.info("status page and metrics on %s port %d", self._address, self.port)
+        LOG.info("serving status page and metrics on %s port %d", self._address, self.port)
         return made
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept_until_stopped(self, listener: socket.socket) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(listener, selectors.EVENT_READ)
             while not self._stopping.is_set():
-                if selector.select(_TICK):
+                if selector.select(_ACCEPT_TIMEOUT):
                     with suppress(BlockingIOError, ConnectionAbortedError):
-                        self._begin(*listener.accept())
-                self._reap()
+                        self._start_connection(*listener.accept())
+                self._close_overdue()
 
-    def _begin(self, connection: socket.socket, peer: tuple[str, int]) -> None:
-        connection.settimeout(_SILENT)
+    def _start_connection(self, connection: socket.socket, peer: tuple[str, int]) -> None:
+        connection.settimeout(_READ_TIMEOUT)
         with self._lock:
-            if len(self._open) >= _MOST:
-                # Whoever looks is answered in milliseconds: who is here longest is the one who is slow.
-                self._cut([min(self._open)])
+            if len(self._open) >= _MAX_CONNECTIONS:
+                # A normal request takes milliseconds, so the oldest connection has a slow client.
+                self._shut_down([min(self._open)])
             self._number += 1
             number = self._number
             self._open[number] = (connection, time.monotonic())
@@ -138,56 +141,56 @@ class StatusServer:
         try:
             thread.start()
         except RuntimeError as error:
-            LOG.warning("no thread for the status page: %s", error)
-            self._end(number, connection)
+            LOG.warning("cannot start a thread for a connection to the status page, closing it: %s", error)
+            self._close(number, connection)
 
-    def _reap(self) -> None:
+    def _close_overdue(self) -> None:
         now = time.monotonic()
         with self._lock:
-            self._cut([number for number, (_, since) in self._open.items() if now - since > _LONGEST])
+            self._shut_down([number for number, (_, since) in self._open.items() if now - since > _CONNECTION_TIMEOUT])
 
-    def _cut(self, numbers: list[int]) -> None:
-        """Have threads notice that their time is over; with the lock held. They close their sockets themselves."""
+    def _shut_down(self, numbers: list[int]) -> None:
+        """Shut connections down, so that their threads close them. The caller holds the lock."""
         for number in numbers:
             connection, _ = self._open.pop(number)
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def _end(self, number: int, connection: socket.socket) -> None:
+    def _close(self, number: int, connection: socket.socket) -> None:
         with self._lock:
             self._open.pop(number, None)
         connection.close()
 
-    # --- one of them --------------------------------------------------------------------------------------------------
+    # --- one connection -----------------------------------------------------------------------------------------------
 
     def _serve(self, number: int, connection: socket.socket, peer: str) -> None:
         try:
             if self._certificate is not None:
-                connection = self._encrypted(number, connection)
+                connection = self._wrap_tls(number, connection)
             self._answer(connection, peer)
         except (OSError, ValueError) as error:
-            # A client that goes, or speaks another protocol.
+            # The client has closed the connection, or uses another protocol.
             LOG.debug("a connection to the status page ended: %s", error)
         except Exception:
-            LOG.exception("the status page could not be shown")
+            LOG.exception("could not serve a connection to the status page")
         finally:
-            self._end(number, connection)
+            self._close(number, connection)
 
-    def _encrypted(self, number: int, connection: socket.socket) -> socket.socket:
-        wrapped = self._tls().wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+    def _wrap_tls(self, number: int, connection: socket.socket) -> socket.socket:
+        wrapped = self._load_tls_context().wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
         try:
             with self._lock:
                 if number in self._open:
                     self._open[number] = (wrapped, self._open[number][1])
-            # One whose time is over already has been shut down, and fails here.
+            # Fails if the connection is overdue and shut down already.
             wrapped.do_handshake()
         except BaseException:
             wrapped.close()
             raise
         return wrapped
 
-    def _tls(self) -> ssl.SSLContext:
-        """With the certificate as its file has it now: a new one counts without a restart."""
+    def _load_tls_context(self) -> ssl.SSLContext:
+        """Return a context with the current certificate. A changed file takes effect without a restart."""
         path = Path(str(self._certificate))
         try:
             changed = path.stat().st_mtime
@@ -197,59 +200,59 @@ class StatusServer:
                 context.load_cert_chain(path)
                 self._context = (changed, context)
         except OSError as error:
-            self._say(f"the status page has no certificate: [status] certificate {path}: {error}")
+            self._log_once(f"the status page refuses connections: cannot use [status] certificate {path}: {error}")
             raise
         return self._context[1]
 
     def _answer(self, connection: socket.socket, peer: str) -> None:
-        method, packs = "GET", False
+        method, accepts_gzip = "GET", False
         try:
-            request = parse(_read(connection))
-            method, packs = request.method, "gzip" in request.headers.get("accept-encoding", "")
-            answer = self._answers.to(request, peer)
-        except Refused as refusal:
-            answer = refused(refusal)
+            request = parse_request(_read_head(connection))
+            method, accepts_gzip = request.method, "gzip" in request.headers.get("accept-encoding", "")
+            response = self._handler.handle(request, peer)
+        except RequestRefused as refusal:
+            response = refusal_response(refusal)
         except OSError:
             raise
         except Exception:
-            LOG.exception("the status page could not be made")
-            answer = Answer(status=500, body=b"This went wrong: see the log of this process.\n")
-        connection.sendall(answer.written(method, packs=packs))
-        _farewell(connection)
+            LOG.exception("could not answer a request to the status page")
+            response = Response(status=500, body=b"Internal error: see the log of this process.\n")
+        connection.sendall(response.encode(method, accepts_gzip=accepts_gzip))
+        _close_gracefully(connection)
 
-    def _say(self, text: str) -> None:
-        """Log it once, however often it is tried."""
-        if self._said != text:
-            self._said = text
+    def _log_once(self, text: str) -> None:
+        """Log an error unless it repeats the previous one."""
+        if self._logged != text:
+            self._logged = text
             LOG.error("%s", text)
 
 
-def _read(connection: socket.socket) -> bytes:
-    """The head of a request.
+def _read_head(connection: socket.socket) -> bytes:
+    """Return the head of a request without the empty line at its end.
 
     Raises:
-        Refused: it does not end where a head should have ended.
-        ConnectionError: nobody said anything.
+        RequestRefused: the head is longer than `MAX_HEAD_SIZE`.
+        ConnectionError: the client has closed the connection.
     """
     found = b""
-    while _END not in found:
-        if len(found) > LONGEST_HEAD:
-            raise Refused(431, "The head of this request is too long.")
-        more = connection.recv(LONGEST_HEAD)
+    while _HEAD_END not in found:
+        if len(found) > MAX_HEAD_SIZE:
+            raise RequestRefused(431, "The head of this request is too long.")
+        more = connection.recv(MAX_HEAD_SIZE)
         if not more:
-            raise ConnectionAbortedError("nothing was asked")
+            raise ConnectionAbortedError("the client sent no complete request")
         found += more
-    head = found.partition(_END)[0]
-    if len(head) > LONGEST_HEAD:
-        raise Refused(431, "The head of this request is too long.")
+    head = found.partition(_HEAD_END)[0]
+    if len(head) > MAX_HEAD_SIZE:
+        raise RequestRefused(431, "The head of this request is too long.")
     return head
 
 
-def _farewell(connection: socket.socket) -> None:
-    """Take what still comes: a socket that is closed before that resets the connection, and takes the answer back."""
-    until = time.monotonic() + _FAREWELL
+def _close_gracefully(connection: socket.socket) -> None:
+    """Read until the client closes: an earlier close would reset the connection and lose the response."""
+    until = time.monotonic() + _CLOSE_TIMEOUT
     with suppress(OSError):
-        connection.settimeout(_FAREWELL)
+        connection.settimeout(_CLOSE_TIMEOUT)
         if isinstance(connection, ssl.SSLSocket):
             connection.unwrap().close()
             return
@@ -258,47 +261,48 @@ def _farewell(connection: socket.socket) -> None:
             pass
 
 
-class NoServer:
-    """Where none is wanted."""
+class DisabledServer:
+    """Stands for the server of a process without a configured port."""
 
     def start(self) -> None:
-        """Nothing begins."""
+        """Do nothing."""
 
     def stop(self) -> None:
-        """Nothing ends."""
+        """Do nothing."""
 
 
 class Telemetry:
-    """The status page of a process, as configured; a context manager around what the process does.
+    """The configured status page of a process; a context manager around the work of the process.
 
     Args:
-        conf: options.
-        kind: what the process is there for.
-        name: of the process.
-        does_its_duty: whether it does; asked by whoever watches the process.
+        conf: options of the driver.
+        kind: kind of the process.
+        name: name of the process.
+        is_working: returns the result of the health check.
     """
 
-    def __init__(self, conf: ConfigOpts, kind: ProcessKind, name: str, does_its_duty: Callable[[], bool]) -> None:
+    def __init__(self, conf: ConfigOpts, kind: ProcessKind, name: str, is_working: Callable[[], bool]) -> None:
         options = conf.status
         ports = {
             ProcessKind.HEALTH_MANAGER: options.health_bind_port,
             ProcessKind.PROVIDER_AGENT: options.provider_agent_port,
         }
         port = ports.get(kind, options.bind_port)
-        self._looking: Looking | None = None
-        self.server: StatusServer | NoServer = NoServer()
+        self._snapshots: SnapshotCache | None = None
+        self.server: StatusServer | DisabledServer = DisabledServer()
         if not port:
             return
-        who = Who(
+        process = ProcessIdentity(
             kind=kind.value,
             name=name,
             version=installed_version(),
             interval=conf.health.interval,
             silent_after=conf.failover.silent_after,
         )
-        self._looking = Looking(read_only(conf.store.connection), conf.health.interval, conf.spares.number)
-        answers = Answers(self._looking, who, TokenFile(conf.status.token_file), does_its_duty)
-        self.server = StatusServer(conf.status.bind_address, port, answers, conf.status.certificate)
+        database = open_read_only(conf.store.connection)
+        self._snapshots = SnapshotCache(database, conf.health.interval, conf.spares.number)
+        handler = RequestHandler(self._snapshots, process, TokenFile(conf.status.token_file), is_working)
+        self.server = StatusServer(conf.status.bind_address, port, handler, conf.status.certificate)
 
     def __enter__(self) -> Telemetry:
         self.server.start()
@@ -308,5 +312,5 @@ class Telemetry:
         self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
         self.server.stop()
-        if self._looking is not None:
-            self._looking.close()
+        if self._snapshots is not None:
+            self._snapshots.close()

@@ -1,49 +1,50 @@
-// Replaces the parts of the page by newer ones. Without it the page is the same, and older.
+// Updates the parts of the page periodically. Without scripts the page has the same contents.
 (() => {
   "use strict";
-  const EVERY = 5000;
+  const INTERVAL_MS = 5000;
   const known = {};
-  // Without the password that somebody may have typed into the address: a fetch of one that has it is refused.
-  const place = new URL("page.json" + location.search, location.origin + location.pathname);
-  let last = Date.now();
+  // Without a user name and password of the page's address: fetch() refuses URLs that contain them.
+  const url = new URL("page.json" + location.search, location.origin + location.pathname);
+  let lastUpdate = Date.now();
 
-  const busy = (element) => {
-    // Who reads with a keyboard or copies a line keeps his place.
-    const chosen = document.getSelection();
+  const inUse = (element) => {
+    // An update would lose the keyboard focus or the selected text.
+    const selection = document.getSelection();
     return element.contains(document.activeElement) ||
-      (chosen !== null && !chosen.isCollapsed && chosen.anchorNode !== null && element.contains(chosen.anchorNode));
+      (selection !== null && !selection.isCollapsed && selection.anchorNode !== null &&
+        element.contains(selection.anchorNode));
   };
 
-  const show = (told) => {
-    for (const [name, text] of Object.entries(told.parts)) {
+  const show = (update) => {
+    for (const [name, text] of Object.entries(update.parts)) {
       const element = document.querySelector(`[data-part="${name}"]`);
-      if (element === null || known[name] === text || busy(element)) continue;
-      // Escaped where it was made, and the policy of the page lets nothing in it run.
+      if (element === null || known[name] === text || inUse(element)) continue;
+      // The server has escaped all values, and the content security policy blocks scripts in the text.
       element.innerHTML = text;
       known[name] = text;
     }
-    document.title = told.title;
-    document.documentElement.dataset.level = told.level;
+    document.title = update.title;
+    document.documentElement.dataset.level = update.level;
   };
 
-  const look = async () => {
+  const refresh = async () => {
     if (!document.hidden) {
       try {
-        const answer = await fetch(place, { cache: "no-store", credentials: "same-origin" });
-        if (!answer.ok) throw new Error(String(answer.status));
-        show(await answer.json());
-        last = Date.now();
+        const response = await fetch(url, { cache: "no-store", credentials: "same-origin" });
+        if (!response.ok) throw new Error(String(response.status));
+        show(await response.json());
+        lastUpdate = Date.now();
         delete document.documentElement.dataset.lost;
       } catch (error) {
         document.documentElement.dataset.lost = "";
-        const seconds = Math.round((Date.now() - last) / 1000);
+        const seconds = Math.round((Date.now() - lastUpdate) / 1000);
         document.getElementById("lost").textContent =
-          `This page has had no answer for ${seconds} s. What it shows is that old.`;
+          `The server has not answered for ${seconds} s. The page shows data of that age.`;
       }
     }
-    setTimeout(look, EVERY);
+    setTimeout(refresh, INTERVAL_MS);
   };
 
-  document.addEventListener("visibilitychange", () => { if (!document.hidden) last = Date.now(); });
-  setTimeout(look, EVERY);
+  document.addEventListener("visibilitychange", () => { if (!document.hidden) lastUpdate = Date.now(); });
+  setTimeout(refresh, INTERVAL_MS);
 })();

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The status page: one document that needs nothing else.
+"""Renders the status page as one self-contained HTML document.
 
-Invariant: pure, from a view of the fleet to bytes. Every value goes through the template's escaping, and the policy
-that is sent along lets no other style or script run than the two in this room, by their digests: what a tenant, a
-backend or an amphora has written is text. Without scripts the page says the same; with them it replaces its parts by
-newer ones.
+Invariant: pure, from a view of the fleet to bytes. The template escapes every value, and the content security policy
+permits only the style and the script of this package, by their digests. So text of a tenant, a backend or an amphora
+never becomes code. Without scripts the page has the same contents; the script only updates its parts.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from amphora_driver.telemetry.alerts import Level, Notice, gathered, oldest_due, worst
-from amphora_driver.telemetry.snapshot_cache import duration
+from amphora_driver.telemetry.alerts import Level, Notice, group_notices, oldest_due, worst_level
+from amphora_driver.telemetry.snapshot_cache import failover_duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from amphora_driver.telemetry.fleet_snapshot import Balancer, Fleet, Machine
+    from amphora_driver.telemetry.fleet_snapshot import AmphoraInfo, FleetSnapshot, LoadBalancerInfo
     from amphora_driver.telemetry.snapshot_cache import View
 
 _HERE = Path(__file__).parent
 _STYLE = (_HERE / "page.css").read_text(encoding="utf-8")
 _SCRIPT = (_HERE / "page.js").read_text(encoding="utf-8")
-# No value can hold such a mark: it would be escaped.
+# A value cannot contain these marks, because it is escaped.
 _PART = re.compile(r"<!--(\w+)-->(.*?)<!--/\1-->", re.DOTALL)
-# So much fits into a head; what is left out is said.
-MOST_NOTICES = 40
-MOST_ROWS = 100
-LONGEST_QUERY = 200
+# Limits of the page. The page tells the number of omitted entries.
+MAX_NOTICES = 40
+MAX_ROWS = 100
+MAX_QUERY = 200
 _DAY = 86_400.0
 _UNITS = ((_DAY, "d"), (3600.0, "h"), (60.0, "min"))
 _MARKS = {Level.WELL: "✓", Level.WATCH: "!", Level.TROUBLE: "✕"}
@@ -61,15 +60,15 @@ POLICY = "; ".join(
 )
 
 
-class Who(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """The process that answers.
 
     Attributes:
-        kind: what it is there for.
-        name: of the process.
-        version: of its installation.
+        kind: kind of the process.
+        name: name of the process.
+        version: version of its installation.
         interval: seconds between two heartbeats of an amphora.
-        silent_after: seconds after which an amphora that is not heard is silent.
+        silent_after: seconds without a heartbeat after which an amphora is silent.
     """
 
     kind: str
@@ -79,10 +78,10 @@ class Who(msgspec.Struct, frozen=True, kw_only=True):
     silent_after: float
 
 
-class Share(msgspec.Struct, frozen=True):
-    """A part of a bar: what, how many, in which colour, from where to where in per cent."""
+class BarSegment(msgspec.Struct, frozen=True):
+    """A segment of a bar: label, number, colour class, position and width in per cent."""
 
-    word: str
+    label: str
     number: int
     tone: str
     begin: float = 0.0
@@ -90,86 +89,86 @@ class Share(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A load balancer with its amphorae, and how bad the worst of it is."""
+    """A load balancer with its amphorae, and the highest level of their notices."""
 
-    balancer: Balancer
-    amphorae: tuple[Machine, ...]
+    balancer: LoadBalancerInfo
+    amphorae: tuple[AmphoraInfo, ...]
     level: Level
 
 
-def document(view: View, who: Who, query: str = "") -> bytes:
-    """The whole page.
+def render_page(view: View, process: ProcessIdentity, query: str = "") -> bytes:
+    """Return the complete page.
 
     Args:
-        view: what is shown.
-        who: answers.
-        query: part of a name, id or address of the load balancers to be listed.
+        view: the view to show.
+        process: the process that answers.
+        query: part of a name, id or address of the load balancers to list.
     """
-    return _TEMPLATE.render(**_said(view, who, query), style=_STYLE, script=_SCRIPT).encode()
+    return _TEMPLATE.render(**_template_values(view, process, query), style=_STYLE, script=_SCRIPT).encode()
 
 
-def refreshed(view: View, whole: bytes) -> bytes:
-    """What the page's script asks for: the parts of a whole page, as JSON."""
-    parts = dict(_PART.findall(whole.decode()))
+def encode_parts(view: View, page: bytes) -> bytes:
+    """Return the parts of a complete page as JSON, for the script of the page."""
+    parts = dict(_PART.findall(page.decode()))
     level = _level(view)
     return msgspec.json.encode({"title": _title(view), "level": level.name.lower(), "parts": parts})
 
 
-def facts(view: View, who: Who) -> bytes:
-    """The same as facts, for programs."""
+def encode_status(view: View, process: ProcessIdentity) -> bytes:
+    """Return the view as JSON, for programs."""
     level = _level(view)
-    found = [{**msgspec.to_builtins(one), "level": one.level.name.lower()} for one in view.notices]
-    shown = {
+    notices = [{**msgspec.to_builtins(one), "level": one.level.name.lower()} for one in view.notices]
+    status = {
         "level": level.name.lower(),
         "trouble": view.trouble,
-        "answered_by": {"kind": who.kind, "name": who.name, "version": who.version},
-        "notices": found,
+        "answered_by": {"kind": process.kind, "name": process.name, "version": process.version},
+        "notices": notices,
         "fleet": view.fleet,
     }
-    return msgspec.json.encode(shown)
+    return msgspec.json.encode(status)
 
 
-def _said(view: View, who: Who, query: str) -> dict[str, Any]:
-    """Everything the template names."""
+def _template_values(view: View, process: ProcessIdentity, query: str) -> dict[str, Any]:
+    """Return the variables of the template."""
     fleet = view.fleet
     level = _level(view)
-    shown, _things = gathered(view.notices)
-    said: dict[str, Any] = {
+    notices, _count = group_notices(view.notices)
+    values: dict[str, Any] = {
         "view": view,
         "fleet": fleet,
-        "who": who,
-        "query": query[:LONGEST_QUERY],
+        "process": process,
+        "query": query[:MAX_QUERY],
         "level": level,
         "headline": _headline(view, level),
         "title": _title(view),
-        "shown": shown[:MOST_NOTICES],
-        "more": max(0, len(shown) - MOST_NOTICES),
+        "notices": notices[:MAX_NOTICES],
+        "more_notices": max(0, len(notices) - MAX_NOTICES),
         "now": 0.0 if fleet is None else fleet.at,
     }
     if fleet is not None:
-        rows, total = _rows(fleet, view.notices, query.strip().lower()[:LONGEST_QUERY])
-        said |= {
+        rows, total = _rows(fleet, view.notices, query.strip().lower()[:MAX_QUERY])
+        values |= {
             "rows": rows,
             "matching": total,
-            "balancer_shares": _balancer_shares(fleet),
-            "amphora_shares": _amphora_shares(fleet),
-            "heartbeat_shares": _heartbeat_shares(fleet, who),
-            "queue_shares": _queue_shares(fleet),
-            "oldest_heartbeat": max((fleet.at - heard_at(one) for one in _ready(fleet)), default=None),
+            "balancer_bar": _balancer_bar(fleet),
+            "amphora_bar": _amphora_bar(fleet),
+            "heartbeat_bar": _heartbeat_bar(fleet, process),
+            "queue_bar": _queue_bar(fleet),
+            "oldest_heartbeat": max((fleet.at - last_heartbeat(one) for one in _ready(fleet)), default=None),
             "oldest_due": oldest_due(fleet),
             "first_expiry": min(
                 (one.certificate_expires_at for one in fleet.amphorae if one.certificate_expires_at), default=None
             ),
-            "going": [one for one in fleet.failovers if one.ended_at is None],
+            "open_failovers": [one for one in fleet.failovers if one.ended_at is None],
             "names": {one.id: one.name for one in fleet.balancers if one.name},
             "versions": Counter(one.agent_version or "unknown" for one in fleet.amphorae),
             "owners": Counter(one.owner for one in fleet.balancers if one.owner),
         }
-    return said
+    return values
 
 
 def _level(view: View) -> Level:
-    return Level.TROUBLE if view.trouble is not None else worst(view.notices)
+    return Level.TROUBLE if view.trouble is not None else worst_level(view.notices)
 
 
 def _title(view: View) -> str:
@@ -181,118 +180,118 @@ def _headline(view: View, level: Level) -> str:
     if view.trouble is not None:
         return "The database does not answer"
     if level is Level.WELL:
-        return "All is well"
-    _shown, number = gathered(tuple(one for one in view.notices if one.level is level))
+        return "No problems"
+    _grouped, count = group_notices(tuple(one for one in view.notices if one.level is level))
     if level is Level.TROUBLE:
-        return "1 thing needs you" if number == 1 else f"{number} things need you"
-    return "1 thing to watch" if number == 1 else f"{number} things to watch"
+        return "1 problem needs action" if count == 1 else f"{count} problems need action"
+    return "1 condition to watch" if count == 1 else f"{count} conditions to watch"
 
 
-def _rows(fleet: Fleet, found: Iterable[Notice], query: str) -> tuple[list[Row], int]:
-    """Load balancers that are asked for, those that need attention first; and how many there are."""
+def _rows(fleet: FleetSnapshot, notices: Iterable[Notice], query: str) -> tuple[list[Row], int]:
+    """Return the first matching load balancers, the highest level first, and the number of all."""
     levels: dict[str, Level] = {}
-    for notice in found:
+    for notice in notices:
         if notice.id is not None:
             levels[notice.id] = max(notice.level, levels.get(notice.id, Level.WELL))
-    machines: dict[str, list[Machine]] = {}
-    for machine in fleet.amphorae:
-        machines.setdefault(machine.load_balancer_id, []).append(machine)
+    by_balancer: dict[str, list[AmphoraInfo]] = {}
+    for amphora in fleet.amphorae:
+        by_balancer.setdefault(amphora.load_balancer_id, []).append(amphora)
     rows = []
     for balancer in fleet.balancers:
-        mine = machines.get(balancer.id, [])
-        words = (balancer.id, balancer.name or "", *balancer.addresses, *(one.id for one in mine))
+        amphorae = by_balancer.get(balancer.id, [])
+        words = (balancer.id, balancer.name or "", *balancer.addresses, *(one.id for one in amphorae))
         if query and not any(query in word.lower() for word in words):
             continue
-        level = max(levels.get(one, Level.WELL) for one in (balancer.id, *(each.id for each in mine)))
-        # Who serves first, who goes last.
-        mine = sorted(mine, key=lambda one: (not one.holds_vip, one.state == "retiring"))
-        rows.append(Row(balancer, tuple(mine), level))
+        level = max(levels.get(one, Level.WELL) for one in (balancer.id, *(each.id for each in amphorae)))
+        # The holder of the VIPs comes first, retiring amphorae last.
+        amphorae = sorted(amphorae, key=lambda one: (not one.holds_vip, one.state == "retiring"))
+        rows.append(Row(balancer, tuple(amphorae), level))
     rows.sort(key=lambda row: (-row.level, row.balancer.state == "ACTIVE", row.balancer.name or row.balancer.id))
-    return rows[:MOST_ROWS], len(rows)
+    return rows[:MAX_ROWS], len(rows)
 
 
-def _ready(fleet: Fleet) -> list[Machine]:
+def _ready(fleet: FleetSnapshot) -> list[AmphoraInfo]:
     return [one for one in fleet.amphorae if one.state == "ready" and one.wanted]
 
 
-def heard_at(machine: Machine) -> float:
-    """When it was heard, or made: who never spoke is as old as it is."""
-    return machine.heard_at or machine.created_at
+def last_heartbeat(amphora: AmphoraInfo) -> float:
+    """Return the time of the last heartbeat; without a heartbeat, the creation time."""
+    return amphora.heard_at or amphora.created_at
 
 
-def _balancer_shares(fleet: Fleet) -> list[Share]:
+def _balancer_bar(fleet: FleetSnapshot) -> list[BarSegment]:
     states = Counter(one.state for one in fleet.balancers)
     pending = sum(number for state, number in states.items() if state.startswith("PENDING"))
     down = sum(one.operating == "ERROR" for one in fleet.balancers if one.state == "ACTIVE")
     return _bar(
-        Share("active", states["ACTIVE"] - down, "well"),
-        Share("active, nobody served", down, "watch"),
-        Share("pending", pending, "busy"),
-        Share("in error", states["ERROR"], "trouble"),
+        BarSegment("active", states["ACTIVE"] - down, "well"),
+        BarSegment("active, no clients served", down, "watch"),
+        BarSegment("pending", pending, "busy"),
+        BarSegment("in error", states["ERROR"], "trouble"),
     )
 
 
-def _amphora_shares(fleet: Fleet) -> list[Share]:
+def _amphora_bar(fleet: FleetSnapshot) -> list[BarSegment]:
     ready = _ready(fleet)
     behind = sum(one.confirmed < one.wanted for one in ready)
     serving = [one for one in fleet.amphorae if one.wanted]
     return _bar(
-        Share("serve the newest generation", len(ready) - behind, "well"),
-        Share("behind", behind, "watch"),
-        Share("booting", sum(one.state == "booting" for one in serving), "busy"),
-        Share("retiring", sum(one.state == "retiring" for one in serving), "quiet"),
+        BarSegment("serve the newest generation", len(ready) - behind, "well"),
+        BarSegment("behind", behind, "watch"),
+        BarSegment("booting", sum(one.state == "booting" for one in serving), "busy"),
+        BarSegment("retiring", sum(one.state == "retiring" for one in serving), "quiet"),
     )
 
 
-def _heartbeat_shares(fleet: Fleet, who: Who) -> list[Share]:
+def _heartbeat_bar(fleet: FleetSnapshot, process: ProcessIdentity) -> list[BarSegment]:
     fresh, late, silent, never = 0, 0, 0, 0
     for one in _ready(fleet):
-        age = fleet.at - heard_at(one)
+        age = fleet.at - last_heartbeat(one)
         if one.heard_at is None:
             never += 1
-        elif one.silence is not None or age > who.silent_after:
+        elif one.silence is not None or age > process.silent_after:
             silent += 1
-        elif age > 2 * who.interval:
+        elif age > 2 * process.interval:
             late += 1
         else:
             fresh += 1
     return _bar(
-        Share("heard in time", fresh, "well"),
-        Share("late", late, "watch"),
-        Share("silent", silent, "trouble"),
-        Share("never heard", never, "quiet"),
+        BarSegment("in time", fresh, "well"),
+        BarSegment("late", late, "watch"),
+        BarSegment("silent", silent, "trouble"),
+        BarSegment("none yet", never, "quiet"),
     )
 
 
-def _queue_shares(fleet: Fleet) -> list[Share]:
-    worked = sum(one.owner is not None for one in fleet.balancers)
-    left = [one for one in fleet.balancers if one.due and one.owner is None]
-    due = sum(one.due_at <= fleet.at for one in left)
+def _queue_bar(fleet: FleetSnapshot) -> list[BarSegment]:
+    running = sum(one.owner is not None for one in fleet.balancers)
+    pending = [one for one in fleet.balancers if one.due and one.owner is None]
+    due = sum(one.due_at <= fleet.at for one in pending)
     return _bar(
-        Share("worked on", worked, "well"),
-        Share("due", due, "busy"),
-        Share("wait for their time", len(left) - due, "quiet"),
+        BarSegment("running", running, "well"),
+        BarSegment("due", due, "busy"),
+        BarSegment("due later", len(pending) - due, "quiet"),
     )
 
 
-def _bar(*shares: Share) -> list[Share]:
-    """With their places, in per cent; whoever is there is seen, however few."""
-    whole = sum(one.number for one in shares)
-    if not whole:
-        return list(shares)
-    widths = [max(1.5, 100 * one.number / whole) if one.number else 0.0 for one in shares]
+def _bar(*segments: BarSegment) -> list[BarSegment]:
+    """Set positions and widths of the segments. A nonempty segment has a minimum width, to be visible."""
+    total = sum(one.number for one in segments)
+    if not total:
+        return list(segments)
+    widths = [max(1.5, 100 * one.number / total) if one.number else 0.0 for one in segments]
     scale, begin, placed = 100 / sum(widths), 0.0, []
-    for one, width in zip(shares, widths, strict=True):
+    for one, width in zip(segments, widths, strict=True):
         placed.append(msgspec.structs.replace(one, begin=begin, width=width * scale))
         begin += width * scale
     return placed
 
 
-# --- words --------------------------------------------------------------------------------------------------------
+# --- template filters ---------------------------------------------------------------------------------------------
 
 
-def age(seconds: float | None) -> str:
-    """A length of time in words: '4 s', '3 min', '2 h', '5 d'."""
+def format_age(seconds: float | None) -> str:
+    """Return a duration as text: '4 s', '3 min', '2 h', '5 d'."""
     if seconds is None:
         return "never"
     seconds = max(0.0, seconds)
@@ -302,13 +301,13 @@ def age(seconds: float | None) -> str:
     return f"{seconds:.1f} s" if 0.05 <= seconds < 10 else f"{seconds:.0f} s"
 
 
-def moment(seconds: float) -> str:
-    """A time in UTC, as RFC 3339 writes it."""
+def format_time(seconds: float) -> str:
+    """Return a UTC time in the format of RFC 3339."""
     return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def clock(seconds: float) -> str:
-    """Its time of day."""
+def format_time_of_day(seconds: float) -> str:
+    """Return the UTC time of day."""
     return datetime.fromtimestamp(seconds, timezone.utc).strftime("%H:%M:%S")
 
 
@@ -316,8 +315,8 @@ def _environment() -> Environment:
     made = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    made.filters |= {"age": age, "moment": moment, "clock": clock}
-    made.globals |= {"Level": Level, "duration": duration, "heard_at": heard_at, "MARKS": _MARKS}
+    made.filters |= {"age": format_age, "timestamp": format_time, "time_of_day": format_time_of_day}
+    made.globals |= {"Level": Level, "failover_duration": failover_duration, "MARKS": _MARKS}
     return made
 
 

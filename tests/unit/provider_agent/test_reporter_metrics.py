@@ -128,7 +128,7 @@ def test_whoever_scrapes_it_is_told(conf, database, monkeypatch):
     conf.set_override("provider_agent_port", port, group="status")
     reporter = Reporter(conf, database)
     with provider_agent._start_telemetry(conf, "me", reporter) as watched:
-        assert watched.server.listening(10)
+        assert watched.server.wait_until_listening(10)
         reporter.run_once()
         status, text = asked(port, "/metrics")
         assert status == 200

@@ -6,7 +6,7 @@ import time
 import uuid
 
 from amphora_driver.database import tables, tables_fleet
-from amphora_driver.telemetry.fleet_snapshot import Balancer, Fleet, Machine, Process
+from amphora_driver.telemetry.fleet_snapshot import AmphoraInfo, FleetSnapshot, LoadBalancerInfo, ProcessInfo
 
 NOW = 1_800_000_000.0
 INTERVAL = 3.0
@@ -35,7 +35,7 @@ def balancer(number=1, **more):
         "due_at": 0.0,
         "owner": None,
     }
-    return Balancer(**{**values, **more})
+    return LoadBalancerInfo(**{**values, **more})
 
 
 def machine(number=1001, of=1, **more):
@@ -57,7 +57,7 @@ def machine(number=1001, of=1, **more):
         "drift": None,
         "reason": None,
     }
-    return Machine(**{**values, **more})
+    return AmphoraInfo(**{**values, **more})
 
 
 def process(kind, **more):
@@ -71,7 +71,7 @@ def process(kind, **more):
         "draining": False,
         "jobs": 0,
     }
-    return Process(**{**values, **more})
+    return ProcessInfo(**{**values, **more})
 
 
 PROCESSES = tuple(process(kind) for kind in ("controller", "health-manager", "provider-agent"))
@@ -79,7 +79,7 @@ PROCESSES = tuple(process(kind) for kind in ("controller", "health-manager", "pr
 
 def fleet(**more):
     values = {"at": NOW, "processes": PROCESSES, "balancers": (balancer(),), "amphorae": (machine(),)}
-    return Fleet(**{**values, **more})
+    return FleetSnapshot(**{**values, **more})
 
 
 def rows(number, *, now=None):

@@ -10,14 +10,14 @@ import sqlalchemy as sa
 from some_fleet import NOW, identifier, rows, write
 
 from amphora_driver.errors import StoreError
-from amphora_driver.telemetry import fleet_queries as reading
-from amphora_driver.telemetry.alerts import Level, notices, worst
-from amphora_driver.telemetry.fleet_snapshot import Breaker, Sight
-from amphora_driver.telemetry.snapshot_cache import Looking, read_only
+from amphora_driver.telemetry import fleet_queries
+from amphora_driver.telemetry.alerts import Level, find_notices, worst_level
+from amphora_driver.telemetry.fleet_snapshot import BreakerInfo, DetectorInfo
+from amphora_driver.telemetry.snapshot_cache import SnapshotCache, open_read_only
 
 
 def seen(database):
-    return reading.read(database)
+    return fleet_queries.read_fleet(database)
 
 
 def test_nothing_is_there(database):
@@ -157,7 +157,7 @@ def test_everything_else(database):
     assert [one.state for one in read.authorities] == ["current", "next"]
     assert read.outbox.waiting == 1
     assert [(one.state, one.done) for one in read.rotations] == [("paused", 0)]
-    assert worst(notices(read, 3.0)) is Level.TROUBLE
+    assert worst_level(find_notices(read, 3.0)) is Level.TROUBLE
     # It can all be said to a program, and read by it again.
     assert msgspec.json.decode(msgspec.json.encode(read), type=type(read)) == read
 
@@ -171,19 +171,21 @@ SIGHT = {"name": "sight", "state": "blind", "since": 3.0, "silent": 0, "watched"
 def test_an_operator_goes_before_the_automatic_and_sight_is_another_matter(database, ones):
     for one in ones:
         write(database, {"breaker": [one]})
-    held = Breaker(state="open", since=2.0, silent=9, watched=20, reason="root: switches", held=True)
-    blind = Sight(state="blind", since=3.0, reason="no route")
+    held = BreakerInfo(state="open", since=2.0, silent=9, watched=20, reason="root: switches", held=True)
+    blind = DetectorInfo(state="blind", since=3.0, reason="no route")
     read = seen(database)
     assert (read.breaker, read.sight) == (held, blind)
-    texts = [one.text for one in notices(read, 3.0)]
-    assert any("held open by an operator: root: switches" in text for text in texts)
-    assert any("blind: nobody is replaced unasked (no route)" in text for text in texts)
+    texts = [one.text for one in find_notices(read, 3.0)]
+    assert any(
+        "an operator holds the circuit breaker open, no automatic fail-overs: root: switches" in text for text in texts
+    )
+    assert any("blind, no automatic fail-overs: no route" in text for text in texts)
     database.write(lambda c: c.execute(sa.text("DELETE FROM breaker WHERE name = 'operator'")))
     read = seen(database)
-    assert read.breaker == Breaker(state="trial", since=1.0, silent=9, watched=20, reason="9 of 20")
+    assert read.breaker == BreakerInfo(state="trial", since=1.0, silent=9, watched=20, reason="9 of 20")
     database.write(lambda c: c.execute(sa.text("DELETE FROM breaker WHERE name = 'automatic'")))
     read = seen(database)
-    assert (read.breaker, read.sight) == (Breaker(), blind)
+    assert (read.breaker, read.sight) == (BreakerInfo(), blind)
 
 
 def test_what_was_found_once_is_no_trouble_now(database):
@@ -193,7 +195,7 @@ def test_what_was_found_once_is_no_trouble_now(database):
     write(database, found)
     read = seen(database)
     assert [(one.drift, one.drifts) for one in read.amphorae] == [("haproxy.cfg", False)] * 2
-    assert not [one for one in notices(read, 3.0) if one.sort == "drift"]
+    assert not [one for one in find_notices(read, 3.0) if one.sort == "drift"]
 
 
 def test_a_body_that_is_none_hides_nothing(database):
@@ -249,38 +251,38 @@ def test_large_tables_are_reached_by_a_key(database):
 
 
 def test_nothing_can_be_written_by_who_looks(url):
-    found = read_only(url)
+    found = open_read_only(url)
     try:
         with pytest.raises(StoreError, match="readonly"):
             found.write(lambda connection: connection.execute(sa.text("DELETE FROM work")))
-        assert reading.read(found).balancers == ()
+        assert fleet_queries.read_fleet(found).balancers == ()
     finally:
         found.dispose()
 
 
 def test_all_who_look_cost_one_look(url):
     now = [100.0]
-    looking = Looking(read_only(url), 3.0, 0, lambda: now[0])
+    looking = SnapshotCache(open_read_only(url), 3.0, 0, lambda: now[0])
     try:
-        first = looking.view()
-        assert all(looking.view() is first for _ in range(100))
+        first = looking.get_view()
+        assert all(looking.get_view() is first for _ in range(100))
         now[0] += 1.5
-        assert looking.view().number == first.number + 1
+        assert looking.get_view().number == first.number + 1
     finally:
         looking.close()
 
 
 def test_while_the_database_is_away_what_was_seen_last_is_shown(url, tmp_path):
     now = [100.0]
-    looking = Looking(read_only(url), 3.0, 0, lambda: now[0])
+    looking = SnapshotCache(open_read_only(url), 3.0, 0, lambda: now[0])
     try:
-        before = looking.view()
+        before = looking.get_view()
         looking.close()
         for path in tmp_path.glob("driver.sqlite*"):
             path.unlink()
         (tmp_path / "driver.sqlite").write_bytes(b"this is no database, and long enough to be looked at" * 100)
         now[0] += 1.5
-        after = looking.view()
+        after = looking.get_view()
         assert after.trouble is not None
         assert after.fleet == before.fleet
         assert after.number > before.number
@@ -301,7 +303,7 @@ def test_a_thousand_load_balancers_are_read_in_a_fifth_of_a_second(database):
     for _ in range(5):
         begun = time.thread_time()
         read = seen(database)
-        notices(read, 3.0)
+        find_notices(read, 3.0)
         times.append(time.thread_time() - begun)
     assert (len(read.balancers), len(read.amphorae)) == (1000, 2000)
     # Processor time, the best of five: others on the machine make caches cold.

@@ -13,8 +13,8 @@ from some_fleet import NOW, identifier, rows, write
 from amphora_driver.database import migrate
 from amphora_driver.database.engine import Database
 from amphora_driver.errors import StoreError
-from amphora_driver.telemetry import fleet_queries as reading
-from amphora_driver.telemetry.snapshot_cache import read_only
+from amphora_driver.telemetry import fleet_queries
+from amphora_driver.telemetry.snapshot_cache import open_read_only
 
 
 @pytest.fixture(scope="module", params=["mariadb", "postgresql"])
@@ -42,14 +42,14 @@ def test_the_fleet_is_read_and_nothing_can_be_written(server_url):
     found["failover"] = [{"load_balancer_id": identifier(1), "cause": "silent", "begun_at": NOW}]
     found["failover_event"] = [{"failover_id": 1, "at": NOW, "word": "begun"}]
     writer = Database(server_url)
-    looking = read_only(server_url)
+    looking = open_read_only(server_url)
     try:
         write(writer, found)
-        told = reading.read(looking)
+        told = fleet_queries.read_fleet(looking)
         assert (len(told.balancers), len(told.amphorae)) == (3, 6)
         assert [one.accepted_at for one in told.balancers] == [NOW, None, None]
         assert [one.step for one in told.failovers] == ["begun"]
-        assert reading.ended(looking, 0.0)[0] == ()
+        assert fleet_queries.list_ended_failovers(looking, 0.0)[0] == ()
         with pytest.raises(StoreError, match=r"(?i)read.?only"):
             looking.write(lambda connection: connection.execute(sa.text("DELETE FROM work")))
     finally:

@@ -6,7 +6,7 @@ import base64
 import pytest
 
 from amphora_driver.secret import Secret
-from amphora_driver.telemetry.http_request import LONGEST_HEAD, Refused, admit, parse
+from amphora_driver.telemetry.http_request import MAX_HEAD_SIZE, RequestRefused, authorize, parse_request
 
 TOKEN = Secret(b"correct horse")
 
@@ -16,8 +16,13 @@ def head(*lines, first="GET / HTTP/1.1"):
 
 
 def test_a_request():
-    request = parse(head("Host: localhost:9878", "X-Thing:  a ", first="GET /page.json?q=a%20b&r=1 HTTP/1.1"))
-    assert (request.method, request.path, request.wants("q"), request.wants("z")) == ("GET", "/page.json", "a b", "")
+    request = parse_request(head("Host: localhost:9878", "X-Thing:  a ", first="GET /page.json?q=a%20b&r=1 HTTP/1.1"))
+    assert (request.method, request.path, request.query_value("q"), request.query_value("z")) == (
+        "GET",
+        "/page.json",
+        "a b",
+        "",
+    )
     assert request.headers == {"host": "localhost:9878", "x-thing": "a"}
 
 
@@ -43,8 +48,8 @@ def test_a_request():
     ],
 )
 def test_what_is_no_request_of_ours(text, status):
-    with pytest.raises(Refused) as refusal:
-        parse(text)
+    with pytest.raises(RequestRefused) as refusal:
+        parse_request(text)
     assert refusal.value.status == status
 
 
@@ -65,31 +70,31 @@ def test_what_is_no_request_of_ours(text, status):
     ],
 )
 def test_without_a_token_only_this_machine_is_answered(peer, host, status):
-    request = parse(head(f"Host: {host}"))
+    request = parse_request(head(f"Host: {host}"))
     if status is None:
-        admit(request, peer, None)
+        authorize(request, peer, None)
         return
-    with pytest.raises(Refused) as refusal:
-        admit(request, peer, None)
+    with pytest.raises(RequestRefused) as refusal:
+        authorize(request, peer, None)
     assert refusal.value.status == status
 
 
 def test_a_proxy_on_this_machine_asks_for_strangers():
     names = ("X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Proto", "X-Forwarded-Server")
     for name in ("Forwarded", "Via", "X-Real-IP", *names):
-        request = parse(head("Host: localhost", f"{name}: 192.0.2.1"))
-        with pytest.raises(Refused, match="proxy") as refusal:
-            admit(request, "127.0.0.1", None)
+        request = parse_request(head("Host: localhost", f"{name}: 192.0.2.1"))
+        with pytest.raises(RequestRefused, match="proxy") as refusal:
+            authorize(request, "127.0.0.1", None)
         assert refusal.value.status == 403
-        with pytest.raises(Refused, match="token"):
-            admit(request, "127.0.0.1", TOKEN)
+        with pytest.raises(RequestRefused, match="token"):
+            authorize(request, "127.0.0.1", TOKEN)
 
 
 def test_one_that_says_nothing_is_known_by_its_protocol():
-    request = parse(head("Host: localhost", "Authorization: Bearer correct horse", first="GET / HTTP/1.0"))
-    with pytest.raises(Refused, match="proxy"):
-        admit(request, "127.0.0.1", None)
-    admit(request, "192.0.2.1", TOKEN)
+    request = parse_request(head("Host: localhost", "Authorization: Bearer correct horse", first="GET / HTTP/1.0"))
+    with pytest.raises(RequestRefused, match="proxy"):
+        authorize(request, "127.0.0.1", None)
+    authorize(request, "192.0.2.1", TOKEN)
 
 
 @pytest.mark.parametrize(
@@ -111,15 +116,15 @@ def test_one_that_says_nothing_is_known_by_its_protocol():
 )
 def test_the_token(said, let_in):
     # From anywhere, under any name.
-    request = parse(head("Host: status.example", f"Authorization: {said}"))
+    request = parse_request(head("Host: status.example", f"Authorization: {said}"))
     if let_in:
-        admit(request, "192.0.2.1", TOKEN)
+        authorize(request, "192.0.2.1", TOKEN)
         return
-    with pytest.raises(Refused) as refusal:
-        admit(request, "127.0.0.1", TOKEN)
+    with pytest.raises(RequestRefused) as refusal:
+        authorize(request, "127.0.0.1", TOKEN)
     assert refusal.value.status == 401
     assert "correct horse" not in str(refusal.value)
 
 
 def test_heads_are_short():
-    assert LONGEST_HEAD <= 16384
+    assert MAX_HEAD_SIZE <= 16384

@@ -14,8 +14,8 @@ from amphora_driver.errors import AgentRefused, AgentUnreachable, LeaseLost, Sto
 from amphora_driver.metrics import ProcessMetrics
 from amphora_driver.store.failovers import Cause, FailoverOutcome
 from amphora_driver.telemetry import fleet_metrics
-from amphora_driver.telemetry.alerts import notices
-from amphora_driver.telemetry.fleet_snapshot import Breaker, Outbox, Pool, Sight
+from amphora_driver.telemetry.alerts import find_notices
+from amphora_driver.telemetry.fleet_snapshot import BreakerInfo, DetectorInfo, OutboxInfo, SparePoolInfo
 from amphora_driver.telemetry.snapshot_cache import View
 
 DOCUMENT = Path(__file__).parents[3] / "docs/reference/metrics.md"
@@ -40,19 +40,19 @@ def full():
             machine(1004, role="SPARE", wanted=0),
         ),
         failovers=(GOING,),
-        breaker=Breaker(state="trial", silent=1, watched=3),
-        sight=Sight(state="blind", reason="no route"),
-        pools=(Pool(id="p", wanted=2, booted=1, ready=1, error=None),),
+        breaker=BreakerInfo(state="trial", silent=1, watched=3),
+        sight=DetectorInfo(state="blind", reason="no route"),
+        pools=(SparePoolInfo(id="p", wanted=2, booted=1, ready=1, error=None),),
         rotations=(ROTATION,),
         authorities=(AUTHORITY,),
-        outbox=Outbox(waiting=3, oldest=NOW - 20),
+        outbox=OutboxInfo(waiting=3, oldest=NOW - 20),
         orphans=2,
     )
-    return View(number=1, fleet=found, notices=notices(found, INTERVAL))
+    return View(number=1, fleet=found, notices=find_notices(found, INTERVAL))
 
 
 def told(view, own=None):
-    text, _ = fleet_metrics.answer("", own, view, "1.2", "controller")
+    text, _ = fleet_metrics.encode_metrics("", own, view, "1.2", "controller")
     return {
         line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
         for line in text.decode().splitlines()

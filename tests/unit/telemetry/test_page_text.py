@@ -12,17 +12,17 @@ from some_fleet import INTERVAL, NOW, balancer, fleet, identifier, machine, proc
 from test_attention import AUTHORITY, GOING, ROTATION, ZOMBIE
 
 from amphora_driver.telemetry import status_page
-from amphora_driver.telemetry.alerts import notices
-from amphora_driver.telemetry.fleet_snapshot import Breaker, Pool
+from amphora_driver.telemetry.alerts import find_notices
+from amphora_driver.telemetry.fleet_snapshot import BreakerInfo, SparePoolInfo
 from amphora_driver.telemetry.snapshot_cache import View
 
-WHO = status_page.Who(kind="controller", name="ctl:1", version="1", interval=3.0, silent_after=7.0)
+WHO = status_page.ProcessIdentity(kind="controller", name="ctl:1", version="1", interval=3.0, silent_after=7.0)
 EMPTY = {"meta", "link", "input", "br", "img", "rect"}
 HOSTILE = "\"'><script>alert(1)</script><!--/balancers--><!--notices--><img src=x onerror=alert(2)>{{ 7 * 7 }}</style>"
 
 
 def view(found, **more):
-    return View(number=1, fleet=found, notices=notices(found, INTERVAL), **more)
+    return View(number=1, fleet=found, notices=find_notices(found, INTERVAL), **more)
 
 
 class Reading(HTMLParser):
@@ -70,9 +70,9 @@ def everything_hostile():
         ),
         amphorae=(msgspec.structs.replace(hostile(type(bad), bad), load_balancer_id=HOSTILE),),
         failovers=(hostile(type(GOING), GOING), msgspec.structs.replace(GOING, ended_at=NOW, outcome=HOSTILE)),
-        breaker=Breaker(state="open", reason=HOSTILE),
+        breaker=BreakerInfo(state="open", reason=HOSTILE),
         processes=(hostile(type(process("x")), process("x")),),
-        pools=(Pool(id=HOSTILE, wanted=1, booted=0, ready=0, error=HOSTILE),),
+        pools=(SparePoolInfo(id=HOSTILE, wanted=1, booted=0, ready=0, error=HOSTILE),),
         rotations=(hostile(type(ROTATION), ROTATION),),
         authorities=(hostile(type(AUTHORITY), AUTHORITY),),
         zombies=(hostile(type(ZOMBIE), ZOMBIE),),
@@ -81,24 +81,24 @@ def everything_hostile():
 
 def test_hostile_text_stays_text_wherever_it_stands():
     seen = view(everything_hostile(), trouble=HOSTILE)
-    whole = status_page.document(seen, WHO, HOSTILE)
+    whole = status_page.render_page(seen, WHO, HOSTILE)
     # What is asked for is repeated in the field only; everything else is listed without it.
-    for text in (whole, status_page.document(view(everything_hostile()), WHO, "")):
+    for text in (whole, status_page.render_page(view(everything_hostile()), WHO, "")):
         reading = read(text)
         assert reading.tags.count("script") == 1
         assert "img" not in reading.tags
         assert not [name for name in reading.attributes if name.startswith("on")]
         assert b"49" not in text.split(b"</style>")[1].split(b"<script>")[0].replace(b"49%", b"")
-        parts = msgspec.json.decode(status_page.refreshed(seen, text))["parts"]
+        parts = msgspec.json.decode(status_page.encode_parts(seen, text))["parts"]
         assert set(parts) == {"verdict", "notices", "vitals", "failovers", "balancers", "plane", "footer"}
         for part in parts.values():
             assert "<script" not in part
             read(part.encode())
-    assert HOSTILE in "".join(read(status_page.document(view(everything_hostile()), WHO, "")).text)
+    assert HOSTILE in "".join(read(status_page.render_page(view(everything_hostile()), WHO, "")).text)
 
 
 def test_only_our_style_and_script_may_run():
-    text = status_page.document(view(fleet()), WHO).decode()
+    text = status_page.render_page(view(fleet()), WHO).decode()
     for tag in ("style", "script"):
         (found,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(found.encode()).digest()).decode()
@@ -113,15 +113,15 @@ def test_only_our_style_and_script_may_run():
 @pytest.mark.parametrize("found", [None, fleet(), fleet(balancers=(), amphorae=(), processes=())])
 def test_it_can_always_be_shown(found):
     seen = View(number=1, fleet=None, trouble="Could not read") if found is None else view(found)
-    text = read(status_page.document(seen, WHO)).text
+    text = read(status_page.render_page(seen, WHO)).text
     assert ("The database does not answer" in " ".join(text)) == (found is None)
 
 
 def test_what_is_seen_first():
-    well = "".join(read(status_page.document(view(fleet()), WHO)).text)
-    assert "All is well" in well
-    bad = status_page.document(view(fleet(balancers=(balancer(state="ERROR", error="no quota"),))), WHO).decode()
-    assert "1 thing needs you" in bad
+    well = "".join(read(status_page.render_page(view(fleet()), WHO)).text)
+    assert "No problems" in well
+    bad = status_page.render_page(view(fleet(balancers=(balancer(state="ERROR", error="no quota"),))), WHO).decode()
+    assert "1 problem needs action" in bad
     assert 'data-level="trouble"' in bad
     assert bad.index("no quota") < bad.index('id="h-vitals"')
 
@@ -130,10 +130,10 @@ def test_load_balancers_are_found_by_name_address_and_id():
     many = tuple(balancer(number, addresses=(f"198.51.100.{number}",)) for number in range(1, 240))
     seen = view(fleet(balancers=many, amphorae=(machine(5000, of=7),)))
     for query, expected in (("SHOP-17", 11), ("198.51.100.239", 1), (identifier(5000)[-6:], 1), ("nothing", 0)):
-        rows = status_page.document(seen, WHO, query).decode().split('class="balancers"')[-1]
+        rows = status_page.render_page(seen, WHO, query).decode().split('class="balancers"')[-1]
         assert rows.count('data-label="VIP"') == expected, query
-    whole = status_page.document(seen, WHO).decode()
-    assert whole.count('data-label="VIP"') == status_page.MOST_ROWS
+    whole = status_page.render_page(seen, WHO).decode()
+    assert whole.count('data-label="VIP"') == status_page.MAX_ROWS
     assert "139 more" in whole
 
 
@@ -151,7 +151,7 @@ def test_load_balancers_are_found_by_name_address_and_id():
     ],
 )
 def test_lengths_of_time(seconds, words):
-    assert status_page.age(seconds) == words
+    assert status_page.format_age(seconds) == words
 
 
 def luminance(colour):

@@ -20,8 +20,8 @@ from amphora_driver.secret import Secret
 from amphora_driver.store.process_registry import ProcessKind
 from amphora_driver.telemetry import http_server
 from amphora_driver.telemetry.handlers import TokenFile
-from amphora_driver.telemetry.http_request import Refused
-from amphora_driver.telemetry.http_server import NoServer, StatusServer, Telemetry
+from amphora_driver.telemetry.http_request import RequestRefused
+from amphora_driver.telemetry.http_server import DisabledServer, StatusServer, Telemetry
 
 # Seconds: the machine may be busy.
 PATIENCE = 60
@@ -40,7 +40,7 @@ def running(url, duty=lambda: True, **status):
     telemetry = Telemetry(options(url, **status), ProcessKind.CONTROLLER, "ctl:1", duty)
     telemetry.server.port = 0
     with telemetry:
-        assert telemetry.server.listening(PATIENCE)
+        assert telemetry.server.wait_until_listening(PATIENCE)
         yield telemetry.server.port
 
 
@@ -132,17 +132,17 @@ def test_a_token_that_others_can_read_lets_nobody_in(tmp_path, caplog):
     path.chmod(0o644)
     tokens = TokenFile(str(path))
     for _ in range(3):
-        with pytest.raises(Refused) as refusal:
-            tokens.token()
+        with pytest.raises(RequestRefused) as refusal:
+            tokens.read_token()
         assert refusal.value.status == 503
     assert [record.levelname for record in caplog.records] == ["ERROR"]
-    assert "others can read it" in caplog.text
+    assert "other users can read it" in caplog.text
     assert "first" not in caplog.text
     path.chmod(0o640)
-    assert tokens.token() == Secret(b"first")
+    assert tokens.read_token() == Secret(b"first")
     path.chmod(0o604)
-    with pytest.raises(Refused):
-        tokens.token()
+    with pytest.raises(RequestRefused):
+        tokens.read_token()
 
 
 @pytest.mark.parametrize("how", ["in place", "another file"])
@@ -151,7 +151,7 @@ def test_a_new_token_counts_though_its_file_says_that_it_is_as_old(tmp_path, how
     path.write_text("first\n")
     path.chmod(0o600)
     tokens = TokenFile(str(path))
-    assert tokens.token() == Secret(b"first")
+    assert tokens.read_token() == Secret(b"first")
     before = path.stat()
     if how == "in place":
         path.write_text("third\n")
@@ -162,7 +162,7 @@ def test_a_new_token_counts_though_its_file_says_that_it_is_as_old(tmp_path, how
         other.replace(path)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert path.stat().st_mtime_ns == before.st_mtime_ns
-    assert tokens.token() == Secret(b"third")
+    assert tokens.read_token() == Secret(b"third")
 
 
 def test_other_names_are_not_answered_without_a_token(url):
@@ -171,12 +171,12 @@ def test_other_names_are_not_answered_without_a_token(url):
         assert asked(port, host=f"localhost:{port}")[0] == 200
 
 
-def test_whether_it_does_its_duty_is_told_to_everybody(url):
+def test_whether_it_is_working_is_told_to_everybody(url):
     well = [True]
     with running(url, duty=lambda: well[0]) as port:
         assert asked(port, "/healthz", host="any.example")[:2] == (200, b"ok\n")
         well[0] = False
-        assert asked(port, "/healthz")[:2] == (503, b"not at work\n")
+        assert asked(port, "/healthz")[:2] == (503, b"not working\n")
 
 
 def test_over_tls_and_with_a_new_certificate_at_once(url, tmp_path):
@@ -204,15 +204,17 @@ def test_over_tls_and_with_a_new_certificate_at_once(url, tmp_path):
 
 
 def test_nobody_who_is_slow_keeps_others_waiting(url, monkeypatch):
-    monkeypatch.setattr(http_server, "_LONGEST", 1.0)
+    monkeypatch.setattr(http_server, "_CONNECTION_TIMEOUT", 1.0)
     with running(url) as port:
-        slow = [socket.create_connection(("127.0.0.1", port), PATIENCE) for _ in range(3 * http_server._MOST)]
+        slow = [
+            socket.create_connection(("127.0.0.1", port), PATIENCE) for _ in range(3 * http_server._MAX_CONNECTIONS)
+        ]
         try:
-            for one in slow[-http_server._MOST :]:
+            for one in slow[-http_server._MAX_CONNECTIONS :]:
                 one.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n")
             assert asked(port, "/healthz")[0] == 200
             assert (
-                sum(one.name == "status" for one in threading.enumerate()) <= 2 * http_server._MOST
+                sum(one.name == "status" for one in threading.enumerate()) <= 2 * http_server._MAX_CONNECTIONS
             )  # those that are just being let go among them
             # All of them are let go, although some say a little now and then.
             for one in slow:
@@ -236,20 +238,22 @@ def test_heads_without_end_are_refused(url):
 
 
 def test_a_port_that_somebody_has_is_waited_for(url, monkeypatch, caplog):
-    monkeypatch.setattr(http_server, "_BIND_AGAIN", 0.05)
+    monkeypatch.setattr(http_server, "_RESTART_DELAY", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with Telemetry(options(url, bind_port=port), ProcessKind.CONTROLLER, "ctl:1", lambda: True) as telemetry:
-            assert not telemetry.server.listening(0.5)
-            assert [one.message for one in caplog.records if "no status page" in one.message][1:] == [], "said once"
+            assert not telemetry.server.wait_until_listening(0.5)
+            assert [one.message for one in caplog.records if "cannot serve the status page" in one.message][1:] == [], (
+                "said once"
+            )
             taken.close()
-            assert telemetry.server.listening(PATIENCE)
+            assert telemetry.server.wait_until_listening(PATIENCE)
             assert asked(port, "/healthz")[0] == 200
 
 
 def test_without_a_port_there_is_none(url):
     with Telemetry(options(url, bind_port=0), ProcessKind.CONTROLLER, "ctl:1", lambda: True) as telemetry:
-        assert isinstance(telemetry.server, NoServer)
+        assert isinstance(telemetry.server, DisabledServer)
     conf = options(url, bind_port=0, health_bind_port=1)
     assert isinstance(Telemetry(conf, ProcessKind.HEALTH_MANAGER, "h", lambda: True).server, StatusServer)
 
