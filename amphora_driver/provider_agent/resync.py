@@ -2,8 +2,8 @@
 """Resynchronizes load balancers: reads them from Octavia and reports all statuses again, on request.
 
 Invariant: provisioning statuses are reported again only while the load balancer is PENDING in Octavia. So the resync
-first sets it to PENDING_UPDATE. That call waits for the end of a running change, and blocks new ones until the status
-of the load balancer itself is reported, which is the last report. If the row shows a request accepted before that call,
+first sets it to PENDING_UPDATE. That call waits for the end of a running change, and blocks new ones. The last report,
+the status of the load balancer itself, permits them again. If the row shows a request accepted before that call,
 nothing is adopted, and the resync is repeated after that request. A load balancer with open changes is not touched.
 If Octavia's answer cannot be used, the recorded statuses are reported again. So only an unreachable Octavia or database
 keeps a load balancer PENDING.

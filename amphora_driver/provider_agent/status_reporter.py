@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-# A deletion costs Octavia about 34 ms, or half a second for a member of a pool of a thousand on a busy machine, because
-# Octavia loads the whole pool. Other statuses cost about 2 ms. A call times out after 30 s, but Octavia continues to
-# execute it, so a retry would double the load.
+# A deletion costs Octavia about 34 ms. For a member Octavia loads the whole pool: half a second for a thousand members
+# on a busy machine. Other statuses cost about 2 ms. A call times out after 30 s, but Octavia continues to execute it,
+# so a retry would double the load.
 _MAX_DELETED = 15
 _MAX_ROWS = 300
 # Errors of an unreachable octavia-driver-agent or database. octavia_lib raises UpdateStatusError for an unreachable
