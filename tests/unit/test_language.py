@@ -17,14 +17,10 @@ PRODUCT = ("amphora_driver", "amphora_agent", "sandbox", "diskimage", "scripts")
 # Packages and documents that are not rewritten yet. Do not add to this list.
 PENDING = (
     "SECURITY.md",
-    "amphora_agent/cloud_network.py",
     "amphora_agent/config_drive.py",
     "amphora_agent/octavia_api_v1/",
-    "amphora_agent/paths.py",
     "amphora_agent/tls_identity.py",
-    "amphora_driver/database/",
     "amphora_driver/reconcile/",
-    "amphora_driver/render/",
     "benchmarks/README.md",
     "docs/explanation/drift.md",
     "docs/explanation/failure-detection.md",
