@@ -96,7 +96,7 @@ class DriveContent:
 
 
 def label(header: bytes) -> tuple[str, str] | None:
-    """Return file system and label from the first 34 KiB of a device; None for other file systems."""
+    """Return file system and label from the first 34 KiB of a device; None if unknown."""
     descriptor = header[32768:32840]
     if descriptor[:6] == b"\x01CD001":
         return "iso9660", descriptor[40:72].decode("ascii", "replace").strip()

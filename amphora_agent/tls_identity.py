@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who this amphora is to its controllers, and who they are to it.
+"""The TLS identity of the agent: its certificate, and the CA of its clients, the controllers.
 
-Invariant: new handshakes use what is in the files, and go on with what was there before while that cannot be
-read. A certificate that is taken over the wire has proven in a handshake that it is this amphora's, before it is
-written and after; no step of that can shut out the controller that sent it. No key is in an error or a log.
-A boot brings back the files of the first boot. A replaced authority of callers is not trusted again after it: its
-successor is on the disk. It is no secret.
+Invariant: new handshakes use the files; while they cannot be read, the former content stays in use. A certificate that
+arrives over the API is proven in a handshake before and after it is written. No step can lock out the controller that
+sent it. No key is in an error or a log. A boot restores the files of the first boot. A replaced CA of the clients is
+not trusted again after a boot: its successor is on the disk, because it is not secret.
 Source: RFC 5280 section 6; TLS 1.3 (RFC 8446).
 """
 
@@ -38,28 +37,28 @@ _NO_CHECK_TIME = 0x200000
 _MOST_FLIGHTS = 8
 SELF_SECONDS = 5.0
 _WANTED = "install a new certificate"
-# An issuer or a subject as the ssl module has it.
+# An issuer or a subject in the format of the ssl module.
 Name = tuple[tuple[tuple[str, str], ...], ...]
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What a certificate says of itself. ``expires`` is in seconds since 1970."""
+    """The facts of a certificate; ``expires`` is in seconds since 1970."""
 
     fingerprint: str
     expires: float
 
     @property
     def expires_at(self) -> str:
-        """The end of its validity as RFC 3339 has it."""
+        """The end of its validity in the format of RFC 3339."""
         return datetime.fromtimestamp(self.expires, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 class Identity:
-    """The certificates in /etc/amphora-agent, and the TLS context made of them.
+    """The certificates in /etc/amphora-agent, and the TLS context that uses them.
 
     Attributes:
-        refused: how many handshakes failed, by OpenSSL's reason.
+        refused: the number of failed handshakes, by OpenSSL's reason.
     """
 
     def __init__(self, paths: Paths, amphora_id: uuid.UUID) -> None:
@@ -76,10 +75,10 @@ class Identity:
         self.refused: Counter[str] = Counter()
 
     def context(self) -> ssl.SSLContext:
-        """The context for the next handshake.
+        """Return the context for the next handshake.
 
         Raises:
-            MachineError: there was none before and the files cannot be read.
+            MachineError: the files cannot be read, and there is no former context.
         """
         with self._lock:
             if self._context is None:
@@ -93,14 +92,14 @@ class Identity:
                 except (OSError, ValueError) as error:
                     if self._context is None:
                         raise MachineError("read the certificates", _reason(error)) from None
-                    _log.warning("The certificates in use are kept, those in the files cannot be read: %s", error)
-                self._marks = marks  # even then: the next attempt waits for the next change
+                    _log.warning("Cannot read the certificate files; the former certificates stay in use: %s", error)
+                self._marks = marks  # also after an error: the next attempt follows the next change
             return self._context
 
     def _restore(self) -> None:
-        """Restore the authority of callers, if the file has a replaced one.
+        """Restore the CA of the clients if the file has a replaced one.
 
-        An unknown authority was put into the file on purpose, and is trusted.
+        An unknown CA in the file was installed on purpose, and is trusted.
         """
         try:
             callers, replaced = _read_kept(self._kept)
@@ -113,9 +112,9 @@ class Identity:
             _log.error("Could not restore the authority of callers; %s is in use: %s", self._callers, error)
 
     def _keep(self) -> None:
-        """Write the authority of callers to the disk, with the digests of all authorities that it has replaced.
+        """Write the CA of the clients and the digests of its predecessors to the disk.
 
-        On a full disk the agent continues with a line in the log.
+        On a full disk the agent continues and logs the error.
         """
         try:
             self._note(self._callers.read_text(encoding="utf-8"))
@@ -134,7 +133,7 @@ class Identity:
         write_atomically(self._kept, json.dumps({"client_ca": callers, "replaced": sorted(replaced)}))
 
     def certificate(self) -> Certificate | None:
-        """The one that new handshakes show; None if even that cannot be told."""
+        """Return the certificate that new handshakes show; None if it cannot be read."""
         with suppress(AgentError):
             self.context()
         return self._certificate
@@ -148,18 +147,18 @@ class Identity:
         caller: Name,
         prove: Callable[[str], str],
     ) -> Certificate:
-        """Show another certificate from now on. Connections that are open go on.
+        """Install a new certificate. Open connections continue.
 
         Args:
-            pem: the certificate, those that lead to its authority, and its private key.
-            client_ca: the authorities whose clients may call from now on; None: as before.
-            server_ca: the authorities that vouch for amphorae from now on; None: as before.
-            caller: the issuer of the certificate of who asks for this.
-            prove: shakes hands with this agent, believing these authorities; what fingerprint it was shown.
+            pem: the certificate, its intermediate certificates, and its private key.
+            client_ca: the new CAs of the clients; None keeps the present ones.
+            server_ca: the new CAs of amphorae; None keeps the present ones.
+            caller: the issuer of the client certificate of this request.
+            prove: makes a handshake with this agent that trusts the given CAs; returns the fingerprint that was shown.
 
         Raises:
-            CertificateRefused: it is not this amphora's, or not valid now, or nobody could call any more.
-            MachineError: it could not be written, or did not work; what was there before is there again.
+            CertificateRefused: the certificate belongs to another amphora, is not valid, or would lock out controllers.
+            MachineError: it could not be written or is not in use; the former files are restored.
         """
         with self._changing:
             candidate = self._own.with_name(".server.pem.new")
@@ -172,7 +171,7 @@ class Identity:
             finally:
                 with suppress(OSError):
                     candidate.unlink(missing_ok=True)
-            # Whoever signs and who may call first: a certificate without them would be of no use.
+            # The CAs are written before the certificate, which is of no use without them.
             contents = {self._issuers: server_ca, self._callers: client_ca, self._own: pem}
             changed = {file: content for file, content in contents.items() if content is not None}
             self._exchange(changed, found, lambda: prove(anchor))
@@ -180,38 +179,40 @@ class Identity:
         return found
 
     def _examine(self, candidate: Path, pem: str, server_ca: str | None) -> tuple[Certificate, str]:
-        """Have a candidate shake hands in memory with somebody as critical as a controller.
+        """Make a handshake in memory between a candidate and a client with a controller's checks.
 
         Returns:
-            What it says, and the authorities that this one believed.
+            The facts of the certificate, and the CAs that the client trusted.
         """
         write(candidate, pem, durable=False)
         try:
             server = _server(candidate, None)
         except (ssl.SSLError, ValueError) as error:
             raise CertificateRefused(
-                _WANTED, f"it is no certificate with its key in PEM ({_reason(error)})", "Send both, not encrypted."
+                _WANTED,
+                f"the body is not a certificate with its key in PEM ({_reason(error)})",
+                "Send both, not encrypted.",
             ) from None
         anchor = self._anchor(server_ca, pem)
         try:
             critic = _client(anchor)
         except (ssl.SSLError, ValueError) as error:
-            raise CertificateRefused(_WANTED, f"server_ca is no authority's certificate ({_reason(error)})") from None
+            raise CertificateRefused(_WANTED, f"server_ca is not a CA certificate ({_reason(error)})") from None
         try:
             _shake(server, critic, self._name)
         except ssl.SSLError as error:
             raise CertificateRefused(
                 _WANTED,
-                f"nobody would take it for amphora {self._name} ({_reason(error)})",
-                "Its subject alternative name is the amphora's id, and an authority in server_ca.pem has signed it.",
+                f"a controller would not accept it for amphora {self._name} ({_reason(error)})",
+                "Its subject alternative name must be the amphora's id, and a CA in server_ca.pem must have signed it.",
             ) from None
         return _describe(server, pem), anchor
 
     def _anchor(self, server_ca: str | None, pem: str) -> str:
-        """Who has to have signed a new certificate, in PEM.
+        """Return the CAs that must have signed a new certificate, in PEM.
 
-        Where nobody told this amphora who vouches for amphorae, that is the controllers' authority if it has signed the
-        present certificate. If it has not, only the controller knows; everything else is looked at all the same.
+        Without a configured CA of amphorae, it is the CA of the controllers if that has signed the present certificate.
+        Otherwise only the controller knows the CA; all other properties are checked.
         """
         if server_ca is not None:
             return server_ca
@@ -230,9 +231,9 @@ class Identity:
             for file, content in contents.items():
                 write_atomically(file, content)
             if prove() != wanted.fingerprint:
-                raise MachineError(_WANTED, "handshakes still show another one")
+                raise MachineError(_WANTED, "handshakes still show another certificate")
             if (callers := contents.get(self._callers)) is not None:
-                self._note(callers)  # an error when there is no room: it would not outlive a boot
+                self._note(callers)  # a full disk is an error here: the CA would be lost at a boot
         except (AgentError, OSError) as error:
             for file, old in reversed(before.items()):
                 if old is None:
@@ -240,17 +241,19 @@ class Identity:
                 else:
                     write_atomically(file, old)
             self._keep()
-            raise MachineError(_WANTED, _reason(error), "The one from before is in use again.") from None
+            raise MachineError(_WANTED, _reason(error), "The former certificate is in use again.") from None
 
 
 def shown_by(host: str, port: int, name: str, authorities: str) -> str:
-    """Shake hands as a controller would, but without a certificate: TLS 1.3 tells that only afterwards.
+    """Make a handshake as a controller does, but without a client certificate.
+
+    In TLS 1.3 the server refuses a missing client certificate only after the handshake.
 
     Returns:
-        The fingerprint of the certificate that was shown.
+        The fingerprint of the server's certificate.
 
     Raises:
-        OSError: no handshake came about.
+        OSError: the handshake failed.
     """
     client = _client(authorities)
     local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
@@ -264,7 +267,7 @@ def shown_by(host: str, port: int, name: str, authorities: str) -> str:
 def _server(own: Path, callers: Path | None) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.load_cert_chain(own, password=b"")  # an encrypted key must fail, not ask a terminal
+    context.load_cert_chain(own, password=b"")  # an encrypted key fails instead of a question on a terminal
     if callers is not None:
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(cafile=callers)
@@ -272,7 +275,7 @@ def _server(own: Path, callers: Path | None) -> ssl.SSLContext:
 
 
 def _client(authorities: str, *, timeless: bool = False) -> ssl.SSLContext:
-    """As critical as a controller; `timeless`: whenever the certificates are valid."""
+    """Return a client context with a controller's checks; `timeless` accepts expired certificates."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -283,13 +286,13 @@ def _client(authorities: str, *, timeless: bool = False) -> ssl.SSLContext:
 
 
 def _shake(server: ssl.SSLContext, client: ssl.SSLContext, name: str | None) -> ssl.SSLObject:
-    """A handshake without a network.
+    """Make a handshake in memory.
 
     Returns:
-        The client's end. What the server thinks of the client is not waited for.
+        The client's end, before the server has verified the client.
 
     Raises:
-        SSLError: one of them did not want to.
+        SSLError: one end refused the other.
     """
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     ours = client.wrap_bio(to_client, to_server, server_hostname=name)
@@ -306,8 +309,8 @@ def _shake(server: ssl.SSLContext, client: ssl.SSLContext, name: str | None) -> 
 
 
 def _describe(server: ssl.SSLContext, pem: str) -> Certificate:
-    """What the certificate of a context says; whoever signed it, and whether it is still valid."""
-    # The ssl module reads out only what was verified, so the certificate is made its own authority.
+    """Return the facts of the certificate of a context, with any issuer and validity."""
+    # The ssl module returns the fields of verified certificates only: the certificate is trusted as its own CA.
     client = _client(_leaf(pem), timeless=True)
     client.check_hostname = False
     end = _shake(server, client, None)
@@ -318,10 +321,10 @@ def _describe(server: ssl.SSLContext, pem: str) -> Certificate:
 
 
 def _read_kept(file: Path) -> tuple[str, set[str]]:
-    """The authority of callers, and the digests of those that it has replaced.
+    """Return the CA of the clients and the digests of its predecessors.
 
     Raises:
-        OSError, ValueError, KeyError, TypeError: there is no such file, or it is not whole.
+        OSError, ValueError, KeyError, TypeError: the file is missing or damaged.
     """
     found = json.loads(file.read_text(encoding="utf-8"))
     _leaf(found["client_ca"])
@@ -333,32 +336,32 @@ def _digest(text: str) -> str:
 
 
 def _leaf(pem: str) -> str:
-    """The first certificate.
+    """Return the first certificate of a PEM text.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no certificate.
     """
     found = _PEM.search(pem)
     if found is None:
-        raise ValueError("no certificate in it")
+        raise ValueError("there is no certificate")
     return found.group()
 
 
 def _admits(client_ca: str, caller: Name) -> None:
-    """Refuse authorities of which none could have signed the caller's certificate: it could not call any more."""
+    """Refuse CAs of which none has signed the client's certificate: this client would be locked out."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_verify_locations(cadata=client_ca)
     except (ssl.SSLError, ValueError) as error:
-        raise CertificateRefused(_WANTED, f"client_ca is no authority's certificate ({_reason(error)})") from None
+        raise CertificateRefused(_WANTED, f"client_ca is not a CA certificate ({_reason(error)})") from None
     authorities: Sequence[Mapping[str, Any]] = context.get_ca_certs()
     now = time.time()
     valid = [one["subject"] for one in authorities if ssl.cert_time_to_seconds(str(one["notAfter"])) > now]
     if caller not in valid:
         raise CertificateRefused(
             _WANTED,
-            "none of the authorities in client_ca has signed the certificate of who sends it",
-            "Send the old and the new authority first; the new one alone when all controllers have its certificates.",
+            "none of the CAs in client_ca has signed the client certificate of this request",
+            "Send the old and the new CA first, and the new CA alone when all controllers have its certificates.",
         )
 
 
@@ -380,7 +383,7 @@ def _content(file: Path) -> str | None:
 
 
 def _reason(error: Exception) -> str:
-    """Why, without anything of what was read."""
+    """Return the reason of an error without any content of files."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return error.verify_message
     if isinstance(error, ssl.SSLError):
