@@ -84,7 +84,7 @@ class Places:
 
 @dataclass(frozen=True)
 class DriveContent:
-    """The content of the drive. ``skipped`` are paths of files outside /etc/amphora-agent, which are not written."""
+    """The content of the drive; ``skipped`` are the paths of files outside /etc/amphora-agent."""
 
     hostname: str | None
     files: Mapping[str, bytes]

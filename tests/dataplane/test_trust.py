@@ -183,6 +183,6 @@ def test_a_controller_cannot_take_its_own_way_in_away(amphora, network, client, 
     ctl = network.thread("ctl").run
     old, calls = amphora.authority, Authority("newer controllers")
     new = Secret(old.issue(amphora.id, SERVER).encode())
-    with pytest.raises(AgentRefused, match="none of the authorities"):
+    with pytest.raises(AgentRefused, match="none of the CAs"):
         ctl(lambda: client.renew(amphora.id, AMPHORA, new, client_ca=calls.pem.encode()))
     assert ctl(lambda: client.info(amphora.id, AMPHORA)).amphora_id == amphora.id
