@@ -98,6 +98,8 @@ class HealthFile:
     def started(self, pid: int) -> None:
         """Record a start. With a probe, the file changes with the first answer."""
         self._pid, self._answered = pid, False
+        # The script around the daemon may have written DEAD after an exit that this process has not seen.
+        self._written = None
         if self._probe is None:
             self._write(ALIVE)
         else:
