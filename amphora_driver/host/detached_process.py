@@ -18,6 +18,10 @@ from pathlib import Path
 import msgspec
 
 _BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
+# Longest time in seconds for which a process without arguments is taken to be in execve(2).
+_EXEC_SECONDS = 0.5
+# PF_KTHREAD of the field `flags` in proc_pid_stat(5).
+_KERNEL_THREAD = 0x00200000
 
 
 class Process(msgspec.Struct, frozen=True):
@@ -119,10 +123,23 @@ def find_by_last_argument(last_argument: str) -> list[Process]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError):
-                arguments = (entry / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-                if arguments[-1] == wanted:
+                if _read_arguments(entry)[-1] == wanted:
                     found.append(identify(int(entry.name)))
     return [process for process in found if process is not None]
+
+
+def _read_arguments(entry: Path) -> list[bytes]:
+    """The arguments of a process; an empty one for a kernel thread or a zombie.
+
+    During execve(2) the kernel shows no arguments for a short time, although the process has them before and after.
+    """
+    deadline = time.monotonic() + _EXEC_SECONDS
+    while not (text := (entry / "cmdline").read_bytes()) and time.monotonic() < deadline:
+        stat = (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        if stat[0] in {"Z", "X"} or int(stat[6]) & _KERNEL_THREAD:
+            break
+        time.sleep(0.001)
+    return text.rstrip(b"\0").split(b"\0")
 
 
 def signal_and_wait(processes: Sequence[Process], number: signal.Signals, seconds: float) -> bool:
