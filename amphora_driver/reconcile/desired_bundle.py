@@ -20,7 +20,7 @@ from amphora_driver.render.haproxy import render
 from amphora_driver.render.udp import virtual_servers
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from oslo_config.cfg import ConfigOpts
 
@@ -28,7 +28,22 @@ if TYPE_CHECKING:
     from amphora_driver.model.amphora import Amphora, AttachedPort
     from amphora_driver.model.loadbalancer import LoadBalancer
     from amphora_driver.model.secret_refs import SecretName
+    from amphora_driver.render.tls import File
     from amphora_driver.store.sealed_secrets import SealedSecret
+
+
+class Rendered(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a load balancer that can be served, and the objects that it omits.
+
+    Attributes:
+        served: configuration, files and UDP listeners.
+        omitted: all omitted objects: reasons by object id.
+        without_secret: the omitted objects without a usable secret: reasons by object id.
+    """
+
+    served: Served
+    omitted: dict[str, str]
+    without_secret: dict[str, str]
 
 
 class Recorded(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +105,43 @@ def needed(plugged: Sequence[AttachedPort], networks: Collection[str]) -> tuple[
     return tuple(one for one in plugged if one.port.network_id in networks)
 
 
+def render_servable(
+    tree: LoadBalancer,
+    failed: Mapping[str, str],
+    conf: ConfigOpts,
+    vault: Vault,
+    secrets_for: Callable[[Sequence[File]], Mapping[SecretName, SealedSecret]],
+) -> Rendered:
+    """Render the load balancer repeatedly, until rendering refuses no object and no file lacks its secret.
+
+    Args:
+        tree: with the limits of its processes filled in (`defaults.limited`).
+        failed: objects that cannot be served: reasons by object id.
+        conf: of this process.
+        vault: opens the secrets.
+        secrets_for: returns the sealed secrets that the rendered files need.
+
+    Raises:
+        ModelError: an object without a usable secret cannot be omitted.
+    """
+    usual = defaults(conf)
+    omitted = dict(failed)
+    without_secret: dict[str, str] = {}
+    while True:
+        rendered = render(tree, failed=omitted, defaults=usual, shared_tickets=True)
+        virtual = virtual_servers(tree, failed=omitted, defaults=usual)
+        refused = (*rendered.refused, *virtual.refused)
+        omitted |= {one.object_id: str(one) for one in refused if one.object_id}
+        files, lost = secret_files.filled(rendered.files, secrets_for(rendered.files), vault)
+        if not lost:
+            served = Served(text=rendered.text, files=files, pings=dict(rendered.pings), virtual=virtual.servers)
+            return Rendered(served=served, omitted=omitted, without_secret=without_secret)
+        if lost.keys() <= omitted.keys():
+            raise ModelError(f"omit the objects of load balancer {tree.id} without a usable secret", str(lost))
+        omitted |= lost
+        without_secret |= lost
+
+
 def bodies(recorded: Recorded, conf: ConfigOpts, vault: Vault) -> dict[str, bytes]:
     """Return the bundle of each amphora, by amphora id.
 
@@ -97,30 +149,21 @@ def bodies(recorded: Recorded, conf: ConfigOpts, vault: Vault) -> dict[str, byte
         ModelError: the seed of the TLS ticket keys does not exist yet, or nothing can be served.
     """
     tree = limited(recorded.tree, conf)
-    failed = dict(recorded.failed)
-    while True:
-        usual = defaults(conf)
-        rendered = render(tree, failed=failed, defaults=usual, shared_tickets=True)
-        virtual = virtual_servers(tree, failed=failed, defaults=usual)
-        seed = ticket_seed(tree.id)
-        if recorded.tickets is None and any(file.secret == seed for file in rendered.files):
+    seed = ticket_seed(tree.id)
+
+    def secrets_for(files: Sequence[File]) -> Mapping[SecretName, SealedSecret]:
+        if recorded.tickets is None and any(file.secret == seed for file in files):
             raise ModelError(f"compare load balancer {tree.id}", "it has no TLS ticket keys yet")
-        refused = (*rendered.refused, *virtual.refused)
-        failed |= {one.object_id: str(one) for one in refused if one.object_id}
-        files, lost = secret_files.filled(rendered.files, recorded.secrets, vault)
-        if not lost:
-            break
-        if lost.keys() <= failed.keys():
-            raise ModelError(f"compare load balancer {tree.id}", str(lost))
-        failed |= lost
-    served = Served(text=rendered.text, files=files, pings=dict(rendered.pings), virtual=virtual.servers)
+        return recorded.secrets
+
+    rendered = render_servable(tree, recorded.failed, conf, vault, secrets_for)
     return {
         one.id: body(
             tree,
             recorded.generation,
             one,
             recorded.amphorae,
-            served,
+            rendered.served,
             recorded.networks,
             recorded.priorities,
             advert_interval(tree, conf),

@@ -25,11 +25,9 @@ from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.model.secret_refs import ticket_secret_name
 from amphora_driver.queue.jobs import oldest_open_request, record_outcome
 from amphora_driver.reconcile import desired_bundle, omitted_objects, secret_files, vrrp_peers
-from amphora_driver.reconcile.defaults import advert_interval, defaults, limited
+from amphora_driver.reconcile.defaults import advert_interval, limited
 from amphora_driver.reconcile.tls_tickets import begun, ticket_keys
 from amphora_driver.render.bundle import Served
-from amphora_driver.render.haproxy import render
-from amphora_driver.render.udp import virtual_servers
 from amphora_driver.store import amphorae, failovers, generations, status_outbox
 from amphora_driver.store import sealed_secrets as kept
 from amphora_driver.store.failovers import Event
@@ -280,22 +278,14 @@ class Pushing:
     # --- what is served ---------------------------------------------------------------------------------------------
 
     def _rendered(self, wanted: planning.Wanted, tree: LoadBalancer) -> Served:
-        """Render the load balancer without the objects that cannot be served."""
-        while True:
-            usual = defaults(self._conf)
-            rendered = render(tree, failed=self._failed, defaults=usual, shared_tickets=True)
-            virtual = virtual_servers(tree, failed=self._failed, defaults=usual)
-            refused = (*rendered.refused, *virtual.refused)
-            self._failed |= {one.object_id: str(one) for one in refused if one.object_id}
-            found = self._tickets(wanted, rendered.files)
-            files, lost = secret_files.filled(rendered.files, found, self._vault)
-            if not lost:
-                return Served(text=rendered.text, files=files, pings=dict(rendered.pings), virtual=virtual.servers)
-            if lost.keys() <= self._failed.keys():
-                raise ModelError(f"leave out what cannot be served of load balancer {tree.id}", str(lost))
-            for object_id, reason in lost.items():
-                LOG.warning("load balancer %s: leaving out %s: %s", tree.id, object_id, reason)
-            self._failed |= lost
+        """Render the load balancer without the objects that cannot be served, and note these objects."""
+        rendered = desired_bundle.render_servable(
+            tree, self._failed, self._conf, self._vault, lambda files: self._tickets(wanted, files)
+        )
+        for object_id, reason in rendered.without_secret.items():
+            LOG.warning("load balancer %s: leaving out %s: %s", tree.id, object_id, reason)
+        self._failed = rendered.omitted
+        return rendered.served
 
     def _tickets(self, wanted: planning.Wanted, files: Sequence[File]) -> dict[SecretName, SealedSecret]:
         """Return the load balancer's secrets, with the seed of its TLS ticket keys if a file needs it.
