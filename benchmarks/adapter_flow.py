@@ -24,7 +24,7 @@ from amphora_driver.model.loadbalancer import LoadBalancer, Member, Profile, Vip
 from amphora_driver.model.network import FixedAddress, Port, Subnet
 from amphora_driver.plugins import Catalogue
 from amphora_driver.queue.jobs import Jobs
-from amphora_driver.reconcile.executor import Backends
+from amphora_driver.reconcile.context import ReconcileContext
 from amphora_driver.reconcile.reconciler import Reconciler
 from amphora_driver.store import amphorae, status_outbox
 from amphora_driver.store.requests import RequestRecorder
@@ -55,7 +55,7 @@ class Flow:
         self._jobs = Jobs(self.database, "bench", 60.0)
         self._intents = RequestRecorder(self.database, lambda _node: None)
         self._reconciler = Reconciler(
-            Backends(
+            ReconcileContext(
                 conf=conf,
                 database=self.database,
                 catalogue=_Catalogue(Catalogue(conf, self.database), self._network, _Compute()),

@@ -37,7 +37,7 @@ from amphora_driver.queue.jobs import Jobs, process_name
 from amphora_driver.queue.process_locks import ProcessLock
 from amphora_driver.reconcile import defaults
 from amphora_driver.reconcile.boot_wait import WaitingRoom
-from amphora_driver.reconcile.executor import Backends
+from amphora_driver.reconcile.context import ReconcileContext
 from amphora_driver.reconcile.job import Turn, goes_first
 from amphora_driver.reconcile.reconciler import Reconciler
 from amphora_driver.store import process_registry
@@ -71,21 +71,23 @@ _ERROR_BACKOFF = 1.0
 _UNHEALTHY_AFTER = 15.0
 
 
-def create_context(conf: ConfigOpts, database: Database) -> Backends:
-    """Create the clients and backends that jobs use, as configured.
+def open_trust_store(conf: ConfigOpts, database: Database, vault: Vault) -> TrustStore:
+    """Create the trust store and report wrong files and keys at the start.
 
     Raises:
         ConfigurationError, CertificateError: a file is missing or wrong.
     """
-    defaults.check(conf)
-    vault = Vault.load(conf.store.encryption_key_file)
     trust = TrustStore(conf, database, vault)
     try:
-        # Report wrong files and keys at the start.
         trust.credentials()
     except StoreError as error:
         LOG.warning("cannot read the certificate authorities yet: %s", error)
-    return Backends(
+    return trust
+
+
+def create_context(conf: ConfigOpts, database: Database, vault: Vault, trust: TrustStore) -> ReconcileContext:
+    """Create the clients and backends that jobs use, as configured."""
+    return ReconcileContext(
         conf=conf,
         database=database,
         catalogue=Catalogue(conf, database),
@@ -104,7 +106,10 @@ class Controller:
         self._database = Database(conf.store.connection, durable=False)
         name = process_name()
         self._jobs = Jobs(self._database, name, conf.controller.lease)
-        context = create_context(conf, self._database)
+        defaults.check(conf)
+        vault = Vault.load(conf.store.encryption_key_file)
+        trust = open_trust_store(conf, self._database, vault)
+        context = create_context(conf, self._database, vault, trust)
         self._name = name
         self._housekeeping = Housekeeping(
             conf,
@@ -112,7 +117,7 @@ class Controller:
             context.catalogue,
             name,
             context.vault,
-            CertificateMaintenance(conf, self._database, context.trust),
+            CertificateMaintenance(conf, self._database, trust),
         )
         self._reconciler = Reconciler(
             context,

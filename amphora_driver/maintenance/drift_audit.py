@@ -42,9 +42,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from amphora_driver.agent.client import BundleState
-    from amphora_driver.database.engine import Database
     from amphora_driver.model.amphora import Amphora
-    from amphora_driver.reconcile.executor import Backends
+    from amphora_driver.reconcile.context import ReconcileContext
     from amphora_driver.store.config_drift import AuditCandidate
 
 LOG = logging.getLogger(__name__)
@@ -163,17 +162,17 @@ class DriftAuditor:
     """Audits every amphora once in an interval, a few in each round.
 
     Args:
-        backends: clients and backends of this controller.
+        context: clients and backends of this controller.
         owner: name of this process.
         on_due: called when a load balancer has become due.
     """
 
-    def __init__(self, backends: Backends, owner: str, on_due: Callable[[], None]) -> None:
-        self._backends = backends
-        self._database: Database = backends.database
+    def __init__(self, context: ReconcileContext, owner: str, on_due: Callable[[], None]) -> None:
+        self._context = context
+        self._database = context.database
         self._owner = owner
         self._on_due = on_due
-        audit = backends.conf.audit
+        audit = context.conf.audit
         self._interval: float = audit.interval
         self._most: int = audit.most_at_once
         self._pause: float = audit.renderer_pause
@@ -290,7 +289,7 @@ class DriftAuditor:
     def _targets_of(self, due: list[AuditCandidate]) -> Iterator[_Target]:
         load_balancer_id, ids = due[0].load_balancer_id, {one.amphora_id for one in due}
         recorded = self._database.read(
-            lambda connection: load_record(connection, load_balancer_id, self._backends.catalogue)
+            lambda connection: load_record(connection, load_balancer_id, self._context.catalogue)
         )
         if recorded is None or recorded.generation != due[0].generation:
             # It has changed meanwhile, or its addresses are not known yet.
@@ -302,7 +301,7 @@ class DriftAuditor:
                 yield _Target(recorded=recorded, amphora=one, digest=expected[one.id])
 
     def _expected_digests(self, recorded: Recorded) -> dict[str, str]:
-        made = bodies(recorded, self._backends.conf, self._backends.vault)
+        made = bodies(recorded, self._context.conf, self._context.vault)
         return {one: _digest(body) for one, body in made.items()}
 
     def _handle_answer(self, target: _Target, answer: Future[BundleState | AmphoraDriverError]) -> int:
@@ -329,7 +328,7 @@ class DriftAuditor:
     def _get_state(self, amphora: Amphora) -> BundleState | AmphoraDriverError:
         try:
             deadline = Deadline(_AGENT_TIMEOUT, f"audit amphora {amphora.id}")
-            found: BundleState = self._backends.agents.bundle_state(
+            found: BundleState = self._context.agents.bundle_state(
                 amphora.id, str(amphora.management_address), deadline=deadline
             )
         except AmphoraDriverError as error:
@@ -383,7 +382,7 @@ class DriftAuditor:
             _log_failure(f"load balancer {of}", error)
 
     def _push_outdated(self, pool: ThreadPoolExecutor, of: str) -> None:
-        recorded = self._database.read(lambda connection: load_record(connection, of, self._backends.catalogue))
+        recorded = self._database.read(lambda connection: load_record(connection, of, self._context.catalogue))
         if recorded is None:
             return
         # A push since the audit may have repaired the drift: ask the agents again.

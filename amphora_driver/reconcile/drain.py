@@ -8,7 +8,7 @@ deleted, its row stays, and the removal is retried.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,17 +18,15 @@ from amphora_driver.store import amphorae, failovers
 from amphora_driver.store.failovers import Event
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import sqlalchemy as sa
 
     from amphora_driver.compute.interface import Compute
     from amphora_driver.model.amphora import Amphora
     from amphora_driver.network.interface import Network
     from amphora_driver.reconcile import steps
+    from amphora_driver.reconcile.context import ReconcileContext, WriteUnderLease
     from amphora_driver.reconcile.job import Turn
 
-    Write = Callable[[Callable[[sa.Connection], object]], None]
 
 LOG = logging.getLogger(__name__)
 # Additional seconds for which the new holder of the VIPs is ready to forward the drained connections.
@@ -46,15 +44,15 @@ class Leaving:
         asked: this job has queried the amphorae for the holder of the VIPs.
 
     Args:
-        backends: clients and backends of this controller.
+        context: clients and backends of this controller.
         turn: the job.
         write: runs a change of the store under the lease.
     """
 
-    def __init__(self, backends: Any, turn: Turn, write: Write) -> None:
-        self._conf = backends.conf
-        self._database = backends.database
-        self._agents = backends.agents
+    def __init__(self, context: ReconcileContext, turn: Turn, write: WriteUnderLease) -> None:
+        self._conf = context.conf
+        self._database = context.database
+        self._agents = context.agents
         self._turn = turn
         self._write = write
         self.asked = False

@@ -19,7 +19,14 @@ from amphora_driver import failpoints, metrics
 from amphora_driver.certificates.renewal import CertificateRenewer
 from amphora_driver.compute.interface import BootRequest, Compute, MachineState
 from amphora_driver.deadline import apply_deadline
-from amphora_driver.errors import AgentError, AgentRefused, AgentUnreachable, AgentUntrusted, ComputeError
+from amphora_driver.errors import (
+    AgentError,
+    AgentRefused,
+    AgentUnreachable,
+    AgentUntrusted,
+    CertificateError,
+    ComputeError,
+)
 from amphora_driver.model.amphora import Amphora, AmphoraState, AttachedPort
 from amphora_driver.model.loadbalancer import Profile
 from amphora_driver.queue.jobs import guard_lease
@@ -37,14 +44,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import sqlalchemy as sa
-    from oslo_config.cfg import ConfigOpts
 
-    from amphora_driver.agent.client import AgentClient
-    from amphora_driver.certificates.ca import Authority
-    from amphora_driver.database.engine import Database
-    from amphora_driver.database.vault import Vault
     from amphora_driver.network.interface import Network
-    from amphora_driver.plugins import Catalogue
+    from amphora_driver.reconcile.context import ReconcileContext
     from amphora_driver.reconcile.job import Turn
 
     # Performs a step; its arguments are the step, the desired state, and the observed amphorae by id.
@@ -64,22 +66,6 @@ _NOT_BOOTED: dict[str, Any] = {
 }
 
 
-class Backends(msgspec.Struct, frozen=True, kw_only=True):
-    """The clients and backends that steps use; the catalogue has the compute and network backends by name.
-
-    Attributes:
-        authority: signs certificates if `trust` is None (in tests).
-    """
-
-    conf: Any
-    database: Any
-    catalogue: Any
-    agents: Any
-    authority: Any
-    vault: Any
-    trust: Any = None
-
-
 class Steps:
     """Performs the steps of one load balancer in one job.
 
@@ -88,23 +74,23 @@ class Steps:
         vips_taken: whether an amphora of a new pair has the VIPs; None without a query in this job.
     """
 
-    def __init__(self, backends: Backends, turn: Turn) -> None:
+    def __init__(self, context: ReconcileContext, turn: Turn) -> None:
         self.absent: frozenset[str] = frozenset()
         self.vips_taken: bool | None = None
-        self._conf: ConfigOpts = backends.conf
-        self._database: Database = backends.database
-        self._catalogue: Catalogue = backends.catalogue
-        self._agents: AgentClient = backends.agents
-        self._authority: Authority = backends.authority
-        self._vault: Vault = backends.vault
+        self._conf = context.conf
+        self._database = context.database
+        self._catalogue = context.catalogue
+        self._agents = context.agents
+        self._authority = context.authority
+        self._vault = context.vault
         self._turn = turn
         self._lease = turn.lease
         self._doing = ""
-        self.renewal = CertificateRenewer(self._conf, self._database, self._agents, backends.trust, turn)
-        self._pushing = Pushing(backends, turn, self._write)
+        self.renewal = CertificateRenewer(self._conf, self._database, self._agents, context.trust, turn)
+        self._pushing = Pushing(context, turn, self._write)
         self._vips = Vips(self._database, self._write, self._conf.network.vip_patience)
-        self.leaving = Leaving(backends, turn, self._write)
-        self.sparing = Sparing(backends, turn, self._write)
+        self.leaving = Leaving(context, turn, self._write)
+        self.sparing = Sparing(context, turn, self._write)
         self._ways = self._ways_to()
 
     def take(self, step: planning.AnyStep, wanted: planning.Wanted, observed: Sequence[Amphora]) -> None:
@@ -246,6 +232,10 @@ class Steps:
         if given is not None:
             credentials, issued = given
             client_ca, server_ca = credentials.client_ca, credentials.server_ca
+        elif self._authority is None:
+            raise CertificateError(
+                f"issue the certificate of amphora {amphora.id}", "there is no certificate authority"
+            )
         else:
             options = self._conf.certificates
             issued = self._authority.issue_server(amphora.id, options.validity_days)
@@ -338,7 +328,7 @@ class Steps:
     def _allocate_vip(self, wanted: planning.Wanted, by_id: dict[str, Amphora]) -> None:
         if wanted.tree is not None:
             machines = [one.compute_id for one in by_id.values() if one.compute_id]
-            self._vips.allocate(self._network, wanted, wanted.tree, machines)
+            self._vips.allocate(self._network, wanted.tree, wanted.network, wanted.generation, machines)
 
     def _apply_vip_options(self, wanted: planning.Wanted, by_id: dict[str, Amphora]) -> None:
         if wanted.tree is not None:

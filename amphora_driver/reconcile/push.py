@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -39,19 +39,13 @@ if TYPE_CHECKING:
 
     from amphora_driver.health.status import Statuses
     from amphora_driver.model.secret_refs import SecretName
-    from amphora_driver.reconcile import plan as planning
-    from amphora_driver.reconcile.executor import Backends
+    from amphora_driver.reconcile import steps
+    from amphora_driver.reconcile.context import ReconcileContext, WriteUnderLease
     from amphora_driver.reconcile.job import Turn
     from amphora_driver.render.tls import File
 
     # Result of a wave by amphora id; None if the amphora serves the generation.
     Answers = dict[str, AgentError | None]
-
-    class Write(Protocol):
-        """Runs a transaction under the lease."""
-
-        def __call__(self, change: Callable[[sa.Connection], object], applied: int | None = None) -> None:
-            """Run the change in a transaction."""
 
 
 LOG = logging.getLogger(__name__)
@@ -83,17 +77,17 @@ class Pushing:
     """Pushes of one load balancer under one lease.
 
     Args:
-        backends: clients and backends of this controller.
+        context: clients and backends of this controller.
         turn: the job, with its lease and deadline.
         write: runs a change of the store under the lease; `applied` is the generation that every amphora serves now.
     """
 
-    def __init__(self, backends: Backends, turn: Turn, write: Write) -> None:
-        self._conf: Any = backends.conf
-        self._agents: Any = backends.agents
-        self._database: Any = backends.database
-        self._vault: Any = backends.vault
-        self._catalogue: Any = backends.catalogue
+    def __init__(self, context: ReconcileContext, turn: Turn, write: WriteUnderLease) -> None:
+        self._conf = context.conf
+        self._agents = context.agents
+        self._database = context.database
+        self._vault = context.vault
+        self._catalogue = context.catalogue
         self._turn = turn
         self._write = write
         # Objects that cannot be served in the generation being pushed: reasons by object id.
@@ -105,7 +99,7 @@ class Pushing:
         # Time of acceptance of the oldest request that the last confirmation answered; None without a request.
         self._accepted: float | None = None
 
-    def push(self, step: planning.Push, wanted: planning.Wanted, everyone: Sequence[Amphora]) -> None:
+    def push(self, step: steps.Push, wanted: steps.Wanted, everyone: Sequence[Amphora]) -> None:
         """Push the newest generation to the step's amphorae, wave after wave.
 
         Raises:
@@ -143,7 +137,7 @@ class Pushing:
         if missed is not None:
             raise missed
 
-    def confirm(self, wanted: planning.Wanted) -> None:
+    def confirm(self, wanted: steps.Wanted) -> None:
         """Record that every amphora serves the newest generation, also after pushes of earlier jobs."""
         self._write(lambda connection: self._confirmed(connection, wanted), applied=wanted.generation)
         self._note_latency()
@@ -160,7 +154,7 @@ class Pushing:
             return True
         return any(one.holds_vip for one in said) or all(one.holds_vip is None for one in said)
 
-    def _wave(self, round_: _Round, wanted: planning.Wanted, *, whole: bool) -> AgentError | None:
+    def _wave(self, round_: _Round, wanted: steps.Wanted, *, whole: bool) -> AgentError | None:
         """Push to the amphorae of one wave; return the error of an unreachable one."""
         for _ in range(_MOST_CULPRITS):
             if self._served is None:
@@ -222,7 +216,7 @@ class Pushing:
         LOG.info("amphora %s serves generation %d by %s (%s)", *words)
         metrics.count_push(applied.how)
 
-    def _settle(self, round_: _Round, wanted: planning.Wanted, answers: Answers, *, whole: bool) -> AgentError | None:
+    def _settle(self, round_: _Round, wanted: steps.Wanted, answers: Answers, *, whole: bool) -> AgentError | None:
         """Record the confirmations of the wave; return the error of an unreachable amphora."""
         missed = None
         for amphora_id, error in answers.items():
@@ -253,7 +247,7 @@ class Pushing:
         self._note_latency()
         return missed
 
-    def _confirmed(self, connection: sa.Connection, wanted: planning.Wanted) -> None:
+    def _confirmed(self, connection: sa.Connection, wanted: steps.Wanted) -> None:
         of, failed = self._turn.lease.load_balancer_id, self._without(wanted)
         known = InitialStatuses({}, {}) if wanted.tree is None else initial_statuses(wanted.tree, failed)
         certain, first = _observations(known.certain), _observations(known.first)
@@ -271,13 +265,13 @@ class Pushing:
         metrics.observe_apply(self._accepted, time.time())
         self._accepted = None
 
-    def _without(self, wanted: planning.Wanted) -> dict[str, str]:
+    def _without(self, wanted: steps.Wanted) -> dict[str, str]:
         """Return the objects that the newest generation omits; none for a load balancer to be deleted."""
         return {} if wanted.gone else {**wanted.failed, **wanted.left_out, **self._failed}
 
     # --- what is served ---------------------------------------------------------------------------------------------
 
-    def _rendered(self, wanted: planning.Wanted, tree: LoadBalancer) -> Served:
+    def _rendered(self, wanted: steps.Wanted, tree: LoadBalancer) -> Served:
         """Render the load balancer without the objects that cannot be served, and note these objects."""
         rendered = desired_bundle.render_servable(
             tree, self._failed, self._conf, self._vault, lambda files: self._tickets(wanted, files)
@@ -287,7 +281,7 @@ class Pushing:
         self._failed = rendered.omitted
         return rendered.served
 
-    def _tickets(self, wanted: planning.Wanted, files: Sequence[File]) -> dict[SecretName, SealedSecret]:
+    def _tickets(self, wanted: steps.Wanted, files: Sequence[File]) -> dict[SecretName, SealedSecret]:
         """Return the load balancer's secrets, with the seed of its TLS ticket keys if a file needs it.
 
         A missing seed is created, and a seed that no key of the vault opens is replaced. A replacement costs each

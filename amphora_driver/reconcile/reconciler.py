@@ -33,7 +33,7 @@ from amphora_driver.reconcile import plan as planning
 from amphora_driver.reconcile import vip_allocation
 from amphora_driver.reconcile.boot_wait import Awaited, WaitingRoom
 from amphora_driver.reconcile.defaults import advert_interval
-from amphora_driver.reconcile.executor import Backends, Steps
+from amphora_driver.reconcile.executor import Steps
 from amphora_driver.reconcile.job import Turn
 from amphora_driver.reconcile.omitted_objects import left_out_of
 from amphora_driver.reconcile.tree_cache import Trees
@@ -43,9 +43,9 @@ from amphora_driver.store.requests import Op
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from amphora_driver.database.engine import Database
     from amphora_driver.model.loadbalancer import LoadBalancer
     from amphora_driver.network.interface import Network
+    from amphora_driver.reconcile.context import ReconcileContext
 
 LOG = logging.getLogger(__name__)
 # Shortest pause in seconds before the next job, so that other jobs run first. The plan may ask for less if a user
@@ -68,7 +68,7 @@ class Reconciler:
     """Runs the jobs of leases.
 
     Args:
-        backends: clients and backends of this controller.
+        context: clients and backends of this controller.
         jobs: the queue that releases leases.
         reported: called after a change that Octavia may have to receive.
         room: waits for the agents of booting amphorae; without it, jobs check them at intervals.
@@ -76,13 +76,13 @@ class Reconciler:
 
     def __init__(
         self,
-        backends: Backends,
+        context: ReconcileContext,
         jobs: Jobs,
         reported: Callable[[], None],
         room: WaitingRoom | None = None,
     ) -> None:
-        self._backends = backends
-        self._database: Database = backends.database
+        self._context = context
+        self._database = context.database
         self._jobs = jobs
         self._reported = reported
         self._room = room
@@ -90,7 +90,7 @@ class Reconciler:
 
     def begin(self, lease: Lease) -> Turn:
         """Create the job of a lease, with the time-out of an operation."""
-        return Turn(lease, self._database, self._backends.conf.controller.operation_timeout)
+        return Turn(lease, self._database, self._context.conf.controller.operation_timeout)
 
     def reconcile(self, lease: Lease, turn: Turn | None = None) -> None:
         """Make the lease's load balancer match its recorded state; never raises."""
@@ -126,7 +126,7 @@ class Reconciler:
         Raises:
             CrashLoop: the limit of crashes is reached.
         """
-        if lease.deaths >= self._backends.conf.controller.give_up_after:
+        if lease.deaths >= self._context.conf.controller.give_up_after:
             raise CrashLoop(
                 f"work on load balancer {lease.load_balancer_id}",
                 f"{lease.deaths} controllers in a row ended, or stood still, before anything had come of it",
@@ -135,7 +135,7 @@ class Reconciler:
 
     def _converge(self, turn: Turn) -> tuple[planning.Wanted, tuple[Amphora, ...], planning.Await | None]:
         """Perform steps until none is left; return the last observation, and the wait if there is one."""
-        steps = Steps(self._backends, turn)
+        steps = Steps(self._context, turn)
         while True:
             seen, observed = self._look(turn, steps)
             if seen is None:
@@ -161,7 +161,7 @@ class Reconciler:
         if step.amphorae and self._room is not None:
             pause = max(pause, _CROWD * len(self._room))
         # `Jobs.clamp_due_times` takes a longer pause for an effect of a clock jump.
-        pause = min(pause, max(self._backends.conf.controller.retry_most, _MOST_REST))
+        pause = min(pause, max(self._context.conf.controller.retry_most, _MOST_REST))
         if seen.applied >= seen.generation:
             self._jobs.complete(turn.lease, seen.generation, self._database.now() + pause)
         else:
@@ -197,7 +197,7 @@ class Reconciler:
             return self._pool(connection, row, observed, turn, steps, now), observed
         gone = row.op == Op.DELETE
         tree = None if gone else self._trees.load(connection, row, lease.epoch)
-        catalogue = self._backends.catalogue
+        catalogue = self._context.catalogue
         given, addressed = vip_allocation.given_of(row), vip_allocation.known(tree)
         needed, failed = (
             ({}, {}) if tree is None or not addressed else networks(tree, observed, catalogue.network(row.network))
@@ -211,7 +211,7 @@ class Reconciler:
         topology = catalogue.topology(row.topology)
         spec = steps.sparing.spec(row, tree)
         takes = turn.replacing and spec is not None and spec.id == row.spare_pool
-        advert = 0.0 if tree is None else advert_interval(tree, self._backends.conf)
+        advert = 0.0 if tree is None else advert_interval(tree, self._context.conf)
         return planning.Wanted(
             load_balancer_id=load_balancer_id,
             generation=row.generation,
@@ -226,10 +226,10 @@ class Reconciler:
             roles=topology.roles,
             priorities=dict(topology.priorities),
             attempts=lease.attempts,
-            patience=_MISSED_HEARTBEATS * self._backends.conf.health.interval,
+            patience=_MISSED_HEARTBEATS * self._context.conf.health.interval,
             tickets=row.tickets,
             now=now,
-            clock_set=self._database.seconds_since_clock_jump() < self._backends.conf.controller.drain_timeout,
+            clock_set=self._database.seconds_since_clock_jump() < self._context.conf.controller.drain_timeout,
             taking_vips=(_ADVERTS * advert, _MOST_ADVERTS * advert + _VIP_PATIENCE),
             absent=steps.absent,
             vips_taken=steps.vips_taken,
@@ -265,7 +265,7 @@ class Reconciler:
             networks={},
             roles=(),
             attempts=turn.lease.attempts,
-            patience=_MISSED_HEARTBEATS * self._backends.conf.health.interval,
+            patience=_MISSED_HEARTBEATS * self._context.conf.health.interval,
             now=now,
             absent=steps.absent | steps.sparing.absent,
             asked=steps.sparing.asked,
@@ -277,7 +277,7 @@ class Reconciler:
 
     def _failed(self, turn: Turn, error: Exception) -> None:
         """Schedule a retry; report ERROR at once for a final error, and after several attempts for others."""
-        lease, conf = turn.lease, self._backends.conf.controller
+        lease, conf = turn.lease, self._context.conf.controller
         try:
             now = self._database.now()
             if isinstance(error, Superseded) or turn.gives_way:

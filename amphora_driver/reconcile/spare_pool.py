@@ -20,14 +20,12 @@ from amphora_driver.store.failovers import Event
 from amphora_driver.store.spare_pools import Spare, SparePoolSpec, SparePoolState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import sqlalchemy as sa
 
     from amphora_driver.model.amphora import Amphora
+    from amphora_driver.reconcile.context import ReconcileContext, WriteUnderLease
     from amphora_driver.reconcile.job import Turn
 
-    Write = Callable[[Callable[[sa.Connection], object]], None]
 
 LOG = logging.getLogger(__name__)
 # Time-out in seconds of a query of a spare's agent.
@@ -39,7 +37,7 @@ class Sparing:
     """The spares of one load balancer, or of one pool, in one job.
 
     Args:
-        backends: clients and backends of this controller.
+        context: clients and backends of this controller.
         turn: the job.
         write: runs a change of the store under the lease.
 
@@ -49,11 +47,11 @@ class Sparing:
         absent: spares among them without an answer.
     """
 
-    def __init__(self, backends: Any, turn: Turn, write: Write) -> None:
+    def __init__(self, context: ReconcileContext, turn: Turn, write: WriteUnderLease) -> None:
         self.given_up = False
         self.asked: frozenset[str] = frozenset()
         self.absent: frozenset[str] = frozenset()
-        self._backends = backends
+        self._context = context
         self._turn = turn
         self._write = write
         # The ready spares of the last observation; and the current image by pool, read once in a job.
@@ -66,7 +64,7 @@ class Sparing:
         """Return the specification of the load balancer's spare pool; None without a tree."""
         if tree is None:
             return None
-        number = self._backends.conf.spares.number
+        number = self._context.conf.spares.number
         return spare_pools.spec_of(tree.profile, row.compute, row.network, number)
 
     def to_take(self, connection: sa.Connection, pool_id: str | None) -> tuple[str, ...]:
@@ -78,7 +76,7 @@ class Sparing:
         """Return the state of a pool for its own job; `judged` adds the unfit spares."""
         spec = msgspec.json.decode(row.spares, type=SparePoolSpec)
         users = spare_pools.count_users(connection, row.load_balancer_id)
-        number = self._backends.conf.spares.number if spec.number is None else spec.number
+        number = self._context.conf.spares.number if spec.number is None else spec.number
         self._ready = spare_pools.list_ready_spares(connection, row.load_balancer_id)
         return SparePoolState(
             spec=spec,
@@ -98,7 +96,7 @@ class Sparing:
             return wanted
         image = self._image(spec)
         # Certificates are renewed at half of their validity. A spare with less than a third left missed its renewal.
-        lasting = self._backends.conf.certificates.validity_days * _DAY / 3
+        lasting = self._context.conf.certificates.validity_days * _DAY / 3
         unfit = {
             one.id: why for one in self._ready if (why := spare_pools.unfit_reason(one, image, wanted.now, lasting))
         }
@@ -110,7 +108,7 @@ class Sparing:
         """Return the image of a new machine; None if unknown. The backend is queried once in a job."""
         if spec.id not in self._images:
             try:
-                compute = self._backends.catalogue.compute(spec.compute, spec.network)
+                compute = self._context.catalogue.compute(spec.compute, spec.network)
                 self._images[spec.id] = compute.image(spec.image_tag)
             except AmphoraDriverError as error:
                 LOG.warning("which image spares are to have is not known: %s", error)
@@ -123,7 +121,7 @@ class Sparing:
         """Adopt the first spare that answers; without one, this job adopts no spare."""
         of, pool_id = wanted.load_balancer_id, str(wanted.pool)
         known = {
-            one.id: one for one in self._backends.database.read(lambda c: spare_pools.list_ready_spares(c, pool_id))
+            one.id: one for one in self._context.database.read(lambda c: spare_pools.list_ready_spares(c, pool_id))
         }
         for amphora_id in step.amphora_ids:
             if amphora_id not in known or not self._answers(amphora_id, known[amphora_id].management_address):
@@ -172,7 +170,7 @@ class Sparing:
         if address is None:
             return False
         try:
-            self._backends.agents.info(amphora_id, address, deadline=self._turn.deadline.within(_PATIENCE))
+            self._context.agents.info(amphora_id, address, deadline=self._turn.deadline.within(_PATIENCE))
         except AgentError as error:
             self._turn.check()
             LOG.warning("spare %s does not answer: %s", amphora_id, error)

@@ -23,15 +23,14 @@ from amphora_driver.store import desired_objects, generations, vip_claims
 from amphora_driver.store.vip_claims import PendingVipRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from amphora_driver.database.engine import Database
     from amphora_driver.model.amphora import Amphora
     from amphora_driver.model.loadbalancer import LoadBalancer, Vip
     from amphora_driver.network.interface import Network
-    from amphora_driver.reconcile import plan as planning
+    from amphora_driver.reconcile.context import WriteUnderLease
 
-    Write = Callable[[Callable[[sa.Connection], object]], None]
 
 LOG = logging.getLogger(__name__)
 
@@ -129,13 +128,22 @@ class Vips:
         patience: seconds without addresses until ERROR is reported; requests continue after that.
     """
 
-    def __init__(self, database: Database, write: Write, patience: float) -> None:
+    def __init__(self, database: Database, write: WriteUnderLease, patience: float) -> None:
         self._database = database
         self._write = write
         self._patience = patience
 
-    def allocate(self, network: Network, seen: planning.Wanted, tree: LoadBalancer, machines: Sequence[str]) -> None:
+    def allocate(
+        self, network: Network, tree: LoadBalancer, backend: str | None, generation: int, machines: Sequence[str]
+    ) -> None:
         """Request the addresses; record them, or the time of the next request.
+
+        Args:
+            network: the network backend.
+            tree: the load balancer.
+            backend: name of the network backend; None for the default.
+            generation: the observed one.
+            machines: compute ids of the amphorae.
 
         Raises:
             RequestError: the backend refuses the addresses.
@@ -150,13 +158,13 @@ class Vips:
             now = self._database.now()
             later = vip_claims.schedule_retry(wish, answer.reason, answer.again_in, now)
             LOG.info("load balancer %s has no addresses yet: %s", tree.id, answer.reason)
-            self._write(lambda connection: vip_claims.write_pending_request(connection, tree.id, seen.network, later))
+            self._write(lambda connection: vip_claims.write_pending_request(connection, tree.id, backend, later))
             if now - wish.since > self._patience:
                 waited = f"none in {now - wish.since:.0f} s: {answer.reason}"
                 raise NetworkError(f"allocate a VIP for load balancer {tree.id}", waited, final=True)
             return
         LOG.info("load balancer %s has its addresses: %s", tree.id, ", ".join(one.address for one in answer))
-        self._write(lambda connection: settle(connection, tree.id, seen.generation, answer))
+        self._write(lambda connection: settle(connection, tree.id, generation, answer))
 
     def apply(self, network: Network, tree: LoadBalancer, amphorae: Sequence[Amphora], generation: int) -> None:
         """Send the VIP options to the network backend; record a permanent refusal."""

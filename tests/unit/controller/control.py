@@ -21,7 +21,7 @@ from amphora_driver.model.enums import ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
 from amphora_driver.model.network import FixedAddress, Port, Subnet
 from amphora_driver.queue.jobs import Jobs
-from amphora_driver.reconcile.executor import Backends
+from amphora_driver.reconcile.context import ReconcileContext
 from amphora_driver.reconcile.reconciler import Reconciler
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae
@@ -134,7 +134,7 @@ class Control:
         self.jobs = Jobs(database, "me", 60.0)
         self.intents = RequestRecorder(database, lambda node: None)
         names = dict.fromkeys(("catalogue", "agents", "authority"), self.world)
-        everything = Backends(conf=conf, database=database, vault=Vault([Fernet.generate_key()]), **names)
+        everything = ReconcileContext(conf=conf, database=database, vault=Vault([Fernet.generate_key()]), **names)
         self.reconciler = Reconciler(everything, self.jobs, lambda: None)
 
     def work(self, times=20):

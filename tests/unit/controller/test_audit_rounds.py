@@ -66,7 +66,7 @@ def audits(control, monkeypatch):
         drift_audit.DriftAuditor, "_expected_digests", lambda _, recorded: {one.id: "d" for one in recorded.amphorae}
     )
     control.conf.set_override("interval", 1.0, "audit")
-    made = DriftAuditor(control.reconciler._backends, "me", lambda: None)
+    made = DriftAuditor(control.reconciler._context, "me", lambda: None)
     made._most, made._round = 4, 1.0
     yield made
     control.conf.clear_override("interval", "audit")

@@ -18,7 +18,7 @@ from amphora_driver.model.secret_refs import Purpose, SecretName, ticket_secret_
 from amphora_driver.queue.jobs import Lease
 from amphora_driver.reconcile import plan as planning
 from amphora_driver.reconcile import secret_files
-from amphora_driver.reconcile.executor import Backends
+from amphora_driver.reconcile.context import ReconcileContext
 from amphora_driver.reconcile.job import Turn
 from amphora_driver.reconcile.push import Pushing
 from amphora_driver.render.bundle import BundleFile, Served, bundle
@@ -162,7 +162,7 @@ def pushing(tmp_path, vault):
     nothing = dict.fromkeys(("catalogue", "agents", "authority"))
     nothing["database"] = SimpleNamespace(now=lambda: 0.0)
     turn = Turn(Lease(load_balancer_id=LB, owner="me", epoch=1, attempts=0), None, 60.0)
-    backends = Backends(conf=config.load([str(path)]), vault=vault, **nothing)
+    backends = ReconcileContext(conf=config.load([str(path)]), vault=vault, **nothing)
     return Pushing(backends, turn, lambda change, applied=None: None)
 
 

@@ -15,7 +15,8 @@ from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.queue.jobs import Jobs
 from amphora_driver.reconcile import plan as planning
-from amphora_driver.reconcile.executor import Backends, Steps
+from amphora_driver.reconcile.context import ReconcileContext
+from amphora_driver.reconcile.executor import Steps
 from amphora_driver.reconcile.job import Turn
 from amphora_driver.store import amphorae
 from amphora_driver.store.requests import RequestRecorder
@@ -81,7 +82,9 @@ def database(conf):
 def take(conf, database, step, agents, *, steps=False):
     """Take the step; the old one as it is recorded then, or whoever took it."""
     backends = SimpleNamespace(network=lambda _: Machines(), compute=lambda *_: Machines())
-    everything = Backends(conf=conf, database=database, catalogue=backends, agents=agents, authority=None, vault=None)
+    everything = ReconcileContext(
+        conf=conf, database=database, catalogue=backends, agents=agents, authority=None, vault=None
+    )
     lease = Jobs(database, "me", 60.0).claim()
     observed = database.read(lambda c: amphorae.load_amphorae(c, LB))
     wanted = planning.Wanted(

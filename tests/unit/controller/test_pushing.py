@@ -22,7 +22,7 @@ from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Profile, V
 from amphora_driver.model.network import FixedAddress, Port, Subnet
 from amphora_driver.queue.jobs import Jobs
 from amphora_driver.reconcile import plan as planning
-from amphora_driver.reconcile.executor import Backends
+from amphora_driver.reconcile.context import ReconcileContext
 from amphora_driver.reconcile.job import Turn
 from amphora_driver.reconcile.push import Pushing
 from amphora_driver.secret import Secret
@@ -94,7 +94,7 @@ class House:
             database.write(lambda c, name=name, role=role: amphorae.insert_amphora(c, name, LB, role, b"key"))
             self.change(name, state=AmphoraState.READY, plugged=(plugged(number),), management_address="203.0.113.9")
         nothing = dict.fromkeys(("catalogue", "authority"))
-        backends = Backends(conf=conf, database=database, agents=self.agents, vault=self.vault, **nothing)
+        backends = ReconcileContext(conf=conf, database=database, agents=self.agents, vault=self.vault, **nothing)
         lease = Jobs(database, "me", 60.0).claim()
         self.turn = Turn(lease, database, 60.0)
         self.turn.saw(1, "apply")

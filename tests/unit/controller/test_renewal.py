@@ -76,7 +76,7 @@ def trust():
 @pytest.fixture
 def control(tmp_path, trust):
     with controlled(tmp_path, Certified()) as made:
-        made.reconciler._backends = msgspec.structs.replace(made.reconciler._backends, trust=trust)
+        made.reconciler._context = msgspec.structs.replace(made.reconciler._context, trust=trust)
         yield made
 
 

@@ -24,7 +24,7 @@ from amphora_driver.model.network import FixedAddress, Port, Subnet
 from amphora_driver.plugins import Catalogue
 from amphora_driver.provider_agent.status_reporter import Reporter
 from amphora_driver.queue.jobs import Jobs
-from amphora_driver.reconcile.executor import Backends
+from amphora_driver.reconcile.context import ReconcileContext
 from amphora_driver.reconcile.reconciler import Reconciler
 from amphora_driver.store import amphorae
 from amphora_driver.store.requests import RequestRecorder
@@ -85,7 +85,7 @@ class House:
             network=lambda _name: None,
             compute=lambda _name, _network: None,
         )
-        backends = Backends(
+        backends = ReconcileContext(
             conf=self.conf, database=self.database, catalogue=catalogue, agents=self, authority=None,
             vault=Vault([Fernet.generate_key()]),
         )  # fmt: skip

@@ -147,7 +147,7 @@ def steps(database, patience=60.0):
 
 def test_an_answer_becomes_the_next_generation(database):
     backend = Backend(FOUND)
-    steps(database).allocate(backend, wanted(tree=BARE), BARE, ["m1"])
+    steps(database).allocate(backend, BARE, None, 4, ["m1"])
     assert backend.asked == [("lb", "demo", (VipRequest(subnet_id="s1", address="198.51.100.99"),), ["m1"])]
     tree = database.read(lambda c: store.load_tree(c, "lb"))
     assert tree.vips == FOUND
@@ -156,7 +156,7 @@ def test_an_answer_becomes_the_next_generation(database):
 
 
 def test_no_answer_is_written_down_and_nothing_else(database):
-    steps(database).allocate(Backend(NotYet(reason="busy", again_in=9.0)), wanted(tree=BARE), BARE, [])
+    steps(database).allocate(Backend(NotYet(reason="busy", again_in=9.0)), BARE, None, 4, [])
     wish = database.read(lambda c: vip_claims.read_pending_request(c, "lb"))
     assert (wish.reason, wish.attempts, wish.project_id) == ("busy", 2, "demo")
     assert wish.vips[0].address == "198.51.100.99", "what was asked for is not forgotten"
@@ -171,14 +171,14 @@ def test_no_answer_is_written_down_and_nothing_else(database):
 
 def test_no_answer_for_too_long_is_an_error_but_it_is_asked_on(database):
     with pytest.raises(NetworkError, match=r"none in \d+ s: busy") as error:
-        steps(database, patience=-1.0).allocate(Backend(NotYet(reason="busy")), wanted(tree=BARE), BARE, [])
+        steps(database, patience=-1.0).allocate(Backend(NotYet(reason="busy")), BARE, None, 4, [])
     assert error.value.final
     assert database.read(lambda c: vip_claims.read_pending_request(c, "lb")).attempts == 2
 
 
 def test_a_refusal_is_the_users(database):
     with pytest.raises(Conflict, match="none left"):
-        steps(database).allocate(Backend(Conflict("take a VIP", "none left")), wanted(tree=BARE), BARE, [])
+        steps(database).allocate(Backend(Conflict("take a VIP", "none left")), BARE, None, 4, [])
 
 
 def test_a_claim_that_waits_is_not_settled(database):

@@ -28,9 +28,9 @@ from amphora_driver.model.loadbalancer import (
 from amphora_driver.queue.jobs import Lease
 from amphora_driver.reconcile import desired_bundle
 from amphora_driver.reconcile import plan as planning
+from amphora_driver.reconcile.context import ReconcileContext
 from amphora_driver.reconcile.defaults import limited
 from amphora_driver.reconcile.desired_bundle import Recorded
-from amphora_driver.reconcile.executor import Backends
 from amphora_driver.reconcile.job import Turn
 from amphora_driver.reconcile.push import Pushing
 from amphora_driver.render.bundle import Served, bundle
@@ -303,7 +303,7 @@ def test_a_push_and_an_audit_make_the_same(tmp_path):
     )
     tree = limited(replace(member(weight=300), pools=(*member(weight=300).pools, least)), conf)
     nothing = dict.fromkeys(("database", "agents", "authority", "vault"))
-    backends = Backends(conf=conf, catalogue=None, **nothing)
+    backends = ReconcileContext(conf=conf, catalogue=None, **nothing)
     turn = Turn(Lease(load_balancer_id=LB, owner="me", epoch=1, attempts=0), None, 60.0)
     pushing = Pushing(backends, turn, lambda change, applied=None: None)
     told = {"generation": 1, "applied": 0, "gone": False, "readable": True, "networks": {}, "secrets": {}}

@@ -15,7 +15,7 @@ from amphora_driver.maintenance.housekeeping import Housekeeping
 from amphora_driver.maintenance.image_rotation import ImageRotator
 from amphora_driver.provider_agent.status_reporter import Reporter
 from amphora_driver.queue.jobs import Jobs
-from amphora_driver.reconcile.executor import Backends
+from amphora_driver.reconcile.context import ReconcileContext
 from amphora_driver.reconcile.reconciler import Reconciler
 from amphora_driver.store import amphorae, process_registry
 
@@ -41,7 +41,7 @@ class ControlPlane:
         trust = TrustStore(conf, database, deployment.vault)
         # Each round reads the authorities anew.
         trust._max_age = 0.0
-        backends = Backends(
+        backends = ReconcileContext(
             conf=conf,
             database=database,
             catalogue=deployment.catalogue,
