@@ -14,6 +14,7 @@ import msgspec
 
 from amphora_driver.deadline import apply_deadline
 from amphora_driver.errors import AgentError, AmphoraDriverError, ComputeError, DeadlinePassed
+from amphora_driver.reconcile import steps
 from amphora_driver.store import amphorae, failovers
 from amphora_driver.store.failovers import Event
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from amphora_driver.compute.interface import Compute
     from amphora_driver.model.amphora import Amphora
     from amphora_driver.network.interface import Network
-    from amphora_driver.reconcile import steps
     from amphora_driver.reconcile.context import ReconcileContext, WriteUnderLease
     from amphora_driver.reconcile.job import Turn
 
@@ -155,7 +155,7 @@ class Leaving:
             LOG.info("amphora %s is not needed any more: %s", amphora.id, why)
             self._write(lambda connection: amphorae.update_amphora(connection, amphora.id, drains_until=0.0))
 
-    def _drains_unknown(self, amphora: Amphora, wanted: steps.Wanted) -> bool:
+    def _drains_unknown(self, amphora: Amphora, wanted: steps.LoadBalancerView) -> bool:
         """Return whether an amphora drains without a record: a controller may crash after a handover."""
         heard = not amphora.dead and amphora.heard_at is not None and wanted.now - amphora.heard_at < wanted.patience
         if wanted.gone or len(wanted.roles) == 1 or amphora.handed_over or not (amphora.confirmed and heard):
@@ -172,7 +172,7 @@ class Leaving:
         self._note_handed_over(amphora, said.draining, "its connections go on")
         return True
 
-    def release(self, amphora: Amphora, wanted: steps.Wanted, compute: Compute, network: Network) -> None:
+    def release(self, amphora: Amphora, wanted: steps.AnyView, compute: Compute, network: Network) -> None:
         """Delete an amphora with its machine and its ports.
 
         The ports are deleted even if the machine cannot be deleted: this fences the amphora from the network.
@@ -182,7 +182,7 @@ class Leaving:
             NetworkError: a port still exists.
             DeadlinePassed: the compute backend exceeded its time-out.
         """
-        if self._drains_unknown(amphora, wanted):
+        if isinstance(wanted, steps.LoadBalancerView) and self._drains_unknown(amphora, wanted):
             return
         # Fencing a dead amphora blocks its partner: use the short time-out.
         patience = _FENCING_PATIENCE if amphora.dead and not wanted.attempts else None

@@ -49,9 +49,6 @@ if TYPE_CHECKING:
     from amphora_driver.reconcile.context import ReconcileContext
     from amphora_driver.reconcile.job import Turn
 
-    # Performs a step; its arguments are the step, the desired state, and the observed amphorae by id.
-    Way = Callable[[Any, planning.Wanted, dict[str, Amphora]], None]
-
 LOG = logging.getLogger(__name__)
 # Time-out in seconds of the first query of an agent: a longer wait would delay other jobs.
 _GREETING_PATIENCE = 3.0
@@ -91,9 +88,8 @@ class Steps:
         self._vips = Vips(self._database, self._write, self._conf.network.vip_patience)
         self.leaving = Leaving(context, turn, self._write)
         self.sparing = Sparing(context, turn, self._write)
-        self._ways = self._ways_to()
 
-    def take(self, step: planning.AnyStep, wanted: planning.Wanted, observed: Sequence[Amphora]) -> None:
+    def take(self, step: planning.AnyStep, wanted: planning.AnyView, observed: Sequence[Amphora]) -> None:
         """Perform one step.
 
         Raises:
@@ -109,37 +105,73 @@ class Steps:
         self._doing = type(step).__name__
         failpoints.reach_step(self._doing, failpoints.Moment.BEFORE)
         with apply_deadline(self._turn.deadline), metrics.step(self._doing):
-            self._ways[type(step)](step, wanted, {one.id: one for one in observed})
+            self._perform(step, wanted, {one.id: one for one in observed})
         failpoints.reach_step(self._doing, failpoints.Moment.MARKED)
 
-    def _ways_to(self) -> dict[type, Way]:
-        return {
-            planning.Record: lambda step, _wanted, _by_id: self._record(step),
-            planning.Adopt: lambda step, wanted, _by_id: self.sparing.adopt(step, wanted, self._database.now()),
-            planning.Join: lambda step, wanted, _by_id: self.sparing.join(step, wanted),
-            planning.Retire: lambda step, wanted, _by_id: self.sparing.retire(step, wanted.load_balancer_id),
-            planning.AskSpares: lambda step, _wanted, by_id: self.sparing.ask(step, by_id),
-            planning.Disband: lambda _step, wanted, _by_id: self.sparing.disband(wanted.load_balancer_id),
-            planning.Boot: lambda step, wanted, by_id: self._boot(by_id[step.amphora_id], wanted),
-            planning.Plug: lambda step, _wanted, _by_id: self._plug(step),
-            planning.AwaitAgent: lambda step, _wanted, _by_id: self._await_agent(step),
-            planning.AllocateVip: lambda _step, wanted, by_id: self._allocate_vip(wanted, by_id),
-            planning.ApplyVipOptions: lambda _step, wanted, by_id: self._apply_vip_options(wanted, by_id),
-            planning.RenewCertificate: lambda step, _, by_id: self.renewal.renew(by_id[step.amphora_id]),
-            planning.Renew: lambda _step, wanted, _by_id: self._renew(wanted),
-            planning.Push: lambda step, wanted, by_id: self._pushing.push(step, wanted, tuple(by_id.values())),
-            planning.AskVips: lambda _step, _wanted, by_id: self._ask_vips(tuple(by_id.values())),
-            planning.AskHolder: lambda step, _wanted, by_id: self.leaving.ask_holder(step, by_id),
-            planning.Confirm: lambda _step, wanted, _by_id: self._pushing.confirm(wanted),
-            planning.Unplug: lambda step, _wanted, by_id: self._unplug(by_id[step.amphora_id], step.network_id),
-            planning.HandOver: lambda step, _wanted, by_id: self.leaving.hand_over(
-                by_id[step.amphora_id], by_id[step.to]
-            ),
-            planning.LookAfter: lambda step, _wanted, by_id: self.leaving.look_after(step, by_id[step.amphora_id]),
-            planning.Release: lambda step, wanted, by_id: self._release(by_id[step.amphora_id], wanted),
-            planning.ReleaseVip: lambda _step, wanted, _by_id: self._release_vip(wanted),
-            planning.Await: lambda _step, _wanted, _by_id: None,
-        }
+    def _perform(self, step: planning.AnyStep, wanted: planning.AnyView, by_id: dict[str, Amphora]) -> None:
+        match step:
+            case planning.Record():
+                self._record(step)
+            case planning.Boot():
+                self._boot(by_id[step.amphora_id], wanted)
+            case planning.AwaitAgent():
+                self._await_agent(step)
+            case planning.RenewCertificate():
+                self.renewal.renew(by_id[step.amphora_id])
+            case planning.Release():
+                self._release(by_id[step.amphora_id], wanted)
+            case planning.Retire():
+                self.sparing.retire(step, wanted.load_balancer_id)
+            case planning.AskSpares():
+                self.sparing.ask(step, by_id)
+            case planning.Disband():
+                self.sparing.disband(wanted.load_balancer_id)
+            case _ if isinstance(wanted, planning.LoadBalancerView):
+                self._perform_for_load_balancer(step, wanted, by_id)
+            case _:
+                raise _no_such_step(step, "spare pool")
+
+    def _perform_for_load_balancer(
+        self, step: planning.AnyStep, wanted: planning.LoadBalancerView, by_id: dict[str, Amphora]
+    ) -> None:
+        match step:
+            case planning.Adopt():
+                self.sparing.adopt(step, wanted, self._database.now())
+            case planning.Join():
+                self.sparing.join(step, wanted)
+            case planning.Plug():
+                self._plug(step)
+            case planning.Unplug():
+                self._unplug(by_id[step.amphora_id], step.network_id)
+            case planning.Renew():
+                self._renew(wanted)
+            case planning.Push():
+                self._pushing.push(step, wanted, tuple(by_id.values()))
+            case planning.Confirm():
+                self._pushing.confirm(wanted)
+            case _:
+                self._perform_for_vips(step, wanted, by_id)
+
+    def _perform_for_vips(
+        self, step: planning.AnyStep, wanted: planning.LoadBalancerView, by_id: dict[str, Amphora]
+    ) -> None:
+        match step:
+            case planning.AllocateVip():
+                self._allocate_vip(wanted, by_id)
+            case planning.ApplyVipOptions():
+                self._apply_vip_options(wanted, by_id)
+            case planning.ReleaseVip():
+                self._release_vip(wanted)
+            case planning.AskVips():
+                self._ask_vips(tuple(by_id.values()))
+            case planning.AskHolder():
+                self.leaving.ask_holder(step, by_id)
+            case planning.HandOver():
+                self.leaving.hand_over(by_id[step.amphora_id], by_id[step.to])
+            case planning.LookAfter():
+                self.leaving.look_after(step, by_id[step.amphora_id])
+            case _:
+                raise _no_such_step(step, "load balancer")
 
     def _write(self, change: Callable[[sa.Connection], object], applied: int | None = None) -> None:
         def write(connection: sa.Connection) -> None:
@@ -178,7 +210,7 @@ class Steps:
             lambda connection: amphorae.insert_amphora(connection, amphora_id, of, role, sealed),
         )
 
-    def _boot(self, amphora: Amphora, wanted: planning.Wanted) -> None:
+    def _boot(self, amphora: Amphora, wanted: planning.AnyView) -> None:
         key = self._database.read(lambda connection: amphorae.read_heartbeat_key(connection, self._vault, amphora.id))
         if key is None:
             raise ComputeError(f"boot amphora {amphora.id}", "it is not recorded any more")
@@ -325,12 +357,12 @@ class Steps:
 
     # --- VIPs -------------------------------------------------------------------------------------------------------
 
-    def _allocate_vip(self, wanted: planning.Wanted, by_id: dict[str, Amphora]) -> None:
+    def _allocate_vip(self, wanted: planning.LoadBalancerView, by_id: dict[str, Amphora]) -> None:
         if wanted.tree is not None:
             machines = [one.compute_id for one in by_id.values() if one.compute_id]
             self._vips.allocate(self._network, wanted.tree, wanted.network, wanted.generation, machines)
 
-    def _apply_vip_options(self, wanted: planning.Wanted, by_id: dict[str, Amphora]) -> None:
+    def _apply_vip_options(self, wanted: planning.LoadBalancerView, by_id: dict[str, Amphora]) -> None:
         if wanted.tree is not None:
             self._vips.apply(self._network, wanted.tree, tuple(by_id.values()), wanted.generation)
 
@@ -345,24 +377,28 @@ class Steps:
         left = tuple(one for one in amphora.plugged if one.port.network_id != network_id)
         self._write(lambda connection: amphorae.update_amphora(connection, amphora.id, plugged=left))
 
-    def _release(self, amphora: Amphora, wanted: planning.Wanted) -> None:
+    def _release(self, amphora: Amphora, wanted: planning.AnyView) -> None:
         self.leaving.release(amphora, wanted, self._compute, self._network)
 
-    def _renew(self, wanted: planning.Wanted) -> None:
+    def _renew(self, wanted: planning.LoadBalancerView) -> None:
         self._write(
             lambda connection: generations.bump_generation(connection, wanted.load_balancer_id, wanted.generation)
         )
 
-    def _release_vip(self, wanted: planning.Wanted) -> None:
+    def _release_vip(self, wanted: planning.LoadBalancerView) -> None:
         self._network.release_vip(wanted.load_balancer_id)
         self._pushing.confirm(wanted)
 
 
-def _machine_of(wanted: planning.Wanted) -> Profile:
+def _machine_of(wanted: planning.AnyView) -> Profile:
     """Return the profile with the machine settings of the amphorae."""
-    if wanted.stock is not None:
+    if isinstance(wanted, planning.SparePoolView):
         return wanted.stock.spec.profile()
     return Profile() if wanted.tree is None else wanted.tree.profile
+
+
+def _no_such_step(step: planning.AnyStep, target: str) -> TypeError:
+    return TypeError(f"{type(step).__name__} is not a step of a {target}")
 
 
 def _sentence(step: planning.AnyStep) -> str:

@@ -19,6 +19,7 @@ from amphora_driver.reconcile.steps import (
     Adopt,
     AllocateVip,
     AnyStep,
+    AnyView,
     ApplyVipOptions,
     AskHolder,
     AskSpares,
@@ -30,6 +31,7 @@ from amphora_driver.reconcile.steps import (
     Disband,
     HandOver,
     Join,
+    LoadBalancerView,
     LookAfter,
     Plug,
     Push,
@@ -39,9 +41,10 @@ from amphora_driver.reconcile.steps import (
     Renew,
     RenewCertificate,
     Retire,
+    SparePoolView,
     Step,
     Unplug,
-    Wanted,
+    View,
 )
 
 # Other modules import the steps from here.
@@ -49,6 +52,7 @@ __all__ = [
     "Adopt",
     "AllocateVip",
     "AnyStep",
+    "AnyView",
     "ApplyVipOptions",
     "AskHolder",
     "AskSpares",
@@ -60,6 +64,7 @@ __all__ = [
     "Disband",
     "HandOver",
     "Join",
+    "LoadBalancerView",
     "LookAfter",
     "Plug",
     "Push",
@@ -69,9 +74,9 @@ __all__ = [
     "Renew",
     "RenewCertificate",
     "Retire",
+    "SparePoolView",
     "Step",
     "Unplug",
-    "Wanted",
     "plan",
 ]
 
@@ -85,19 +90,19 @@ _BOOT_PAUSE, _LONGEST_BOOT_PAUSE = 1.0, 10.0
 _STAGES = (Boot, Plug, AwaitAgent)
 
 
-def plan(wanted: Wanted, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:
+def plan(wanted: AnyView, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:
     """Return the next steps, in order; the caller performs them and then plans again."""
-    if wanted.gone:
+    if isinstance(wanted, LoadBalancerView) and wanted.gone:
         return _removal(wanted, amphorae)
     first, later = _renewals(wanted, amphorae)
     if first:
         return first
-    steps = _present(wanted, amphorae) if wanted.stock is None else plan_pool(wanted, wanted.stock, amphorae)
+    steps = plan_pool(wanted, amphorae) if isinstance(wanted, SparePoolView) else _present(wanted, amphorae)
     # A certificate of a retiring amphora is renewed only if the plan is empty or checks a drain.
     return [*later, *steps] if not steps or isinstance(steps[0], LookAfter) else steps
 
 
-def _renewals(wanted: Wanted, amphorae: tuple[Amphora, ...]) -> tuple[list[AnyStep], list[AnyStep]]:
+def _renewals(wanted: View, amphorae: tuple[Amphora, ...]) -> tuple[list[AnyStep], list[AnyStep]]:
     """Return the certificate renewals that precede all other steps, and those that follow them.
 
     An agent with an expired certificate accepts nothing else. A retiring amphora may not answer, and its renewal must
@@ -113,7 +118,7 @@ def _renewals(wanted: Wanted, amphorae: tuple[Amphora, ...]) -> tuple[list[AnySt
     return first, later
 
 
-def _present(wanted: Wanted, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:
+def _present(wanted: LoadBalancerView, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:
     """Return the next steps of a load balancer that is not deleted."""
     house = _House(wanted, amphorae)
     if witnesses := house.witnesses():
@@ -135,7 +140,7 @@ def _present(wanted: Wanted, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:
     return _serving(wanted, house, arrived)
 
 
-def _serving(wanted: Wanted, house: _House, arrived: Sequence[Amphora]) -> list[AnyStep]:
+def _serving(wanted: LoadBalancerView, house: _House, arrived: Sequence[Amphora]) -> list[AnyStep]:
     """Return the next steps once amphorae are reachable, until all serve and cleanup is done."""
     if house.apart(arrived):
         return [Renew(reason="an amphora has come of which its partner does not know")]
@@ -151,7 +156,7 @@ def _serving(wanted: Wanted, house: _House, arrived: Sequence[Amphora]) -> list[
     return _joining(wanted) or _cleaning(wanted, house) or house.tidying()
 
 
-def _newcomer(wanted: Wanted, role: str) -> Record | Adopt:
+def _newcomer(wanted: LoadBalancerView, role: str) -> Record | Adopt:
     """Return the step that fills a role: with a spare if there is one and the load balancer has served."""
     reason = f"{role} is missing of {', '.join(wanted.roles)}"
     if wanted.spares and wanted.applied:
@@ -159,7 +164,7 @@ def _newcomer(wanted: Wanted, role: str) -> Record | Adopt:
     return Record(role=role, reason=reason)
 
 
-def _joining(wanted: Wanted) -> list[AnyStep]:
+def _joining(wanted: LoadBalancerView) -> list[AnyStep]:
     """Return the change of the spare pool; it follows the push, so that no user waits for a pool."""
     sought = None if wanted.spec is None else wanted.spec.id
     if sought == wanted.pool:
@@ -167,7 +172,7 @@ def _joining(wanted: Wanted) -> list[AnyStep]:
     return [Join(spec=wanted.spec, former=wanted.pool, reason="it takes spares from another pool, or from none")]
 
 
-def _addresses(wanted: Wanted) -> AllocateVip | Await:
+def _addresses(wanted: LoadBalancerView) -> AllocateVip | Await:
     reason = "the network backend needs time for the addresses"
     if wanted.allocate_at > wanted.now:
         return Await(until=wanted.allocate_at, reason=reason)
@@ -182,7 +187,7 @@ class _House:
     always one that serves. A dead amphora is replaced at once, before its machine is deleted.
     """
 
-    def __init__(self, wanted: Wanted, amphorae: tuple[Amphora, ...]) -> None:
+    def __init__(self, wanted: LoadBalancerView, amphorae: tuple[Amphora, ...]) -> None:
         self._wanted = wanted
         self.everyone = amphorae
         self.live = [one for one in amphorae if one.state is not AmphoraState.RETIRING]
@@ -372,7 +377,7 @@ class _House:
         return vrrp_peers.partners(one, others, tree.vip) if self._several and tree is not None else ()
 
 
-def _removal(wanted: Wanted, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:
+def _removal(wanted: LoadBalancerView, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:
     if amphorae:
         return [Release(amphora_id=one.id, reason="its load balancer is deleted") for one in amphorae]
     if wanted.applied < wanted.generation:
@@ -380,7 +385,7 @@ def _removal(wanted: Wanted, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:
     return []
 
 
-def _arrival(wanted: Wanted, amphora: Amphora) -> list[AnyStep]:
+def _arrival(wanted: LoadBalancerView, amphora: Amphora) -> list[AnyStep]:
     """Return the steps an amphora needs before a push."""
     steps: list[AnyStep] = []
     if amphora.management_address is None and amphora.id not in wanted.absent:
@@ -392,19 +397,19 @@ def _arrival(wanted: Wanted, amphora: Amphora) -> list[AnyStep]:
     return steps
 
 
-def _boots(wanted: Wanted, amphora: Amphora) -> bool:
+def _boots(wanted: LoadBalancerView, amphora: Amphora) -> bool:
     """Return whether an amphora boots and its agent did not answer in this job."""
     return amphora.state is AmphoraState.BOOTING and amphora.id in wanted.absent
 
 
-def _patience(wanted: Wanted, waiting: Sequence[Amphora]) -> Await:
+def _patience(wanted: LoadBalancerView, waiting: Sequence[Amphora]) -> Await:
     """Return the wait for booting machines; an agent that listens ends it earlier."""
     youngest = max(wanted.now if one.booted_at is None else one.booted_at for one in waiting)
     pause = min(max((wanted.now - youngest) / 8, _BOOT_PAUSE), _LONGEST_BOOT_PAUSE)
     return Await(until=wanted.now + pause, amphorae=tuple(one.id for one in waiting), reason="machines boot")
 
 
-def _beginning(wanted: Wanted, house: _House) -> list[AnyStep]:
+def _beginning(wanted: LoadBalancerView, house: _House) -> list[AnyStep]:
     """Return the wait until an amphora of a new pair has the VIPs: the pair is ACTIVE only after that.
 
     The wait is limited. The pair elects the VIPs' holder by itself, with or without this check.
@@ -418,7 +423,7 @@ def _beginning(wanted: Wanted, house: _House) -> list[AnyStep]:
     return [Await(until=min(max(earliest, wanted.now + _VIP_PAUSE), latest), reason="nobody has the VIPs yet")]
 
 
-def _plugging(wanted: Wanted, amphora: Amphora) -> list[AnyStep]:
+def _plugging(wanted: LoadBalancerView, amphora: Amphora) -> list[AnyStep]:
     plugged = {one.port.network_id: {address.subnet_id for address in one.port.addresses} for one in amphora.plugged}
     return [
         Plug(
@@ -432,7 +437,7 @@ def _plugging(wanted: Wanted, amphora: Amphora) -> list[AnyStep]:
     ]
 
 
-def _cleaning(wanted: Wanted, house: _House) -> list[AnyStep]:
+def _cleaning(wanted: LoadBalancerView, house: _House) -> list[AnyStep]:
     """Return the cleanup steps after all amphorae serve the newest generation."""
     steps = house.farewell()
     steps += [

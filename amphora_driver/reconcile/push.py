@@ -99,7 +99,7 @@ class Pushing:
         # Time of acceptance of the oldest request that the last confirmation answered; None without a request.
         self._accepted: float | None = None
 
-    def push(self, step: steps.Push, wanted: steps.Wanted, everyone: Sequence[Amphora]) -> None:
+    def push(self, step: steps.Push, wanted: steps.LoadBalancerView, everyone: Sequence[Amphora]) -> None:
         """Push the newest generation to the step's amphorae, wave after wave.
 
         Raises:
@@ -137,7 +137,7 @@ class Pushing:
         if missed is not None:
             raise missed
 
-    def confirm(self, wanted: steps.Wanted) -> None:
+    def confirm(self, wanted: steps.LoadBalancerView) -> None:
         """Record that every amphora serves the newest generation, also after pushes of earlier jobs."""
         self._write(lambda connection: self._confirmed(connection, wanted), applied=wanted.generation)
         self._note_latency()
@@ -154,7 +154,7 @@ class Pushing:
             return True
         return any(one.holds_vip for one in said) or all(one.holds_vip is None for one in said)
 
-    def _wave(self, round_: _Round, wanted: steps.Wanted, *, whole: bool) -> AgentError | None:
+    def _wave(self, round_: _Round, wanted: steps.LoadBalancerView, *, whole: bool) -> AgentError | None:
         """Push to the amphorae of one wave; return the error of an unreachable one."""
         for _ in range(_MOST_CULPRITS):
             if self._served is None:
@@ -216,7 +216,9 @@ class Pushing:
         LOG.info("amphora %s serves generation %d by %s (%s)", *words)
         metrics.count_push(applied.how)
 
-    def _settle(self, round_: _Round, wanted: steps.Wanted, answers: Answers, *, whole: bool) -> AgentError | None:
+    def _settle(
+        self, round_: _Round, wanted: steps.LoadBalancerView, answers: Answers, *, whole: bool
+    ) -> AgentError | None:
         """Record the confirmations of the wave; return the error of an unreachable amphora."""
         missed = None
         for amphora_id, error in answers.items():
@@ -247,7 +249,7 @@ class Pushing:
         self._note_latency()
         return missed
 
-    def _confirmed(self, connection: sa.Connection, wanted: steps.Wanted) -> None:
+    def _confirmed(self, connection: sa.Connection, wanted: steps.LoadBalancerView) -> None:
         of, failed = self._turn.lease.load_balancer_id, self._without(wanted)
         known = InitialStatuses({}, {}) if wanted.tree is None else initial_statuses(wanted.tree, failed)
         certain, first = _observations(known.certain), _observations(known.first)
@@ -265,13 +267,13 @@ class Pushing:
         metrics.observe_apply(self._accepted, time.time())
         self._accepted = None
 
-    def _without(self, wanted: steps.Wanted) -> dict[str, str]:
+    def _without(self, wanted: steps.LoadBalancerView) -> dict[str, str]:
         """Return the objects that the newest generation omits; none for a load balancer to be deleted."""
         return {} if wanted.gone else {**wanted.failed, **wanted.left_out, **self._failed}
 
     # --- what is served ---------------------------------------------------------------------------------------------
 
-    def _rendered(self, wanted: steps.Wanted, tree: LoadBalancer) -> Served:
+    def _rendered(self, wanted: steps.LoadBalancerView, tree: LoadBalancer) -> Served:
         """Render the load balancer without the objects that cannot be served, and note these objects."""
         rendered = desired_bundle.render_servable(
             tree, self._failed, self._conf, self._vault, lambda files: self._tickets(wanted, files)
@@ -281,7 +283,7 @@ class Pushing:
         self._failed = rendered.omitted
         return rendered.served
 
-    def _tickets(self, wanted: steps.Wanted, files: Sequence[File]) -> dict[SecretName, SealedSecret]:
+    def _tickets(self, wanted: steps.LoadBalancerView, files: Sequence[File]) -> dict[SecretName, SealedSecret]:
         """Return the load balancer's secrets, with the seed of its TLS ticket keys if a file needs it.
 
         A missing seed is created, and a seed that no key of the vault opens is replaced. A replacement costs each

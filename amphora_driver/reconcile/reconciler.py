@@ -133,7 +133,7 @@ class Reconciler:
                 "Their logs say what they did last. It is tried again, now and then.",
             )
 
-    def _converge(self, turn: Turn) -> tuple[planning.Wanted, tuple[Amphora, ...], planning.Await | None]:
+    def _converge(self, turn: Turn) -> tuple[planning.AnyView, tuple[Amphora, ...], planning.Await | None]:
         """Perform steps until none is left; return the last observation, and the wait if there is one."""
         steps = Steps(self._context, turn)
         while True:
@@ -147,9 +147,9 @@ class Reconciler:
             self._reported()
 
     def _give_back(
-        self, turn: Turn, seen: planning.Wanted, observed: tuple[Amphora, ...], step: planning.Await | None
+        self, turn: Turn, seen: planning.AnyView, observed: tuple[Amphora, ...], step: planning.Await | None
     ) -> None:
-        if step is None and seen.replacing:
+        if step is None and isinstance(seen, planning.LoadBalancerView) and seen.replacing:
             now = self._database.now()
             self._database.write(lambda connection: _note_end(connection, turn, now))
         until = None if step is None else step.until
@@ -165,7 +165,8 @@ class Reconciler:
         if seen.applied >= seen.generation:
             self._jobs.complete(turn.lease, seen.generation, self._database.now() + pause)
         else:
-            self._jobs.defer(turn.lease, seen.generation, pause, readable=seen.readable)
+            readable = seen.readable if isinstance(seen, planning.LoadBalancerView) else True
+            self._jobs.defer(turn.lease, seen.generation, pause, readable=readable)
         # Register after the release of the lease: an earlier event would have no effect.
         awaited = [
             Awaited(one.id, one.management_address, turn.lease.load_balancer_id, pause)
@@ -175,7 +176,7 @@ class Reconciler:
         if awaited and self._room is not None:
             self._room.wait_for(awaited)
 
-    def _look(self, turn: Turn, steps: Steps) -> tuple[planning.Wanted | None, tuple[Amphora, ...]]:
+    def _look(self, turn: Turn, steps: Steps) -> tuple[planning.AnyView | None, tuple[Amphora, ...]]:
         """Return the desired and the observed state of one moment."""
         now = self._database.now()
         seen, observed = self._database.read(lambda connection: self._observe(connection, turn, steps, now))
@@ -183,7 +184,7 @@ class Reconciler:
 
     def _observe(
         self, connection: sa.Connection, turn: Turn, steps: Steps, now: float
-    ) -> tuple[planning.Wanted | None, tuple[Amphora, ...]]:
+    ) -> tuple[planning.AnyView | None, tuple[Amphora, ...]]:
         lease, load_balancer_id = turn.lease, turn.lease.load_balancer_id
         row, observed = amphorae.load_with_work(connection, load_balancer_id)
         if row is None:
@@ -212,7 +213,7 @@ class Reconciler:
         spec = steps.sparing.spec(row, tree)
         takes = turn.replacing and spec is not None and spec.id == row.spare_pool
         advert = 0.0 if tree is None else advert_interval(tree, self._context.conf)
-        return planning.Wanted(
+        return planning.LoadBalancerView(
             load_balancer_id=load_balancer_id,
             generation=row.generation,
             applied=row.applied,
@@ -253,17 +254,12 @@ class Reconciler:
         turn: Turn,
         steps: Steps,
         now: float,
-    ) -> planning.Wanted:
+    ) -> planning.SparePoolView:
         """Return the desired state of a spare pool."""
-        return planning.Wanted(
+        return planning.SparePoolView(
             load_balancer_id=turn.lease.load_balancer_id,
             generation=row.generation,
             applied=row.applied,
-            gone=False,
-            readable=True,
-            tree=None,
-            networks={},
-            roles=(),
             attempts=turn.lease.attempts,
             patience=_MISSED_HEARTBEATS * self._context.conf.health.interval,
             now=now,
@@ -305,7 +301,7 @@ class Reconciler:
 
 
 def _round(
-    steps: Steps, todo: Sequence[planning.AnyStep], seen: planning.Wanted, observed: tuple[Amphora, ...]
+    steps: Steps, todo: Sequence[planning.AnyStep], seen: planning.AnyView, observed: tuple[Amphora, ...]
 ) -> planning.Await | None:
     """Perform the steps; return the wait among them, if there is one.
 

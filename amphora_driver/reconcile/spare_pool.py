@@ -86,23 +86,27 @@ class Sparing:
             detection_works=_sees(circuit_breaker.read_breaker_rows(connection)),
         )
 
-    def judged(self, wanted: steps.Wanted) -> steps.Wanted:
+    def judged(self, wanted: steps.AnyView) -> steps.AnyView:
         """Return the observation with the unfit spares removed, or marked in the state of a pool.
 
         Call this outside a transaction: the query of the compute backend for its current image takes time.
         """
-        spec = wanted.spec if wanted.stock is None else wanted.stock.spec
-        if spec is None or not self._ready or not (wanted.spares or wanted.stock):
+        if isinstance(wanted, steps.SparePoolView):
+            unfit = self._unfit(wanted.stock.spec, wanted.now)
+            return msgspec.structs.replace(wanted, stock=msgspec.structs.replace(wanted.stock, unfit=unfit))
+        if wanted.spec is None or not wanted.spares:
             return wanted
+        unfit = self._unfit(wanted.spec, wanted.now)
+        return msgspec.structs.replace(wanted, spares=tuple(one for one in wanted.spares if one not in unfit))
+
+    def _unfit(self, spec: SparePoolSpec, now: float) -> dict[str, str]:
+        """Return the ready spares that must not be adopted, with the reasons."""
+        if not self._ready:
+            return {}
         image = self._image(spec)
         # Certificates are renewed at half of their validity. A spare with less than a third left missed its renewal.
         lasting = self._context.conf.certificates.validity_days * _DAY / 3
-        unfit = {
-            one.id: why for one in self._ready if (why := spare_pools.unfit_reason(one, image, wanted.now, lasting))
-        }
-        if wanted.stock is not None:
-            return msgspec.structs.replace(wanted, stock=msgspec.structs.replace(wanted.stock, unfit=unfit))
-        return msgspec.structs.replace(wanted, spares=tuple(one for one in wanted.spares if one not in unfit))
+        return {one.id: why for one in self._ready if (why := spare_pools.unfit_reason(one, image, now, lasting))}
 
     def _image(self, spec: SparePoolSpec) -> str | None:
         """Return the image of a new machine; None if unknown. The backend is queried once in a job."""
@@ -117,7 +121,7 @@ class Sparing:
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    def adopt(self, step: steps.Adopt, wanted: steps.Wanted, now: float) -> None:
+    def adopt(self, step: steps.Adopt, wanted: steps.LoadBalancerView, now: float) -> None:
         """Adopt the first spare that answers; without one, this job adopts no spare."""
         of, pool_id = wanted.load_balancer_id, str(wanted.pool)
         known = {
@@ -140,7 +144,7 @@ class Sparing:
         LOG.warning("load balancer %s: no spare of pool %s can be taken, a machine is booted", of, pool_id)
         self.given_up = True
 
-    def join(self, step: steps.Join, wanted: steps.Wanted) -> None:
+    def join(self, step: steps.Join, wanted: steps.LoadBalancerView) -> None:
         """Record the spare pool of the load balancer."""
         self._write(
             lambda connection: spare_pools.set_spare_pool(connection, wanted.load_balancer_id, step.spec, step.former)

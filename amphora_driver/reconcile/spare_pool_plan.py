@@ -21,14 +21,13 @@ from amphora_driver.reconcile.steps import (
     Record,
     Release,
     Retire,
-    Wanted,
+    SparePoolView,
 )
 from amphora_driver.store.spare_pools import ROLE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from amphora_driver.store.spare_pools import SparePoolState
 
 # Seconds between two checks of an idle pool. Seconds without heartbeats and answers until a spare is replaced, while
 # others send heartbeats. No job depends on this time: a job queries a spare before it adopts it.
@@ -40,23 +39,23 @@ _NEW = 60.0
 _BOOT_PAUSE = 2.0
 
 
-def plan_pool(wanted: Wanted, stock: SparePoolState, amphorae: Sequence[Amphora]) -> list[AnyStep]:
+def plan_pool(wanted: SparePoolView, amphorae: Sequence[Amphora]) -> list[AnyStep]:
     """Return the next steps of a pool, in order; the caller performs them and then plans again."""
     live = [one for one in amphorae if one.state is not AmphoraState.RETIRING]
-    if marks := _marks(wanted, stock, live):
+    if marks := _marks(wanted, live):
         return marks
-    missing = stock.number - len(live)
+    missing = wanted.stock.number - len(live)
     if missing > 0:
-        return [Record(role=ROLE, reason=f"{missing} of {stock.number} spares are missing")] * missing
+        return [Record(role=ROLE, reason=f"{missing} of {wanted.stock.number} spares are missing")] * missing
     boots: list[AnyStep] = [step for one in live if (step := _boot(wanted, one)) is not None]
     awaited: list[AnyStep] = [one for one in (_await(wanted, each) for each in live) if one is not None]
     gone = [Release(amphora_id=one.id, reason="it is a spare no more") for one in amphorae if one not in live]
     if boots or awaited or gone:
         # After a failure, finish earlier boots first: the failed step may be the boot of another spare.
         return [*awaited, *gone, *boots] if wanted.attempts else [*boots, *awaited, *gone]
-    if not live and not stock.users:
+    if not live and not wanted.stock.users:
         return [Disband(reason="nobody takes spares from this pool")]
-    if quiet := _quiet(wanted, stock, live):
+    if quiet := _quiet(wanted, live):
         return [AskSpares(amphora_ids=quiet, reason="they are not heard")]
     booting = tuple(one.id for one in live if one.state is AmphoraState.BOOTING)
     if booting:
@@ -64,62 +63,68 @@ def plan_pool(wanted: Wanted, stock: SparePoolState, amphorae: Sequence[Amphora]
     return [Await(until=wanted.now + LOOK_PAUSE, reason="spares wait to be taken")]
 
 
-def _marks(wanted: Wanted, stock: SparePoolState, live: Sequence[Amphora]) -> list[AnyStep]:
+def _marks(wanted: SparePoolView, live: Sequence[Amphora]) -> list[AnyStep]:
     """Return the retirement of unfit, lost and surplus spares; of the surplus, booting and new ones first."""
-    why = {one.id: stock.unfit[one.id] for one in live if one.id in stock.unfit and not _is_new(wanted, one)}
-    if not why and (lost := _lost(wanted, stock, live)) is not None:
+    why = {
+        one.id: wanted.stock.unfit[one.id] for one in live if one.id in wanted.stock.unfit and not _is_new(wanted, one)
+    }
+    if not why and (lost := _lost(wanted, live)) is not None:
         why[lost] = "it is neither heard nor answers"
     staying = [one for one in live if one.id not in why]
     staying.sort(key=lambda one: one.state is AmphoraState.BOOTING)
-    why |= {one.id: f"{stock.number} spares are wanted" for one in staying[stock.number :]}
+    why |= {one.id: f"{wanted.stock.number} spares are wanted" for one in staying[wanted.stock.number :]}
     return [Retire(amphora_id=amphora_id, reason=reason) for amphora_id, reason in why.items()]
 
 
-def _lost(wanted: Wanted, stock: SparePoolState, live: Sequence[Amphora]) -> str | None:
+def _lost(wanted: SparePoolView, live: Sequence[Amphora]) -> str | None:
     """Return the lost spare that has been silent for the longest time, if there is one.
 
     Lost spares are replaced one at a time. No spare counts as lost while the heartbeat receiver fails or many amphorae
     are silent at once.
     """
-    if not stock.detection_works or len(live) < stock.number or any(one.state is AmphoraState.BOOTING for one in live):
+    if (
+        not wanted.stock.detection_works
+        or len(live) < wanted.stock.number
+        or any(one.state is AmphoraState.BOOTING for one in live)
+    ):
         return None
-    found = [one for one in live if one.id in wanted.absent and _silent_for(wanted, stock, one) > _LOST]
-    return max(found, key=lambda one: _silent_for(wanted, stock, one)).id if found else None
+    found = [one for one in live if one.id in wanted.absent and _silent_for(wanted, one) > _LOST]
+    return max(found, key=lambda one: _silent_for(wanted, one)).id if found else None
 
 
-def _silent_for(wanted: Wanted, stock: SparePoolState, one: Amphora) -> float:
+def _silent_for(wanted: SparePoolView, one: Amphora) -> float:
     """Return the seconds since the last heartbeat, or since the boot if there was none.
 
     The reference is the newest heartbeat of any amphora: the receivers' clocks differ from the database's clock.
     """
     if one.heard_at is not None:
-        return (stock.last_heartbeat_at or 0.0) - one.heard_at
+        return (wanted.stock.last_heartbeat_at or 0.0) - one.heard_at
     return 0.0 if one.booted_at is None else wanted.now - one.booted_at
 
 
-def _is_new(wanted: Wanted, one: Amphora) -> bool:
+def _is_new(wanted: SparePoolView, one: Amphora) -> bool:
     """Return whether a spare has just booted: an image that is always unfit must not cause a boot loop."""
     return one.booted_at is not None and one.booted_at > wanted.now - _NEW
 
 
-def _boot(wanted: Wanted, one: Amphora) -> Boot | None:
+def _boot(wanted: SparePoolView, one: Amphora) -> Boot | None:
     if one.management_address is not None or one.id in wanted.absent:
         return None
     return Boot(amphora_id=one.id, reason="it is recorded but not booted")
 
 
-def _await(wanted: Wanted, one: Amphora) -> AwaitAgent | None:
+def _await(wanted: SparePoolView, one: Amphora) -> AwaitAgent | None:
     if one.state is not AmphoraState.BOOTING or one.id in wanted.absent:
         return None
     return AwaitAgent(amphora_id=one.id, reason="its agent has not answered yet")
 
 
-def _quiet(wanted: Wanted, stock: SparePoolState, live: Sequence[Amphora]) -> tuple[str, ...]:
+def _quiet(wanted: SparePoolView, live: Sequence[Amphora]) -> tuple[str, ...]:
     """Return the ready spares without a recent heartbeat that this job has not queried."""
     return tuple(
         one.id
         for one in live
         if one.state is AmphoraState.READY
         and one.id not in wanted.asked
-        and (one.heard_at is None or _silent_for(wanted, stock, one) > wanted.patience)
+        and (one.heard_at is None or _silent_for(wanted, one) > wanted.patience)
     )

@@ -16,12 +16,38 @@ from amphora_driver.store.sealed_secrets import SealedSecret
 from amphora_driver.store.spare_pools import SparePoolSpec, SparePoolState
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """The recorded state of a load balancer, or of a pool of warm spares, at one moment.
+class View(msgspec.Struct, frozen=True, kw_only=True):
+    """The recorded state that the plans of load balancers and of spare pools have in common, at one moment.
 
-    Args:
+    Attributes:
+        load_balancer_id: id of the load balancer or of the pool.
         generation: the newest generation.
         applied: the newest generation that every amphora confirmed.
+        compute: compute backend (entry point) of the amphorae; None for the default.
+        network: network backend of VIPs and ports; None for the default.
+        attempts: failed attempts since the last request.
+        patience: seconds of silence after which the plan does not wait for an amphora, if another one sends heartbeats.
+        now: time of this observation (seconds since 1970).
+        absent: amphorae whose agents did not answer in this job.
+        renewals: amphorae that need another certificate, with the reasons.
+    """
+
+    load_balancer_id: str
+    generation: int
+    applied: int
+    compute: str | None = None
+    network: str | None = None
+    attempts: int = 0
+    patience: float = 15.0
+    now: float = 0.0
+    absent: frozenset[str] = frozenset()
+    renewals: dict[str, str] = {}
+
+
+class LoadBalancerView(View, frozen=True, kw_only=True):
+    """The recorded state of a load balancer, at one moment.
+
+    Attributes:
         gone: the load balancer is to be deleted.
         readable: the tree is complete; False until it is read back from Octavia.
         tree: the desired configuration; None when `gone`.
@@ -30,16 +56,10 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         left_out: objects omitted from the newest generation where amphorae serve it already: reasons by object id.
         secrets: the sealed secrets of the load balancer.
         roles: roles of the topology, one for each amphora.
-        compute: compute backend (entry point) of its amphorae; None for the default.
-        network: network backend of its VIPs and ports; None for the default.
         priorities: VRRP priorities by role; empty for a topology without VIP fail-over.
-        attempts: failed attempts since the last request.
-        patience: seconds of silence after which the plan does not wait for an amphora, if another one sends heartbeats.
         tickets: how often its TLS ticket keys were created or rotated; None if it has none.
-        now: time of this observation (seconds since 1970).
         clock_set: the clock jumped less than a drain time-out ago, so only the agent knows if a drain has ended.
         taking_vips: a new pair takes the VIPs between these two times, in seconds after its confirmation.
-        absent: amphorae whose agents did not answer in this job.
         vips_taken: an amphora has the VIPs, by the answers in this job; None without a query.
         holder_asked: this job has queried the amphorae for the holder of the VIPs.
         vip_given: the VIP options last sent to the network backend.
@@ -48,14 +68,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         pool: the spare pool that is recorded for the load balancer.
         spec: the specification of the spare pool it needs; None if it uses no spares.
         spares: ids of the spares it may adopt now, the best one first.
-        stock: state of the spare pool; None for a load balancer.
-        asked: spares whose agents were queried in this job.
-        renewals: amphorae that need another certificate, with the reasons.
     """
 
-    load_balancer_id: str
-    generation: int
-    applied: int
     gone: bool
     readable: bool
     tree: LoadBalancer | None
@@ -64,16 +78,10 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     left_out: dict[str, str] = {}
     secrets: dict[SecretName, SealedSecret] = {}
     roles: tuple[str, ...] = ("STANDALONE",)
-    compute: str | None = None
-    network: str | None = None
     priorities: dict[str, int] = {}
-    attempts: int = 0
-    patience: float = 15.0
     tickets: int | None = None
-    now: float = 0.0
     clock_set: bool = False
     taking_vips: tuple[float, float] = (0.0, 0.0)
-    absent: frozenset[str] = frozenset()
     vips_taken: bool | None = None
     holder_asked: bool = False
     vip_given: vip_allocation.Given | None = None
@@ -82,9 +90,18 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     pool: str | None = None
     spec: SparePoolSpec | None = None
     spares: tuple[str, ...] = ()
-    stock: SparePoolState | None = None
+
+
+class SparePoolView(View, frozen=True, kw_only=True):
+    """The recorded state of a pool of warm spares, at one moment.
+
+    Attributes:
+        stock: specification, size and users of the pool.
+        asked: spares whose agents were queried in this job.
+    """
+
+    stock: SparePoolState
     asked: frozenset[str] = frozenset()
-    renewals: dict[str, str] = {}
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -267,3 +284,5 @@ AnyStep = (
     | ReleaseVip
     | Await
 )
+
+AnyView = LoadBalancerView | SparePoolView

@@ -31,7 +31,7 @@ def wanted(**more):
         # What is observed of the VIPs is what they answered.
         "holder_asked": True,
     }
-    return planning.Wanted(**{**values, **more})
+    return planning.LoadBalancerView(**{**values, **more})
 
 
 def port(address):

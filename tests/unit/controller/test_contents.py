@@ -167,7 +167,7 @@ def pushing(tmp_path, vault):
 
 
 def wanted(tree, sealed):
-    return planning.Wanted(
+    return planning.LoadBalancerView(
         load_balancer_id=LB,
         generation=1,
         applied=0,

@@ -87,7 +87,7 @@ def take(conf, database, step, agents, *, steps=False):
     )
     lease = Jobs(database, "me", 60.0).claim()
     observed = database.read(lambda c: amphorae.load_amphorae(c, LB))
-    wanted = planning.Wanted(
+    wanted = planning.LoadBalancerView(
         load_balancer_id=LB,
         generation=1,
         applied=0,

@@ -22,7 +22,7 @@ def wanted(**more):
         "tree": TREE,
         "networks": {"n1": ("s1",)},
     }
-    return planning.Wanted(**{**values, **more})
+    return planning.LoadBalancerView(**{**values, **more})
 
 
 def port(network="n1", subnets=("s1",)):

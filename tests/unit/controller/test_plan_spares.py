@@ -14,11 +14,11 @@ SPEC = SparePoolSpec(number=2, compute="netns", network="local")
 
 
 def wanted(number=2, users=1, unfit=None, **more):
-    values = {"load_balancer_id": SPEC.id, "generation": 0, "applied": 0, "gone": False, "readable": True}
+    values = {"load_balancer_id": SPEC.id, "generation": 0, "applied": 0}
     sees = {"last_heartbeat_at": NOW - 1, "detection_works": True}
     sees |= {name: more.pop(name) for name in sees if name in more}
     stock = SparePoolState(spec=SPEC, number=number, users=users, unfit=unfit or {}, **sees)
-    return planning.Wanted(**{**values, "tree": None, "networks": {}, "now": NOW, "stock": stock, **more})
+    return planning.SparePoolView(**{**values, "now": NOW, "stock": stock, **more})
 
 
 def spare(name, **more):

@@ -139,7 +139,7 @@ def wanted(generation=1, **more):
         "roles": ("MASTER", "BACKUP"),
         "priorities": {"MASTER": 254, "BACKUP": 253},
     }
-    return planning.Wanted(**{**values, **more})
+    return planning.LoadBalancerView(**{**values, **more})
 
 
 def plugged(number):

@@ -307,7 +307,7 @@ def test_a_push_and_an_audit_make_the_same(tmp_path):
     turn = Turn(Lease(load_balancer_id=LB, owner="me", epoch=1, attempts=0), None, 60.0)
     pushing = Pushing(backends, turn, lambda change, applied=None: None)
     told = {"generation": 1, "applied": 0, "gone": False, "readable": True, "networks": {}, "secrets": {}}
-    served = pushing._rendered(planning.Wanted(load_balancer_id=LB, tree=tree, **told), tree)
+    served = pushing._rendered(planning.LoadBalancerView(load_balancer_id=LB, tree=tree, **told), tree)
     assert {one: one in pushing._failed for one in (M1, M2, P1, P2)} == {M1: True, M2: False, P1: False, P2: True}
     assert served.virtual[0].connection_limit == 700
     amphora = Amphora(
