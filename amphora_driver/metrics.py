@@ -164,7 +164,7 @@ class ProcessMetrics:
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Measure one step of a plan, by the name of its class."""
+        """Measure one step of a plan, by its label (`reconcile.steps.step_label`)."""
         begun = time.monotonic()
         try:
             yield

@@ -59,7 +59,7 @@ class Leaving:
         # By amphora: its answer, and its last heartbeat at that time.
         self._told: dict[str, tuple[bool, float | None]] = {}
 
-    def ask_holder(self, step: steps.AskHolder, by_id: dict[str, Amphora]) -> None:
+    def ask_holder(self, step: steps.QueryVipHolder, by_id: dict[str, Amphora]) -> None:
         """Query the amphorae for the VIPs; without an answer, the last heartbeat counts."""
         deadline = self._turn.deadline.within(_FAREWELL_PATIENCE)
         for one in (by_id[amphora_id] for amphora_id in step.amphora_ids):
@@ -140,7 +140,7 @@ class Leaving:
                 return float(said.draining or 0.0)
         return None
 
-    def look_after(self, step: steps.LookAfter, amphora: Amphora) -> None:
+    def look_after(self, step: steps.CheckDrain, amphora: Amphora) -> None:
         """Record the end of a drain; without an answer, only a silent amphora counts as drained."""
         try:
             deadline = self._turn.deadline.within(_FAREWELL_PATIENCE)

@@ -34,6 +34,7 @@ from amphora_driver.reconcile import plan as planning
 from amphora_driver.reconcile.drain import Leaving
 from amphora_driver.reconcile.push import Pushing
 from amphora_driver.reconcile.spare_pool import Sparing
+from amphora_driver.reconcile.steps import step_label
 from amphora_driver.reconcile.vip_allocation import Vips
 from amphora_driver.render.agent_conf import render_agent_conf
 from amphora_driver.secret import Secret
@@ -102,7 +103,7 @@ class Steps:
         self._turn.check()
         self._network: Network = self._catalogue.network(wanted.network)
         self._compute: Compute = self._catalogue.compute(wanted.compute, wanted.network)
-        self._doing = type(step).__name__
+        self._doing = step_label(step)
         failpoints.reach_step(self._doing, failpoints.Moment.BEFORE)
         with apply_deadline(self._turn.deadline), metrics.step(self._doing):
             self._perform(step, wanted, {one.id: one for one in observed})
@@ -120,11 +121,11 @@ class Steps:
                 self.renewal.renew(by_id[step.amphora_id])
             case planning.Release():
                 self._release(by_id[step.amphora_id], wanted)
-            case planning.Retire():
+            case planning.RetireSpare():
                 self.sparing.retire(step, wanted.load_balancer_id)
-            case planning.AskSpares():
+            case planning.QuerySpares():
                 self.sparing.ask(step, by_id)
-            case planning.Disband():
+            case planning.DeletePool():
                 self.sparing.disband(wanted.load_balancer_id)
             case _ if isinstance(wanted, planning.LoadBalancerView):
                 self._perform_for_load_balancer(step, wanted, by_id)
@@ -137,13 +138,13 @@ class Steps:
         match step:
             case planning.Adopt():
                 self.sparing.adopt(step, wanted, self._database.now())
-            case planning.Join():
+            case planning.SetSparePool():
                 self.sparing.join(step, wanted)
             case planning.Plug():
                 self._plug(step)
             case planning.Unplug():
                 self._unplug(by_id[step.amphora_id], step.network_id)
-            case planning.Renew():
+            case planning.BumpGeneration():
                 self._renew(wanted)
             case planning.Push():
                 self._pushing.push(step, wanted, tuple(by_id.values()))
@@ -162,13 +163,13 @@ class Steps:
                 self._apply_vip_options(wanted, by_id)
             case planning.ReleaseVip():
                 self._release_vip(wanted)
-            case planning.AskVips():
+            case planning.QueryVips():
                 self._ask_vips(tuple(by_id.values()))
-            case planning.AskHolder():
+            case planning.QueryVipHolder():
                 self.leaving.ask_holder(step, by_id)
             case planning.HandOver():
                 self.leaving.hand_over(by_id[step.amphora_id], by_id[step.to])
-            case planning.LookAfter():
+            case planning.CheckDrain():
                 self.leaving.look_after(step, by_id[step.amphora_id])
             case _:
                 raise _no_such_step(step, "load balancer")

@@ -21,26 +21,26 @@ from amphora_driver.reconcile.steps import (
     AnyStep,
     AnyView,
     ApplyVipOptions,
-    AskHolder,
-    AskSpares,
-    AskVips,
     Await,
     AwaitAgent,
     Boot,
+    BumpGeneration,
+    CheckDrain,
     Confirm,
-    Disband,
+    DeletePool,
     HandOver,
-    Join,
     LoadBalancerView,
-    LookAfter,
     Plug,
     Push,
+    QuerySpares,
+    QueryVipHolder,
+    QueryVips,
     Record,
     Release,
     ReleaseVip,
-    Renew,
     RenewCertificate,
-    Retire,
+    RetireSpare,
+    SetSparePool,
     SparePoolView,
     Step,
     Unplug,
@@ -54,26 +54,26 @@ __all__ = [
     "AnyStep",
     "AnyView",
     "ApplyVipOptions",
-    "AskHolder",
-    "AskSpares",
-    "AskVips",
     "Await",
     "AwaitAgent",
     "Boot",
+    "BumpGeneration",
+    "CheckDrain",
     "Confirm",
-    "Disband",
+    "DeletePool",
     "HandOver",
-    "Join",
     "LoadBalancerView",
-    "LookAfter",
     "Plug",
     "Push",
+    "QuerySpares",
+    "QueryVipHolder",
+    "QueryVips",
     "Record",
     "Release",
     "ReleaseVip",
-    "Renew",
     "RenewCertificate",
-    "Retire",
+    "RetireSpare",
+    "SetSparePool",
     "SparePoolView",
     "Step",
     "Unplug",
@@ -99,7 +99,7 @@ def plan(wanted: AnyView, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:
         return first
     steps = plan_pool(wanted, amphorae) if isinstance(wanted, SparePoolView) else _present(wanted, amphorae)
     # A certificate of a retiring amphora is renewed only if the plan is empty or checks a drain.
-    return [*later, *steps] if not steps or isinstance(steps[0], LookAfter) else steps
+    return [*later, *steps] if not steps or isinstance(steps[0], CheckDrain) else steps
 
 
 def _renewals(wanted: View, amphorae: tuple[Amphora, ...]) -> tuple[list[AnyStep], list[AnyStep]]:
@@ -122,7 +122,9 @@ def _present(wanted: LoadBalancerView, amphorae: tuple[Amphora, ...]) -> list[An
     """Return the next steps of a load balancer that is not deleted."""
     house = _House(wanted, amphorae)
     if witnesses := house.witnesses():
-        return [AskHolder(amphora_ids=witnesses, reason="one of them goes, and whoever has the VIPs hands them over")]
+        return [
+            QueryVipHolder(amphora_ids=witnesses, reason="one of them goes, and whoever has the VIPs hands them over")
+        ]
     if house.missing and house.may_grow():
         return [_newcomer(wanted, house.next_role())]
     steps = [step for one in house.live for step in _arrival(wanted, one)]
@@ -143,7 +145,7 @@ def _present(wanted: LoadBalancerView, amphorae: tuple[Amphora, ...]) -> list[An
 def _serving(wanted: LoadBalancerView, house: _House, arrived: Sequence[Amphora]) -> list[AnyStep]:
     """Return the next steps once amphorae are reachable, until all serve and cleanup is done."""
     if house.apart(arrived):
-        return [Renew(reason="an amphora has come of which its partner does not know")]
+        return [BumpGeneration(reason="an amphora has come of which its partner does not know")]
     undone = vip_allocation.due(wanted.tree, wanted.vip_given, house.everyone)
     if undone:
         return [ApplyVipOptions(reason=undone)]
@@ -169,7 +171,9 @@ def _joining(wanted: LoadBalancerView) -> list[AnyStep]:
     sought = None if wanted.spec is None else wanted.spec.id
     if sought == wanted.pool:
         return []
-    return [Join(spec=wanted.spec, former=wanted.pool, reason="it takes spares from another pool, or from none")]
+    return [
+        SetSparePool(spec=wanted.spec, former=wanted.pool, reason="it takes spares from another pool, or from none")
+    ]
 
 
 def _addresses(wanted: LoadBalancerView) -> AllocateVip | Await:
@@ -306,7 +310,7 @@ class _House:
         if replaced:
             return [self._parting(one) for one in replaced]
         if any(set(one.partners) != set(self._partners(one, self.everyone)) for one in self.live):
-            return [Renew(reason="the VIPs are handed over between two that know nobody else")]
+            return [BumpGeneration(reason="the VIPs are handed over between two that know nobody else")]
         to = self.live[0].id
         return [
             HandOver(amphora_id=one.id, to=to, reason="it has the VIPs and is about to go") for one in self._leaving()
@@ -330,7 +334,7 @@ class _House:
         steps: list[AnyStep] = [self._parting(one) for one in self.retiring if one not in draining]
         steps += [self._stand_down(one) for one in draining if set(self._partners(one, self.live)) - set(one.partners)]
         steps += [
-            LookAfter(amphora_id=one.id, silent=one.id in self._quiet, reason="its connections may have ended")
+            CheckDrain(amphora_id=one.id, silent=one.id in self._quiet, reason="its connections may have ended")
             for one in draining
         ]
         return steps
@@ -357,7 +361,7 @@ class _House:
         """Return whether an amphora still drains, as far as is known."""
         if not one.drains_until:
             return False
-        # The agent measures the drain with a monotonic clock, and `LookAfter` queries it repeatedly.
+        # The agent measures the drain with a monotonic clock, and `CheckDrain` queries it repeatedly.
         return self._wanted.clock_set or one.drains_until > self._wanted.now
 
     @staticmethod
@@ -370,7 +374,7 @@ class _House:
         """Return the new generation that removes deleted amphorae from the peers of the others."""
         if self.retiring or not any(set(one.partners) - set(self._partners(one, self.live)) for one in self.live):
             return []
-        return [Renew(reason="an amphora is gone that its partner still knows")]
+        return [BumpGeneration(reason="an amphora is gone that its partner still knows")]
 
     def _partners(self, one: Amphora, others: Sequence[Amphora]) -> tuple[Partner, ...]:
         tree = self._wanted.tree
@@ -419,7 +423,7 @@ def _beginning(wanted: LoadBalancerView, house: _House) -> list[AnyStep]:
     if not house.begins() or wanted.vips_taken or wanted.now >= latest:
         return []
     if wanted.vips_taken is None:
-        return [AskVips(reason="one of them is to have the VIPs")]
+        return [QueryVips(reason="one of them is to have the VIPs")]
     return [Await(until=min(max(earliest, wanted.now + _VIP_PAUSE), latest), reason="nobody has the VIPs yet")]
 
 

@@ -144,17 +144,17 @@ class Sparing:
         LOG.warning("load balancer %s: no spare of pool %s can be taken, a machine is booted", of, pool_id)
         self.given_up = True
 
-    def join(self, step: steps.Join, wanted: steps.LoadBalancerView) -> None:
+    def join(self, step: steps.SetSparePool, wanted: steps.LoadBalancerView) -> None:
         """Record the spare pool of the load balancer."""
         self._write(
             lambda connection: spare_pools.set_spare_pool(connection, wanted.load_balancer_id, step.spec, step.former)
         )
 
-    def retire(self, step: steps.Retire, pool_id: str) -> None:
+    def retire(self, step: steps.RetireSpare, pool_id: str) -> None:
         """Record that a spare is retiring."""
         self._write(lambda connection: spare_pools.retire_spare(connection, step.amphora_id, pool_id, step.reason))
 
-    def ask(self, step: steps.AskSpares, by_id: dict[str, Amphora]) -> None:
+    def ask(self, step: steps.QuerySpares, by_id: dict[str, Amphora]) -> None:
         """Query the agents of spares and note the ones without an answer."""
         for amphora_id in step.amphora_ids:
             self._turn.check()

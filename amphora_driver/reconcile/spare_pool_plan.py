@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 from amphora_driver.model.amphora import Amphora, AmphoraState
 from amphora_driver.reconcile.steps import (
     AnyStep,
-    AskSpares,
     Await,
     AwaitAgent,
     Boot,
-    Disband,
+    DeletePool,
+    QuerySpares,
     Record,
     Release,
-    Retire,
+    RetireSpare,
     SparePoolView,
 )
 from amphora_driver.store.spare_pools import ROLE
@@ -54,9 +54,9 @@ def plan_pool(wanted: SparePoolView, amphorae: Sequence[Amphora]) -> list[AnySte
         # After a failure, finish earlier boots first: the failed step may be the boot of another spare.
         return [*awaited, *gone, *boots] if wanted.attempts else [*boots, *awaited, *gone]
     if not live and not wanted.stock.users:
-        return [Disband(reason="nobody takes spares from this pool")]
+        return [DeletePool(reason="nobody takes spares from this pool")]
     if quiet := _quiet(wanted, live):
-        return [AskSpares(amphora_ids=quiet, reason="they are not heard")]
+        return [QuerySpares(amphora_ids=quiet, reason="they are not heard")]
     booting = tuple(one.id for one in live if one.state is AmphoraState.BOOTING)
     if booting:
         return [Await(until=wanted.now + _BOOT_PAUSE, amphorae=booting, reason="machines boot")]
@@ -73,7 +73,7 @@ def _marks(wanted: SparePoolView, live: Sequence[Amphora]) -> list[AnyStep]:
     staying = [one for one in live if one.id not in why]
     staying.sort(key=lambda one: one.state is AmphoraState.BOOTING)
     why |= {one.id: f"{wanted.stock.number} spares are wanted" for one in staying[wanted.stock.number :]}
-    return [Retire(amphora_id=amphora_id, reason=reason) for amphora_id, reason in why.items()]
+    return [RetireSpare(amphora_id=amphora_id, reason=reason) for amphora_id, reason in why.items()]
 
 
 def _lost(wanted: SparePoolView, live: Sequence[Amphora]) -> str | None:

@@ -105,7 +105,10 @@ class SparePoolView(View, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One step of a plan, with its reason."""
+    """One step of a plan, with its reason.
+
+    The tag of a class is its name in failpoints and metrics. It stays the same if the class is renamed.
+    """
 
     reason: str
 
@@ -123,26 +126,26 @@ class Adopt(Step, frozen=True, kw_only=True):
     amphora_ids: tuple[str, ...]
 
 
-class Join(Step, frozen=True, kw_only=True):
+class SetSparePool(Step, frozen=True, kw_only=True, tag="Join"):
     """Set the spare pool of a load balancer; none if `spec` is None."""
 
     spec: SparePoolSpec | None
     former: str | None
 
 
-class Retire(Step, frozen=True, kw_only=True):
+class RetireSpare(Step, frozen=True, kw_only=True, tag="Retire"):
     """Mark a spare as retiring, so that no load balancer adopts it."""
 
     amphora_id: str
 
 
-class AskSpares(Step, frozen=True, kw_only=True):
+class QuerySpares(Step, frozen=True, kw_only=True, tag="AskSpares"):
     """Query the agents of spares that send no heartbeats."""
 
     amphora_ids: tuple[str, ...]
 
 
-class Disband(Step, frozen=True, kw_only=True):
+class DeletePool(Step, frozen=True, kw_only=True, tag="Disband"):
     """Delete the row of a spare pool without users and spares."""
 
 
@@ -172,7 +175,7 @@ class RenewCertificate(Step, frozen=True, kw_only=True):
     amphora_id: str
 
 
-class Renew(Step, frozen=True, kw_only=True):
+class BumpGeneration(Step, frozen=True, kw_only=True, tag="Renew"):
     """Increment the generation without a user's request: the VRRP peers of an amphora have changed."""
 
 
@@ -198,11 +201,11 @@ class Push(Step, frozen=True, kw_only=True):
     whole: bool = True
 
 
-class AskVips(Step, frozen=True, kw_only=True):
+class QueryVips(Step, frozen=True, kw_only=True, tag="AskVips"):
     """Query a new pair for the VIPs: until one of them has taken the VIPs, no client is served."""
 
 
-class AskHolder(Step, frozen=True, kw_only=True):
+class QueryVipHolder(Step, frozen=True, kw_only=True, tag="AskHolder"):
     """Query a pair for the holder of the VIPs before one is removed: heartbeats may be older."""
 
     amphora_ids: tuple[str, ...]
@@ -226,7 +229,7 @@ class HandOver(Step, frozen=True, kw_only=True):
     to: str
 
 
-class LookAfter(Step, frozen=True, kw_only=True):
+class CheckDrain(Step, frozen=True, kw_only=True, tag="LookAfter"):
     """Check whether the connections of an amphora have ended after its VIPs were handed over.
 
     Attributes:
@@ -262,27 +265,33 @@ class Await(Step, frozen=True, kw_only=True):
 AnyStep = (
     Record
     | Adopt
-    | Join
-    | Retire
-    | AskSpares
-    | Disband
+    | SetSparePool
+    | RetireSpare
+    | QuerySpares
+    | DeletePool
     | Boot
     | Plug
     | AwaitAgent
     | RenewCertificate
-    | Renew
+    | BumpGeneration
     | AllocateVip
     | ApplyVipOptions
     | Push
-    | AskVips
-    | AskHolder
+    | QueryVips
+    | QueryVipHolder
     | Confirm
     | Unplug
     | HandOver
-    | LookAfter
+    | CheckDrain
     | Release
     | ReleaseVip
     | Await
 )
+
+
+def step_label(step: Step) -> str:
+    """Return the name of a step in failpoints and metrics."""
+    return str(step.__struct_config__.tag)
+
 
 AnyView = LoadBalancerView | SparePoolView

@@ -130,20 +130,20 @@ class House:
     def take_awaitagent(self, step):
         self.change(step.amphora_id, state=AmphoraState.READY)
 
-    def take_askvips(self, _step):
+    def take_queryvips(self, _step):
         self.looks -= 1
         self.want = but(self.want, vips_taken=self.looks < 0)
-        self.log.append("AskVips")
+        self.log.append("QueryVips")
 
-    def take_askholder(self, step):
+    def take_queryvipholder(self, step):
         self.want = but(self.want, holder_asked=True)
         for name in step.amphora_ids:
             if name in self.truth:
                 self.change(name, holds_vip=self.truth[name])
 
-    def take_renew(self, _step):
+    def take_bumpgeneration(self, _step):
         self.want = but(self.want, generation=self.want.generation + 1)
-        self.log.append("Renew")
+        self.log.append("BumpGeneration")
 
     def take_confirm(self, _step):
         self.want = but(self.want, applied=self.want.generation)
@@ -157,8 +157,8 @@ class House:
         until = None if step.amphora_id in self.stubborn else self.want.now + DRAIN * between_two
         self.change(step.amphora_id, handed_over=True, drains_until=until)
 
-    def take_lookafter(self, step):
-        self.log.append(f"LookAfter {step.amphora_id}")
+    def take_checkdrain(self, step):
+        self.log.append(f"CheckDrain {step.amphora_id}")
         self.lasting[step.amphora_id] = self.lasting.get(step.amphora_id, 0) - 1
         if self.lasting[step.amphora_id] < 0:
             self.change(step.amphora_id, drains_until=0.0)

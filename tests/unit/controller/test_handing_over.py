@@ -185,7 +185,7 @@ def test_whether_it_is_still_needed(conf, database, trouble, says, silent, over)
     ends = time.time() + 60
     database.write(lambda c: amphorae.update_amphora(c, OLD, handed_over=True, drains_until=ends))
     agents = Agents(trouble, says)
-    old = take(conf, database, planning.LookAfter(amphora_id=OLD, silent=silent, reason="a test"), agents)
+    old = take(conf, database, planning.CheckDrain(amphora_id=OLD, silent=silent, reason="a test"), agents)
     assert agents.order == ["vrrp"]
     assert old.drains_until == (0.0 if over else ends)
 
@@ -215,7 +215,7 @@ def test_who_was_handed_over_by_one_that_died_keeps_its_connections(conf, databa
         assert left.drains_until == pytest.approx(time.time() + 12.0, abs=5.0)
 
 
-ASK = planning.AskHolder(amphora_ids=(OLD, NEW), reason="a test")
+ASK = planning.QueryVipHolder(amphora_ids=(OLD, NEW), reason="a test")
 
 
 @pytest.mark.parametrize(
@@ -286,6 +286,6 @@ def test_what_is_only_cut_short_is_no_answer(conf, database, question):
 def test_a_look_that_is_cut_short_ends_no_connection(conf, database):
     database.write(lambda c: amphorae.update_amphora(c, OLD, handed_over=True, drains_until=time.time() + 60))
     with pytest.raises(Superseded):
-        take(conf, database, planning.LookAfter(amphora_id=OLD, silent=True, reason="a test"), Cut("vrrp"))
+        take(conf, database, planning.CheckDrain(amphora_id=OLD, silent=True, reason="a test"), Cut("vrrp"))
     after = database.read(lambda c: amphorae.load_amphorae(c, LB))
     assert next(one for one in after if one.id == OLD).drains_until > time.time()

@@ -26,8 +26,8 @@ def kinds(steps):
 @pytest.mark.parametrize(
     ("old", "expected"),
     [
-        ({}, ["LookAfter", "Await"]),
-        ({"partners": (knows("b2", 23),)}, ["Push", "LookAfter", "Await"]),
+        ({}, ["CheckDrain", "Await"]),
+        ({"partners": (knows("b2", 23),)}, ["Push", "CheckDrain", "Await"]),
         ({"drains_until": NOW}, ["Release"]),
         ({"drains_until": 0.0}, ["Release"]),
         ({"drains_until": None}, ["Release"]),
@@ -55,7 +55,7 @@ def test_when_it_is_looked_again(left, expected):
 @pytest.mark.parametrize("until", [NOW - 3600.0, NOW, NOW + 3600.0])
 def test_when_the_clock_was_set_its_agent_is_asked_on(until):
     found = planning.plan(wanted(clock_set=True), (draining(drains_until=until), but(NEW_B, heard_at=NOW), NEW_M))
-    assert kinds(found) == ["LookAfter", "Await"]
+    assert kinds(found) == ["CheckDrain", "Await"]
     assert found[-1].until == NOW + 2.0
 
 
@@ -80,15 +80,15 @@ def test_a_change_of_the_users_does_not_wait_and_is_not_told_to_who_leaves():
 def test_a_network_that_nobody_needs_is_unplugged_meanwhile():
     more = but(NEW_B.plugged[0], port=but(NEW_B.plugged[0].port, network_id="n2"))
     plugged = but(NEW_B, plugged=(*NEW_B.plugged, more))
-    assert kinds(planning.plan(wanted(), (draining(), plugged, NEW_M))) == ["LookAfter", "Unplug", "Await"]
+    assert kinds(planning.plan(wanted(), (draining(), plugged, NEW_M))) == ["CheckDrain", "Unplug", "Await"]
 
 
 def test_it_is_active_before_the_connections_end():
     house = House(wanted(generation=5), *retiring(M, B))
     house.lasting = {"m": 3}
     log = house.run()
-    assert log[log.index("ACTIVE") :][:6] == ["ACTIVE", "Push m", *["LookAfter m"] * 4]
-    assert log[-4:-2] == ["Release MASTER m", "Renew"]
+    assert log[log.index("ACTIVE") :][:6] == ["ACTIVE", "Push m", *["CheckDrain m"] * 4]
+    assert log[-4:-2] == ["Release MASTER m", "BumpGeneration"]
     assert log[-1] == "ACTIVE"
 
 
@@ -97,13 +97,13 @@ def test_those_that_never_end_are_over_with_their_time():
     house.lasting = {"m": 1000}
     log = house.run()
     assert "Release MASTER m" in log
-    assert log.count("LookAfter m") == DRAIN / 2
+    assert log.count("CheckDrain m") == DRAIN / 2
     assert house.want.now == NOW + DRAIN
 
 
 def test_the_one_that_stood_by_goes_at_once():
     house = House(wanted(generation=5), *retiring(M, B))
-    assert "LookAfter b" not in house.run()
+    assert "CheckDrain b" not in house.run()
 
 
 def test_one_on_its_own_goes_at_once():
@@ -138,8 +138,8 @@ def test_one_that_cannot_let_go_of_the_vips_hears_of_who_comes_and_goes_at_once(
     log = house.run()
     after = log[log.index("HandOver m to b0") + 1 :]
     assert log.count("HandOver m to b0") == 1, "asked once"
-    assert after[:4] == ["Record MASTER", "Renew", "Push b0 m m6", "ACTIVE"]
-    assert after[4:] == ["Release MASTER m", "Renew", "Push b0 m6", "ACTIVE"]
+    assert after[:4] == ["Record MASTER", "BumpGeneration", "Push b0 m m6", "ACTIVE"]
+    assert after[4:] == ["Release MASTER m", "BumpGeneration", "Push b0 m6", "ACTIVE"]
 
 
 def test_one_that_can_neither_be_told_nor_heard_goes_as_soon_as_its_replacement_serves():

@@ -39,7 +39,7 @@ def test_a_dead_one_of_a_pair_is_replaced_and_its_partner_goes_on(old, stays, ro
     new = next(one for one in house.observed.values() if one.id != stays.id)
     assert log == [
         f"Record {role}",
-        "Renew",
+        "BumpGeneration",
         f"Release {role} {old.id}",
         f"Push {stays.id} {new.id}",
         "ACTIVE",
@@ -148,7 +148,7 @@ def test_one_dies_while_connections_drain(lost):
 
 def test_the_one_that_drains_dies_itself():
     house = House(wanted(), but(draining(), heard_at=NOW - 100), but(NEW_B, **WELL), NEW_M)
-    assert house.run()[:2] == ["LookAfter m", "Release MASTER m"]
+    assert house.run()[:2] == ["CheckDrain m", "Release MASTER m"]
 
 
 def test_deleted_meanwhile():

@@ -28,7 +28,7 @@ def test_the_backup_that_has_them_hands_them_over_before_it_goes(heard):
     log = house.run()
     assert log[0] == "HandOver b to m"
     assert house.observed["m"].handed_over is False
-    assert "LookAfter b" in log, "its connections are seen off"
+    assert "CheckDrain b" in log, "its connections are seen off"
 
 
 @pytest.mark.parametrize("heard", [HEARD, UNHEARD], ids=["heard", "unheard"])
@@ -52,7 +52,7 @@ def test_of_two_the_one_without_them_is_replaced_first(heard):
 
 def test_they_are_asked_once_in_a_job_and_before_anything_else():
     (step,) = planning.plan(wanted(generation=5, **UNASKED), pair(HEARD, "m", "b"))
-    assert (type(step).__name__, step.amphora_ids) == ("AskHolder", ("m", "b"))
+    assert (type(step).__name__, step.amphora_ids) == ("QueryVipHolder", ("m", "b"))
     (step,) = planning.plan(wanted(generation=5), pair(HEARD, "m", "b"))
     assert type(step).__name__ == "Record"
 
@@ -72,7 +72,7 @@ def test_they_are_asked_once_in_a_job_and_before_anything_else():
 )
 def test_nobody_is_asked_where_it_decides_nothing(observed):
     found = planning.plan(wanted(**UNASKED), observed)
-    assert "AskHolder" not in {type(step).__name__ for step in found}
+    assert "QueryVipHolder" not in {type(step).__name__ for step in found}
 
 
 def test_one_on_its_own_is_not_asked():

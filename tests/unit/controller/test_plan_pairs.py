@@ -16,7 +16,7 @@ def test_a_new_pair_is_booted_side_by_side_and_pushed_once():
     house = House(wanted(generation=1, applied=0))
     log = house.run()
     assert log[:2] == ["Record MASTER", "Record BACKUP"]
-    assert log[2:] == ["Push m0+b1", "AskVips", "Confirm"], "both at once: nobody is served by either"
+    assert log[2:] == ["Push m0+b1", "QueryVips", "Confirm"], "both at once: nobody is served by either"
     first, second = house.observed.values()
     assert [one.id for one in first.partners] == [second.id]
     assert [one.id for one in second.partners] == [first.id]
@@ -69,17 +69,17 @@ def test_both_are_replaced_the_standby_first():
         "Record BACKUP",
         "Push m b0",
         "Release BACKUP b",
-        "Renew",
+        "BumpGeneration",
         "Push b0 m",
         "HandOver m to b0",
         "Record MASTER",
-        "Renew",
+        "BumpGeneration",
         "Push b0 m6",
         "ACTIVE",
         "Push m",
-        "LookAfter m",
+        "CheckDrain m",
         "Release MASTER m",
-        "Renew",
+        "BumpGeneration",
         "Push b0 m6",
         "ACTIVE",
     ]
@@ -176,12 +176,12 @@ def test_killed_anywhere_it_ends_the_same(stop):
 def test_one_that_knows_a_partner_no_more_there_is_told_so():
     alone = but(M, partners=(knows("b", 22), knows("old", 29)))
     found = planning.plan(wanted(), (alone, B))
-    assert [type(step).__name__ for step in found] == ["Renew"]
+    assert [type(step).__name__ for step in found] == ["BumpGeneration"]
 
 
 def test_a_partner_with_another_address_is_another_partner():
     found = planning.plan(wanted(), (but(M, partners=(knows("b", 99),)), B))
-    assert [type(step).__name__ for step in found] == ["Renew"]
+    assert [type(step).__name__ for step in found] == ["BumpGeneration"]
 
 
 def test_one_that_is_asked_in_vain_is_waited_for_without_a_job():
@@ -228,7 +228,7 @@ def begun(**more):
 
 def test_nobody_holds_anything_until_one_has_the_vips():
     fresh = {"applied": 0}
-    assert [type(step).__name__ for step in planning.plan(wanted(**fresh), begun())] == ["AskVips"]
+    assert [type(step).__name__ for step in planning.plan(wanted(**fresh), begun())] == ["QueryVips"]
     (step,) = planning.plan(wanted(**fresh, vips_taken=False), begun())
     assert (type(step).__name__, step.until) == ("Await", NOW + 3.0), "none takes them before three advertisements"
     (step,) = planning.plan(wanted(**fresh, vips_taken=False), begun(ago=4.0))
@@ -243,7 +243,7 @@ def test_nobody_holds_anything_until_one_has_the_vips():
 def test_a_pair_that_begins_looks_until_the_vips_are_there():
     house = House(wanted(generation=1, applied=0))
     house.looks = 3
-    assert house.run()[2:] == ["Push m0+b1", *["AskVips"] * 4, "Confirm"]
+    assert house.run()[2:] == ["Push m0+b1", *["QueryVips"] * 4, "Confirm"]
     assert house.want.now == pytest.approx(NOW + 3.2)
 
 

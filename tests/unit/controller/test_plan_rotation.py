@@ -10,7 +10,7 @@ def test_the_one_with_the_vips_is_told_in_a_generation_of_its_own():
     """What it serves already it would refuse in other words, and who comes would take the VIPs unheard."""
     house = House(wanted(), *retiring(M, B))
     log = house.run()
-    assert log[:5] == ["Record BACKUP", "Renew", "Push m b0", "Release BACKUP b", "Renew"]
+    assert log[:5] == ["Record BACKUP", "BumpGeneration", "Push m b0", "Release BACKUP b", "BumpGeneration"]
     assert log.index("HandOver m to b0") < log.index("Record MASTER")
     assert sorted(one.role for one in house.observed.values()) == ["BACKUP", "MASTER"]
 
@@ -38,7 +38,7 @@ def test_a_certificate_of_one_whose_connections_end_is_renewed_meanwhile():
     log = [new, but(B, partners=(knows("new", 23),))]
     steps = planning.plan(wanted(now=100.0, renewals={"m": "due"}), (*retiring(draining), *log))
     kinds = [type(step).__name__ for step in steps]
-    assert "LookAfter" in kinds
+    assert "CheckDrain" in kinds
     assert kinds[0] == "RenewCertificate"
 
 
@@ -53,4 +53,4 @@ def test_one_that_is_not_heard_is_told_nothing():
     dead, alive = but(M, holds_vip=True, heard_at=50.0), but(B, holds_vip=True, heard_at=100.0)
     new = amphora("new", "MASTER", 23, confirmed=0)
     steps = planning.plan(wanted(), (*retiring(dead), but(alive, partners=(knows("m", 21), knows("new", 23))), new))
-    assert "Renew" not in {type(step).__name__ for step in steps}
+    assert "BumpGeneration" not in {type(step).__name__ for step in steps}

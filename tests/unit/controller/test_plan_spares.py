@@ -44,14 +44,14 @@ def coming(name, **more):
         ),
         pytest.param(wanted(absent=frozenset("a")), (coming("a"), spare("b")), ["Await"], id="its agent is waited for"),
         pytest.param(wanted(), (spare("a"), spare("b")), ["Await"], id="all is well"),
-        pytest.param(wanted(), (spare("a"), spare("b", heard_at=NOW - 100)), ["AskSpares"], id="one is not heard"),
+        pytest.param(wanted(), (spare("a"), spare("b", heard_at=NOW - 100)), ["QuerySpares"], id="one is not heard"),
         pytest.param(
             wanted(asked=frozenset("b")), (spare("a"), spare("b", heard_at=NOW - 100)), ["Await"], id="but it answers"
         ),
         pytest.param(
             wanted(asked=frozenset("b"), absent=frozenset("b")),
             (spare("a"), spare("b", heard_at=NOW - 100)),
-            ["Retire"],
+            ["RetireSpare"],
             id="nor does it answer",
         ),
         pytest.param(
@@ -63,7 +63,7 @@ def coming(name, **more):
         pytest.param(
             wanted(asked=frozenset("ab"), absent=frozenset("ab")),
             (spare("a", heard_at=NOW - 100), spare("b", heard_at=NOW - 110)),
-            ["Retire"],
+            ["RetireSpare"],
             id="one at a time",
         ),
         pytest.param(
@@ -87,7 +87,7 @@ def coming(name, **more):
         pytest.param(
             wanted(asked=frozenset("b"), absent=frozenset("b")),
             (spare("a"), spare("b", heard_at=None, booted_at=NOW - 100)),
-            ["Retire"],
+            ["RetireSpare"],
             id="it never spoke",
         ),
         pytest.param(
@@ -96,22 +96,24 @@ def coming(name, **more):
             ["AwaitAgent", "AwaitAgent", "Release", "Boot"],
             id="something failed",
         ),
-        pytest.param(wanted(unfit={"a": "old image"}), (spare("a"), spare("b")), ["Retire"], id="an old image"),
+        pytest.param(wanted(unfit={"a": "old image"}), (spare("a"), spare("b")), ["RetireSpare"], id="an old image"),
         pytest.param(
             wanted(unfit={"a": "old image"}),
             (spare("a", booted_at=NOW - 5), spare("b")),
             ["Await"],
             id="a new one is let be",
         ),
-        pytest.param(wanted(number=1), (spare("a"), spare("b")), ["Retire"], id="too many"),
+        pytest.param(wanted(number=1), (spare("a"), spare("b")), ["RetireSpare"], id="too many"),
         pytest.param(
             wanted(), (spare("a", state=AmphoraState.RETIRING), spare("b"), spare("c")), ["Release"], id="leaves"
         ),
         pytest.param(
             wanted(), (spare("a", state=AmphoraState.RETIRING), spare("b")), ["Record"], id="a new one comes first"
         ),
-        pytest.param(wanted(number=0, users=0), (spare("a"), coming("b")), ["Retire", "Retire"], id="nobody uses it"),
-        pytest.param(wanted(number=0, users=0), (), ["Disband"], id="and it is empty"),
+        pytest.param(
+            wanted(number=0, users=0), (spare("a"), coming("b")), ["RetireSpare", "RetireSpare"], id="nobody uses it"
+        ),
+        pytest.param(wanted(number=0, users=0), (), ["DeletePool"], id="and it is empty"),
         pytest.param(wanted(number=0, users=3), (), ["Await"], id="none are wanted any more by those who use it"),
     ],
 )

@@ -197,7 +197,7 @@ def test_a_pair_that_begins_is_not_active_when_it_has_confirmed(house):
     house.push(step.waves, whole=step.whole)
     assert house.work().applied == 0
     assert all(one.confirmed == 1 and time.time() - 60 < one.confirmed_at <= time.time() for one in house.observed())
-    assert [type(one).__name__ for one in planning.plan(wanted(), house.observed())] == ["AskVips"]
+    assert [type(one).__name__ for one in planning.plan(wanted(), house.observed())] == ["QueryVips"]
 
 
 @pytest.mark.parametrize(

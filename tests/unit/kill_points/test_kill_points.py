@@ -85,7 +85,7 @@ def _reached(passed, numbers):
 
 def every_point():
     """Every point of the control plane."""
-    kinds = [f"{step.__name__}-{moment.value}" for step in AnyStep.__args__ for moment in Moment]
+    kinds = [f"{step.__struct_config__.tag}-{moment.value}" for step in AnyStep.__args__ for moment in Moment]
     kinds += [f"Authority-{kind.value}-{moment.value}" for kind in CaKind for moment in AUTHORITY_MOMENTS]
     return {point.value for point in Point} | set(kinds) - NO_POINT.keys()
 
