@@ -115,7 +115,7 @@ class WaitingRoom:
                     self._round()
                 except Exception:
                     # If this thread ended, every boot would take the full pause, without any visible error.
-                    LOG.exception("waiting for those that boot failed, and goes on")
+                    LOG.exception("error while waiting for booting amphorae, continuing")
                     time.sleep(_TROUBLE)
         finally:
             with self._lock:
@@ -169,7 +169,7 @@ class WaitingRoom:
             knocking = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         except OSError as error:
             # The process may have no free file descriptor: retry later.
-            LOG.debug("could not knock now at amphora %s: %s", guest.awaited.amphora_id, error)
+            LOG.debug("could not open a socket for amphora %s, retrying: %s", guest.awaited.amphora_id, error)
             return
         try:
             # The selector also reports a connection that is established at once.
@@ -179,7 +179,7 @@ class WaitingRoom:
                 guest.socket, guest.next_at = knocking, now + _ATTEMPT
         except (OSError, ValueError) as error:
             # The address may be invalid: the next job reports it.
-            LOG.debug("could not knock at amphora %s: %s", guest.awaited.amphora_id, error)
+            LOG.debug("could not connect to amphora %s: %s", guest.awaited.amphora_id, error)
         if guest.socket is None:
             knocking.close()
 
@@ -202,7 +202,7 @@ class WaitingRoom:
         try:
             self._came(sorted({one.load_balancer_id for one in came}))
         except (AmphoraDriverError, OSError) as error:
-            LOG.warning("could not hasten those whose amphorae have booted, they are looked at later: %s", error)
+            LOG.warning("could not make load balancers with booted amphorae due, their jobs start later: %s", error)
 
     def _drop(self, amphora_id: str) -> None:
         guest = self._guests.pop(amphora_id, None)

@@ -67,7 +67,7 @@ class Leaving:
                 said = self._agents.vrrp(one.id, str(one.management_address), deadline=deadline)
             except AgentError as error:
                 self._turn.check()
-                LOG.info("whether amphora %s has the VIPs is not known: %s", one.id, error)
+                LOG.info("could not query amphora %s for the VIPs: %s", one.id, error)
                 continue
             if said.holds_vip is not None:
                 self._told[one.id] = (said.holds_vip, one.heard_at)
@@ -96,10 +96,15 @@ class Leaving:
         except AgentError as error:
             # A preempted job ends here, and a later job repeats the request.
             self._turn.check()
-            LOG.warning("amphora %s cannot go on with the connections of %s: %s", partner.id, amphora.id, error)
+            LOG.warning(
+                "amphora %s cannot forward the connections of %s, handing over without a drain: %s",
+                partner.id,
+                amphora.id,
+                error,
+            )
             drain = 0.0
         left = self._let_go(amphora, drain)
-        self._note_handed_over(amphora, left, "its VIPs may still be there" if left is None else f"to {partner.id}")
+        self._note_handed_over(amphora, left, "it may still have the VIPs" if left is None else f"to {partner.id}")
 
     def _note_handed_over(self, amphora: Amphora, left: float | None, detail: str) -> None:
         until = None if left is None else self._database.now() + left
@@ -125,14 +130,14 @@ class Leaving:
                 self._agents.release_vips(amphora.id, address, seconds, deadline=deadline)
             except AgentError as error:
                 self._turn.check()
-                LOG.warning("amphora %s did not hand the VIPs over: %s", amphora.id, error)
+                LOG.warning("amphora %s did not release the VIPs: %s", amphora.id, error)
             else:
                 return seconds
             try:
                 said = self._agents.vrrp(amphora.id, address, deadline=deadline)
             except AgentError as error:
                 self._turn.check()
-                LOG.warning("whether amphora %s has VIPs is not known: %s", amphora.id, error)
+                LOG.warning("could not query amphora %s for the VIPs after a failed release: %s", amphora.id, error)
                 return None
             if said.holds_vip is False:
                 # The VIPs were released earlier: by a controller that crashed before it recorded this, or the answer
@@ -147,12 +152,12 @@ class Leaving:
             said = self._agents.vrrp(amphora.id, str(amphora.management_address), deadline=deadline)
         except AgentError as error:
             self._turn.check()
-            LOG.info("whether amphora %s is still needed is not known: %s", amphora.id, error)
-            over, why = step.silent, "it is neither heard nor answers"
+            LOG.info("could not query the drain of amphora %s: %s", amphora.id, error)
+            over, why = step.silent, "it sends no heartbeats and does not answer"
         else:
             over, why = said.draining is None or bool(said.holds_vip), str(said)
         if over:
-            LOG.info("amphora %s is not needed any more: %s", amphora.id, why)
+            LOG.info("the drain of amphora %s has ended: %s", amphora.id, why)
             self._write(lambda connection: amphorae.update_amphora(connection, amphora.id, drains_until=0.0))
 
     def _drains_unknown(self, amphora: Amphora, wanted: steps.LoadBalancerView) -> bool:
@@ -165,11 +170,11 @@ class Leaving:
             said = self._agents.vrrp(amphora.id, str(amphora.management_address), deadline=deadline)
         except AgentError as error:
             self._turn.check()
-            LOG.info("amphora %s is not asked for its connections: %s", amphora.id, error)
+            LOG.info("could not query the connections of amphora %s, deleting it: %s", amphora.id, error)
             return False
         if said.draining is None or said.holds_vip is not False:
             return False
-        self._note_handed_over(amphora, said.draining, "its connections go on")
+        self._note_handed_over(amphora, said.draining, "its connections drain")
         return True
 
     def release(self, amphora: Amphora, wanted: steps.AnyView, compute: Compute, network: Network) -> None:

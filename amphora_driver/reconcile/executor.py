@@ -214,7 +214,7 @@ class Steps:
     def _boot(self, amphora: Amphora, wanted: planning.AnyView) -> None:
         key = self._database.read(lambda connection: amphorae.read_heartbeat_key(connection, self._vault, amphora.id))
         if key is None:
-            raise ComputeError(f"boot amphora {amphora.id}", "it is not recorded any more")
+            raise ComputeError(f"boot amphora {amphora.id}", "it is not recorded")
         conf = render_agent_conf(
             amphora.id,
             port=self._conf.agent.port,
@@ -266,9 +266,7 @@ class Steps:
             credentials, issued = given
             client_ca, server_ca = credentials.client_ca, credentials.server_ca
         elif self._authority is None:
-            raise CertificateError(
-                f"issue the certificate of amphora {amphora.id}", "there is no certificate authority"
-            )
+            raise CertificateError(f"issue the certificate of amphora {amphora.id}", "no certificate authority exists")
         else:
             options = self._conf.certificates
             issued = self._authority.issue_server(amphora.id, options.validity_days)
@@ -311,7 +309,7 @@ class Steps:
         except AgentUnreachable as error:
             self._check_machine(amphora)
             self._check_time(amphora, error)
-            LOG.info("amphora %s is waited for: %s", amphora.id, error.happened)
+            LOG.info("waiting for the agent of amphora %s: %s", amphora.id, error.happened)
             self.absent |= {amphora.id}
             return
         except (AgentRefused, AgentUntrusted) as error:

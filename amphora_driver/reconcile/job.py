@@ -82,7 +82,7 @@ class Turn:
 
     def superseded(self) -> Superseded:
         """Return the error of a preempted job."""
-        return Superseded(f"go on with load balancer {self.lease.load_balancer_id}", str(self._gives_way))
+        return Superseded(f"continue with load balancer {self.lease.load_balancer_id}", str(self._gives_way))
 
     def give_way(self, reason: str, grace: float = 0.0) -> None:
         """Preempt the job from another thread: at its next check, and in a wait after `grace` seconds."""
@@ -111,9 +111,9 @@ class Turn:
         if not self.generation or self.op == Op.DELETE:
             return None
         if op == Op.DELETE:
-            return "its deletion was asked for"
+            return "its deletion was requested"
         if urgent:
-            return "an amphora is to be replaced"
+            return "an amphora must be replaced"
         if generation <= self.generation:
             return None
         statement = sa.select(request.c.id).where(
@@ -122,7 +122,7 @@ class Turn:
             request.c.action == _FAILOVER,
         )
         asked = connection.execute(statement.limit(1)).first() is not None
-        return "a fail-over was asked for" if asked else None
+        return "a fail-over was requested" if asked else None
 
 
 def goes_first(connection: sa.Connection, turns: Sequence[Turn]) -> dict[Turn, str]:

@@ -123,7 +123,9 @@ def _present(wanted: LoadBalancerView, amphorae: tuple[Amphora, ...]) -> list[An
     house = _House(wanted, amphorae)
     if witnesses := house.witnesses():
         return [
-            QueryVipHolder(amphora_ids=witnesses, reason="one of them goes, and whoever has the VIPs hands them over")
+            QueryVipHolder(
+                amphora_ids=witnesses, reason="an amphora is retiring, and the holder of the VIPs hands them over"
+            )
         ]
     if house.missing and house.may_grow():
         return [_newcomer(wanted, house.next_role())]
@@ -145,7 +147,7 @@ def _present(wanted: LoadBalancerView, amphorae: tuple[Amphora, ...]) -> list[An
 def _serving(wanted: LoadBalancerView, house: _House, arrived: Sequence[Amphora]) -> list[AnyStep]:
     """Return the next steps once amphorae are reachable, until all serve and cleanup is done."""
     if house.apart(arrived):
-        return [BumpGeneration(reason="an amphora has come of which its partner does not know")]
+        return [BumpGeneration(reason="the VRRP peers lack a new amphora")]
     undone = vip_allocation.due(wanted.tree, wanted.vip_given, house.everyone)
     if undone:
         return [ApplyVipOptions(reason=undone)]
@@ -172,7 +174,7 @@ def _joining(wanted: LoadBalancerView) -> list[AnyStep]:
     if sought == wanted.pool:
         return []
     return [
-        SetSparePool(spec=wanted.spec, former=wanted.pool, reason="it takes spares from another pool, or from none")
+        SetSparePool(spec=wanted.spec, former=wanted.pool, reason="the load balancer uses another spare pool, or none")
     ]
 
 
@@ -247,7 +249,7 @@ class _House:
             return []
         known = {each.id for one in self.live for each in one.partners}
         nobody = not any(one.confirmed for one in self.live)
-        reason = "it is silent, and might have the VIPs when its partner takes them"
+        reason = "it is silent and may still have the VIPs"
         return [
             Release(amphora_id=one.id, reason=reason)
             for one in self.retiring
@@ -310,11 +312,9 @@ class _House:
         if replaced:
             return [self._parting(one) for one in replaced]
         if any(set(one.partners) != set(self._partners(one, self.everyone)) for one in self.live):
-            return [BumpGeneration(reason="the VIPs are handed over between two that know nobody else")]
+            return [BumpGeneration(reason="a VIP handover needs exactly two VRRP peers")]
         to = self.live[0].id
-        return [
-            HandOver(amphora_id=one.id, to=to, reason="it has the VIPs and is about to go") for one in self._leaving()
-        ]
+        return [HandOver(amphora_id=one.id, to=to, reason="it is retiring and has the VIPs") for one in self._leaving()]
 
     def _leaving(self) -> list[Amphora]:
         """Return the retiring amphora with the VIPs that was not asked to hand them over; one at most."""
@@ -346,7 +346,7 @@ class _House:
         """
         if one.holds_vip and one in self._leaving() and self.live:
             to = max(self.live, key=lambda other: self._wanted.priorities.get(other.role, 0))
-            return HandOver(amphora_id=one.id, to=to.id, reason="the VIPs have come to it meanwhile")
+            return HandOver(amphora_id=one.id, to=to.id, reason="it took the VIPs during its replacement")
         return Release(amphora_id=one.id, reason="it was replaced")
 
     def patience(self) -> list[AnyStep]:
@@ -355,7 +355,7 @@ class _House:
         if not draining:
             return []
         ends = [one.drains_until for one in draining if one.drains_until is not None and one.drains_until > now]
-        return [Await(until=min([now + _LOOK_PAUSE, *ends]), reason="connections go on until they end")]
+        return [Await(until=min([now + _LOOK_PAUSE, *ends]), reason="connections drain")]
 
     def _drains(self, one: Amphora) -> bool:
         """Return whether an amphora still drains, as far as is known."""
@@ -367,14 +367,14 @@ class _House:
     @staticmethod
     def _stand_down(one: Amphora) -> Push:
         """Return a push of the current peers, so that a drained amphora takes the VIPs only as the last one."""
-        reason = "it does not know everybody who stays"
+        reason = "its VRRP peers lack an amphora that stays"
         return Push(waves=((one.id,),), optional=frozenset((one.id,)), whole=False, reason=reason)
 
     def tidying(self) -> list[AnyStep]:
         """Return the new generation that removes deleted amphorae from the peers of the others."""
         if self.retiring or not any(set(one.partners) - set(self._partners(one, self.live)) for one in self.live):
             return []
-        return [BumpGeneration(reason="an amphora is gone that its partner still knows")]
+        return [BumpGeneration(reason="the VRRP peers contain a deleted amphora")]
 
     def _partners(self, one: Amphora, others: Sequence[Amphora]) -> tuple[Partner, ...]:
         tree = self._wanted.tree
@@ -423,8 +423,8 @@ def _beginning(wanted: LoadBalancerView, house: _House) -> list[AnyStep]:
     if not house.begins() or wanted.vips_taken or wanted.now >= latest:
         return []
     if wanted.vips_taken is None:
-        return [QueryVips(reason="one of them is to have the VIPs")]
-    return [Await(until=min(max(earliest, wanted.now + _VIP_PAUSE), latest), reason="nobody has the VIPs yet")]
+        return [QueryVips(reason="an amphora must have the VIPs")]
+    return [Await(until=min(max(earliest, wanted.now + _VIP_PAUSE), latest), reason="no amphora has the VIPs yet")]
 
 
 def _plugging(wanted: LoadBalancerView, amphora: Amphora) -> list[AnyStep]:
@@ -434,7 +434,7 @@ def _plugging(wanted: LoadBalancerView, amphora: Amphora) -> list[AnyStep]:
             amphora_id=amphora.id,
             network_id=network_id,
             subnet_ids=subnets,
-            reason="it has no port there yet" if network_id not in plugged else "the port lacks a subnet",
+            reason="it has no port on this network" if network_id not in plugged else "the port lacks a subnet",
         )
         for network_id, subnets in wanted.networks.items()
         if not set(subnets) <= plugged.get(network_id, set()) or network_id not in plugged
@@ -445,7 +445,7 @@ def _cleaning(wanted: LoadBalancerView, house: _House) -> list[AnyStep]:
     """Return the cleanup steps after all amphorae serve the newest generation."""
     steps = house.farewell()
     steps += [
-        Unplug(amphora_id=one.id, network_id=plugged.port.network_id, reason="no member is there any more")
+        Unplug(amphora_id=one.id, network_id=plugged.port.network_id, reason="no member uses this network")
         for one in house.live
         for plugged in one.plugged
         if plugged.port.network_id not in wanted.networks

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 # If HAProxy refuses one object, the push is repeated without it, for at most this number of objects.
 _MOST_CULPRITS = 16
-_TOO_OLD = "its amphorae are older than UDP and SCTP: rotate them (amphoractl rotate)"
+_TOO_OLD = "its amphorae do not support UDP and SCTP: rotate them (amphoractl rotate)"
 # Time-out in seconds of a push to a retiring amphora, and of a query for the VIPs.
 _FAREWELL_PATIENCE = 5.0
 _VIP_PATIENCE = 3.0
@@ -108,7 +108,7 @@ class Pushing:
             ModelError: nothing can be served.
         """
         if wanted.tree is None:
-            raise ModelError("push a configuration", "nothing is wanted of this load balancer any more")
+            raise ModelError("push a configuration", "the load balancer is to be deleted")
         self._failed = secret_files.lacking(wanted.tree, wanted.secrets) | wanted.failed
         self._served = self._made = None
         by_id = {one.id: one for one in everyone}
@@ -129,7 +129,11 @@ class Pushing:
                 whole = step.whole and number == len(step.waves) and missed is None
                 missed = self._wave(round_, wanted, whole=whole) or missed
         except _Taken:
-            LOG.info("load balancer %s: generation %d is taken", wanted.load_balancer_id, wanted.generation)
+            LOG.info(
+                "load balancer %s: an amphora serves generation %d with another content, using the next one",
+                wanted.load_balancer_id,
+                wanted.generation,
+            )
             self._write(
                 lambda connection: generations.bump_generation(connection, wanted.load_balancer_id, wanted.generation)
             )
@@ -149,7 +153,9 @@ class Pushing:
             said = [self._agents.info(one.id, str(one.management_address), deadline=deadline) for one in everyone]
         except AgentError as error:
             LOG.warning(
-                "who has the VIPs of load balancer %s is not known: %s", self._turn.lease.load_balancer_id, error
+                "could not query the amphorae of load balancer %s for the VIPs: %s",
+                self._turn.lease.load_balancer_id,
+                error,
             )
             return True
         return any(one.holds_vip for one in said) or all(one.holds_vip is None for one in said)
@@ -167,11 +173,11 @@ class Pushing:
             if culprits.keys() <= self._failed.keys():
                 raise refusal
             for object_id in culprits:
-                LOG.warning("load balancer %s: leaving out %s: %s", round_.tree.id, object_id, refusal.happened)
+                LOG.warning("load balancer %s: omitting %s: %s", round_.tree.id, object_id, refusal.happened)
             self._failed |= culprits
             self._served = None
         raise ModelError(
-            f"find a configuration of load balancer {round_.tree.id} that HAProxy takes",
+            f"find a configuration of load balancer {round_.tree.id} that HAProxy accepts",
             f"it was refused {_MOST_CULPRITS} times: {next(iter(self._failed.values()))}",
         )
 
@@ -223,7 +229,7 @@ class Pushing:
         missed = None
         for amphora_id, error in answers.items():
             if error is not None and amphora_id in round_.optional:
-                LOG.warning("amphora %s is about to go and takes no configuration: %s", amphora_id, error)
+                LOG.warning("retiring amphora %s does not accept the configuration: %s", amphora_id, error)
             elif error is not None:
                 missed = error
         served = [one for one in round_.targets if answers[one.id] is None]
@@ -279,7 +285,7 @@ class Pushing:
             tree, self._failed, self._conf, self._vault, lambda files: self._tickets(wanted, files)
         )
         for object_id, reason in rendered.without_secret.items():
-            LOG.warning("load balancer %s: leaving out %s: %s", tree.id, object_id, reason)
+            LOG.warning("load balancer %s: omitting %s: %s", tree.id, object_id, reason)
         self._failed = rendered.omitted
         return rendered.served
 

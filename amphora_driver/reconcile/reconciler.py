@@ -129,8 +129,8 @@ class Reconciler:
         if lease.deaths >= self._context.conf.controller.give_up_after:
             raise CrashLoop(
                 f"work on load balancer {lease.load_balancer_id}",
-                f"{lease.deaths} controllers in a row ended, or stood still, before anything had come of it",
-                "Their logs say what they did last. It is tried again, now and then.",
+                f"{lease.deaths} controllers in a row crashed or stalled while they worked on it",
+                "Check their logs for the last step. It is retried occasionally.",
             )
 
     def _converge(self, turn: Turn) -> tuple[planning.AnyView, tuple[Amphora, ...], planning.Await | None]:
@@ -139,7 +139,7 @@ class Reconciler:
         while True:
             seen, observed = self._look(turn, steps)
             if seen is None:
-                raise LeaseLost(f"work on load balancer {turn.lease.load_balancer_id}", "it is not recorded any more")
+                raise LeaseLost(f"work on load balancer {turn.lease.load_balancer_id}", "it is not recorded")
             todo = planning.plan(seen, observed)
             awaited = _round(steps, todo, seen, observed)
             if awaited is not None or not todo:
@@ -284,7 +284,7 @@ class Reconciler:
             final = isinstance(error, AmphoraDriverError) and error.final
             pause = conf.retry_most if final else min(conf.retry_first * 2**lease.attempts, conf.retry_most)
             pause *= random.uniform(0.8, 1.2)  # noqa: S311 - jitter, no secret
-            LOG.warning("load balancer %s: %s; again in %.1f s", lease.load_balancer_id, error, pause)
+            LOG.warning("load balancer %s: %s; trying again in %.1f s", lease.load_balancer_id, error, pause)
             if turn.replacing:
                 self._database.write(lambda connection: _note_failure(connection, turn, str(error), now))
             tried = lease.attempts + 1
@@ -297,7 +297,9 @@ class Reconciler:
             self._jobs.retry_later(lease, pause, str(error), turn.generation or None, deaths=deaths)
         except (AmphoraDriverError, OSError) as trouble:
             # The lease expires, and a controller claims the load balancer again.
-            LOG.warning("load balancer %s: could not give the lease back: %s", lease.load_balancer_id, trouble)
+            LOG.warning(
+                "load balancer %s: could not release the lease, it expires: %s", lease.load_balancer_id, trouble
+            )
 
 
 def _round(

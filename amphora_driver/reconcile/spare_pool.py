@@ -115,7 +115,7 @@ class Sparing:
                 compute = self._context.catalogue.compute(spec.compute, spec.network)
                 self._images[spec.id] = compute.image(spec.image_tag)
             except AmphoraDriverError as error:
-                LOG.warning("which image spares are to have is not known: %s", error)
+                LOG.warning("could not read the current image of spares: %s", error)
                 self._images[spec.id] = None
         return self._images[spec.id]
 
@@ -141,7 +141,7 @@ class Sparing:
             self._write(take)
             if taken[0]:
                 return
-        LOG.warning("load balancer %s: no spare of pool %s can be taken, a machine is booted", of, pool_id)
+        LOG.warning("load balancer %s: no usable spare in pool %s, booting an amphora", of, pool_id)
         self.given_up = True
 
     def join(self, step: steps.SetSparePool, wanted: steps.LoadBalancerView) -> None:

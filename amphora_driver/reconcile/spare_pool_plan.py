@@ -49,18 +49,18 @@ def plan_pool(wanted: SparePoolView, amphorae: Sequence[Amphora]) -> list[AnySte
         return [Record(role=ROLE, reason=f"{missing} of {wanted.stock.number} spares are missing")] * missing
     boots: list[AnyStep] = [step for one in live if (step := _boot(wanted, one)) is not None]
     awaited: list[AnyStep] = [one for one in (_await(wanted, each) for each in live) if one is not None]
-    gone = [Release(amphora_id=one.id, reason="it is a spare no more") for one in amphorae if one not in live]
+    gone = [Release(amphora_id=one.id, reason="the spare is retiring") for one in amphorae if one not in live]
     if boots or awaited or gone:
         # After a failure, finish earlier boots first: the failed step may be the boot of another spare.
         return [*awaited, *gone, *boots] if wanted.attempts else [*boots, *awaited, *gone]
     if not live and not wanted.stock.users:
-        return [DeletePool(reason="nobody takes spares from this pool")]
+        return [DeletePool(reason="no load balancer uses this pool")]
     if quiet := _quiet(wanted, live):
-        return [QuerySpares(amphora_ids=quiet, reason="they are not heard")]
+        return [QuerySpares(amphora_ids=quiet, reason="they send no heartbeats")]
     booting = tuple(one.id for one in live if one.state is AmphoraState.BOOTING)
     if booting:
         return [Await(until=wanted.now + _BOOT_PAUSE, amphorae=booting, reason="machines boot")]
-    return [Await(until=wanted.now + LOOK_PAUSE, reason="spares wait to be taken")]
+    return [Await(until=wanted.now + LOOK_PAUSE, reason="all spares are ready")]
 
 
 def _marks(wanted: SparePoolView, live: Sequence[Amphora]) -> list[AnyStep]:
@@ -69,10 +69,10 @@ def _marks(wanted: SparePoolView, live: Sequence[Amphora]) -> list[AnyStep]:
         one.id: wanted.stock.unfit[one.id] for one in live if one.id in wanted.stock.unfit and not _is_new(wanted, one)
     }
     if not why and (lost := _lost(wanted, live)) is not None:
-        why[lost] = "it is neither heard nor answers"
+        why[lost] = "it sends no heartbeats and does not answer"
     staying = [one for one in live if one.id not in why]
     staying.sort(key=lambda one: one.state is AmphoraState.BOOTING)
-    why |= {one.id: f"{wanted.stock.number} spares are wanted" for one in staying[wanted.stock.number :]}
+    why |= {one.id: f"{wanted.stock.number} spares are configured" for one in staying[wanted.stock.number :]}
     return [RetireSpare(amphora_id=amphora_id, reason=reason) for amphora_id, reason in why.items()]
 
 

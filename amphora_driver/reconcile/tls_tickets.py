@@ -61,7 +61,9 @@ def ticket_keys(state: Secret) -> Secret:
 def _seeds(state: Secret) -> list[bytes]:
     content = state.reveal()
     if len(content) not in (SEED_LENGTH, _SEEDS * SEED_LENGTH):
-        raise StoreError("derive TLS ticket keys", f"what is stored has {len(content)} bytes", "They are made anew.")
+        raise StoreError(
+            "derive TLS ticket keys", f"the stored state has {len(content)} bytes", "New keys are created."
+        )
     seeds = [content[start : start + SEED_LENGTH] for start in range(0, len(content), SEED_LENGTH)]
     while len(seeds) < _SEEDS:
         seeds.append(_derived(seeds[-1], _NEXT, SEED_LENGTH))

@@ -84,11 +84,11 @@ def due(tree: LoadBalancer | None, given: Given | None, amphorae: Sequence[Ampho
         return ""
     options = options_of(tree)
     if given is None:
-        return "the VIPs have options that the network does not know" if options else ""
+        return "the network backend does not have the VIPs' options" if options else ""
     if options != given.options:
-        return "other options are wanted of the VIPs"
+        return "the VIPs' options have changed"
     if not given.refused and set(ports_of(tree, amphorae)) - set(given.ports):
-        return "an amphora has come to which the VIPs' options do not apply yet"
+        return "the VIPs' options do not apply to a new amphora yet"
     return ""
 
 

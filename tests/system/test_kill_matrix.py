@@ -145,7 +145,7 @@ def test_one_that_kills_every_controller(lab, cloud, victim):
     assert changes, "nobody else was kept waiting until then"
     mine = tables.work.c.load_balancer_id == victim.id
     reason = lab.database.read(lambda c: c.execute(sa.select(tables.work.c.error).where(mine)).scalar())
-    assert "controllers in a row ended, or stood still" in reason
+    assert "controllers in a row crashed or stalled" in reason
     assert all(one.startswith("member") for one in cloud.answers(victim.vip_address, 4)), "it serves meanwhile"
     lab.disarm()
     cloud.until(lambda: state(cloud, victim) == "ACTIVE", "it is tried again")

@@ -66,7 +66,7 @@ def test_its_user_is_told_and_others_live(control):
     # The first one has written down the amphora that is to be: it got somewhere before it died.
     assert (died, control.world.tried) == (DEATHS, DEATHS)
     state, reason = told(control)
-    assert (state, f"{DEATHS} controllers in a row ended" in reason) == ("ERROR", True)
+    assert (state, f"{DEATHS} controllers in a row crashed" in reason) == ("ERROR", True)
     found = control.row()
     assert (found.owner, found.dirty) == (None, True)
     assert control.database.now() + 30 < found.free_at

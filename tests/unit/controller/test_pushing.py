@@ -264,7 +264,7 @@ def test_amphorae_older_than_virtual_servers_serve_all_the_rest(house, old):
     assert house.work().applied == newest
     columns = (status.c.object_id, status.c.provisioning, status.c.reason)
     rows = {row[0]: row[1:] for row in house.database.read(lambda c: c.execute(sa.select(*columns)).all())}
-    reason = "its amphorae are older than UDP and SCTP: rotate them (amphoractl rotate)"
+    reason = "its amphorae do not support UDP and SCTP: rotate them (amphoractl rotate)"
     assert rows == {
         LB: ("ACTIVE", "served by an amphora"),
         **dict.fromkeys((LISTENER, SECOND), ("ACTIVE", "confirmed by its amphorae")),

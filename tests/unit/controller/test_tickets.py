@@ -76,7 +76,7 @@ def test_the_same_for_the_same_and_others_for_others():
 @pytest.mark.parametrize("length", [0, 31, 33, 64, 95, 97, 128])
 def test_what_is_no_state_is_refused(length):
     for use in (ticket_keys, rotated):
-        with pytest.raises(StoreError, match=f"what is stored has {length} bytes"):
+        with pytest.raises(StoreError, match=f"the stored state has {length} bytes"):
             use(Secret(b"x" * length))
 
 
