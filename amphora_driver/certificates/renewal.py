@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from amphora_driver.certificates.ca import Issued
     from amphora_driver.certificates.trust_store import TrustStore
     from amphora_driver.database.engine import Database
-    from amphora_driver.reconcile.job import Turn
+    from amphora_driver.reconcile.job import Job
 
 LOG = logging.getLogger(__name__)
 # Time-out of one renewal in seconds: users may wait for other changes of the same job.
@@ -106,7 +106,7 @@ class CertificateRenewer:
     """
 
     def __init__(
-        self, conf: ConfigOpts, database: Database, agents: AgentClient, trust: TrustStore | None, turn: Turn
+        self, conf: ConfigOpts, database: Database, agents: AgentClient, trust: TrustStore | None, job: Job
     ) -> None:
         self.tried: frozenset[str] = frozenset()
         self._days: int = conf.certificates.validity_days
@@ -114,7 +114,7 @@ class CertificateRenewer:
         self._database = database
         self._agents = agents
         self._trust = trust
-        self._turn = turn
+        self._job = job
         self._desired = self._load_desired()
 
     def _load_desired(self) -> ca_rotation.DesiredTrust | None:
@@ -168,7 +168,7 @@ class CertificateRenewer:
         if self._trust is None:
             return
         self.tried |= {amphora.id}
-        deadline = self._turn.deadline.within(_RENEWAL_TIMEOUT)
+        deadline = self._job.deadline.within(_RENEWAL_TIMEOUT)
         address = str(amphora.management_address)
         try:
             credentials = self._trust.credentials()
@@ -176,7 +176,7 @@ class CertificateRenewer:
         except (CertificateError, StoreError) as error:
             LOG.warning("cannot issue a certificate to amphora %s, trying again later: %s", amphora.id, error)
             return
-        self._turn.check()
+        self._job.ensure_may_act()
         try:
             self._agents.renew(
                 amphora.id,
@@ -189,7 +189,7 @@ class CertificateRenewer:
             self._agents.verify_certificate(amphora.id, address, fingerprint(issued.certificate), deadline=deadline)
         except (AgentError, CertificateError) as error:
             # A preempted job raises here: this was no failure of the renewal.
-            self._turn.check()
+            self._job.ensure_may_act()
             _FAILED[amphora.id] = time.monotonic()
             LOG.warning("could not renew the certificate of amphora %s, trying again later: %s", amphora.id, error)
             return
@@ -201,7 +201,7 @@ class CertificateRenewer:
         now = self._database.now()
 
         def write(connection: sa.Connection) -> None:
-            guard_lease(connection, self._turn.lease)
+            guard_lease(connection, self._job.lease)
             amphorae.update_amphora(
                 connection,
                 amphora_id,

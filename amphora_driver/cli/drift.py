@@ -27,7 +27,7 @@ from amphora_driver.errors import AgentError, AgentRefused, Conflict
 from amphora_driver.maintenance.drift_audit import load_record
 from amphora_driver.plugins import Catalogue
 from amphora_driver.queue import local_socket
-from amphora_driver.reconcile.desired_bundle import bodies
+from amphora_driver.reconcile.desired_bundle import build_bundles
 from amphora_driver.store import config_drift
 from amphora_driver.store.requests import Op
 
@@ -63,7 +63,7 @@ class DiffLoadBalancer(Command):
             raise Conflict(
                 f"compare load balancer {chosen}", "it is being created or deleted", "Wait until that is done."
             )
-        wanted = {one: json.loads(body) for one, body in bodies(recorded, self.app.conf, vault).items()}
+        wanted = {one: json.loads(body) for one, body in build_bundles(recorded, self.app.conf, vault).items()}
         agents = _agents(self.app, vault)
         status = 0
         try:

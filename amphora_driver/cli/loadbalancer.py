@@ -155,7 +155,7 @@ class RenderLoadBalancer(Command):
             )
 
         tree = self.app.read(load)
-        rendered = haproxy.render(tree, defaults=defaults.defaults(self.app.conf), shared_tickets=True)
+        rendered = haproxy.render(tree, defaults=defaults.rendering_defaults(self.app.conf), shared_tickets=True)
         self.app.stdout.write(rendered.text if rendered.text is not None else "# This load balancer needs no HAProxy\n")
         for refusal in rendered.refused:
             self.app.stderr.write(f"{escape_unprintable(str(refusal))}\n")
@@ -255,7 +255,7 @@ def _vips(connection: sa.Connection, load_balancer_id: str) -> dict[str, Any]:
     if node.vip_sg_ids:
         shown["Security groups"] = ", ".join(node.vip_sg_ids)
     row = connection.execute(sa.select(work.c.vip_applied).where(work.c.load_balancer_id == load_balancer_id)).one()
-    given = vip_allocation.given_of(row)
+    given = vip_allocation.read_applied_options(row)
     if given is not None and given.refused:
         shown["Refused"] = given.refused
     return shown

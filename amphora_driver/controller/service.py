@@ -36,9 +36,9 @@ from amphora_driver.queue import local_socket, notifier
 from amphora_driver.queue.jobs import Jobs, process_name
 from amphora_driver.queue.process_locks import ProcessLock
 from amphora_driver.reconcile import defaults
-from amphora_driver.reconcile.boot_wait import WaitingRoom
+from amphora_driver.reconcile.boot_wait import BootWait
 from amphora_driver.reconcile.context import ReconcileContext
-from amphora_driver.reconcile.job import Turn, goes_first
+from amphora_driver.reconcile.job import Job, find_preempted_jobs
 from amphora_driver.reconcile.reconciler import Reconciler
 from amphora_driver.store import process_registry
 from amphora_driver.telemetry.http_server import Telemetry
@@ -106,7 +106,7 @@ class Controller:
         self._database = Database(conf.store.connection, durable=False)
         name = process_name()
         self._jobs = Jobs(self._database, name, conf.controller.lease)
-        defaults.check(conf)
+        defaults.validate_defaults(conf)
         vault = Vault.load(conf.store.encryption_key_file)
         trust = open_trust_store(conf, self._database, vault)
         context = create_context(conf, self._database, vault, trust)
@@ -123,13 +123,13 @@ class Controller:
             context,
             self._jobs,
             lambda: notifier.notify(conf, local_socket.REPORTER),
-            room := WaitingRoom(conf.agent.port, self._make_due),
+            boot_wait := BootWait(conf.agent.port, self._make_due),
         )
-        self._room = room
+        self._boot_wait = boot_wait
         self._stopping = threading.Event()
         self._ended = threading.Event()
         # Jobs that have exceeded their deadline by the length of a lease.
-        self._hung: set[Turn] = set()
+        self._hung: set[Job] = set()
         self._slots = WorkerSlots(conf.controller.threads)
         self._liveness = ControllerLiveness(self._database, name, lambda: len(self._slots.jobs()))
         self._draining = self._liveness.draining
@@ -147,7 +147,7 @@ class Controller:
     def run(self) -> None:
         """Run until `stop`; returns when the last job has ended."""
         conf = self._conf
-        waiting = threading.Thread(target=self._room.run, name="waiting")
+        waiting = threading.Thread(target=self._boot_wait.run, name="waiting")
         others = [
             threading.Thread(target=self._renew_leases, name="renew", daemon=True),
             threading.Thread(target=self._check_jobs, name="watch", daemon=True),
@@ -172,7 +172,7 @@ class Controller:
                     self._wakeup.wait(self._claim_or_back_off(pool))
             for thread in others:
                 thread.join()
-            self._room.stop()
+            self._boot_wait.stop()
             waiting.join()
             self._jobs.release_leases()
             liveness.join(_STOP_GRACE)
@@ -232,7 +232,7 @@ class Controller:
 
     def _start_job(self, pool: ThreadPoolExecutor, lease: Lease) -> None:
         """Start the job of a lease; return the lease if the pool is shutting down."""
-        job = self._reconciler.begin(lease)
+        job = self._reconciler.create_job(lease)
         self._slots.occupy(job)
         try:
             pool.submit(self._run_job, job)
@@ -266,11 +266,11 @@ class Controller:
         soonest = _CLAIM_FRESH_EVERY if fresh else 0.02
         return poll if due is None else min(max(due - self._database.now(), soonest), poll)
 
-    def _run_job(self, job: Turn) -> None:
+    def _run_job(self, job: Job) -> None:
         # The time that the job waited in the pool's queue does not count.
         job.begin_step()
         try:
-            self._room.forget(job.lease.load_balancer_id)
+            self._boot_wait.remove_load_balancer(job.lease.load_balancer_id)
             self._reconciler.reconcile(job.lease, job)
         finally:
             self._slots.release(job)
@@ -300,7 +300,7 @@ class Controller:
                 pause = min(_ERROR_BACKOFF, every)
                 LOG.exception("renewing leases failed, trying again in %g s", pause)
 
-    def _responsive_jobs(self) -> list[Turn]:
+    def _responsive_jobs(self) -> list[Job]:
         """Return the jobs that have not exceeded their deadline by a lease. The leases of the others expire."""
         jobs = self._slots.jobs()
         hung = {job for job in jobs if job.deadline.left() < -self._conf.controller.lease}
@@ -316,7 +316,7 @@ class Controller:
         while not self._stopping.wait(_CHECK_JOBS_EVERY) or self._slots.jobs():
             if self._stopping.is_set():
                 for job in self._slots.jobs():
-                    job.give_way("this controller stops", _STOP_GRACE)
+                    job.preempt("this controller stops", _STOP_GRACE)
                 time.sleep(0.05)
                 continue
             try:
@@ -334,11 +334,11 @@ class Controller:
                 LOG.exception("checking running jobs failed, trying again")
 
     def _preempt_jobs(self) -> None:
-        slow = [job for job in self._slots.jobs() if time.monotonic() - job.since >= _CHECK_JOBS_EVERY]
+        slow = [job for job in self._slots.jobs() if time.monotonic() - job.step_started_at >= _CHECK_JOBS_EVERY]
         if not slow:
             return
-        for job, reason in self._database.read(lambda connection: goes_first(connection, slow)).items():
-            job.give_way(reason)
+        for job, reason in self._database.read(lambda connection: find_preempted_jobs(connection, slow)).items():
+            job.preempt(reason)
         if self._slots.has_free():
             self._wakeup.wake()
 

@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from amphora_driver.reconcile.job import Turn
+    from amphora_driver.reconcile.job import Job
 
 # Seconds after which a step counts as waiting. Most steps take 20 ms, a boot takes hundreds of milliseconds.
 STALL_SECONDS = 1.0
@@ -32,7 +32,7 @@ class WorkerSlots:
     def __init__(self, number: int) -> None:
         self.most = number * JOBS_PER_SLOT
         self._number = number
-        self._jobs: set[Turn] = set()
+        self._jobs: set[Job] = set()
         self._lock = threading.Lock()
 
     def has_free(self) -> bool:
@@ -45,22 +45,22 @@ class WorkerSlots:
         failed = [job for job in self.jobs() if job.lease.attempts]
         return len(_working(failed)) >= max(self._number // 2, 1) or len(failed) >= self.most // 2
 
-    def occupy(self, job: Turn) -> None:
+    def occupy(self, job: Job) -> None:
         """Add a job that starts."""
         with self._lock:
             self._jobs.add(job)
 
-    def release(self, job: Turn) -> None:
+    def release(self, job: Job) -> None:
         """Remove a job that has ended."""
         with self._lock:
             self._jobs.discard(job)
 
-    def jobs(self) -> list[Turn]:
+    def jobs(self) -> list[Job]:
         """Return all current jobs."""
         with self._lock:
             return list(self._jobs)
 
 
-def _working(jobs: list[Turn]) -> list[Turn]:
+def _working(jobs: list[Job]) -> list[Job]:
     now = time.monotonic()
-    return [job for job in jobs if now - job.since < STALL_SECONDS]
+    return [job for job in jobs if now - job.step_started_at < STALL_SECONDS]

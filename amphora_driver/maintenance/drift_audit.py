@@ -31,9 +31,9 @@ from amphora_driver.model.enums import Provisioning
 from amphora_driver.model.secret_refs import secrets_of_tree
 from amphora_driver.queue.jobs import acquire_duty, release_duty
 from amphora_driver.reconcile import vip_allocation
-from amphora_driver.reconcile.desired_bundle import Recorded, bodies
-from amphora_driver.reconcile.omitted_objects import left_out_of
-from amphora_driver.reconcile.reconciler import networks
+from amphora_driver.reconcile.desired_bundle import BundleInputs, build_bundles
+from amphora_driver.reconcile.omitted_objects import read_omitted_objects
+from amphora_driver.reconcile.reconciler import needed_networks
 from amphora_driver.store import amphorae, config_drift, desired_objects, sealed_secrets
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def classify_drift(generation: int, digest: str, reported: BundleState) -> Drift
     return Drift.NONE if reported.digest == digest else Drift.RENDERER
 
 
-def load_record(connection: sa.Connection, load_balancer_id: str, catalogue: Any) -> Recorded | None:
+def load_record(connection: sa.Connection, load_balancer_id: str, catalogue: Any) -> BundleInputs | None:
     """Load all rows that determine the bundles; None if the load balancer is deleted or incomplete.
 
     Args:
@@ -106,11 +106,11 @@ def load_record(connection: sa.Connection, load_balancer_id: str, catalogue: Any
     if row is None or row.op != "apply" or row.read_back:
         return None
     tree = desired_objects.load_tree(connection, load_balancer_id)
-    if not vip_allocation.known(tree):
+    if not vip_allocation.addresses_known(tree):
         return None
-    needed, failed = networks(tree, everyone, catalogue.network(row.network))
+    needed, failed = needed_networks(tree, everyone, catalogue.network(row.network))
     uses_some = next(secrets_of_tree(tree), None) is not None
-    return Recorded(
+    return BundleInputs(
         tree=tree,
         generation=row.generation,
         amphorae=everyone,
@@ -118,8 +118,8 @@ def load_record(connection: sa.Connection, load_balancer_id: str, catalogue: Any
         failed={
             **_in_error(connection, load_balancer_id),
             **failed,
-            **vip_allocation.refusals(connection, load_balancer_id, vip_allocation.given_of(row)),
-            **left_out_of(row),
+            **vip_allocation.read_refusal(connection, load_balancer_id, vip_allocation.read_applied_options(row)),
+            **read_omitted_objects(row),
         },
         secrets=sealed_secrets.load_secrets(connection, load_balancer_id) if uses_some else {},
         tickets=row.tickets,
@@ -146,7 +146,7 @@ def _in_error(connection: sa.Connection, load_balancer_id: str) -> dict[str, str
 class _Target(msgspec.Struct, frozen=True):
     """An amphora to audit; `digest` is the one of the bundle that would be pushed now."""
 
-    recorded: Recorded
+    recorded: BundleInputs
     amphora: Amphora
     digest: str
 
@@ -300,8 +300,8 @@ class DriftAuditor:
             if one.id in ids:
                 yield _Target(recorded=recorded, amphora=one, digest=expected[one.id])
 
-    def _expected_digests(self, recorded: Recorded) -> dict[str, str]:
-        made = bodies(recorded, self._context.conf, self._context.vault)
+    def _expected_digests(self, recorded: BundleInputs) -> dict[str, str]:
+        made = build_bundles(recorded, self._context.conf, self._context.vault)
         return {one: _digest(body) for one, body in made.items()}
 
     def _handle_answer(self, target: _Target, answer: Future[BundleState | AmphoraDriverError]) -> int:
@@ -335,7 +335,7 @@ class DriftAuditor:
             return error
         return found
 
-    def _record(self, recorded: Recorded, amphora: Amphora, drift: Drift, reported: BundleState) -> None:
+    def _record(self, recorded: BundleInputs, amphora: Amphora, drift: Drift, reported: BundleState) -> None:
         """Record the drift of an amphora, and revoke its confirmation where a push can repair it."""
         of, generation = recorded.tree.id, recorded.generation
         now = self._database.now()
@@ -421,7 +421,7 @@ def _digest(body: bytes) -> str:
     return hashlib.sha256(body).hexdigest()
 
 
-def _fingerprint(recorded: Recorded) -> str:
+def _fingerprint(recorded: BundleInputs) -> str:
     """Return a digest of the recorded content. Users change it, pushes do not: it has no generation."""
     parts = (
         recorded.tree,

@@ -142,7 +142,7 @@ class Housekeeping:
             return None
         place = sealed_secrets.secret_location(tickets_of(one.load_balancer_id))
         try:
-            return self._vault.seal(tls_tickets.rotated(self._vault.open(one.sealed, place)), place)
+            return self._vault.seal(tls_tickets.rotate_ticket_state(self._vault.open(one.sealed, place)), place)
         except StoreError as error:
             LOG.warning("load balancer %s: the next push creates new TLS ticket keys: %s", one.load_balancer_id, error)
             return None

@@ -25,23 +25,23 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 # Seconds between two connection attempts to a port: at first, and at most. A refused connection takes about 50 us.
-_PAUSE, _LONGEST_PAUSE = 0.01, 0.25
+_MIN_PAUSE, _MAX_PAUSE = 0.01, 0.25
 # Growth of this pause with the time of waiting, and with the number of awaited amphorae.
-_PATIENCE, _CROWD = 0.02, 0.0005
+_PAUSE_PER_SECOND, _PAUSE_PER_ENTRY = 0.02, 0.0005
 # Seconds until an unanswered connection is started again. The kernel repeats its SYN only after one, three and seven
 # seconds (RFC 6298), long after the machine is ready.
-_ATTEMPT = 0.5
+_CONNECT_TIMEOUT = 0.5
 # A port that listened and is awaited again belongs to an agent that does not answer yet. Seconds until the next
 # attempt: doubled each time, up to a limit.
-_SHY, _LONGEST_SHY = 0.05, 5.0
-_STEPS = 8
+_REPEAT_DELAY, _MAX_REPEAT_DELAY = 0.05, 5.0
+_MAX_DOUBLINGS = 8
 # Seconds for which a port that listened is remembered.
-_REMEMBERED = 60.0
+_REMEMBER_SECONDS = 60.0
 # Seconds of back-off after an unexpected error.
-_TROUBLE = 0.5
+_ERROR_BACKOFF = 0.5
 
 
-class Awaited(msgspec.Struct, frozen=True):
+class AwaitedAgent(msgspec.Struct, frozen=True):
     """An amphora whose agent is awaited, for at most `seconds`."""
 
     amphora_id: str
@@ -50,190 +50,190 @@ class Awaited(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class _Guest(msgspec.Struct, eq=False):
+class _Entry(msgspec.Struct, eq=False):
     """The state of an awaited amphora; times are of `time.monotonic()`."""
 
-    awaited: Awaited
+    awaited: AwaitedAgent
     since: float
     until: float
     next_at: float
     socket: socket.socket | None = None
 
 
-class WaitingRoom:
+class BootWait:
     """Connects to the agents' ports until they listen.
 
     Args:
         port: of the agents.
-        came: called in the thread of `run` with the load balancers whose agents listen.
+        on_listening: called in the thread of `run` with the load balancers whose agents listen.
     """
 
-    def __init__(self, port: int, came: Callable[[Sequence[str]], None]) -> None:
+    def __init__(self, port: int, on_listening: Callable[[Sequence[str]], None]) -> None:
         self._port = port
-        self._came = came
+        self._on_listening = on_listening
         self._lock = threading.Lock()
-        self._guests: dict[str, _Guest] = {}
+        self._entries: dict[str, _Entry] = {}
         # By amphora: number of successful connections, and time of the last one.
-        self._listened: dict[str, tuple[int, float]] = {}
+        self._connected: dict[str, tuple[int, float]] = {}
         # Entries whose sockets the thread of `run` must close.
-        self._left: list[_Guest] = []
+        self._removed: list[_Entry] = []
         self._stopping = False
         self._selector = selectors.DefaultSelector()
-        self._bell, self._button = socket.socketpair()
-        for end in (self._bell, self._button):
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        for end in (self._wake_receiver, self._wake_sender):
             end.setblocking(False)
-        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
 
     def __len__(self) -> int:
-        return len(self._guests)
+        return len(self._entries)
 
-    def wait_for(self, amphorae: Iterable[Awaited]) -> None:
+    def add(self, amphorae: Iterable[AwaitedAgent]) -> None:
         """Begin to wait for these amphorae; callable from any thread."""
         now = time.monotonic()
         with self._lock:
             for one in amphorae:
-                self._drop(one.amphora_id)
-                times, _last = self._listened.get(one.amphora_id, (0, 0.0))
-                shy = 0.0 if not times else min(_SHY * 2 ** min(times, _STEPS), _LONGEST_SHY)
-                self._guests[one.amphora_id] = _Guest(one, now, now + one.seconds, now + shy)
-        self._ring()
+                self._remove(one.amphora_id)
+                times, _last = self._connected.get(one.amphora_id, (0, 0.0))
+                delay = 0.0 if not times else min(_REPEAT_DELAY * 2 ** min(times, _MAX_DOUBLINGS), _MAX_REPEAT_DELAY)
+                self._entries[one.amphora_id] = _Entry(one, now, now + one.seconds, now + delay)
+        self._wake()
 
-    def forget(self, load_balancer_id: str) -> None:
+    def remove_load_balancer(self, load_balancer_id: str) -> None:
         """End the wait for the amphorae of a load balancer; callable from any thread."""
         with self._lock:
-            gone = [one for one, guest in self._guests.items() if guest.awaited.load_balancer_id == load_balancer_id]
+            gone = [one for one, entry in self._entries.items() if entry.awaited.load_balancer_id == load_balancer_id]
             for amphora_id in gone:
-                self._drop(amphora_id)
+                self._remove(amphora_id)
         if gone:
-            self._ring()
+            self._wake()
 
     def run(self) -> None:
         """Connect to awaited agents until `stop`."""
         try:
             while not self._stopping:
                 try:
-                    self._round()
+                    self._run_once()
                 except Exception:
                     # If this thread ended, every boot would take the full pause, without any visible error.
                     LOG.exception("error while waiting for booting amphorae, continuing")
-                    time.sleep(_TROUBLE)
+                    time.sleep(_ERROR_BACKOFF)
         finally:
             with self._lock:
-                for amphora_id in list(self._guests):
-                    self._drop(amphora_id)
-            self._sweep()
+                for amphora_id in list(self._entries):
+                    self._remove(amphora_id)
+            self._close_removed()
             self._selector.close()
-            self._bell.close()
-            self._button.close()
+            self._wake_receiver.close()
+            self._wake_sender.close()
 
     def stop(self) -> None:
         """Make `run` return."""
         self._stopping = True
-        self._ring()
+        self._wake()
 
-    def _round(self) -> None:
-        ready = self._selector.select(self._begin())
-        came = []
+    def _run_once(self) -> None:
+        ready = self._selector.select(self._start_due())
+        listening = []
         with self._lock:
             for key, _events in ready:
-                guest = key.data
-                if guest is None:
-                    self._silence()
-                elif guest.socket is not None and self._answered(guest):
-                    came.append(guest.awaited)
-            for one in came:
-                self._drop(one.amphora_id)
-        self._sweep()
-        if came:
-            self._tell(came)
+                entry = key.data
+                if entry is None:
+                    self._drain_wake_ups()
+                elif entry.socket is not None and self._is_connected(entry):
+                    listening.append(entry.awaited)
+            for one in listening:
+                self._remove(one.amphora_id)
+        self._close_removed()
+        if listening:
+            self._notify(listening)
 
-    def _begin(self) -> float | None:
+    def _start_due(self) -> float | None:
         """Start the connections that are due; return the seconds until the next one, None without any."""
         with self._lock:
             now = time.monotonic()
-            for guest in [one for one in self._guests.values() if one.until <= now]:
-                self._drop(guest.awaited.amphora_id)
-            for guest in self._guests.values():
-                if guest.next_at <= now:
-                    self._knock(guest, now)
-            times = [min(guest.next_at, guest.until) for guest in self._guests.values()]
-        self._sweep()
+            for entry in [one for one in self._entries.values() if one.until <= now]:
+                self._remove(entry.awaited.amphora_id)
+            for entry in self._entries.values():
+                if entry.next_at <= now:
+                    self._connect(entry, now)
+            times = [min(entry.next_at, entry.until) for entry in self._entries.values()]
+        self._close_removed()
         return max(min(times) - time.monotonic(), 0.0) if times else None
 
-    def _knock(self, guest: _Guest, now: float) -> None:
+    def _connect(self, entry: _Entry, now: float) -> None:
         """Start a connection; close an earlier one without an answer."""
-        self._hang_up(guest)
-        guest.next_at = now + self._pause(guest, now)
-        family = socket.AF_INET6 if ":" in guest.awaited.address else socket.AF_INET
+        self._close(entry)
+        entry.next_at = now + self._pause(entry, now)
+        family = socket.AF_INET6 if ":" in entry.awaited.address else socket.AF_INET
         try:
-            knocking = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+            connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         except OSError as error:
             # The process may have no free file descriptor: retry later.
-            LOG.debug("could not open a socket for amphora %s, retrying: %s", guest.awaited.amphora_id, error)
+            LOG.debug("could not open a socket for amphora %s, retrying: %s", entry.awaited.amphora_id, error)
             return
         try:
             # The selector also reports a connection that is established at once.
-            code = knocking.connect_ex((guest.awaited.address, self._port))
+            code = connection.connect_ex((entry.awaited.address, self._port))
             if code in (0, errno.EINPROGRESS):
-                self._selector.register(knocking, selectors.EVENT_WRITE, guest)
-                guest.socket, guest.next_at = knocking, now + _ATTEMPT
+                self._selector.register(connection, selectors.EVENT_WRITE, entry)
+                entry.socket, entry.next_at = connection, now + _CONNECT_TIMEOUT
         except (OSError, ValueError) as error:
             # The address may be invalid: the next job reports it.
-            LOG.debug("could not connect to amphora %s: %s", guest.awaited.amphora_id, error)
-        if guest.socket is None:
-            knocking.close()
+            LOG.debug("could not connect to amphora %s: %s", entry.awaited.amphora_id, error)
+        if entry.socket is None:
+            connection.close()
 
-    def _answered(self, guest: _Guest) -> bool:
+    def _is_connected(self, entry: _Entry) -> bool:
         """Close the socket; return whether the connection was established."""
-        taken = guest.socket is not None and guest.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
-        self._hang_up(guest)
+        taken = entry.socket is not None and entry.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
+        self._close(entry)
         now = time.monotonic()
-        guest.next_at = now + self._pause(guest, now)
+        entry.next_at = now + self._pause(entry, now)
         if taken:
-            times, _last = self._listened.get(guest.awaited.amphora_id, (0, 0.0))
-            self._listened[guest.awaited.amphora_id] = (times + 1, now)
+            times, _last = self._connected.get(entry.awaited.amphora_id, (0, 0.0))
+            self._connected[entry.awaited.amphora_id] = (times + 1, now)
         return taken
 
-    def _pause(self, guest: _Guest, now: float) -> float:
-        pause = max(_PAUSE, _PATIENCE * (now - guest.since), _CROWD * len(self._guests))
-        return min(pause, _LONGEST_PAUSE)
+    def _pause(self, entry: _Entry, now: float) -> float:
+        pause = max(_MIN_PAUSE, _PAUSE_PER_SECOND * (now - entry.since), _PAUSE_PER_ENTRY * len(self._entries))
+        return min(pause, _MAX_PAUSE)
 
-    def _tell(self, came: list[Awaited]) -> None:
+    def _notify(self, listening: list[AwaitedAgent]) -> None:
         try:
-            self._came(sorted({one.load_balancer_id for one in came}))
+            self._on_listening(sorted({one.load_balancer_id for one in listening}))
         except (AmphoraDriverError, OSError) as error:
             LOG.warning("could not make load balancers with booted amphorae due, their jobs start later: %s", error)
 
-    def _drop(self, amphora_id: str) -> None:
-        guest = self._guests.pop(amphora_id, None)
-        if guest is not None:
-            self._left.append(guest)
+    def _remove(self, amphora_id: str) -> None:
+        entry = self._entries.pop(amphora_id, None)
+        if entry is not None:
+            self._removed.append(entry)
 
-    def _sweep(self) -> None:
+    def _close_removed(self) -> None:
         """Close the sockets of removed entries, in the thread that selects on them."""
         with self._lock:
-            for guest in self._left:
-                self._hang_up(guest)
-            self._left.clear()
-            old = time.monotonic() - _REMEMBERED
-            self._listened = {one: seen for one, seen in self._listened.items() if seen[1] > old}
+            for entry in self._removed:
+                self._close(entry)
+            self._removed.clear()
+            old = time.monotonic() - _REMEMBER_SECONDS
+            self._connected = {one: seen for one, seen in self._connected.items() if seen[1] > old}
 
-    def _hang_up(self, guest: _Guest) -> None:
-        if guest.socket is not None:
-            self._selector.unregister(guest.socket)
-            guest.socket.close()
-            guest.socket = None
+    def _close(self, entry: _Entry) -> None:
+        if entry.socket is not None:
+            self._selector.unregister(entry.socket)
+            entry.socket.close()
+            entry.socket = None
 
-    def _ring(self) -> None:
+    def _wake(self) -> None:
         try:
-            self._button.send(b"!")
+            self._wake_sender.send(b"!")
         except OSError:
             # The buffer is full, so a wake-up is pending; or `run` has ended.
             return
 
-    def _silence(self) -> None:
+    def _drain_wake_ups(self) -> None:
         try:
-            while self._bell.recv(64):
+            while self._wake_receiver.recv(64):
                 pass
         except BlockingIOError:
             return

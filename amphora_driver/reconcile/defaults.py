@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from amphora_driver.model.loadbalancer import LoadBalancer
 
 
-def check(conf: ConfigOpts) -> None:
+def validate_defaults(conf: ConfigOpts) -> None:
     """Validate `[haproxy]` like a flavor: a wrong value would affect every load balancer.
 
     Raises:
@@ -35,7 +35,7 @@ def check(conf: ConfigOpts) -> None:
         raise ConfigurationError("use the options of [haproxy]", str(error).rstrip(".")) from error
 
 
-def defaults(conf: ConfigOpts) -> Defaults:
+def rendering_defaults(conf: ConfigOpts) -> Defaults:
     """Return the defaults of `[haproxy]`; an unset option keeps the default of the rendering."""
     said = {name: conf.haproxy[name] for name in Defaults.__struct_fields__}
     return Defaults(**{name: value for name, value in said.items() if value is not None})
@@ -46,7 +46,7 @@ def advert_interval(tree: LoadBalancer, conf: ConfigOpts) -> float:
     return float(tree.profile.vrrp_advert_interval or conf.vrrp.advert_interval)
 
 
-def limited(tree: LoadBalancer, conf: ConfigOpts) -> LoadBalancer:
+def with_process_limits(tree: LoadBalancer, conf: ConfigOpts) -> LoadBalancer:
     """Return the load balancer with the limits of its HAProxy processes filled in."""
     profile = msgspec.structs.replace(
         tree.profile,

@@ -14,7 +14,7 @@ import msgspec
 from amphora_driver.errors import ModelError
 from amphora_driver.model.secret_refs import ticket_secret_name as ticket_seed
 from amphora_driver.reconcile import secret_files, vrrp_peers
-from amphora_driver.reconcile.defaults import advert_interval, defaults, limited
+from amphora_driver.reconcile.defaults import advert_interval, rendering_defaults, with_process_limits
 from amphora_driver.render.bundle import Served, bundle
 from amphora_driver.render.haproxy import render
 from amphora_driver.render.udp import virtual_servers
@@ -46,7 +46,7 @@ class Rendered(msgspec.Struct, frozen=True, kw_only=True):
     without_secret: dict[str, str]
 
 
-class Recorded(msgspec.Struct, frozen=True, kw_only=True):
+class BundleInputs(msgspec.Struct, frozen=True, kw_only=True):
     """All values of one load balancer that determine its bundles, at one moment.
 
     Attributes:
@@ -70,7 +70,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     priorities: dict[str, int]
 
 
-def body(
+def build_bundle(
     tree: LoadBalancer,
     generation: int,
     amphora: Amphora,
@@ -83,7 +83,7 @@ def body(
     """Return the bundle of one amphora as a document.
 
     Args:
-        tree: with the limits of its processes filled in (`defaults.limited`).
+        tree: with the limits of its processes filled in (`defaults.with_process_limits`).
         generation: of the bundle.
         amphora: the recipient.
         everyone: all amphorae of the load balancer.
@@ -96,11 +96,11 @@ def body(
     leaves = amphora.drains_until is not None
     priority = priorities.get(amphora.role)
     priority = vrrp_peers.LAST_PRIORITY if leaves and priority is not None else priority
-    pair = vrrp_peers.vrrp(amphora, everyone, tree.vip, priority, interval)
-    return bundle(tree, generation, amphora.id, needed(amphora.plugged, networks), served, pair)
+    pair = vrrp_peers.vrrp_instance(amphora, everyone, tree.vip, priority, interval)
+    return bundle(tree, generation, amphora.id, needed_ports(amphora.plugged, networks), served, pair)
 
 
-def needed(plugged: Sequence[AttachedPort], networks: Collection[str]) -> tuple[AttachedPort, ...]:
+def needed_ports(plugged: Sequence[AttachedPort], networks: Collection[str]) -> tuple[AttachedPort, ...]:
     """Return the ports that stay attached."""
     return tuple(one for one in plugged if one.port.network_id in networks)
 
@@ -115,7 +115,7 @@ def render_servable(
     """Render the load balancer repeatedly, until rendering refuses no object and no file lacks its secret.
 
     Args:
-        tree: with the limits of its processes filled in (`defaults.limited`).
+        tree: with the limits of its processes filled in (`defaults.with_process_limits`).
         failed: objects that cannot be served: reasons by object id.
         conf: of this process.
         vault: opens the secrets.
@@ -124,7 +124,7 @@ def render_servable(
     Raises:
         ModelError: an object without a usable secret cannot be omitted.
     """
-    usual = defaults(conf)
+    usual = rendering_defaults(conf)
     omitted = dict(failed)
     without_secret: dict[str, str] = {}
     while True:
@@ -132,7 +132,7 @@ def render_servable(
         virtual = virtual_servers(tree, failed=omitted, defaults=usual)
         refused = (*rendered.refused, *virtual.refused)
         omitted |= {one.object_id: str(one) for one in refused if one.object_id}
-        files, lost = secret_files.filled(rendered.files, secrets_for(rendered.files), vault)
+        files, lost = secret_files.fill_files(rendered.files, secrets_for(rendered.files), vault)
         if not lost:
             served = Served(text=rendered.text, files=files, pings=dict(rendered.pings), virtual=virtual.servers)
             return Rendered(served=served, omitted=omitted, without_secret=without_secret)
@@ -142,13 +142,13 @@ def render_servable(
         without_secret |= lost
 
 
-def bodies(recorded: Recorded, conf: ConfigOpts, vault: Vault) -> dict[str, bytes]:
+def build_bundles(recorded: BundleInputs, conf: ConfigOpts, vault: Vault) -> dict[str, bytes]:
     """Return the bundle of each amphora, by amphora id.
 
     Raises:
         ModelError: the seed of the TLS ticket keys does not exist yet, or nothing can be served.
     """
-    tree = limited(recorded.tree, conf)
+    tree = with_process_limits(recorded.tree, conf)
     seed = ticket_seed(tree.id)
 
     def secrets_for(files: Sequence[File]) -> Mapping[SecretName, SealedSecret]:
@@ -158,7 +158,7 @@ def bodies(recorded: Recorded, conf: ConfigOpts, vault: Vault) -> dict[str, byte
 
     rendered = render_servable(tree, recorded.failed, conf, vault, secrets_for)
     return {
-        one.id: body(
+        one.id: build_bundle(
             tree,
             recorded.generation,
             one,

@@ -25,64 +25,64 @@ if TYPE_CHECKING:
     from amphora_driver.model.amphora import Amphora
     from amphora_driver.network.interface import Network
     from amphora_driver.reconcile.context import ReconcileContext, WriteUnderLease
-    from amphora_driver.reconcile.job import Turn
+    from amphora_driver.reconcile.job import Job
 
 
 LOG = logging.getLogger(__name__)
 # Additional seconds for which the new holder of the VIPs is ready to forward the drained connections.
 _DRAIN_MARGIN = 5.0
 # Time-out in seconds of a query of a retiring amphora.
-_FAREWELL_PATIENCE = 5.0
+_QUERY_TIMEOUT = 5.0
 # Time-out in seconds of the first deletion of a dead amphora by the compute backend.
-_FENCING_PATIENCE = 20.0
+_FENCING_TIMEOUT = 20.0
 
 
-class Leaving:
+class AmphoraRemoval:
     """Handover, drain and removal of a load balancer's amphorae, in one job.
 
     Attributes:
-        asked: this job has queried the amphorae for the holder of the VIPs.
+        holder_queried: this job has queried the amphorae for the holder of the VIPs.
 
     Args:
         context: clients and backends of this controller.
-        turn: the job.
+        job: the job.
         write: runs a change of the store under the lease.
     """
 
-    def __init__(self, context: ReconcileContext, turn: Turn, write: WriteUnderLease) -> None:
+    def __init__(self, context: ReconcileContext, job: Job, write: WriteUnderLease) -> None:
         self._conf = context.conf
         self._database = context.database
         self._agents = context.agents
-        self._turn = turn
+        self._job = job
         self._write = write
-        self.asked = False
+        self.holder_queried = False
         # By amphora: its answer, and its last heartbeat at that time.
-        self._told: dict[str, tuple[bool, float | None]] = {}
+        self._answers: dict[str, tuple[bool, float | None]] = {}
 
-    def ask_holder(self, step: steps.QueryVipHolder, by_id: dict[str, Amphora]) -> None:
+    def query_holder(self, step: steps.QueryVipHolder, by_id: dict[str, Amphora]) -> None:
         """Query the amphorae for the VIPs; without an answer, the last heartbeat counts."""
-        deadline = self._turn.deadline.within(_FAREWELL_PATIENCE)
+        deadline = self._job.deadline.within(_QUERY_TIMEOUT)
         for one in (by_id[amphora_id] for amphora_id in step.amphora_ids):
             try:
                 said = self._agents.vrrp(one.id, str(one.management_address), deadline=deadline)
             except AgentError as error:
-                self._turn.check()
+                self._job.ensure_may_act()
                 LOG.info("could not query amphora %s for the VIPs: %s", one.id, error)
                 continue
             if said.holds_vip is not None:
-                self._told[one.id] = (said.holds_vip, one.heard_at)
-        self.asked = True
+                self._answers[one.id] = (said.holds_vip, one.heard_at)
+        self.holder_queried = True
 
-    def as_told(self, observed: tuple[Amphora, ...]) -> tuple[Amphora, ...]:
+    def with_answers(self, observed: tuple[Amphora, ...]) -> tuple[Amphora, ...]:
         """Return the amphorae with their answers; a heartbeat after an answer replaces it."""
         return tuple(
-            msgspec.structs.replace(one, holds_vip=self._told[one.id][0])
-            if one.id in self._told and one.heard_at == self._told[one.id][1]
+            msgspec.structs.replace(one, holds_vip=self._answers[one.id][0])
+            if one.id in self._answers and one.heard_at == self._answers[one.id][1]
             else one
             for one in observed
         )
 
-    def hand_over(self, amphora: Amphora, partner: Amphora) -> None:
+    def hand_over_vips(self, amphora: Amphora, partner: Amphora) -> None:
         """Hand the VIPs over to the partner; an error does not prevent the removal of this amphora.
 
         The partner forwards open connections to this amphora. If the amphora cannot release the VIPs, it keeps them
@@ -92,10 +92,10 @@ class Leaving:
         try:
             if drain:
                 address = str(partner.management_address)
-                self._agents.expect_vips(partner.id, address, drain + _DRAIN_MARGIN, deadline=self._turn.deadline)
+                self._agents.expect_vips(partner.id, address, drain + _DRAIN_MARGIN, deadline=self._job.deadline)
         except AgentError as error:
             # A preempted job ends here, and a later job repeats the request.
-            self._turn.check()
+            self._job.ensure_may_act()
             LOG.warning(
                 "amphora %s cannot forward the connections of %s, handing over without a drain: %s",
                 partner.id,
@@ -103,40 +103,40 @@ class Leaving:
                 error,
             )
             drain = 0.0
-        left = self._let_go(amphora, drain)
-        self._note_handed_over(amphora, left, "it may still have the VIPs" if left is None else f"to {partner.id}")
+        left = self._release_vips(amphora, drain)
+        self._record_handover(amphora, left, "it may still have the VIPs" if left is None else f"to {partner.id}")
 
-    def _note_handed_over(self, amphora: Amphora, left: float | None, detail: str) -> None:
+    def _record_handover(self, amphora: Amphora, left: float | None, detail: str) -> None:
         until = None if left is None else self._database.now() + left
-        now, of = self._database.now(), self._turn.lease.load_balancer_id
+        now, of = self._database.now(), self._job.lease.load_balancer_id
 
         def write(connection: sa.Connection) -> None:
             amphorae.update_amphora(connection, amphora.id, handed_over=True, drains_until=until)
-            if self._turn.replacing:
+            if self._job.replacing:
                 failovers.record_event(connection, of, Event.HANDED_OVER, now, amphora.id, detail)
 
         self._write(write)
 
-    def _let_go(self, amphora: Amphora, drain: float) -> float | None:
+    def _release_vips(self, amphora: Amphora, drain: float) -> float | None:
         """Make an amphora release the VIPs, with a drain of its connections if that is possible.
 
         Returns:
             The seconds of the drain; None if the amphora may still have the VIPs.
         """
-        address, deadline = str(amphora.management_address), self._turn.deadline
+        address, deadline = str(amphora.management_address), self._job.deadline
         for seconds in dict.fromkeys((drain, 0.0)):
-            self._turn.check()
+            self._job.ensure_may_act()
             try:
                 self._agents.release_vips(amphora.id, address, seconds, deadline=deadline)
             except AgentError as error:
-                self._turn.check()
+                self._job.ensure_may_act()
                 LOG.warning("amphora %s did not release the VIPs: %s", amphora.id, error)
             else:
                 return seconds
             try:
                 said = self._agents.vrrp(amphora.id, address, deadline=deadline)
             except AgentError as error:
-                self._turn.check()
+                self._job.ensure_may_act()
                 LOG.warning("could not query amphora %s for the VIPs after a failed release: %s", amphora.id, error)
                 return None
             if said.holds_vip is False:
@@ -145,13 +145,13 @@ class Leaving:
                 return float(said.draining or 0.0)
         return None
 
-    def look_after(self, step: steps.CheckDrain, amphora: Amphora) -> None:
+    def check_drain(self, step: steps.CheckDrain, amphora: Amphora) -> None:
         """Record the end of a drain; without an answer, only a silent amphora counts as drained."""
         try:
-            deadline = self._turn.deadline.within(_FAREWELL_PATIENCE)
+            deadline = self._job.deadline.within(_QUERY_TIMEOUT)
             said = self._agents.vrrp(amphora.id, str(amphora.management_address), deadline=deadline)
         except AgentError as error:
-            self._turn.check()
+            self._job.ensure_may_act()
             LOG.info("could not query the drain of amphora %s: %s", amphora.id, error)
             over, why = step.silent, "it sends no heartbeats and does not answer"
         else:
@@ -160,24 +160,24 @@ class Leaving:
             LOG.info("the drain of amphora %s has ended: %s", amphora.id, why)
             self._write(lambda connection: amphorae.update_amphora(connection, amphora.id, drains_until=0.0))
 
-    def _drains_unknown(self, amphora: Amphora, wanted: steps.LoadBalancerView) -> bool:
+    def _finds_unrecorded_drain(self, amphora: Amphora, wanted: steps.LoadBalancerView) -> bool:
         """Return whether an amphora drains without a record: a controller may crash after a handover."""
         heard = not amphora.dead and amphora.heard_at is not None and wanted.now - amphora.heard_at < wanted.patience
         if wanted.gone or len(wanted.roles) == 1 or amphora.handed_over or not (amphora.confirmed and heard):
             return False
         try:
-            deadline = self._turn.deadline.within(_FAREWELL_PATIENCE)
+            deadline = self._job.deadline.within(_QUERY_TIMEOUT)
             said = self._agents.vrrp(amphora.id, str(amphora.management_address), deadline=deadline)
         except AgentError as error:
-            self._turn.check()
+            self._job.ensure_may_act()
             LOG.info("could not query the connections of amphora %s, deleting it: %s", amphora.id, error)
             return False
         if said.draining is None or said.holds_vip is not False:
             return False
-        self._note_handed_over(amphora, said.draining, "its connections drain")
+        self._record_handover(amphora, said.draining, "its connections drain")
         return True
 
-    def release(self, amphora: Amphora, wanted: steps.AnyView, compute: Compute, network: Network) -> None:
+    def delete_amphora(self, amphora: Amphora, wanted: steps.AnyView, compute: Compute, network: Network) -> None:
         """Delete an amphora with its machine and its ports.
 
         The ports are deleted even if the machine cannot be deleted: this fences the amphora from the network.
@@ -187,11 +187,11 @@ class Leaving:
             NetworkError: a port still exists.
             DeadlinePassed: the compute backend exceeded its time-out.
         """
-        if isinstance(wanted, steps.LoadBalancerView) and self._drains_unknown(amphora, wanted):
+        if isinstance(wanted, steps.LoadBalancerView) and self._finds_unrecorded_drain(amphora, wanted):
             return
         # Fencing a dead amphora blocks its partner: use the short time-out.
-        patience = _FENCING_PATIENCE if amphora.dead and not wanted.attempts else None
-        deadline = self._turn.deadline if patience is None else self._turn.deadline.within(patience)
+        timeout = _FENCING_TIMEOUT if amphora.dead and not wanted.attempts else None
+        deadline = self._job.deadline if timeout is None else self._job.deadline.within(timeout)
         left: AmphoraDriverError | None = None
         try:
             with apply_deadline(deadline):
@@ -199,18 +199,18 @@ class Leaving:
         except (ComputeError, DeadlinePassed) as error:
             left = error
         for port in network.ports(amphora.id):
-            self._turn.check()
+            self._job.ensure_may_act()
             network.delete_port(port.id)
         if left is not None:
             # Other ports may get its addresses now, so they must not stay recorded.
-            self._turn.check()
+            self._job.ensure_may_act()
             self._write(lambda connection: amphorae.update_amphora(connection, amphora.id, plugged=()))
             raise left
         now = self._database.now()
 
         def forget(connection: sa.Connection) -> None:
             amphorae.delete_amphora(connection, amphora.id)
-            if self._turn.replacing:
-                failovers.record_release(connection, self._turn.lease.load_balancer_id, amphora.id, now)
+            if self._job.replacing:
+                failovers.record_release(connection, self._job.lease.load_balancer_id, amphora.id, now)
 
         self._write(forget)

@@ -31,11 +31,11 @@ from amphora_driver.model.amphora import Amphora, AmphoraState, AttachedPort
 from amphora_driver.model.loadbalancer import Profile
 from amphora_driver.queue.jobs import guard_lease
 from amphora_driver.reconcile import plan as planning
-from amphora_driver.reconcile.drain import Leaving
-from amphora_driver.reconcile.push import Pushing
-from amphora_driver.reconcile.spare_pool import Sparing
+from amphora_driver.reconcile.drain import AmphoraRemoval
+from amphora_driver.reconcile.push import BundlePush
+from amphora_driver.reconcile.spare_pool import SpareSteps
 from amphora_driver.reconcile.steps import step_label
-from amphora_driver.reconcile.vip_allocation import Vips
+from amphora_driver.reconcile.vip_allocation import VipSteps
 from amphora_driver.render.agent_conf import render_agent_conf
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, failovers, generations
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
 
     from amphora_driver.network.interface import Network
     from amphora_driver.reconcile.context import ReconcileContext
-    from amphora_driver.reconcile.job import Turn
+    from amphora_driver.reconcile.job import Job
 
 LOG = logging.getLogger(__name__)
 # Time-out in seconds of the first query of an agent: a longer wait would delay other jobs.
-_GREETING_PATIENCE = 3.0
+_FIRST_QUERY_TIMEOUT = 3.0
 # Values of an amphora without a machine.
-_NOT_BOOTED: dict[str, Any] = {
+_WITHOUT_MACHINE: dict[str, Any] = {
     "management_address": None,
     "plugged": (),
     "booted_at": None,
@@ -64,7 +64,7 @@ _NOT_BOOTED: dict[str, Any] = {
 }
 
 
-class Steps:
+class StepExecutor:
     """Performs the steps of one load balancer in one job.
 
     Attributes:
@@ -72,7 +72,7 @@ class Steps:
         vips_taken: whether an amphora of a new pair has the VIPs; None without a query in this job.
     """
 
-    def __init__(self, context: ReconcileContext, turn: Turn) -> None:
+    def __init__(self, context: ReconcileContext, job: Job) -> None:
         self.absent: frozenset[str] = frozenset()
         self.vips_taken: bool | None = None
         self._conf = context.conf
@@ -81,16 +81,16 @@ class Steps:
         self._agents = context.agents
         self._authority = context.authority
         self._vault = context.vault
-        self._turn = turn
-        self._lease = turn.lease
-        self._doing = ""
-        self.renewal = CertificateRenewer(self._conf, self._database, self._agents, context.trust, turn)
-        self._pushing = Pushing(context, turn, self._write)
-        self._vips = Vips(self._database, self._write, self._conf.network.vip_patience)
-        self.leaving = Leaving(context, turn, self._write)
-        self.sparing = Sparing(context, turn, self._write)
+        self._job = job
+        self._lease = job.lease
+        self._step_label = ""
+        self.renewal = CertificateRenewer(self._conf, self._database, self._agents, context.trust, job)
+        self._push = BundlePush(context, job, self._write)
+        self._vip_steps = VipSteps(self._database, self._write, self._conf.network.vip_patience)
+        self.removal = AmphoraRemoval(context, job, self._write)
+        self.spares = SpareSteps(context, job, self._write)
 
-    def take(self, step: planning.AnyStep, wanted: planning.AnyView, observed: Sequence[Amphora]) -> None:
+    def execute(self, step: planning.AnyStep, wanted: planning.AnyView, observed: Sequence[Amphora]) -> None:
         """Perform one step.
 
         Raises:
@@ -98,16 +98,16 @@ class Steps:
             Superseded: a request has precedence.
             AmphoraDriverError: the step failed; a later job repeats it.
         """
-        LOG.info("load balancer %s: %s", wanted.load_balancer_id, _sentence(step))
-        self._turn.begin_step()
-        self._turn.check()
+        LOG.info("load balancer %s: %s", wanted.load_balancer_id, _describe(step))
+        self._job.begin_step()
+        self._job.ensure_may_act()
         self._network: Network = self._catalogue.network(wanted.network)
         self._compute: Compute = self._catalogue.compute(wanted.compute, wanted.network)
-        self._doing = step_label(step)
-        failpoints.reach_step(self._doing, failpoints.Moment.BEFORE)
-        with apply_deadline(self._turn.deadline), metrics.step(self._doing):
+        self._step_label = step_label(step)
+        failpoints.reach_step(self._step_label, failpoints.Moment.BEFORE)
+        with apply_deadline(self._job.deadline), metrics.step(self._step_label):
             self._perform(step, wanted, {one.id: one for one in observed})
-        failpoints.reach_step(self._doing, failpoints.Moment.MARKED)
+        failpoints.reach_step(self._step_label, failpoints.Moment.MARKED)
 
     def _perform(self, step: planning.AnyStep, wanted: planning.AnyView, by_id: dict[str, Amphora]) -> None:
         match step:
@@ -122,11 +122,11 @@ class Steps:
             case planning.Release():
                 self._release(by_id[step.amphora_id], wanted)
             case planning.RetireSpare():
-                self.sparing.retire(step, wanted.load_balancer_id)
+                self.spares.retire(step, wanted.load_balancer_id)
             case planning.QuerySpares():
-                self.sparing.ask(step, by_id)
+                self.spares.query(step, by_id)
             case planning.DeletePool():
-                self.sparing.disband(wanted.load_balancer_id)
+                self.spares.delete_pool(wanted.load_balancer_id)
             case _ if isinstance(wanted, planning.LoadBalancerView):
                 self._perform_for_load_balancer(step, wanted, by_id)
             case _:
@@ -137,19 +137,19 @@ class Steps:
     ) -> None:
         match step:
             case planning.Adopt():
-                self.sparing.adopt(step, wanted, self._database.now())
+                self.spares.adopt(step, wanted, self._database.now())
             case planning.SetSparePool():
-                self.sparing.join(step, wanted)
+                self.spares.set_pool(step, wanted)
             case planning.Plug():
                 self._plug(step)
             case planning.Unplug():
                 self._unplug(by_id[step.amphora_id], step.network_id)
             case planning.BumpGeneration():
-                self._renew(wanted)
+                self._bump_generation(wanted)
             case planning.Push():
-                self._pushing.push(step, wanted, tuple(by_id.values()))
+                self._push.push(step, wanted, tuple(by_id.values()))
             case planning.Confirm():
-                self._pushing.confirm(wanted)
+                self._push.confirm(wanted)
             case _:
                 self._perform_for_vips(step, wanted, by_id)
 
@@ -164,13 +164,13 @@ class Steps:
             case planning.ReleaseVip():
                 self._release_vip(wanted)
             case planning.QueryVips():
-                self._ask_vips(tuple(by_id.values()))
+                self._query_vips(tuple(by_id.values()))
             case planning.QueryVipHolder():
-                self.leaving.ask_holder(step, by_id)
+                self.removal.query_holder(step, by_id)
             case planning.HandOver():
-                self.leaving.hand_over(by_id[step.amphora_id], by_id[step.to])
+                self.removal.hand_over_vips(by_id[step.amphora_id], by_id[step.to])
             case planning.CheckDrain():
-                self.leaving.look_after(step, by_id[step.amphora_id])
+                self.removal.check_drain(step, by_id[step.amphora_id])
             case _:
                 raise _no_such_step(step, "load balancer")
 
@@ -179,10 +179,10 @@ class Steps:
             guard_lease(connection, self._lease, applied)
             change(connection)
 
-        failpoints.reach_step(self._doing, failpoints.Moment.DONE)
+        failpoints.reach_step(self._step_label, failpoints.Moment.DONE)
         self._database.write(write)
 
-    def _marked(
+    def _record_result(
         self, event: Event, amphora_id: str, change: Callable[[sa.Connection], object], detail: str | None = None
     ) -> None:
         """Record the result of a step, and its event in the history of fail-overs in progress."""
@@ -190,12 +190,12 @@ class Steps:
 
         def write(connection: sa.Connection) -> None:
             change(connection)
-            if self._turn.replacing:
+            if self._job.replacing:
                 failovers.record_event(connection, self._lease.load_balancer_id, event, now, amphora_id, detail)
 
         self._write(write)
 
-    def _amphora(self, amphora_id: str) -> Amphora:
+    def _read_amphora(self, amphora_id: str) -> Amphora:
         found = self._database.read(lambda connection: amphorae.load_amphorae(connection, self._lease.load_balancer_id))
         return next(one for one in found if one.id == amphora_id)
 
@@ -205,7 +205,7 @@ class Steps:
         amphora_id = str(uuid.uuid4())
         sealed = self._vault.seal(Secret(secrets.token_bytes(32)), amphorae.key_location(amphora_id))
         of, role = self._lease.load_balancer_id, step.role
-        self._marked(
+        self._record_result(
             Event.RECORDED,
             amphora_id,
             lambda connection: amphorae.insert_amphora(connection, amphora_id, of, role, sealed),
@@ -223,9 +223,9 @@ class Steps:
             heartbeat_targets=self._conf.health.targets,
             audit_interval=self._conf.audit.agent_interval,
         )
-        profile = _machine_of(wanted)
-        self._turn.check()
-        identity, expires_at = self._identity_of(amphora)
+        profile = _machine_profile(wanted)
+        self._job.ensure_may_act()
+        identity, expires_at = self._issue_credentials(amphora)
         machine = self._compute.boot(
             BootRequest(
                 amphora_id=amphora.id,
@@ -245,7 +245,7 @@ class Steps:
         if machine.state is MachineState.FAILED:
             raise ComputeError(f"boot amphora {amphora.id}", machine.reason or "the machine failed")
         booted_at = amphora.booted_at or self._database.now()
-        self._marked(
+        self._record_result(
             Event.BOOTED,
             amphora.id,
             lambda connection: amphorae.update_amphora(
@@ -259,7 +259,7 @@ class Steps:
             ),
         )
 
-    def _identity_of(self, amphora: Amphora) -> tuple[dict[str, Secret], float]:
+    def _issue_credentials(self, amphora: Amphora) -> tuple[dict[str, Secret], float]:
         """Return an amphora's certificate and its trusted CAs as files, and the expiry of the certificate."""
         given = self.renewal.issue_for_boot(amphora, exists=lambda: self._compute.get(amphora.id) is not None)
         if given is not None:
@@ -279,9 +279,9 @@ class Steps:
         return files, issued.expires_at
 
     def _plug(self, step: planning.Plug) -> None:
-        amphora = self._amphora(step.amphora_id)
+        amphora = self._read_amphora(step.amphora_id)
         port = self._network.ensure_port(amphora.id, step.network_id, step.subnet_ids)
-        self._turn.check()
+        self._job.ensure_may_act()
         try:
             self._compute.attach(amphora.id, port)
         except ComputeError:
@@ -297,28 +297,28 @@ class Steps:
 
     def _await_agent(self, step: planning.AwaitAgent) -> None:
         """Query an agent once; the wait for a booting amphora uses neither this thread nor the lease."""
-        amphora = self._amphora(step.amphora_id)
+        amphora = self._read_amphora(step.amphora_id)
         if amphora.management_address is None:
             # The compute backend may assign the address later.
-            self._check_time(amphora, AgentUnreachable("reach it", "its management address is not known"))
+            self._check_boot_timeout(amphora, AgentUnreachable("reach it", "its management address is not known"))
             self.absent |= {amphora.id}
             return
-        deadline = self._turn.deadline.within(_GREETING_PATIENCE)
+        deadline = self._job.deadline.within(_FIRST_QUERY_TIMEOUT)
         try:
             self._agents.wait_until_ready(amphora.id, amphora.management_address, deadline)
         except AgentUnreachable as error:
             self._check_machine(amphora)
-            self._check_time(amphora, error)
+            self._check_boot_timeout(amphora, error)
             LOG.info("waiting for the agent of amphora %s: %s", amphora.id, error.happened)
             self.absent |= {amphora.id}
             return
         except (AgentRefused, AgentUntrusted) as error:
             # Another machine may have this address, for example an old one: a new boot may help.
             self._check_machine(amphora)
-            self._check_time(amphora, error)
+            self._check_boot_timeout(amphora, error)
             raise
         now = self._database.now()
-        self._marked(
+        self._record_result(
             Event.READY,
             amphora.id,
             lambda connection: amphorae.update_amphora(connection, amphora.id, state=AmphoraState.READY, ready_at=now),
@@ -329,11 +329,11 @@ class Steps:
         machine = self._compute.get(amphora.id)
         if machine is not None and machine.state is not MachineState.FAILED:
             return
-        self._write(lambda connection: amphorae.update_amphora(connection, amphora.id, **_NOT_BOOTED))
+        self._write(lambda connection: amphorae.update_amphora(connection, amphora.id, **_WITHOUT_MACHINE))
         reason = machine.reason if machine is not None else ""
         raise ComputeError(f"boot amphora {amphora.id}", reason or "its machine ended before the agent answered")
 
-    def _check_time(self, amphora: Amphora, error: AgentError) -> None:
+    def _check_boot_timeout(self, amphora: Amphora, error: AgentError) -> None:
         """Delete a machine whose agent exceeds the boot time-out; the next job boots it again."""
         most, now = float(self._conf.controller.boot_timeout), self._database.now()
         if amphora.booted_at is None:
@@ -344,26 +344,26 @@ class Steps:
             or self._database.seconds_since_clock_jump() < most
         ):
             return
-        self._turn.check()
+        self._job.ensure_may_act()
         self._compute.destroy(amphora.id)
-        self._write(lambda connection: amphorae.update_amphora(connection, amphora.id, **_NOT_BOOTED))
+        self._write(lambda connection: amphorae.update_amphora(connection, amphora.id, **_WITHOUT_MACHINE))
         happened = f"its agent has not answered in {most:g} s: {error.happened}"
         # The user has waited for the whole time-out: report ERROR now, before the next boot.
         raise ComputeError(f"boot amphora {amphora.id}", happened, final=True)
 
-    def _ask_vips(self, everyone: tuple[Amphora, ...]) -> None:
-        self.vips_taken = self._pushing.vips_taken(everyone)
+    def _query_vips(self, everyone: tuple[Amphora, ...]) -> None:
+        self.vips_taken = self._push.query_vips_taken(everyone)
 
     # --- VIPs -------------------------------------------------------------------------------------------------------
 
     def _allocate_vip(self, wanted: planning.LoadBalancerView, by_id: dict[str, Amphora]) -> None:
         if wanted.tree is not None:
             machines = [one.compute_id for one in by_id.values() if one.compute_id]
-            self._vips.allocate(self._network, wanted.tree, wanted.network, wanted.generation, machines)
+            self._vip_steps.allocate(self._network, wanted.tree, wanted.network, wanted.generation, machines)
 
     def _apply_vip_options(self, wanted: planning.LoadBalancerView, by_id: dict[str, Amphora]) -> None:
         if wanted.tree is not None:
-            self._vips.apply(self._network, wanted.tree, tuple(by_id.values()), wanted.generation)
+            self._vip_steps.apply(self._network, wanted.tree, tuple(by_id.values()), wanted.generation)
 
     # --- remove an amphora ------------------------------------------------------------------------------------------
 
@@ -371,25 +371,25 @@ class Steps:
         for plugged in amphora.plugged:
             if plugged.port.network_id == network_id:
                 self._compute.detach(amphora.id, plugged.port)
-                self._turn.check()
+                self._job.ensure_may_act()
                 self._network.delete_port(plugged.port.id)
         left = tuple(one for one in amphora.plugged if one.port.network_id != network_id)
         self._write(lambda connection: amphorae.update_amphora(connection, amphora.id, plugged=left))
 
     def _release(self, amphora: Amphora, wanted: planning.AnyView) -> None:
-        self.leaving.release(amphora, wanted, self._compute, self._network)
+        self.removal.delete_amphora(amphora, wanted, self._compute, self._network)
 
-    def _renew(self, wanted: planning.LoadBalancerView) -> None:
+    def _bump_generation(self, wanted: planning.LoadBalancerView) -> None:
         self._write(
             lambda connection: generations.bump_generation(connection, wanted.load_balancer_id, wanted.generation)
         )
 
     def _release_vip(self, wanted: planning.LoadBalancerView) -> None:
         self._network.release_vip(wanted.load_balancer_id)
-        self._pushing.confirm(wanted)
+        self._push.confirm(wanted)
 
 
-def _machine_of(wanted: planning.AnyView) -> Profile:
+def _machine_profile(wanted: planning.AnyView) -> Profile:
     """Return the profile with the machine settings of the amphorae."""
     if isinstance(wanted, planning.SparePoolView):
         return wanted.stock.spec.profile()
@@ -400,7 +400,7 @@ def _no_such_step(step: planning.AnyStep, target: str) -> TypeError:
     return TypeError(f"{type(step).__name__} is not a step of a {target}")
 
 
-def _sentence(step: planning.AnyStep) -> str:
+def _describe(step: planning.AnyStep) -> str:
     what = {name: value for name, value in msgspec.structs.asdict(step).items() if name != "reason"}
     return f"{type(step).__name__} {what or ''} because {step.reason}"
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One job: its lease, its deadline, and its preemption by other requests.
 
-Invariant: `check` precedes each effect outside the database. A deletion has precedence over a fail-over, and a
+Invariant: `ensure_may_act` precedes each effect outside the database. A deletion has precedence over a fail-over, and a
 fail-over has precedence over everything else. A job for a lower request ends at its next check, and its load balancer
 is claimed again at once. A job ends in the same way when its process stops.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _FAILOVER = "failover loadbalancer"
 
 
-class Turn:
+class Job:
     """One job of this process.
 
     Args:
@@ -39,10 +39,10 @@ class Turn:
     Attributes:
         generation: the newest generation this job has observed.
         op: the requested operation of that observation.
-        since: start of the current step, by `time.monotonic()`.
+        step_started_at: start of the current step, by `time.monotonic()`.
         replacing: a fail-over is in progress, and its events are recorded.
         staying: amphorae that were not retiring in the last observation.
-        over: this job has deleted its own row.
+        row_deleted: this job has deleted its own row.
     """
 
     def __init__(self, lease: Lease, database: Database, seconds: float) -> None:
@@ -50,22 +50,22 @@ class Turn:
         self.deadline = Deadline(seconds, f"work on load balancer {lease.load_balancer_id}")
         self.generation = 0
         self.op: str = Op.APPLY
-        self.since = time.monotonic()
+        self.step_started_at = time.monotonic()
         self.replacing = False
         self.staying: frozenset[str] = frozenset()
-        self.over = False
+        self.row_deleted = False
         self._database = database
-        self._gives_way: str | None = None
+        self._preempted_by: str | None = None
 
     def begin_step(self) -> None:
         """Record the start of a step."""
-        self.since = time.monotonic()
+        self.step_started_at = time.monotonic()
 
-    def saw(self, generation: int, op: str) -> None:
+    def record_observation(self, generation: int, op: str) -> None:
         """Record the generation and the operation that the following steps are for."""
         self.generation, self.op = generation, op
 
-    def check(self) -> None:
+    def ensure_may_act(self) -> None:
         """Check the lease, the precedence and the deadline; called immediately before an external effect.
 
         Raises:
@@ -73,33 +73,33 @@ class Turn:
             Superseded: a request has precedence, or this process stops.
             DeadlinePassed: the time-out of the job has passed.
         """
-        first = self._database.read(self._goes_first)
-        if first is not None and self._gives_way is None:
-            self._gives_way = first
-        if self._gives_way is not None:
-            raise self.superseded()
+        first = self._database.read(self._read_preemption)
+        if first is not None and self._preempted_by is None:
+            self._preempted_by = first
+        if self._preempted_by is not None:
+            raise self.preemption_error()
         self.deadline.limit_wait(1.0)
 
-    def superseded(self) -> Superseded:
+    def preemption_error(self) -> Superseded:
         """Return the error of a preempted job."""
-        return Superseded(f"continue with load balancer {self.lease.load_balancer_id}", str(self._gives_way))
+        return Superseded(f"continue with load balancer {self.lease.load_balancer_id}", str(self._preempted_by))
 
-    def give_way(self, reason: str, grace: float = 0.0) -> None:
+    def preempt(self, reason: str, grace: float = 0.0) -> None:
         """Preempt the job from another thread: at its next check, and in a wait after `grace` seconds."""
-        if self._gives_way is None:
-            self._gives_way = reason
+        if self._preempted_by is None:
+            self._preempted_by = reason
         self.deadline.bring_forward(reason, grace)
 
     @property
-    def gives_way(self) -> bool:
+    def is_preempted(self) -> bool:
         """Return whether the job is preempted."""
-        return self._gives_way is not None
+        return self._preempted_by is not None
 
-    def _goes_first(self, connection: sa.Connection) -> str | None:
+    def _read_preemption(self, connection: sa.Connection) -> str | None:
         generation, op, urgent = check_lease(connection, self.lease)
-        return self.beaten_by(connection, generation, op, urgent=urgent)
+        return self.preemption_reason(connection, generation, op, urgent=urgent)
 
-    def beaten_by(self, connection: sa.Connection, generation: int, op: str, *, urgent: bool) -> str | None:
+    def preemption_reason(self, connection: sa.Connection, generation: int, op: str, *, urgent: bool) -> str | None:
         """Return the reason why a newer request has precedence over this job; None if there is none.
 
         Args:
@@ -125,16 +125,16 @@ class Turn:
         return "a fail-over was requested" if asked else None
 
 
-def goes_first(connection: sa.Connection, turns: Sequence[Turn]) -> dict[Turn, str]:
+def find_preempted_jobs(connection: sa.Connection, jobs: Sequence[Job]) -> dict[Job, str]:
     """Return the preempted jobs and those with a lost lease, each with the reason."""
-    by_id = {turn.lease.load_balancer_id: turn for turn in turns}
+    by_id = {job.lease.load_balancer_id: job for job in jobs}
     columns = (work.c.load_balancer_id, work.c.owner, work.c.epoch, work.c.generation, work.c.op, work.c.free_at)
     rows = connection.execute(sa.select(*columns).where(work.c.load_balancer_id.in_(by_id))).all()
     found = {}
     for row in rows:
-        turn = by_id[row.load_balancer_id]
-        if (row.owner, row.epoch) != (turn.lease.owner, turn.lease.epoch):
-            found[turn] = "another controller has taken it over"
-        elif reason := turn.beaten_by(connection, row.generation, row.op, urgent=row.free_at < 0.0):
-            found[turn] = reason
+        job = by_id[row.load_balancer_id]
+        if (row.owner, row.epoch) != (job.lease.owner, job.lease.epoch):
+            found[job] = "another controller has taken it over"
+        elif reason := job.preemption_reason(connection, row.generation, row.op, urgent=row.free_at < 0.0):
+            found[job] = reason
     return found

@@ -18,31 +18,33 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
+class OmittedObjects(msgspec.Struct, frozen=True, kw_only=True):
     """The objects that a generation omits, as `work.left_out` stores them: reasons by object id."""
 
     generation: int
     reasons: dict[str, str]
 
 
-def left_out_of(row: sa.Row[tuple[object, ...]]) -> dict[str, str]:
+def read_omitted_objects(row: sa.Row[tuple[object, ...]]) -> dict[str, str]:
     """Return the omitted objects of the newest generation from a row of `work`: reasons by object id."""
     if row.left_out is None:
         return {}
-    found = msgspec.json.decode(row.left_out, type=LeftOut)
+    found = msgspec.json.decode(row.left_out, type=OmittedObjects)
     return found.reasons if found.generation == row.generation else {}
 
 
-def leave_out(connection: sa.Connection, load_balancer_id: str, generation: int, reasons: Mapping[str, str]) -> None:
+def record_omitted_objects(
+    connection: sa.Connection, load_balancer_id: str, generation: int, reasons: Mapping[str, str]
+) -> None:
     """Record the omitted objects of a generation; the caller holds the lease."""
-    text = msgspec.json.encode(LeftOut(generation=generation, reasons=dict(reasons))).decode()
-    _put(connection, load_balancer_id, text)
+    text = msgspec.json.encode(OmittedObjects(generation=generation, reasons=dict(reasons))).decode()
+    _store(connection, load_balancer_id, text)
 
 
-def forget(connection: sa.Connection, load_balancer_id: str) -> None:
+def clear_omitted_objects(connection: sa.Connection, load_balancer_id: str) -> None:
     """Clear the record of omitted objects; the caller holds the lease."""
-    _put(connection, load_balancer_id, None)
+    _store(connection, load_balancer_id, None)
 
 
-def _put(connection: sa.Connection, load_balancer_id: str, text: str | None) -> None:
+def _store(connection: sa.Connection, load_balancer_id: str, text: str | None) -> None:
     connection.execute(work.update().where(work.c.load_balancer_id == load_balancer_id).values(left_out=text))

@@ -25,8 +25,8 @@ from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.model.secret_refs import ticket_secret_name
 from amphora_driver.queue.jobs import oldest_open_request, record_outcome
 from amphora_driver.reconcile import desired_bundle, omitted_objects, secret_files, vrrp_peers
-from amphora_driver.reconcile.defaults import advert_interval, limited
-from amphora_driver.reconcile.tls_tickets import begun, ticket_keys
+from amphora_driver.reconcile.defaults import advert_interval, with_process_limits
+from amphora_driver.reconcile.tls_tickets import create_ticket_state, ticket_keys
 from amphora_driver.render.bundle import Served
 from amphora_driver.store import amphorae, failovers, generations, status_outbox
 from amphora_driver.store import sealed_secrets as kept
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from amphora_driver.model.secret_refs import SecretName
     from amphora_driver.reconcile import steps
     from amphora_driver.reconcile.context import ReconcileContext, WriteUnderLease
-    from amphora_driver.reconcile.job import Turn
+    from amphora_driver.reconcile.job import Job
     from amphora_driver.render.tls import File
 
     # Result of a wave by amphora id; None if the amphora serves the generation.
@@ -50,18 +50,18 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 # If HAProxy refuses one object, the push is repeated without it, for at most this number of objects.
-_MOST_CULPRITS = 16
-_TOO_OLD = "its amphorae do not support UDP and SCTP: rotate them (amphoractl rotate)"
+_MAX_REJECTED_OBJECTS = 16
+_NO_UDP_SUPPORT = "its amphorae do not support UDP and SCTP: rotate them (amphoractl rotate)"
 # Time-out in seconds of a push to a retiring amphora, and of a query for the VIPs.
-_FAREWELL_PATIENCE = 5.0
-_VIP_PATIENCE = 3.0
+_RETIRING_TIMEOUT = 5.0
+_VIP_QUERY_TIMEOUT = 3.0
 
 
-class _Taken(Exception):
+class _GenerationConflict(Exception):
     """An amphora serves this generation already, with a different content."""
 
 
-class _Round(msgspec.Struct, frozen=True, kw_only=True):
+class _Wave(msgspec.Struct, frozen=True, kw_only=True):
     """One wave of a push: its targets, and the state that determines their bundles."""
 
     tree: LoadBalancer
@@ -73,31 +73,31 @@ class _Round(msgspec.Struct, frozen=True, kw_only=True):
     networks: frozenset[str]
 
 
-class Pushing:
+class BundlePush:
     """Pushes of one load balancer under one lease.
 
     Args:
         context: clients and backends of this controller.
-        turn: the job, with its lease and deadline.
+        job: the job, with its lease and deadline.
         write: runs a change of the store under the lease; `applied` is the generation that every amphora serves now.
     """
 
-    def __init__(self, context: ReconcileContext, turn: Turn, write: WriteUnderLease) -> None:
+    def __init__(self, context: ReconcileContext, job: Job, write: WriteUnderLease) -> None:
         self._conf = context.conf
         self._agents = context.agents
         self._database = context.database
         self._vault = context.vault
         self._catalogue = context.catalogue
-        self._turn = turn
+        self._job = job
         self._write = write
         # Objects that cannot be served in the generation being pushed: reasons by object id.
-        self._failed: dict[str, str] = {}
+        self._omitted: dict[str, str] = {}
         # The rendered configuration without those objects; None after another one was found.
         self._served: Served | None = None
         # The seed of the TLS ticket keys, if this job created it after `wanted` was read.
-        self._made: SealedSecret | None = None
+        self._new_seed: SealedSecret | None = None
         # Time of acceptance of the oldest request that the last confirmation answered; None without a request.
-        self._accepted: float | None = None
+        self._accepted_at: float | None = None
 
     def push(self, step: steps.Push, wanted: steps.LoadBalancerView, everyone: Sequence[Amphora]) -> None:
         """Push the newest generation to the step's amphorae, wave after wave.
@@ -109,26 +109,26 @@ class Pushing:
         """
         if wanted.tree is None:
             raise ModelError("push a configuration", "the load balancer is to be deleted")
-        self._failed = secret_files.lacking(wanted.tree, wanted.secrets) | wanted.failed
-        self._served = self._made = None
+        self._omitted = secret_files.pools_without_secret(wanted.tree, wanted.secrets) | wanted.failed
+        self._served = self._new_seed = None
         by_id = {one.id: one for one in everyone}
-        missed: AgentError | None = None
+        unreachable: AgentError | None = None
         try:
-            for number, wave in enumerate(step.waves, start=1):
-                round_ = _Round(
-                    tree=limited(wanted.tree, self._conf),
+            for number, targets in enumerate(step.waves, start=1):
+                wave = _Wave(
+                    tree=with_process_limits(wanted.tree, self._conf),
                     generation=wanted.generation,
-                    targets=tuple(by_id[one] for one in wave),
+                    targets=tuple(by_id[one] for one in targets),
                     everyone=tuple(everyone),
                     priorities=wanted.priorities,
                     optional=step.optional,
                     networks=frozenset(wanted.networks),
                 )
                 if number > 1:
-                    self._turn.check()
-                whole = step.whole and number == len(step.waves) and missed is None
-                missed = self._wave(round_, wanted, whole=whole) or missed
-        except _Taken:
+                    self._job.ensure_may_act()
+                whole = step.whole and number == len(step.waves) and unreachable is None
+                unreachable = self._push_wave(wave, wanted, whole=whole) or unreachable
+        except _GenerationConflict:
             LOG.info(
                 "load balancer %s: an amphora serves generation %d with another content, using the next one",
                 wanted.load_balancer_id,
@@ -138,158 +138,162 @@ class Pushing:
                 lambda connection: generations.bump_generation(connection, wanted.load_balancer_id, wanted.generation)
             )
             return
-        if missed is not None:
-            raise missed
+        if unreachable is not None:
+            raise unreachable
 
     def confirm(self, wanted: steps.LoadBalancerView) -> None:
         """Record that every amphora serves the newest generation, also after pushes of earlier jobs."""
-        self._write(lambda connection: self._confirmed(connection, wanted), applied=wanted.generation)
-        self._note_latency()
+        self._write(lambda connection: self._record_confirmation(connection, wanted), applied=wanted.generation)
+        self._observe_latency()
 
-    def vips_taken(self, everyone: Sequence[Amphora]) -> bool:
+    def query_vips_taken(self, everyone: Sequence[Amphora]) -> bool:
         """Return whether an amphora has the VIPs; True if this is unknown, so that the job goes on."""
-        deadline = self._turn.deadline.within(_VIP_PATIENCE)
+        deadline = self._job.deadline.within(_VIP_QUERY_TIMEOUT)
         try:
             said = [self._agents.info(one.id, str(one.management_address), deadline=deadline) for one in everyone]
         except AgentError as error:
             LOG.warning(
                 "could not query the amphorae of load balancer %s for the VIPs: %s",
-                self._turn.lease.load_balancer_id,
+                self._job.lease.load_balancer_id,
                 error,
             )
             return True
         return any(one.holds_vip for one in said) or all(one.holds_vip is None for one in said)
 
-    def _wave(self, round_: _Round, wanted: steps.LoadBalancerView, *, whole: bool) -> AgentError | None:
+    def _push_wave(self, wave: _Wave, wanted: steps.LoadBalancerView, *, whole: bool) -> AgentError | None:
         """Push to the amphorae of one wave; return the error of an unreachable one."""
-        for _ in range(_MOST_CULPRITS):
+        for _ in range(_MAX_REJECTED_OBJECTS):
             if self._served is None:
-                self._served = self._rendered(wanted, round_.tree)
-            answers = self._ask(round_, self._served)
-            refusal = _refusal(answers, round_.generation, round_.optional)
+                self._served = self._render(wanted, wave.tree)
+            answers = self._push_to_all(wave, self._served)
+            refusal = _find_refusal(answers, wave.generation, wave.optional)
             if refusal is None:
-                return self._settle(round_, wanted, answers, whole=whole)
-            culprits = _culprits(refusal, self._served)
-            if culprits.keys() <= self._failed.keys():
+                return self._record_wave(wave, wanted, answers, whole=whole)
+            rejected = _rejected_objects(refusal, self._served)
+            if rejected.keys() <= self._omitted.keys():
                 raise refusal
-            for object_id in culprits:
-                LOG.warning("load balancer %s: omitting %s: %s", round_.tree.id, object_id, refusal.happened)
-            self._failed |= culprits
+            for object_id in rejected:
+                LOG.warning("load balancer %s: omitting %s: %s", wave.tree.id, object_id, refusal.happened)
+            self._omitted |= rejected
             self._served = None
         raise ModelError(
-            f"find a configuration of load balancer {round_.tree.id} that HAProxy accepts",
-            f"it was refused {_MOST_CULPRITS} times: {next(iter(self._failed.values()))}",
+            f"find a configuration of load balancer {wave.tree.id} that HAProxy accepts",
+            f"it was refused {_MAX_REJECTED_OBJECTS} times: {next(iter(self._omitted.values()))}",
         )
 
-    def _ask(self, round_: _Round, served: Served) -> Answers:
+    def _push_to_all(self, wave: _Wave, served: Served) -> Answers:
         """Push to all amphorae of the wave in parallel."""
 
         def push(amphora: Amphora) -> AgentError | None:
             # The log context belongs to the job's thread, so each thread of the pool sets it again.
-            with log_context.about(round_.tree.id, amphora.id, round_.generation):
+            with log_context.about(wave.tree.id, amphora.id, wave.generation):
                 try:
-                    self._give(round_, amphora, served)
+                    self._push_to(wave, amphora, served)
                 except AgentError as error:
                     metrics.count_push_failure(error)
                     return error
             return None
 
-        if len(round_.targets) == 1:
-            return {round_.targets[0].id: push(round_.targets[0])}
-        with ThreadPoolExecutor(len(round_.targets)) as pool:
-            return dict(zip((one.id for one in round_.targets), pool.map(push, round_.targets), strict=True))
+        if len(wave.targets) == 1:
+            return {wave.targets[0].id: push(wave.targets[0])}
+        with ThreadPoolExecutor(len(wave.targets)) as pool:
+            return dict(zip((one.id for one in wave.targets), pool.map(push, wave.targets), strict=True))
 
-    def _give(self, round_: _Round, amphora: Amphora, served: Served) -> None:
+    def _push_to(self, wave: _Wave, amphora: Amphora, served: Served) -> None:
         # A draining amphora must not delay the others: use the short time-out.
         leaves = amphora.drains_until is not None
-        body = desired_bundle.body(
-            round_.tree,
-            round_.generation,
+        body = desired_bundle.build_bundle(
+            wave.tree,
+            wave.generation,
             amphora,
-            round_.everyone,
+            wave.everyone,
             served,
-            round_.networks,
-            round_.priorities,
-            advert_interval(round_.tree, self._conf),
+            wave.networks,
+            wave.priorities,
+            advert_interval(wave.tree, self._conf),
         )
-        deadline = self._turn.deadline.within(_FAREWELL_PATIENCE) if leaves else self._turn.deadline
+        deadline = self._job.deadline.within(_RETIRING_TIMEOUT) if leaves else self._job.deadline
         applied = self._agents.put_bundle(amphora.id, str(amphora.management_address), body, deadline=deadline)
         # The agent may have replaced this push with a newer generation of another controller.
-        if applied.generation < round_.generation:
-            wanted = f"have amphora {amphora.id} serve generation {round_.generation}"
+        if applied.generation < wave.generation:
+            wanted = f"have amphora {amphora.id} serve generation {wave.generation}"
             raise AgentRefused(wanted, f"it serves {applied.generation}")
-        words = (amphora.id, round_.generation, printable(applied.how, 20), printable(applied.reason, 500))
+        words = (amphora.id, wave.generation, printable(applied.how, 20), printable(applied.reason, 500))
         LOG.info("amphora %s serves generation %d by %s (%s)", *words)
         metrics.count_push(applied.how)
 
-    def _settle(
-        self, round_: _Round, wanted: steps.LoadBalancerView, answers: Answers, *, whole: bool
+    def _record_wave(
+        self, wave: _Wave, wanted: steps.LoadBalancerView, answers: Answers, *, whole: bool
     ) -> AgentError | None:
         """Record the confirmations of the wave; return the error of an unreachable amphora."""
-        missed = None
+        unreachable = None
         for amphora_id, error in answers.items():
-            if error is not None and amphora_id in round_.optional:
+            if error is not None and amphora_id in wave.optional:
                 LOG.warning("retiring amphora %s does not accept the configuration: %s", amphora_id, error)
             elif error is not None:
-                missed = error
-        served = [one for one in round_.targets if answers[one.id] is None]
-        all_serve = whole and missed is None
+                unreachable = error
+        served = [one for one in wave.targets if answers[one.id] is None]
+        all_serve = whole and unreachable is None
         now = self._database.now()
 
         def write(connection: sa.Connection) -> None:
             for one in served:
-                values: dict[str, Any] = {"confirmed": round_.generation, "confirmed_at": now, "drifts": False}
-                if round_.priorities:
-                    values["partners"] = vrrp_peers.partners(one, round_.everyone, round_.tree.vip)
+                values: dict[str, Any] = {"confirmed": wave.generation, "confirmed_at": now, "drifts": False}
+                if wave.priorities:
+                    values["partners"] = vrrp_peers.partners(one, wave.everyone, wave.tree.vip)
                 amphorae.update_amphora(connection, one.id, **values)
                 if wanted.replacing and one.state is not AmphoraState.RETIRING:
                     failovers.record_event(connection, wanted.load_balancer_id, Event.CONFIRMED, now, one.id)
             if all_serve:
                 # This is usually the last missing confirmation: record both in one transaction.
-                self._confirmed(connection, wanted)
-            elif served and self._failed and wanted.applied < round_.generation:
+                self._record_confirmation(connection, wanted)
+            elif served and self._omitted and wanted.applied < wave.generation:
                 # A later job may confirm the generation and needs the omitted objects.
-                omitted_objects.leave_out(connection, wanted.load_balancer_id, round_.generation, self._without(wanted))
+                omitted_objects.record_omitted_objects(
+                    connection, wanted.load_balancer_id, wave.generation, self._all_omitted(wanted)
+                )
 
-        self._write(write, applied=round_.generation if all_serve else None)
-        self._note_latency()
-        return missed
+        self._write(write, applied=wave.generation if all_serve else None)
+        self._observe_latency()
+        return unreachable
 
-    def _confirmed(self, connection: sa.Connection, wanted: steps.LoadBalancerView) -> None:
-        of, failed = self._turn.lease.load_balancer_id, self._without(wanted)
+    def _record_confirmation(self, connection: sa.Connection, wanted: steps.LoadBalancerView) -> None:
+        of, failed = self._job.lease.load_balancer_id, self._all_omitted(wanted)
         known = InitialStatuses({}, {}) if wanted.tree is None else initial_statuses(wanted.tree, failed)
         certain, first = _observations(known.certain), _observations(known.first)
         status_outbox.confirm_generation(connection, of, wanted.generation, failed, certain, first)
         if wanted.replacing and not wanted.gone:
-            failovers.record_served(connection, of, self._database.now(), but=self._turn.staying)
+            failovers.record_served(connection, of, self._database.now(), but=self._job.staying)
         outcome = "served" if not failed else "served without " + ", ".join(sorted(failed))
-        self._accepted = oldest_open_request(connection, of, wanted.generation)
+        self._accepted_at = oldest_open_request(connection, of, wanted.generation)
         record_outcome(connection, of, wanted.generation, outcome)
         if failed:
-            omitted_objects.forget(connection, of)
+            omitted_objects.clear_omitted_objects(connection, of)
 
-    def _note_latency(self) -> None:
+    def _observe_latency(self) -> None:
         """Observe the time from the oldest request to its confirmation."""
-        metrics.observe_apply(self._accepted, time.time())
-        self._accepted = None
+        metrics.observe_apply(self._accepted_at, time.time())
+        self._accepted_at = None
 
-    def _without(self, wanted: steps.LoadBalancerView) -> dict[str, str]:
+    def _all_omitted(self, wanted: steps.LoadBalancerView) -> dict[str, str]:
         """Return the objects that the newest generation omits; none for a load balancer to be deleted."""
-        return {} if wanted.gone else {**wanted.failed, **wanted.left_out, **self._failed}
+        return {} if wanted.gone else {**wanted.failed, **wanted.left_out, **self._omitted}
 
     # --- what is served ---------------------------------------------------------------------------------------------
 
-    def _rendered(self, wanted: steps.LoadBalancerView, tree: LoadBalancer) -> Served:
+    def _render(self, wanted: steps.LoadBalancerView, tree: LoadBalancer) -> Served:
         """Render the load balancer without the objects that cannot be served, and note these objects."""
         rendered = desired_bundle.render_servable(
-            tree, self._failed, self._conf, self._vault, lambda files: self._tickets(wanted, files)
+            tree, self._omitted, self._conf, self._vault, lambda files: self._secrets_with_ticket_seed(wanted, files)
         )
         for object_id, reason in rendered.without_secret.items():
             LOG.warning("load balancer %s: omitting %s: %s", tree.id, object_id, reason)
-        self._failed = rendered.omitted
+        self._omitted = rendered.omitted
         return rendered.served
 
-    def _tickets(self, wanted: steps.LoadBalancerView, files: Sequence[File]) -> dict[SecretName, SealedSecret]:
+    def _secrets_with_ticket_seed(
+        self, wanted: steps.LoadBalancerView, files: Sequence[File]
+    ) -> dict[SecretName, SealedSecret]:
         """Return the load balancer's secrets, with the seed of its TLS ticket keys if a file needs it.
 
         A missing seed is created, and a seed that no key of the vault opens is replaced. A replacement costs each
@@ -297,20 +301,20 @@ class Pushing:
         """
         name = ticket_secret_name(wanted.load_balancer_id)
         asked = any(file.secret == name for file in files)
-        if not asked or (wanted.tickets is not None and self._usable(name, wanted.secrets.get(name))):
+        if not asked or (wanted.tickets is not None and self._is_usable(name, wanted.secrets.get(name))):
             return wanted.secrets
-        if self._made is None:
-            self._made = SealedSecret(content=self._vault.seal(begun(), kept.secret_location(name)))
-            made, due = {name: self._made}, self._database.now() + self._conf.tls.ticket_key_period
+        if self._new_seed is None:
+            self._new_seed = SealedSecret(content=self._vault.seal(create_ticket_state(), kept.secret_location(name)))
+            made, due = {name: self._new_seed}, self._database.now() + self._conf.tls.ticket_key_period
 
             def write(connection: sa.Connection) -> None:
                 kept.replace_secrets(connection, wanted.load_balancer_id, made)
                 generations.start_ticket_rotation(connection, wanted.load_balancer_id, due)
 
             self._write(write)
-        return {**wanted.secrets, name: self._made}
+        return {**wanted.secrets, name: self._new_seed}
 
-    def _usable(self, name: SecretName, sealed: SealedSecret | None) -> bool:
+    def _is_usable(self, name: SecretName, sealed: SealedSecret | None) -> bool:
         if sealed is None or sealed.content is None:
             return False
         try:
@@ -327,25 +331,25 @@ def _observations(found: Statuses) -> list[status_outbox.Observation]:
     ]
 
 
-def _culprits(refusal: AgentRefused, served: Served) -> dict[str, str]:
+def _rejected_objects(refusal: AgentRefused, served: Served) -> dict[str, str]:
     """Return the objects to omit, with the reasons by object id; empty if the refusal names none."""
     if refusal.object_id is not None:
         return {refusal.object_id: refusal.happened}
     # An agent without UDP support cannot parse a bundle with UDP listeners.
     if refusal.status == HTTPStatus.BAD_REQUEST:
-        return {one.id: _TOO_OLD for one in served.virtual}
+        return {one.id: _NO_UDP_SUPPORT for one in served.virtual}
     return {}
 
 
-def _refusal(answers: Answers, generation: int, optional: frozenset[str]) -> AgentRefused | None:
+def _find_refusal(answers: Answers, generation: int, optional: frozenset[str]) -> AgentRefused | None:
     """Return the refusal of the configuration by an amphora, if there is one.
 
     A server error (5xx) or an unreachable amphora is no refusal of the configuration.
 
     Raises:
-        _Taken: an amphora serves the generation already, with a different content.
+        _GenerationConflict: an amphora serves the generation already, with a different content.
     """
     said = [error for one, error in answers.items() if one not in optional and isinstance(error, AgentRefused)]
     if any(error.status == HTTPStatus.CONFLICT and error.generation == generation for error in said):
-        raise _Taken
+        raise _GenerationConflict
     return next((error for error in said if error.status < HTTPStatus.INTERNAL_SERVER_ERROR), None)

@@ -31,12 +31,12 @@ from amphora_driver.model.secret_refs import secrets_of_tree
 from amphora_driver.queue.jobs import Jobs, Lease, guard_lease, has_open_request, record_outcome
 from amphora_driver.reconcile import plan as planning
 from amphora_driver.reconcile import vip_allocation
-from amphora_driver.reconcile.boot_wait import Awaited, WaitingRoom
+from amphora_driver.reconcile.boot_wait import AwaitedAgent, BootWait
 from amphora_driver.reconcile.defaults import advert_interval
-from amphora_driver.reconcile.executor import Steps
-from amphora_driver.reconcile.job import Turn
-from amphora_driver.reconcile.omitted_objects import left_out_of
-from amphora_driver.reconcile.tree_cache import Trees
+from amphora_driver.reconcile.executor import StepExecutor
+from amphora_driver.reconcile.job import Job
+from amphora_driver.reconcile.omitted_objects import read_omitted_objects
+from amphora_driver.reconcile.tree_cache import TreeCache
 from amphora_driver.store import amphorae, failovers, sealed_secrets, status_outbox
 from amphora_driver.store.requests import Op
 
@@ -50,18 +50,18 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 # Shortest pause in seconds before the next job, so that other jobs run first. The plan may ask for less if a user
 # waits.
-_REST = 1.0
+_MIN_PAUSE = 1.0
 # Longest pause in seconds, unless the longest retry back-off is longer.
-_MOST_REST = 25.0
+_MAX_PAUSE = 25.0
 # Additional pause in seconds for each booting amphora, because checks of machines slow their boots down.
-_CROWD = 0.05
+_PAUSE_PER_BOOT = 0.05
 # An amphora of a new pair takes the VIPs after three advertisement intervals and a fraction (RFC 9568, 6.1). The job
 # waits for at most four intervals, and these seconds more for busy machines.
-_ADVERTS, _MOST_ADVERTS, _VIP_PATIENCE = 3, 4, 3.0
+_MIN_ADVERTS, _MAX_ADVERTS, _VIP_MARGIN = 3, 4, 3.0
 # An amphora that misses this number of heartbeats does not delay its partner.
 _MISSED_HEARTBEATS = 3
 # Steps that affect the machine and the ports of one amphora only.
-_EACH_ON_ITS_OWN = (planning.Boot, planning.Plug, planning.AwaitAgent, planning.Release)
+_SINGLE_AMPHORA_STEPS = (planning.Boot, planning.Plug, planning.AwaitAgent, planning.Release)
 
 
 class Reconciler:
@@ -70,57 +70,57 @@ class Reconciler:
     Args:
         context: clients and backends of this controller.
         jobs: the queue that releases leases.
-        reported: called after a change that Octavia may have to receive.
-        room: waits for the agents of booting amphorae; without it, jobs check them at intervals.
+        on_status: called after a change that Octavia may have to receive.
+        boot_wait: waits for the agents of booting amphorae; without it, jobs check them at intervals.
     """
 
     def __init__(
         self,
         context: ReconcileContext,
         jobs: Jobs,
-        reported: Callable[[], None],
-        room: WaitingRoom | None = None,
+        on_status: Callable[[], None],
+        boot_wait: BootWait | None = None,
     ) -> None:
         self._context = context
         self._database = context.database
         self._jobs = jobs
-        self._reported = reported
-        self._room = room
-        self._trees = Trees()
+        self._on_status = on_status
+        self._boot_wait = boot_wait
+        self._tree_cache = TreeCache()
 
-    def begin(self, lease: Lease) -> Turn:
+    def create_job(self, lease: Lease) -> Job:
         """Create the job of a lease, with the time-out of an operation."""
-        return Turn(lease, self._database, self._context.conf.controller.operation_timeout)
+        return Job(lease, self._database, self._context.conf.controller.operation_timeout)
 
-    def reconcile(self, lease: Lease, turn: Turn | None = None) -> None:
+    def reconcile(self, lease: Lease, job: Job | None = None) -> None:
         """Make the lease's load balancer match its recorded state; never raises."""
-        turn = turn or self.begin(lease)
-        with log_context.about(load_balancer=lease.load_balancer_id), metrics.job() as job:
-            job.outcome = self._attempt(lease, turn)
+        job = job or self.create_job(lease)
+        with log_context.about(load_balancer=lease.load_balancer_id), metrics.job() as measured:
+            measured.outcome = self._attempt(lease, job)
 
-    def _attempt(self, lease: Lease, turn: Turn) -> str:
+    def _attempt(self, lease: Lease, job: Job) -> str:
         """Run the job and return its outcome, as a value of the metric's label."""
         try:
             failpoints.reach(failpoints.Point.CLAIMED)
-            self._dare(lease)
-            found = self._converge(turn)
+            self._refuse_crash_loop(lease)
+            found = self._converge(job)
             failpoints.reach(failpoints.Point.FINISHING)
-            self._give_back(turn, *found)
+            self._release_lease(job, *found)
             failpoints.reach(failpoints.Point.FINISHED)
         except LeaseLost as error:
-            if not turn.over:
+            if not job.row_deleted:
                 LOG.warning("load balancer %s: %s", lease.load_balancer_id, error)
             return "lost"
         except AmphoraDriverError as error:
-            self._failed(turn, error)
+            self._handle_failure(job, error)
         except Exception as error:
             LOG.exception("load balancer %s: unexpected failure", lease.load_balancer_id)
-            self._failed(turn, error)
+            self._handle_failure(job, error)
         else:
             return "finished" if found[2] is None else "waiting"
-        return "gave_way" if turn.gives_way else "failed"
+        return "gave_way" if job.is_preempted else "failed"
 
-    def _dare(self, lease: Lease) -> None:
+    def _refuse_crash_loop(self, lease: Lease) -> None:
         """Refuse load balancers that crashed several controllers, except for occasional retries.
 
         Raises:
@@ -133,85 +133,87 @@ class Reconciler:
                 "Check their logs for the last step. It is retried occasionally.",
             )
 
-    def _converge(self, turn: Turn) -> tuple[planning.AnyView, tuple[Amphora, ...], planning.Await | None]:
+    def _converge(self, job: Job) -> tuple[planning.AnyView, tuple[Amphora, ...], planning.Await | None]:
         """Perform steps until none is left; return the last observation, and the wait if there is one."""
-        steps = Steps(self._context, turn)
+        executor = StepExecutor(self._context, job)
         while True:
-            seen, observed = self._look(turn, steps)
+            seen, observed = self._observe(job, executor)
             if seen is None:
-                raise LeaseLost(f"work on load balancer {turn.lease.load_balancer_id}", "it is not recorded")
-            todo = planning.plan(seen, observed)
-            awaited = _round(steps, todo, seen, observed)
-            if awaited is not None or not todo:
+                raise LeaseLost(f"work on load balancer {job.lease.load_balancer_id}", "it is not recorded")
+            planned = planning.plan(seen, observed)
+            awaited = _perform_steps(executor, planned, seen, observed)
+            if awaited is not None or not planned:
                 return seen, observed, awaited
-            self._reported()
+            self._on_status()
 
-    def _give_back(
-        self, turn: Turn, seen: planning.AnyView, observed: tuple[Amphora, ...], step: planning.Await | None
+    def _release_lease(
+        self, job: Job, seen: planning.AnyView, observed: tuple[Amphora, ...], step: planning.Await | None
     ) -> None:
         if step is None and isinstance(seen, planning.LoadBalancerView) and seen.replacing:
             now = self._database.now()
-            self._database.write(lambda connection: _note_end(connection, turn, now))
+            self._database.write(lambda connection: _finish_failovers(connection, job, now))
         until = None if step is None else step.until
         if step is None or until is None:
-            self._jobs.complete(turn.lease, seen.generation)
+            self._jobs.complete(job.lease, seen.generation)
             return
         # The steps since the observation may have taken longer than the wait.
-        pause = max(until - self._database.now(), min(_REST, until - seen.now))
-        if step.amphorae and self._room is not None:
-            pause = max(pause, _CROWD * len(self._room))
+        pause = max(until - self._database.now(), min(_MIN_PAUSE, until - seen.now))
+        if step.amphorae and self._boot_wait is not None:
+            pause = max(pause, _PAUSE_PER_BOOT * len(self._boot_wait))
         # `Jobs.clamp_due_times` takes a longer pause for an effect of a clock jump.
-        pause = min(pause, max(self._context.conf.controller.retry_most, _MOST_REST))
+        pause = min(pause, max(self._context.conf.controller.retry_most, _MAX_PAUSE))
         if seen.applied >= seen.generation:
-            self._jobs.complete(turn.lease, seen.generation, self._database.now() + pause)
+            self._jobs.complete(job.lease, seen.generation, self._database.now() + pause)
         else:
             readable = seen.readable if isinstance(seen, planning.LoadBalancerView) else True
-            self._jobs.defer(turn.lease, seen.generation, pause, readable=readable)
+            self._jobs.defer(job.lease, seen.generation, pause, readable=readable)
         # Register after the release of the lease: an earlier event would have no effect.
         awaited = [
-            Awaited(one.id, one.management_address, turn.lease.load_balancer_id, pause)
+            AwaitedAgent(one.id, one.management_address, job.lease.load_balancer_id, pause)
             for one in observed
             if one.id in step.amphorae and one.management_address is not None
         ]
-        if awaited and self._room is not None:
-            self._room.wait_for(awaited)
+        if awaited and self._boot_wait is not None:
+            self._boot_wait.add(awaited)
 
-    def _look(self, turn: Turn, steps: Steps) -> tuple[planning.AnyView | None, tuple[Amphora, ...]]:
+    def _observe(self, job: Job, executor: StepExecutor) -> tuple[planning.AnyView | None, tuple[Amphora, ...]]:
         """Return the desired and the observed state of one moment."""
         now = self._database.now()
-        seen, observed = self._database.read(lambda connection: self._observe(connection, turn, steps, now))
-        return (None if seen is None else steps.sparing.judged(seen)), steps.leaving.as_told(observed)
+        seen, observed = self._database.read(lambda connection: self._read_view(connection, job, executor, now))
+        return (None if seen is None else executor.spares.without_unfit(seen)), executor.removal.with_answers(observed)
 
-    def _observe(
-        self, connection: sa.Connection, turn: Turn, steps: Steps, now: float
+    def _read_view(
+        self, connection: sa.Connection, job: Job, executor: StepExecutor, now: float
     ) -> tuple[planning.AnyView | None, tuple[Amphora, ...]]:
-        lease, load_balancer_id = turn.lease, turn.lease.load_balancer_id
+        lease, load_balancer_id = job.lease, job.lease.load_balancer_id
         row, observed = amphorae.load_with_work(connection, load_balancer_id)
         if row is None:
             return None, ()
         # Record the generation first, so that a later request counts as newer than this observation.
-        turn.saw(row.generation, row.op)
+        job.record_observation(row.generation, row.op)
         log_context.set_generation(row.generation)
-        turn.replacing = bool(row.replacing)
-        turn.staying = frozenset(one.id for one in observed if one.state is not AmphoraState.RETIRING)
+        job.replacing = bool(row.replacing)
+        job.staying = frozenset(one.id for one in observed if one.state is not AmphoraState.RETIRING)
         if row.op == Op.SPARES:
-            return self._pool(connection, row, observed, turn, steps, now), observed
+            return self._read_spare_pool_view(connection, row, observed, job, executor, now), observed
         gone = row.op == Op.DELETE
-        tree = None if gone else self._trees.load(connection, row, lease.epoch)
+        tree = None if gone else self._tree_cache.load(connection, row, lease.epoch)
         catalogue = self._context.catalogue
-        given, addressed = vip_allocation.given_of(row), vip_allocation.known(tree)
+        given, addressed = vip_allocation.read_applied_options(row), vip_allocation.addresses_known(tree)
         needed, failed = (
-            ({}, {}) if tree is None or not addressed else networks(tree, observed, catalogue.network(row.network))
+            ({}, {})
+            if tree is None or not addressed
+            else needed_networks(tree, observed, catalogue.network(row.network))
         )
-        failed |= vip_allocation.refusals(connection, load_balancer_id, given)
+        failed |= vip_allocation.read_refusal(connection, load_balancer_id, given)
         # References and secrets must be of the same generation: without a snapshot, read again after a change.
         uses_some = tree is not None and next(secrets_of_tree(tree), None) is not None
         kept = sealed_secrets.load_secrets(connection, load_balancer_id) if uses_some else {}
         if kept and _generation(connection, load_balancer_id) != row.generation:
-            return self._observe(connection, turn, steps, now)
+            return self._read_view(connection, job, executor, now)
         topology = catalogue.topology(row.topology)
-        spec = steps.sparing.spec(row, tree)
-        takes = turn.replacing and spec is not None and spec.id == row.spare_pool
+        spec = executor.spares.find_spec(row, tree)
+        takes = job.replacing and spec is not None and spec.id == row.spare_pool
         advert = 0.0 if tree is None else advert_interval(tree, self._context.conf)
         return planning.LoadBalancerView(
             load_balancer_id=load_balancer_id,
@@ -222,7 +224,7 @@ class Reconciler:
             tree=tree,
             networks=needed,
             failed=failed,
-            left_out=left_out_of(row),
+            left_out=read_omitted_objects(row),
             secrets=kept,
             roles=topology.roles,
             priorities=dict(topology.priorities),
@@ -231,79 +233,79 @@ class Reconciler:
             tickets=row.tickets,
             now=now,
             clock_set=self._database.seconds_since_clock_jump() < self._context.conf.controller.drain_timeout,
-            taking_vips=(_ADVERTS * advert, _MOST_ADVERTS * advert + _VIP_PATIENCE),
-            absent=steps.absent,
-            vips_taken=steps.vips_taken,
-            holder_asked=steps.leaving.asked,
+            taking_vips=(_MIN_ADVERTS * advert, _MAX_ADVERTS * advert + _VIP_MARGIN),
+            absent=executor.absent,
+            vips_taken=executor.vips_taken,
+            holder_asked=executor.removal.holder_queried,
             compute=row.compute,
             network=row.network,
             vip_given=given,
-            allocate_at=0.0 if addressed else vip_allocation.again_at(connection, load_balancer_id, now),
-            replacing=turn.replacing,
+            allocate_at=0.0 if addressed else vip_allocation.next_request_at(connection, load_balancer_id, now),
+            replacing=job.replacing,
             pool=row.spare_pool,
             spec=spec,
-            spares=steps.sparing.to_take(connection, row.spare_pool) if takes else (),
-            renewals=steps.renewal.due(observed, now),
+            spares=executor.spares.list_adoptable(connection, row.spare_pool) if takes else (),
+            renewals=executor.renewal.due(observed, now),
         ), observed
 
-    def _pool(
+    def _read_spare_pool_view(
         self,
         connection: sa.Connection,
         row: Any,
         observed: tuple[Amphora, ...],
-        turn: Turn,
-        steps: Steps,
+        job: Job,
+        executor: StepExecutor,
         now: float,
     ) -> planning.SparePoolView:
         """Return the desired state of a spare pool."""
         return planning.SparePoolView(
-            load_balancer_id=turn.lease.load_balancer_id,
+            load_balancer_id=job.lease.load_balancer_id,
             generation=row.generation,
             applied=row.applied,
-            attempts=turn.lease.attempts,
+            attempts=job.lease.attempts,
             patience=_MISSED_HEARTBEATS * self._context.conf.health.interval,
             now=now,
-            absent=steps.absent | steps.sparing.absent,
-            asked=steps.sparing.asked,
+            absent=executor.absent | executor.spares.absent,
+            asked=executor.spares.queried,
             compute=row.compute,
             network=row.network,
-            renewals=steps.renewal.due(observed, now),
-            stock=steps.sparing.stock(connection, row),
+            renewals=executor.renewal.due(observed, now),
+            stock=executor.spares.read_pool_state(connection, row),
         )
 
-    def _failed(self, turn: Turn, error: Exception) -> None:
+    def _handle_failure(self, job: Job, error: Exception) -> None:
         """Schedule a retry; report ERROR at once for a final error, and after several attempts for others."""
-        lease, conf = turn.lease, self._context.conf.controller
+        lease, conf = job.lease, self._context.conf.controller
         try:
             now = self._database.now()
-            if isinstance(error, Superseded) or turn.gives_way:
+            if isinstance(error, Superseded) or job.is_preempted:
                 # The preemption caused any other error.
-                LOG.info("load balancer %s: %s", lease.load_balancer_id, turn.superseded())
+                LOG.info("load balancer %s: %s", lease.load_balancer_id, job.preemption_error())
                 self._jobs.yield_lease(lease)
                 return
             final = isinstance(error, AmphoraDriverError) and error.final
             pause = conf.retry_most if final else min(conf.retry_first * 2**lease.attempts, conf.retry_most)
             pause *= random.uniform(0.8, 1.2)  # noqa: S311 - jitter, no secret
             LOG.warning("load balancer %s: %s; trying again in %.1f s", lease.load_balancer_id, error, pause)
-            if turn.replacing:
-                self._database.write(lambda connection: _note_failure(connection, turn, str(error), now))
+            if job.replacing:
+                self._database.write(lambda connection: _record_failure(connection, job, str(error), now))
             tried = lease.attempts + 1
             if final or tried >= conf.give_up_after:
                 first = final or tried == conf.give_up_after
-                if self._database.write(lambda connection: _give_up(connection, turn, str(error), always=first)):
-                    self._reported()
+                if self._database.write(lambda connection: _report_error(connection, job, str(error), always=first)):
+                    self._on_status()
             # The job ended without a crash: reset the crash count, or leave it one below the limit after a refusal.
             deaths = lease.deaths - 1 if isinstance(error, CrashLoop) else 0
-            self._jobs.retry_later(lease, pause, str(error), turn.generation or None, deaths=deaths)
-        except (AmphoraDriverError, OSError) as trouble:
+            self._jobs.retry_later(lease, pause, str(error), job.generation or None, deaths=deaths)
+        except (AmphoraDriverError, OSError) as release_error:
             # The lease expires, and a controller claims the load balancer again.
             LOG.warning(
-                "load balancer %s: could not release the lease, it expires: %s", lease.load_balancer_id, trouble
+                "load balancer %s: could not release the lease, it expires: %s", lease.load_balancer_id, release_error
             )
 
 
-def _round(
-    steps: Steps, todo: Sequence[planning.AnyStep], seen: planning.AnyView, observed: tuple[Amphora, ...]
+def _perform_steps(
+    executor: StepExecutor, planned: Sequence[planning.AnyStep], seen: planning.AnyView, observed: tuple[Amphora, ...]
 ) -> planning.Await | None:
     """Perform the steps; return the wait among them, if there is one.
 
@@ -313,26 +315,26 @@ def _round(
     Raises:
         AmphoraDriverError: a step failed.
     """
-    troubles: dict[str, AmphoraDriverError] = {}
-    for step in todo:
-        alone = step.amphora_id if isinstance(step, _EACH_ON_ITS_OWN) else None
-        if troubles and (alone is None or alone in troubles):
+    errors: dict[str, AmphoraDriverError] = {}
+    for step in planned:
+        amphora_id = step.amphora_id if isinstance(step, _SINGLE_AMPHORA_STEPS) else None
+        if errors and (amphora_id is None or amphora_id in errors):
             continue
         if isinstance(step, planning.Await):
             return step
         try:
-            steps.take(step, seen, observed)
+            executor.execute(step, seen, observed)
         except (AgentError, ComputeError, NetworkError) as error:
-            if alone is None:
+            if amphora_id is None:
                 raise
-            LOG.warning("load balancer %s: amphora %s: %s", seen.load_balancer_id, alone, error)
-            troubles[alone] = error
-    if troubles:
-        raise next((one for one in troubles.values() if one.final), next(iter(troubles.values())))
+            LOG.warning("load balancer %s: amphora %s: %s", seen.load_balancer_id, amphora_id, error)
+            errors[amphora_id] = error
+    if errors:
+        raise next((one for one in errors.values() if one.final), next(iter(errors.values())))
     return None
 
 
-def networks(
+def needed_networks(
     tree: LoadBalancer, observed: tuple[Amphora, ...], network: Network
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
     """Return the networks an amphora of this load balancer needs, with their subnets: the VIP's first.
@@ -360,33 +362,33 @@ def networks(
     return {network_id: tuple(subnets) for network_id, subnets in found.items()}, failed
 
 
-def _note_failure(connection: sa.Connection, turn: Turn, reason: str, now: float) -> None:
+def _record_failure(connection: sa.Connection, job: Job, reason: str, now: float) -> None:
     """Record a failed step in the history of the fail-overs in progress."""
-    guard_lease(connection, turn.lease)
-    failovers.record_failure(connection, turn.lease.load_balancer_id, now, reason)
+    guard_lease(connection, job.lease)
+    failovers.record_failure(connection, job.lease.load_balancer_id, now, reason)
 
 
-def _note_end(connection: sa.Connection, turn: Turn, now: float) -> None:
+def _finish_failovers(connection: sa.Connection, job: Job, now: float) -> None:
     """Finish the fail-overs in progress, also those with missing events: the plan is empty."""
-    guard_lease(connection, turn.lease)
-    failovers.finish_settled_failovers(connection, turn.lease.load_balancer_id, now)
+    guard_lease(connection, job.lease)
+    failovers.finish_settled_failovers(connection, job.lease.load_balancer_id, now)
 
 
-def _give_up(connection: sa.Connection, turn: Turn, reason: str, *, always: bool) -> bool:
+def _report_error(connection: sa.Connection, job: Job, reason: str, *, always: bool) -> bool:
     """Report ERROR for the observed generation; later requests were not tried yet.
 
     Args:
         connection: of a writing transaction.
-        turn: the failed job.
+        job: the failed job.
         reason: for the user.
         always: report also without an open request.
 
     Returns:
         Whether ERROR was reported.
     """
-    of = turn.lease.load_balancer_id
-    guard_lease(connection, turn.lease)
-    generation = turn.generation or _generation(connection, of)
+    of = job.lease.load_balancer_id
+    guard_lease(connection, job.lease)
+    generation = job.generation or _generation(connection, of)
     if not always and not has_open_request(connection, of, generation):
         return False
     status_outbox.fail_generation(connection, of, generation, reason)

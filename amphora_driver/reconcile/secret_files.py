@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from amphora_driver.store.sealed_secrets import SealedSecret
 
 
-def filled(
+def fill_files(
     files: Iterable[File], sealed: Mapping[SecretName, SealedSecret], vault: Vault
 ) -> tuple[tuple[BundleFile, ...], dict[str, str]]:
     """Return the files with their contents, in the same order.
@@ -51,17 +51,17 @@ def filled(
     return tuple(found), lost
 
 
-def lacking(tree: LoadBalancer, sealed: Mapping[SecretName, SealedSecret]) -> dict[str, str]:
+def pools_without_secret(tree: LoadBalancer, sealed: Mapping[SecretName, SealedSecret]) -> dict[str, str]:
     """Return the pools with a missing secret, also pools that no listener uses: reasons by id."""
     pools = {pool.id for pool in tree.pools}
     return {
-        name.object_id: _why(name, one)
+        name.object_id: _missing_reason(name, one)
         for name, one in sealed.items()
         if one.content is None and name.object_id in pools
     }
 
 
-def _why(name: SecretName, one: SealedSecret | None) -> str:
+def _missing_reason(name: SecretName, one: SealedSecret | None) -> str:
     reason = "" if one is None else one.reason
     return reason or f"the {name.purpose} under {name.ref} was never handed over: set the reference again"
 
@@ -70,7 +70,7 @@ def _open(name: SecretName, sealed: Mapping[SecretName, SealedSecret], vault: Va
     """Return the secret, or the reason why it cannot be used."""
     one = sealed.get(name)
     if one is None or one.content is None:
-        return _why(name, one)
+        return _missing_reason(name, one)
     try:
         opened = vault.open(one.content, secret_location(name))
         if name.purpose is Purpose.TICKETS:

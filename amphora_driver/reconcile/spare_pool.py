@@ -24,35 +24,35 @@ if TYPE_CHECKING:
 
     from amphora_driver.model.amphora import Amphora
     from amphora_driver.reconcile.context import ReconcileContext, WriteUnderLease
-    from amphora_driver.reconcile.job import Turn
+    from amphora_driver.reconcile.job import Job
 
 
 LOG = logging.getLogger(__name__)
 # Time-out in seconds of a query of a spare's agent.
-_PATIENCE = 2.0
+_QUERY_TIMEOUT = 2.0
 _DAY = 86_400.0
 
 
-class Sparing:
+class SpareSteps:
     """The spares of one load balancer, or of one pool, in one job.
 
     Args:
         context: clients and backends of this controller.
-        turn: the job.
+        job: the job.
         write: runs a change of the store under the lease.
 
     Attributes:
-        given_up: this job adopts no spare: none could be adopted.
-        asked: spares whose agents were queried in this job.
+        adoption_failed: this job adopts no spare: none could be adopted.
+        queried: spares whose agents were queried in this job.
         absent: spares among them without an answer.
     """
 
-    def __init__(self, context: ReconcileContext, turn: Turn, write: WriteUnderLease) -> None:
-        self.given_up = False
-        self.asked: frozenset[str] = frozenset()
+    def __init__(self, context: ReconcileContext, job: Job, write: WriteUnderLease) -> None:
+        self.adoption_failed = False
+        self.queried: frozenset[str] = frozenset()
         self.absent: frozenset[str] = frozenset()
         self._context = context
-        self._turn = turn
+        self._job = job
         self._write = write
         # The ready spares of the last observation; and the current image by pool, read once in a job.
         self._ready: tuple[Spare, ...] = ()
@@ -60,20 +60,22 @@ class Sparing:
 
     # --- what is seen -----------------------------------------------------------------------------------------------
 
-    def spec(self, row: Any, tree: Any) -> SparePoolSpec | None:
+    def find_spec(self, row: Any, tree: Any) -> SparePoolSpec | None:
         """Return the specification of the load balancer's spare pool; None without a tree."""
         if tree is None:
             return None
         number = self._context.conf.spares.number
         return spare_pools.spec_of(tree.profile, row.compute, row.network, number)
 
-    def to_take(self, connection: sa.Connection, pool_id: str | None) -> tuple[str, ...]:
-        """Return ids of ready spares, the best one first; `judged` removes the unfit ones."""
-        self._ready = () if pool_id is None or self.given_up else spare_pools.list_ready_spares(connection, pool_id)
+    def list_adoptable(self, connection: sa.Connection, pool_id: str | None) -> tuple[str, ...]:
+        """Return ids of ready spares, the best one first; `without_unfit` removes the unfit ones."""
+        self._ready = (
+            () if pool_id is None or self.adoption_failed else spare_pools.list_ready_spares(connection, pool_id)
+        )
         return tuple(one.id for one in self._ready)
 
-    def stock(self, connection: sa.Connection, row: Any) -> SparePoolState:
-        """Return the state of a pool for its own job; `judged` adds the unfit spares."""
+    def read_pool_state(self, connection: sa.Connection, row: Any) -> SparePoolState:
+        """Return the state of a pool for its own job; `without_unfit` adds the unfit spares."""
         spec = msgspec.json.decode(row.spares, type=SparePoolSpec)
         users = spare_pools.count_users(connection, row.load_balancer_id)
         number = self._context.conf.spares.number if spec.number is None else spec.number
@@ -83,10 +85,10 @@ class Sparing:
             number=number if users else 0,
             users=users,
             last_heartbeat_at=spare_pools.last_heartbeat_at(connection),
-            detection_works=_sees(circuit_breaker.read_breaker_rows(connection)),
+            detection_works=_detection_works(circuit_breaker.read_breaker_rows(connection)),
         )
 
-    def judged(self, wanted: steps.AnyView) -> steps.AnyView:
+    def without_unfit(self, wanted: steps.AnyView) -> steps.AnyView:
         """Return the observation with the unfit spares removed, or marked in the state of a pool.
 
         Call this outside a transaction: the query of the compute backend for its current image takes time.
@@ -103,12 +105,12 @@ class Sparing:
         """Return the ready spares that must not be adopted, with the reasons."""
         if not self._ready:
             return {}
-        image = self._image(spec)
+        image = self._current_image(spec)
         # Certificates are renewed at half of their validity. A spare with less than a third left missed its renewal.
         lasting = self._context.conf.certificates.validity_days * _DAY / 3
         return {one.id: why for one in self._ready if (why := spare_pools.unfit_reason(one, image, now, lasting))}
 
-    def _image(self, spec: SparePoolSpec) -> str | None:
+    def _current_image(self, spec: SparePoolSpec) -> str | None:
         """Return the image of a new machine; None if unknown. The backend is queried once in a job."""
         if spec.id not in self._images:
             try:
@@ -130,7 +132,7 @@ class Sparing:
         for amphora_id in step.amphora_ids:
             if amphora_id not in known or not self._answers(amphora_id, known[amphora_id].management_address):
                 continue
-            self._turn.check()
+            self._job.ensure_may_act()
             taken: list[bool] = []
 
             def take(connection: sa.Connection, spare: str = amphora_id, taken: list[bool] = taken) -> None:
@@ -142,9 +144,9 @@ class Sparing:
             if taken[0]:
                 return
         LOG.warning("load balancer %s: no usable spare in pool %s, booting an amphora", of, pool_id)
-        self.given_up = True
+        self.adoption_failed = True
 
-    def join(self, step: steps.SetSparePool, wanted: steps.LoadBalancerView) -> None:
+    def set_pool(self, step: steps.SetSparePool, wanted: steps.LoadBalancerView) -> None:
         """Record the spare pool of the load balancer."""
         self._write(
             lambda connection: spare_pools.set_spare_pool(connection, wanted.load_balancer_id, step.spec, step.former)
@@ -154,19 +156,19 @@ class Sparing:
         """Record that a spare is retiring."""
         self._write(lambda connection: spare_pools.retire_spare(connection, step.amphora_id, pool_id, step.reason))
 
-    def ask(self, step: steps.QuerySpares, by_id: dict[str, Amphora]) -> None:
+    def query(self, step: steps.QuerySpares, by_id: dict[str, Amphora]) -> None:
         """Query the agents of spares and note the ones without an answer."""
         for amphora_id in step.amphora_ids:
-            self._turn.check()
+            self._job.ensure_may_act()
             if not self._answers(amphora_id, by_id[amphora_id].management_address):
                 self.absent |= {amphora_id}
-            self.asked |= {amphora_id}
+            self.queried |= {amphora_id}
 
-    def disband(self, pool_id: str) -> None:
+    def delete_pool(self, pool_id: str) -> None:
         """Delete the pool, unless a load balancer uses it again."""
 
         def write(connection: sa.Connection) -> None:
-            self._turn.over = spare_pools.delete_unused_pool(connection, pool_id)
+            self._job.row_deleted = spare_pools.delete_unused_pool(connection, pool_id)
 
         self._write(write)
 
@@ -174,15 +176,15 @@ class Sparing:
         if address is None:
             return False
         try:
-            self._context.agents.info(amphora_id, address, deadline=self._turn.deadline.within(_PATIENCE))
+            self._context.agents.info(amphora_id, address, deadline=self._job.deadline.within(_QUERY_TIMEOUT))
         except AgentError as error:
-            self._turn.check()
+            self._job.ensure_may_act()
             LOG.warning("spare %s does not answer: %s", amphora_id, error)
             return False
         return True
 
 
-def _sees(rows: dict[str, circuit_breaker.BreakerRow]) -> bool:
+def _detection_works(rows: dict[str, circuit_breaker.BreakerRow]) -> bool:
     """Return whether missing heartbeats mean silent amphorae: heartbeats arrive, and no breaker is open."""
     sight, automatic, operator = (
         rows.get(one) for one in (circuit_breaker.SIGHT, circuit_breaker.AUTOMATIC, circuit_breaker.OPERATOR)

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 # Seconds between two checks of an idle pool. Seconds without heartbeats and answers until a spare is replaced, while
 # others send heartbeats. No job depends on this time: a job queries a spare before it adopts it.
 LOOK_PAUSE = 30.0
-_LOST = 60.0
+_LOST_AFTER = 60.0
 # Seconds after its boot in which a spare is not replaced as unfit.
-_NEW = 60.0
+_FITNESS_GRACE = 60.0
 # Seconds between two checks of booting machines; an agent that listens ends the wait earlier.
 _BOOT_PAUSE = 2.0
 
@@ -42,33 +42,33 @@ _BOOT_PAUSE = 2.0
 def plan_pool(wanted: SparePoolView, amphorae: Sequence[Amphora]) -> list[AnyStep]:
     """Return the next steps of a pool, in order; the caller performs them and then plans again."""
     live = [one for one in amphorae if one.state is not AmphoraState.RETIRING]
-    if marks := _marks(wanted, live):
-        return marks
+    if retirements := _retirements(wanted, live):
+        return retirements
     missing = wanted.stock.number - len(live)
     if missing > 0:
         return [Record(role=ROLE, reason=f"{missing} of {wanted.stock.number} spares are missing")] * missing
-    boots: list[AnyStep] = [step for one in live if (step := _boot(wanted, one)) is not None]
-    awaited: list[AnyStep] = [one for one in (_await(wanted, each) for each in live) if one is not None]
+    boots: list[AnyStep] = [step for one in live if (step := _boot_step(wanted, one)) is not None]
+    awaited: list[AnyStep] = [one for one in (_await_step(wanted, each) for each in live) if one is not None]
     gone = [Release(amphora_id=one.id, reason="the spare is retiring") for one in amphorae if one not in live]
     if boots or awaited or gone:
         # After a failure, finish earlier boots first: the failed step may be the boot of another spare.
         return [*awaited, *gone, *boots] if wanted.attempts else [*boots, *awaited, *gone]
     if not live and not wanted.stock.users:
         return [DeletePool(reason="no load balancer uses this pool")]
-    if quiet := _quiet(wanted, live):
-        return [QuerySpares(amphora_ids=quiet, reason="they send no heartbeats")]
+    if silent := _silent_spares(wanted, live):
+        return [QuerySpares(amphora_ids=silent, reason="they send no heartbeats")]
     booting = tuple(one.id for one in live if one.state is AmphoraState.BOOTING)
     if booting:
         return [Await(until=wanted.now + _BOOT_PAUSE, amphorae=booting, reason="machines boot")]
     return [Await(until=wanted.now + LOOK_PAUSE, reason="all spares are ready")]
 
 
-def _marks(wanted: SparePoolView, live: Sequence[Amphora]) -> list[AnyStep]:
+def _retirements(wanted: SparePoolView, live: Sequence[Amphora]) -> list[AnyStep]:
     """Return the retirement of unfit, lost and surplus spares; of the surplus, booting and new ones first."""
     why = {
         one.id: wanted.stock.unfit[one.id] for one in live if one.id in wanted.stock.unfit and not _is_new(wanted, one)
     }
-    if not why and (lost := _lost(wanted, live)) is not None:
+    if not why and (lost := _find_lost(wanted, live)) is not None:
         why[lost] = "it sends no heartbeats and does not answer"
     staying = [one for one in live if one.id not in why]
     staying.sort(key=lambda one: one.state is AmphoraState.BOOTING)
@@ -76,7 +76,7 @@ def _marks(wanted: SparePoolView, live: Sequence[Amphora]) -> list[AnyStep]:
     return [RetireSpare(amphora_id=amphora_id, reason=reason) for amphora_id, reason in why.items()]
 
 
-def _lost(wanted: SparePoolView, live: Sequence[Amphora]) -> str | None:
+def _find_lost(wanted: SparePoolView, live: Sequence[Amphora]) -> str | None:
     """Return the lost spare that has been silent for the longest time, if there is one.
 
     Lost spares are replaced one at a time. No spare counts as lost while the heartbeat receiver fails or many amphorae
@@ -88,7 +88,7 @@ def _lost(wanted: SparePoolView, live: Sequence[Amphora]) -> str | None:
         or any(one.state is AmphoraState.BOOTING for one in live)
     ):
         return None
-    found = [one for one in live if one.id in wanted.absent and _silent_for(wanted, one) > _LOST]
+    found = [one for one in live if one.id in wanted.absent and _silent_for(wanted, one) > _LOST_AFTER]
     return max(found, key=lambda one: _silent_for(wanted, one)).id if found else None
 
 
@@ -104,22 +104,22 @@ def _silent_for(wanted: SparePoolView, one: Amphora) -> float:
 
 def _is_new(wanted: SparePoolView, one: Amphora) -> bool:
     """Return whether a spare has just booted: an image that is always unfit must not cause a boot loop."""
-    return one.booted_at is not None and one.booted_at > wanted.now - _NEW
+    return one.booted_at is not None and one.booted_at > wanted.now - _FITNESS_GRACE
 
 
-def _boot(wanted: SparePoolView, one: Amphora) -> Boot | None:
+def _boot_step(wanted: SparePoolView, one: Amphora) -> Boot | None:
     if one.management_address is not None or one.id in wanted.absent:
         return None
     return Boot(amphora_id=one.id, reason="it is recorded but not booted")
 
 
-def _await(wanted: SparePoolView, one: Amphora) -> AwaitAgent | None:
+def _await_step(wanted: SparePoolView, one: Amphora) -> AwaitAgent | None:
     if one.state is not AmphoraState.BOOTING or one.id in wanted.absent:
         return None
     return AwaitAgent(amphora_id=one.id, reason="its agent has not answered yet")
 
 
-def _quiet(wanted: SparePoolView, live: Sequence[Amphora]) -> tuple[str, ...]:
+def _silent_spares(wanted: SparePoolView, live: Sequence[Amphora]) -> tuple[str, ...]:
     """Return the ready spares without a recent heartbeat that this job has not queried."""
     return tuple(
         one.id

@@ -84,7 +84,7 @@ class LoadBalancerView(View, frozen=True, kw_only=True):
     taking_vips: tuple[float, float] = (0.0, 0.0)
     vips_taken: bool | None = None
     holder_asked: bool = False
-    vip_given: vip_allocation.Given | None = None
+    vip_given: vip_allocation.AppliedVipOptions | None = None
     allocate_at: float = 0.0
     replacing: bool = False
     pool: str | None = None

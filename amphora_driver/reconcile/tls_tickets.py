@@ -26,22 +26,22 @@ _KEY_LENGTH = 80
 _KEY, _NEXT = b"amphora tls ticket key", b"amphora tls ticket seed"
 
 
-def begun() -> Secret:
+def create_ticket_state() -> Secret:
     """Return the first state of a load balancer: one random seed, from which the next two are derived."""
     return Secret(secrets.token_bytes(SEED_LENGTH))
 
 
-def rotated(state: Secret) -> Secret:
+def rotate_ticket_state(state: Secret) -> Secret:
     """Return the state of the next period, without the oldest seed.
 
     Args:
-        state: a result of `begun` or `rotated`.
+        state: a result of `create_ticket_state` or `rotate_ticket_state`.
 
     Raises:
         StoreError: the state has another length.
     """
     seeds = _seeds(state)
-    fresh = _derived(seeds[-1] + secrets.token_bytes(SEED_LENGTH), _NEXT, SEED_LENGTH)
+    fresh = _derive(seeds[-1] + secrets.token_bytes(SEED_LENGTH), _NEXT, SEED_LENGTH)
     return Secret(b"".join((*seeds[1:], fresh)))
 
 
@@ -49,12 +49,12 @@ def ticket_keys(state: Secret) -> Secret:
     """Return the file for HAProxy: it encrypts with the last key but one and decrypts with all keys.
 
     Args:
-        state: a result of `begun` or `rotated`.
+        state: a result of `create_ticket_state` or `rotate_ticket_state`.
 
     Raises:
         StoreError: the state has another length.
     """
-    keys = (_derived(seed, _KEY, _KEY_LENGTH) for seed in _seeds(state))
+    keys = (_derive(seed, _KEY, _KEY_LENGTH) for seed in _seeds(state))
     return Secret(b"".join(base64.b64encode(key) + b"\n" for key in keys))
 
 
@@ -66,9 +66,9 @@ def _seeds(state: Secret) -> list[bytes]:
         )
     seeds = [content[start : start + SEED_LENGTH] for start in range(0, len(content), SEED_LENGTH)]
     while len(seeds) < _SEEDS:
-        seeds.append(_derived(seeds[-1], _NEXT, SEED_LENGTH))
+        seeds.append(_derive(seeds[-1], _NEXT, SEED_LENGTH))
     return seeds
 
 
-def _derived(seed: bytes, info: bytes, length: int) -> bytes:
+def _derive(seed: bytes, info: bytes, length: int) -> bytes:
     return HKDF(algorithm=hashes.SHA256(), length=length, salt=None, info=info).derive(seed)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cache of load balancer trees: a job reads only the changed objects.
 
-Invariant: `Trees.load` returns the result of `desired_objects.load_tree`, also after writes of other processes. An
+Invariant: `TreeCache.load` returns the result of `desired_objects.load_tree`, also after writes of other processes. An
 entry is a tree and the newest generation that it certainly contains. Rows of that generation and newer ones are read
 and merged. Deleted rows are not among them: if the number of objects differs from the database's count, the whole tree
 is read. A tree that must be read back from Octavia is not cached.
@@ -33,7 +33,7 @@ N = TypeVar("N")
 _CAPACITY = 50_000
 
 
-class _Known(msgspec.Struct, frozen=True, kw_only=True):
+class _Entry(msgspec.Struct, frozen=True, kw_only=True):
     """A tree that contains all changes up to a generation, read under a lease of this epoch."""
 
     generation: int
@@ -41,7 +41,7 @@ class _Known(msgspec.Struct, frozen=True, kw_only=True):
     tree: LoadBalancer
 
 
-class Trees:
+class TreeCache:
     """The trees that one controller has read; its threads share them.
 
     Args:
@@ -49,7 +49,7 @@ class Trees:
     """
 
     def __init__(self, capacity: int = _CAPACITY) -> None:
-        self._known: Cache[_Known] = Cache(capacity)
+        self._entries: Cache[_Entry] = Cache(capacity)
 
     def load(self, connection: sa.Connection, row: Any, epoch: int) -> LoadBalancer:
         """Return the complete tree of a load balancer, as `desired_objects.load_tree` does.
@@ -65,30 +65,30 @@ class Trees:
         """
         load_balancer_id, generation = row.load_balancer_id, int(row.generation)
         if row.read_back:
-            self._known.drop(load_balancer_id)
+            self._entries.drop(load_balancer_id)
             return desired_objects.load_tree(connection, load_balancer_id)
-        known = self._known.get(load_balancer_id)
-        if known is not None and (known.generation, known.epoch) == (generation, epoch):
-            return known.tree
+        entry = self._entries.get(load_balancer_id)
+        if entry is not None and (entry.generation, entry.epoch) == (generation, epoch):
+            return entry.tree
         tree = None
-        if known is not None and known.generation <= generation:
-            alive, changes = desired_objects.load_changes_since(connection, load_balancer_id, known.generation)
-            tree = updated(known.tree, changes, known.generation)
-            tree = tree if tree is not None and count(tree) == alive else None
+        if entry is not None and entry.generation <= generation:
+            alive, changes = desired_objects.load_changes_since(connection, load_balancer_id, entry.generation)
+            tree = merge_changes(entry.tree, changes, entry.generation)
+            tree = tree if tree is not None and count_objects(tree) == alive else None
         if tree is None:
             tree = desired_objects.load_tree(connection, load_balancer_id)
-        self._known.put(load_balancer_id, _Known(generation=generation, epoch=epoch, tree=tree), count(tree))
+        self._entries.put(load_balancer_id, _Entry(generation=generation, epoch=epoch, tree=tree), count_objects(tree))
         return tree
 
 
-def count(tree: LoadBalancer) -> int:
+def count_objects(tree: LoadBalancer) -> int:
     """Return the number of objects, including the load balancer."""
     pools = sum(1 + len(pool.members) + (pool.healthmonitor is not None) for pool in tree.pools)
     policies = sum(1 + len(policy.rules) for listener in tree.listeners for policy in listener.l7policies)
     return 1 + len(tree.listeners) + pools + policies
 
 
-def updated(tree: LoadBalancer, changes: Sequence[ObjectChange], generation: int) -> LoadBalancer | None:
+def merge_changes(tree: LoadBalancer, changes: Sequence[ObjectChange], generation: int) -> LoadBalancer | None:
     """Return the tree with the changes merged; unchanged objects keep their identity.
 
     Args:
@@ -107,58 +107,63 @@ def updated(tree: LoadBalancer, changes: Sequence[ObjectChange], generation: int
         return None
     try:
         now: LoadBalancer = msgspec.structs.replace(
-            root.node, listeners=_listeners(tree, by_kind, generation), pools=_pools(tree, by_kind, generation)
+            root.node,
+            listeners=_merge_listeners(tree, by_kind, generation),
+            pools=_merge_pools(tree, by_kind, generation),
         )
-    except _ReadAnewError:
+    except _FullReadNeededError:
         return None
     return now
 
 
-class _ReadAnewError(Exception):
+class _FullReadNeededError(Exception):
     """The changes do not determine the tree, for example the order of objects by creation."""
 
 
-def _listeners(tree: LoadBalancer, by_kind: dict[Kind, Children], generation: int) -> tuple[Listener, ...]:
+def _merge_listeners(tree: LoadBalancer, by_kind: dict[Kind, Children], generation: int) -> tuple[Listener, ...]:
     rules = by_kind[Kind.L7RULE]
 
     def with_rules(policy: L7Policy) -> L7Policy:
-        now = _merged(policy.rules, rules.get(policy.id, {}), generation)
+        now = _merge_children(policy.rules, rules.get(policy.id, {}), generation)
         return policy if now is policy.rules else msgspec.structs.replace(policy, rules=now)
 
     def with_policies(listener: Listener) -> Listener:
         changed = by_kind[Kind.L7POLICY].get(listener.id, {})
         if not changed and not any(policy.id in rules for policy in listener.l7policies):
             return listener
-        policies = _merged(listener.l7policies, changed, generation, _policy)
+        policies = _merge_children(listener.l7policies, changed, generation, _complete_policy)
         if len({policy.position for policy in policies}) < len(policies):
-            raise _ReadAnewError
+            raise _FullReadNeededError
         ordered = tuple(with_rules(policy) for policy in sorted(policies, key=lambda one: one.position))
         return listener if ordered == listener.l7policies else msgspec.structs.replace(listener, l7policies=ordered)
 
     changed = by_kind[Kind.LISTENER].get(tree.id, {})
-    return tuple(with_policies(one) for one in _merged(tree.listeners, changed, generation, _listener))
+    return tuple(with_policies(one) for one in _merge_children(tree.listeners, changed, generation, _complete_listener))
 
 
-def _pools(tree: LoadBalancer, by_kind: dict[Kind, Children], generation: int) -> tuple[Pool, ...]:
+def _merge_pools(tree: LoadBalancer, by_kind: dict[Kind, Children], generation: int) -> tuple[Pool, ...]:
     def with_children(pool: Pool) -> Pool:
         members = by_kind[Kind.MEMBER].get(pool.id, {})
         monitors = by_kind[Kind.HEALTH_MONITOR].get(pool.id, {})
         if not members and not monitors:
             return pool
         before = () if pool.healthmonitor is None else (pool.healthmonitor,)
-        now, members_now = _merged(before, monitors, generation), _merged(pool.members, members, generation)
+        now, members_now = (
+            _merge_children(before, monitors, generation),
+            _merge_children(pool.members, members, generation),
+        )
         if now is before and members_now is pool.members:
             return pool
         if len(now) > 1:
             # One of the monitors is deleted, and the count of objects would not show it.
-            raise _ReadAnewError
+            raise _FullReadNeededError
         return msgspec.structs.replace(pool, members=members_now, healthmonitor=now[0] if now else None)
 
     changed = by_kind[Kind.POOL].get(tree.id, {})
-    return tuple(with_children(one) for one in _merged(tree.pools, changed, generation, _pool))
+    return tuple(with_children(one) for one in _merge_children(tree.pools, changed, generation, _complete_pool))
 
 
-def _merged(
+def _merge_children(
     before: tuple[N, ...],
     changed: dict[str, ObjectChange],
     generation: int,
@@ -182,28 +187,28 @@ def _merged(
             found.append(one)
         elif change.created > generation:
             # The object was created again under the same id, so its position has changed.
-            raise _ReadAnewError
+            raise _FullReadNeededError
         elif change.node is not None:
             now = complete(change.node, one)
             found.append(one if now == one else now)
     added = [change for change in fresh.values() if change.node is not None]
     if any(change.created <= generation for change in added):
-        raise _ReadAnewError
+        raise _FullReadNeededError
     found += [change.node for change in sorted(added, key=lambda one: (one.created, one.id))]
     same = len(found) == len(before) and all(now is then for now, then in zip(found, before, strict=True))
     return before if same else tuple(found)
 
 
-def _listener(bare: Any, before: Listener) -> Listener:
+def _complete_listener(bare: Any, before: Listener) -> Listener:
     now: Listener = msgspec.structs.replace(bare, l7policies=before.l7policies)
     return now
 
 
-def _policy(bare: Any, before: L7Policy) -> L7Policy:
+def _complete_policy(bare: Any, before: L7Policy) -> L7Policy:
     now: L7Policy = msgspec.structs.replace(bare, rules=before.rules)
     return now
 
 
-def _pool(bare: Any, before: Pool) -> Pool:
+def _complete_pool(bare: Any, before: Pool) -> Pool:
     now: Pool = msgspec.structs.replace(bare, members=before.members, healthmonitor=before.healthmonitor)
     return now

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 
-class Given(msgspec.Struct, frozen=True, kw_only=True):
+class AppliedVipOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The VIP options last sent to the network backend, as `work.vip_applied` stores them.
 
     Attributes:
@@ -54,19 +54,19 @@ class Given(msgspec.Struct, frozen=True, kw_only=True):
 # --- what is seen, without I/O ----------------------------------------------------------------------------------------
 
 
-def known(tree: LoadBalancer | None) -> bool:
+def addresses_known(tree: LoadBalancer | None) -> bool:
     """Return whether every VIP has its address; True for a load balancer to be deleted."""
     return tree is None or all(vip.address for vip in tree.vips)
 
 
-def options_of(tree: LoadBalancer) -> VipOptions:
+def desired_options(tree: LoadBalancer) -> VipOptions:
     """Return the desired QoS policy and security groups of the VIPs."""
     return VipOptions(
         qos_policy_id=tree.vip_qos_policy_id or None, security_group_ids=tuple(sorted(tree.vip_sg_ids or ()))
     )
 
 
-def ports_of(tree: LoadBalancer, amphorae: Iterable[Amphora]) -> tuple[str, ...]:
+def vip_ports(tree: LoadBalancer, amphorae: Iterable[Amphora]) -> tuple[str, ...]:
     """Return the amphorae's ports on the VIP's network."""
     return tuple(
         sorted(
@@ -78,16 +78,16 @@ def ports_of(tree: LoadBalancer, amphorae: Iterable[Amphora]) -> tuple[str, ...]
     )
 
 
-def due(tree: LoadBalancer | None, given: Given | None, amphorae: Sequence[Amphora]) -> str:
+def options_due(tree: LoadBalancer | None, given: AppliedVipOptions | None, amphorae: Sequence[Amphora]) -> str:
     """Return the reason to send the VIP options to the network backend; empty if they are current."""
-    if tree is None or not known(tree):
+    if tree is None or not addresses_known(tree):
         return ""
-    options = options_of(tree)
+    options = desired_options(tree)
     if given is None:
         return "the network backend does not have the VIPs' options" if options else ""
     if options != given.options:
         return "the VIPs' options have changed"
-    if not given.refused and set(ports_of(tree, amphorae)) - set(given.ports):
+    if not given.refused and set(vip_ports(tree, amphorae)) - set(given.ports):
         return "the VIPs' options do not apply to a new amphora yet"
     return ""
 
@@ -95,12 +95,12 @@ def due(tree: LoadBalancer | None, given: Given | None, amphorae: Sequence[Ampho
 # --- what is recorded -------------------------------------------------------------------------------------------------
 
 
-def given_of(row: sa.Row[tuple[object, ...]]) -> Given | None:
+def read_applied_options(row: sa.Row[tuple[object, ...]]) -> AppliedVipOptions | None:
     """Return the VIP options that a row of `work` stores."""
-    return None if row.vip_applied is None else msgspec.json.decode(row.vip_applied, type=Given)
+    return None if row.vip_applied is None else msgspec.json.decode(row.vip_applied, type=AppliedVipOptions)
 
 
-def refusals(connection: sa.Connection, load_balancer_id: str, given: Given | None) -> dict[str, str]:
+def read_refusal(connection: sa.Connection, load_balancer_id: str, given: AppliedVipOptions | None) -> dict[str, str]:
     """Return a refusal of the VIP options by load balancer id; empty after a newer request of the user.
 
     A refusal without this limit would block all changes: Octavia accepts no change of a load balancer in ERROR.
@@ -113,13 +113,13 @@ def refusals(connection: sa.Connection, load_balancer_id: str, given: Given | No
     return {load_balancer_id: given.refused} if (newest or 0) <= given.generation else {}
 
 
-def again_at(connection: sa.Connection, load_balancer_id: str, now: float) -> float:
+def next_request_at(connection: sa.Connection, load_balancer_id: str, now: float) -> float:
     """Return the time of the next request for addresses, in seconds since 1970; 0 for now."""
-    wish = vip_claims.read_pending_request(connection, load_balancer_id)
-    return 0.0 if wish is None or wish.again_at > now + wish.pause else wish.again_at
+    pending = vip_claims.read_pending_request(connection, load_balancer_id)
+    return 0.0 if pending is None or pending.again_at > now + pending.pause else pending.again_at
 
 
-class Vips:
+class VipSteps:
     """Performs the VIP steps of one load balancer under one lease.
 
     Args:
@@ -150,32 +150,32 @@ class Vips:
             NetworkError: the backend failed, or exceeded its time-out.
         """
         begun = self._database.now()
-        wish = self._database.read(lambda connection: vip_claims.read_pending_request(connection, tree.id)) or _wish(
-            tree, begun
-        )
-        answer = network.allocate_vip(tree.id, wish.project_id, wish.vips, machines)
+        pending = self._database.read(
+            lambda connection: vip_claims.read_pending_request(connection, tree.id)
+        ) or _default_request(tree, begun)
+        answer = network.allocate_vip(tree.id, pending.project_id, pending.vips, machines)
         if isinstance(answer, NotYet):
             now = self._database.now()
-            later = vip_claims.schedule_retry(wish, answer.reason, answer.again_in, now)
+            later = vip_claims.schedule_retry(pending, answer.reason, answer.again_in, now)
             LOG.info("load balancer %s has no addresses yet: %s", tree.id, answer.reason)
             self._write(lambda connection: vip_claims.write_pending_request(connection, tree.id, backend, later))
-            if now - wish.since > self._patience:
-                waited = f"none in {now - wish.since:.0f} s: {answer.reason}"
+            if now - pending.since > self._patience:
+                waited = f"none in {now - pending.since:.0f} s: {answer.reason}"
                 raise NetworkError(f"allocate a VIP for load balancer {tree.id}", waited, final=True)
             return
         LOG.info("load balancer %s has its addresses: %s", tree.id, ", ".join(one.address for one in answer))
-        self._write(lambda connection: settle(connection, tree.id, generation, answer))
+        self._write(lambda connection: record_addresses(connection, tree.id, generation, answer))
 
     def apply(self, network: Network, tree: LoadBalancer, amphorae: Sequence[Amphora], generation: int) -> None:
         """Send the VIP options to the network backend; record a permanent refusal."""
-        options, ports = options_of(tree), ports_of(tree, amphorae)
+        options, ports = desired_options(tree), vip_ports(tree, amphorae)
         refused = ""
         try:
             network.apply_vip_options(tree.id, options, ports)
         except RequestError as error:
             LOG.warning("load balancer %s: %s", tree.id, error)
             refused = str(error)
-        given = Given(options=options, ports=ports, refused=refused, generation=generation)
+        given = AppliedVipOptions(options=options, ports=ports, refused=refused, generation=generation)
         text = msgspec.json.encode(given).decode() if options else None
         self._write(
             lambda connection: connection.execute(
@@ -184,7 +184,7 @@ class Vips:
         )
 
 
-def settle(connection: sa.Connection, load_balancer_id: str, generation: int, found: Sequence[Vip]) -> None:
+def record_addresses(connection: sa.Connection, load_balancer_id: str, generation: int, found: Sequence[Vip]) -> None:
     """Record the allocated addresses as a new generation of the load balancer."""
     generations.bump_generation(connection, load_balancer_id, generation)
     now = connection.execute(
@@ -197,7 +197,7 @@ def settle(connection: sa.Connection, load_balancer_id: str, generation: int, fo
     vip_claims.clear_pending_request(connection, load_balancer_id)
 
 
-def _wish(tree: LoadBalancer, now: float) -> PendingVipRequest:
+def _default_request(tree: LoadBalancer, now: float) -> PendingVipRequest:
     """Return a request for addresses on the VIPs' subnets, if no pending request is recorded."""
     vips = tuple(
         VipRequest(

@@ -24,7 +24,7 @@ LAST_PRIORITY = 1
 _INTERFACE = "eth1"
 
 
-def address(amphora: Amphora, vip: Vip) -> str | None:
+def own_address(amphora: Amphora, vip: Vip) -> str | None:
     """Return the amphora's own address on the VIP's network, of the VIP's family; None if it has none."""
     family_6 = ":" in vip.address
     for plugged in amphora.plugged:
@@ -33,17 +33,17 @@ def address(amphora: Amphora, vip: Vip) -> str | None:
     return None
 
 
-def partners(amphora: Amphora, everyone: Iterable[Amphora], vip: Vip) -> tuple[Partner, ...]:
+def partners(amphora: Amphora, amphorae: Iterable[Amphora], vip: Vip) -> tuple[Partner, ...]:
     """Return the VRRP peers of an amphora, in a fixed order.
 
     Args:
         amphora: the amphora itself.
-        everyone: all amphorae of its load balancer.
+        amphorae: all amphorae of its load balancer.
         vip: the primary VIP.
     """
     found = []
-    for other in everyone:
-        at = address(other, vip)
+    for other in amphorae:
+        at = own_address(other, vip)
         # A retiring amphora is no peer if it never served or is dead.
         takes_part = other.state is not AmphoraState.RETIRING or (other.confirmed > 0 and not other.dead)
         if other.id != amphora.id and at is not None and takes_part:
@@ -51,19 +51,19 @@ def partners(amphora: Amphora, everyone: Iterable[Amphora], vip: Vip) -> tuple[P
     return tuple(sorted(found))
 
 
-def vrrp(
-    amphora: Amphora, everyone: Iterable[Amphora], vip: Vip, priority: int | None, interval: float
+def vrrp_instance(
+    amphora: Amphora, amphorae: Iterable[Amphora], vip: Vip, priority: int | None, interval: float
 ) -> BundleVrrp | None:
     """Return the VRRP instance of an amphora; None if its topology has none or it has no address.
 
     Args:
         amphora: the amphora itself.
-        everyone: all amphorae of its load balancer.
+        amphorae: all amphorae of its load balancer.
         vip: the primary VIP.
         priority: of the amphora's role; None for a topology without VIP fail-over.
         interval: seconds between two advertisements.
     """
-    own = address(amphora, vip)
+    own = own_address(amphora, vip)
     if priority is None or own is None:
         return None
     return BundleVrrp(
@@ -72,44 +72,44 @@ def vrrp(
         priority=priority,
         advert_interval=interval,
         local=BundlePartner(name=amphora.id, address=own),
-        peers=tuple(BundlePartner(name=one.id, address=one.address) for one in partners(amphora, everyone, vip)),
+        peers=tuple(BundlePartner(name=one.id, address=one.address) for one in partners(amphora, amphorae, vip)),
     )
 
 
-def silent(everyone: Sequence[Amphora], patience: float) -> frozenset[str]:
+def find_silent(amphorae: Sequence[Amphora], patience: float) -> frozenset[str]:
     """Return the amphorae whose last heartbeat is more than `patience` seconds older than another one's.
 
     If no amphora sends heartbeats, the receiver may have failed: no amphora is silent then.
     """
-    heard = [one.heard_at for one in everyone if one.heard_at is not None]
+    heard = [one.heard_at for one in amphorae if one.heard_at is not None]
     latest = max(heard, default=0.0)
-    return frozenset(one.id for one in everyone if one.heard_at is not None and one.heard_at < latest - patience)
+    return frozenset(one.id for one in amphorae if one.heard_at is not None and one.heard_at < latest - patience)
 
 
-def holder(everyone: Sequence[Amphora], first_role: str, quiet: frozenset[str]) -> str | None:
+def find_holder(amphorae: Sequence[Amphora], first_role: str, silent: frozenset[str]) -> str | None:
     """Return the amphora that most likely has the VIPs; None if none has served yet.
 
     Args:
-        everyone: all amphorae of a load balancer.
+        amphorae: all amphorae of a load balancer.
         first_role: role of the assumed holder without any report.
-        quiet: silent amphorae; their last reports are ignored.
+        silent: silent amphorae; their last reports are ignored.
     """
     # A retiring amphora without ports cannot have the VIPs, whatever it reports.
-    serving = [one for one in everyone if one.confirmed > 0 and (one.plugged or one.state is not AmphoraState.RETIRING)]
+    serving = [one for one in amphorae if one.confirmed > 0 and (one.plugged or one.state is not AmphoraState.RETIRING)]
     if not serving:
         return None
 
     def claim(one: Amphora) -> tuple[bool, bool, bool, float, bool, bool]:
-        said = None if one.id in quiet else one.holds_vip
+        report = None if one.id in silent else one.holds_vip
         # If two amphorae report the VIPs, the newer heartbeat counts: the other amphora may be dead.
-        last = (one.heard_at or 0.0) if said else 0.0
+        last = (one.heard_at or 0.0) if report else 0.0
         kept = one.drains_until is None
-        return (kept, one.id not in quiet, said is True, last, said is not False, one.role == first_role)
+        return (kept, one.id not in silent, report is True, last, report is not False, one.role == first_role)
 
     return max(serving, key=claim).id
 
 
-def waves(targets: Sequence[Amphora], holding: str | None, quiet: frozenset[str]) -> tuple[tuple[str, ...], ...]:
+def order_waves(targets: Sequence[Amphora], holding: str | None, silent: frozenset[str]) -> tuple[tuple[str, ...], ...]:
     """Return the waves of a push: amphorae of one wave in parallel, the waves in sequence.
 
     The standby is first, so that a configuration it refuses never reaches the holder of the VIPs. The holder is second.
@@ -118,7 +118,7 @@ def waves(targets: Sequence[Amphora], holding: str | None, quiet: frozenset[str]
     """
     ordered: list[list[str]] = [[], [], [], []]
     for one in targets:
-        if one.id in quiet:
+        if one.id in silent:
             place = 3
         elif one.id == holding:
             place = 1

@@ -63,7 +63,7 @@ def test_an_amphora_that_somebody_else_pushed_is_pushed_again(lab, balancer):
     conf, vault = lab.compute_conf(), lab.vault()
     catalogue = lab.catalogue(conf)
     recorded = lab.database.read(lambda c: load_record(c, balancer.id, catalogue))
-    document = json.loads(desired_bundle.bodies(recorded, conf, vault)[one.id])
+    document = json.loads(desired_bundle.build_bundles(recorded, conf, vault)[one.id])
     document["generation"] += 5
     document["haproxy"] = document["haproxy"].replace("weight 1", "weight 9")
     said = lab.agents(lambda c: c.put_bundle(one.id, one.management_address, json.dumps(document).encode()))

@@ -24,12 +24,12 @@ def conf(tmp_path):
 
 def limits(conf, **profile):
     tree = LoadBalancer(id="lb", project_id="demo", vip=VIP, profile=Profile(**profile))
-    found = defaults.limited(tree, conf).profile
+    found = defaults.with_process_limits(tree, conf).profile
     return found.process_connection_limit, found.process_threads
 
 
 def test_nothing_configured_is_what_rendering_takes_for_the_default(conf):
-    assert defaults.defaults(conf()) == Defaults()
+    assert defaults.rendering_defaults(conf()) == Defaults()
 
 
 def test_every_default_can_be_configured(conf):
@@ -47,7 +47,7 @@ def test_every_default_can_be_configured(conf):
     }
     assert set(values) == set(Defaults.__struct_fields__)
     lines = [f"{name} = {value}" for name, value in values.items()]
-    assert defaults.defaults(conf("\n".join(["[haproxy]", *lines]))) == Defaults(**values)
+    assert defaults.rendering_defaults(conf("\n".join(["[haproxy]", *lines]))) == Defaults(**values)
 
 
 def test_the_profiles_limits_go_before_the_configured_ones(conf):
@@ -58,8 +58,8 @@ def test_the_profiles_limits_go_before_the_configured_ones(conf):
 
 
 def test_what_is_wrong_for_every_load_balancer_is_said_at_the_start(conf):
-    defaults.check(conf())
-    defaults.check(conf("[haproxy]\nlog_format = %ci %ST\ntls_ciphers = HIGH:!aNULL\n"))
+    defaults.validate_defaults(conf())
+    defaults.validate_defaults(conf("[haproxy]\nlog_format = %ci %ST\ntls_ciphers = HIGH:!aNULL\n"))
     for line in ("log_format = %nosuch", "tls_ciphers = no spaces"):
         with pytest.raises(ConfigurationError, match=line.partition(" ")[0]):
-            defaults.check(conf(f"[haproxy]\n{line}\n"))
+            defaults.validate_defaults(conf(f"[haproxy]\n{line}\n"))

@@ -19,8 +19,8 @@ from amphora_driver.queue.jobs import Lease
 from amphora_driver.reconcile import plan as planning
 from amphora_driver.reconcile import secret_files
 from amphora_driver.reconcile.context import ReconcileContext
-from amphora_driver.reconcile.job import Turn
-from amphora_driver.reconcile.push import Pushing
+from amphora_driver.reconcile.job import Job
+from amphora_driver.reconcile.push import BundlePush
 from amphora_driver.render.bundle import BundleFile, Served, bundle
 from amphora_driver.render.tls import File
 from amphora_driver.secret import Secret
@@ -68,7 +68,7 @@ TREE = LoadBalancer(
 
 def test_a_secret_becomes_the_content_and_stays_wrapped(vault):
     files = (File(name="a", content="list"), File(name="b", secret=CERTIFICATE))
-    found, lost = secret_files.filled(
+    found, lost = secret_files.fill_files(
         files,
         {CERTIFICATE: SealedSecret(content=vault.seal(Secret(MARK.encode()), secret_location(CERTIFICATE)))},
         vault,
@@ -95,7 +95,9 @@ def test_a_secret_becomes_the_content_and_stays_wrapped(vault):
     ],
 )
 def test_what_cannot_be_had_costs_its_own_object(vault, sealed, word):
-    found, lost = secret_files.filled((File(name="a", content="x"), File(name="b", secret=CERTIFICATE)), sealed, vault)
+    found, lost = secret_files.fill_files(
+        (File(name="a", content="x"), File(name="b", secret=CERTIFICATE)), sealed, vault
+    )
     assert [one.name for one in found] == ["a"]
     assert list(lost) == [SECURE]
     assert word in lost[SECURE]
@@ -116,7 +118,7 @@ OTHERS = [
 def test_a_value_that_was_copied_from_another_row_is_not_served(vault, other):
     """With the rights to write to the database: to have an own amphora given what others keep."""
     copied = {CERTIFICATE: SealedSecret(content=vault.seal(Secret(MARK.encode()), other))}
-    found, lost = secret_files.filled((File(name="b", secret=CERTIFICATE),), copied, vault)
+    found, lost = secret_files.fill_files((File(name="b", secret=CERTIFICATE),), copied, vault)
     assert (found, list(lost)) == ((), [SECURE])
     assert "was sealed for another row or purpose" in lost[SECURE]
     assert MARK not in lost[SECURE]
@@ -127,7 +129,7 @@ def test_one_that_is_no_text_costs_its_own_object_and_is_not_quoted(vault):
     spoilt = {
         CERTIFICATE: SealedSecret(content=vault.seal(Secret(MARK.encode() + b"\xff"), secret_location(CERTIFICATE)))
     }
-    found, lost = secret_files.filled((File(name="b", secret=CERTIFICATE),), spoilt, vault)
+    found, lost = secret_files.fill_files((File(name="b", secret=CERTIFICATE),), spoilt, vault)
     assert (found, list(lost)) == ((), [SECURE])
     assert "not in PEM format" in lost[SECURE]
     assert MARK not in lost[SECURE]
@@ -147,10 +149,10 @@ def test_the_document(vault):
 def test_a_pool_nothing_leads_to_is_said_to_lack_its_secret_too(vault):
     known = SealedSecret(content=vault.seal(Secret(MARK.encode()), secret_location(CERTIFICATE)))
     authority, listeners = SecretName(CRYPTED, Purpose.CA, "ca"), {CERTIFICATE: SealedSecret(reason="gone")}
-    assert secret_files.lacking(TREE, {authority: known, **listeners}) == {}, (
+    assert secret_files.pools_without_secret(TREE, {authority: known, **listeners}) == {}, (
         "a listener is served, or speaks for itself"
     )
-    assert secret_files.lacking(TREE, {authority: SealedSecret(reason="Octavia could not")}) == {
+    assert secret_files.pools_without_secret(TREE, {authority: SealedSecret(reason="Octavia could not")}) == {
         CRYPTED: "Octavia could not"
     }
 
@@ -161,9 +163,9 @@ def pushing(tmp_path, vault):
     path.write_text("")
     nothing = dict.fromkeys(("catalogue", "agents", "authority"))
     nothing["database"] = SimpleNamespace(now=lambda: 0.0)
-    turn = Turn(Lease(load_balancer_id=LB, owner="me", epoch=1, attempts=0), None, 60.0)
+    turn = Job(Lease(load_balancer_id=LB, owner="me", epoch=1, attempts=0), None, 60.0)
     backends = ReconcileContext(conf=config.load([str(path)]), vault=vault, **nothing)
-    return Pushing(backends, turn, lambda change, applied=None: None)
+    return BundlePush(backends, turn, lambda change, applied=None: None)
 
 
 def wanted(tree, sealed):
@@ -182,8 +184,8 @@ def wanted(tree, sealed):
 def test_one_listener_without_its_certificate_takes_no_other_along(pushing, vault, caplog):
     caplog.set_level(logging.DEBUG)
     sealed = {CERTIFICATE: SealedSecret(content=vault.seal(Secret(MARK.encode()), secret_location(CERTIFICATE)))}
-    served = pushing._rendered(wanted(TREE, sealed), TREE)
-    assert set(pushing._failed) == {BROKEN}
+    served = pushing._render(wanted(TREE, sealed), TREE)
+    assert set(pushing._omitted) == {BROKEN}
     assert f"frontend {SECURE}" in served.text
     assert f"frontend {PLAIN}" in served.text
     assert f"frontend {BROKEN}" not in served.text
@@ -191,7 +193,7 @@ def test_one_listener_without_its_certificate_takes_no_other_along(pushing, vaul
         f"tls/{SECURE}/certificates.list",
         f"tls/{SECURE}/default.pem",
     }
-    assert "BEGIN" not in caplog.text + repr(served) + repr(pushing._failed)
+    assert "BEGIN" not in caplog.text + repr(served) + repr(pushing._omitted)
 
 
 def test_a_pool_without_its_authority_takes_no_other_along(pushing):
@@ -203,11 +205,11 @@ def test_a_pool_without_its_authority_takes_no_other_along(pushing):
         Listener(id=BROKEN, protocol_port=82, default_pool_id=POOL, unread=True, **leads),
     )
     tree = replace(TREE, listeners=listeners)
-    served = pushing._rendered(wanted(tree, {}), tree)
+    served = pushing._render(wanted(tree, {}), tree)
     assert re.findall(r"^(?:frontend|backend) (\S+)$", served.text, re.MULTILINE) == [PLAIN, SECURE, f"{POOL}:{PLAIN}"]
-    assert set(pushing._failed) == {CRYPTED, BROKEN}
-    assert "never handed over" in pushing._failed[CRYPTED]
-    assert "could not return it" in pushing._failed[BROKEN]
+    assert set(pushing._omitted) == {CRYPTED, BROKEN}
+    assert "never handed over" in pushing._omitted[CRYPTED]
+    assert "could not return it" in pushing._omitted[BROKEN]
 
 
 def test_a_policy_haproxy_refuses_closes_its_listener(pushing):
@@ -220,7 +222,7 @@ def test_a_policy_haproxy_refuses_closes_its_listener(pushing):
         listeners=(listener(PLAIN, 80, protocol=ListenerProtocol.HTTP, l7policies=(policy,)),),
         pools=(pool(POOL, MEMBERS[0]),),
     )
-    assert f"frontend {PLAIN}" in pushing._rendered(wanted(tree, {}), tree).text
-    pushing._failed = {policy.id: "HAProxy does not take it"}
-    assert pushing._rendered(wanted(tree, {}), tree).text is None
-    assert set(pushing._failed) == {policy.id, PLAIN}
+    assert f"frontend {PLAIN}" in pushing._render(wanted(tree, {}), tree).text
+    pushing._omitted = {policy.id: "HAProxy does not take it"}
+    assert pushing._render(wanted(tree, {}), tree).text is None
+    assert set(pushing._omitted) == {policy.id, PLAIN}

@@ -11,7 +11,7 @@ import pytest
 from amphora_driver.controller.service import Controller
 from amphora_driver.controller.worker_slots import WorkerSlots
 from amphora_driver.queue.jobs import Lease
-from amphora_driver.reconcile.job import Turn
+from amphora_driver.reconcile.job import Job
 
 SECONDS = 0.05
 
@@ -52,7 +52,7 @@ def controller():
     one._hung = set()
     one._stopping = threading.Event()
     one._draining = threading.Event()
-    one._reconciler = SimpleNamespace(begin=lambda found: Turn(found, None, 60.0))
+    one._reconciler = SimpleNamespace(create_job=lambda found: Job(found, None, 60.0))
     return one
 
 
@@ -85,7 +85,7 @@ def test_what_was_claimed_when_the_hands_were_laid_down_is_given_back(controller
 
 def test_leases_are_renewed_whatever_goes_wrong_but_not_of_calls_that_hang(controller, caplog):
     jobs = controller._jobs
-    well, hung = Turn(lease("well"), None, 60.0), Turn(lease("hung"), None, 0.0)
+    well, hung = Job(lease("well"), None, 60.0), Job(lease("hung"), None, 0.0)
     for one in (well, hung):
         controller._slots.occupy(one)
     time.sleep(2 * SECONDS)

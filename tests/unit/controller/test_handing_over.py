@@ -16,8 +16,8 @@ from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.queue.jobs import Jobs
 from amphora_driver.reconcile import plan as planning
 from amphora_driver.reconcile.context import ReconcileContext
-from amphora_driver.reconcile.executor import Steps
-from amphora_driver.reconcile.job import Turn
+from amphora_driver.reconcile.executor import StepExecutor
+from amphora_driver.reconcile.job import Job
 from amphora_driver.store import amphorae
 from amphora_driver.store.requests import RequestRecorder
 
@@ -98,9 +98,9 @@ def take(conf, database, step, agents, *, steps=False):
         roles=("MASTER", "BACKUP"),
         now=database.now(),
     )
-    agents.turn = Turn(lease, database, 60.0)
-    taking = Steps(everything, agents.turn)
-    taking.take(step, wanted, observed)
+    agents.turn = Job(lease, database, 60.0)
+    taking = StepExecutor(everything, agents.turn)
+    taking.execute(step, wanted, observed)
     if steps:
         return taking
     after = database.read(lambda c: amphorae.load_amphorae(c, LB))
@@ -235,7 +235,7 @@ def test_what_they_say_when_asked_counts_more_than_what_was_heard(conf, database
     agents = Agents(trouble, says)
     steps = take(conf, database, ASK, agents, steps=True)
     assert agents.order == ["vrrp", "vrrp"]
-    assert steps.leaving.asked
+    assert steps.removal.holder_queried
     assert _known(database, steps) == told
     _heard(database, OLD, at=101.0, sequence=2)
     assert _known(database, steps) == (False, told[1]), "its later word counts"
@@ -247,7 +247,7 @@ def _heard(database, name, *, at, sequence):
 
 
 def _known(database, steps):
-    found = steps.leaving.as_told(database.read(lambda c: amphorae.load_amphorae(c, LB)))
+    found = steps.removal.with_answers(database.read(lambda c: amphorae.load_amphorae(c, LB)))
     by_id = {one.id: one.holds_vip for one in found}
     return by_id[OLD], by_id[NEW]
 
@@ -271,7 +271,7 @@ class Cut(Agents):
 
     def _ask(self, what, amphora_id, seconds):
         if what == self.question:
-            self.turn.give_way("this controller ends")
+            self.turn.preempt("this controller ends")
         super()._ask(what, amphora_id, seconds)
 
 

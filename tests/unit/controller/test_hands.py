@@ -7,13 +7,13 @@ import pytest
 
 from amphora_driver.controller.worker_slots import JOBS_PER_SLOT, STALL_SECONDS, WorkerSlots
 from amphora_driver.queue.jobs import Lease
-from amphora_driver.reconcile.job import Turn
+from amphora_driver.reconcile.job import Job
 
 
 def turn(number, *, stalled=False, attempts=0):
-    one = Turn(Lease(load_balancer_id=f"lb{number}", owner="me", epoch=1, attempts=attempts), None, 60.0)
+    one = Job(Lease(load_balancer_id=f"lb{number}", owner="me", epoch=1, attempts=attempts), None, 60.0)
     if stalled:
-        one.since = time.monotonic() - STALL_SECONDS - 1
+        one.step_started_at = time.monotonic() - STALL_SECONDS - 1
     return one
 
 

@@ -19,7 +19,7 @@ from amphora_driver.model.secret_refs import ticket_secret_name
 from amphora_driver.network.ip_allocation import AddressRange
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.plugins import Catalogue
-from amphora_driver.reconcile.tls_tickets import begun, ticket_keys
+from amphora_driver.reconcile.tls_tickets import create_ticket_state, ticket_keys
 from amphora_driver.store import sealed_secrets, vip_claims
 from amphora_driver.store.generations import start_ticket_rotation
 from amphora_driver.store.sealed_secrets import SealedSecret
@@ -147,7 +147,7 @@ def lines(kept):
 
 
 def test_the_old_state_of_ticket_keys_is_overwritten(conf, database):
-    served_with_tickets(database, VAULT.seal(begun(), PLACE))
+    served_with_tickets(database, VAULT.seal(create_ticket_state(), PLACE))
     housekeeping = Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT)
     states = [state(database)]
     for _ in range(4):
@@ -161,7 +161,7 @@ def test_the_old_state_of_ticket_keys_is_overwritten(conf, database):
 
 
 def test_a_state_that_no_key_opens_is_left_to_the_push(conf, database):
-    lost = Vault([Fernet.generate_key()]).seal(begun(), PLACE)
+    lost = Vault([Fernet.generate_key()]).seal(create_ticket_state(), PLACE)
     served_with_tickets(database, lost)
     assert Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT).rotate_ticket_keys() == 1
     assert database.read(lambda c: c.execute(sa.select(secret.c.sealed)).scalar_one()) == lost
@@ -169,7 +169,7 @@ def test_a_state_that_no_key_opens_is_left_to_the_push(conf, database):
 
 
 def test_ticket_keys_move_on(conf, database):
-    served_with_tickets(database, VAULT.seal(begun(), PLACE))
+    served_with_tickets(database, VAULT.seal(create_ticket_state(), PLACE))
     housekeeping = Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT)
     assert housekeeping.rotate_ticket_keys() == 1
     assert housekeeping.rotate_ticket_keys() == 0

@@ -22,7 +22,7 @@ from amphora_driver.model.enums import (
     PoolProtocol,
 )
 from amphora_driver.model.loadbalancer import HealthMonitor, L7Policy, L7Rule, Listener, LoadBalancer, Member, Pool, Vip
-from amphora_driver.reconcile.tree_cache import Trees, count
+from amphora_driver.reconcile.tree_cache import TreeCache, count_objects
 from amphora_driver.store import desired_objects, pending_rereads, status_outbox
 from amphora_driver.store.requests import RequestRecorder
 
@@ -239,7 +239,7 @@ def test_two_controllers_remember_what_is_recorded_over_any_history(database, se
     """Now the one has the lease and now the other; rows are forgotten while the other one works."""
     dice = random.Random(seed)
     story = Story(database, dice)
-    controllers = [Trees(), Trees()]
+    controllers = [TreeCache(), TreeCache()]
     for epoch in range(1, 40):
         for _ in range(dice.choice([0, 1, 1, 1, 4])):
             story.act()
@@ -275,7 +275,7 @@ def test_what_did_not_change_is_the_very_same_and_is_not_read(database, story):
         story.add_pool()
     for _ in range(30):
         story.add_member()
-    trees = Trees()
+    trees = TreeCache()
     before = story.remembered(trees, 1)
     changed = before.pools[1].id
     # What came last is read once more, but it is the same.
@@ -297,8 +297,8 @@ def test_what_did_not_change_is_the_very_same_and_is_not_read(database, story):
 def test_one_that_another_controller_removed_and_octavia_has_forgotten_is_not_remembered(database, story):
     story.add_pool()
     story.add_member()
-    trees = Trees()
-    assert count(story.remembered(trees, 1)) == 3
+    trees = TreeCache()
+    assert count_objects(story.remembered(trees, 1)) == 3
     story.drop_member()
     story.confirm()
     assert not database.read(lambda c: c.execute(sa.select(wanted_object).where(wanted_object.c.removed)).all())
@@ -311,7 +311,7 @@ def test_no_more_is_remembered_than_allowed(database, story):
     story.add_pool()
     for number in range(3):
         story.intents.create_load_balancer(msgspec.structs.replace(TREE, id=f"lb{number}"), read_back=False)
-    trees = Trees(capacity=3)
+    trees = TreeCache(capacity=3)
 
     def load(load_balancer_id):
         row = database.read(

@@ -5,7 +5,7 @@ from amphora_driver.errors import UnsupportedOption
 from amphora_driver.model.enums import PoolProtocol
 from amphora_driver.model.loadbalancer import LoadBalancer, Member, Pool, Vip
 from amphora_driver.model.network import Subnet
-from amphora_driver.reconcile.reconciler import networks
+from amphora_driver.reconcile.reconciler import needed_networks
 
 
 class OneSubnet:
@@ -32,11 +32,11 @@ def tree(*subnets):
 
 
 def test_the_vips_network_with_all_its_subnets_comes_first():
-    assert networks(tree("s2", None, "s2"), (), OneSubnet()) == ({"n1": ("s1", "s1v6"), "n2": ("s2",)}, {})
+    assert needed_networks(tree("s2", None, "s2"), (), OneSubnet()) == ({"n1": ("s1", "s1v6"), "n2": ("s2",)}, {})
 
 
 def test_a_member_on_a_subnet_that_is_gone_fails_alone():
-    needed, failed = networks(tree("s2", "gone"), (), OneSubnet())
+    needed, failed = needed_networks(tree("s2", "gone"), (), OneSubnet())
     assert needed == {"n1": ("s1", "s1v6"), "n2": ("s2",)}
     assert list(failed) == ["m12"]
     assert "gone" in failed["m12"]

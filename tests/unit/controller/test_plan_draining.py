@@ -152,9 +152,9 @@ def test_one_that_can_neither_be_told_nor_heard_goes_as_soon_as_its_replacement_
 
 def test_who_has_let_go_is_not_taken_for_the_holder_whatever_heartbeats_say():
     old = draining(holds_vip=True, heard_at=NOW)
-    assert vrrp_peers.holder((old, NEW_B, NEW_M), "MASTER", frozenset()) != "m"
+    assert vrrp_peers.find_holder((old, NEW_B, NEW_M), "MASTER", frozenset()) != "m"
     stubborn = draining(drains_until=None, holds_vip=True, heard_at=NOW)
-    assert vrrp_peers.holder((stubborn, NEW_B, NEW_M), "MASTER", frozenset()) == "m"
+    assert vrrp_peers.find_holder((stubborn, NEW_B, NEW_M), "MASTER", frozenset()) == "m"
 
 
 @pytest.mark.parametrize("dead", ["m", "b"])

@@ -191,8 +191,8 @@ def test_one_that_is_adopted_is_plugged_and_pushed():
 
 def test_who_is_dead_has_no_vips_and_is_nobodys_partner():
     old = dead(M, heard_at=NOW)
-    assert vrrp_peers.holder((old, B), "MASTER", frozenset({"m"})) == "b"
-    assert vrrp_peers.vrrp(B, (old, B), wanted().tree.vip, 253, 1.0).peers == ()
+    assert vrrp_peers.find_holder((old, B), "MASTER", frozenset({"m"})) == "b"
+    assert vrrp_peers.vrrp_instance(B, (old, B), wanted().tree.vip, 253, 1.0).peers == ()
 
 
 def test_of_two_that_are_dead_the_one_that_can_be_booted_is_served():

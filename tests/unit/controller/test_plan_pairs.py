@@ -58,9 +58,9 @@ def test_one_that_is_behind_alone_is_pushed_alone():
 
 
 def test_while_nobody_is_heard_nobody_counts_as_silent():
-    assert vrrp_peers.silent((but(M, heard_at=10.0), but(B, heard_at=12.0)), 9.0) == frozenset()
-    assert vrrp_peers.silent((but(M, heard_at=10.0), but(B, heard_at=20.0)), 9.0) == {"m"}
-    assert vrrp_peers.silent((but(M, heard_at=10.0), B), 9.0) == frozenset(), "one that was never heard may be new"
+    assert vrrp_peers.find_silent((but(M, heard_at=10.0), but(B, heard_at=12.0)), 9.0) == frozenset()
+    assert vrrp_peers.find_silent((but(M, heard_at=10.0), but(B, heard_at=20.0)), 9.0) == {"m"}
+    assert vrrp_peers.find_silent((but(M, heard_at=10.0), B), 9.0) == frozenset(), "one that was never heard may be new"
 
 
 def test_both_are_replaced_the_standby_first():
@@ -271,11 +271,11 @@ def test_partners_speak_the_family_of_the_first_vip(vip, expected):
     )
     network = "elsewhere" if expected is None else "n1"
     place = Vip(address=vip, subnet_id="s", network_id=network, port_id="p")
-    assert vrrp_peers.address(but(M, plugged=(both,)), place) == expected
+    assert vrrp_peers.own_address(but(M, plugged=(both,)), place) == expected
 
 
 def test_vrrp_of_each():
-    found = vrrp_peers.vrrp(M, (M, B), VIP, 254, 0.2)
+    found = vrrp_peers.vrrp_instance(M, (M, B), VIP, 254, 0.2)
     assert msgspec.to_builtins(found) == {
         "interface": "eth1",
         "router_id": 1,
@@ -284,6 +284,8 @@ def test_vrrp_of_each():
         "local": {"name": "m", "address": "198.51.100.21"},
         "peers": ({"name": "b", "address": "198.51.100.22"},),
     }
-    assert vrrp_peers.vrrp(M, (M,), VIP, 254, 1.0).peers == ()
-    assert vrrp_peers.vrrp(M, (M, but(B, plugged=())), VIP, 254, 1.0).peers == (), "one not plugged yet is none yet"
-    assert vrrp_peers.vrrp(M, (M, B), VIP, None, 1.0) is None, "one on its own agrees with nobody"
+    assert vrrp_peers.vrrp_instance(M, (M,), VIP, 254, 1.0).peers == ()
+    assert vrrp_peers.vrrp_instance(M, (M, but(B, plugged=())), VIP, 254, 1.0).peers == (), (
+        "one not plugged yet is none yet"
+    )
+    assert vrrp_peers.vrrp_instance(M, (M, B), VIP, None, 1.0) is None, "one on its own agrees with nobody"

@@ -23,8 +23,8 @@ from amphora_driver.model.network import FixedAddress, Port, Subnet
 from amphora_driver.queue.jobs import Jobs
 from amphora_driver.reconcile import plan as planning
 from amphora_driver.reconcile.context import ReconcileContext
-from amphora_driver.reconcile.job import Turn
-from amphora_driver.reconcile.push import Pushing
+from amphora_driver.reconcile.job import Job
+from amphora_driver.reconcile.push import BundlePush
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, config_drift, generations, sealed_secrets, status_outbox
 from amphora_driver.store.requests import RequestRecorder
@@ -96,9 +96,9 @@ class House:
         nothing = dict.fromkeys(("catalogue", "authority"))
         backends = ReconcileContext(conf=conf, database=database, agents=self.agents, vault=self.vault, **nothing)
         lease = Jobs(database, "me", 60.0).claim()
-        self.turn = Turn(lease, database, 60.0)
-        self.turn.saw(1, "apply")
-        self.pushing = Pushing(backends, self.turn, self._write)
+        self.turn = Job(lease, database, 60.0)
+        self.turn.record_observation(1, "apply")
+        self.pushing = BundlePush(backends, self.turn, self._write)
 
     def _write(self, change, applied=None):
         """As under a lease."""
@@ -213,7 +213,7 @@ def test_a_pair_that_begins_is_not_active_when_it_has_confirmed(house):
 )
 def test_nothing_depends_on_who_has_the_vips_if_nobody_can_say(house, said, taken):
     house.agents.vips = said
-    assert house.pushing.vips_taken(house.observed()) is taken
+    assert house.pushing.query_vips_taken(house.observed()) is taken
 
 
 def test_what_goes_first_is_looked_for_between_two_waves(house):

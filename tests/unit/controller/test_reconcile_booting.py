@@ -67,14 +67,14 @@ class Room:
     def __len__(self):
         return self.crowd
 
-    def wait_for(self, awaited):
+    def add(self, awaited):
         self.awaited += awaited
 
 
 @pytest.fixture
 def control(tmp_path):
     with controlled(tmp_path, SlowWorld()) as control:
-        control.room = control.reconciler._room = Room()
+        control.room = control.reconciler._boot_wait = Room()
         control.intents.create_load_balancer(TREE, read_back=False)
         yield control
 
@@ -196,15 +196,15 @@ def test_a_number_of_attempts_that_was_left_out_is_told_all_the_same(control):
 
 
 def test_a_deletion_between_two_looks_is_taken_up_at_once(control):
-    load = control.reconciler._trees.load
+    load = control.reconciler._tree_cache.load
 
     def loads(connection, row, epoch):
-        control.reconciler._trees.load = load
+        control.reconciler._tree_cache.load = load
         raise StoreError("read it", "it was deleted in this moment")
 
-    control.reconciler._trees.load = loads
+    control.reconciler._tree_cache.load = loads
     lease = control.jobs.claim()
-    turn = control.reconciler.begin(lease)
+    turn = control.reconciler.create_job(lease)
     control.reconciler.reconcile(lease, turn)
     assert (turn.generation, turn.op) == (1, "apply"), "what comes later is newer than what was seen"
 

@@ -10,7 +10,7 @@ from amphora_driver.errors import DeadlinePassed, LeaseLost, Superseded
 from amphora_driver.model.enums import Kind, ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
 from amphora_driver.queue.jobs import Jobs
-from amphora_driver.reconcile.job import Turn, goes_first
+from amphora_driver.reconcile.job import Job, find_preempted_jobs
 from amphora_driver.store.requests import RequestRecorder
 
 LB = "lb"
@@ -37,13 +37,13 @@ def intents(database):
 @pytest.fixture
 def turn(database):
     lease = Jobs(database, "me", 60.0).claim()
-    turn = Turn(lease, database, 60.0)
-    turn.saw(1, "apply")
+    turn = Job(lease, database, 60.0)
+    turn.record_observation(1, "apply")
     return turn
 
 
 def reason(database, turn):
-    return database.read(lambda c: goes_first(c, [turn])).get(turn)
+    return database.read(lambda c: find_preempted_jobs(c, [turn])).get(turn)
 
 
 def change(intents):
@@ -52,9 +52,9 @@ def change(intents):
 
 
 def test_another_change_waits_for_its_turn(database, intents, turn):
-    turn.check()
+    turn.ensure_may_act()
     change(intents)
-    turn.check()
+    turn.ensure_may_act()
     assert reason(database, turn) is None
 
 
@@ -63,35 +63,35 @@ def test_a_change_gives_way_to_what_is_more(database, intents, turn, call, words
     getattr(intents, call)(LB)
     assert words in reason(database, turn)
     with pytest.raises(Superseded, match=words):
-        turn.check()
-    assert turn.gives_way
+        turn.ensure_may_act()
+    assert turn.is_preempted
 
 
 def test_a_fail_over_gives_way_to_a_deletion_and_not_to_changes(database, intents, turn):
     intents.fail_over(LB)
-    turn.saw(2, "apply")
+    turn.record_observation(2, "apply")
     change(intents)
-    turn.check()
+    turn.ensure_may_act()
     intents.delete_load_balancer(LB)
     with pytest.raises(Superseded, match="deletion"):
-        turn.check()
+        turn.ensure_may_act()
 
 
 def test_nothing_goes_before_a_deletion(intents, turn):
     intents.delete_load_balancer(LB)
-    turn.saw(2, "delete")
-    turn.check()
+    turn.record_observation(2, "delete")
+    turn.ensure_may_act()
 
 
 def test_one_that_is_told_to_ends_before_its_next_effect(turn):
-    turn.give_way("the process ends", grace=30.0)
+    turn.preempt("the process ends", grace=30.0)
     assert not turn.deadline.passed(), "what it asks just now it may ask to the end"
     with pytest.raises(Superseded, match="the process ends"):
-        turn.check()
+        turn.ensure_may_act()
 
 
 def test_one_whose_time_is_over_begins_nothing(database, turn):
-    late = Turn(turn.lease, database, 0.0)
+    late = Job(turn.lease, database, 0.0)
     with pytest.raises(DeadlinePassed):
         late.check()
 
@@ -100,4 +100,4 @@ def test_one_that_was_taken_over_ends(database, turn):
     database.write(lambda c: c.execute(work.update().values(owner="another", epoch=9)))
     assert "taken" in reason(database, turn)
     with pytest.raises(LeaseLost):
-        turn.check()
+        turn.ensure_may_act()

@@ -19,7 +19,7 @@ from amphora_driver.model.network import VipOptions, VipRequest
 from amphora_driver.network.interface import NotYet
 from amphora_driver.reconcile import plan as planning
 from amphora_driver.reconcile import vip_allocation
-from amphora_driver.reconcile.vip_allocation import Given, Vips
+from amphora_driver.reconcile.vip_allocation import AppliedVipOptions, VipSteps
 from amphora_driver.store import desired_objects as store
 from amphora_driver.store import vip_claims
 from amphora_driver.store.vip_claims import PendingVipRequest
@@ -50,32 +50,32 @@ def names(want, *observed):
         pytest.param({"tree": BARE, "gone": True}, (), ["ReleaseVip"], id="deleted before"),
         pytest.param({"tree": GUARDED}, (amphora(confirmed=3),), ["ApplyVipOptions"], id="before it is served"),
         pytest.param(
-            {"tree": GUARDED, "vip_given": Given(options=OPTIONS, ports=("p-n1",))},
+            {"tree": GUARDED, "vip_given": AppliedVipOptions(options=OPTIONS, ports=("p-n1",))},
             (amphora(confirmed=3),),
             ["Push"],
             id="told already",
         ),
         pytest.param(
-            {"tree": GUARDED, "vip_given": Given(options=OPTIONS, ports=("p-other",))},
+            {"tree": GUARDED, "vip_given": AppliedVipOptions(options=OPTIONS, ports=("p-other",))},
             (amphora(confirmed=3),),
             ["ApplyVipOptions"],
             id="an amphora has come",
         ),
         pytest.param(
-            {"tree": GUARDED, "vip_given": Given(options=OPTIONS, refused="no")},
+            {"tree": GUARDED, "vip_given": AppliedVipOptions(options=OPTIONS, refused="no")},
             (amphora(confirmed=3),),
             ["Push"],
             id="refused: not asked again",
         ),
         pytest.param(
-            {"tree": TREE, "vip_given": Given(options=OPTIONS, ports=("p-n1",))},
+            {"tree": TREE, "vip_given": AppliedVipOptions(options=OPTIONS, ports=("p-n1",))},
             (amphora(confirmed=3),),
             ["ApplyVipOptions"],
             id="taken away",
         ),
         pytest.param({"tree": TREE}, (amphora(confirmed=3),), ["Push"], id="never anything"),
         pytest.param(
-            {"tree": GUARDED, "vip_given": Given(options=OPTIONS, ports=("p-n1",)), "applied": 4},
+            {"tree": GUARDED, "vip_given": AppliedVipOptions(options=OPTIONS, ports=("p-n1",)), "applied": 4},
             (amphora(plugged=(port(), port("n2", ("s2",)))),),
             ["Unplug"],
             id="ports of other networks are no business of it",
@@ -142,7 +142,7 @@ def row(database):
 
 
 def steps(database, patience=60.0):
-    return Vips(database, database.write, patience)
+    return VipSteps(database, database.write, patience)
 
 
 def test_an_answer_becomes_the_next_generation(database):
@@ -160,10 +160,10 @@ def test_no_answer_is_written_down_and_nothing_else(database):
     wish = database.read(lambda c: vip_claims.read_pending_request(c, "lb"))
     assert (wish.reason, wish.attempts, wish.project_id) == ("busy", 2, "demo")
     assert wish.vips[0].address == "198.51.100.99", "what was asked for is not forgotten"
-    assert database.read(lambda c: vip_allocation.again_at(c, "lb", time.time())) == pytest.approx(
+    assert database.read(lambda c: vip_allocation.next_request_at(c, "lb", time.time())) == pytest.approx(
         time.time() + 9.0, abs=5
     )
-    assert database.read(lambda c: vip_allocation.again_at(c, "lb", time.time() - 3600)) == 0.0, (
+    assert database.read(lambda c: vip_allocation.next_request_at(c, "lb", time.time() - 3600)) == 0.0, (
         "the clock was set back"
     )
     assert row(database).generation == 4
@@ -192,7 +192,9 @@ def test_options_are_noted_and_forgotten(database):
     backend = Backend(None)
     steps(database).apply(backend, GUARDED, [amphora()], 4)
     assert backend.asked == [("lb", OPTIONS, ("p-n1",))]
-    assert vip_allocation.given_of(row(database)) == Given(options=OPTIONS, ports=("p-n1",), generation=4)
+    assert vip_allocation.read_applied_options(row(database)) == AppliedVipOptions(
+        options=OPTIONS, ports=("p-n1",), generation=4
+    )
     steps(database).apply(backend, TREE, [amphora()], 5)
     assert backend.asked[-1] == ("lb", VipOptions(), ("p-n1",))
     assert row(database).vip_applied is None
@@ -200,12 +202,12 @@ def test_options_are_noted_and_forgotten(database):
 
 def test_a_refusal_of_options_holds_until_the_user_says_something_new(database):
     steps(database).apply(Backend(UnsupportedOption("apply", "no such group")), GUARDED, [amphora()], 4)
-    given = vip_allocation.given_of(row(database))
+    given = vip_allocation.read_applied_options(row(database))
 
     def asked(generation):
         values = {"action": "x", "object_id": "lb", "accepted_at": 0.0, "generation": generation}
         database.write(lambda c: c.execute(request.insert().values(load_balancer_id="lb", **values)))
-        return database.read(lambda c: vip_allocation.refusals(c, "lb", given))
+        return database.read(lambda c: vip_allocation.read_refusal(c, "lb", given))
 
     assert "no such group" in asked(4)["lb"]
     assert asked(5) == {}

@@ -29,10 +29,10 @@ from amphora_driver.queue.jobs import Lease
 from amphora_driver.reconcile import desired_bundle
 from amphora_driver.reconcile import plan as planning
 from amphora_driver.reconcile.context import ReconcileContext
-from amphora_driver.reconcile.defaults import limited
-from amphora_driver.reconcile.desired_bundle import Recorded
-from amphora_driver.reconcile.job import Turn
-from amphora_driver.reconcile.push import Pushing
+from amphora_driver.reconcile.defaults import with_process_limits
+from amphora_driver.reconcile.desired_bundle import BundleInputs
+from amphora_driver.reconcile.job import Job
+from amphora_driver.reconcile.push import BundlePush
 from amphora_driver.render.bundle import Served, bundle
 from amphora_driver.render.effective_defaults import Defaults
 from amphora_driver.render.haproxy import render
@@ -301,25 +301,25 @@ def test_a_push_and_an_audit_make_the_same(tmp_path):
         members=(),
         healthmonitor=None,
     )
-    tree = limited(replace(member(weight=300), pools=(*member(weight=300).pools, least)), conf)
+    tree = with_process_limits(replace(member(weight=300), pools=(*member(weight=300).pools, least)), conf)
     nothing = dict.fromkeys(("database", "agents", "authority", "vault"))
     backends = ReconcileContext(conf=conf, catalogue=None, **nothing)
-    turn = Turn(Lease(load_balancer_id=LB, owner="me", epoch=1, attempts=0), None, 60.0)
-    pushing = Pushing(backends, turn, lambda change, applied=None: None)
+    turn = Job(Lease(load_balancer_id=LB, owner="me", epoch=1, attempts=0), None, 60.0)
+    pushing = BundlePush(backends, turn, lambda change, applied=None: None)
     told = {"generation": 1, "applied": 0, "gone": False, "readable": True, "networks": {}, "secrets": {}}
-    served = pushing._rendered(planning.LoadBalancerView(load_balancer_id=LB, tree=tree, **told), tree)
-    assert {one: one in pushing._failed for one in (M1, M2, P1, P2)} == {M1: True, M2: False, P1: False, P2: True}
+    served = pushing._render(planning.LoadBalancerView(load_balancer_id=LB, tree=tree, **told), tree)
+    assert {one: one in pushing._omitted for one in (M1, M2, P1, P2)} == {M1: True, M2: False, P1: False, P2: True}
     assert served.virtual[0].connection_limit == 700
     amphora = Amphora(
         id=str(uuid.UUID(int=1)), load_balancer_id=LB, role="MASTER", state=next(iter(AmphoraState)), compute_id=None,
         management_address=None, confirmed=0, plugged=(),
     )  # fmt: skip
-    recorded = Recorded(
+    recorded = BundleInputs(
         tree=tree, generation=1, amphorae=(amphora,), networks=frozenset(), failed={}, secrets={}, tickets=None,
         priorities={},
     )  # fmt: skip
-    pushed = desired_bundle.body(tree, 1, amphora, (amphora,), served, frozenset(), {}, 1.0)
-    assert desired_bundle.bodies(recorded, conf, None) == {amphora.id: pushed}
+    pushed = desired_bundle.build_bundle(tree, 1, amphora, (amphora,), served, frozenset(), {}, 1.0)
+    assert desired_bundle.build_bundles(recorded, conf, None) == {amphora.id: pushed}
     assert json.loads(pushed)["virtual_servers"][0]["members"][0]["id"] == M2
 
 

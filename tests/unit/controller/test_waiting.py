@@ -13,7 +13,7 @@ from queue import Empty, Queue
 import pytest
 
 from amphora_driver.errors import StoreError
-from amphora_driver.reconcile.boot_wait import Awaited, WaitingRoom
+from amphora_driver.reconcile.boot_wait import AwaitedAgent, BootWait
 
 HOST = "127.0.0.1"
 FOR_LONG = 60.0
@@ -31,7 +31,7 @@ class Room:
         self.came = Queue()
         self.trouble = []
         self.troubled = threading.Event()
-        self.room = WaitingRoom(port, self._hear)
+        self.room = BootWait(port, self._hear)
         self.thread = threading.Thread(target=self.room.run)
 
     def _hear(self, load_balancer_ids):
@@ -42,7 +42,7 @@ class Room:
             self.came.put((one, time.monotonic()))
 
     def wait_for(self, number=1, address=HOST, seconds=FOR_LONG):
-        self.room.wait_for([Awaited(f"amphora-{number}", address, f"lb-{number}", seconds)])
+        self.room.add([AwaitedAgent(f"amphora-{number}", address, f"lb-{number}", seconds)])
 
     def hears(self, seconds=20.0):
         return self.came.get(timeout=seconds)
@@ -84,7 +84,7 @@ def test_who_refuses_is_knocked_at_until_it_listens():
 def test_many_are_waited_for_by_one_thread_at_little_cost():
     with opened(free_port()) as room:
         before = os.times()
-        room.room.wait_for([Awaited(f"a{number}", HOST, f"lb{number}", FOR_LONG) for number in range(300)])
+        room.room.add([AwaitedAgent(f"a{number}", HOST, f"lb{number}", FOR_LONG) for number in range(300)])
         time.sleep(1.0)
         after = os.times()
         spent = after.user + after.system - before.user - before.system
@@ -125,7 +125,7 @@ def test_a_load_balancer_that_is_worked_on_is_waited_for_no_more():
     with opened(port) as room:
         room.wait_for(1)
         room.wait_for(2)
-        room.room.forget("lb-1")
+        room.room.remove_load_balancer("lb-1")
         with socket.create_server((HOST, port)):
             assert room.hears()[0] == "lb-2"
             with pytest.raises(Empty):
