@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 class ReconcileContext(msgspec.Struct, frozen=True, kw_only=True):
-    """The clients and backends of a controller; the catalogue has the compute and network backends by name.
+    """The clients and backends of a controller.
+
+    The catalogue has the compute and network backends by name.
 
     Attributes:
         authority: signs certificates if `trust` is None (in tests); None otherwise.

@@ -160,10 +160,10 @@ class AmphoraRemoval:
             LOG.info("the drain of amphora %s has ended: %s", amphora.id, why)
             self._write(lambda connection: amphorae.update_amphora(connection, amphora.id, drains_until=0.0))
 
-    def _finds_unrecorded_drain(self, amphora: Amphora, wanted: steps.LoadBalancerView) -> bool:
+    def _finds_unrecorded_drain(self, amphora: Amphora, view: steps.LoadBalancerView) -> bool:
         """Return whether an amphora drains without a record: a controller may crash after a handover."""
-        heard = not amphora.dead and amphora.heard_at is not None and wanted.now - amphora.heard_at < wanted.patience
-        if wanted.gone or len(wanted.roles) == 1 or amphora.handed_over or not (amphora.confirmed and heard):
+        heard = not amphora.dead and amphora.heard_at is not None and view.now - amphora.heard_at < view.patience
+        if view.gone or len(view.roles) == 1 or amphora.handed_over or not (amphora.confirmed and heard):
             return False
         try:
             deadline = self._job.deadline.within(_QUERY_TIMEOUT)
@@ -177,7 +177,7 @@ class AmphoraRemoval:
         self._record_handover(amphora, said.draining, "its connections drain")
         return True
 
-    def delete_amphora(self, amphora: Amphora, wanted: steps.AnyView, compute: Compute, network: Network) -> None:
+    def delete_amphora(self, amphora: Amphora, view: steps.AnyView, compute: Compute, network: Network) -> None:
         """Delete an amphora with its machine and its ports.
 
         The ports are deleted even if the machine cannot be deleted: this fences the amphora from the network.
@@ -187,10 +187,10 @@ class AmphoraRemoval:
             NetworkError: a port still exists.
             DeadlinePassed: the compute backend exceeded its time-out.
         """
-        if isinstance(wanted, steps.LoadBalancerView) and self._finds_unrecorded_drain(amphora, wanted):
+        if isinstance(view, steps.LoadBalancerView) and self._finds_unrecorded_drain(amphora, view):
             return
         # Fencing a dead amphora blocks its partner: use the short time-out.
-        timeout = _FENCING_TIMEOUT if amphora.dead and not wanted.attempts else None
+        timeout = _FENCING_TIMEOUT if amphora.dead and not view.attempts else None
         deadline = self._job.deadline if timeout is None else self._job.deadline.within(timeout)
         left: AmphoraDriverError | None = None
         try:

@@ -90,7 +90,7 @@ class StepExecutor:
         self.removal = AmphoraRemoval(context, job, self._write)
         self.spares = SpareSteps(context, job, self._write)
 
-    def execute(self, step: planning.AnyStep, wanted: planning.AnyView, observed: Sequence[Amphora]) -> None:
+    def execute(self, step: planning.AnyStep, view: planning.AnyView, observed: Sequence[Amphora]) -> None:
         """Perform one step.
 
         Raises:
@@ -98,71 +98,71 @@ class StepExecutor:
             Superseded: a request has precedence.
             AmphoraDriverError: the step failed; a later job repeats it.
         """
-        LOG.info("load balancer %s: %s", wanted.load_balancer_id, _describe(step))
+        LOG.info("load balancer %s: %s", view.load_balancer_id, _describe(step))
         self._job.begin_step()
         self._job.ensure_may_act()
-        self._network: Network = self._catalogue.network(wanted.network)
-        self._compute: Compute = self._catalogue.compute(wanted.compute, wanted.network)
+        self._network: Network = self._catalogue.network(view.network)
+        self._compute: Compute = self._catalogue.compute(view.compute, view.network)
         self._step_label = step_label(step)
         failpoints.reach_step(self._step_label, failpoints.Moment.BEFORE)
         with apply_deadline(self._job.deadline), metrics.step(self._step_label):
-            self._perform(step, wanted, {one.id: one for one in observed})
+            self._perform(step, view, {one.id: one for one in observed})
         failpoints.reach_step(self._step_label, failpoints.Moment.MARKED)
 
-    def _perform(self, step: planning.AnyStep, wanted: planning.AnyView, by_id: dict[str, Amphora]) -> None:
+    def _perform(self, step: planning.AnyStep, view: planning.AnyView, by_id: dict[str, Amphora]) -> None:
         match step:
             case planning.Record():
                 self._record(step)
             case planning.Boot():
-                self._boot(by_id[step.amphora_id], wanted)
+                self._boot(by_id[step.amphora_id], view)
             case planning.AwaitAgent():
                 self._await_agent(step)
             case planning.RenewCertificate():
                 self.renewal.renew(by_id[step.amphora_id])
             case planning.Release():
-                self._release(by_id[step.amphora_id], wanted)
+                self._release(by_id[step.amphora_id], view)
             case planning.RetireSpare():
-                self.spares.retire(step, wanted.load_balancer_id)
+                self.spares.retire(step, view.load_balancer_id)
             case planning.QuerySpares():
                 self.spares.query(step, by_id)
             case planning.DeletePool():
-                self.spares.delete_pool(wanted.load_balancer_id)
-            case _ if isinstance(wanted, planning.LoadBalancerView):
-                self._perform_for_load_balancer(step, wanted, by_id)
+                self.spares.delete_pool(view.load_balancer_id)
+            case _ if isinstance(view, planning.LoadBalancerView):
+                self._perform_for_load_balancer(step, view, by_id)
             case _:
                 raise _no_such_step(step, "spare pool")
 
     def _perform_for_load_balancer(
-        self, step: planning.AnyStep, wanted: planning.LoadBalancerView, by_id: dict[str, Amphora]
+        self, step: planning.AnyStep, view: planning.LoadBalancerView, by_id: dict[str, Amphora]
     ) -> None:
         match step:
             case planning.Adopt():
-                self.spares.adopt(step, wanted, self._database.now())
+                self.spares.adopt(step, view, self._database.now())
             case planning.SetSparePool():
-                self.spares.set_pool(step, wanted)
+                self.spares.set_pool(step, view)
             case planning.Plug():
                 self._plug(step)
             case planning.Unplug():
                 self._unplug(by_id[step.amphora_id], step.network_id)
             case planning.BumpGeneration():
-                self._bump_generation(wanted)
+                self._bump_generation(view)
             case planning.Push():
-                self._push.push(step, wanted, tuple(by_id.values()))
+                self._push.push(step, view, tuple(by_id.values()))
             case planning.Confirm():
-                self._push.confirm(wanted)
+                self._push.confirm(view)
             case _:
-                self._perform_for_vips(step, wanted, by_id)
+                self._perform_for_vips(step, view, by_id)
 
     def _perform_for_vips(
-        self, step: planning.AnyStep, wanted: planning.LoadBalancerView, by_id: dict[str, Amphora]
+        self, step: planning.AnyStep, view: planning.LoadBalancerView, by_id: dict[str, Amphora]
     ) -> None:
         match step:
             case planning.AllocateVip():
-                self._allocate_vip(wanted, by_id)
+                self._allocate_vip(view, by_id)
             case planning.ApplyVipOptions():
-                self._apply_vip_options(wanted, by_id)
+                self._apply_vip_options(view, by_id)
             case planning.ReleaseVip():
-                self._release_vip(wanted)
+                self._release_vip(view)
             case planning.QueryVips():
                 self._query_vips(tuple(by_id.values()))
             case planning.QueryVipHolder():
@@ -211,7 +211,7 @@ class StepExecutor:
             lambda connection: amphorae.insert_amphora(connection, amphora_id, of, role, sealed),
         )
 
-    def _boot(self, amphora: Amphora, wanted: planning.AnyView) -> None:
+    def _boot(self, amphora: Amphora, view: planning.AnyView) -> None:
         key = self._database.read(lambda connection: amphorae.read_heartbeat_key(connection, self._vault, amphora.id))
         if key is None:
             raise ComputeError(f"boot amphora {amphora.id}", "it is not recorded")
@@ -223,7 +223,7 @@ class StepExecutor:
             heartbeat_targets=self._conf.health.targets,
             audit_interval=self._conf.audit.agent_interval,
         )
-        profile = _machine_profile(wanted)
+        profile = _machine_profile(view)
         self._job.ensure_may_act()
         identity, expires_at = self._issue_credentials(amphora)
         machine = self._compute.boot(
@@ -356,14 +356,14 @@ class StepExecutor:
 
     # --- VIPs -------------------------------------------------------------------------------------------------------
 
-    def _allocate_vip(self, wanted: planning.LoadBalancerView, by_id: dict[str, Amphora]) -> None:
-        if wanted.tree is not None:
+    def _allocate_vip(self, view: planning.LoadBalancerView, by_id: dict[str, Amphora]) -> None:
+        if view.tree is not None:
             machines = [one.compute_id for one in by_id.values() if one.compute_id]
-            self._vip_steps.allocate(self._network, wanted.tree, wanted.network, wanted.generation, machines)
+            self._vip_steps.allocate(self._network, view.tree, view.network, view.generation, machines)
 
-    def _apply_vip_options(self, wanted: planning.LoadBalancerView, by_id: dict[str, Amphora]) -> None:
-        if wanted.tree is not None:
-            self._vip_steps.apply(self._network, wanted.tree, tuple(by_id.values()), wanted.generation)
+    def _apply_vip_options(self, view: planning.LoadBalancerView, by_id: dict[str, Amphora]) -> None:
+        if view.tree is not None:
+            self._vip_steps.apply(self._network, view.tree, tuple(by_id.values()), view.generation)
 
     # --- remove an amphora ------------------------------------------------------------------------------------------
 
@@ -376,24 +376,22 @@ class StepExecutor:
         left = tuple(one for one in amphora.plugged if one.port.network_id != network_id)
         self._write(lambda connection: amphorae.update_amphora(connection, amphora.id, plugged=left))
 
-    def _release(self, amphora: Amphora, wanted: planning.AnyView) -> None:
-        self.removal.delete_amphora(amphora, wanted, self._compute, self._network)
+    def _release(self, amphora: Amphora, view: planning.AnyView) -> None:
+        self.removal.delete_amphora(amphora, view, self._compute, self._network)
 
-    def _bump_generation(self, wanted: planning.LoadBalancerView) -> None:
-        self._write(
-            lambda connection: generations.bump_generation(connection, wanted.load_balancer_id, wanted.generation)
-        )
+    def _bump_generation(self, view: planning.LoadBalancerView) -> None:
+        self._write(lambda connection: generations.bump_generation(connection, view.load_balancer_id, view.generation))
 
-    def _release_vip(self, wanted: planning.LoadBalancerView) -> None:
-        self._network.release_vip(wanted.load_balancer_id)
-        self._push.confirm(wanted)
+    def _release_vip(self, view: planning.LoadBalancerView) -> None:
+        self._network.release_vip(view.load_balancer_id)
+        self._push.confirm(view)
 
 
-def _machine_profile(wanted: planning.AnyView) -> Profile:
+def _machine_profile(view: planning.AnyView) -> Profile:
     """Return the profile with the machine settings of the amphorae."""
-    if isinstance(wanted, planning.SparePoolView):
-        return wanted.stock.spec.profile()
-    return Profile() if wanted.tree is None else wanted.tree.profile
+    if isinstance(view, planning.SparePoolView):
+        return view.stock.spec.profile()
+    return Profile() if view.tree is None else view.tree.profile
 
 
 def _no_such_step(step: planning.AnyStep, target: str) -> TypeError:

@@ -90,37 +90,37 @@ _BOOT_PAUSE, _MAX_BOOT_PAUSE = 1.0, 10.0
 _STAGES = (Boot, Plug, AwaitAgent)
 
 
-def plan(wanted: AnyView, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:
+def plan(view: AnyView, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:
     """Return the next steps, in order; the caller performs them and then plans again."""
-    if isinstance(wanted, LoadBalancerView) and wanted.gone:
-        return _removal_steps(wanted, amphorae)
-    first, later = _renewals(wanted, amphorae)
+    if isinstance(view, LoadBalancerView) and view.gone:
+        return _removal_steps(view, amphorae)
+    first, later = _renewals(view, amphorae)
     if first:
         return first
-    steps = plan_pool(wanted, amphorae) if isinstance(wanted, SparePoolView) else _load_balancer_steps(wanted, amphorae)
+    steps = plan_pool(view, amphorae) if isinstance(view, SparePoolView) else _load_balancer_steps(view, amphorae)
     # A certificate of a retiring amphora is renewed only if the plan is empty or checks a drain.
     return [*later, *steps] if not steps or isinstance(steps[0], CheckDrain) else steps
 
 
-def _renewals(wanted: View, amphorae: tuple[Amphora, ...]) -> tuple[list[AnyStep], list[AnyStep]]:
+def _renewals(view: View, amphorae: tuple[Amphora, ...]) -> tuple[list[AnyStep], list[AnyStep]]:
     """Return the certificate renewals that precede all other steps, and those that follow them.
 
     An agent with an expired certificate accepts nothing else. A retiring amphora may not answer, and its renewal must
     not delay its replacement.
     """
     going = {one.id for one in amphorae if one.state is AmphoraState.RETIRING}
-    expired = {one.id for one in amphorae if one.certificate_expires_at and one.certificate_expires_at <= wanted.now}
+    expired = {one.id for one in amphorae if one.certificate_expires_at and one.certificate_expires_at <= view.now}
     first: list[AnyStep] = []
     later: list[AnyStep] = []
-    for one, why in sorted(wanted.renewals.items()):
+    for one, why in sorted(view.renewals.items()):
         step = RenewCertificate(amphora_id=one, reason=why)
         (later if one in going - expired else first).append(step)
     return first, later
 
 
-def _load_balancer_steps(wanted: LoadBalancerView, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:
+def _load_balancer_steps(view: LoadBalancerView, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:
     """Return the next steps of a load balancer that is not deleted."""
-    amphora_set = AmphoraSet(wanted, amphorae)
+    amphora_set = AmphoraSet(view, amphorae)
     if query_targets := amphora_set.query_targets():
         return [
             QueryVipHolder(
@@ -128,62 +128,60 @@ def _load_balancer_steps(wanted: LoadBalancerView, amphorae: tuple[Amphora, ...]
             )
         ]
     if amphora_set.missing and amphora_set.may_add():
-        return [_fill_role(wanted, amphora_set.next_role())]
-    steps = [step for one in amphora_set.live for step in _boot_steps(wanted, one)]
-    if not vip_allocation.addresses_known(wanted.tree):
+        return [_fill_role(view, amphora_set.next_role())]
+    steps = [step for one in amphora_set.live for step in _boot_steps(view, one)]
+    if not vip_allocation.addresses_known(view.tree):
         # Boot amphorae meanwhile: the network backend may choose addresses by the location of the machines.
-        return [step for step in steps if isinstance(step, Boot)] or [_allocate_addresses(wanted)]
-    waiting = [one for one in amphora_set.live if _is_booting(wanted, one)]
-    arrived = [one for one in amphora_set.live if one not in waiting and not _boot_steps(wanted, one)]
-    if steps and not (wanted.attempts > 0 and amphora_set.pushes_early(arrived)):
+        return [step for step in steps if isinstance(step, Boot)] or [_allocate_addresses(view)]
+    waiting = [one for one in amphora_set.live if _is_booting(view, one)]
+    arrived = [one for one in amphora_set.live if one not in waiting and not _boot_steps(view, one)]
+    if steps and not (view.attempts > 0 and amphora_set.pushes_early(arrived)):
         return sorted(steps, key=amphora_set.boot_order)
     if waiting and not amphora_set.pushes_early(arrived):
-        return [_wait_for_boot(wanted, waiting)]
-    if not wanted.readable:
+        return [_wait_for_boot(view, waiting)]
+    if not view.readable:
         return [Await(reason="the tree is read back from Octavia after its commit")]
-    return _serving_steps(wanted, amphora_set, arrived)
+    return _serving_steps(view, amphora_set, arrived)
 
 
-def _serving_steps(wanted: LoadBalancerView, amphora_set: AmphoraSet, arrived: Sequence[Amphora]) -> list[AnyStep]:
+def _serving_steps(view: LoadBalancerView, amphora_set: AmphoraSet, arrived: Sequence[Amphora]) -> list[AnyStep]:
     """Return the next steps once amphorae are reachable, until all serve and cleanup is done."""
     if amphora_set.peers_outdated(arrived):
         return [BumpGeneration(reason="the VRRP peers lack a new amphora")]
-    undone = vip_allocation.options_due(wanted.tree, wanted.vip_given, amphora_set.everyone)
+    undone = vip_allocation.options_due(view.tree, view.vip_given, amphora_set.everyone)
     if undone:
         return [ApplyVipOptions(reason=undone)]
     if amphora_set.behind(arrived):
         return amphora_set.fencing_steps() or [amphora_set.push_step(arrived)]
     if amphora_set.missing:
         return amphora_set.handover_steps()
-    if wanted.applied < wanted.generation:
-        return _wait_for_vips(wanted, amphora_set) or [
-            Confirm(reason=f"every amphora serves generation {wanted.generation}")
+    if view.applied < view.generation:
+        return _wait_for_vips(view, amphora_set) or [
+            Confirm(reason=f"every amphora serves generation {view.generation}")
         ]
-    return _set_spare_pool(wanted) or _cleanup_steps(wanted, amphora_set) or amphora_set.forget_departed()
+    return _set_spare_pool(view) or _cleanup_steps(view, amphora_set) or amphora_set.forget_departed()
 
 
-def _fill_role(wanted: LoadBalancerView, role: str) -> Record | Adopt:
+def _fill_role(view: LoadBalancerView, role: str) -> Record | Adopt:
     """Return the step that fills a role: with a spare if there is one and the load balancer has served."""
-    reason = f"{role} is missing of {', '.join(wanted.roles)}"
-    if wanted.spares and wanted.applied:
-        return Adopt(role=role, amphora_ids=wanted.spares, reason=reason)
+    reason = f"{role} is missing of {', '.join(view.roles)}"
+    if view.spares and view.applied:
+        return Adopt(role=role, amphora_ids=view.spares, reason=reason)
     return Record(role=role, reason=reason)
 
 
-def _set_spare_pool(wanted: LoadBalancerView) -> list[AnyStep]:
+def _set_spare_pool(view: LoadBalancerView) -> list[AnyStep]:
     """Return the change of the spare pool; it follows the push, so that no user waits for a pool."""
-    sought = None if wanted.spec is None else wanted.spec.id
-    if sought == wanted.pool:
+    sought = None if view.spec is None else view.spec.id
+    if sought == view.pool:
         return []
-    return [
-        SetSparePool(spec=wanted.spec, former=wanted.pool, reason="the load balancer uses another spare pool, or none")
-    ]
+    return [SetSparePool(spec=view.spec, former=view.pool, reason="the load balancer uses another spare pool, or none")]
 
 
-def _allocate_addresses(wanted: LoadBalancerView) -> AllocateVip | Await:
+def _allocate_addresses(view: LoadBalancerView) -> AllocateVip | Await:
     reason = "the network backend needs time for the addresses"
-    if wanted.allocate_at > wanted.now:
-        return Await(until=wanted.allocate_at, reason=reason)
+    if view.allocate_at > view.now:
+        return Await(until=view.allocate_at, reason=reason)
     return AllocateVip(reason=reason)
 
 
@@ -195,20 +193,20 @@ class AmphoraSet:
     always one that serves. A dead amphora is replaced at once, before its machine is deleted.
     """
 
-    def __init__(self, wanted: LoadBalancerView, amphorae: tuple[Amphora, ...]) -> None:
-        self._wanted = wanted
+    def __init__(self, view: LoadBalancerView, amphorae: tuple[Amphora, ...]) -> None:
+        self._view = view
         self.everyone = amphorae
         self.live = [one for one in amphorae if one.state is not AmphoraState.RETIRING]
         self.retiring = [one for one in amphorae if one.state is AmphoraState.RETIRING]
-        self.missing = list((Counter(wanted.roles) - Counter(one.role for one in self.live)).elements())
-        self._several = len(wanted.roles) > 1
+        self.missing = list((Counter(view.roles) - Counter(one.role for one in self.live)).elements())
+        self._several = len(view.roles) > 1
         self._without_machine = {one.id for one in self.live if one.management_address is None}
-        self._silent = vrrp_peers.find_silent(amphorae, wanted.patience) | {one.id for one in amphorae if one.dead}
-        self._holder = vrrp_peers.find_holder(amphorae, wanted.roles[0], self._silent)
+        self._silent = vrrp_peers.find_silent(amphorae, view.patience) | {one.id for one in amphorae if one.dead}
+        self._holder = vrrp_peers.find_holder(amphorae, view.roles[0], self._silent)
 
     def query_targets(self) -> tuple[str, ...]:
         """Return the amphorae to query for the VIPs before one is removed: heartbeats may be older."""
-        if self._wanted.holder_asked or not self._several:
+        if self._view.holder_asked or not self._several:
             return ()
         serving = [one for one in self.everyone if one.confirmed > 0 and one.plugged and one.id not in self._silent]
         going = [one for one in serving if one.state is AmphoraState.RETIRING and not one.handed_over]
@@ -219,7 +217,7 @@ class AmphoraSet:
         serving = [one for one in self.retiring if one.confirmed > 0 and not one.dead]
         if not serving or not self.live:
             return True
-        settled = all(one.confirmed >= self._wanted.generation for one in self.live)
+        settled = all(one.confirmed >= self._view.generation for one in self.live)
         # A draining amphora delays a replacement only if VIPs must be handed over.
         staying = [one for one in serving if not self._is_draining(one)]
         replaced = {one.role for one in staying} & {one.role for one in self.live}
@@ -236,7 +234,7 @@ class AmphoraSet:
 
     def boot_order(self, step: AnyStep) -> tuple[bool, int]:
         """Return the sort key of a boot step: its stage; after a failure, amphorae with a machine first."""
-        late = self._wanted.attempts > 0 and getattr(step, "amphora_id", None) in self._without_machine
+        late = self._view.attempts > 0 and getattr(step, "amphora_id", None) in self._without_machine
         return late, _STAGES.index(type(step))
 
     def fencing_steps(self) -> list[AnyStep]:
@@ -247,7 +245,7 @@ class AmphoraSet:
         unreachable host does not delay the fail-over. An amphora of a single topology has no partner: it is removed
         after its replacement serves.
         """
-        if not (self._several and self._wanted.priorities) or self._wanted.attempts > 0:
+        if not (self._several and self._view.priorities) or self._view.attempts > 0:
             return []
         known = {each.id for one in self.live for each in one.partners}
         none_serves = not any(one.confirmed for one in self.live)
@@ -264,13 +262,13 @@ class AmphoraSet:
         An amphora that never boots must not block the others for ever, and must not delay an amphora that serves. A
         new pair is pushed together, because otherwise each of the two would take the VIPs.
         """
-        if not self._wanted.readable:
+        if not self._view.readable:
             return False
-        return any(one.confirmed or self._wanted.attempts for one in self.behind(arrived))
+        return any(one.confirmed or self._view.attempts for one in self.behind(arrived))
 
     def behind(self, arrived: Sequence[Amphora]) -> list[Amphora]:
         """Return the amphorae that do not serve the newest generation."""
-        return [one for one in arrived if one.confirmed < self._wanted.generation]
+        return [one for one in arrived if one.confirmed < self._view.generation]
 
     def peers_outdated(self, arrived: Sequence[Amphora]) -> bool:
         """Return whether a serving amphora lacks a VRRP peer that is to stay.
@@ -278,10 +276,10 @@ class AmphoraSet:
         The agent refuses a second bundle with the same generation, so a changed list of peers needs a new generation.
         """
         return any(
-            one.confirmed >= self._wanted.generation and set(self._partners(one, arrived)) - set(one.partners)
+            one.confirmed >= self._view.generation and set(self._partners(one, arrived)) - set(one.partners)
             for one in self._retiring_holder()
         ) or any(
-            one.confirmed >= self._wanted.generation and set(self._partners(one, self.live)) - set(one.partners)
+            one.confirmed >= self._view.generation and set(self._partners(one, self.live)) - set(one.partners)
             for one in arrived
         )
 
@@ -296,12 +294,12 @@ class AmphoraSet:
             else (tuple(one.id for one in behind),),
             optional=frozenset(one.id for one in holders),
             whole=not self.missing and len(arrived) == len(self.live) and not self.is_new_pair(),
-            reason=f"generation {self._wanted.generation} is not confirmed yet",
+            reason=f"generation {self._view.generation} is not confirmed yet",
         )
 
     def is_new_pair(self) -> bool:
         """Return whether this is a new pair that has not taken the VIPs yet."""
-        return self._several and bool(self._wanted.priorities) and not self._wanted.applied and not self.retiring
+        return self._several and bool(self._view.priorities) and not self._view.applied and not self.retiring
 
     def handover_steps(self) -> list[AnyStep]:
         """Return the release of replaced amphorae, or the VIP handover before the next replacement."""
@@ -350,13 +348,13 @@ class AmphoraSet:
         Three amphorae exist at that time, so its connections end: only a handover between two keeps connections.
         """
         if one.holds_vip and one in self._holder_to_hand_over() and self.live:
-            to = max(self.live, key=lambda other: self._wanted.priorities.get(other.role, 0))
+            to = max(self.live, key=lambda other: self._view.priorities.get(other.role, 0))
             return HandOver(amphora_id=one.id, to=to.id, reason="it took the VIPs during its replacement")
         return Release(amphora_id=one.id, reason="it was replaced")
 
     def wait_steps(self) -> list[AnyStep]:
         """Return the wait for the end of drains; empty without a drain."""
-        draining, now = [one for one in self.retiring if self._is_draining(one)], self._wanted.now
+        draining, now = [one for one in self.retiring if self._is_draining(one)], self._view.now
         if not draining:
             return []
         ends = [one.drains_until for one in draining if one.drains_until is not None and one.drains_until > now]
@@ -367,7 +365,7 @@ class AmphoraSet:
         if not one.drains_until:
             return False
         # The agent measures the drain with a monotonic clock, and `CheckDrain` queries it repeatedly.
-        return self._wanted.clock_set or one.drains_until > self._wanted.now
+        return self._view.clock_set or one.drains_until > self._view.now
 
     @staticmethod
     def _push_peers(one: Amphora) -> Push:
@@ -382,59 +380,57 @@ class AmphoraSet:
         return [BumpGeneration(reason="the VRRP peers contain a deleted amphora")]
 
     def _partners(self, one: Amphora, others: Sequence[Amphora]) -> tuple[Partner, ...]:
-        tree = self._wanted.tree
+        tree = self._view.tree
         return vrrp_peers.partners(one, others, tree.vip) if self._several and tree is not None else ()
 
 
-def _removal_steps(wanted: LoadBalancerView, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:
+def _removal_steps(view: LoadBalancerView, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:
     if amphorae:
         return [Release(amphora_id=one.id, reason="its load balancer is deleted") for one in amphorae]
-    if wanted.applied < wanted.generation:
+    if view.applied < view.generation:
         return [ReleaseVip(reason="the load balancer is deleted")]
     return []
 
 
-def _boot_steps(wanted: LoadBalancerView, amphora: Amphora) -> list[AnyStep]:
+def _boot_steps(view: LoadBalancerView, amphora: Amphora) -> list[AnyStep]:
     """Return the steps an amphora needs before a push."""
     steps: list[AnyStep] = []
-    if amphora.management_address is None and amphora.id not in wanted.absent:
+    if amphora.management_address is None and amphora.id not in view.absent:
         steps.append(Boot(amphora_id=amphora.id, reason="it is recorded but not booted"))
-    if wanted.readable:
-        steps += _plug_steps(wanted, amphora)
-    if amphora.state is AmphoraState.BOOTING and amphora.id not in wanted.absent:
+    if view.readable:
+        steps += _plug_steps(view, amphora)
+    if amphora.state is AmphoraState.BOOTING and amphora.id not in view.absent:
         steps.append(AwaitAgent(amphora_id=amphora.id, reason="its agent has not answered yet"))
     return steps
 
 
-def _is_booting(wanted: LoadBalancerView, amphora: Amphora) -> bool:
+def _is_booting(view: LoadBalancerView, amphora: Amphora) -> bool:
     """Return whether an amphora boots and its agent did not answer in this job."""
-    return amphora.state is AmphoraState.BOOTING and amphora.id in wanted.absent
+    return amphora.state is AmphoraState.BOOTING and amphora.id in view.absent
 
 
-def _wait_for_boot(wanted: LoadBalancerView, waiting: Sequence[Amphora]) -> Await:
+def _wait_for_boot(view: LoadBalancerView, waiting: Sequence[Amphora]) -> Await:
     """Return the wait for booting machines; an agent that listens ends it earlier."""
-    youngest = max(wanted.now if one.booted_at is None else one.booted_at for one in waiting)
-    pause = min(max((wanted.now - youngest) / 8, _BOOT_PAUSE), _MAX_BOOT_PAUSE)
-    return Await(until=wanted.now + pause, amphorae=tuple(one.id for one in waiting), reason="machines boot")
+    youngest = max(view.now if one.booted_at is None else one.booted_at for one in waiting)
+    pause = min(max((view.now - youngest) / 8, _BOOT_PAUSE), _MAX_BOOT_PAUSE)
+    return Await(until=view.now + pause, amphorae=tuple(one.id for one in waiting), reason="machines boot")
 
 
-def _wait_for_vips(wanted: LoadBalancerView, amphora_set: AmphoraSet) -> list[AnyStep]:
+def _wait_for_vips(view: LoadBalancerView, amphora_set: AmphoraSet) -> list[AnyStep]:
     """Return the wait until an amphora of a new pair has the VIPs: the pair is ACTIVE only after that.
 
     The wait is limited. The pair elects the VIPs' holder by itself, with or without this check.
     """
     confirmed = max((one.confirmed_at for one in amphora_set.live if one.confirmed_at is not None), default=0.0)
-    earliest, latest = (confirmed + seconds for seconds in wanted.taking_vips)
-    if not amphora_set.is_new_pair() or wanted.vips_taken or wanted.now >= latest:
+    earliest, latest = (confirmed + seconds for seconds in view.taking_vips)
+    if not amphora_set.is_new_pair() or view.vips_taken or view.now >= latest:
         return []
-    if wanted.vips_taken is None:
+    if view.vips_taken is None:
         return [QueryVips(reason="an amphora must have the VIPs")]
-    return [
-        Await(until=min(max(earliest, wanted.now + _VIP_CHECK_PAUSE), latest), reason="no amphora has the VIPs yet")
-    ]
+    return [Await(until=min(max(earliest, view.now + _VIP_CHECK_PAUSE), latest), reason="no amphora has the VIPs yet")]
 
 
-def _plug_steps(wanted: LoadBalancerView, amphora: Amphora) -> list[AnyStep]:
+def _plug_steps(view: LoadBalancerView, amphora: Amphora) -> list[AnyStep]:
     plugged = {one.port.network_id: {address.subnet_id for address in one.port.addresses} for one in amphora.plugged}
     return [
         Plug(
@@ -443,19 +439,19 @@ def _plug_steps(wanted: LoadBalancerView, amphora: Amphora) -> list[AnyStep]:
             subnet_ids=subnets,
             reason="it has no port on this network" if network_id not in plugged else "the port lacks a subnet",
         )
-        for network_id, subnets in wanted.networks.items()
+        for network_id, subnets in view.networks.items()
         if not set(subnets) <= plugged.get(network_id, set()) or network_id not in plugged
     ]
 
 
-def _cleanup_steps(wanted: LoadBalancerView, amphora_set: AmphoraSet) -> list[AnyStep]:
+def _cleanup_steps(view: LoadBalancerView, amphora_set: AmphoraSet) -> list[AnyStep]:
     """Return the cleanup steps after all amphorae serve the newest generation."""
     steps = amphora_set.release_steps()
     steps += [
         Unplug(amphora_id=one.id, network_id=plugged.port.network_id, reason="no member uses this network")
         for one in amphora_set.live
         for plugged in one.plugged
-        if plugged.port.network_id not in wanted.networks
+        if plugged.port.network_id not in view.networks
     ]
     # A wait ends the round, so it is the last step.
     return steps + amphora_set.wait_steps()

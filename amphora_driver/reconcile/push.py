@@ -94,12 +94,12 @@ class BundlePush:
         self._omitted: dict[str, str] = {}
         # The rendered configuration without those objects; None after another one was found.
         self._served: Served | None = None
-        # The seed of the TLS ticket keys, if this job created it after `wanted` was read.
+        # The seed of the TLS ticket keys, if this job created it after `view` was read.
         self._new_seed: SealedSecret | None = None
         # Time of acceptance of the oldest request that the last confirmation answered; None without a request.
         self._accepted_at: float | None = None
 
-    def push(self, step: steps.Push, wanted: steps.LoadBalancerView, everyone: Sequence[Amphora]) -> None:
+    def push(self, step: steps.Push, view: steps.LoadBalancerView, everyone: Sequence[Amphora]) -> None:
         """Push the newest generation to the step's amphorae, wave after wave.
 
         Raises:
@@ -107,43 +107,43 @@ class BundlePush:
             AgentError: an amphora cannot be reached; all others were pushed.
             ModelError: nothing can be served.
         """
-        if wanted.tree is None:
+        if view.tree is None:
             raise ModelError("push a configuration", "the load balancer is to be deleted")
-        self._omitted = secret_files.pools_without_secret(wanted.tree, wanted.secrets) | wanted.failed
+        self._omitted = secret_files.pools_without_secret(view.tree, view.secrets) | view.failed
         self._served = self._new_seed = None
         by_id = {one.id: one for one in everyone}
         unreachable: AgentError | None = None
         try:
             for number, targets in enumerate(step.waves, start=1):
                 wave = _Wave(
-                    tree=with_process_limits(wanted.tree, self._conf),
-                    generation=wanted.generation,
+                    tree=with_process_limits(view.tree, self._conf),
+                    generation=view.generation,
                     targets=tuple(by_id[one] for one in targets),
                     everyone=tuple(everyone),
-                    priorities=wanted.priorities,
+                    priorities=view.priorities,
                     optional=step.optional,
-                    networks=frozenset(wanted.networks),
+                    networks=frozenset(view.networks),
                 )
                 if number > 1:
                     self._job.ensure_may_act()
                 whole = step.whole and number == len(step.waves) and unreachable is None
-                unreachable = self._push_wave(wave, wanted, whole=whole) or unreachable
+                unreachable = self._push_wave(wave, view, whole=whole) or unreachable
         except _GenerationConflict:
             LOG.info(
                 "load balancer %s: an amphora serves generation %d with another content, using the next one",
-                wanted.load_balancer_id,
-                wanted.generation,
+                view.load_balancer_id,
+                view.generation,
             )
             self._write(
-                lambda connection: generations.bump_generation(connection, wanted.load_balancer_id, wanted.generation)
+                lambda connection: generations.bump_generation(connection, view.load_balancer_id, view.generation)
             )
             return
         if unreachable is not None:
             raise unreachable
 
-    def confirm(self, wanted: steps.LoadBalancerView) -> None:
+    def confirm(self, view: steps.LoadBalancerView) -> None:
         """Record that every amphora serves the newest generation, also after pushes of earlier jobs."""
-        self._write(lambda connection: self._record_confirmation(connection, wanted), applied=wanted.generation)
+        self._write(lambda connection: self._record_confirmation(connection, view), applied=view.generation)
         self._observe_latency()
 
     def query_vips_taken(self, everyone: Sequence[Amphora]) -> bool:
@@ -160,15 +160,15 @@ class BundlePush:
             return True
         return any(one.holds_vip for one in said) or all(one.holds_vip is None for one in said)
 
-    def _push_wave(self, wave: _Wave, wanted: steps.LoadBalancerView, *, whole: bool) -> AgentError | None:
+    def _push_wave(self, wave: _Wave, view: steps.LoadBalancerView, *, whole: bool) -> AgentError | None:
         """Push to the amphorae of one wave; return the error of an unreachable one."""
         for _ in range(_MAX_REJECTED_OBJECTS):
             if self._served is None:
-                self._served = self._render(wanted, wave.tree)
+                self._served = self._render(view, wave.tree)
             answers = self._push_to_all(wave, self._served)
             refusal = _find_refusal(answers, wave.generation, wave.optional)
             if refusal is None:
-                return self._record_wave(wave, wanted, answers, whole=whole)
+                return self._record_wave(wave, view, answers, whole=whole)
             rejected = _rejected_objects(refusal, self._served)
             if rejected.keys() <= self._omitted.keys():
                 raise refusal
@@ -216,14 +216,14 @@ class BundlePush:
         applied = self._agents.put_bundle(amphora.id, str(amphora.management_address), body, deadline=deadline)
         # The agent may have replaced this push with a newer generation of another controller.
         if applied.generation < wave.generation:
-            wanted = f"have amphora {amphora.id} serve generation {wave.generation}"
-            raise AgentRefused(wanted, f"it serves {applied.generation}")
+            attempted = f"have amphora {amphora.id} serve generation {wave.generation}"
+            raise AgentRefused(attempted, f"it serves {applied.generation}")
         words = (amphora.id, wave.generation, printable(applied.how, 20), printable(applied.reason, 500))
         LOG.info("amphora %s serves generation %d by %s (%s)", *words)
         metrics.count_push(applied.how)
 
     def _record_wave(
-        self, wave: _Wave, wanted: steps.LoadBalancerView, answers: Answers, *, whole: bool
+        self, wave: _Wave, view: steps.LoadBalancerView, answers: Answers, *, whole: bool
     ) -> AgentError | None:
         """Record the confirmations of the wave; return the error of an unreachable amphora."""
         unreachable = None
@@ -242,31 +242,31 @@ class BundlePush:
                 if wave.priorities:
                     values["partners"] = vrrp_peers.partners(one, wave.everyone, wave.tree.vip)
                 amphorae.update_amphora(connection, one.id, **values)
-                if wanted.replacing and one.state is not AmphoraState.RETIRING:
-                    failovers.record_event(connection, wanted.load_balancer_id, Event.CONFIRMED, now, one.id)
+                if view.replacing and one.state is not AmphoraState.RETIRING:
+                    failovers.record_event(connection, view.load_balancer_id, Event.CONFIRMED, now, one.id)
             if all_serve:
                 # This is usually the last missing confirmation: record both in one transaction.
-                self._record_confirmation(connection, wanted)
-            elif served and self._omitted and wanted.applied < wave.generation:
+                self._record_confirmation(connection, view)
+            elif served and self._omitted and view.applied < wave.generation:
                 # A later job may confirm the generation and needs the omitted objects.
                 omitted_objects.record_omitted_objects(
-                    connection, wanted.load_balancer_id, wave.generation, self._all_omitted(wanted)
+                    connection, view.load_balancer_id, wave.generation, self._all_omitted(view)
                 )
 
         self._write(write, applied=wave.generation if all_serve else None)
         self._observe_latency()
         return unreachable
 
-    def _record_confirmation(self, connection: sa.Connection, wanted: steps.LoadBalancerView) -> None:
-        of, failed = self._job.lease.load_balancer_id, self._all_omitted(wanted)
-        known = InitialStatuses({}, {}) if wanted.tree is None else initial_statuses(wanted.tree, failed)
+    def _record_confirmation(self, connection: sa.Connection, view: steps.LoadBalancerView) -> None:
+        of, failed = self._job.lease.load_balancer_id, self._all_omitted(view)
+        known = InitialStatuses({}, {}) if view.tree is None else initial_statuses(view.tree, failed)
         certain, first = _observations(known.certain), _observations(known.first)
-        status_outbox.confirm_generation(connection, of, wanted.generation, failed, certain, first)
-        if wanted.replacing and not wanted.gone:
+        status_outbox.confirm_generation(connection, of, view.generation, failed, certain, first)
+        if view.replacing and not view.gone:
             failovers.record_served(connection, of, self._database.now(), but=self._job.staying)
         outcome = "served" if not failed else "served without " + ", ".join(sorted(failed))
-        self._accepted_at = oldest_open_request(connection, of, wanted.generation)
-        record_outcome(connection, of, wanted.generation, outcome)
+        self._accepted_at = oldest_open_request(connection, of, view.generation)
+        record_outcome(connection, of, view.generation, outcome)
         if failed:
             omitted_objects.clear_omitted_objects(connection, of)
 
@@ -275,16 +275,16 @@ class BundlePush:
         metrics.observe_apply(self._accepted_at, time.time())
         self._accepted_at = None
 
-    def _all_omitted(self, wanted: steps.LoadBalancerView) -> dict[str, str]:
+    def _all_omitted(self, view: steps.LoadBalancerView) -> dict[str, str]:
         """Return the objects that the newest generation omits; none for a load balancer to be deleted."""
-        return {} if wanted.gone else {**wanted.failed, **wanted.left_out, **self._omitted}
+        return {} if view.gone else {**view.failed, **view.left_out, **self._omitted}
 
     # --- what is served ---------------------------------------------------------------------------------------------
 
-    def _render(self, wanted: steps.LoadBalancerView, tree: LoadBalancer) -> Served:
+    def _render(self, view: steps.LoadBalancerView, tree: LoadBalancer) -> Served:
         """Render the load balancer without the objects that cannot be served, and note these objects."""
         rendered = desired_bundle.render_servable(
-            tree, self._omitted, self._conf, self._vault, lambda files: self._secrets_with_ticket_seed(wanted, files)
+            tree, self._omitted, self._conf, self._vault, lambda files: self._secrets_with_ticket_seed(view, files)
         )
         for object_id, reason in rendered.without_secret.items():
             LOG.warning("load balancer %s: omitting %s: %s", tree.id, object_id, reason)
@@ -292,27 +292,27 @@ class BundlePush:
         return rendered.served
 
     def _secrets_with_ticket_seed(
-        self, wanted: steps.LoadBalancerView, files: Sequence[File]
+        self, view: steps.LoadBalancerView, files: Sequence[File]
     ) -> dict[SecretName, SealedSecret]:
         """Return the load balancer's secrets, with the seed of its TLS ticket keys if a file needs it.
 
         A missing seed is created, and a seed that no key of the vault opens is replaced. A replacement costs each
         client one full handshake.
         """
-        name = ticket_secret_name(wanted.load_balancer_id)
+        name = ticket_secret_name(view.load_balancer_id)
         asked = any(file.secret == name for file in files)
-        if not asked or (wanted.tickets is not None and self._is_usable(name, wanted.secrets.get(name))):
-            return wanted.secrets
+        if not asked or (view.tickets is not None and self._is_usable(name, view.secrets.get(name))):
+            return view.secrets
         if self._new_seed is None:
             self._new_seed = SealedSecret(content=self._vault.seal(create_ticket_state(), kept.secret_location(name)))
             made, due = {name: self._new_seed}, self._database.now() + self._conf.tls.ticket_key_period
 
             def write(connection: sa.Connection) -> None:
-                kept.replace_secrets(connection, wanted.load_balancer_id, made)
-                generations.start_ticket_rotation(connection, wanted.load_balancer_id, due)
+                kept.replace_secrets(connection, view.load_balancer_id, made)
+                generations.start_ticket_rotation(connection, view.load_balancer_id, due)
 
             self._write(write)
-        return {**wanted.secrets, name: self._new_seed}
+        return {**view.secrets, name: self._new_seed}
 
     def _is_usable(self, name: SecretName, sealed: SealedSecret | None) -> bool:
         if sealed is None or sealed.content is None:

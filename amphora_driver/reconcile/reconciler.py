@@ -137,36 +137,36 @@ class Reconciler:
         """Perform steps until none is left; return the last observation, and the wait if there is one."""
         executor = StepExecutor(self._context, job)
         while True:
-            seen, observed = self._observe(job, executor)
-            if seen is None:
+            view, observed = self._observe(job, executor)
+            if view is None:
                 raise LeaseLost(f"work on load balancer {job.lease.load_balancer_id}", "it is not recorded")
-            planned = planning.plan(seen, observed)
-            awaited = _perform_steps(executor, planned, seen, observed)
+            planned = planning.plan(view, observed)
+            awaited = _perform_steps(executor, planned, view, observed)
             if awaited is not None or not planned:
-                return seen, observed, awaited
+                return view, observed, awaited
             self._on_status()
 
     def _release_lease(
-        self, job: Job, seen: planning.AnyView, observed: tuple[Amphora, ...], step: planning.Await | None
+        self, job: Job, view: planning.AnyView, observed: tuple[Amphora, ...], step: planning.Await | None
     ) -> None:
-        if step is None and isinstance(seen, planning.LoadBalancerView) and seen.replacing:
+        if step is None and isinstance(view, planning.LoadBalancerView) and view.replacing:
             now = self._database.now()
             self._database.write(lambda connection: _finish_failovers(connection, job, now))
         until = None if step is None else step.until
         if step is None or until is None:
-            self._jobs.complete(job.lease, seen.generation)
+            self._jobs.complete(job.lease, view.generation)
             return
         # The steps since the observation may have taken longer than the wait.
-        pause = max(until - self._database.now(), min(_MIN_PAUSE, until - seen.now))
+        pause = max(until - self._database.now(), min(_MIN_PAUSE, until - view.now))
         if step.amphorae and self._boot_wait is not None:
             pause = max(pause, _PAUSE_PER_BOOT * len(self._boot_wait))
         # `Jobs.clamp_due_times` takes a longer pause for an effect of a clock jump.
         pause = min(pause, max(self._context.conf.controller.retry_most, _MAX_PAUSE))
-        if seen.applied >= seen.generation:
-            self._jobs.complete(job.lease, seen.generation, self._database.now() + pause)
+        if view.applied >= view.generation:
+            self._jobs.complete(job.lease, view.generation, self._database.now() + pause)
         else:
-            readable = seen.readable if isinstance(seen, planning.LoadBalancerView) else True
-            self._jobs.defer(job.lease, seen.generation, pause, readable=readable)
+            readable = view.readable if isinstance(view, planning.LoadBalancerView) else True
+            self._jobs.defer(job.lease, view.generation, pause, readable=readable)
         # Register after the release of the lease: an earlier event would have no effect.
         awaited = [
             AwaitedAgent(one.id, one.management_address, job.lease.load_balancer_id, pause)
@@ -179,8 +179,8 @@ class Reconciler:
     def _observe(self, job: Job, executor: StepExecutor) -> tuple[planning.AnyView | None, tuple[Amphora, ...]]:
         """Return the desired and the observed state of one moment."""
         now = self._database.now()
-        seen, observed = self._database.read(lambda connection: self._read_view(connection, job, executor, now))
-        return (None if seen is None else executor.spares.without_unfit(seen)), executor.removal.with_answers(observed)
+        view, observed = self._database.read(lambda connection: self._read_view(connection, job, executor, now))
+        return (None if view is None else executor.spares.without_unfit(view)), executor.removal.with_answers(observed)
 
     def _read_view(
         self, connection: sa.Connection, job: Job, executor: StepExecutor, now: float
@@ -305,7 +305,7 @@ class Reconciler:
 
 
 def _perform_steps(
-    executor: StepExecutor, planned: Sequence[planning.AnyStep], seen: planning.AnyView, observed: tuple[Amphora, ...]
+    executor: StepExecutor, planned: Sequence[planning.AnyStep], view: planning.AnyView, observed: tuple[Amphora, ...]
 ) -> planning.Await | None:
     """Perform the steps; return the wait among them, if there is one.
 
@@ -323,11 +323,11 @@ def _perform_steps(
         if isinstance(step, planning.Await):
             return step
         try:
-            executor.execute(step, seen, observed)
+            executor.execute(step, view, observed)
         except (AgentError, ComputeError, NetworkError) as error:
             if amphora_id is None:
                 raise
-            LOG.warning("load balancer %s: amphora %s: %s", seen.load_balancer_id, amphora_id, error)
+            LOG.warning("load balancer %s: amphora %s: %s", view.load_balancer_id, amphora_id, error)
             errors[amphora_id] = error
     if errors:
         raise next((one for one in errors.values() if one.final), next(iter(errors.values())))

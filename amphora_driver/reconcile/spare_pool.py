@@ -88,18 +88,18 @@ class SpareSteps:
             detection_works=_detection_works(circuit_breaker.read_breaker_rows(connection)),
         )
 
-    def without_unfit(self, wanted: steps.AnyView) -> steps.AnyView:
+    def without_unfit(self, view: steps.AnyView) -> steps.AnyView:
         """Return the observation with the unfit spares removed, or marked in the state of a pool.
 
         Call this outside a transaction: the query of the compute backend for its current image takes time.
         """
-        if isinstance(wanted, steps.SparePoolView):
-            unfit = self._unfit(wanted.stock.spec, wanted.now)
-            return msgspec.structs.replace(wanted, stock=msgspec.structs.replace(wanted.stock, unfit=unfit))
-        if wanted.spec is None or not wanted.spares:
-            return wanted
-        unfit = self._unfit(wanted.spec, wanted.now)
-        return msgspec.structs.replace(wanted, spares=tuple(one for one in wanted.spares if one not in unfit))
+        if isinstance(view, steps.SparePoolView):
+            unfit = self._unfit(view.stock.spec, view.now)
+            return msgspec.structs.replace(view, stock=msgspec.structs.replace(view.stock, unfit=unfit))
+        if view.spec is None or not view.spares:
+            return view
+        unfit = self._unfit(view.spec, view.now)
+        return msgspec.structs.replace(view, spares=tuple(one for one in view.spares if one not in unfit))
 
     def _unfit(self, spec: SparePoolSpec, now: float) -> dict[str, str]:
         """Return the ready spares that must not be adopted, with the reasons."""
@@ -123,9 +123,9 @@ class SpareSteps:
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    def adopt(self, step: steps.Adopt, wanted: steps.LoadBalancerView, now: float) -> None:
+    def adopt(self, step: steps.Adopt, view: steps.LoadBalancerView, now: float) -> None:
         """Adopt the first spare that answers; without one, this job adopts no spare."""
-        of, pool_id = wanted.load_balancer_id, str(wanted.pool)
+        of, pool_id = view.load_balancer_id, str(view.pool)
         known = {
             one.id: one for one in self._context.database.read(lambda c: spare_pools.list_ready_spares(c, pool_id))
         }
@@ -137,7 +137,7 @@ class SpareSteps:
 
             def take(connection: sa.Connection, spare: str = amphora_id, taken: list[bool] = taken) -> None:
                 taken[:] = [spare_pools.assign_spare(connection, spare, pool_id, of, step.role)]
-                if taken[0] and wanted.replacing:
+                if taken[0] and view.replacing:
                     failovers.record_event(connection, of, Event.ADOPTED, now, spare)
 
             self._write(take)
@@ -146,10 +146,10 @@ class SpareSteps:
         LOG.warning("load balancer %s: no usable spare in pool %s, booting an amphora", of, pool_id)
         self.adoption_failed = True
 
-    def set_pool(self, step: steps.SetSparePool, wanted: steps.LoadBalancerView) -> None:
+    def set_pool(self, step: steps.SetSparePool, view: steps.LoadBalancerView) -> None:
         """Record the spare pool of the load balancer."""
         self._write(
-            lambda connection: spare_pools.set_spare_pool(connection, wanted.load_balancer_id, step.spec, step.former)
+            lambda connection: spare_pools.set_spare_pool(connection, view.load_balancer_id, step.spec, step.former)
         )
 
     def retire(self, step: steps.RetireSpare, pool_id: str) -> None:

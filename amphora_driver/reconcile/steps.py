@@ -17,7 +17,7 @@ from amphora_driver.store.spare_pools import SparePoolSpec, SparePoolState
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
-    """The recorded state that the plans of load balancers and of spare pools have in common, at one moment.
+    """The recorded state that the views of load balancers and spare pools have in common.
 
     Attributes:
         load_balancer_id: id of the load balancer or of the pool.
