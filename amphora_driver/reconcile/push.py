@@ -87,7 +87,6 @@ class BundlePush:
         self._agents = context.agents
         self._database = context.database
         self._vault = context.vault
-        self._catalogue = context.catalogue
         self._job = job
         self._write = write
         # Objects that cannot be served in the generation being pushed: reasons by object id.
