@@ -93,7 +93,7 @@ def test_one_that_is_told_to_ends_before_its_next_effect(turn):
 def test_one_whose_time_is_over_begins_nothing(database, turn):
     late = Job(turn.lease, database, 0.0)
     with pytest.raises(DeadlinePassed):
-        late.check()
+        late.ensure_may_act()
 
 
 def test_one_that_was_taken_over_ends(database, turn):
