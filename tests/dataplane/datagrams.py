@@ -8,6 +8,7 @@ owner. A member's answer says who it is, whom it saw, and what it was sent.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import threading
 import time
@@ -20,6 +21,9 @@ from amphora_lab import VIP, VIP6, Namespace
 PORT, MEMBER_PORT = 5300, 5353
 _SILENCE = 0.05
 LARGEST = 65535
+# Ports of clients, below the kernel's own choice. The kernel reuses ports while the flows of earlier tests still exist,
+# and a datagram of an existing flow goes to the member of that flow.
+_CLIENT_PORTS = itertools.cycle(range(10000, 32768))
 
 
 def name_of(*words: object) -> str:
@@ -104,7 +108,7 @@ class Flow:
     """One client's socket, which stays the same: a flow."""
 
     def __init__(self, place: Namespace, source: str, vip: str = VIP, port: int = PORT, own_port: int = 0) -> None:
-        self._socket = place.run(_opened, source, own_port, to=(vip, port))
+        self._socket = place.run(_opened, source, own_port or next(_CLIENT_PORTS), to=(vip, port))
 
     def ask(self, said: bytes = b"?", timeout: float = 2.0) -> Answer | None:
         """One question and its answer; None if there is none.
