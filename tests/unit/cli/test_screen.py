@@ -150,7 +150,7 @@ def test_who_does_not_answer_wins_over_who_differs(filled, amphoractl, monkeypat
     machines = (Row(id="a", management_address="192.0.2.1"), Row(id="b", management_address="192.0.2.2"))
     wanted = json.dumps({"generation": 8, "haproxy": "", "interfaces": [], "vrrp": None})
     monkeypatch.setattr(drift, "load_record", lambda *_: Row(amphorae=machines))
-    monkeypatch.setattr(drift, "bodies", lambda *_: {"a": wanted, "b": wanted})
+    monkeypatch.setattr(drift, "build_bundles", lambda *_: {"a": wanted, "b": wanted})
     monkeypatch.setattr(drift, "_vault", lambda _: None)
     monkeypatch.setattr(drift, "_agents", lambda *_: Agents(first))
     status, out, err = amphoractl(filled, "loadbalancer", "diff", LB)

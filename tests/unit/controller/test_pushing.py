@@ -343,15 +343,15 @@ def test_a_generation_that_is_taken(house):
 def test_what_ticket_keys_come_from_is_made_once_and_sealed(house):
     name = sealed_secrets.SecretName(LB, sealed_secrets.Purpose.TICKETS, "")
     files = (SimpleNamespace(secret=name),)
-    found = house.pushing._tickets(wanted(), files)
+    found = house.pushing._secrets_with_ticket_seed(wanted(), files)
     kept = house.database.read(lambda c: sealed_secrets.load_secrets(c, LB))
     assert kept == {name: found[name]}
     seed = house.vault.open(kept[name].content, sealed_secrets.secret_location(name)).reveal()
     assert len(seed) == 32
     assert seed not in kept[name].content
     assert (house.work().tickets, house.work().tickets_due is None) == (1, False)
-    assert house.pushing._tickets(wanted(secrets=kept, tickets=5), files) == kept
-    assert house.pushing._tickets(wanted(), ()) == {}, "nobody asked"
+    assert house.pushing._secrets_with_ticket_seed(wanted(secrets=kept, tickets=5), files) == kept
+    assert house.pushing._secrets_with_ticket_seed(wanted(), ()) == {}, "nobody asked"
 
 
 @pytest.mark.parametrize("spoilt", ["key", "length"])
@@ -365,7 +365,7 @@ def test_a_seed_that_cannot_be_used_any_more_is_made_anew(house, spoilt):
     }
     house.database.write(lambda c: sealed_secrets.replace_secrets(c, LB, lost))
     house.database.write(lambda c: generations.start_ticket_rotation(c, LB, 1.0))
-    found = house.pushing._tickets(wanted(secrets=lost, tickets=9), (SimpleNamespace(secret=name),))
+    found = house.pushing._secrets_with_ticket_seed(wanted(secrets=lost, tickets=9), (SimpleNamespace(secret=name),))
     assert len(house.vault.open(found[name].content, sealed_secrets.secret_location(name)).reveal()) == 32
     assert house.database.read(lambda c: sealed_secrets.load_secrets(c, LB)) == found
 
