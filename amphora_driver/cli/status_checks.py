@@ -350,7 +350,7 @@ def check_resyncs(rows: Sequence[Any], now: float, max_seconds: float) -> Check:
     late = [row for row in rows if row.ended_at is None and now - row.asked_at > max_seconds]
     if apart:
         words = ", ".join(f"{row.load_balancer_id} ({row.outcome})" for row in apart[:_MAX_LISTED])
-        remedy = "See docs/how-to/operate.md, on a database that was restored from a backup."
+        remedy = "If a database was restored from a backup, see docs/how-to/restore-a-database.md."
         return warning("Octavia's records", f"{len(apart)} load balancers exist on one side only: {words}. {remedy}")
     if late:
         words = f"{len(late)} load balancers wait for a resync: {list_ids(row.load_balancer_id for row in late)}"

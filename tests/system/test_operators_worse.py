@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A restored backup, a full disk and an expired certificate, done as docs/how-to/operate.md says.
+"""A restored backup, a full disk and an expired certificate, repaired as docs/how-to describes.
 
 Databases and amphorae are each on a disk of their own, so that it can be full.
 """

@@ -17,10 +17,8 @@ PRODUCT = ("amphora_driver", "amphora_agent", "sandbox", "diskimage", "scripts")
 # Packages and documents that are not rewritten yet. Do not add to this list.
 PENDING = (
     "amphora_agent/octavia_api_v1/",
-    "docs/explanation/former-architecture.md",
     "docs/explanation/udp.md",
     "docs/how-to/build-an-image.md",
-    "docs/how-to/operate.md",
     "docs/reference/agent-api.md",
     "docs/reference/agent-vm.md",
     "docs/reference/amphora-api-v1.md",
