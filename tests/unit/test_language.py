@@ -22,9 +22,7 @@ PENDING = (
     "docs/reference/agent-api.md",
     "docs/reference/agent-vm.md",
     "docs/reference/amphora-api-v1.md",
-    "docs/reference/flavors.md",
     "docs/reference/l7.md",
-    "docs/reference/metrics.md",
     "docs/reference/vips.md",
 )
 PERSONS = re.compile(r"\b(?:who|whom|whoever|nobody|somebody|anybody|everybody|he|him|his|himself)\b", re.IGNORECASE)

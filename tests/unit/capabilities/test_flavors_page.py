@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/reference/flavors.md says of every key what schema and configuration say: its tables are compared row by row."""
+"""docs/reference/flavors.md describes every key as schema and configuration do: its entries are compared one by one."""
 
 import json
 import re
@@ -38,21 +38,22 @@ def default(key):
     return FALLS_BACK.get(key, "")
 
 
-def rows(schema):
+def entries(schema):
     for key, one in schema.properties.items():
-        yield f"| `{key}` | {values(one)} | {one['description']} | {default(key)} |"
+        falls_back = f"; default: {default(key)}" if default(key) else ""
+        yield f"`{key}` ({values(one)}{falls_back}) : {one['description']}"
 
 
 @pytest.mark.parametrize("module", [flavors, availability_zones])
-def test_every_key_has_its_row(module):
+def test_every_key_has_its_entry(module):
     text = PAGE.read_text(encoding="utf-8")
-    written = [line for line in text.splitlines() if line.startswith("| `")]
-    missing = [row for row in rows(module.SCHEMA) if row not in written]
+    written = [" ".join(one.split()) for one in text.split("\n\n")]
+    missing = [row for row in entries(module.SCHEMA) if row not in written]
     assert missing == [], "\n".join(missing)
 
 
-def test_there_is_no_row_too_many():
-    written = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+def test_there_is_no_entry_too_many():
+    written = re.findall(r"^`(\w+)` \(.*\n: ", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert written == [*flavors.SCHEMA.properties, *availability_zones.SCHEMA.properties]
 
 
