@@ -92,18 +92,18 @@ class _Shared:
 
     def __init__(self, conf: ConfigOpts) -> None:
         self.conf = conf
-        self.database = Database(conf.store.connection)
+        self.database = Database(conf.amp_database.connection)
         self.recorder = RequestRecorder(self.database, _check, self._check_in_context)
         self.catalogue = Catalogue(conf, self.database)
 
     @functools.cached_property
     def vault(self) -> Vault:
         """The vault for users' secrets, loaded at its first use."""
-        return Vault.load(self.conf.store.encryption_key_file)
+        return Vault.load(self.conf.amp_database.encryption_key_file)
 
     def _check_in_context(self, node: Node, balancer: LoadBalancer) -> None:
         """Refuse options that contradict the profile, the backends or the VIPs of the load balancer."""
-        ours, chosen = self.conf.haproxy, balancer.profile
+        ours, chosen = self.conf.amp_haproxy, balancer.profile
         oldest, ciphers = chosen.tls_minimum_version or ours.tls_minimum_version, chosen.tls_ciphers
         if isinstance(node, Listener) and tls.terminates(node):
             tls.listener_negotiation(node, oldest, ciphers or ours.tls_ciphers)
@@ -116,7 +116,7 @@ class _Shared:
             if balancer.is_default_pool(node):
                 udp.check_address_families(node, balancer.vips)
         elif isinstance(node, LoadBalancer) and (node.vip_qos_policy_id or node.vip_sg_ids):
-            name = chosen.network or str(self.conf.network.driver)
+            name = chosen.network or str(self.conf.amp_network.driver)
             options.check_vip_options(node, name, self.catalogue.network(name).supports)
 
     def vip_network(self, load_balancer_id: str) -> tuple[str, bool]:
@@ -127,7 +127,7 @@ class _Shared:
                 vip_claims.read_pending_request(connection, load_balancer_id),
             )
         )
-        return noted or str(self.conf.network.driver), wish is None
+        return noted or str(self.conf.amp_network.driver), wish is None
 
 
 @functools.lru_cache(maxsize=1)
@@ -213,7 +213,7 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
         ]
         shared = _shared()
         name = shared.database.write(
-            lambda connection: vip_claims.record_claim(connection, loadbalancer_id, shared.conf.network.driver)
+            lambda connection: vip_claims.record_claim(connection, loadbalancer_id, shared.conf.amp_network.driver)
         )
         failpoints.reach(failpoints.Point.CLAIM_NOTED)
         wish = vip_claims.PendingVipRequest(project_id=project_id, vips=(primary, *more), since=shared.database.now())

@@ -63,7 +63,7 @@ class Catalogue:
         Raises:
             ConfigurationError: it is not enabled, not installed, or cannot be created.
         """
-        chosen = name or self._conf.network.driver
+        chosen = name or self._conf.amp_network.driver
         kind = self._enabled("network", chosen)
         made: Network = self._once((kind, chosen), lambda: self._type(kind, chosen)(self._conf, self._database))
         return made
@@ -74,7 +74,7 @@ class Catalogue:
         Raises:
             ConfigurationError: one of them is not enabled, not installed, or cannot be created.
         """
-        chosen, source = name or self._conf.compute.driver, network or self._conf.network.driver
+        chosen, source = name or self._conf.amp_compute.driver, network or self._conf.amp_network.driver
         kind = self._enabled("compute", chosen)
         ports = self.network(source)
         return self._once((kind, chosen, source), lambda: self._type(kind, chosen)(self._conf, ports))
@@ -104,16 +104,16 @@ class Catalogue:
 
     def deployment(self) -> Deployment:
         """Return the topologies and backends that users can choose; omit the ones that cannot be loaded."""
-        options = self._conf.haproxy
+        options = self._conf.amp_haproxy
         if self._topologies is None:
             self._topologies = tuple(sorted(ExtensionManager(TOPOLOGY).names()))
         return Deployment(
             topologies=self._topologies,
             compute=self._offered("compute"),
             network=self._offered("network"),
-            default_topology=Name(self._conf.controller.loadbalancer_topology),
-            default_compute=self._conf.compute.driver,
-            default_network=self._conf.network.driver,
+            default_topology=Name(self._conf.amp_controller.loadbalancer_topology),
+            default_compute=self._conf.amp_compute.driver,
+            default_network=self._conf.amp_network.driver,
             process_connection_limit=options.process_connection_limit,
             tls_minimum_version=options.tls_minimum_version,
             tls_ciphers=options.tls_ciphers,
@@ -136,7 +136,7 @@ class Catalogue:
 
     def _names(self, group: str) -> list[str]:
         """Return the names of the enabled backends, always including the default."""
-        options = self._conf[group]
+        options = self._conf[f"amp_{group}"]
         return list(dict.fromkeys([options.driver, *options.enabled_drivers]))
 
     def _enabled(self, group: str, name: str) -> str:
@@ -144,7 +144,7 @@ class Catalogue:
             raise ConfigurationError(
                 f"use the {group} backend {name}",
                 "it is not enabled in this deployment",
-                f"Add it to [{group}] enabled_drivers while load balancers use it.",
+                f"Add it to [amp_{group}] enabled_drivers while load balancers use it.",
             )
         return f"amphora_driver.{group}"
 

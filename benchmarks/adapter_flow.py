@@ -46,8 +46,8 @@ class Flow:
             (self.folder / f"{name}.pem").write_bytes(certificate)
         conf_file = self.folder / "flow.conf"
         conf_file.write_text(
-            f"[certificates]\nca_certificate = {self.folder}/ca_certificate.pem\n"
-            f"client_ca = {self.folder}/client_ca.pem\n[health]\ntargets = 192.0.2.1:5555\n"
+            f"[amp_certificates]\nca_certificate = {self.folder}/ca_certificate.pem\n"
+            f"client_ca = {self.folder}/client_ca.pem\n[amp_health]\ntargets = 192.0.2.1:5555\n"
         )
         conf = config.load([str(conf_file)])
         self._agents = _Agents()

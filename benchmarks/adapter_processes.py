@@ -75,18 +75,18 @@ def _configuration(etc):
     migrate.upgrade(f"sqlite:///{etc}/store.sqlite")
     conf = etc / "amphora-driver.conf"
     conf.write_text(
-        f"""[store]
+        f"""[amp_database]
 connection = sqlite:///{etc}/store.sqlite
 encryption_key_file = {etc}/encryption.keys
-[queue]
+[amp_queue]
 doorbell_dir = {etc}/bells
-[health]
+[amp_health]
 bind_address = 127.0.0.1
 bind_port = 15557
-[compute_netns]
+[amp_compute_netns]
 directory = {etc}/amphorae
 agent_python = {sys.executable}
-[certificates]
+[amp_certificates]
 ca_certificate = {etc}/amphora_ca.pem
 ca_private_key = {etc}/amphora_ca.key
 client_ca = {etc}/controller_ca.pem

@@ -19,8 +19,8 @@ class Provider:
         keys.write_bytes(Fernet.generate_key())
         keys.chmod(0o600)
         conf.write_text(
-            f"[store]\nconnection = {self.url.replace('%', '%%')}\nencryption_key_file = {keys}\n"
-            f"[queue]\ndoorbell_dir = {self.folder}/bells\n"
+            f"[amp_database]\nconnection = {self.url.replace('%', '%%')}\nencryption_key_file = {keys}\n"
+            f"[amp_queue]\ndoorbell_dir = {self.folder}/bells\n"
         )
         os.environ[config.FILE_VARIABLE] = str(conf)
         from octavia_lib.api.drivers import data_models  # noqa: PLC0415 - other cases measure imports

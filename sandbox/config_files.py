@@ -58,42 +58,42 @@ def write(settings: Settings) -> None:
 
 def _driver_options(settings: Settings) -> _Sections:
     ours = {
-        "store": {
+        "amp_database": {
             "connection": settings.database_url,
             "encryption_key_file": str(settings.etc / "encryption.keys"),
         },
-        "queue": {
+        "amp_queue": {
             "doorbell_dir": str(settings.run / "bells"),
             **({"engine": "celery", "broker_url": settings.broker_url} if settings.broker_url else {}),
         },
         # On one machine, a controller that does not renew its leases for 3 s has ended.
-        "controller": {"lease": "3"},
-        "agent": {"services": "supervisor"},
-        "octavia": {f"{name}_socket": str(settings.run / f"{name}.sock") for name in ("status", "stats", "get")},
-        "health": {
+        "amp_controller": {"lease": "3"},
+        "amp_agent": {"services": "supervisor"},
+        "amp_octavia": {f"{name}_socket": str(settings.run / f"{name}.sock") for name in ("status", "stats", "get")},
+        "amp_health": {
             "bind_address": topology.CONTROL_ADDRESS,
             "bind_port": str(HEALTH_PORT),
             "targets": f"{topology.CONTROL_ADDRESS}:{HEALTH_PORT}",
             "interval": "1",
         },
         # With few amphorae, only a witness distinguishes a dead amphora from a lost management network.
-        "failover": {"witnesses": f"{topology.WITNESS_ADDRESS}:{topology.WITNESS_PORT}"},
-        "status": {"bind_address": "127.0.0.1", "bind_port": str(STATUS_PORT)},
-        "compute_netns": {
+        "amp_failover": {"witnesses": f"{topology.WITNESS_ADDRESS}:{topology.WITNESS_PORT}"},
+        "amp_status_page": {"bind_address": "127.0.0.1", "bind_port": str(STATUS_PORT)},
+        "amp_compute_netns": {
             "directory": str(settings.amphorae),
             "prefix": settings.prefix,
             "agent_python": settings.agent_python,
             "management_network": topology.MANAGEMENT_NETWORK,
         },
-        "compute_qemu": {
+        "amp_compute_qemu": {
             "directory": str(settings.machines),
             "prefix": settings.prefix,
             "program": PROGRAM,
             "image_directory": settings.images or str(settings.data / "images"),
             "management_network": topology.MANAGEMENT_NETWORK,
         },
-        "network_local": {"switch": settings.switch},
-        "certificates": {
+        "amp_network_local": {"switch": settings.switch},
+        "amp_certificates": {
             "ca_certificate": str(settings.etc / "amphora_ca.pem"),
             "ca_private_key": str(settings.etc / "amphora_ca.key"),
             "client_ca": str(settings.etc / "controller_ca.pem"),
@@ -113,11 +113,11 @@ def uses_emulation(settings: Settings) -> bool:
 
 def _qemu_options(*, emulated: bool) -> _Sections:
     """The options that differ for virtual machines. Emulated ones get longer time-outs."""
-    ours: _Sections = {"compute": {"driver": "qemu"}, "agent": {"services": "systemd"}}
+    ours: _Sections = {"amp_compute": {"driver": "qemu"}, "amp_agent": {"services": "systemd"}}
     if emulated:
-        ours["agent"] |= {"connect_timeout": "15", "request_timeout": "180"}
-        ours["controller"] = {"boot_timeout": _EMULATED_BOOT}
-        ours["failover"] = {"silent_after": "30", "probe_timeout": "15"}
+        ours["amp_agent"] |= {"connect_timeout": "15", "request_timeout": "180"}
+        ours["amp_controller"] = {"boot_timeout": _EMULATED_BOOT}
+        ours["amp_failover"] = {"silent_after": "30", "probe_timeout": "15"}
     return ours
 
 
@@ -141,7 +141,7 @@ def _octavia_options(settings: Settings) -> _Sections:
         "controller_worker": {"network_driver": "amphora_sandbox_network"},
         # Otherwise Octavia sets its own time-outs in every listener, and the time-outs of a flavor have no effect.
         "haproxy_amphora": {f"timeout_{one}": "0" for one in ("client_data", "member_connect", "member_data")},
-        "certificates": {"cert_manager": "local_cert_manager", "storage_path": str(settings.tls)},
+        "amp_certificates": {"cert_manager": "local_cert_manager", "storage_path": str(settings.tls)},
         "driver_agent": {
             **{f"{name}_socket_path": str(settings.run / f"{name}.sock") for name in ("status", "stats", "get")},
             "enabled_provider_agents": "haproxy",

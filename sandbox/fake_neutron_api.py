@@ -223,5 +223,5 @@ def serve(listener: socket.socket, network: LocalNetwork) -> None:
 if __name__ == "__main__":
     conf = config.load()
     with socket.socket(fileno=3) as inherited:
-        serve(inherited, LocalNetwork(conf, Database(conf.store.connection)))
+        serve(inherited, LocalNetwork(conf, Database(conf.amp_database.connection)))
     sys.exit(0)

@@ -25,7 +25,7 @@ from amphora_driver.network.local import LocalNetwork
 def local_network() -> LocalNetwork:
     """The local network backend, cached: Octavia creates a new driver for each request."""
     conf = config.shared()
-    return LocalNetwork(conf, Database(conf.store.connection))
+    return LocalNetwork(conf, Database(conf.amp_database.connection))
 
 
 class SandboxNetworkDriver(base.AbstractNetworkDriver):

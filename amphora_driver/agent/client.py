@@ -99,10 +99,10 @@ class AgentClient:
     """
 
     def __init__(self, conf: Any, trust: TrustStore | None = None) -> None:
-        self._port = int(conf.agent.port)
-        self._connect_timeout = float(conf.agent.connect_timeout)
-        self._request_timeout = float(conf.agent.request_timeout)
-        files = (conf.certificates.client_certificate, conf.certificates.ca_certificate)
+        self._port = int(conf.amp_agent.port)
+        self._connect_timeout = float(conf.amp_agent.connect_timeout)
+        self._request_timeout = float(conf.amp_agent.request_timeout)
+        files = (conf.amp_certificates.client_certificate, conf.amp_certificates.ca_certificate)
         self._identity = TlsIdentity(*files, None if trust is None else trust.tls_override)
         self._pools: OrderedDict[tuple[str, str], urllib3.HTTPSConnectionPool] = OrderedDict()
         self._context: ssl.SSLContext | None = None
@@ -479,7 +479,7 @@ def _tls_failure(call: _Call, address: str, error: SSLError) -> AgentUntrusted |
     return AgentUnreachable(
         call.wanted,
         f"{address} broke off the TLS handshake ({getattr(cause, 'reason', None) or cause})",
-        "If this continues, check that client_ca signed client_certificate (group [certificates]).",
+        "If this continues, check that client_ca signed client_certificate (group [amp_certificates]).",
     )
 
 

@@ -185,7 +185,7 @@ class TlsIdentity:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         # The configured CA is the trust anchor, even if another CA has signed it.
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-        remedy = "Check [certificates] ca_certificate and client_certificate."
+        remedy = "Check [amp_certificates] ca_certificate and client_certificate."
         try:
             if override.authorities is None:
                 context.load_verify_locations(cafile=self._ca_certificate)

@@ -109,7 +109,7 @@ class Authority:
             raise CertificateError(
                 "use the certificate authority",
                 "its private key does not belong to its certificate",
-                "Check that [certificates] ca_certificate and ca_private_key are a pair.",
+                "Check that [amp_certificates] ca_certificate and ca_private_key are a pair.",
             )
         self._identifier = _authority_identifier(self._certificate)
 
@@ -285,7 +285,7 @@ def _read_file(path: str | Path, option: str) -> bytes:
         raise CertificateError(
             "load the certificate authority",
             f"{path} cannot be read ({error.strerror})",
-            f"Set [certificates] {option} to a PEM file that this process may read.",
+            f"Set [amp_certificates] {option} to a PEM file that this process may read.",
         ) from error
 
 
@@ -298,19 +298,19 @@ def _read_certificate(pem: bytes) -> x509.Certificate:
         constraints = None
     except ValueError as error:
         raise CertificateError(
-            wanted, f"its certificate is no PEM certificate ({error})", "Check [certificates] ca_certificate."
+            wanted, f"its certificate is no PEM certificate ({error})", "Check [amp_certificates] ca_certificate."
         ) from error
     if constraints is None or not constraints.value.ca:
         raise CertificateError(
             wanted,
             "its certificate may not sign others (basicConstraints does not say CA)",
-            "Check [certificates] ca_certificate: it may be a server's or a controller's certificate.",
+            "Check [amp_certificates] ca_certificate: it may be a server's or a controller's certificate.",
         )
     return certificate
 
 
 def _read_key(secret: Secret) -> _IssuerKey:
-    wanted, remedy = "use the certificate authority", "Check [certificates] ca_private_key."
+    wanted, remedy = "use the certificate authority", "Check [amp_certificates] ca_private_key."
     try:
         key = serialization.load_pem_private_key(secret.reveal(), password=None)
     except TypeError as error:

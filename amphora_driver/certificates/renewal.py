@@ -54,7 +54,7 @@ _NAMED = 5
 
 def certificate_lifetime(conf: ConfigOpts) -> CertificateLifetime:
     """Return the configured lifetime of certificates."""
-    options = conf.certificates
+    options = conf.amp_certificates
     return CertificateLifetime(validity=options.validity_days * ca_rotation.DAY, renew_at=options.renew_at)
 
 
@@ -109,7 +109,7 @@ class CertificateRenewer:
         self, conf: ConfigOpts, database: Database, agents: AgentClient, trust: TrustStore | None, job: Job
     ) -> None:
         self.tried: frozenset[str] = frozenset()
-        self._days: int = conf.certificates.validity_days
+        self._days: int = conf.amp_certificates.validity_days
         self._lifetime = certificate_lifetime(conf)
         self._database = database
         self._agents = agents
@@ -247,7 +247,7 @@ class CertificateMaintenance:
 
     def __init__(self, conf: ConfigOpts, database: Database, trust: TrustStore) -> None:
         self._lifetime = certificate_lifetime(conf)
-        self._settle: float = conf.certificates.settle
+        self._settle: float = conf.amp_certificates.settle
         self._database = database
         self._trust = trust
         self._logged: dict[CaKind, tuple[str, ...]] = {}

@@ -72,8 +72,8 @@ class TrustStore:
     """
 
     def __init__(self, conf: ConfigOpts, database: Database, vault: Vault) -> None:
-        self._options = conf.certificates
-        self._max_age = min(_MAX_AGE, _OF_A_STEP * conf.certificates.settle)
+        self._options = conf.amp_certificates
+        self._max_age = min(_MAX_AGE, _OF_A_STEP * conf.amp_certificates.settle)
         self._database = database
         self._vault = vault
         # Protects the data and is held briefly; `_reading` is held during a read of the database.
@@ -181,7 +181,7 @@ class TrustStore:
                 raise CertificateError(
                     "use the certificate authority",
                     "the configured files hold another authority than the one that is being replaced",
-                    "Restore the files of [certificates] ca_certificate and ca_private_key.",
+                    "Restore the files of [amp_certificates] ca_certificate and ca_private_key.",
                 )
             return issuer
         found = self._issuers.get(signer.id)
@@ -241,7 +241,7 @@ def load_configured_ca(conf: ConfigOpts, kind: CaKind) -> ca_records.NewCa:
         CertificateError: the file cannot be read or holds no certificate.
     """
     option = "ca_certificate" if kind is CaKind.AMPHORA else "client_ca"
-    pem = _read_file(conf.certificates[option], option)
+    pem = _read_file(conf.amp_certificates[option], option)
     return ca_records.NewCa(certificate=pem, sealed_key=None, expires_at=earliest_expiry(pem))
 
 
@@ -265,7 +265,7 @@ def _read_file(path: str, option: str) -> bytes:
         raise CertificateError(
             "read an authority's certificate",
             f"{path} cannot be read ({error.strerror})",
-            f"Set [certificates] {option} to a PEM file that this process may read.",
+            f"Set [amp_certificates] {option} to a PEM file that this process may read.",
         ) from error
 
 

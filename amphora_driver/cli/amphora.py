@@ -65,7 +65,7 @@ class ListAmphorae(Lister):
 
         rows: Sequence[Any] = self.app.read(read)
         if parsed_args.stale:
-            before = time.time() - self.app.conf.failover.silent_after
+            before = time.time() - self.app.conf.amp_failover.silent_after
             rows = [row for row in rows if queries.is_stale(row, before)]
         return LIST_HEAD, map(_list_row, rows)
 
@@ -95,7 +95,7 @@ class ListSpares(Lister):
 
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
         """Return column names and rows."""
-        number = self.app.conf.spares.number
+        number = self.app.conf.amp_spares.number
         return SPARES_HEAD, self.app.read(lambda connection: _spare_rows(connection, number))
 
 

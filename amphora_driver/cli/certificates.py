@@ -69,7 +69,7 @@ class ListCertificates(Lister):
         now = self.app.database.now()
         recorded = self.app.read(ca_records.list_cas)
         held: tuple[AmphoraCertificate, ...] = self.app.read(ca_records.list_amphora_certificates)
-        options = self.app.conf.certificates
+        options = self.app.conf.amp_certificates
         terms = ca_rotation.CertificateLifetime(
             validity=options.validity_days * ca_rotation.DAY, renew_at=options.renew_at
         )
@@ -127,7 +127,7 @@ class ListAuthorities(Lister):
             of_kind = [one for one in recorded if one.kind is kind]
             if all(one.state is CaState.GONE for one in of_kind):
                 yield self._configured_row(kind, held, now)
-            phase = ca_rotation.rotation_phase(kind, of_kind, held, now, self.app.conf.certificates.settle)
+            phase = ca_rotation.rotation_phase(kind, of_kind, held, now, self.app.conf.amp_certificates.settle)
             for one in of_kind:
                 moves = one.state in (CaState.NEXT, CaState.FORMER, CaState.LEAVING)
                 yield (
@@ -188,7 +188,7 @@ class RotateAuthority(ShowOne):
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """Return names and values."""
         conf, database, kind = self.app.conf, self.app.database, CaKind(parsed_args.kind)
-        vault = Vault.load(conf.store.encryption_key_file)
+        vault = Vault.load(conf.amp_database.encryption_key_file)
         # After the first rotation the CA is in the database; the configured files are not needed.
         rotated = any(one.kind is kind for one in self.app.read(ca_records.list_cas))
         new = trust_store.create_ca(kind, vault, parsed_args.days)

@@ -53,8 +53,8 @@ class UpgradeDatabase(ShowOne):
             StoreError: processes use the database, or the database refused a statement.
         """
         if not parsed_args.force:
-            _refuse_if_in_use(migrate.active_processes(self.app.conf.store.connection))
-        done = migrate.upgrade(self.app.conf.store.connection)
+            _refuse_if_in_use(migrate.active_processes(self.app.conf.amp_database.connection))
+        done = migrate.upgrade(self.app.conf.amp_database.connection)
         if done.before and done.before < _BOUND_SINCE:
             self.app.stderr.write(
                 "Before the services start, run: amphoractl secrets reseal --bind (docs/explanation/secrets.md)\n"

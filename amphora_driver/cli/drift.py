@@ -104,7 +104,7 @@ class RepairLoadBalancer(Command):
             )
 
         chosen, amphorae = self.app.database.write(write)
-        local_socket.wake_role(self.app.conf.queue.doorbell_dir, local_socket.CONTROLLER)
+        local_socket.wake_role(self.app.conf.amp_queue.doorbell_dir, local_socket.CONTROLLER)
         listed = ", ".join(amphorae) or "none has confirmed a configuration yet"
         self.app.stdout.write(
             f"Load balancer {chosen} is due. A controller sends the complete configuration to its amphorae again: "
@@ -159,7 +159,7 @@ def _read_row(connection: sa.Connection, text: str) -> tuple[str, Mapping[str, A
 
 
 def _vault(app: Any) -> Vault:
-    return Vault.load(app.conf.store.encryption_key_file)
+    return Vault.load(app.conf.amp_database.encryption_key_file)
 
 
 def _agents(app: Any, vault: Vault) -> AgentClient:

@@ -163,7 +163,7 @@ class FailoverStatus(ShowOne):
         automatic, sight = rows.get(circuit_breaker.AUTOMATIC), rows.get(circuit_breaker.SIGHT)
         state = automatic.state if automatic is not None else circuit_breaker.CLOSED
         values = {
-            "Allowed now": Value(describe_permission(detector, rows, automatic=self.app.conf.failover.automatic)),
+            "Allowed now": Value(describe_permission(detector, rows, automatic=self.app.conf.amp_failover.automatic)),
             "Breaker": f"held {circuit_breaker.OPEN}" if circuit_breaker.OPERATOR in rows else state,
             "Since": Timestamp(getattr(rows.get(circuit_breaker.OPERATOR) or automatic, "since", None)),
             "Reason": Value(getattr(rows.get(circuit_breaker.OPERATOR) or automatic, "reason", None)),
@@ -199,12 +199,12 @@ def describe_permission(detector: str | None, rows: dict[str, circuit_breaker.Br
     Args:
         detector: name of the controller that detects silent amphorae; None without one.
         rows: the rows of the circuit breaker by name.
-        automatic: option of [failover].
+        automatic: option of [amp_failover].
     """
     sight, known = rows.get(circuit_breaker.SIGHT), rows.get(circuit_breaker.AUTOMATIC)
     held = rows.get(circuit_breaker.OPERATOR)
     if not automatic:
-        return "nothing: [failover] automatic is off"
+        return "nothing: [amp_failover] automatic is off"
     if held is not None:
         return f"nothing: the breaker is held open by {held.reason or 'an operator'}"
     if detector is None:
@@ -321,7 +321,7 @@ def _add_reason(parser: argparse.ArgumentParser) -> None:
 def _write_and_notify(command: Command, write: Callable[[sa.Connection], str]) -> None:
     message = command.app.database.write(write)
     # Only processes of this host receive the notification; controllers of other hosts poll.
-    local_socket.wake_role(command.app.conf.queue.doorbell_dir, local_socket.CONTROLLER)
+    local_socket.wake_role(command.app.conf.amp_queue.doorbell_dir, local_socket.CONTROLLER)
     command.app.stdout.write(message + "\n")
 
 

@@ -47,7 +47,7 @@ _CERTIFICATE_OPTIONS = ("ca_certificate", "client_ca", "client_certificate")
 def check_keys(conf: ConfigOpts, database: Database) -> Check:
     """Check that the keys of this host decrypt every secret."""
     try:
-        vault = Vault.load(conf.store.encryption_key_file)
+        vault = Vault.load(conf.amp_database.encryption_key_file)
         counts = reencryption.count_key_usage(database, vault)
     except AmphoraDriverError as error:
         return failure("Keys", f"{error}")
@@ -55,7 +55,7 @@ def check_keys(conf: ConfigOpts, database: Database) -> Check:
     old = sum(one.rows for one in counts if one.key not in (0, None))
     total = sum(one.rows for one in counts)
     if lost:
-        words = f"no key of {conf.store.encryption_key_file} decrypts {lost} of {total} secrets"
+        words = f"no key of {conf.amp_database.encryption_key_file} decrypts {lost} of {total} secrets"
         return failure("Keys", f"{words}. Restore the key that encrypted them; see: amphoractl secrets status.")
     misplaced = sum(one.misplaced for one in counts)
     if misplaced:
@@ -83,14 +83,14 @@ def check_authorities(conf: ConfigOpts, rows: Sequence[Any], now: float) -> Chec
     found = {f"authority {row.id} ({row.kind}, {row.state})": float(row.expires_at) for row in rows}
     missing = []
     for option in _CERTIFICATE_OPTIONS:
-        path = Path(conf.certificates[option])
+        path = Path(conf.amp_certificates[option])
         try:
             found[str(path)] = _expiry(path.read_bytes())
         except OSError as error:
             missing.append(f"{path}: {error.strerror}")
         except ValueError as error:
             return failure(
-                "Authorities", f"{path} is not a PEM certificate ({error}). Correct [certificates] {option}."
+                "Authorities", f"{path} is not a PEM certificate ({error}). Correct [amp_certificates] {option}."
             )
     if missing:
         words = "; ".join(missing)
@@ -108,14 +108,14 @@ def check_backends(conf: ConfigOpts, database: Database) -> Check:
     )
     rows = [tuple(row) for row in database.read(lambda connection: connection.execute(backend_query).all())]
     wrong, found = [], set()
-    for topology, compute, network in [*rows, (conf.controller.loadbalancer_topology, None, None)]:
+    for topology, compute, network in [*rows, (conf.amp_controller.loadbalancer_topology, None, None)]:
         try:
             catalogue.topology(topology)
             catalogue.network(network)
             catalogue.compute(compute, network)
         except AmphoraDriverError as error:
             wrong.append(str(error))
-        found |= {topology, compute or conf.compute.driver, network or conf.network.driver}
+        found |= {topology, compute or conf.amp_compute.driver, network or conf.amp_network.driver}
     if wrong:
         return failure("Backends", " ".join(dict.fromkeys(wrong)))
     return success("Backends", ", ".join(sorted(found)))
@@ -129,22 +129,22 @@ def check_octavia_sockets(conf: ConfigOpts, *, elsewhere: bool, here: bool) -> C
         elsewhere: whether a provider agent runs on some host.
         here: whether a provider agent is recorded for this host.
     """
-    requests = ((conf.octavia[f"{name}_socket"], document) for name, document in _EMPTY_REQUESTS.items())
+    requests = ((conf.amp_octavia[f"{name}_socket"], document) for name, document in _EMPTY_REQUESTS.items())
     wrong = [words for path, document in requests if (words := _socket_error(path, document))]
     if not wrong:
         return success("Octavia's sockets", "all three answer")
     words = "; ".join(wrong)
     if elsewhere and not here:
         return success("Octavia's sockets", "not on this host; a provider agent runs on another host")
-    return failure("Octavia's sockets", f"{words}. Start octavia-driver-agent, or correct [octavia] *_socket.")
+    return failure("Octavia's sockets", f"{words}. Start octavia-driver-agent, or correct [amp_octavia] *_socket.")
 
 
 def check_local_sockets(conf: ConfigOpts) -> Check:
     """Check the directory of the sockets by which processes of this host notify each other."""
-    path = Path(conf.queue.doorbell_dir)
+    path = Path(conf.amp_queue.doorbell_dir)
     if not path.is_dir():
-        words = f"{path} does not exist: changes wait up to {conf.queue.poll_interval:.0f} s"
-        return warning("Doorbells", f"{words}. Start a service, which creates it, or correct [queue] doorbell_dir.")
+        words = f"{path} does not exist: changes wait up to {conf.amp_queue.poll_interval:.0f} s"
+        return warning("Doorbells", f"{words}. Start a service, which creates it, or correct [amp_queue] doorbell_dir.")
     if not os.access(path, os.W_OK | os.X_OK):
         return warning("Doorbells", f"this user cannot write to {path}. Run this command as the user of the services.")
     return success("Doorbells", str(path))
@@ -152,10 +152,10 @@ def check_local_sockets(conf: ConfigOpts) -> Check:
 
 def check_broker(conf: ConfigOpts) -> Check:
     """Check that the message broker accepts a connection within a few seconds."""
-    if conf.queue.engine == "embedded":
+    if conf.amp_queue.engine == "embedded":
         return success("Broker", "not configured: controllers of other hosts poll the database")
     answer: list[str | None] = []
-    connecting = threading.Thread(target=lambda: answer.append(_broker_error(conf.queue.broker_url)), daemon=True)
+    connecting = threading.Thread(target=lambda: answer.append(_broker_error(conf.amp_queue.broker_url)), daemon=True)
     connecting.start()
     connecting.join(_TIMEOUT)
     if not answer:
@@ -164,7 +164,7 @@ def check_broker(conf: ConfigOpts) -> Check:
         return success("Broker", "it answers")
     else:
         words = answer[0]
-    remedy = f"Check RabbitMQ; without it changes wait up to {conf.queue.poll_interval:.0f} s."
+    remedy = f"Check RabbitMQ; without it changes wait up to {conf.amp_queue.poll_interval:.0f} s."
     return warning("Broker", f"{words}. {remedy}")
 
 

@@ -83,7 +83,7 @@ class ListLoadBalancers(Lister):
             words = tuple(word.upper() for word in parsed_args.status)
             found = [one for one in found if any(status.upper().startswith(words) for status in _statuses(one))]
         if parsed_args.stale:
-            before = time.time() - self.app.conf.failover.silent_after
+            before = time.time() - self.app.conf.amp_failover.silent_after
             found = [one for one in found if any(queries.is_stale(machine, before) for machine in one.amphorae)]
         head, now = LONG_HEAD if parsed_args.long else LIST_HEAD, time.time()
         return head, (_row(one, now)[: len(head)] for one in found)

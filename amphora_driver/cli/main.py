@@ -83,7 +83,7 @@ class Amphoractl(App):
             ConfigurationError: the configured SQLite file does not exist.
         """
         if self._database is None:
-            self._database = _database(self.conf.store.connection)
+            self._database = _database(self.conf.amp_database.connection)
         return self._database
 
     def read(self, work: Callable[[sa.Connection], T]) -> T:
@@ -136,7 +136,7 @@ def _database(url: str) -> Database:
         raise ConfigurationError(
             "open the database",
             f"{path} does not exist",
-            "Check [store] connection, or use --config-file. To create a new database: amphoractl database upgrade.",
+            "Check [amp_database] connection, or use --config-file. New database: amphoractl database upgrade.",
         )
     return Database(url)
 

@@ -22,7 +22,7 @@ class SecretsStatus(Lister):
 
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
         """Return column names and rows."""
-        vault = Vault.load(self.app.conf.store.encryption_key_file)
+        vault = Vault.load(self.app.conf.amp_database.encryption_key_file)
         counts = reencryption.count_key_usage(self.app.database, vault)
         rows = (
             (
@@ -54,7 +54,7 @@ class ResealSecrets(ShowOne):
 
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """Return names and values."""
-        vault = Vault.load(self.app.conf.store.encryption_key_file)
+        vault = Vault.load(self.app.conf.amp_database.encryption_key_file)
         database = self.app.database
         done = reencryption.reencrypt(database, vault, self._print_progress, bind=parsed_args.bind)
         counts = reencryption.count_key_usage(database, vault)

@@ -115,7 +115,7 @@ def _read_rows(connection: sa.Connection) -> Rows:
 
 def _check_rows(conf: Any, rows: Rows, now: float) -> Iterator[Check]:
     # Longest time of a change with the boot of an amphora until it is done or in ERROR.
-    max_seconds = conf.controller.boot_timeout + conf.controller.operation_timeout
+    max_seconds = conf.amp_controller.boot_timeout + conf.amp_controller.operation_timeout
     known = {one.work.load_balancer_id for one in rows.load_balancers}
     agents = host_checks.hosts_by_liveness(rows.processes, now, process_registry.ProcessKind.PROVIDER_AGENT.value)
     here = socket.gethostname() in agents
@@ -125,16 +125,18 @@ def _check_rows(conf: Any, rows: Rows, now: float) -> Iterator[Check]:
         "Authorities": lambda: host_checks.check_authorities(conf, rows.authorities, now),
         "Certificates": lambda: status_checks.check_certificates(rows.machines, now),
         "Breaker": lambda: status_checks.check_breaker(rows.breaker),
-        "Witnesses": lambda: status_checks.check_witnesses(conf.failover.witnesses, rows.machines),
-        "Silent amphorae": lambda: status_checks.check_silent_amphorae(rows.machines, now, conf.failover.silent_after),
+        "Witnesses": lambda: status_checks.check_witnesses(conf.amp_failover.witnesses, rows.machines),
+        "Silent amphorae": lambda: status_checks.check_silent_amphorae(
+            rows.machines, now, conf.amp_failover.silent_after
+        ),
         "Fail-overs": lambda: status_checks.check_failovers(
-            [one for one in rows.failovers if one.load_balancer_id in known], now, conf.rotation.patience
+            [one for one in rows.failovers if one.load_balancer_id in known], now, conf.amp_rotation.patience
         ),
         "Rotations": lambda: status_checks.check_rotations(rows.rotations),
         "Drift": lambda: status_checks.check_drift(rows.machines),
         "Zombies": lambda: status_checks.check_unknown_amphorae(rows.zombies),
         "Agents": lambda: status_checks.check_agents(rows.machines, process_registry.installed_version()),
-        "Images": lambda: status_checks.check_images(rows.machines, now, conf.rotation.image_days),
+        "Images": lambda: status_checks.check_images(rows.machines, now, conf.amp_rotation.image_days),
         "Octavia's records": lambda: status_checks.check_resyncs(rows.resyncs, now, max_seconds),
     }
     yield from status_checks.check_load_balancers(rows.load_balancers, now, max_seconds)

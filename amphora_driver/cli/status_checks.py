@@ -221,7 +221,7 @@ def check_witnesses(witnesses: Sequence[str], machines: Sequence[Any]) -> Check:
     """Check that witnesses are configured, which tell a network fault from dead amphorae.
 
     Args:
-        witnesses: option of [failover].
+        witnesses: option of [amp_failover].
         machines: rows of `queries.amphora_query`.
     """
     if witnesses:
@@ -229,7 +229,7 @@ def check_witnesses(witnesses: Sequence[str], machines: Sequence[Any]) -> Check:
     if not machines:
         return success("Witnesses", "none is configured, and no amphora exists")
     words = "none is configured: when no heartbeat at all arrives, dead amphorae are replaced late or live ones wrongly"
-    return warning("Witnesses", f"{words}. Set [failover] witnesses (docs/explanation/failure-detection.md).")
+    return warning("Witnesses", f"{words}. Set [amp_failover] witnesses (docs/explanation/failure-detection.md).")
 
 
 def check_silent_amphorae(machines: Sequence[Any], now: float, max_silence: float) -> Check:

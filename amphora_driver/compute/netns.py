@@ -57,14 +57,14 @@ class NetnsCompute:
     wiring: ClassVar[str] = "bridge"
 
     def __init__(self, conf: cfg.ConfigOpts, network: LocalNetwork) -> None:
-        options = conf.compute_netns
+        options = conf.amp_compute_netns
         self._network = network
         self._prefix: str = options.prefix
         self._state_dirs = StateDirs(Path(options.directory).absolute(), self._prefix)
         self._python: str = options.agent_python
         self._management: str = options.management_network
         self._agent_source = AgentSource(self._python)
-        self._switch = Switch(conf.network_local.switch, options.management_network)
+        self._switch = Switch(conf.amp_network_local.switch, options.management_network)
 
     # --- the backend's interface ---------------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ class NetnsCompute:
         for segment in self._network.networks():
             if segment.id == network_id:
                 return segment
-        remedy = "See [compute_netns] management_network."
+        remedy = "See [amp_compute_netns] management_network."
         raise ComputeError(wanted, f"network {network_id} does not exist", remedy, final=True)
 
     def _start(self, amphora_id: str, folder: Path) -> None:

@@ -78,12 +78,12 @@ class QemuCompute:
     wiring: ClassVar[str] = "bridge"
 
     def __init__(self, conf: cfg.ConfigOpts, network: LocalNetwork) -> None:
-        self._options = conf.compute_qemu
+        self._options = conf.amp_compute_qemu
         self._network = network
         self._state_dirs = StateDirs(Path(self._options.directory).absolute(), self._options.prefix)
         self._images = Images(Path(self._options.image_directory).absolute())
         self._management: str = self._options.management_network
-        self._switch_name: str = conf.network_local.switch
+        self._switch_name: str = conf.amp_network_local.switch
         self._switch = Switch(self._switch_name, self._management)
 
     # --- the backend's interface ---------------------------------------------------------------------------
@@ -261,7 +261,7 @@ class QemuCompute:
         for segment in self._network.networks():
             if segment.id == network_id:
                 return segment
-        remedy = "See [compute_qemu] management_network."
+        remedy = "See [amp_compute_qemu] management_network."
         raise ComputeError(wanted, f"network {network_id} does not exist", remedy, final=True)
 
     def _process(self, folder: Path) -> Process | None:
@@ -292,7 +292,7 @@ def _uid_of(user: str, wanted: str) -> int:
     try:
         return pwd.getpwnam(user).pw_uid
     except KeyError:
-        remedy = "See [compute_qemu] user."
+        remedy = "See [amp_compute_qemu] user."
         raise ComputeError(wanted, f"this machine has no user {user}", remedy, final=True) from None
 
 

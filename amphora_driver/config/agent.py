@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the calls to the agents in the amphorae: group [agent]."""
+"""Options of the calls to the agents in the amphorae: group [amp_agent]."""
 
 from __future__ import annotations
 
 from oslo_config import cfg
 
 OPTIONS: dict[str, list[cfg.Opt]] = {
-    "agent": [
+    "amp_agent": [
         cfg.PortOpt("port", default=9443, help="TCP port of the agent's API in each amphora. 0 to 65535."),
         cfg.FloatOpt(
             "connect_timeout",

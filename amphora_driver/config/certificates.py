@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the certificates between controllers and agents: group [certificates]."""
+"""Options of the certificates between controllers and agents: group [amp_certificates]."""
 
 from __future__ import annotations
 
 from oslo_config import cfg
 
 OPTIONS: dict[str, list[cfg.Opt]] = {
-    "certificates": [
+    "amp_certificates": [
         cfg.StrOpt(
             "ca_certificate",
             default="/etc/amphora-driver/amphora_ca.pem",

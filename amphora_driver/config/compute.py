@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the compute backends: groups [compute], [compute_netns] and [compute_qemu].
+"""Options of the compute backends: groups [amp_compute], [amp_compute_netns] and [amp_compute_qemu].
 
 Invariant: this module holds the options of all backends. octavia-api reads the same file and imports no backend.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 from oslo_config import cfg
 
 OPTIONS: dict[str, list[cfg.Opt]] = {
-    "compute": [
+    "amp_compute": [
         cfg.StrOpt(
             "driver",
             default="netns",
@@ -23,7 +23,7 @@ OPTIONS: dict[str, list[cfg.Opt]] = {
             "load balancers. The default is none.",
         ),
     ],
-    "compute_netns": [
+    "amp_compute_netns": [
         cfg.StrOpt(
             "directory",
             default="/var/lib/amphora-driver/amphorae",
@@ -43,7 +43,7 @@ OPTIONS: dict[str, list[cfg.Opt]] = {
             help="Id of the network through which the controller reaches the agents.",
         ),
     ],
-    "compute_qemu": [
+    "amp_compute_qemu": [
         cfg.StrOpt(
             "directory",
             default="/var/lib/amphora-driver/machines",

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the controller: group [controller]."""
+"""Options of the controller: group [amp_controller]."""
 
 from __future__ import annotations
 
 from oslo_config import cfg
 
 OPTIONS: dict[str, list[cfg.Opt]] = {
-    "controller": [
+    "amp_controller": [
         cfg.IntOpt(
             "threads",
             default=8,

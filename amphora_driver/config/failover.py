@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of automatic fail-over and of spare amphorae: groups [failover] and [spares]."""
+"""Options of automatic fail-over and of spare amphorae: groups [amp_failover] and [amp_spares]."""
 
 from __future__ import annotations
 
 from oslo_config import cfg
 
 OPTIONS: dict[str, list[cfg.Opt]] = {
-    "failover": [
+    "amp_failover": [
         cfg.BoolOpt(
             "automatic",
             default=True,
@@ -104,7 +104,7 @@ OPTIONS: dict[str, list[cfg.Opt]] = {
             help="Seconds for which records of past fail-overs are kept. The default is 90 days. 0 or more.",
         ),
     ],
-    "spares": [
+    "amp_spares": [
         cfg.IntOpt(
             "number",
             default=0,

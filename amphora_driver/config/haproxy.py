@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of HAProxy: groups [haproxy] (defaults of listeners) and [tls] (session tickets)."""
+"""Options of HAProxy: groups [amp_haproxy] (defaults of listeners) and [amp_tls] (session tickets)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from oslo_config import cfg
 _MILLISECONDS = {"min": 1, "max": 2_073_600_000}
 
 OPTIONS: dict[str, list[cfg.Opt]] = {
-    "haproxy": [
+    "amp_haproxy": [
         cfg.IntOpt(
             "timeout_client_data",
             default=50_000,
@@ -81,7 +81,7 @@ OPTIONS: dict[str, list[cfg.Opt]] = {
             "logs.",
         ),
     ],
-    "tls": [
+    "amp_tls": [
         cfg.FloatOpt(
             "ticket_key_period",
             default=43_200.0,

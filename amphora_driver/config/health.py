@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the heartbeats: group [health]."""
+"""Options of the heartbeats: group [amp_health]."""
 
 from __future__ import annotations
 
 from oslo_config import cfg
 
 OPTIONS: dict[str, list[cfg.Opt]] = {
-    "health": [
+    "amp_health": [
         cfg.StrOpt(
             "bind_address",
             default="0.0.0.0",

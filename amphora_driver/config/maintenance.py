@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the drift audit and of image rotation: groups [audit] and [rotation]."""
+"""Options of the drift audit and of image rotation: groups [amp_drift] and [amp_rotation]."""
 
 from __future__ import annotations
 
 from oslo_config import cfg
 
 OPTIONS: dict[str, list[cfg.Opt]] = {
-    "audit": [
+    "amp_drift": [
         cfg.FloatOpt(
             "interval",
             default=600.0,
@@ -34,7 +34,7 @@ OPTIONS: dict[str, list[cfg.Opt]] = {
             "configuration. At least 0.1.",
         ),
     ],
-    "rotation": [
+    "amp_rotation": [
         cfg.FloatOpt(
             "settle",
             default=10.0,

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the network backends: groups [network] and [network_local]."""
+"""Options of the network backends: groups [amp_network] and [amp_network_local]."""
 
 from __future__ import annotations
 
 from oslo_config import cfg
 
 OPTIONS: dict[str, list[cfg.Opt]] = {
-    "network": [
+    "amp_network": [
         cfg.StrOpt(
             "driver",
             default="local",
@@ -26,7 +26,7 @@ OPTIONS: dict[str, list[cfg.Opt]] = {
             "After it the load balancer has the provisioning status ERROR; retries continue. 0 or more.",
         ),
     ],
-    "network_local": [
+    "amp_network_local": [
         cfg.StrOpt("switch", default="amp-switch", help="Network namespace that holds the bridges of all networks."),
     ],
 }

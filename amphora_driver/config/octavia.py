@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the exchange with octavia-driver-agent: group [octavia]."""
+"""Options of the exchange with octavia-driver-agent: group [amp_octavia]."""
 
 from __future__ import annotations
 
 from oslo_config import cfg
 
 OPTIONS: dict[str, list[cfg.Opt]] = {
-    "octavia": [
+    "amp_octavia": [
         cfg.StrOpt(
             "status_socket",
             default="/var/run/octavia/status.sock",

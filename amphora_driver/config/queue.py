@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the notifications about new jobs: group [queue]."""
+"""Options of the notifications about new jobs: group [amp_queue]."""
 
 from __future__ import annotations
 
 from oslo_config import cfg
 
 OPTIONS: dict[str, list[cfg.Opt]] = {
-    "queue": [
+    "amp_queue": [
         cfg.StrOpt(
             "engine",
             default="embedded",

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the status pages: group [status]."""
+"""Options of the status pages: group [amp_status_page]."""
 
 from __future__ import annotations
 
 from oslo_config import cfg
 
 OPTIONS: dict[str, list[cfg.Opt]] = {
-    "status": [
+    "amp_status_page": [
         cfg.StrOpt(
             "bind_address",
             default="127.0.0.1",

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the database and of the encryption key: group [store]."""
+"""Options of the database and of the encryption key: group [amp_database]."""
 
 from __future__ import annotations
 
 from oslo_config import cfg
 
 OPTIONS: dict[str, list[cfg.Opt]] = {
-    "store": [
+    "amp_database": [
         cfg.StrOpt(
             "connection",
             default="sqlite:////var/lib/amphora-driver/amphora-driver.sqlite",

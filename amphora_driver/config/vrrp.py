@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of keepalived: group [vrrp]."""
+"""Options of keepalived: group [amp_vrrp]."""
 
 from __future__ import annotations
 
 from oslo_config import cfg
 
 OPTIONS: dict[str, list[cfg.Opt]] = {
-    "vrrp": [
+    "amp_vrrp": [
         cfg.FloatOpt(
             "advert_interval",
             default=1.0,

@@ -103,11 +103,11 @@ class Controller:
 
     def __init__(self, conf: ConfigOpts) -> None:
         self._conf = conf
-        self._database = Database(conf.store.connection, durable=False)
+        self._database = Database(conf.amp_database.connection, durable=False)
         name = process_name()
-        self._jobs = Jobs(self._database, name, conf.controller.lease)
+        self._jobs = Jobs(self._database, name, conf.amp_controller.lease)
         defaults.validate_defaults(conf)
-        vault = Vault.load(conf.store.encryption_key_file)
+        vault = Vault.load(conf.amp_database.encryption_key_file)
         trust = open_trust_store(conf, self._database, vault)
         context = create_context(conf, self._database, vault, trust)
         self._name = name
@@ -123,14 +123,14 @@ class Controller:
             context,
             self._jobs,
             lambda: notifier.notify(conf, local_socket.REPORTER),
-            boot_wait := BootWait(conf.agent.port, self._make_due),
+            boot_wait := BootWait(conf.amp_agent.port, self._make_due),
         )
         self._boot_wait = boot_wait
         self._stopping = threading.Event()
         self._ended = threading.Event()
         # Jobs that have exceeded their deadline by the length of a lease.
         self._hung: set[Job] = set()
-        self._slots = WorkerSlots(conf.controller.threads)
+        self._slots = WorkerSlots(conf.amp_controller.threads)
         self._liveness = ControllerLiveness(self._database, name, lambda: len(self._slots.jobs()))
         self._draining = self._liveness.draining
         self._auditor = DriftAuditor(context, name, lambda: notifier.notify(conf, local_socket.CONTROLLER))
@@ -140,7 +140,7 @@ class Controller:
         self._detector = FailureDetector(
             conf, self._database, context.agents, name, lambda role: notifier.notify(conf, role)
         )
-        self._wakeup = local_socket.WakeupSocket(conf.queue.doorbell_dir, local_socket.CONTROLLER)
+        self._wakeup = local_socket.WakeupSocket(conf.amp_queue.doorbell_dir, local_socket.CONTROLLER)
         self._telemetry = Telemetry(conf, process_registry.ProcessKind.CONTROLLER, name, self._is_healthy)
         self._claimed_at = time.monotonic()
 
@@ -158,7 +158,7 @@ class Controller:
         ]
         # A daemon thread: it may block for as long as the database does not answer.
         liveness = threading.Thread(target=self._liveness.run, args=(self._stopping,), name="liveness", daemon=True)
-        with ProcessLock(f"{conf.queue.doorbell_dir}/alive", self._name) as process_lock:
+        with ProcessLock(f"{conf.amp_queue.doorbell_dir}/alive", self._name) as process_lock:
             self._process_lock = process_lock
             for thread in (waiting, *others, liveness):
                 thread.start()
@@ -185,7 +185,7 @@ class Controller:
 
     def _is_healthy(self) -> bool:
         """Whether the last successful search for due jobs is recent."""
-        return time.monotonic() - self._claimed_at < _UNHEALTHY_AFTER + float(self._conf.queue.poll_interval)
+        return time.monotonic() - self._claimed_at < _UNHEALTHY_AFTER + float(self._conf.amp_queue.poll_interval)
 
     def stop(self) -> None:
         """Start no new job; `run` returns when the running ones have ended."""
@@ -198,7 +198,7 @@ class Controller:
             pause = self._claim_jobs(pool)
             self._claimed_at = time.monotonic()
         except (StoreError, OSError) as error:
-            pause = float(self._conf.queue.poll_interval)
+            pause = float(self._conf.amp_queue.poll_interval)
             LOG.warning("cannot claim jobs, trying again in %g s: %s", pause, error)
         except Exception:
             # Without this thread no job starts, while the process looks alive.
@@ -249,7 +249,7 @@ class Controller:
 
     def _claim_jobs(self, pool: ThreadPoolExecutor) -> float:
         """Claim due jobs while slots are free; return the seconds until the next search."""
-        poll = float(self._conf.queue.poll_interval)
+        poll = float(self._conf.amp_queue.poll_interval)
         fresh = False
         if self._draining.is_set():
             return poll
@@ -283,7 +283,7 @@ class Controller:
 
     def _renew_leases(self) -> None:
         """Renew the leases of running jobs, so that a lease expires only if this process cannot run."""
-        every = self._conf.controller.lease / 3
+        every = self._conf.amp_controller.lease / 3
         pause = every
         while not self._stopping.wait(pause) or self._slots.jobs():
             if self._stopping.is_set():
@@ -303,7 +303,7 @@ class Controller:
     def _responsive_jobs(self) -> list[Job]:
         """Return the jobs that have not exceeded their deadline by a lease. The leases of the others expire."""
         jobs = self._slots.jobs()
-        hung = {job for job in jobs if job.deadline.left() < -self._conf.controller.lease}
+        hung = {job for job in jobs if job.deadline.left() < -self._conf.amp_controller.lease}
         for job in hung - self._hung:
             LOG.error("load balancer %s: a call hangs, its lease expires", job.lease.load_balancer_id)
         self._hung = hung
@@ -312,7 +312,7 @@ class Controller:
     def _check_jobs(self) -> None:
         """Preempt jobs and release the leases of dead processes, until the last job has ended."""
         reaped_at = 0.0
-        longest = max(_PAUSE_FACTOR * self._conf.controller.retry_most, _LEAST_PAUSE)
+        longest = max(_PAUSE_FACTOR * self._conf.amp_controller.retry_most, _LEAST_PAUSE)
         while not self._stopping.wait(_CHECK_JOBS_EVERY) or self._slots.jobs():
             if self._stopping.is_set():
                 for job in self._slots.jobs():
@@ -377,7 +377,7 @@ def main() -> int:
     """Run the controller until a signal; return 1 if the database schema does not fit this version."""
     conf = config.load()
     log_context.setup(conf, ControllerService.name)
-    if not schema_check.is_usable(Database(conf.store.connection)):
+    if not schema_check.is_usable(Database(conf.amp_database.connection)):
         return 1
     manager = cotyledon.ServiceManager()
     manager.add(ControllerService, workers=1, args=(conf,))

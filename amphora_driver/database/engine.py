@@ -332,7 +332,7 @@ def parse_url(text: str) -> sa.URL:
     Raises:
         ConfigurationError: the URL is invalid, or its driver is not installed.
     """
-    attempt, remedy = "use the database", "Check [store] connection."
+    attempt, remedy = "use the database", "Check [amp_database] connection."
     try:
         url = sa.make_url(text)
         url.get_dialect().import_dbapi()

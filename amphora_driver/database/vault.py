@@ -38,7 +38,7 @@ LOG = logging.getLogger(__name__)
 _READ_KEYS = "read the encryption keys"
 _OPEN = "open a secret"
 _DOCS = "docs/explanation/secrets.md"
-_REMEDY = "Set [store] encryption_key_file to a file with one Fernet key a line."
+_REMEDY = "Set [amp_database] encryption_key_file to a file with one Fernet key a line."
 # Prefix of the hashed content of a fingerprint, so that it equals no other hash of the key.
 _FINGERPRINT_PREFIX = b"amphora-driver encryption key "
 _FINGERPRINT_DIGITS = 12

@@ -24,7 +24,7 @@ class BreakerState(str, Enum):
 
 
 class BreakerLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Options breaker_* of [failover]; times in seconds."""
+    """Options breaker_* of [amp_failover]; times in seconds."""
 
     percent: float = 20.0
     floor: int = 3
@@ -248,7 +248,7 @@ class FailoverPermit(msgspec.Struct, frozen=True, kw_only=True):
     def refusal(self) -> str:
         """Return why the next fail-over must wait; empty if it may begin."""
         if not self.automatic:
-            return "[failover] automatic is off"
+            return "[amp_failover] automatic is off"
         if self.held is not None:
             return f"an operator holds the breaker open ({self.held})" if self.held else "the breaker is held open"
         if self.state is BreakerState.OPEN:

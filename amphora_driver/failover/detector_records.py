@@ -37,7 +37,7 @@ class DetectorRecords:
 
     Args:
         database: where to.
-        grace: [controller] orphan_grace, for the verdicts on unknown amphorae.
+        grace: [amp_controller] orphan_grace, for the verdicts on unknown amphorae.
     """
 
     def __init__(self, database: Database, grace: float) -> None:

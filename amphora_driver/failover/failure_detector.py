@@ -93,16 +93,16 @@ class FailureDetector:
     def __init__(
         self, conf: ConfigOpts, database: Database, agents: AgentProber, owner: str, notify: Callable[[str], None]
     ) -> None:
-        options = conf.failover
+        options = conf.amp_failover
         self._automatic: bool = options.automatic
         self._most_at_once: int = options.most_at_once
-        self._boot_timeout: float = conf.controller.boot_timeout
+        self._boot_timeout: float = conf.amp_controller.boot_timeout
         self._limits = DetectionLimits(
             silent_after=options.silent_after,
             mute_after=max(options.mute_after, options.silent_after),
             probe_timeout=options.probe_timeout,
-            interval=conf.health.interval,
-            flush=conf.health.flush_interval,
+            interval=conf.amp_health.interval,
+            flush=conf.amp_health.flush_interval,
         )
         self._breaker_limits = BreakerLimits(
             percent=options.breaker_percent,
@@ -123,7 +123,7 @@ class FailureDetector:
         self._backoff = FailoverBackoff(options.pause_first, options.pause_most)
         self._window = SilenceWindow(options.breaker_window)
         self._breaker = Breaker()
-        self._records = DetectorRecords(database, conf.controller.orphan_grace)
+        self._records = DetectorRecords(database, conf.amp_controller.orphan_grace)
         self._renew_at = 0.0
         self._holds_duty = False
         # Epoch of the duty when this process held it last: unchanged if no other process held it since.

@@ -49,7 +49,7 @@ class Phase(str, Enum):
 
 
 class DetectionLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of [failover], in seconds; the last two are of [health]."""
+    """Options of [amp_failover], in seconds; the last two are of [amp_health]."""
 
     silent_after: float = 7.0
     mute_after: float = 120.0
@@ -235,7 +235,7 @@ class PathEvidence(msgspec.Struct, frozen=True, kw_only=True):
         watched: number of amphorae that should send heartbeats.
         heard_at: when a heartbeat of any amphora was seen last; None if never.
         answered_at: when the last answered probe began; None if no agent answered.
-        has_witnesses: [failover] witnesses is set; a probe is then inconclusive while no witness is reachable.
+        has_witnesses: [amp_failover] witnesses is set; a probe is then inconclusive while no witness is reachable.
     """
 
     watched: int
@@ -261,7 +261,7 @@ def network_suspected(period: SilentPeriod, evidence: PathEvidence, now: float, 
     if now - period.since >= wait:
         return ""
     return (
-        f"no amphora sends heartbeats and [failover] witnesses is empty, so the network may have failed; "
+        f"no amphora sends heartbeats and [amp_failover] witnesses is empty, so the network may have failed; "
         f"the amphora counts as dead after {wait:g} s of silence"
     )
 

@@ -71,7 +71,7 @@ class ReachabilityProbe:
     Args:
         agents: the client of the agents.
         timeout: seconds until an agent must answer.
-        witnesses: host:port of machines that always listen ([failover] witnesses); empty for none.
+        witnesses: host:port of machines that always listen ([amp_failover] witnesses); empty for none.
 
     Raises:
         ConfigurationError: a witness is not host:port.
@@ -155,7 +155,7 @@ class ReachabilityProbe:
         with self._network_lock:
             if self._network is None or time.monotonic() - self._network[0] > _NETWORK_FRESH:
                 works = any(_is_reachable(host, port, self._timeout) for host, port in self._witnesses)
-                self._network = time.monotonic(), "" if works else "none of [failover] witnesses can be reached"
+                self._network = time.monotonic(), "" if works else "none of [amp_failover] witnesses can be reached"
             return self._network[1]
 
 
@@ -198,5 +198,5 @@ def _is_reachable(host: str, port: int, timeout: float) -> bool:
 def _parse_witness(text: str) -> tuple[str, int]:
     host, _, port = text.strip().rpartition(":")
     if not host or not port.isdigit():
-        raise ConfigurationError("use [failover] witnesses", f"{text} is not host:port", "Write [2001:db8::1]:22.")
+        raise ConfigurationError("use [amp_failover] witnesses", f"{text} is not host:port", "Write [2001:db8::1]:22.")
     return host.strip("[]"), int(port)

@@ -278,6 +278,6 @@ def _bind(address: str, port: int) -> socket.socket:
         raise ConfigurationError(
             f"receive heartbeats on {address} port {port}",
             getattr(error, "strerror", None) or str(error),
-            "Check [health] bind_address and bind_port.",
+            "Check [amp_health] bind_address and bind_port.",
         ) from error
     return made

@@ -58,14 +58,14 @@ class HealthManager:
 
     def __init__(self, conf: ConfigOpts) -> None:
         self._conf = conf
-        self._database = Database(conf.store.connection, durable=False)
-        self._vault = Vault.load(conf.store.encryption_key_file)
-        self._reports = AmphoraReports(expiry=_EXPIRY_INTERVALS * conf.health.interval)
+        self._database = Database(conf.amp_database.connection, durable=False)
+        self._vault = Vault.load(conf.amp_database.encryption_key_file)
+        self._reports = AmphoraReports(expiry=_EXPIRY_INTERVALS * conf.amp_health.interval)
         name = process_name()
         self._unknown = UnknownAmphorae()
         self._receiver = Receiver(
-            conf.health.bind_address,
-            conf.health.bind_port,
+            conf.amp_health.bind_address,
+            conf.amp_health.bind_port,
             self._read_new_keys,
             self._accept,
             on_unknown=self._add_unknown,
@@ -74,13 +74,13 @@ class HealthManager:
         self._writer = StatusWriter(
             self._database,
             self._reports,
-            conf.health.interval,
+            conf.amp_health.interval,
             lambda: notifier.notify(conf, local_socket.CONTROLLER),
             self._receiver.forget,
         )
         # A detector has to notice a failed self-test long before an amphora counts as silent.
-        interval = min(process_registry.HEARTBEAT_INTERVAL, conf.failover.silent_after / 5)
-        max_flush_age = _IDLE_FLUSH_INTERVAL + 2 * conf.health.flush_interval
+        interval = min(process_registry.HEARTBEAT_INTERVAL, conf.amp_failover.silent_after / 5)
+        max_flush_age = _IDLE_FLUSH_INTERVAL + 2 * conf.amp_health.flush_interval
         self._self_test = ReceiverSelfTest(self._database, name, self._receiver.receives_probe, interval, max_flush_age)
         self._telemetry = Telemetry(conf, process_registry.ProcessKind.HEALTH_MANAGER, name, self._is_flushing)
         self._flushed_at = time.monotonic()
@@ -160,7 +160,7 @@ class HealthManager:
             self._updated.clear()
             self._flush()
             # The pause collects changes into one batch.
-            self._stopping.wait(self._conf.health.flush_interval)
+            self._stopping.wait(self._conf.amp_health.flush_interval)
 
     def _flush(self, *, last: bool = False) -> None:
         try:
@@ -204,7 +204,7 @@ def main() -> int:
     """Run the health manager until a signal. Return 1 if the database schema does not fit this version."""
     conf = config.load()
     log_context.setup(conf, HealthManagerService.name)
-    if not schema_check.is_usable(Database(conf.store.connection)):
+    if not schema_check.is_usable(Database(conf.amp_database.connection)):
         return 1
     manager = cotyledon.ServiceManager()
     manager.add(HealthManagerService, workers=1, args=(conf,))

@@ -172,7 +172,7 @@ class DriftAuditor:
         self._database = context.database
         self._owner = owner
         self._on_due = on_due
-        audit = context.conf.audit
+        audit = context.conf.amp_drift
         self._interval: float = audit.interval
         self._most: int = audit.most_at_once
         self._pause: float = audit.renderer_pause

@@ -59,10 +59,10 @@ class Housekeeping:
     ) -> None:
         self._certificates = certificates
         self._vault = vault
-        self._forget_vip_after: float = conf.controller.forget_vip_after
-        self._period: float = conf.tls.ticket_key_period
-        self._every: float = conf.controller.housekeeping_interval
-        self._history: float = conf.failover.keep_history
+        self._forget_vip_after: float = conf.amp_controller.forget_vip_after
+        self._period: float = conf.amp_tls.ticket_key_period
+        self._every: float = conf.amp_controller.housekeeping_interval
+        self._history: float = conf.amp_failover.keep_history
         self._database = database
         self._backends = backends
         self._orphans = OrphanCleaner(conf, database, backends)
@@ -97,7 +97,7 @@ class Housekeeping:
         release_duty(self._database, _DUTY, self._owner)
 
     def release_unused_vips(self) -> None:
-        """Release VIPs of load balancers that were not created within [controller] forget_vip_after."""
+        """Release VIPs of load balancers that were not created within [amp_controller] forget_vip_after."""
         before = self._database.now() - self._forget_vip_after
         # Ages that cross a jump of the clock are not reliable.
         if self._database.seconds_since_clock_jump() < self._forget_vip_after:

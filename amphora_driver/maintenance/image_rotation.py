@@ -166,15 +166,15 @@ class ImageRotator:
         self, conf: ConfigOpts, database: Database, catalogue: Catalogue, owner: str, on_due: Callable[[], None]
     ) -> None:
         self._limits = RotationLimits(
-            settle=conf.rotation.settle,
-            timeout=conf.rotation.patience,
-            give_up_after=conf.controller.give_up_after,
+            settle=conf.amp_rotation.settle,
+            timeout=conf.amp_rotation.patience,
+            give_up_after=conf.amp_controller.give_up_after,
         )
         self._database = database
         self._catalogue = catalogue
         self._owner = owner
         self._on_due = on_due
-        self._watch = RotationWatch(_MISSED * conf.health.interval + _WRITING)
+        self._watch = RotationWatch(_MISSED * conf.amp_health.interval + _WRITING)
         # Time of the last round; None while another process holds the duty.
         self._last_round_at: float | None = None
 

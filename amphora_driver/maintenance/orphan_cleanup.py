@@ -39,7 +39,7 @@ class OrphanCleaner:
     """
 
     def __init__(self, conf: ConfigOpts, database: Database, catalogue: Catalogue) -> None:
-        self._grace: float = conf.controller.orphan_grace
+        self._grace: float = conf.amp_controller.orphan_grace
         self._database = database
         self._catalogue = catalogue
 

@@ -44,7 +44,7 @@ class LocalNetwork:
     """The networks of one machine.
 
     Args:
-        conf: the options of the driver; VIPs on `[compute_netns] management_network` are refused.
+        conf: the options of the driver; VIPs on `[amp_compute_netns] management_network` are refused.
         database: the driver's database.
     """
 
@@ -53,8 +53,8 @@ class LocalNetwork:
 
     def __init__(self, conf: cfg.ConfigOpts, database: Database) -> None:
         self._database = database
-        self._management: str = conf.compute_netns.management_network
-        self.port_security = PortSecurity(database, conf.network_local.switch)
+        self._management: str = conf.amp_compute_netns.management_network
+        self.port_security = PortSecurity(database, conf.amp_network_local.switch)
 
     # --- the backend's interface ---------------------------------------------------------------------------
 

@@ -96,7 +96,7 @@ class OctaviaAuditor:
 
     def schedule(self, load_balancer_ids: Iterable[str]) -> None:
         """Schedule the comparison of load balancers after their Octavia transactions have ended."""
-        at = time.monotonic() + self._conf.octavia.audit_after
+        at = time.monotonic() + self._conf.amp_octavia.audit_after
         with self._lock:
             self._due.update((one, at + self._backoffs.get(one, 0.0)) for one in load_balancer_ids)
 
@@ -116,7 +116,7 @@ class OctaviaAuditor:
             if time.monotonic() < self._due[chosen]:
                 return
             del self._due[chosen]
-            self._next = now + self._conf.octavia.audit_interval
+            self._next = now + self._conf.amp_octavia.audit_interval
             self._comparing = True
         if self._executor is None:
             self._compare_with_retry(chosen)

@@ -135,7 +135,7 @@ def _run_reporter(name: str, supervisor: int, stopping: ctypes.c_bool) -> None:
     conf = config.shared()
     readers, auditors = ThreadPoolExecutor(_READER_THREADS, "reader"), ThreadPoolExecutor(1, "auditor")
     try:
-        reporter = Reporter(conf, Database(conf.store.connection, durable=False), name, readers, auditors)
+        reporter = Reporter(conf, Database(conf.amp_database.connection, durable=False), name, readers, auditors)
         with _start_telemetry(conf, name, reporter):
             reporter.run(_StopCondition(stopping, supervisor))
     finally:
@@ -145,7 +145,7 @@ def _run_reporter(name: str, supervisor: int, stopping: ctypes.c_bool) -> None:
 
 def _start_telemetry(conf: ConfigOpts, name: str, reporter: Reporter) -> AbstractContextManager[object]:
     """Return the status page and metrics of the reporter, if a port is configured for them."""
-    if not conf.status.provider_agent_port:
+    if not conf.amp_status_page.provider_agent_port:
         return nullcontext()
     # Imported on demand: this code runs in a process of Octavia.
     from amphora_driver.telemetry.http_server import Telemetry  # noqa: PLC0415

@@ -303,7 +303,7 @@ class Resyncer:
         self._database.write(lambda connection: resyncs.finish_resync(connection, request, outcome, now, detail))
 
     def _notify(self, load_balancer_id: str) -> None:
-        local_socket.wake_role(self._conf.queue.doorbell_dir, local_socket.REPORTER)
+        local_socket.wake_role(self._conf.amp_queue.doorbell_dir, local_socket.REPORTER)
         notifier.notify(self._conf, local_socket.CONTROLLER, load_balancer_id)
 
 

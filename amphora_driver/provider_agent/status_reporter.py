@@ -120,7 +120,7 @@ class Reporter:
         statistics.start()
         registry.start()
         with (
-            local_socket.WakeupSocket(self._conf.queue.doorbell_dir, local_socket.REPORTER) as wakeup,
+            local_socket.WakeupSocket(self._conf.amp_queue.doorbell_dir, local_socket.REPORTER) as wakeup,
             notifier.reporter_hints(self._conf, wakeup.wake),
         ):
             delay = 0.0
@@ -134,7 +134,7 @@ class Reporter:
         jobs.release_duty(self._database, _DUTY, self._name)
 
     def _report_statistics_until_stopped(self) -> None:
-        while not self._ended.wait(self._conf.queue.poll_interval):
+        while not self._ended.wait(self._conf.amp_queue.poll_interval):
             try:
                 if time.monotonic() < self._held_until:
                     self.report_statistics()
@@ -178,7 +178,7 @@ class Reporter:
             LOG.warning("could not report to Octavia, trying again: %s", error)
             if not isinstance(error, AmphoraDriverError):
                 self._yield_duty()
-        return float(self._conf.queue.poll_interval)
+        return float(self._conf.amp_queue.poll_interval)
 
     def _yield_duty(self) -> None:
         """Leave the duty to a reporter on another host, whose octavia-driver-agent may accept updates.
@@ -187,7 +187,7 @@ class Reporter:
         no host would report anything meanwhile.
         """
         self._held_until = 0.0
-        self._yield_until = time.monotonic() + _YIELD_INTERVALS * self._conf.queue.poll_interval
+        self._yield_until = time.monotonic() + _YIELD_INTERVALS * self._conf.amp_queue.poll_interval
         with suppress(AmphoraDriverError):
             jobs.release_duty(self._database, _DUTY, self._name)
 
@@ -196,7 +196,7 @@ class Reporter:
         self._rounds += 1
         self._round_at = time.monotonic()
         if not self._acquire_duty():
-            return float(self._conf.queue.poll_interval)
+            return float(self._conf.amp_queue.poll_interval)
         waiting = self._pass_barriers()
         # A call may take longer than the duty lasts, so the duty is checked before every call.
         while self._acquire_duty() and self._report_statuses():
@@ -204,13 +204,13 @@ class Reporter:
         if self._acquire_duty():
             self._auditor.run_due()
             self._resyncer.run_due()
-        return 0.05 if waiting else float(self._conf.queue.poll_interval)
+        return 0.05 if waiting else float(self._conf.amp_queue.poll_interval)
 
     @property
     def library(self) -> driver_lib.DriverLibrary:
         """octavia_lib's client, created at the first use of its sockets."""
         if self._library is None:
-            octavia = self._conf.octavia
+            octavia = self._conf.amp_octavia
             self._library = driver_lib.DriverLibrary(
                 status_socket=octavia.status_socket, stats_socket=octavia.stats_socket, get_socket=octavia.get_socket
             )

@@ -44,19 +44,19 @@ def notify(conf: ConfigOpts, role: str, load_balancer_id: str | None = None) -> 
         role: of the processes: `local_socket.CONTROLLER` or `local_socket.REPORTER`.
         load_balancer_id: of the work; None for several.
     """
-    local_socket.wake_role(conf.queue.doorbell_dir, role)
-    if conf.queue.engine == CELERY:
-        url = conf.queue.broker_url
+    local_socket.wake_role(conf.amp_queue.doorbell_dir, role)
+    if conf.amp_queue.engine == CELERY:
+        url = conf.amp_queue.broker_url
         (_publishers.get(url) or _publishers.setdefault(url, Publisher(url))).enqueue(role, load_balancer_id)
 
 
 @contextlib.contextmanager
 def reporter_hints(conf: ConfigOpts, on_hint: Callable[[], None]) -> Iterator[None]:
     """While the block runs, call `on_hint` for every hint to reporters, from all hosts."""
-    if conf.queue.engine != CELERY:
+    if conf.amp_queue.engine != CELERY:
         yield
         return
-    consumer = _consumer_module().ReporterConsumer(conf.queue.broker_url, on_hint)
+    consumer = _consumer_module().ReporterConsumer(conf.amp_queue.broker_url, on_hint)
     consumer.start()
     try:
         yield
@@ -73,10 +73,10 @@ def controller_hints(conf: ConfigOpts, on_hint: Callable[[str | None], None]) ->
         on_hint: called for each hint, one at a time, with a load balancer, or None for all. The next hint is consumed
             after it returns.
     """
-    if conf.queue.engine != CELERY:
+    if conf.amp_queue.engine != CELERY:
         yield
         return
-    consumer = _consumer_module().ControllerConsumer(conf.queue.broker_url, on_hint)
+    consumer = _consumer_module().ControllerConsumer(conf.amp_queue.broker_url, on_hint)
     consumer.start()
     try:
         yield
@@ -94,7 +94,7 @@ def _consumer_module() -> ModuleType:
 
 def _not_installed(error: ImportError) -> ConfigurationError:
     return ConfigurationError(
-        "use [queue] engine = celery", str(error), "Install octavia-amphora-driver[distributed], or use embedded."
+        "use [amp_queue] engine = celery", str(error), "Install octavia-amphora-driver[distributed], or use embedded."
     )
 
 

@@ -22,35 +22,35 @@ if TYPE_CHECKING:
 
 
 def validate_defaults(conf: ConfigOpts) -> None:
-    """Validate `[haproxy]` like a flavor: a wrong value would affect every load balancer.
+    """Validate `[amp_haproxy]` like a flavor: a wrong value would affect every load balancer.
 
     Raises:
         ConfigurationError: an option is invalid; the message names it.
     """
-    said = {name: value for name, value in dict(conf.haproxy).items() if value is not None}
+    said = {name: value for name, value in dict(conf.amp_haproxy).items() if value is not None}
     try:
         flavors.SCHEMA.validate(said, {})
         log_format.check_log_format(said.get("log_format", ""))
     except UnsupportedOption as error:
-        raise ConfigurationError("use the options of [haproxy]", str(error).rstrip(".")) from error
+        raise ConfigurationError("use the options of [amp_haproxy]", str(error).rstrip(".")) from error
 
 
 def rendering_defaults(conf: ConfigOpts) -> Defaults:
-    """Return the defaults of `[haproxy]`; an unset option keeps the default of the rendering."""
-    said = {name: conf.haproxy[name] for name in Defaults.__struct_fields__}
+    """Return the defaults of `[amp_haproxy]`; an unset option keeps the default of the rendering."""
+    said = {name: conf.amp_haproxy[name] for name in Defaults.__struct_fields__}
     return Defaults(**{name: value for name, value in said.items() if value is not None})
 
 
 def advert_interval(tree: LoadBalancer, conf: ConfigOpts) -> float:
     """Return the seconds between two VRRP advertisements of the holder of the VIPs."""
-    return float(tree.profile.vrrp_advert_interval or conf.vrrp.advert_interval)
+    return float(tree.profile.vrrp_advert_interval or conf.amp_vrrp.advert_interval)
 
 
 def with_process_limits(tree: LoadBalancer, conf: ConfigOpts) -> LoadBalancer:
     """Return the load balancer with the limits of its HAProxy processes filled in."""
     profile = msgspec.structs.replace(
         tree.profile,
-        process_connection_limit=tree.profile.process_connection_limit or conf.haproxy.process_connection_limit,
-        process_threads=tree.profile.process_threads or conf.haproxy.process_threads,
+        process_connection_limit=tree.profile.process_connection_limit or conf.amp_haproxy.process_connection_limit,
+        process_threads=tree.profile.process_threads or conf.amp_haproxy.process_threads,
     )
     return msgspec.structs.replace(tree, profile=profile)

@@ -88,7 +88,7 @@ class AmphoraRemoval:
         The partner forwards open connections to this amphora. If the amphora cannot release the VIPs, it keeps them
         until it is deleted.
         """
-        drain = float(self._conf.controller.drain_timeout)
+        drain = float(self._conf.amp_controller.drain_timeout)
         try:
             if drain:
                 address = str(partner.management_address)

@@ -86,7 +86,7 @@ class StepExecutor:
         self._step_label = ""
         self.renewal = CertificateRenewer(self._conf, self._database, self._agents, context.trust, job)
         self._push = BundlePush(context, job, self._write)
-        self._vip_steps = VipSteps(self._database, self._write, self._conf.network.vip_patience)
+        self._vip_steps = VipSteps(self._database, self._write, self._conf.amp_network.vip_patience)
         self.removal = AmphoraRemoval(context, job, self._write)
         self.spares = SpareSteps(context, job, self._write)
 
@@ -217,11 +217,11 @@ class StepExecutor:
             raise ComputeError(f"boot amphora {amphora.id}", "it is not recorded")
         conf = render_agent_conf(
             amphora.id,
-            port=self._conf.agent.port,
-            services=self._conf.agent.services,
-            heartbeat_interval=self._conf.health.interval,
-            heartbeat_targets=self._conf.health.targets,
-            audit_interval=self._conf.audit.agent_interval,
+            port=self._conf.amp_agent.port,
+            services=self._conf.amp_agent.services,
+            heartbeat_interval=self._conf.amp_health.interval,
+            heartbeat_targets=self._conf.amp_health.targets,
+            audit_interval=self._conf.amp_drift.agent_interval,
         )
         profile = _machine_profile(view)
         self._job.ensure_may_act()
@@ -268,7 +268,7 @@ class StepExecutor:
         elif self._authority is None:
             raise CertificateError(f"issue the certificate of amphora {amphora.id}", "no certificate authority exists")
         else:
-            options = self._conf.certificates
+            options = self._conf.amp_certificates
             issued = self._authority.issue_server(amphora.id, options.validity_days)
             client_ca, server_ca = _read(options.client_ca), _read(options.ca_certificate)
         files = {
@@ -335,7 +335,7 @@ class StepExecutor:
 
     def _check_boot_timeout(self, amphora: Amphora, error: AgentError) -> None:
         """Delete a machine whose agent exceeds the boot time-out; the next job boots it again."""
-        most, now = float(self._conf.controller.boot_timeout), self._database.now()
+        most, now = float(self._conf.amp_controller.boot_timeout), self._database.now()
         if amphora.booted_at is None:
             self._write(lambda connection: amphorae.update_amphora(connection, amphora.id, booted_at=now))
         if (

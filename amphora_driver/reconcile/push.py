@@ -304,7 +304,7 @@ class BundlePush:
             return view.secrets
         if self._new_seed is None:
             self._new_seed = SealedSecret(content=self._vault.seal(create_ticket_state(), kept.secret_location(name)))
-            made, due = {name: self._new_seed}, self._database.now() + self._conf.tls.ticket_key_period
+            made, due = {name: self._new_seed}, self._database.now() + self._conf.amp_tls.ticket_key_period
 
             def write(connection: sa.Connection) -> None:
                 kept.replace_secrets(connection, view.load_balancer_id, made)

@@ -90,7 +90,7 @@ class Reconciler:
 
     def create_job(self, lease: Lease) -> Job:
         """Create the job of a lease, with the time-out of an operation."""
-        return Job(lease, self._database, self._context.conf.controller.operation_timeout)
+        return Job(lease, self._database, self._context.conf.amp_controller.operation_timeout)
 
     def reconcile(self, lease: Lease, job: Job | None = None) -> None:
         """Make the lease's load balancer match its recorded state; never raises."""
@@ -126,7 +126,7 @@ class Reconciler:
         Raises:
             CrashLoop: the limit of crashes is reached.
         """
-        if lease.deaths >= self._context.conf.controller.give_up_after:
+        if lease.deaths >= self._context.conf.amp_controller.give_up_after:
             raise CrashLoop(
                 f"work on load balancer {lease.load_balancer_id}",
                 f"{lease.deaths} controllers in a row crashed or stalled while they worked on it",
@@ -161,7 +161,7 @@ class Reconciler:
         if step.amphorae and self._boot_wait is not None:
             pause = max(pause, _PAUSE_PER_BOOT * len(self._boot_wait))
         # `Jobs.clamp_due_times` takes a longer pause for an effect of a clock jump.
-        pause = min(pause, max(self._context.conf.controller.retry_most, _MAX_PAUSE))
+        pause = min(pause, max(self._context.conf.amp_controller.retry_most, _MAX_PAUSE))
         if view.applied >= view.generation:
             self._jobs.complete(job.lease, view.generation, self._database.now() + pause)
         else:
@@ -229,10 +229,10 @@ class Reconciler:
             roles=topology.roles,
             priorities=dict(topology.priorities),
             attempts=lease.attempts,
-            patience=_MISSED_HEARTBEATS * self._context.conf.health.interval,
+            patience=_MISSED_HEARTBEATS * self._context.conf.amp_health.interval,
             tickets=row.tickets,
             now=now,
-            clock_set=self._database.seconds_since_clock_jump() < self._context.conf.controller.drain_timeout,
+            clock_set=self._database.seconds_since_clock_jump() < self._context.conf.amp_controller.drain_timeout,
             taking_vips=(_MIN_ADVERTS * advert, _MAX_ADVERTS * advert + _VIP_MARGIN),
             absent=executor.absent,
             vips_taken=executor.vips_taken,
@@ -263,7 +263,7 @@ class Reconciler:
             generation=row.generation,
             applied=row.applied,
             attempts=job.lease.attempts,
-            patience=_MISSED_HEARTBEATS * self._context.conf.health.interval,
+            patience=_MISSED_HEARTBEATS * self._context.conf.amp_health.interval,
             now=now,
             absent=executor.absent | executor.spares.absent,
             asked=executor.spares.queried,
@@ -275,7 +275,7 @@ class Reconciler:
 
     def _handle_failure(self, job: Job, error: Exception) -> None:
         """Schedule a retry; report ERROR at once for a final error, and after several attempts for others."""
-        lease, conf = job.lease, self._context.conf.controller
+        lease, conf = job.lease, self._context.conf.amp_controller
         try:
             now = self._database.now()
             if isinstance(error, Superseded) or job.is_preempted:

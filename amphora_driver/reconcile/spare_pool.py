@@ -64,7 +64,7 @@ class SpareSteps:
         """Return the specification of the load balancer's spare pool; None without a tree."""
         if tree is None:
             return None
-        number = self._context.conf.spares.number
+        number = self._context.conf.amp_spares.number
         return spare_pools.spec_of(tree.profile, row.compute, row.network, number)
 
     def list_adoptable(self, connection: sa.Connection, pool_id: str | None) -> tuple[str, ...]:
@@ -78,7 +78,7 @@ class SpareSteps:
         """Return the state of a pool for its own job; `without_unfit` adds the unfit spares."""
         spec = msgspec.json.decode(row.spares, type=SparePoolSpec)
         users = spare_pools.count_users(connection, row.load_balancer_id)
-        number = self._context.conf.spares.number if spec.number is None else spec.number
+        number = self._context.conf.amp_spares.number if spec.number is None else spec.number
         self._ready = spare_pools.list_ready_spares(connection, row.load_balancer_id)
         return SparePoolState(
             spec=spec,
@@ -107,7 +107,7 @@ class SpareSteps:
             return {}
         image = self._current_image(spec)
         # Certificates are renewed at half of their validity. A spare with less than a third left missed its renewal.
-        lasting = self._context.conf.certificates.validity_days * _DAY / 3
+        lasting = self._context.conf.amp_certificates.validity_days * _DAY / 3
         return {one.id: why for one in self._ready if (why := spare_pools.unfit_reason(one, image, now, lasting))}
 
     def _current_image(self, spec: SparePoolSpec) -> str | None:

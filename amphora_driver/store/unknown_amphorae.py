@@ -100,7 +100,7 @@ def compute_verdicts(connection: sa.Connection, grace: float) -> dict[str, str]:
 
     Args:
         connection: of a reading transaction.
-        grace: [controller] orphan_grace.
+        grace: [amp_controller] orphan_grace.
     """
     machine = sa.and_(orphan.c.id == zombie.c.amphora_id, orphan.c.kind == OrphanKind.MACHINE.value)
     query = sa.select(zombie.c.amphora_id, zombie.c.verdict, orphan.c.backend).outerjoin(orphan, machine)
@@ -120,6 +120,6 @@ def write_verdicts(connection: sa.Connection, verdicts: dict[str, str]) -> None:
 
 def _cleanup_verdict(backend: str, grace: float) -> str:
     return (
-        f"its machine in {backend} is an orphan: housekeeping removes it [controller] orphan_grace ({grace:g} s) "
+        f"its machine in {backend} is an orphan: housekeeping removes it [amp_controller] orphan_grace ({grace:g} s) "
         "after its discovery, unless too many orphans exist at once"
     )

@@ -113,7 +113,9 @@ class TokenFile:
         if self._logged != problem:
             self._logged = problem
             LOG.error(
-                "the status page refuses all requests: cannot use [status] token_file %s: %s", self._path, problem
+                "the status page refuses all requests: cannot use [amp_status_page] token_file %s: %s",
+                self._path,
+                problem,
             )
         raise RequestRefused(503, "The token of this page cannot be read: see the log of its process.")
 

@@ -127,11 +127,15 @@ def authorize(request: Request, peer: str, token: Secret | None) -> None:
             raise RequestRefused(401, "This page requires its token, as a bearer token or as a password.")
         return
     if not _is_loopback(peer):
-        raise RequestRefused(403, "Without [status] token_file, this page answers requests from its own machine only.")
+        raise RequestRefused(
+            403, "Without [amp_status_page] token_file, this page answers requests from its own machine only."
+        )
     if request.version == _PROXY_VERSION or _FORWARDED & request.headers.keys():
-        raise RequestRefused(403, "Without [status] token_file, this page answers no requests of a proxy.")
+        raise RequestRefused(403, "Without [amp_status_page] token_file, this page answers no requests of a proxy.")
     if not _is_local_name(request.headers.get("host", "")):
-        raise RequestRefused(403, "Without [status] token_file, this page answers requests for localhost only.")
+        raise RequestRefused(
+            403, "Without [amp_status_page] token_file, this page answers requests for localhost only."
+        )
 
 
 def _presented_token(authorization: str) -> bytes:

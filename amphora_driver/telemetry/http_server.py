@@ -200,7 +200,9 @@ class StatusServer:
                 context.load_cert_chain(path)
                 self._context = (changed, context)
         except OSError as error:
-            self._log_once(f"the status page refuses connections: cannot use [status] certificate {path}: {error}")
+            self._log_once(
+                f"the status page refuses connections: cannot use [amp_status_page] certificate {path}: {error}"
+            )
             raise
         return self._context[1]
 
@@ -282,7 +284,7 @@ class Telemetry:
     """
 
     def __init__(self, conf: ConfigOpts, kind: ProcessKind, name: str, is_working: Callable[[], bool]) -> None:
-        options = conf.status
+        options = conf.amp_status_page
         ports = {
             ProcessKind.HEALTH_MANAGER: options.health_bind_port,
             ProcessKind.PROVIDER_AGENT: options.provider_agent_port,
@@ -296,13 +298,13 @@ class Telemetry:
             kind=kind.value,
             name=name,
             version=installed_version(),
-            interval=conf.health.interval,
-            silent_after=conf.failover.silent_after,
+            interval=conf.amp_health.interval,
+            silent_after=conf.amp_failover.silent_after,
         )
-        database = open_read_only(conf.store.connection)
-        self._snapshots = SnapshotCache(database, conf.health.interval, conf.spares.number)
-        handler = RequestHandler(self._snapshots, process, TokenFile(conf.status.token_file), is_working)
-        self.server = StatusServer(conf.status.bind_address, port, handler, conf.status.certificate)
+        database = open_read_only(conf.amp_database.connection)
+        self._snapshots = SnapshotCache(database, conf.amp_health.interval, conf.amp_spares.number)
+        handler = RequestHandler(self._snapshots, process, TokenFile(conf.amp_status_page.token_file), is_working)
+        self.server = StatusServer(conf.amp_status_page.bind_address, port, handler, conf.amp_status_page.certificate)
 
     def __enter__(self) -> Telemetry:
         self.server.start()

@@ -32,10 +32,10 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
         topologies: supported topologies.
         compute: enabled compute backends.
         network: enabled network backends.
-        process_connection_limit: option of [haproxy]; None if it is not set.
-        tls_minimum_version: option of [haproxy]; None if it is not set.
-        tls_ciphers: option of [haproxy]; None if it is not set.
-        connection_logging: option of [haproxy].
+        process_connection_limit: option of [amp_haproxy]; None if it is not set.
+        tls_minimum_version: option of [amp_haproxy]; None if it is not set.
+        tls_ciphers: option of [amp_haproxy]; None if it is not set.
+        connection_logging: option of [amp_haproxy].
     """
 
     topologies: tuple[str, ...]

@@ -66,7 +66,7 @@ def choose_profile(
         raise UnsupportedOption(
             f"use the network backend {network.name} (flavor key network_driver)",
             f"the network backend {allocator} has allocated the VIP before the flavor is known",
-            f"Use another flavor, or ask the operator to set [network] driver = {network.name}.",
+            f"Use another flavor, or ask the operator to set [amp_network] driver = {network.name}.",
         )
     if wanted.get("client_address") == "preserved" and "client_address" not in network.supports:
         raise UnsupportedOption(
@@ -109,7 +109,7 @@ def _topology(name: str | None, deployment: Deployment) -> Topology:
         raise UnsupportedOption(
             f"use the configured topology {chosen}",
             NOT_SUPPORTED,
-            f"An operator can change [controller] loadbalancer_topology to {' or '.join(deployment.topologies)}.",
+            f"An operator can change [amp_controller] loadbalancer_topology to {' or '.join(deployment.topologies)}.",
         )
     return chosen
 

@@ -61,7 +61,7 @@ class Estate:
     Args:
         folder: for disks, databases and logs.
         number: what tells it from others on this machine.
-        images: folder of the images, as `[compute_qemu] image_directory`.
+        images: folder of the images, as `[amp_compute_qemu] image_directory`.
     """
 
     def __init__(self, folder: Path, number: int, images: Path, **options: object) -> None:
@@ -72,8 +72,9 @@ class Estate:
         more = "".join(f"{name} = {value}\n" for name, value in options.items())
         file = folder / "estate.conf"
         file.write_text(
-            f"[compute_qemu]\ndirectory = {folder}/machines\nprefix = {self.prefix}\nimage_directory = {images}\n{more}"
-            f"[network_local]\nswitch = {self.switch}\n"
+            f"[amp_compute_qemu]\ndirectory = {folder}/machines\nprefix = {self.prefix}\n"
+            f"image_directory = {images}\n{more}"
+            f"[amp_network_local]\nswitch = {self.switch}\n"
         )
         self._database = Database(f"sqlite:///{folder}/estate.sqlite")
         migrate.upgrade(self._database.url)

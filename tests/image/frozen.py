@@ -46,7 +46,7 @@ class Thawing(QemuCompute):
 
     def __init__(self, conf, network) -> None:
         super().__init__(conf, network)
-        self._state = Path(conf.compute_qemu.image_directory) / STATE
+        self._state = Path(conf.amp_compute_qemu.image_directory) / STATE
 
     def _start(self, amphora_id, folder, hardware, ports) -> None:
         mark = folder / _THAWED
@@ -98,7 +98,7 @@ def ensure(images: Path) -> str:
 
 def _hardware(images: Path, folder: Path) -> Hardware:
     file = folder / "freezing.conf"
-    file.write_text(f"[compute_qemu]\ndirectory = {folder}\nimage_directory = {images}\n")
+    file.write_text(f"[amp_compute_qemu]\ndirectory = {folder}\nimage_directory = {images}\n")
     image = Images(images).find(disk.TAG)
     compute = QemuCompute(config.load([str(file)]), None)
     return replace(compute._hardware(TAG, image.arguments, initrd=image.initrd is not None), user=None)

@@ -29,9 +29,9 @@ from sandbox import demo
 
 PAUSE = 2.0
 AUDIT = {
-    "audit": {"interval": "1", "agent_interval": "0.5", "renderer_pause": f"{PAUSE}"},
+    "amp_drift": {"interval": "1", "agent_interval": "0.5", "renderer_pause": f"{PAUSE}"},
     # What is switched off here is to be the same amphora afterwards.
-    "failover": {"silent_after": "600"},
+    "amp_failover": {"silent_after": "600"},
 }
 
 
@@ -80,7 +80,7 @@ class DriftLab(Cloud):
 
         def go():
             conf = config.load([str(self.settings.driver_configuration)])
-            trust = TrustStore(conf, self.database, Vault.load(conf.store.encryption_key_file))
+            trust = TrustStore(conf, self.database, Vault.load(conf.amp_database.encryption_key_file))
             client = AgentClient(conf, trust)
             try:
                 return ask(client)
@@ -154,7 +154,7 @@ class DriftLab(Cloud):
         self.stack.supervision.stop("amphora-controller")
         parser = configparser.ConfigParser(interpolation=None, strict=False)
         parser.read(self.settings.driver_configuration)
-        parser.set("compute_netns", "agent_python", str(python))
+        parser.set("amp_compute_netns", "agent_python", str(python))
         with self.settings.driver_configuration.open("w") as opened:
             parser.write(opened)
         self.restart()

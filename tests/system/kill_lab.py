@@ -45,7 +45,7 @@ PATIENCE = 60.0
 LIFE = 15.0
 # Everything that waits for its time comes soon: a matrix of deaths is not to take an hour.
 HASTE = {
-    "controller": {
+    "amp_controller": {
         "lease": "1",
         "retry_first": "0.1",
         "retry_most": "2",
@@ -53,8 +53,8 @@ HASTE = {
         "housekeeping_interval": "1",
         "orphan_grace": "3",
     },
-    "octavia": {"commit_patience": "2", "audit_after": "1", "audit_interval": "0.5"},
-    "certificates": {"settle": "2"},
+    "amp_octavia": {"commit_patience": "2", "audit_after": "1", "audit_interval": "0.5"},
+    "amp_certificates": {"settle": "2"},
 }
 
 

@@ -31,7 +31,7 @@ SOURCE = """
 
         def __init__(self, conf, network):
             super().__init__(conf, network)
-            options = conf.compute_netns
+            options = conf.amp_compute_netns
             self._state_dirs = StateDirs(Path(options.directory).with_name("imaged"), options.prefix)
 
         def boot(self, order):
@@ -39,9 +39,9 @@ SOURCE = """
             (self._state_dirs.path(order.amphora_id) / "image").write_text(order.image_tag or "")
             return machine
 """
-BOTH = {"compute": {"enabled_drivers": "imaging"}}
-SWITCHED = {"compute": {"driver": "imaging", "enabled_drivers": "netns"}}
-LEFT = {"compute": {"driver": "imaging"}}
+BOTH = {"amp_compute": {"enabled_drivers": "imaging"}}
+SWITCHED = {"amp_compute": {"driver": "imaging", "enabled_drivers": "netns"}}
+LEFT = {"amp_compute": {"driver": "imaging"}}
 _OURS = ("octavia-api", "octavia-driver-agent", "amphora-controller")
 
 

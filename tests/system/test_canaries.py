@@ -109,12 +109,12 @@ def loud(store, monkeypatch):
     options = {
         "DEFAULT": LOUD,
         # Nobody is there: whoever tries to reach it says so.
-        "queue": {"engine": "celery", "broker_url": f"amqp://canary:{BROKER}@127.0.0.1:1//"},
+        "amp_queue": {"engine": "celery", "broker_url": f"amqp://canary:{BROKER}@127.0.0.1:1//"},
         # Authorities are rotated while somebody waits.
-        "certificates": {"settle": "2"},
-        "controller": {"lease": "3", "housekeeping_interval": "1"},
+        "amp_certificates": {"settle": "2"},
+        "amp_controller": {"lease": "3", "housekeeping_interval": "1"},
         # An amphora that is switched off comes back.
-        "failover": {"automatic": "False"},
+        "amp_failover": {"automatic": "False"},
     }
     with running(store_url=url, options=options) as (_stack, settings), demo.connect(settings) as connection:
         database = Database(url)
@@ -253,8 +253,8 @@ def with_agents(settings, ask):
 
     def go():
         conf = config.load([str(settings.driver_configuration)])
-        database = Database(conf.store.connection)
-        client = AgentClient(conf, TrustStore(conf, database, Vault.load(conf.store.encryption_key_file)))
+        database = Database(conf.amp_database.connection)
+        client = AgentClient(conf, TrustStore(conf, database, Vault.load(conf.amp_database.encryption_key_file)))
         try:
             return ask(client)
         finally:

@@ -82,7 +82,7 @@ def ask(lab, amphora_id, *, by_files):
     """What an amphora says to a controller that knows the files only, or what is recorded."""
     address = row_of(lab, amphora_id).management_address
     conf = config.load([str(lab.settings.driver_configuration)])
-    vault = Vault.load(conf.store.encryption_key_file)
+    vault = Vault.load(conf.amp_database.encryption_key_file)
 
     def go():
         client = AgentClient(conf, None if by_files else TrustStore(conf, lab.database, vault))

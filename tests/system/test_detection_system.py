@@ -46,8 +46,8 @@ REFUSED_WITHIN = 15.0 + 15.0
 OUTAGE = max(BLIND_FOR, float(os.environ.get("AMPHORA_OUTAGE_SECONDS", "0")))
 pytestmark = [pytest.mark.root, pytest.mark.lasts(300 + OUTAGE)]
 OPTIONS = {
-    "health": {"interval": "0.5", "flush_interval": "0.2"},
-    "failover": {
+    "amp_health": {"interval": "0.5", "flush_interval": "0.2"},
+    "amp_failover": {
         "silent_after": str(SILENT_AFTER),
         "probe_timeout": "1",
         "breaker_window": "30",

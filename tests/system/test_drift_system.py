@@ -137,7 +137,7 @@ def test_what_is_rendered_in_another_way_is_pushed_slowly(lab, balancer):
     status, said, _ = lab.amphoractl("loadbalancer", "diff", balancer.id)
     assert (status, said) == (0, "")
     lab.stack.supervision.stop("amphora-controller")
-    change_option(lab.settings.driver_configuration, "haproxy", "timeout_member_connect", "7000")
+    change_option(lab.settings.driver_configuration, "amp_haproxy", "timeout_member_connect", "7000")
     status, said, _ = lab.amphoractl("loadbalancer", "diff", balancer.id[:13])
     assert status == 1
     assert "-    timeout connect 7s" in said.replace("7000ms", "7s").replace("7000", "7s")

@@ -141,10 +141,10 @@ def _lab(folder):
     agent.write_text(_AGENT.format(folder=folder, python=AGENT_PYTHON))
     agent.chmod(0o755)
     options = {
-        "compute_netns": {"agent_python": str(agent)},
-        "controller": {"lease": "3", "boot_timeout": "20", "retry_most": "5", "drain_timeout": "2"},
+        "amp_compute_netns": {"agent_python": str(agent)},
+        "amp_controller": {"lease": "3", "boot_timeout": "20", "retry_most": "5", "drain_timeout": "2"},
         # What is dead here is dead: none of these tests is about many at once.
-        "failover": {"breaker_percent": "100", "breaker_floor": "50", "pause_first": "0"},
+        "amp_failover": {"breaker_percent": "100", "breaker_floor": "50", "pause_first": "0"},
     }
     with running(options=options) as (_stack, settings):
         connection, database = demo.connect(settings), Database(settings.database_url)

@@ -51,7 +51,7 @@ def agents(settings, database):
 
     def ask(question):
         def go():
-            trust = TrustStore(conf, database, Vault.load(conf.store.encryption_key_file))
+            trust = TrustStore(conf, database, Vault.load(conf.amp_database.encryption_key_file))
             with closing(AgentClient(conf, trust)) as client:
                 return question(client)
 

@@ -32,7 +32,7 @@ def steps(*kinds):
 
 @pytest.fixture(scope="module")
 def lab():
-    haste = {"failover": {"silent_after": "4", "pause_first": "0"}, "rotation": {"settle": "1"}}
+    haste = {"amp_failover": {"silent_after": "4", "pause_first": "0"}, "amp_rotation": {"settle": "1"}}
     with kill_lab.lab(haste=haste) as made:
         yield made
 

@@ -53,9 +53,10 @@ class Lab:
 
     def write_configuration(self, python):
         self.file.write_text(
-            f"[store]\nconnection = sqlite:///{self.folder}/lab.sqlite\n"
-            f"[compute_netns]\ndirectory = {self.folder}/amphorae\nprefix = {self.prefix}\nagent_python = {python}\n"
-            f"[network_local]\nswitch = {self.prefix}-switch\n"
+            f"[amp_database]\nconnection = sqlite:///{self.folder}/lab.sqlite\n"
+            f"[amp_compute_netns]\ndirectory = {self.folder}/amphorae\nprefix = {self.prefix}\n"
+            f"agent_python = {python}\n"
+            f"[amp_network_local]\nswitch = {self.prefix}-switch\n"
         )
         self.conf = config.load([str(self.file)])
 
@@ -241,7 +242,7 @@ def test_attached_again_after_whoever_did_died_before_it_led_anywhere(lab):
         "import os, signal, sys; from amphora_driver import config; from amphora_driver.network import bridges\n"
         "from amphora_driver.compute.netns import NetnsCompute; from amphora_driver.network.local import LocalNetwork\n"
         "from amphora_driver.database.engine import Database; conf = config.load([sys.argv[1]])\n"
-        "network = LocalNetwork(conf, Database(conf.store.connection)); lay = bridges.Switch._create_veth\n"
+        "network = LocalNetwork(conf, Database(conf.amp_database.connection)); lay = bridges.Switch._create_veth\n"
         "def die(*args): lay(*args); os.kill(os.getpid(), signal.SIGKILL)\n"
         "bridges.Switch._create_veth = die\n"
         "port = next(one for one in network.ports(sys.argv[2]) if one.network_id == 'net')\n"
@@ -321,7 +322,7 @@ def test_outlives_its_starter_and_is_destroyed_by_another(lab):
         "import sys; from amphora_driver import config; from amphora_driver.compute.interface import BootRequest\n"
         "from amphora_driver.compute.netns import NetnsCompute; from amphora_driver.network.local import LocalNetwork\n"
         "from amphora_driver.database.engine import Database; conf = config.load([sys.argv[1]])\n"
-        "compute = NetnsCompute(conf, LocalNetwork(conf, Database(conf.store.connection)))\n"
+        "compute = NetnsCompute(conf, LocalNetwork(conf, Database(conf.amp_database.connection)))\n"
         "compute.boot(BootRequest(amphora_id=sys.argv[2], load_balancer_id='x', files={}))\n"
     )
     subprocess.run([sys.executable, "-c", script, str(lab.file), amphora_id], check=True, timeout=60)

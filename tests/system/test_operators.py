@@ -23,9 +23,9 @@ from sandbox import demo
 
 pytestmark = pytest.mark.root
 OPTIONS = {
-    "failover": {"automatic": "false", "silent_after": "4"},
-    "controller": {"retry_first": "0.2", "retry_most": "2", "orphan_grace": "3", "housekeeping_interval": "1"},
-    "octavia": {"audit_after": "3600"},
+    "amp_failover": {"automatic": "false", "silent_after": "4"},
+    "amp_controller": {"retry_first": "0.2", "retry_most": "2", "orphan_grace": "3", "housekeeping_interval": "1"},
+    "amp_octavia": {"audit_after": "3600"},
 }
 
 

@@ -27,10 +27,10 @@ from sandbox import demo
 pytestmark = [pytest.mark.root, pytest.mark.lasts(400)]
 DAY = 86400.0
 OPTIONS = {
-    "failover": {"automatic": "false"},
+    "amp_failover": {"automatic": "false"},
     # What belongs to nobody is looked at before it is removed.
-    "controller": {"retry_first": "0.2", "retry_most": "2", "orphan_grace": "20", "housekeeping_interval": "1"},
-    "octavia": {"audit_after": "3600"},
+    "amp_controller": {"retry_first": "0.2", "retry_most": "2", "orphan_grace": "20", "housekeeping_interval": "1"},
+    "amp_octavia": {"audit_after": "3600"},
 }
 # Everything that has one of the databases open.
 OCTAVIAS = ("octavia-api", "octavia-driver-agent")

@@ -224,7 +224,7 @@ def test_a_tls_session_goes_on_with_the_other_amphora_and_after_a_rotation(cloud
     heard = database.read(lambda c: c.execute(sa.select(status.c.object_id, status.c.version)).all())
     database.write(lambda c: c.execute(work.update().values(tickets_due=1.0)))
     conf = config.load([str(settings.driver_configuration)])
-    vault = Vault.load(conf.store.encryption_key_file)
+    vault = Vault.load(conf.amp_database.encryption_key_file)
     cloud.until(lambda: Housekeeping(conf, database, None, "a test", vault).rotate_ticket_keys(), "it is settled")
     generation = database.read(lambda c: c.execute(sa.select(work.c.generation)).scalar())
     cloud.until(lambda: {one.confirmed for one in of(cloud, balancer).values()} == {generation}, "both have the keys")

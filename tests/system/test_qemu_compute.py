@@ -53,8 +53,9 @@ class Lab:
         migrate.upgrade(self.database.url)
         file = folder / "lab.conf"
         file.write_text(
-            f"[compute_qemu]\ndirectory = {folder}/machines\nprefix = {self.prefix}\nimage_directory = {self.images}\n"
-            f"memory = 128\naccelerator = tcg\n[network_local]\nswitch = {self.prefix}-switch\n"
+            f"[amp_compute_qemu]\ndirectory = {folder}/machines\nprefix = {self.prefix}\n"
+            f"image_directory = {self.images}\n"
+            f"memory = 128\naccelerator = tcg\n[amp_network_local]\nswitch = {self.prefix}-switch\n"
         )
         self.conf = config.load([str(file)])
         self.network = LocalNetwork(self.conf, self.database)

@@ -35,11 +35,17 @@ PATIENCE = 60.0 + 30.0 * NUMBER
 # sandboxes may run beside each other.
 MOST_OUTAGE = 8.0
 OPTIONS = {
-    "controller": {"give_up_after": "3", "retry_first": "0.2", "retry_most": "1", "lease": "3", "drain_timeout": "5"},
-    "rotation": {"settle": "1", "patience": "180"},
+    "amp_controller": {
+        "give_up_after": "3",
+        "retry_first": "0.2",
+        "retry_most": "1",
+        "lease": "3",
+        "drain_timeout": "5",
+    },
+    "amp_rotation": {"settle": "1", "patience": "180"},
     # A machine that is very busy is not silent.
-    "failover": {"silent_after": "30"},
-    "vrrp": {"advert_interval": "0.3"},
+    "amp_failover": {"silent_after": "30"},
+    "amp_vrrp": {"advert_interval": "0.3"},
 }
 
 
@@ -73,7 +79,7 @@ def broken(path):
 
 @pytest.fixture(scope="module")
 def sandbox(python):
-    options = {**OPTIONS, "compute_netns": {"agent_python": str(python)}}
+    options = {**OPTIONS, "amp_compute_netns": {"agent_python": str(python)}}
     with running(options=options) as (stack, settings):
         connection, database = demo.connect(settings), Database(settings.database_url)
         cloud = Cloud(settings, connection, database)

@@ -39,9 +39,9 @@ SILENT_AFTER = 4.0
 # What is young stays at least so long; nothing here takes as long as that.
 GRACE = 25.0
 OPTIONS = {
-    "health": {"interval": "0.5", "flush_interval": "0.2"},
-    "failover": {"silent_after": str(SILENT_AFTER), "pause_first": "0"},
-    "controller": {
+    "amp_health": {"interval": "0.5", "flush_interval": "0.2"},
+    "amp_failover": {"silent_after": str(SILENT_AFTER), "pause_first": "0"},
+    "amp_controller": {
         "housekeeping_interval": "0.5",
         "forget_vip_after": str(GRACE),
         "orphan_grace": str(GRACE),
@@ -49,7 +49,7 @@ OPTIONS = {
         "retry_first": "5",
         "retry_most": "15",
     },
-    "certificates": {"settle": "2"},
+    "amp_certificates": {"settle": "2"},
 }
 # What looks at the clock that is moved, and where the rows are.
 EVERYTHING = ("octavia-api", "octavia-driver-agent", "network-api", "amphora-controller", "amphora-health-manager")
@@ -147,7 +147,7 @@ def lab(request, tmp_path_factory):
         else:
             python.write_text(f'#!/bin/sh\nexec {AGENT_PYTHON} "$@"\n', encoding="ascii")
             python.chmod(0o755)
-        options = {**OPTIONS, "compute_netns": {"agent_python": str(python)}}
+        options = {**OPTIONS, "amp_compute_netns": {"agent_python": str(python)}}
         stack, settings = closing.enter_context(running(options=options, **store))
         if whose != "database":
             clock.restart(stack, *(EVERYTHING if whose == "everything" else CONTROL))

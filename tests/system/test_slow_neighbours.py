@@ -32,7 +32,10 @@ SOON, CONNECT = 25.0, 60
 
 @pytest.fixture(scope="module")
 def sandbox():
-    slow = {"controller": {"threads": str(HANDS), "lease": str(LEASE)}, "agent": {"connect_timeout": str(CONNECT)}}
+    slow = {
+        "amp_controller": {"threads": str(HANDS), "lease": str(LEASE)},
+        "amp_agent": {"connect_timeout": str(CONNECT)},
+    }
     with running(options=slow) as (stack, settings):
         yield stack, settings
 

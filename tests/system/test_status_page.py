@@ -132,8 +132,8 @@ def test_who_has_the_token_sees_it_and_nobody_else_does(settings, tmp_path):
     token = tmp_path / "token"
     token.write_text("correct horse\n", encoding="utf-8")
     token.chmod(0o600)
-    conf.set_override("token_file", str(token), "status")
-    conf.set_override("bind_port", free_port, "status")
+    conf.set_override("token_file", str(token), "amp_status_page")
+    conf.set_override("bind_port", free_port, "amp_status_page")
     address = f"http://127.0.0.1:{free_port}/"
     with Telemetry(conf, ProcessKind.CONTROLLER, "of-a-test", lambda: True) as telemetry:
         assert telemetry.server.wait_until_listening(30)

@@ -32,7 +32,7 @@ SETTLE = 6.0
 @pytest.fixture(scope="module")
 def lab():
     # A step lasts so long at the least: time to have the next look wait.
-    with kill_lab.lab(haste={"certificates": {"settle": str(SETTLE)}}) as made:
+    with kill_lab.lab(haste={"amp_certificates": {"settle": str(SETTLE)}}) as made:
         yield made
 
 

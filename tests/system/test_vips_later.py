@@ -49,7 +49,7 @@ SOURCE = """
                 return NotYet(reason="the allocator has not answered", again_in=0.2)
             return super().allocate_vip(load_balancer_id, project_id, wanted, machines)
 """
-OPTIONS = {"network": {"driver": "external"}}
+OPTIONS = {"amp_network": {"driver": "external"}}
 SIX = topology.VIP_SUBNET_6
 
 

@@ -48,9 +48,9 @@ def catalogue(tmp_path, monkeypatch):
 
     def make(text=""):
         path = tmp_path / "amphora-driver.conf"
-        path.write_text(f"[store]\nconnection = sqlite:///{tmp_path}/driver.sqlite\n{text}")
+        path.write_text(f"[amp_database]\nconnection = sqlite:///{tmp_path}/driver.sqlite\n{text}")
         conf = config.load([str(path)])
-        database = Database(conf.store.connection)
+        database = Database(conf.amp_database.connection)
         opened.append(database)
         return Catalogue(conf, database)
 
@@ -87,7 +87,7 @@ def test_made_once_however_many_ask_at_once(catalogue):
 
 def test_several_side_by_side(catalogue, tmp_path):
     package(tmp_path, "side_by_side", SOURCE, {COMPUTE: {"images": "Images"}, NETWORK: {"elsewhere": "Elsewhere"}})
-    found = catalogue("[compute]\nenabled_drivers = images\n[network]\nenabled_drivers = elsewhere\n")
+    found = catalogue("[amp_compute]\nenabled_drivers = images\n[amp_network]\nenabled_drivers = elsewhere\n")
     networks = [found.network(name) for name in ("local", "elsewhere")]
     assert [type(one).__name__ for one in networks] == ["LocalNetwork", "Elsewhere"]
     machines = [found.compute(name, "local") for name in ("netns", "images")]
@@ -102,8 +102,8 @@ def test_several_side_by_side(catalogue, tmp_path):
 
 def test_the_description_says_what_the_configuration_says(catalogue):
     found = catalogue(
-        "[controller]\nloadbalancer_topology = ACTIVE_STANDBY\n"
-        "[haproxy]\nprocess_connection_limit = 7\ntls_minimum_version = TLSv1.3\nconnection_logging = false\n"
+        "[amp_controller]\nloadbalancer_topology = ACTIVE_STANDBY\n"
+        "[amp_haproxy]\nprocess_connection_limit = 7\ntls_minimum_version = TLSv1.3\nconnection_logging = false\n"
     ).deployment()
     assert found.default_topology == "ACTIVE_STANDBY"
     assert "SINGLE" in found.topologies
@@ -115,8 +115,8 @@ def test_the_description_says_what_the_configuration_says(catalogue):
 @pytest.mark.parametrize(
     ("ask", "words"),
     [
-        (lambda one: one.compute("gone", None), ["compute backend gone", "[compute] enabled_drivers"]),
-        (lambda one: one.network("gone"), ["network backend gone", "[network] enabled_drivers"]),
+        (lambda one: one.compute("gone", None), ["compute backend gone", "[amp_compute] enabled_drivers"]),
+        (lambda one: one.network("gone"), ["network backend gone", "[amp_network] enabled_drivers"]),
         (lambda one: one.compute(None, "gone"), ["network backend gone"]),
         (lambda one: one.compute("missing", None), ["missing", "no entry point of this name is installed"]),
         (lambda one: one.compute("unimportable", None), ["unimportable", "no_such_library"]),
@@ -126,7 +126,7 @@ def test_the_description_says_what_the_configuration_says(catalogue):
 def test_one_that_cannot_be_had_is_named_and_disturbs_no_other(catalogue, tmp_path, ask, words):
     name = f"cannot_be_had_{abs(hash(tuple(words)))}"
     package(tmp_path, name, "import no_such_library", {COMPUTE: {"unimportable": "Some"}})
-    found = catalogue("[compute]\nenabled_drivers = missing, unimportable\n")
+    found = catalogue("[amp_compute]\nenabled_drivers = missing, unimportable\n")
     with pytest.raises(ConfigurationError) as caught:
         ask(found)
     assert [word for word in words if word not in str(caught.value)] == []
@@ -136,12 +136,12 @@ def test_one_that_cannot_be_had_is_named_and_disturbs_no_other(catalogue, tmp_pa
 
 def test_one_that_does_not_say_what_it_supports_is_not_offered(catalogue, tmp_path):
     package(tmp_path, "silent_backend", "class Silent:\n    pass\n", {COMPUTE: {"silent": "Silent"}})
-    assert list(catalogue("[compute]\nenabled_drivers = silent\n").deployment().compute) == ["netns"]
+    assert list(catalogue("[amp_compute]\nenabled_drivers = silent\n").deployment().compute) == ["netns"]
 
 
 def test_one_that_could_not_be_made_is_made_later(catalogue, tmp_path):
     package(tmp_path, "fragile_backend", SOURCE, {COMPUTE: {"fragile": "Fragile"}})
-    found = catalogue("[compute]\nenabled_drivers = fragile\n")
+    found = catalogue("[amp_compute]\nenabled_drivers = fragile\n")
     with pytest.raises(ConfigurationError, match="no route to the cloud"):
         found.compute("fragile", None)
     import fragile_backend  # noqa: PLC0415 - it was installed a moment ago

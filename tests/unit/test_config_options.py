@@ -62,3 +62,8 @@ def test_the_generator_of_oslo_finds_them():
     module, function = place.split(":")
     assert name == "octavia_amphora_driver"
     assert (module, function) == (opts.__name__, opts.list_opts.__name__)
+
+
+def test_no_group_collides_with_a_group_of_octavia():
+    """Octavia has [amp_drift], [amp_certificates] and [amp_compute]; one file may hold the options of both."""
+    assert [group for group in config.GROUPS if not group.startswith("amp_")] == []

@@ -121,11 +121,11 @@ class World:
 
     def client(self, port, **options):
         conf = config.load([])
-        conf.set_override("ca_certificate", str(self.trust), "certificates")
-        conf.set_override("client_certificate", str(self.identity), "certificates")
-        conf.set_override("port", port, "agent")
+        conf.set_override("ca_certificate", str(self.trust), "amp_certificates")
+        conf.set_override("client_certificate", str(self.identity), "amp_certificates")
+        conf.set_override("port", port, "amp_agent")
         for name, value in options.items():
-            conf.set_override(name, value, "agent")
+            conf.set_override(name, value, "amp_agent")
         client = AgentClient(conf)
         self.clients.append(client)
         return client

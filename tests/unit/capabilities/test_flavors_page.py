@@ -12,13 +12,13 @@ from amphora_driver import config
 from amphora_driver.validation import availability_zones, flavors
 
 PAGE = Path(__file__).parents[3] / "docs/reference/flavors.md"
-# What a key falls back to, where that is not an option of the same name in [haproxy].
+# What a key falls back to, where that is not an option of the same name in [amp_haproxy].
 FALLS_BACK = {
-    "loadbalancer_topology": "[controller] loadbalancer_topology",
-    "compute_driver": "[compute] driver",
-    "network_driver": "[network] driver",
-    "warm_spares": f"[spares] number ({config.GROUPS['spares'][0].default})",
-    "vrrp_advert_interval": f"[vrrp] advert_interval ({config.GROUPS['vrrp'][0].default})",
+    "loadbalancer_topology": "[amp_controller] loadbalancer_topology",
+    "compute_driver": "[amp_compute] driver",
+    "network_driver": "[amp_network] driver",
+    "warm_spares": f"[amp_spares] number ({config.GROUPS['amp_spares'][0].default})",
+    "vrrp_advert_interval": f"[amp_vrrp] advert_interval ({config.GROUPS['amp_vrrp'][0].default})",
 }
 
 
@@ -31,10 +31,10 @@ def values(schema):
 
 
 def default(key):
-    options = {option.name: option for option in config.GROUPS["haproxy"]}
+    options = {option.name: option for option in config.GROUPS["amp_haproxy"]}
     if key in options:
         shown = options[key].default
-        return f"[haproxy] {key}" + ("" if shown is None else f" ({str(shown).lower()})")
+        return f"[amp_haproxy] {key}" + ("" if shown is None else f" ({str(shown).lower()})")
     return FALLS_BACK.get(key, "")
 
 
@@ -69,7 +69,7 @@ def test_the_examples_would_be_accepted():
 
 
 def test_every_default_of_a_flavor_is_an_option_with_the_same_limits():
-    options = {option.name: option for option in config.GROUPS["haproxy"]}
+    options = {option.name: option for option in config.GROUPS["amp_haproxy"]}
     for key, option in options.items():
         schema = flavors.SCHEMA.properties[key]
         if schema["type"] == "integer":
@@ -79,5 +79,5 @@ def test_every_default_of_a_flavor_is_an_option_with_the_same_limits():
 
 
 def test_the_interval_of_vrrp_has_the_same_limits_in_a_flavor_and_in_the_configuration():
-    schema, option = flavors.SCHEMA.properties["vrrp_advert_interval"], config.GROUPS["vrrp"][0]
+    schema, option = flavors.SCHEMA.properties["vrrp_advert_interval"], config.GROUPS["amp_vrrp"][0]
     assert (option.type.min, option.type.max) == (schema["minimum"], schema["maximum"])

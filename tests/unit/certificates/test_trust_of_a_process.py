@@ -34,7 +34,7 @@ class House:
             (folder / f"{name}.pem").write_bytes(certificate)
             (folder / f"{name}.key").write_bytes(key.reveal())
         text = (
-            f"[certificates]\nca_certificate = {folder}/amphora.pem\nca_private_key = {folder}/amphora.key\n"
+            f"[amp_certificates]\nca_certificate = {folder}/amphora.pem\nca_private_key = {folder}/amphora.key\n"
             f"client_ca = {folder}/controller.pem\nclient_certificate = {folder}/none.pem\n"
         )
         (folder / "driver.conf").write_text(text)

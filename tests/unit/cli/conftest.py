@@ -80,7 +80,7 @@ def filled(tmp_path):
     database.write(fill)
     database.dispose()
     path = tmp_path / "amphora-driver.conf"
-    path.write_text(f"[store]\nconnection = {url}\nencryption_key_file = {tmp_path}/keys\n")
+    path.write_text(f"[amp_database]\nconnection = {url}\nencryption_key_file = {tmp_path}/keys\n")
     return path
 
 

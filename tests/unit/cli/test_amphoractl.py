@@ -33,7 +33,7 @@ def config_file(tmp_path):
     database.write(fill)
     database.dispose()
     path = tmp_path / "amphora-driver.conf"
-    path.write_text(f"[store]\nconnection = {url}\n")
+    path.write_text(f"[amp_database]\nconnection = {url}\n")
     return path
 
 
@@ -258,7 +258,7 @@ def test_loadbalancer_render(run):
 
 
 def test_loadbalancer_render_asks_the_configuration(run, config_file):
-    config_file.write_text(config_file.read_text() + "[haproxy]\ntimeout_client_data = 1234\n")
+    config_file.write_text(config_file.read_text() + "[amp_haproxy]\ntimeout_client_data = 1234\n")
     assert "timeout client 1234" in run("loadbalancer", "render", LB)[1]
 
 
@@ -345,7 +345,7 @@ def test_what_is_not_recorded_is_said(run, caplog, words):
 
 def test_no_database_is_made_by_looking(run, tmp_path, caplog):
     path = tmp_path / "other.conf"
-    path.write_text(f"[store]\nconnection = sqlite:///{tmp_path}/none.sqlite\n")
+    path.write_text(f"[amp_database]\nconnection = sqlite:///{tmp_path}/none.sqlite\n")
     assert run("amphora", "list", path=path)[0] == 1
     assert "does not exist" in caplog.text
     assert not (tmp_path / "none.sqlite").exists()

@@ -27,8 +27,8 @@ def place(tmp_path):
         (tmp_path / f"{name}.pem").write_bytes(create_authority(name, 10)[0])
     path = tmp_path / "amphora-driver.conf"
     path.write_text(
-        f"[store]\nconnection = sqlite:///{tmp_path}/db.sqlite\nencryption_key_file = {keys}\n"
-        f"[certificates]\nca_certificate = {tmp_path}/amphora.pem\nclient_ca = {tmp_path}/controller.pem\n"
+        f"[amp_database]\nconnection = sqlite:///{tmp_path}/db.sqlite\nencryption_key_file = {keys}\n"
+        f"[amp_certificates]\nca_certificate = {tmp_path}/amphora.pem\nclient_ca = {tmp_path}/controller.pem\n"
     )
     migrated.write(f"sqlite:///{tmp_path}/db.sqlite")
     return path

@@ -25,7 +25,7 @@ def database(tmp_path):
     migrated.write(url)
     database = Database(url, durable=False)
     database.write(_fill)
-    (tmp_path / "amphora-driver.conf").write_text(f"[store]\nconnection = {url}\n")
+    (tmp_path / "amphora-driver.conf").write_text(f"[amp_database]\nconnection = {url}\n")
     yield database
     database.dispose()
 

@@ -29,7 +29,7 @@ def place(tmp_path):
     keys = tmp_path / "keys"
     keys.write_bytes(Fernet.generate_key())
     keys.chmod(0o600)
-    path.write_text(f"[store]\nconnection = sqlite:///{tmp_path}/db.sqlite\nencryption_key_file = {keys}\n")
+    path.write_text(f"[amp_database]\nconnection = sqlite:///{tmp_path}/db.sqlite\nencryption_key_file = {keys}\n")
     return path
 
 

@@ -34,7 +34,8 @@ def database(tmp_path):
 def said(tmp_path, database, amphoractl):
     path = tmp_path / "amphora-driver.conf"
     path.write_text(
-        f"[store]\nconnection = {database.engine.url}\n[queue]\ndoorbell_dir = {tmp_path}/bells\n", encoding="utf-8"
+        f"[amp_database]\nconnection = {database.engine.url}\n[amp_queue]\ndoorbell_dir = {tmp_path}/bells\n",
+        encoding="utf-8",
     )
     return lambda *words: amphoractl(path, *words)
 

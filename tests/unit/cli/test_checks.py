@@ -127,7 +127,7 @@ def test_the_breaker(rows, result, words):
     [
         (["203.0.113.1:22"], 2, OK, "1 are configured"),
         ([], 0, OK, "no amphora exists"),
-        ([], 1, WARNING, "Set [failover] witnesses"),
+        ([], 1, WARNING, "Set [amp_failover] witnesses"),
     ],
 )
 def test_witnesses(witnesses, machines, result, words):

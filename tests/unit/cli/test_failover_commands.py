@@ -26,7 +26,7 @@ def database(tmp_path):
 def shown(amphoractl, tmp_path, database):
     """Runs a command; its answer as a program reads it, or as a person does (`human`)."""
     path = tmp_path / "amphora-driver.conf"
-    path.write_text(f"[store]\nconnection = {database.url}\n")
+    path.write_text(f"[amp_database]\nconnection = {database.url}\n")
 
     def run(*words, human=False):
         status, out, err = amphoractl(path, *words, *([] if human else ["-f", "json"]))
@@ -113,7 +113,7 @@ def test_one_that_is_not_there(amphoractl, shown):
     [
         ({}, "", "nothing: the control plane is blind (it has not read any heartbeat yet)"),
         ({"state": "closed"}, "", "fail-over of silent amphorae"),
-        ({"state": "closed"}, "[failover]\nautomatic = false\n", "nothing: [failover] automatic is off"),
+        ({"state": "closed"}, "[amp_failover]\nautomatic = false\n", "nothing: [amp_failover] automatic is off"),
         ({"state": "open", "reason": "9 of 20"}, "", "nothing: the breaker is open (9 of 20)"),
         ({"state": "trial", "reason": "9 of 20"}, "", "one fail-over at a time, for a trial (9 of 20)"),
     ],

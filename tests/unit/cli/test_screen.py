@@ -167,7 +167,7 @@ def nobody():
 def test_a_user_without_a_name(filled, amphoractl, monkeypatch):
     monkeypatch.setattr(getpass, "getuser", nobody)
     with filled.open("a") as file:
-        file.write(f"[queue]\ndoorbell_dir = {filled.parent}/bells\n")
+        file.write(f"[amp_queue]\ndoorbell_dir = {filled.parent}/bells\n")
     for words in (
         *(("controller", "drain", "--host", "here"), ("loadbalancer", "resync", LB), ("rotate", "--all")),
         *(("amphora", "failover", AMPHORA), ("breaker", "open"), ("breaker", "close")),

@@ -97,14 +97,14 @@ def folder(tmp_path):
 def place(folder):
     path = folder / "amphora-driver.conf"
     path.write_text(
-        f"[store]\nconnection = sqlite:///{folder}/db.sqlite\nencryption_key_file = {folder}/keys\n"
-        f"[queue]\ndoorbell_dir = {folder}/bells\n"
-        f"[octavia]\nstatus_socket = {folder}/status.sock\nstats_socket = {folder}/stats.sock\n"
+        f"[amp_database]\nconnection = sqlite:///{folder}/db.sqlite\nencryption_key_file = {folder}/keys\n"
+        f"[amp_queue]\ndoorbell_dir = {folder}/bells\n"
+        f"[amp_octavia]\nstatus_socket = {folder}/status.sock\nstats_socket = {folder}/stats.sock\n"
         f"get_socket = {folder}/get.sock\n"
-        f"[certificates]\nca_certificate = {folder}/ca.pem\nclient_ca = {folder}/client_ca.pem\n"
+        f"[amp_certificates]\nca_certificate = {folder}/ca.pem\nclient_ca = {folder}/client_ca.pem\n"
         f"client_certificate = {folder}/client.pem\n"
-        f"[compute_netns]\ndirectory = {folder}/amphorae\nagent_python = /bin/true\n"
-        "[failover]\nwitnesses = 203.0.113.1:22\n"
+        f"[amp_compute_netns]\ndirectory = {folder}/amphorae\nagent_python = /bin/true\n"
+        "[amp_failover]\nwitnesses = 203.0.113.1:22\n"
     )
     return path
 
@@ -235,7 +235,7 @@ def test_a_broker_that_does_not_answer(check, well, place):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-    more = f"\n[queue]\ndoorbell_dir = {place.parent}/bells\nengine = celery\n"
+    more = f"\n[amp_queue]\ndoorbell_dir = {place.parent}/bells\nengine = celery\n"
     place.write_text(place.read_text() + more + f"broker_url = amqp://user:canary@127.0.0.1:{port}//\n")
     status, found = check()
     assert (status, found["Broker"][0]) == (1, "Warning")

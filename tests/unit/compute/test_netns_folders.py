@@ -25,7 +25,7 @@ def deployment(tmp_path):
 
     def build(prefix):
         path = tmp_path / f"{prefix}.conf"
-        path.write_text(f"[compute_netns]\ndirectory = {tmp_path}/amphorae\nprefix = {prefix}\n")
+        path.write_text(f"[amp_compute_netns]\ndirectory = {tmp_path}/amphorae\nprefix = {prefix}\n")
         return NetnsCompute(config.load([str(path)]), SimpleNamespace(subnets=away))
 
     return build

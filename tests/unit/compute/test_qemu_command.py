@@ -160,7 +160,7 @@ def test_a_boot_begins_a_new_console(tmp_path, monkeypatch):
     console = tmp_path / "console.log"
     console.write_text("of the boot before")
     path = tmp_path / "amphora-driver.conf"
-    path.write_text(f"[compute_qemu]\ndirectory = {tmp_path}\n")
+    path.write_text(f"[amp_compute_qemu]\ndirectory = {tmp_path}\n")
     compute = qemu.QemuCompute(config.load([str(path)]), None)
     seen = []
 

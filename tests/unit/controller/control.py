@@ -185,17 +185,17 @@ class Control:
 
 @contextmanager
 def controlled(folder, world=None, options=""):
-    """A controller with a database of its own in this folder; `options` are lines of `[controller]`."""
+    """A controller with a database of its own in this folder; `options` are lines of `[amp_controller]`."""
     for name in ("client_ca.pem", "ca.pem"):
         (folder / name).write_text("authority")
     path = folder / "amphora-driver.conf"
     path.write_text(
-        f"[store]\nconnection = sqlite:///{folder}/driver.sqlite\n[controller]\n{options}\n"
-        f"[certificates]\nclient_ca = {folder}/client_ca.pem\nca_certificate = {folder}/ca.pem\n"
+        f"[amp_database]\nconnection = sqlite:///{folder}/driver.sqlite\n[amp_controller]\n{options}\n"
+        f"[amp_certificates]\nclient_ca = {folder}/client_ca.pem\nca_certificate = {folder}/ca.pem\n"
     )
     conf = config.load([str(path)])
-    migrated.write(conf.store.connection)
-    database = Database(conf.store.connection)
+    migrated.write(conf.amp_database.connection)
+    database = Database(conf.amp_database.connection)
     try:
         yield Control(conf, database, world)
     finally:

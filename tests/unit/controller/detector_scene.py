@@ -15,7 +15,7 @@ from amphora_driver.failover.failure_rules import ProbeOutcome, ProbeResult
 from amphora_driver.store import circuit_breaker, failovers
 
 OPTIONS = """
-[failover]
+[amp_failover]
 silent_after = 7
 mute_after = 30
 breaker_trial = 100
@@ -67,9 +67,9 @@ class Scene:
         ):
             monkeypatch.setattr(f"amphora_driver.{place}.time", moved)
         path = folder / "driver.conf"
-        path.write_text(f"[store]\nconnection = sqlite:///{folder}/driver.sqlite\n{options}")
+        path.write_text(f"[amp_database]\nconnection = sqlite:///{folder}/driver.sqlite\n{options}")
         self.conf = config.load([str(path)])
-        self.database = Database(self.conf.store.connection, durable=False)
+        self.database = Database(self.conf.amp_database.connection, durable=False)
         self.detector = self.made("me")
         self.sequence = 0
         self.speaking = set()

@@ -65,11 +65,11 @@ def audits(control, monkeypatch):
     monkeypatch.setattr(
         drift_audit.DriftAuditor, "_expected_digests", lambda _, recorded: {one.id: "d" for one in recorded.amphorae}
     )
-    control.conf.set_override("interval", 1.0, "audit")
+    control.conf.set_override("interval", 1.0, "amp_drift")
     made = DriftAuditor(control.reconciler._context, "me", lambda: None)
     made._most, made._round = 4, 1.0
     yield made
-    control.conf.clear_override("interval", "audit")
+    control.conf.clear_override("interval", "amp_drift")
 
 
 @pytest.fixture

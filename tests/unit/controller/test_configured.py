@@ -47,19 +47,19 @@ def test_every_default_can_be_configured(conf):
     }
     assert set(values) == set(Defaults.__struct_fields__)
     lines = [f"{name} = {value}" for name, value in values.items()]
-    assert defaults.rendering_defaults(conf("\n".join(["[haproxy]", *lines]))) == Defaults(**values)
+    assert defaults.rendering_defaults(conf("\n".join(["[amp_haproxy]", *lines]))) == Defaults(**values)
 
 
 def test_the_profiles_limits_go_before_the_configured_ones(conf):
     assert limits(conf()) == (None, None)
-    some = conf("[haproxy]\nprocess_connection_limit = 500\nprocess_threads = 2\n")
+    some = conf("[amp_haproxy]\nprocess_connection_limit = 500\nprocess_threads = 2\n")
     assert limits(some) == (500, 2)
     assert limits(some, process_connection_limit=7, process_threads=1) == (7, 1)
 
 
 def test_what_is_wrong_for_every_load_balancer_is_said_at_the_start(conf):
     defaults.validate_defaults(conf())
-    defaults.validate_defaults(conf("[haproxy]\nlog_format = %ci %ST\ntls_ciphers = HIGH:!aNULL\n"))
+    defaults.validate_defaults(conf("[amp_haproxy]\nlog_format = %ci %ST\ntls_ciphers = HIGH:!aNULL\n"))
     for line in ("log_format = %nosuch", "tls_ciphers = no spaces"):
         with pytest.raises(ConfigurationError, match=line.partition(" ")[0]):
-            defaults.validate_defaults(conf(f"[haproxy]\n{line}\n"))
+            defaults.validate_defaults(conf(f"[amp_haproxy]\n{line}\n"))

@@ -46,7 +46,7 @@ class Jobs:
 def controller():
     """One whose threads are begun by the test alone."""
     one = Controller.__new__(Controller)
-    one._conf = SimpleNamespace(controller=SimpleNamespace(lease=SECONDS))
+    one._conf = SimpleNamespace(amp_controller=SimpleNamespace(lease=SECONDS))
     one._jobs = Jobs()
     one._slots = WorkerSlots(2)
     one._hung = set()
@@ -65,7 +65,7 @@ def test_a_hint_that_comes_at_the_end_is_left_to_others(controller):
 
 def test_one_that_drains_takes_up_nothing(controller):
     controller._draining.set()
-    controller._conf.queue = SimpleNamespace(poll_interval=1.0)
+    controller._conf.amp_queue = SimpleNamespace(poll_interval=1.0)
     with ThreadPoolExecutor(1) as pool:
         controller._handle_hint(pool, "lb")
         assert controller._claim_jobs(pool) == 1.0

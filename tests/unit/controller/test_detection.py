@@ -274,7 +274,7 @@ def company(watched=2, heard=None, answered=None, witnesses=False, now=1000.0):
 def test_where_nobody_at_all_is_heard_it_may_be_the_way(silence, around, doubted):
     why = network_suspected(quiet(silence), around, 1000.0, LIMITS)
     assert bool(why) is doubted
-    assert "[failover] witnesses" in why or not doubted
+    assert "[amp_failover] witnesses" in why or not doubted
     found = judge_silence(quiet(silence), answer(ProbeOutcome.NO_ANSWER), 1000.0, LIMITS, why)
     assert (found.cause is None, found.dead, why in found.text) == (doubted, not doubted, True)
     assert judge_silence(quiet(61), answer(ProbeOutcome.ANSWERED), 1000.0, LIMITS, why).cause is Cause.MUTE

@@ -203,6 +203,6 @@ def test_switched_off_it_only_says_who_is_dead(tmp_path, monkeypatch):
     scene = Scene(tmp_path, monkeypatch, options=OPTIONS + "automatic = false\n")
     scene.go(5).hush("a3").go(20)
     assert scene.replaced() == set()
-    assert "[failover] automatic is off" in scene.verdicts()["a3"][1]
+    assert "[amp_failover] automatic is off" in scene.verdicts()["a3"][1]
     assert scene.operating("lb3")[0] == "ERROR"
     scene.database.dispose()

@@ -142,7 +142,7 @@ def test_an_open_breaker_outlives_its_detector(scene):
 
 
 def test_one_that_was_never_heard_but_answers_is_not_dead(scene):
-    """UDP is blocked, or [health] targets are wrong: it serves, and must not be cut."""
+    """UDP is blocked, or [amp_health] targets are wrong: it serves, and must not be cut."""
     scene.go(5)
     scene.amphora("lb3", "new")
     scene.agents.saying["new"] = ProbeOutcome.ANSWERED
@@ -160,7 +160,7 @@ def test_with_few_a_way_that_is_gone_kills_nobody(tmp_path, monkeypatch):
     scene = small(tmp_path, monkeypatch, 2)
     scene.go(5).hush("a0", "a1").go(28)
     assert scene.replaced() == set()
-    assert "[failover] witnesses is empty" in scene.verdicts()["a0"][1]
+    assert "[amp_failover] witnesses is empty" in scene.verdicts()["a0"][1]
     sight = scene.breaker(circuit_breaker.SIGHT)
     assert (sight.state, "no amphora sends heartbeats" in sight.reason) == ("blind", True)
     assert scene.operating("lb0")[0] == "ONLINE"

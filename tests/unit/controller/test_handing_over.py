@@ -63,14 +63,14 @@ class Agents:
 @pytest.fixture
 def conf(tmp_path):
     path = tmp_path / "amphora-driver.conf"
-    path.write_text(f"[store]\nconnection = sqlite:///{tmp_path}/driver.sqlite\n")
+    path.write_text(f"[amp_database]\nconnection = sqlite:///{tmp_path}/driver.sqlite\n")
     return config.load([str(path)])
 
 
 @pytest.fixture
 def database(conf):
-    migrated.write(conf.store.connection)
-    database = Database(conf.store.connection)
+    migrated.write(conf.amp_database.connection)
+    database = Database(conf.amp_database.connection)
     RequestRecorder(database, lambda node: None).create_load_balancer(TREE, read_back=False)
     for name, role, state in ((OLD, "MASTER", AmphoraState.RETIRING), (NEW, "BACKUP", AmphoraState.READY)):
         database.write(lambda c, name=name, role=role: amphorae.insert_amphora(c, name, LB, role, b"key"))
@@ -116,7 +116,7 @@ def test_the_one_that_stays_is_ready_before_the_other_one_lets_go(conf, database
     before = time.time()
     old = take(conf, database, STEP, agents)
     assert [(what, who) for what, who, _ in agents.asked] == [("expect", NEW), ("release", OLD)]
-    drain = conf.controller.drain_timeout
+    drain = conf.amp_controller.drain_timeout
     assert agents.asked[1][2] == drain
     assert agents.asked[0][2] > drain, "it is ready for longer than the connections may go on"
     assert old.handed_over
@@ -161,7 +161,7 @@ def test_what_is_made_of_answers(conf, database, trouble, says, order, left):
 
 
 def test_connections_may_be_cut_at_once(conf, database):
-    conf.set_override("drain_timeout", 0.0, group="controller")
+    conf.set_override("drain_timeout", 0.0, group="amp_controller")
     agents = Agents({}, HOLDS)
     old = take(conf, database, STEP, agents)
     assert agents.asked == [("release", OLD, 0.0)], "nobody is to expect anything"

@@ -32,14 +32,14 @@ WISH = [VipRequest(subnet_id="s1", address="198.51.100.77")]
 @pytest.fixture
 def conf(tmp_path):
     path = tmp_path / "amphora-driver.conf"
-    path.write_text(f"[store]\nconnection = sqlite:///{tmp_path}/driver.sqlite\n")
+    path.write_text(f"[amp_database]\nconnection = sqlite:///{tmp_path}/driver.sqlite\n")
     return config.load([str(path)])
 
 
 @pytest.fixture
 def database(conf):
-    migrated.write(conf.store.connection)
-    database = Database(conf.store.connection)
+    migrated.write(conf.amp_database.connection)
+    database = Database(conf.amp_database.connection)
     yield database
     database.dispose()
 
@@ -90,10 +90,10 @@ def test_one_that_may_still_come(conf, database, network):
 def test_one_that_is_old_only_by_a_clock_that_was_set(conf, database, network, monkeypatch):
     claim(database, network, "lb-soon", 3600)
     housekeeping = Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT)
-    monkeypatch.setattr(database, "seconds_since_clock_jump", lambda: conf.controller.forget_vip_after - 1)
+    monkeypatch.setattr(database, "seconds_since_clock_jump", lambda: conf.amp_controller.forget_vip_after - 1)
     housekeeping.release_unused_vips()
     assert len(left(database)) == 1
-    monkeypatch.setattr(database, "seconds_since_clock_jump", lambda: conf.controller.forget_vip_after)
+    monkeypatch.setattr(database, "seconds_since_clock_jump", lambda: conf.amp_controller.forget_vip_after)
     housekeeping.release_unused_vips()
     assert left(database) == []
 

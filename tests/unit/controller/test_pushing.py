@@ -167,10 +167,10 @@ def away(_document):
 @pytest.fixture
 def house(tmp_path):
     path = tmp_path / "amphora-driver.conf"
-    path.write_text(f"[store]\nconnection = sqlite:///{tmp_path}/driver.sqlite\n")
+    path.write_text(f"[amp_database]\nconnection = sqlite:///{tmp_path}/driver.sqlite\n")
     conf = config.load([str(path)])
-    migrated.write(conf.store.connection)
-    database = Database(conf.store.connection)
+    migrated.write(conf.amp_database.connection)
+    database = Database(conf.amp_database.connection)
     yield House(database, conf)
     database.dispose()
 

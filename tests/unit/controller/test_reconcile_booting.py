@@ -131,7 +131,7 @@ def test_a_machine_that_ends_while_it_boots_is_booted_anew(control):
 
 def test_one_that_never_comes_is_told_and_booted_anew(control):
     control.work()
-    most = control.conf.controller.boot_timeout
+    most = control.conf.amp_controller.boot_timeout
     control.database.write(lambda c: amphorae.update_amphora(c, only(control).id, booted_at=time.time() - most - 1))
     control.hurry()
     control.work()
@@ -148,7 +148,7 @@ def test_one_that_never_comes_is_told_and_booted_anew(control):
 
 def test_one_that_takes_long_only_by_a_clock_that_was_set_is_waited_for(control, monkeypatch):
     control.work()
-    most = control.conf.controller.boot_timeout
+    most = control.conf.amp_controller.boot_timeout
     control.database.write(lambda c: amphorae.update_amphora(c, only(control).id, booted_at=time.time() - 3600))
     monkeypatch.setattr(control.database, "seconds_since_clock_jump", lambda: most - 1)
     control.hurry()
@@ -164,7 +164,7 @@ def test_one_that_answers_wrongly_is_booted_anew_too(control):
     control.world.greeting = AgentUntrusted("greet it", "its certificate is another one's")
     control.work()
     assert (control.row().attempts, control.world.destroyed) == (1, 0), "it may have been a moment's trouble"
-    most = control.conf.controller.boot_timeout
+    most = control.conf.amp_controller.boot_timeout
     control.database.write(lambda c: amphorae.update_amphora(c, only(control).id, booted_at=time.time() - most - 1))
     control.hurry()
     control.work()
@@ -180,7 +180,7 @@ def test_one_that_answers_wrongly_is_booted_anew_too(control):
 def test_a_number_of_attempts_that_was_left_out_is_told_all_the_same(control):
     control.world.refusal = ComputeError("boot it", "the backend is away")
     control.work()
-    most = control.conf.controller.give_up_after
+    most = control.conf.amp_controller.give_up_after
     control.database.write(lambda c: c.execute(work.update().values(attempts=most, free_at=0.0)))
     control.work()
     assert control.provisioning()[LB] == "ERROR"

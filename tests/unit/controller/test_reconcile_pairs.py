@@ -33,7 +33,7 @@ def test_a_dead_one_means_error_until_it_is_replaced(control, dead_one_has_vips)
     world.dead, world.holder = {dead}, alive
     control.heartbeats(silent=(dead,))
     change(control)
-    for attempt in range(control.conf.controller.give_up_after):
+    for attempt in range(control.conf.amp_controller.give_up_after):
         assert control.pending() == {LB, LISTENER}, f"nothing is ACTIVE before attempt {attempt}"
         assert control.work() == 1
         assert control.observed()[alive].confirmed == 2, "users are served what they wanted"

@@ -252,7 +252,7 @@ def test_a_rotation_moves_on_by_the_duty(control, trust, monkeypatch, caplog):
     assert states() == {before: CaState.FORMER, after: CaState.CURRENT}
     assert not duty.advance(CaKind.CONTROLLER), "each step takes its time"
     later()
-    settle = control.conf.certificates.settle
+    settle = control.conf.amp_certificates.settle
     monkeypatch.setattr(control.database, "seconds_since_clock_jump", lambda: settle - 1)
     assert not duty.advance(CaKind.CONTROLLER), "and not only by a clock that was set meanwhile"
     monkeypatch.setattr(control.database, "seconds_since_clock_jump", lambda: settle)

@@ -110,12 +110,12 @@ class Fleet:
 def fleet(tmp_path, monkeypatch):
     path = tmp_path / "amphora-driver.conf"
     path.write_text(
-        f"[store]\nconnection = sqlite:///{tmp_path}/driver.sqlite\n"
-        f"[rotation]\nsettle = {SETTLE}\npatience = 20\n[health]\ninterval = 1\n"
+        f"[amp_database]\nconnection = sqlite:///{tmp_path}/driver.sqlite\n"
+        f"[amp_rotation]\nsettle = {SETTLE}\npatience = 20\n[amp_health]\ninterval = 1\n"
     )
     conf = config.load([str(path)])
-    migrated.write(conf.store.connection)
-    database = Database(conf.store.connection, durable=False)
+    migrated.write(conf.amp_database.connection)
+    database = Database(conf.amp_database.connection, durable=False)
     seconds = itertools.count(1.0)
     # A second passes between two looks.
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(seconds)))

@@ -73,10 +73,10 @@ class House:
 
     def __init__(self, tmp_path, whole):
         options = tmp_path / "driver.conf"
-        options.write_text(f"[store]\nconnection = sqlite:///{tmp_path}/driver.sqlite\n")
+        options.write_text(f"[amp_database]\nconnection = sqlite:///{tmp_path}/driver.sqlite\n")
         self.conf = config.load([str(options)])
-        migrated.write(self.conf.store.connection)
-        self.database = Database(self.conf.store.connection, durable=False)
+        migrated.write(self.conf.amp_database.connection)
+        self.database = Database(self.conf.amp_database.connection, durable=False)
         self.given, self.told = [], []
         self.intents = RequestRecorder(self.database, lambda node: None)
         self.jobs = Jobs(self.database, "me", 60.0)

@@ -30,17 +30,17 @@ LOST, OWNED = str(uuid.uuid4()), str(uuid.uuid4())
 def conf(tmp_path):
     path = tmp_path / "amphora-driver.conf"
     path.write_text(
-        f"[store]\nconnection = sqlite:///{tmp_path}/driver.sqlite\n[controller]\norphan_grace = 900\n"
-        f"[compute_netns]\ndirectory = {tmp_path}/amphorae\nprefix = sw{uuid.uuid4().hex[:4]}\n"
-        f"agent_python = /bin/false\n[network_local]\nswitch = sw{uuid.uuid4().hex[:8]}\n"
+        f"[amp_database]\nconnection = sqlite:///{tmp_path}/driver.sqlite\n[amp_controller]\norphan_grace = 900\n"
+        f"[amp_compute_netns]\ndirectory = {tmp_path}/amphorae\nprefix = sw{uuid.uuid4().hex[:4]}\n"
+        f"agent_python = /bin/false\n[amp_network_local]\nswitch = sw{uuid.uuid4().hex[:8]}\n"
     )
     return config.load([str(path)])
 
 
 @pytest.fixture
 def database(conf):
-    migrated.write(conf.store.connection)
-    database = Database(conf.store.connection)
+    migrated.write(conf.amp_database.connection)
+    database = Database(conf.amp_database.connection)
     yield database
     database.dispose()
 
@@ -133,10 +133,10 @@ def test_what_is_old_only_by_a_clock_that_was_set_stays(conf, database, network,
     network.ensure_port(OWNED, "vip", ["vip-subnet"])
     sweeper.clean_up()
     time_passes(database)
-    monkeypatch.setattr(database, "seconds_since_clock_jump", lambda: conf.controller.orphan_grace - 1)
+    monkeypatch.setattr(database, "seconds_since_clock_jump", lambda: conf.amp_controller.orphan_grace - 1)
     assert sweeper.clean_up() == 0
     assert noted(database) == {LOST}
-    monkeypatch.setattr(database, "seconds_since_clock_jump", lambda: conf.controller.orphan_grace)
+    monkeypatch.setattr(database, "seconds_since_clock_jump", lambda: conf.amp_controller.orphan_grace)
     assert sweeper.clean_up() == 1
 
 
@@ -182,7 +182,7 @@ def test_rows_written_in_the_moment_an_amphora_went(database, sweeper):
 @pytest.mark.root
 def test_a_machine_that_was_booted_after_everybody_forgot_it(conf, database, network, catalogue, sweeper):
     """A controller was frozen right before it ordered the machine; the load balancer was deleted meanwhile."""
-    switch = Switch(conf.network_local.switch, conf.compute_netns.management_network)
+    switch = Switch(conf.amp_network_local.switch, conf.amp_compute_netns.management_network)
     try:
         switch.ensure(network.networks(), network.subnets())
         compute = catalogue.compute(None, None)
@@ -201,4 +201,4 @@ def test_a_machine_that_was_booted_after_everybody_forgot_it(conf, database, net
         assert network.owners().amphorae == {OWNED}
         compute.destroy(OWNED)
     finally:
-        namespaces.remove(conf.network_local.switch)
+        namespaces.remove(conf.amp_network_local.switch)

@@ -291,7 +291,7 @@ def test_who_may_reach_which_of_two_ports_with_one_number():
 
 def test_a_push_and_an_audit_make_the_same(tmp_path):
     path = tmp_path / "amphora-driver.conf"
-    path.write_text("[haproxy]\nconnection_limit = 700\n")
+    path.write_text("[amp_haproxy]\nconnection_limit = 700\n")
     conf = config.load([str(path)])
     least = replace(
         POOL,

@@ -18,8 +18,9 @@ def conf(tmp_path, monkeypatch):
     (tmp_path / "encryption.keys").write_bytes(Fernet.generate_key())
     (tmp_path / "encryption.keys").chmod(0o600)
     path.write_text(
-        f"[store]\nconnection = sqlite:///{tmp_path}/driver.sqlite\nencryption_key_file = {tmp_path}/encryption.keys\n"
-        f"[queue]\ndoorbell_dir = {tmp_path}/bells\n"
+        f"[amp_database]\nconnection = sqlite:///{tmp_path}/driver.sqlite\n"
+        f"encryption_key_file = {tmp_path}/encryption.keys\n"
+        f"[amp_queue]\ndoorbell_dir = {tmp_path}/bells\n"
     )
     monkeypatch.setenv(config.FILE_VARIABLE, str(path))
     config.shared.cache_clear()
@@ -33,8 +34,8 @@ def conf(tmp_path, monkeypatch):
 
 @pytest.fixture
 def database(conf):
-    migrated.write(conf.store.connection)
-    database = Database(conf.store.connection)
+    migrated.write(conf.amp_database.connection)
+    database = Database(conf.amp_database.connection)
     network = LocalNetwork(conf, database)
     network.define_network(NETWORK, "vip", "vip")
     for subnet_id, name, cidr, gateway, first, last in (

@@ -54,7 +54,7 @@ def test_addresses_that_come_later_are_asked_for_again_by_the_controller(provide
         assert first == {**asked, "vip_port_id": None}
         assert more == [{"subnet_id": SUBNET6, "network_id": None, "ip_address": None, "port_id": None}]
     name, wish = database.read(lambda c: (vip_claims.network_of_claim(c, LB), vip_claims.read_pending_request(c, LB)))
-    assert name == driver._shared().conf.network.driver
+    assert name == driver._shared().conf.amp_network.driver
     assert (wish.project_id, wish.reason) == ("demo", "the allocator has not answered")
     assert [(one.subnet_id, one.address) for one in wish.vips] == [(SUBNET, "198.51.100.88"), (SUBNET6, None)]
     assert began + 5.0 <= wish.again_at <= time.time() + 5.0

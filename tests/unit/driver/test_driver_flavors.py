@@ -115,7 +115,7 @@ def test_a_zone_is_about_every_vip(provider, database):
 def test_a_load_balancer_stays_as_it_was_created(provider, database, reconfigured):
     provider.loadbalancer_create(load_balancer(flavor={"timeout_tunnel": 60000}))
     chosen = profile(database)
-    provider = reconfigured("[controller]\nloadbalancer_topology = ACTIVE_STANDBY\n")
+    provider = reconfigured("[amp_controller]\nloadbalancer_topology = ACTIVE_STANDBY\n")
     provider.loadbalancer_update(load_balancer(), load_balancer(name="renamed"))
     assert database.read(lambda connection: desired_objects.load_tree(connection, LB)).name == "renamed"
     assert profile(database) == chosen
@@ -125,7 +125,7 @@ def test_a_load_balancer_stays_as_it_was_created(provider, database, reconfigure
 @pytest.mark.usefixtures("elsewhere")
 def test_vips_stay_where_they_were_taken_when_the_default_changes_in_between(provider, database, reconfigured):
     take_vip(provider)
-    provider = reconfigured("[network]\ndriver = elsewhere\nenabled_drivers = local\n")
+    provider = reconfigured("[amp_network]\ndriver = elsewhere\nenabled_drivers = local\n")
     with pytest.raises(exceptions.UnsupportedOptionError, match="backend local has allocated"):
         provider.loadbalancer_create(load_balancer(flavor={"network_driver": "elsewhere"}))
     assert ports(database) == [], "given back by the one they were taken from"
@@ -136,7 +136,7 @@ def test_vips_stay_where_they_were_taken_when_the_default_changes_in_between(pro
 
 @pytest.mark.usefixtures("elsewhere")
 def test_a_new_load_balancer_takes_its_vip_from_the_new_default(provider, database, reconfigured):
-    provider = reconfigured("[network]\ndriver = elsewhere\nenabled_drivers = local\n")
+    provider = reconfigured("[amp_network]\ndriver = elsewhere\nenabled_drivers = local\n")
     take_vip(provider)
     provider.loadbalancer_create(load_balancer(flavor={"network_driver": "elsewhere"}))
     assert work(database) == ("SINGLE", "netns", "elsewhere")
@@ -170,7 +170,7 @@ def test_tls_older_than_the_profile_allows(provider, database, reconfigured, cal
 
 def test_tls_older_than_the_configuration_allows(provider, database, reconfigured):
     provider.loadbalancer_create(load_balancer())
-    provider = reconfigured("[haproxy]\ntls_minimum_version = TLSv1.3\n")
+    provider = reconfigured("[amp_haproxy]\ntls_minimum_version = TLSv1.3\n")
     with pytest.raises(exceptions.UnsupportedOptionError, match=r"the oldest allowed version is TLSv1\.3"):
         provider.listener_create(OLD_LISTENER)
     provider = reconfigured("")
@@ -191,7 +191,7 @@ def test_the_listing_is_that_of_the_deployment(provider):
 
 
 def test_a_backend_that_cannot_be_loaded_is_an_operators_matter(provider, reconfigured):
-    provider = reconfigured("[network]\ndriver = nosuch\n")
+    provider = reconfigured("[amp_network]\ndriver = nosuch\n")
     with pytest.raises(exceptions.DriverError) as failure:
         take_vip(provider)
     assert "nosuch" in failure.value.operator_fault_string

@@ -52,7 +52,7 @@ def opened(conf, database):
     """What the table holds, opened: (purpose, ref) -> content, of one object."""
 
     def read(object_id=LISTENER):
-        vault = Vault.load(conf.store.encryption_key_file)
+        vault = Vault.load(conf.amp_database.encryption_key_file)
         kept = database.read(lambda connection: sealed_secrets.load_secrets(connection, LB))
         return {
             (name.purpose.value, name.ref): vault.open(one.content, sealed_secrets.secret_location(name))

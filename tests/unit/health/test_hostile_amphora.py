@@ -115,9 +115,9 @@ def manager(tmp_path, database, fleet):
     (port,) = free_ports(1)
     conf = tmp_path / "driver.conf"
     conf.write_text(
-        f"[store]\nconnection = {database.url}\nencryption_key_file = {tmp_path}/key\n"
-        f"[queue]\ndoorbell_dir = {tmp_path}/bells\n"
-        f"[health]\nbind_address = 127.0.0.1\nbind_port = {port}\n[status]\nhealth_bind_port = 0\n"
+        f"[amp_database]\nconnection = {database.url}\nencryption_key_file = {tmp_path}/key\n"
+        f"[amp_queue]\ndoorbell_dir = {tmp_path}/bells\n"
+        f"[amp_health]\nbind_address = 127.0.0.1\nbind_port = {port}\n[amp_status_page]\nhealth_bind_port = 0\n"
     )
     log = (tmp_path / "log").open("wb")
     process = subprocess.Popen(

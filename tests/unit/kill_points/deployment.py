@@ -32,34 +32,34 @@ LEASE = 1.0
 # Seconds of the clock within which a run has to settle after the last death.
 PATIENCE = 60.0
 _OPTIONS = f"""
-[controller]
+[amp_controller]
 lease = {LEASE}
 retry_first = 0.1
 retry_most = 2
 drain_timeout = 10
 forget_vip_after = 3
-[octavia]
+[amp_octavia]
 status_socket = {{folder}}/status.sock
 stats_socket = {{folder}}/stats.sock
 get_socket = {{folder}}/get.sock
 commit_patience = 10
 audit_after = 1
 audit_interval = 0.5
-[health]
+[amp_health]
 bind_address = 127.0.0.1
 bind_port = 0
-[failover]
+[amp_failover]
 pause_first = 0
-[rotation]
+[amp_rotation]
 settle = 1
-[certificates]
+[amp_certificates]
 settle = 2
 client_ca = {{folder}}/controller.pem
 ca_certificate = {{folder}}/amphora.pem
 ca_private_key = {{folder}}/amphora.key
-[queue]
+[amp_queue]
 doorbell_dir = {{folder}}/bells
-[store]
+[amp_database]
 encryption_key_file = {{folder}}/keys
 connection = {{url}}
 """
@@ -102,7 +102,7 @@ class Deployment:
         for cached in (config.shared, driver._shared):
             cached.cache_clear()
         self.conf = config.shared()
-        self.vault = Vault.load(self.conf.store.encryption_key_file)
+        self.vault = Vault.load(self.conf.amp_database.encryption_key_file)
         migrate.upgrade(url)
         self.database = Database(url, durable=False)
         self.catalogue = Catalog(self.conf, self.database, self.world)

@@ -50,7 +50,7 @@ class ControlPlane:
             vault=deployment.vault,
             trust=trust,
         )
-        self._jobs = Jobs(database, name, conf.controller.lease)
+        self._jobs = Jobs(database, name, conf.amp_controller.lease)
         self._reconciler = Reconciler(backends, self._jobs, lambda: None)
         self._housekeeping = Housekeeping(conf, database, deployment.catalogue, name, deployment.vault)
         self._housekeeping_at = time.monotonic() + _HOUSEKEEPING_EVERY

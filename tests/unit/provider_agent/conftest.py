@@ -35,7 +35,7 @@ def nothing_left_open(monkeypatch):
 
 @pytest.fixture
 def more_options():
-    """Further lines of `[octavia]`."""
+    """Further lines of `[amp_octavia]`."""
     return ""
 
 
@@ -43,9 +43,9 @@ def more_options():
 def conf(tmp_path, more_options):
     path = tmp_path / "amphora-driver.conf"
     path.write_text(
-        f"[store]\nconnection = sqlite:///{tmp_path}/driver.sqlite\nencryption_key_file = {tmp_path}/keys\n"
-        f"[queue]\ndoorbell_dir = {tmp_path}/bells\n"
-        f"[octavia]\nstatus_socket = {tmp_path}/status.sock\nstats_socket = {tmp_path}/stats.sock\n"
+        f"[amp_database]\nconnection = sqlite:///{tmp_path}/driver.sqlite\nencryption_key_file = {tmp_path}/keys\n"
+        f"[amp_queue]\ndoorbell_dir = {tmp_path}/bells\n"
+        f"[amp_octavia]\nstatus_socket = {tmp_path}/status.sock\nstats_socket = {tmp_path}/stats.sock\n"
         f"get_socket = {tmp_path}/get.sock\n{more_options}\n"
     )
     return config.load([str(path)])
@@ -53,7 +53,7 @@ def conf(tmp_path, more_options):
 
 @pytest.fixture
 def database(conf):
-    migrated.write(conf.store.connection)
-    database = Database(conf.store.connection)
+    migrated.write(conf.amp_database.connection)
+    database = Database(conf.amp_database.connection)
     yield database
     database.dispose()

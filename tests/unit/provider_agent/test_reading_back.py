@@ -101,7 +101,7 @@ class House:
     def __init__(self, conf, database, octavia):
         self.database = database
         self.octavia = octavia
-        self.vault = Vault.load(conf.store.encryption_key_file)
+        self.vault = Vault.load(conf.amp_database.encryption_key_file)
         self.intents = RequestRecorder(database, lambda node: None)
         self.reporter = Reporter(conf, database)
         self.intents.create_load_balancer(TREE, read_back=False)

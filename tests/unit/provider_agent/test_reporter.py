@@ -344,7 +344,7 @@ def test_whoever_cannot_reach_octavia_leaves_it_to_others(intents, database, con
 
 
 def test_without_others_it_goes_on_itself(intents, database, conf, reporter, octavia):
-    conf.set_override("poll_interval", 0.05, "queue")
+    conf.set_override("poll_interval", 0.05, "amp_queue")
     intents.create_load_balancer(TREE, read_back=False)
     reporter.try_run_once()
     octavia.stop()

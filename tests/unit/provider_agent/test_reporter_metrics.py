@@ -125,7 +125,7 @@ def asked(port, path):
 @pytest.mark.usefixtures("served", "octavia")
 def test_whoever_scrapes_it_is_told(conf, database, monkeypatch):
     (port,) = free_ports(1)
-    conf.set_override("provider_agent_port", port, group="status")
+    conf.set_override("provider_agent_port", port, group="amp_status_page")
     reporter = Reporter(conf, database)
     with provider_agent._start_telemetry(conf, "me", reporter) as watched:
         assert watched.server.wait_until_listening(10)

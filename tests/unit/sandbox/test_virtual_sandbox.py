@@ -36,28 +36,28 @@ def emulated(request, monkeypatch):
 
 def test_virtual_machines_get_their_images_and_more_time_where_they_are_emulated(folder, emulated):
     settings, conf = options(folder, compute="qemu", images=str(folder / "images"))
-    assert conf.compute.driver == "qemu"
-    assert conf.compute_qemu.image_directory == str(folder / "images")
-    assert conf.compute_qemu.directory == str(settings.machines) != conf.compute_netns.directory
-    assert conf.compute_qemu.management_network == conf.compute_netns.management_network
-    assert conf.agent.services == "systemd"
+    assert conf.amp_compute.driver == "qemu"
+    assert conf.amp_compute_qemu.image_directory == str(folder / "images")
+    assert conf.amp_compute_qemu.directory == str(settings.machines) != conf.amp_compute_netns.directory
+    assert conf.amp_compute_qemu.management_network == conf.amp_compute_netns.management_network
+    assert conf.amp_agent.services == "systemd"
     _, plain = options(folder / "plain")
-    assert plain.compute.driver == "netns"
-    assert plain.agent.services == "supervisor"
-    assert (conf.controller.boot_timeout > plain.controller.boot_timeout) is emulated
-    assert (conf.failover.silent_after > plain.failover.silent_after) is emulated
-    assert (conf.agent.connect_timeout > plain.agent.connect_timeout) is emulated
-    assert settings.wait_timeout > conf.controller.boot_timeout
-    assert conf.controller.lease == plain.controller.lease
-    assert conf.failover.witnesses == plain.failover.witnesses
+    assert plain.amp_compute.driver == "netns"
+    assert plain.amp_agent.services == "supervisor"
+    assert (conf.amp_controller.boot_timeout > plain.amp_controller.boot_timeout) is emulated
+    assert (conf.amp_failover.silent_after > plain.amp_failover.silent_after) is emulated
+    assert (conf.amp_agent.connect_timeout > plain.amp_agent.connect_timeout) is emulated
+    assert settings.wait_timeout > conf.amp_controller.boot_timeout
+    assert conf.amp_controller.lease == plain.amp_controller.lease
+    assert conf.amp_failover.witnesses == plain.amp_failover.witnesses
 
 
 def test_what_is_chosen_besides_counts_more(folder):
     _, conf = options(
-        folder, compute="qemu", options={"compute_qemu": {"memory": "640"}, "agent": {"services": "supervisor"}}
+        folder, compute="qemu", options={"amp_compute_qemu": {"memory": "640"}, "amp_agent": {"services": "supervisor"}}
     )
-    assert conf.compute_qemu.memory == 640
-    assert conf.agent.services == "supervisor"
+    assert conf.amp_compute_qemu.memory == 640
+    assert conf.amp_agent.services == "supervisor"
 
 
 def test_a_sandbox_stays_what_it_was_begun_as(folder):

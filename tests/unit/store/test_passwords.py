@@ -62,7 +62,7 @@ def logging_as_it_was():
 def test_no_command_shows_it(wrong, words, tmp_path, capsys, caplog, logging_as_it_was, monkeypatch):
     monkeypatch.setattr(migrate, "_ATTEMPTS", 1)
     path = tmp_path / "amphora-driver.conf"
-    path.write_text(f"[store]\nconnection = {WRONG[wrong]}\n")
+    path.write_text(f"[amp_database]\nconnection = {WRONG[wrong]}\n")
     said = ""
     for how in ((), ("--debug",)):
         assert main([*how, "--config-file", str(path), *words]) != 0
@@ -74,12 +74,12 @@ def test_no_command_shows_it(wrong, words, tmp_path, capsys, caplog, logging_as_
 def test_options_with_passwords_are_masked(tmp_path, caplog):
     path = tmp_path / "amphora-driver.conf"
     path.write_text(
-        f"[store]\nconnection = {WRONG['nobody is there']}\n[queue]\nbroker_url = amqp://me:{PASSWORD}@host:5672//\n"
+        f"[amp_database]\nconnection = {WRONG['nobody is there']}\n[amp_queue]\nbroker_url = amqp://me:{PASSWORD}@host:5672//\n"
     )
     conf = config.load([str(path)])
     caplog.set_level(logging.DEBUG)
     conf.log_opt_values(log.getLogger("options"), logging.DEBUG)
-    assert "store.connection" in caplog.text
+    assert "amp_database.connection" in caplog.text
     assert "canary" not in caplog.text
     assert all(
         option.secret

@@ -29,9 +29,9 @@ PATIENCE = 60
 
 def options(url, **status):
     conf = config.load([])
-    conf.set_override("connection", url, "store")
+    conf.set_override("connection", url, "amp_database")
     for name, value in {"bind_port": 1, **status}.items():
-        conf.set_override(name, value, "status")
+        conf.set_override(name, value, "amp_status_page")
     return conf
 
 
