@@ -17,9 +17,7 @@ PRODUCT = ("amphora_driver", "amphora_agent", "sandbox", "diskimage", "scripts")
 # Packages and documents that are not rewritten yet. Do not add to this list.
 PENDING = (
     "amphora_agent/octavia_api_v1/",
-    "docs/how-to/build-an-image.md",
     "docs/reference/agent-api.md",
-    "docs/reference/agent-vm.md",
     "docs/reference/amphora-api-v1.md",
 )
 PERSONS = re.compile(r"\b(?:who|whom|whoever|nobody|somebody|anybody|everybody|he|him|his|himself)\b", re.IGNORECASE)
