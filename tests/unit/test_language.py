@@ -15,11 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("amphora_driver", "amphora_agent", "sandbox", "diskimage", "scripts")
 # Packages and documents that are not rewritten yet. Do not add to this list.
-PENDING = (
-    "amphora_agent/octavia_api_v1/",
-    "docs/reference/agent-api.md",
-    "docs/reference/amphora-api-v1.md",
-)
+PENDING = ("amphora_agent/octavia_api_v1/",)
 PERSONS = re.compile(r"\b(?:who|whom|whoever|nobody|somebody|anybody|everybody|he|him|his|himself)\b", re.IGNORECASE)
 # The name of an unprivileged user.
 QUOTED = ('"nobody"', "`nobody`", "User=nobody")
