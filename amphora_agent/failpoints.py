@@ -15,7 +15,7 @@ from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 
-VARIABLE = "AMPHORA_AGENT_POINTS"
+VARIABLE = "AMPHORA_AGENT_FAILPOINTS"
 _DIRECTORY = os.environ.get(VARIABLE)
 _POLL_SECONDS = 0.005
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 
-VARIABLE = "AMPHORA_DRIVER_POINTS"
+VARIABLE = "AMPHORA_DRIVER_FAILPOINTS"
 _DIRECTORY = os.environ.get(VARIABLE)
 _POLL_SECONDS = 0.005
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands about the certificates of amphorae and the CAs that sign them.
 
-Invariant: no command shows a private key. `authority rotate` records the request and returns; the controllers perform
-the rotation. `authority list` shows the progress and the amphorae that the rotation waits for.
+Invariant: no command shows a private key. `ca rotate` records the request and returns; the controllers perform
+the rotation. `ca list` shows the progress and the amphorae that the rotation waits for.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class ListCertificates(Lister):
         )
 
 
-class ListAuthorities(Lister):
+class ListCertificateAuthorities(Lister):
     """List the CAs of amphorae and of controllers, and the amphorae that a rotation waits for.
 
     A CA without an ID is a file of the configuration. A CA has these states in this order: next (trusted, signs
@@ -159,11 +159,11 @@ class ListAuthorities(Lister):
         return (None, kind.value, "current", *about, len(held), "", AmphoraIds(()))
 
 
-class RotateAuthority(ShowOne):
+class RotateCertificateAuthority(ShowOne):
     """Replace a CA without an interruption of the connections between controllers and agents.
 
     The controllers do this in steps: all sides trust both CAs; the new CA signs all certificates; all sides trust only
-    the new CA; the old key is erased. `authority list` shows the progress. A second rotation cannot begin before the
+    the new CA; the old key is erased. `ca list` shows the progress. A second rotation cannot begin before the
     first has ended. The first rotation reads the configured CA certificate: run the command on a controller.
     """
 

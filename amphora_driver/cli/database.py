@@ -57,7 +57,7 @@ class UpgradeDatabase(ShowOne):
         done = migrate.upgrade(self.app.conf.amp_database.connection)
         if done.before and done.before < _BOUND_SINCE:
             self.app.stderr.write(
-                "Before the services start, run: amphoractl secrets reseal --bind (docs/explanation/secrets.md)\n"
+                "Before the services start, run: amphoractl secrets reencrypt --bind (docs/explanation/secrets.md)\n"
             )
         return ("Before", "After"), (done.before, done.after)
 

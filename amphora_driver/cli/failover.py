@@ -164,7 +164,7 @@ class FailoverStatus(ShowOne):
         state = automatic.state if automatic is not None else circuit_breaker.CLOSED
         values = {
             "Allowed now": Value(describe_permission(detector, rows, automatic=self.app.conf.amp_failover.automatic)),
-            "Breaker": f"held {circuit_breaker.OPEN}" if circuit_breaker.OPERATOR in rows else state,
+            "Circuit breaker": f"held {circuit_breaker.OPEN}" if circuit_breaker.OPERATOR in rows else state,
             "Since": Timestamp(getattr(rows.get(circuit_breaker.OPERATOR) or automatic, "since", None)),
             "Reason": Value(getattr(rows.get(circuit_breaker.OPERATOR) or automatic, "reason", None)),
             "Next trial": Timestamp(
@@ -178,7 +178,7 @@ class FailoverStatus(ShowOne):
         return tuple(values), tuple(values.values())
 
 
-class ListZombies(Lister):
+class ListUnknownAmphorae(Lister):
     """List machines that send heartbeats under an unknown amphora id.
 
     The control plane has no key for these heartbeats and cannot verify them. They are a hint, not a proof.
@@ -222,8 +222,8 @@ def describe_permission(detector: str | None, rows: dict[str, circuit_breaker.Br
 # --- circuit breaker ------------------------------------------------------------------------------------------------
 
 
-class OpenBreaker(Command):
-    """Hold the circuit breaker open: no automatic fail-over begins until `breaker close`."""
+class OpenCircuitBreaker(Command):
+    """Hold the circuit breaker open: no automatic fail-over begins until `circuit-breaker close`."""
 
     def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
         """Add the arguments."""
@@ -239,7 +239,7 @@ class OpenBreaker(Command):
         self.app.stdout.write("The breaker is held open: no automatic fail-over begins.\n")
 
 
-class CloseBreaker(Command):
+class CloseCircuitBreaker(Command):
     """Close the circuit breaker. Amphorae that are silent now count as dead and are replaced."""
 
     def take_action(self, _parsed_args: argparse.Namespace) -> None:

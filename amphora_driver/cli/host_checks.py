@@ -64,10 +64,10 @@ def check_keys(conf: ConfigOpts, database: Database) -> Check:
     unbound = sum(one.unbound for one in counts)
     if unbound:
         words = f"{unbound} of {total} secrets are not bound to their rows and are refused"
-        return failure("Keys", f"{words}. Run once: amphoractl secrets reseal --bind (docs/explanation/secrets.md).")
+        return failure("Keys", f"{words}. Run once: amphoractl secrets reencrypt --bind (docs/explanation/secrets.md).")
     if old:
         return warning(
-            "Keys", f"{old} of {total} secrets are encrypted with an older key. Run: amphoractl secrets reseal."
+            "Keys", f"{old} of {total} secrets are encrypted with an older key. Run: amphoractl secrets reencrypt."
         )
     return success("Keys", f"{total} secrets, encrypted with the newest of {len(vault.fingerprints)} keys")
 

@@ -25,7 +25,7 @@ HEAD = (
 )
 
 
-class ListWork(Lister):
+class ListJobs(Lister):
     """List load balancers with pending changes: owner, last error, and what each one waits for."""
 
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:

@@ -39,7 +39,7 @@ class SecretsStatus(Lister):
         return ("Column", "Line", "Key", "Use", "Secrets", "Unbound", "Misplaced"), rows
 
 
-class ResealSecrets(ShowOne):
+class ReencryptSecrets(ShowOne):
     """Encrypt every secret with the first key of the file. Safe while services run; can be repeated."""
 
     def get_parser(self, prog_name: str) -> argparse.ArgumentParser:

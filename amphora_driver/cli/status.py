@@ -80,7 +80,7 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True):
     failovers: Any
     rotations: Any
     breaker: dict[str, circuit_breaker.BreakerRow]
-    zombies: Any
+    unknown_amphorae: Any
     authorities: Any
     resyncs: Any
 
@@ -107,7 +107,7 @@ def _read_rows(connection: sa.Connection) -> Rows:
         failovers=failovers.list_open_failovers(connection),
         rotations=connection.execute(sa.select(rotation).where(rotation.c.ended_at.is_(None))).all(),
         breaker=circuit_breaker.read_breaker_rows(connection),
-        zombies=connection.execute(sa.select(zombie)).all(),
+        unknown_amphorae=connection.execute(sa.select(zombie)).all(),
         authorities=connection.execute(current).all(),
         resyncs=resyncs.list_resyncs(connection),
     )
@@ -124,7 +124,7 @@ def _check_rows(conf: Any, rows: Rows, now: float) -> Iterator[Check]:
         "Octavia's sockets": lambda: host_checks.check_octavia_sockets(conf, elsewhere=any(agents.values()), here=here),
         "Authorities": lambda: host_checks.check_authorities(conf, rows.authorities, now),
         "Certificates": lambda: status_checks.check_certificates(rows.machines, now),
-        "Breaker": lambda: status_checks.check_breaker(rows.breaker),
+        "Circuit breaker": lambda: status_checks.check_breaker(rows.breaker),
         "Witnesses": lambda: status_checks.check_witnesses(conf.amp_failover.witnesses, rows.machines),
         "Silent amphorae": lambda: status_checks.check_silent_amphorae(
             rows.machines, now, conf.amp_failover.silent_after
@@ -134,7 +134,7 @@ def _check_rows(conf: Any, rows: Rows, now: float) -> Iterator[Check]:
         ),
         "Rotations": lambda: status_checks.check_rotations(rows.rotations),
         "Drift": lambda: status_checks.check_drift(rows.machines),
-        "Zombies": lambda: status_checks.check_unknown_amphorae(rows.zombies),
+        "Unknown amphorae": lambda: status_checks.check_unknown_amphorae(rows.unknown_amphorae),
         "Agents": lambda: status_checks.check_agents(rows.machines, process_registry.installed_version()),
         "Images": lambda: status_checks.check_images(rows.machines, now, conf.amp_rotation.image_days),
         "Octavia's records": lambda: status_checks.check_resyncs(rows.resyncs, now, max_seconds),

@@ -159,7 +159,7 @@ def check_load_balancers(found: Sequence[LoadBalancerSummary], now: float, max_s
     if stuck:
         longest = max(now - (one.since or now) for one in stuck)
         ids = list_ids(one.work.load_balancer_id for one in stuck)
-        words = f"{len(stuck)} pending for up to {format_duration(longest)}: {ids}. Run: amphoractl work list."
+        words = f"{len(stuck)} pending for up to {format_duration(longest)}: {ids}. Run: amphoractl job list."
         checks.append(failure("Pending work", words))
     else:
         busy = sum(one.since is not None for one in found)
@@ -207,14 +207,16 @@ def check_breaker(rows: Mapping[str, circuit_breaker.BreakerRow]) -> Check:
         rows.get(one) for one in (circuit_breaker.OPERATOR, circuit_breaker.AUTOMATIC, circuit_breaker.SIGHT)
     )
     if held is not None:
-        return warning("Breaker", f"held open by an operator: {held.reason}. Run: amphoractl breaker close.")
+        return warning(
+            "Circuit breaker", f"held open by an operator: {held.reason}. Run: amphoractl circuit-breaker close."
+        )
     if automatic is not None and automatic.state != circuit_breaker.CLOSED:
         words = f"{automatic.state}: {automatic.silent} of {automatic.watched} amphorae are silent"
-        return failure("Breaker", f"{words}. No automatic fail-over begins. Run: amphoractl failover status.")
+        return failure("Circuit breaker", f"{words}. No automatic fail-over begins. Run: amphoractl failover status.")
     if sight is not None and sight.state == circuit_breaker.BLIND:
         words = f"the detector is blind: {sight.reason}. No automatic fail-over begins"
-        return warning("Breaker", f"{words}. Run: amphoractl failover status.")
-    return success("Breaker", "closed")
+        return warning("Circuit breaker", f"{words}. Run: amphoractl failover status.")
+    return success("Circuit breaker", "closed")
 
 
 def check_witnesses(witnesses: Sequence[str], machines: Sequence[Any]) -> Check:
@@ -259,8 +261,10 @@ def check_drift(machines: Sequence[Any]) -> Check:
 def check_unknown_amphorae(rows: Sequence[Any]) -> Check:
     """Check for heartbeats under unknown amphora ids."""
     if rows:
-        return warning("Zombies", f"{list_ids(row.amphora_id for row in rows)}. Run: amphoractl zombie list.")
-    return success("Zombies", "none")
+        return warning(
+            "Unknown amphorae", f"{list_ids(row.amphora_id for row in rows)}. Run: amphoractl unknown-amphora list."
+        )
+    return success("Unknown amphorae", "none")
 
 
 def check_certificates(machines: Sequence[Any], now: float) -> Check:
@@ -334,11 +338,9 @@ def check_authorities(ends: Mapping[str, float], now: float) -> Check:
     soon = [f"{name} in {format_duration(end - now)}" for name, end in ends.items() if now < end <= now + _MONTH]
     if over:
         words = f"expired: {', '.join(over)}"
-        return failure(
-            "Authorities", f"{words}. Run: amphoractl authority rotate; see docs/how-to/rotate-certificates.md."
-        )
+        return failure("Authorities", f"{words}. Run: amphoractl ca rotate; see docs/how-to/rotate-certificates.md.")
     if soon:
-        return warning("Authorities", f"expires soon: {', '.join(soon)}. Run: amphoractl authority rotate.")
+        return warning("Authorities", f"expires soon: {', '.join(soon)}. Run: amphoractl ca rotate.")
     first = min(ends, key=lambda name: ends[name], default=None)
     left = "" if first is None else f"; the first to expire is {first}, in {format_duration(ends[first] - now)}"
     return success("Authorities", f"{len(ends)} certificates{left}")

@@ -212,7 +212,7 @@ def _require_bound_to(location: SecretLocation, content: bytes) -> Secret:
         return Secret(content[len(_BOUND_PREFIX) + _DIGEST_LENGTH :])
     if binding is Binding.UNBOUND:
         happened = f"a value in table {location.table} is not bound to its row"
-        raise StoreError(_OPEN, happened, f"Run: amphoractl secrets reseal --bind ({_DOCS}).")
+        raise StoreError(_OPEN, happened, f"Run: amphoractl secrets reencrypt --bind ({_DOCS}).")
     raise StoreError(
         _OPEN,
         f"a value in table {location.table} was sealed for another row or purpose",

@@ -165,7 +165,7 @@ def begin_ca_rotation(connection: sa.Connection, kind: CaKind, configured: NewCa
         raise Conflict(
             f"rotate the CA of kind {kind.value}",
             "its last rotation has not ended",
-            "The command amphoractl authority list shows the reason.",
+            "The command amphoractl ca list shows the reason.",
         )
     if not found:
         imported = _insert_ca(connection, kind, CaState.CURRENT, configured, now)

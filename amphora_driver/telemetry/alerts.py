@@ -153,7 +153,7 @@ def _control_plane_notices(fleet: FleetSnapshot) -> Iterator[Notice]:
         if left < _MONTH and authority.state == "current":
             level = Level.TROUBLE if left < _DAY else Level.WATCH
             yield _fleet_notice(level, f"the CA of {authority.kind} certificates expires in {left / _DAY:.1f} days")
-    for unknown in fleet.zombies:
+    for unknown in fleet.unknown_amphorae:
         text = f"{unknown.address} sends heartbeats with the unknown amphora id {unknown.amphora_id}"
         yield _fleet_notice(Level.WATCH, f"{text}: {unknown.verdict}" if unknown.verdict else text, unknown.first_at)
     for pool in fleet.pools:

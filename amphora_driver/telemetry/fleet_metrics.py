@@ -92,11 +92,11 @@ def fleet_families(view: View) -> Iterator[Metric]:
     fleet = view.fleet
     yield _gauge("amphora_fleet_read_seconds", "Duration of the read of the fleet.", fleet.took)
     yield _gauge(
-        "amphora_fleet_attention_level",
+        "amphora_fleet_alert_level",
         "Highest level of a notice: 0 none, 1 watch, 2 trouble.",
         worst_level(view.notices),
     )
-    yield _by("amphora_fleet_notices", "Notices by level.", "level", _count_levels(view))
+    yield _by("amphora_fleet_alerts", "Notices by level.", "level", _count_levels(view))
     yield from _balancer_metrics(fleet)
     yield from _amphora_metrics(fleet)
     yield from _failover_metrics(fleet)
@@ -142,7 +142,7 @@ def _amphora_metrics(fleet: FleetSnapshot) -> Iterator[Metric]:
     ready = [one for one in serving if one.state == "ready"]
     yield _by("amphora_fleet_amphorae", "Amphorae by state.", "state", _count((one.state for one in serving), _AMPHORA))
     behind = sum(one.confirmed < one.wanted for one in ready)
-    yield _gauge("amphora_fleet_amphorae_behind", "Ready amphorae that serve an older generation.", behind)
+    yield _gauge("amphora_fleet_amphorae_outdated", "Ready amphorae that serve an older generation.", behind)
     yield _heartbeat_ages(fleet.at, serving)
     silent = _count((one.silence for one in fleet.amphorae if one.silence), _SILENCES)
     yield _by("amphora_fleet_amphorae_silent", "Silent amphorae by the failure detector's result.", "kind", silent)
@@ -152,7 +152,11 @@ def _amphora_metrics(fleet: FleetSnapshot) -> Iterator[Metric]:
     if ends:
         text = "Time until the first amphora certificate expires."
         yield _gauge("amphora_fleet_certificate_expiry_seconds", text, min(ends) - fleet.at)
-    yield _gauge("amphora_fleet_zombies", "Senders of heartbeats with an unknown amphora id.", len(fleet.zombies))
+    yield _gauge(
+        "amphora_fleet_unknown_amphorae",
+        "Senders of heartbeats with an unknown amphora id.",
+        len(fleet.unknown_amphorae),
+    )
     yield _gauge("amphora_fleet_orphans", "Orphaned machines, ports and VIPs.", fleet.orphans)
 
 
@@ -174,11 +178,11 @@ def _failover_metrics(fleet: FleetSnapshot) -> Iterator[Metric]:
     oldest = max((fleet.at - one.begun_at for one in open_ones), default=0.0)
     yield _gauge("amphora_fleet_failovers_oldest_seconds", "Age of the oldest open fail-over.", oldest)
     breaker = {state: float(fleet.breaker.state == state) for state in _BREAKER}
-    yield _by("amphora_fleet_breaker", "1 for the state of the circuit breaker.", "state", breaker)
+    yield _by("amphora_fleet_circuit_breaker", "1 for the state of the circuit breaker.", "state", breaker)
     text = "1 while an operator holds the circuit breaker open."
-    yield _gauge("amphora_fleet_breaker_held", text, fleet.breaker.held)
+    yield _gauge("amphora_fleet_circuit_breaker_held", text, fleet.breaker.held)
     sight = {state: float(fleet.sight.state == state) for state in _DETECTOR}
-    yield _by("amphora_fleet_sight", "1 for the state of the failure detector.", "state", sight)
+    yield _by("amphora_fleet_detector", "1 for the state of the failure detector.", "state", sight)
 
 
 def _control_plane_metrics(fleet: FleetSnapshot) -> Iterator[Metric]:
@@ -197,7 +201,7 @@ def _control_plane_metrics(fleet: FleetSnapshot) -> Iterator[Metric]:
     running = sum(one.state in {"running", "paused"} for one in fleet.rotations)
     yield _gauge("amphora_fleet_rotations", "Running and paused image rotations.", running)
     authorities = GaugeMetricFamily(
-        "amphora_fleet_authority_expiry_seconds", "Time until a CA expires.", labels=["kind", "state"]
+        "amphora_fleet_ca_expiry_seconds", "Time until a CA expires.", labels=["kind", "state"]
     )
     for authority in fleet.authorities:
         authorities.add_metric([authority.kind, authority.state], authority.expires_at - fleet.at)

@@ -221,7 +221,7 @@ def _read(connection: sa.Connection, spares_configured: int) -> FleetSnapshot:
         pools=_build_pools(rows, amphorae, spares_configured),
         rotations=_read_rotations(connection),
         authorities=tuple(_build(AuthorityInfo, row) for row in connection.execute(_AUTHORITIES)),
-        zombies=tuple(_build(UnknownAmphoraInfo, row) for row in connection.execute(_ZOMBIES)),
+        unknown_amphorae=tuple(_build(UnknownAmphoraInfo, row) for row in connection.execute(_ZOMBIES)),
         outbox=OutboxInfo(waiting=outbox.waiting, oldest=outbox.oldest),
         orphans=connection.execute(sa.select(sa.func.count()).select_from(tables.orphan)).scalar_one(),
     )

@@ -219,6 +219,6 @@ class FleetSnapshot(_Info, frozen=True):
     pools: tuple[SparePoolInfo, ...] = ()
     rotations: tuple[RotationInfo, ...] = ()
     authorities: tuple[AuthorityInfo, ...] = ()
-    zombies: tuple[UnknownAmphoraInfo, ...] = ()
+    unknown_amphorae: tuple[UnknownAmphoraInfo, ...] = ()
     outbox: OutboxInfo = OutboxInfo()
     orphans: int = 0

@@ -359,7 +359,7 @@ def authorities_rotated(cloud, balancer):
     settings, said_by_it = cloud.settings, []
     for kind in ca_records.CaKind:
         done = subprocess.run(
-            [Path(sys.executable).with_name("amphoractl"), "-vvv", "authority", "rotate", "--kind", kind.value],
+            [Path(sys.executable).with_name("amphoractl"), "-vvv", "ca", "rotate", "--kind", kind.value],
             env={**os.environ, config.FILE_VARIABLE: str(settings.driver_configuration)},
             capture_output=True,
             text=True,

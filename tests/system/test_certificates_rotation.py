@@ -165,7 +165,7 @@ def test_an_authority_is_replaced_wherever_controllers_die(lab, witness, kind):
     looks, moved = f"Authority-{kind.value}-before", f"Authority-{kind.value}-marked"
     lab.hold(looks)
     lab.hold(moved)
-    begun = amphoractl(lab, "authority", "rotate", "--kind", kind.value)
+    begun = amphoractl(lab, "ca", "rotate", "--kind", kind.value)
     assert begun["State"] == "next"
     booted = cloud.balancers.create_load_balancer(name=f"meanwhile-{kind.value}", vip_subnet_id=balancer.vip_subnet_id)
     assert phase_of(lab, kind) is CaState.NEXT
@@ -176,7 +176,7 @@ def test_an_authority_is_replaced_wherever_controllers_die(lab, witness, kind):
         # Who has moved it on waits, and dies then: nothing but that is written down.
         lab.held(moved)
         assert phase_of(lab, kind) is phase
-        listed = amphoractl(lab, "authority", "list")
+        listed = amphoractl(lab, "ca", "list")
         states = {one["State"] for one in listed if one["Kind"] == kind.value}
         assert states == {"current"} if phase is None else {"current", phase.value}
         changed(lab, balancer, number)
@@ -220,8 +220,8 @@ def test_files_are_needed_no_more_and_the_next_rotation_begins_from_rows(lab, wi
     changed(lab, witness.balancer, 4)
     made = cloud.served("without-files", ("member1",))
     assert cloud.answers(made.vip_address, 2) == {"member1": 2}
-    first = amphoractl(lab, "authority", "list", "--all")
-    assert amphoractl(lab, "authority", "rotate", "--kind", "amphora")["ID"] == max(one["ID"] for one in first) + 1
+    first = amphoractl(lab, "ca", "list", "--all")
+    assert amphoractl(lab, "ca", "rotate", "--kind", "amphora")["ID"] == max(one["ID"] for one in first) + 1
     cloud.until(lambda: phase_of(lab, CaKind.AMPHORA) is None, "the next rotation has ended")
     changed(lab, witness.balancer, 7)
     keys = lab.database.read(lambda c: ca_records.list_cas(c, gone=True))

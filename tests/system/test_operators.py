@@ -73,7 +73,7 @@ def balancer(house):
     """One that is served, and of which Octavia has been told everything."""
     made = house.cloud.served("operated", ("member1", "member2"))
     house.cloud.online(made.id)
-    house.cloud.until(lambda: house.ctl.json("work", "list") == [], "nothing is pending")
+    house.cloud.until(lambda: house.ctl.json("job", "list") == [], "nothing is pending")
     yield made
     house.cloud.clean()
 
@@ -202,23 +202,23 @@ def test_the_controller_is_gone(house, balancer):
     house.stack.supervision.stop("amphora-controller")
     try:
         cloud.balancers.update_member(member.id, pool, weight=7)
-        cloud.until(lambda: ctl.json("work", "list")[0]["Waits for"] == "a controller", "it waits")
+        cloud.until(lambda: ctl.json("job", "list")[0]["Waits for"] == "a controller", "it waits")
         cloud.until(lambda: ctl.check()[0]["Controllers"] == "Failure", "the controller is missed")
         ctl.run("status", "check", "--problems")
-        ctl.run("work", "list", "--fit-width")
+        ctl.run("job", "list", "--fit-width")
         ctl.run("controller", "list", "--fit-width")
         (shown,) = ctl.json("loadbalancer", "list", "--status", "PENDING")
         assert (shown["ID"], shown["Wanted"] - shown["Applied"]) == (balancer.id, 1)
     finally:
         house.stack.up()
     cloud.active(balancer.id)
-    cloud.until(lambda: ctl.json("work", "list") == [], "nothing is pending")
-    assert ctl.run("breaker", "open", "--reason", "the network is rebuilt")[0] == 0
-    assert ctl.check()[0]["Breaker"] == "Warning"
+    cloud.until(lambda: ctl.json("job", "list") == [], "nothing is pending")
+    assert ctl.run("circuit-breaker", "open", "--reason", "the network is rebuilt")[0] == 0
+    assert ctl.check()[0]["Circuit breaker"] == "Warning"
     ctl.run("failover", "status")
     ctl.run("status", "check", "--problems")
-    assert ctl.run("breaker", "close")[0] == 0
-    cloud.until(lambda: ctl.check()[0]["Breaker"] == "Success", "closed again")
+    assert ctl.run("circuit-breaker", "close")[0] == 0
+    cloud.until(lambda: ctl.check()[0]["Circuit breaker"] == "Success", "closed again")
     ctl.run("certificate", "list", "--fit-width")
 
 
@@ -241,7 +241,7 @@ def test_each_side_knows_one_that_the_other_does_not(house, balancer):
     assert house.resync(stranger, "--remove-unknown")[stranger][0] == "removed"
     assert stranger not in {one.id for one in cloud.balancers.load_balancers()}
     lost = cloud.load_balancer("lost")
-    cloud.until(lambda: ctl.json("work", "list") == [], "nothing is pending")
+    cloud.until(lambda: ctl.json("job", "list") == [], "nothing is pending")
     house.octavia(("UPDATE load_balancer SET provisioning_status='DELETED' WHERE id=?", lost.id))
     found = house.resync("--all")
     assert (found[lost.id][0], found[balancer.id][0]) == ("unknown", "done")

@@ -105,7 +105,7 @@ def balancer(house):
 
 
 def quiet(house):
-    house.cloud.until(lambda: house.ctl.json("work", "list") == [], "nothing is pending")
+    house.cloud.until(lambda: house.ctl.json("job", "list") == [], "nothing is pending")
 
 
 @contextmanager
@@ -215,8 +215,10 @@ def test_our_database_was_restored(house, balancer, store):
     assert set(known) == {balancer.id, made.id}
     assert house.resync(*known)[made.id][0] == "unrecorded"
     ctl.run("loadbalancer", "resync")
-    cloud.until(lambda: lost in {one["Amphora"] for one in ctl.json("zombie", "list")}, "its amphora is a zombie")
-    ctl.run("zombie", "list")
+    cloud.until(
+        lambda: lost in {one["Amphora"] for one in ctl.json("unknown-amphora", "list")}, "its amphora is a zombie"
+    )
+    ctl.run("unknown-amphora", "list")
     ctl.run("status", "check", "--problems")
     found = house.resync(made.id, deleted.id, "--remove-unknown")
     assert {one for one, _ in found.values()} == {"removed"}
@@ -234,8 +236,8 @@ def test_an_amphoras_disk_is_full(house, balancer):
     (one,) = cloud.amphorae(balancer)
     with full(house.settings.amphorae):
         weight(house, balancer, 9)
-        cloud.until(lambda: "space" in str(ctl.json("work", "list")), "it is said why")
-        ctl.run("work", "list", "--fit-width")
+        cloud.until(lambda: "space" in str(ctl.json("job", "list")), "it is said why")
+        ctl.run("job", "list", "--fit-width")
         ctl.run("loadbalancer", "show", balancer.id[:8])
         served(house, balancer)
         status, told, _ = ctl.program("amphora", "diagnose", one[:8])

@@ -286,7 +286,7 @@ def test_connections_that_drain_go_on(lab, pair):
 def test_an_authority_is_replaced_while_the_clock_is_ahead(lab, balancer):
     """Controllers issue themselves certificates by a clock that is ahead; amphorae go on to believe them."""
     lab.clock.set(HOUR)
-    begun = lab.amphoractl("authority", "rotate", "--kind", "controller")
+    begun = lab.amphoractl("ca", "rotate", "--kind", "controller")
 
     def over():
         known = {one.id: one.state for one in lab.database.read(ca_records.list_cas)}

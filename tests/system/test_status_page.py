@@ -107,7 +107,7 @@ def test_numbers_of_both_processes(cloud, settings):
     for port in (PORT, HEALTH_PORT):
         assert sample(settings, "amphora_fleet_up", port, "/metrics") == 1
         assert sample(settings, 'amphora_fleet_amphorae{state="ready"}', port, "/metrics") == 1
-        assert sample(settings, "amphora_fleet_amphorae_behind", port, "/metrics") == 0
+        assert sample(settings, "amphora_fleet_amphorae_outdated", port, "/metrics") == 0
         assert asked(settings, "/healthz", port) == (200, "ok\n")
     assert sample(settings, 'amphora_step_seconds_count{step="Push"}') >= 1
     assert sample(settings, 'amphora_jobs_total{outcome="finished"}') >= 1

@@ -150,7 +150,7 @@ def test_an_authority_is_replaced_by_controllers_of_two_versions(lab, witness, t
         (theirs,) = controllers(lab) - {ours}
         # Whoever looks whether it goes on waits: each step lasts for as long as both need.
         lab.hold(looks)
-        status, begun = amphoractl(lab, "authority", "rotate", "--kind", kind.value)
+        status, begun = amphoractl(lab, "ca", "rotate", "--kind", kind.value)
         assert status == 0, begun
         made, weight = [], 10
         turns = [(ours, theirs), (theirs, ours)]
@@ -192,7 +192,7 @@ def test_controllers_of_another_schema_do_nothing(lab, witness, tmp_path):
 
     looks = f"Authority-{kind.value}-before"
     lab.hold(looks)
-    status, begun = amphoractl(lab, "authority", "rotate", "--kind", kind.value)
+    status, begun = amphoractl(lab, "ca", "rotate", "--kind", kind.value)
     assert status == 0, begun
     lab.held(looks)
     try:

@@ -86,16 +86,16 @@ def test_certificates_of_amphorae(amphoractl, place, database):
 
 def test_an_authority_is_rotated_by_one_command(amphoractl, place, database):
     record(database, 0, 0)
-    files = answer(amphoractl, place, "authority", "list")
+    files = answer(amphoractl, place, "ca", "list")
     assert [(one["ID"], one["Kind"], one["State"], one["Amphorae"]) for one in files] == [
         (None, "amphora", "current", 1),
         (None, "controller", "current", 1),
     ]
     assert files[0]["Fingerprint"] == fingerprint((place.parent / "amphora.pem").read_bytes())
     assert files[0]["Days left"] == 10.0
-    made = answer(amphoractl, place, "authority", "rotate", "--kind", "controller", "--days", "100")
+    made = answer(amphoractl, place, "ca", "rotate", "--kind", "controller", "--days", "100")
     assert (made["Kind"], made["State"]) == ("controller", "next")
-    _, old, new = answer(amphoractl, place, "authority", "list")
+    _, old, new = answer(amphoractl, place, "ca", "list")
     assert (old["State"], new["State"], new["ID"], new["Fingerprint"]) == (
         *("current", "next", made["ID"]),
         made["Fingerprint"],
@@ -103,7 +103,7 @@ def test_an_authority_is_rotated_by_one_command(amphoractl, place, database):
     assert (old["Amphorae"], new["Amphorae"], new["Days left"]) == (1, 0, 100.0)
     assert (old["Waits for"], new["Waits for"]) == ("", "every amphora must trust the new one")
     assert new["Waiting amphorae"] == ["a0"]
-    status, _, err = amphoractl(place, "authority", "rotate", "--kind", "controller")
+    status, _, err = amphoractl(place, "ca", "rotate", "--kind", "controller")
     assert status == 1
     assert "has not ended" in err
     keys = [one.sealed_key for one in database.read(ca_records.list_cas)]
@@ -112,20 +112,20 @@ def test_an_authority_is_rotated_by_one_command(amphoractl, place, database):
 
 
 def test_once_rotated_the_files_are_not_asked_for(amphoractl, place, database):
-    answer(amphoractl, place, "authority", "rotate", "--kind", "amphora")
+    answer(amphoractl, place, "ca", "rotate", "--kind", "amphora")
     old, new = database.read(ca_records.list_cas)
     database.write(lambda c: ca_records.change_ca_states(c, {old: CaState.GONE, new: CaState.CURRENT}, 1.0))
     (place.parent / "amphora.pem").unlink()
-    assert answer(amphoractl, place, "authority", "rotate", "--kind", "amphora")["ID"] == new.id + 1
-    found = [one for one in answer(amphoractl, place, "authority", "list", "--all") if one["Kind"] == "amphora"]
+    assert answer(amphoractl, place, "ca", "rotate", "--kind", "amphora")["ID"] == new.id + 1
+    found = [one for one in answer(amphoractl, place, "ca", "list", "--all") if one["Kind"] == "amphora"]
     assert [one["State"] for one in found] == ["gone", "current", "next"]
 
 
 def test_whoever_cannot_read_the_files_is_told_so(amphoractl, place):
     (place.parent / "controller.pem").unlink()
-    found = answer(amphoractl, place, "authority", "list")
+    found = answer(amphoractl, place, "ca", "list")
     assert "cannot be read" in found[1]["Waits for"]
-    status, _, err = amphoractl(place, "authority", "rotate", "--kind", "controller")
+    status, _, err = amphoractl(place, "ca", "rotate", "--kind", "controller")
     assert status == 1
     assert "client_ca" in err
 
@@ -134,6 +134,6 @@ def test_no_key_is_shown(amphoractl, place):
     shown = "".join(
         amphoractl(place, *words, "-f", form)[1]
         for form in ("json", "table", "yaml")
-        for words in (("authority", "list"), ("certificate", "list"))
+        for words in (("ca", "list"), ("certificate", "list"))
     )
     assert "PRIVATE KEY" not in shown

@@ -119,7 +119,7 @@ def test_work_that_is_left_is_listed_with_what_it_waits_for(amphoractl, place, d
             "reported": 1,
         },
     )
-    found = {one["Load balancer"].removeprefix("lb-"): one for one in answer(amphoractl, place, "work", "list")}
+    found = {one["Load balancer"].removeprefix("lb-"): one for one in answer(amphoractl, place, "job", "list")}
     assert {name: one["Waits for"] for name, one in found.items()} == {
         "uncommitted": "Octavia's commit",
         "incomplete": "reading back from Octavia",
@@ -145,7 +145,7 @@ def test_work_that_is_left_is_listed_with_what_it_waits_for(amphoractl, place, d
         "Attempts": 3,
         "Error": "no answer",
     }
-    assert "no answer" in amphoractl(place, "work", "list", "--max-width", "0")[1]
+    assert "no answer" in amphoractl(place, "job", "list", "--max-width", "0")[1]
 
 
 def test_the_history_joins_calls_fail_overs_and_resyncs(amphoractl, place, database):
@@ -224,7 +224,7 @@ def test_another_schema_is_told_of_and_nothing_else_works(amphoractl, place, dat
     shown = answer(amphoractl, place, "database", "status")
     assert (shown["Schema"], shown["Fits"]) == ("0001", False)
     assert "amphoractl database upgrade" in shown["What to do"]
-    assert amphoractl(place, "work", "list")[0] == 1
+    assert amphoractl(place, "job", "list")[0] == 1
     assert "the schema is 0001, this version requires" in caplog.text
 
 
@@ -233,7 +233,7 @@ def test_an_upgrade_names_the_command_that_binds_secrets(amphoractl, place, monk
     monkeypatch.setattr(migrate, "active_processes", lambda _: ())
     monkeypatch.setattr(migrate, "upgrade", lambda _: migrate.Upgrade(before=before, after="0004"))
     status, _out, err = amphoractl(place, "database", "upgrade")
-    assert (status, "amphoractl secrets reseal --bind" in err) == (0, named)
+    assert (status, "amphoractl secrets reencrypt --bind" in err) == (0, named)
 
 
 @pytest.mark.parametrize("how", ["duty", "lease", "sign of life"])
@@ -304,7 +304,7 @@ def test_keys_are_rotated(amphoractl, place, database):
         for column in columns
         for line, key, use, number in ((1, first, "seals and opens", 0), (2, second, "opens", 1))
     ]
-    done = answer(amphoractl, place, "secrets", "reseal")
+    done = answer(amphoractl, place, "secrets", "reencrypt")
     assert done == {"Key": first, "Resealed": 2, "Left with other keys": 0, "Fit no key": 0, **BOUND}
     after = answer(amphoractl, place, "secrets", "status")
     assert [one["Secrets"] for one in after if one["Column"] in columns] == [1, 0, 1, 0]
@@ -323,7 +323,7 @@ def test_what_an_older_version_sealed_is_bound_once(amphoractl, place, database)
         put(database, amphora, {"id": name, **machine, "heartbeat_key": sealed})
     numbers = ("Resealed", "Unbound", "Misplaced")
     for words, expected in (((), (0, 1, 1)), (("--bind",), (1, 0, 1)), (("--bind",), (0, 0, 1))):
-        done = answer(amphoractl, place, "secrets", "reseal", *words)
+        done = answer(amphoractl, place, "secrets", "reencrypt", *words)
         assert tuple(done[one] for one in numbers) == expected, words
     (shown,) = [one for one in answer(amphoractl, place, "secrets", "status") if one["Secrets"]]
     assert (shown["Secrets"], shown["Unbound"], shown["Misplaced"]) == (2, 0, 1)
@@ -344,7 +344,7 @@ def test_no_form_of_output_shows_a_key(amphoractl, place, database, form):
             "heartbeat_key": Vault([key.encode()]).seal(Secret(b"canary"), key_location("a")),
         },
     )
-    for command in ("status", "reseal"):
+    for command in ("status", "reencrypt"):
         status, out, err = amphoractl(place, "secrets", command, "-f", form)
         assert status == 0
         assert not [word for word in (key, "canary", "gAAAA") if word in out + err]

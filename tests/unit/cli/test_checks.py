@@ -112,7 +112,7 @@ def breaker(name, state, **more):
         (
             [breaker(circuit_breaker.OPERATOR, "open", reason="switch")],
             WARNING,
-            "switch. Run: amphoractl breaker close",
+            "switch. Run: amphoractl circuit-breaker close",
         ),
         ([breaker(circuit_breaker.SIGHT, "blind", reason="no route")], WARNING, "blind: no route"),
     ],
@@ -211,7 +211,7 @@ def test_images(images, days, result, words):
 def test_zombies():
     assert status_checks.check_unknown_amphorae([]).result is OK
     found = status_checks.check_unknown_amphorae([Row(amphora_id="z")])
-    assert (found.result, "z. Run: amphoractl zombie list" in found.details) == (WARNING, True)
+    assert (found.result, "z. Run: amphoractl unknown-amphora list" in found.details) == (WARNING, True)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_zombies():
         ({}, OK, "0 certificates"),
         ({"ca": NOW + 40 * 86400}, OK, "the first to expire is ca, in 40 d"),
         ({"ca": NOW + 4 * 86400, "other": NOW + 99 * 86400}, WARNING, "expires soon: ca in 4 d 0 h. Run"),
-        ({"ca": NOW - 1, "other": NOW + 9}, FAILURE, "expired: ca. Run: amphoractl authority rotate"),
+        ({"ca": NOW - 1, "other": NOW + 9}, FAILURE, "expired: ca. Run: amphoractl ca rotate"),
     ],
 )
 def test_authorities(ends, result, words):

@@ -140,7 +140,7 @@ def test_who_is_silent_and_why_nothing_follows(shown, database):
     verdict = "its agent does not answer (timed out); it waits: the breaker is open"
     put(database, silence, amphora_id="a", load_balancer_id="lb", kind="never_spoke", since=1000.0, verdict=verdict)
     found = shown("failover", "status")
-    assert (found["Breaker"], found["Reason"], found["Watched"]) == ("open", "many", 20)
+    assert (found["Circuit breaker"], found["Reason"], found["Watched"]) == ("open", "many", 20)
     assert found["Next trial"] is not None
     (one,) = found["Silent"]
     assert (one["amphora"], one["kind"], one["verdict"]) == ("a", "never_spoke", verdict)
@@ -150,21 +150,21 @@ def test_who_is_silent_and_why_nothing_follows(shown, database):
 def test_the_breaker_is_held_open_and_closed(shown, database):
     detects(database)
     sees(database, state="open", reason="many")
-    assert "held open" in shown("breaker", "open", "--reason", "switches are replaced", human=True)
+    assert "held open" in shown("circuit-breaker", "open", "--reason", "switches are replaced", human=True)
     found = shown("failover", "status")
-    assert found["Breaker"] == "held open"
+    assert found["Circuit breaker"] == "held open"
     assert found["Allowed now"].startswith("nothing: the breaker is held open by ")
     assert found["Allowed now"].endswith("switches are replaced")
-    shown("breaker", "open", human=True)
-    shown("breaker", "close", human=True)
-    shown("breaker", "close", human=True)
+    shown("circuit-breaker", "open", human=True)
+    shown("circuit-breaker", "close", human=True)
+    shown("circuit-breaker", "close", human=True)
     found = shown("failover", "status")
-    assert (found["Breaker"], found["Allowed now"]) == ("closed", "fail-over of silent amphorae")
+    assert (found["Circuit breaker"], found["Allowed now"]) == ("closed", "fail-over of silent amphorae")
     assert found["Reason"].startswith("closed by ")
 
 
 def test_zombies(shown, database):
-    assert shown("zombie", "list") == []
+    assert shown("unknown-amphora", "list") == []
     put(
         database,
         zombie,
@@ -174,6 +174,6 @@ def test_zombies(shown, database):
         last_at=time.time() - 5,
         verdict="only reported",
     )
-    (row,) = shown("zombie", "list")
+    (row,) = shown("unknown-amphora", "list")
     assert (row["Amphora"], row["Address"], row["Verdict"]) == ("z", "203.0.113.9", "only reported")
     assert 4 <= row["Last heard"] <= 600

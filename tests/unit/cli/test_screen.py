@@ -112,7 +112,7 @@ def test_every_form_of_what_is_recorded(filled, amphoractl):
     database.write(spoil)
     database.dispose()
     for words in (
-        *(("status", "check"), ("loadbalancer", "show", LB), ("loadbalancer", "list", "--long"), ("work", "list")),
+        *(("status", "check"), ("loadbalancer", "show", LB), ("loadbalancer", "list", "--long"), ("job", "list")),
         *(("amphora", "list"), ("amphora", "show", AMPHORA), ("failover", "show", "1")),
     ):
         for form in ([], ["-f", "value"], ["-f", "csv"], ["-f", "yaml"]):
@@ -170,7 +170,7 @@ def test_a_user_without_a_name(filled, amphoractl, monkeypatch):
         file.write(f"[amp_queue]\ndoorbell_dir = {filled.parent}/bells\n")
     for words in (
         *(("controller", "drain", "--host", "here"), ("loadbalancer", "resync", LB), ("rotate", "--all")),
-        *(("amphora", "failover", AMPHORA), ("breaker", "open"), ("breaker", "close")),
+        *(("amphora", "failover", AMPHORA), ("circuit-breaker", "open"), ("circuit-breaker", "close")),
     ):
         status, _, err = amphoractl(filled, *words)
         assert status == 0, (words, err)

@@ -82,7 +82,7 @@ def test_a_failover_in_a_table():
 
 # --- every format ---------------------------------------------------------------------------------------------------
 
-LISTS = ("loadbalancer list", "loadbalancer list --long", "amphora list", "work list", "status check")
+LISTS = ("loadbalancer list", "loadbalancer list --long", "amphora list", "job list", "status check")
 
 
 @pytest.mark.parametrize("command", LISTS)
@@ -115,7 +115,8 @@ def test_completion_knows_every_command(amphoractl, filled, entry_points):
     assert status == 0
     for name, _target in entry_points(COMMANDS):
         *groups, verb = name.split("_")
-        assert re.search(rf"^\s*{'_'.join(['cmds', *groups])}='.*\b{verb}\b", out, re.MULTILINE), name
+        variable = "_".join(["cmds", *groups]).replace("-", "_")  # a name of bash
+        assert re.search(rf"^\s*{variable}='.*\b{verb}\b", out, re.MULTILINE), name
     assert "--remove-unknown" in out
 
 

@@ -32,13 +32,13 @@ NAMES = (
         "Octavia's sockets",
         "Authorities",
         "Certificates",
-        "Breaker",
+        "Circuit breaker",
         "Witnesses",
         "Silent amphorae",
         "Fail-overs",
         "Rotations",
     ),
-    *("Drift", "Zombies", "Agents", "Images", "Octavia's records"),
+    *("Drift", "Unknown amphorae", "Agents", "Images", "Octavia's records"),
 )
 
 
@@ -192,7 +192,7 @@ def test_keys(check, well, folder):
     for other, words in (
         (
             Fernet(old).encrypt(b"canary"),
-            "1 of 1 secrets are not bound to their rows.*amphoractl secrets reseal --bind",
+            "1 of 1 secrets are not bound to their rows.*amphoractl secrets reencrypt --bind",
         ),
         (Vault([old]).seal(Secret(b"canary"), key_location("b")), "1 of 1 secrets were encrypted for other rows"),
     ):
@@ -204,7 +204,7 @@ def test_keys(check, well, folder):
     (folder / "keys").write_bytes(new + b"\n" + old)
     status, found = check()
     assert (status, found["Keys"][0]) == (1, "Warning")
-    assert "amphoractl secrets reseal" in found["Keys"][1]
+    assert "amphoractl secrets reencrypt" in found["Keys"][1]
     (folder / "keys").write_bytes(new)
     status, found = check()
     assert (status, found["Keys"][0]) == (2, "Failure")

@@ -57,7 +57,7 @@ def logging_as_it_was():
     root.setLevel(level)
 
 
-@pytest.mark.parametrize("words", [("work", "list"), ("database", "status"), ("database", "upgrade")], ids=" ".join)
+@pytest.mark.parametrize("words", [("job", "list"), ("database", "status"), ("database", "upgrade")], ids=" ".join)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_no_command_shows_it(wrong, words, tmp_path, capsys, caplog, logging_as_it_was, monkeypatch):
     monkeypatch.setattr(migrate, "_ATTEMPTS", 1)

@@ -88,7 +88,7 @@ def test_a_value_without_a_place_is_bound_by_the_command_that_its_refusal_names(
         unbound = Fernet(key).encrypt(content)
         assert vault.binding(unbound, HERE) is Binding.UNBOUND
         for use in (vault.open, vault.reseal):
-            with pytest.raises(StoreError, match=r"not bound to its row. Run: amphoractl secrets reseal --bind"):
+            with pytest.raises(StoreError, match=r"not bound to its row. Run: amphoractl secrets reencrypt --bind"):
                 use(unbound, HERE)
         bound = vault.reseal(unbound, HERE, bind=True)
         assert vault.open(bound, HERE) == Secret(content)

@@ -87,7 +87,7 @@ def test_a_fleet_that_is_well():
             "CA of amphora certificates expires",
             {"authorities": (msgspec.structs.replace(AUTHORITY, expires_at=NOW + 86400 * 9),)},
         ),
-        (Level.WATCH, "192.0.2.9 sends heartbeats with the unknown amphora id", {"zombies": (ZOMBIE,)}),
+        (Level.WATCH, "192.0.2.9 sends heartbeats with the unknown amphora id", {"unknown_amphorae": (ZOMBIE,)}),
         (Level.WATCH, "quota", {"pools": (SparePoolInfo(id="p", wanted=1, booted=0, ready=0, error="quota"),)}),
         (Level.WATCH, "2 orphaned machines", {"orphans": 2}),
         (Level.WATCH, "3 statuses are not reported to Octavia yet", {"outbox": OutboxInfo(waiting=3, oldest=NOW - 60)}),

@@ -152,7 +152,7 @@ def test_everything_else(database):
         ("mute", "answers", "haproxy.cfg", True),
     ]
     assert (read.breaker.state, read.breaker.silent, read.breaker.reason) == ("open", 9, "many")
-    assert [one.address for one in read.zombies] == ["192.0.2.9"]
+    assert [one.address for one in read.unknown_amphorae] == ["192.0.2.9"]
     assert read.orphans == 1
     assert [one.state for one in read.authorities] == ["current", "next"]
     assert read.outbox.waiting == 1

@@ -75,7 +75,7 @@ def everything_hostile():
         pools=(SparePoolInfo(id=HOSTILE, wanted=1, booted=0, ready=0, error=HOSTILE),),
         rotations=(hostile(type(ROTATION), ROTATION),),
         authorities=(hostile(type(AUTHORITY), AUTHORITY),),
-        zombies=(hostile(type(ZOMBIE), ZOMBIE),),
+        unknown_amphorae=(hostile(type(ZOMBIE), ZOMBIE),),
     )
 
 
