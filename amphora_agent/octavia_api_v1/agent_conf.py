@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent configuration that Octavia writes for its amphorae, as settings of this agent.
+"""Conversion of Octavia's agent configuration to settings of this agent.
 
-Invariant: pure, but for `stored` and `keep`. Of Octavia's options only those about heartbeats and about being one of a
-pair are taken; where this agent listens and which certificates it trusts is never changed by them.
+Invariant: only `stored` and `keep` do I/O. Only Octavia's options for heartbeats and topology are used. They never
+change the address of this agent or its trusted certificates.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _FILE = "octavia.conf"
 
 
 def changed(settings: Settings, text: str) -> Settings:
-    """The settings after an upload: heartbeats are Octavia's from then on.
+    """Return the settings after an upload; heartbeats then have Octavia's format.
 
     Raises:
-        RequestRefused: the text cannot be read, or is another amphora's.
+        RequestRefused: the text is not valid, or it belongs to another amphora.
     """
     parser = configparser.ConfigParser(interpolation=None, strict=False, default_section="\0none")
     try:
@@ -39,7 +39,7 @@ def changed(settings: Settings, text: str) -> Settings:
         topology = parser.get("controller_worker", "loadbalancer_topology", fallback="")
         found = settings.targets if targets is None else _targets(targets)
     except configparser.Error as error:
-        # Its words repeat lines of the file, and one of them may be the key.
+        # The parser's error repeats lines of the file, and one of them may be the key.
         raise RequestRefused(_REFUSED, f"{type(error).__name__}", 500) from None
     except ValueError as error:
         raise RequestRefused(_REFUSED, str(error), 500) from error
@@ -58,7 +58,7 @@ def changed(settings: Settings, text: str) -> Settings:
 
 
 def stored(settings: Settings, paths: Paths) -> Settings:
-    """The settings as the last upload left them."""
+    """Return the settings of the last upload."""
     with suppress(FileNotFoundError):
         text = (paths.etc / _FILE).read_text(encoding="utf-8")
         try:
@@ -69,7 +69,7 @@ def stored(settings: Settings, paths: Paths) -> Settings:
 
 
 def keep(text: str, paths: Paths) -> None:
-    """Write an upload down, for the agent's next start.
+    """Store an upload for the next start of the agent.
 
     Raises:
         OSError: the disk is full, for example.

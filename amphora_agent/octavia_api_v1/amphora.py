@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An amphora as Octavia's worker sees it: plugged, configured and started in single requests.
+"""The amphora behind Octavia's API: single requests plug, configure and start it.
 
-Invariant: each change is a new generation of one bundle, applied by the same engine as any other, and it is remembered
-only after the engine has confirmed it. An amphora that another controller has given a bundle is never changed here.
+Invariant: each change is a new generation of one bundle. The applier applies it like any other bundle, and the state is
+stored after the confirmation. An amphora that serves a bundle of another controller is never changed here.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from amphora_agent.octavia_api_v1.uploads import Uploads
 from amphora_agent.paths import Paths
 
 _log = logging.getLogger(__name__)
-# What Octavia's API says in these cases; its worker waits and asks again when it reads the first one.
+# Messages of Octavia's API. Its worker retries after the first one.
 NO_INTERFACE = "No suitable network interface found"
 NO_LOAD_BALANCER = "Loadbalancer Not Found"
 ACTIONS = ("start", "stop", "reload")
 
 
 class OctaviaAmphora:
-    """What Octavia's worker may do with this amphora. One request at a time.
+    """Performs the requests of Octavia's worker, one at a time.
 
     Args:
-        settings: gives those of now; an upload changes them.
+        settings: returns the present settings; an upload changes them.
     """
 
     def __init__(self, settings: Callable[[], Settings], paths: Paths, applier: Applier, inner: Namespace) -> None:
@@ -59,7 +59,7 @@ class OctaviaAmphora:
 
     @property
     def state(self) -> State:
-        """What the worker has said."""
+        """The state that the worker has requested."""
         return self._state
 
     def _read(self) -> State:
@@ -76,7 +76,7 @@ class OctaviaAmphora:
         return state_of.blank(self._settings().amphora_id)
 
     def draining(self) -> frozenset[tuple[str, str]]:
-        """The members that get no new sessions, each with its backend."""
+        """Return the members that get no new sessions, each with its backend."""
         text = self._state.wanted.haproxy
         if text != self._draining[0]:
             self._draining = text, frozenset() if text is None else text_of.draining(text)
@@ -85,14 +85,14 @@ class OctaviaAmphora:
     # -- ports ----------------------------------------------------------------------------------------------
 
     def plug_vip(self, vip: str, document: Any) -> Interface:
-        """Have the port with the VIPs."""
+        """Add or change the interface with the VIPs."""
         with self.changing(403):
             port = ports.vip_port(vip, document)
             self._plug(port)
             return port
 
     def plug_network(self, document: Any) -> Interface:
-        """Have a port in a network of members, or another state of one."""
+        """Add or change an interface on a network of members."""
         with self.changing(403):
             port = ports.member_port(document, self._state.interfaces)
             self._plug(port)
@@ -105,9 +105,9 @@ class OctaviaAmphora:
         self._apply(replace(self._state, wanted=wanted))
 
     def set_rules(self, document: Any) -> None:
-        """Let in what the rules name."""
+        """Set the firewall rules."""
         with self.changing():
-            # No rule at all is said of an amphora that was just booted; it must not open one that has rules.
+            # The worker sends an empty list for a new amphora. It must not open an amphora that has rules.
             read = firewall_rules.read(document)
             if read or self._state.rules is None:
                 self._apply(replace(self._state, rules=read))
@@ -115,10 +115,10 @@ class OctaviaAmphora:
     # -- HAProxy --------------------------------------------------------------------------------------------
 
     def upload(self, amphora_id: str, load_balancer_id: str, body: bytes) -> None:
-        """Take a configuration; it is served from the next start or reload on.
+        """Store a configuration; the next start or reload serves it.
 
         Raises:
-            RequestRefused: HAProxy refuses it (in its own words), or it is not for this amphora.
+            RequestRefused: HAProxy refuses it (with its message), or it belongs to another amphora.
         """
         with self.changing():
             if amphora_id != str(self._settings().amphora_id):
@@ -141,7 +141,7 @@ class OctaviaAmphora:
         """Start, stop or reload HAProxy.
 
         Raises:
-            RequestRefused: there is no such load balancer here, or it could not be done.
+            RequestRefused: the load balancer does not exist here, or the action failed.
         """
         with self.changing():
             if load_balancer_id != self._state.load_balancer_id or self._state.uploaded is None:
@@ -152,7 +152,7 @@ class OctaviaAmphora:
                 raise RequestRefused(f"Error {action}ing haproxy", error.happened, 500) from error
 
     def delete(self, object_id: str) -> None:
-        """Serve a load balancer no longer and forget all of it; no error if it is not here."""
+        """Stop a load balancer and delete its state; no error if it does not exist."""
         with self.changing():
             if object_id == self._state.load_balancer_id:
                 self._apply(replace(self._bare(self._state), load_balancer_id=None, uploaded=None))
@@ -164,10 +164,10 @@ class OctaviaAmphora:
         return state.load_balancer_id, text_of.translate(state.uploaded, state.load_balancer_id)
 
     def _serving(self, state: State) -> State:
-        """The state in which the last upload is served."""
+        """Return the state in which HAProxy serves the last upload."""
         owner, found = self._translated(state)
         if not found.ports:
-            return self._bare(state)  # every listener is switched off, and HAProxy does not run without one
+            return self._bare(state)  # All listeners are disabled, and HAProxy does not run without a listener.
         wanted = replace(
             state.wanted,
             haproxy=found.text,
@@ -178,32 +178,32 @@ class OctaviaAmphora:
         return replace(state, wanted=wanted, ports=found.ports)
 
     def _bare(self, state: State) -> State:
-        """The state in which no HAProxy is wanted."""
+        """Return the state without HAProxy."""
         return replace(state, wanted=replace(state.wanted, haproxy=None, files=(), pings={}), ports=frozenset())
 
     # -- files ----------------------------------------------------------------------------------------------
 
     def put_file(self, load_balancer_id: str, name: str, body: bytes) -> None:
-        """Take a certificate, an authority, a revocation list or a crt-list."""
+        """Store a certificate, a CA, a revocation list or a crt-list."""
         with self.changing():
             self._refuse_another(load_balancer_id)
             certificates.checked_name(name)
             self._uploads.put(load_balancer_id, name, certificates.checked_content(name, body))
 
     def file(self, load_balancer_id: str, name: str) -> bytes | None:
-        """What was uploaded under a name."""
+        """Return the content of an uploaded file; None if it does not exist."""
         content = self._uploads.get(load_balancer_id, certificates.checked_name(name))
         return None if content is None else content.encode()
 
     def delete_file(self, load_balancer_id: str, name: str) -> None:
-        """Forget a file. What is served keeps it until the next reload."""
+        """Delete a file. HAProxy uses it until the next reload."""
         with self.changing():
             self._uploads.delete(load_balancer_id, certificates.checked_name(name))
 
     # -- keepalived -----------------------------------------------------------------------------------------
 
     def upload_vrrp(self, body: bytes) -> None:
-        """Take how this amphora is one of a pair; it counts from the next start or reload of keepalived on."""
+        """Store the VRRP configuration; the next start or reload of keepalived uses it."""
         with self.changing():
             names = {each.name for each in self._state.interfaces}
             vrrp = keepalived.read(body.decode(errors="replace"), names)
@@ -220,18 +220,17 @@ class OctaviaAmphora:
             except AgentError as error:
                 raise RequestRefused(wanted, error.happened, 500) from error
 
-    # -- the engine -----------------------------------------------------------------------------------------
+    # -- the applier ----------------------------------------------------------------------------------------
 
     @contextmanager
     def changing(self, status: int = 409) -> Iterator[None]:
-        """Within the block nobody else changes anything.
+        """Hold the lock for a change.
 
         Args:
-            status: of the answer if the amphora is another controller's. The worker takes a 409 to plugging for
-                success.
+            status: HTTP status of the refusal. The worker interprets a 409 to a plug request as success.
 
         Raises:
-            RequestRefused: it is.
+            RequestRefused: another controller manages this amphora through the interface v2.
         """
         with self._lock:
             last = self._last()
@@ -256,14 +255,14 @@ class OctaviaAmphora:
         generation = 1 if last is None else last.generation + 1
         made = state_of.bundle(state, generation, pair=self._settings().pair)
         try:
-            parse_stored(made.to_document())  # an agent that starts again reads it with no less care
+            parse_stored(made.to_document())  # A restarted agent validates it in the same way.
         except (ValueError, KeyError, TypeError) as error:
             raise RequestRefused("Invalid request", str(error)) from error
         return made
 
     def _apply(self, state: State) -> ApplyResult:
         if self._applier.lost is not None and any(file.content is None for file in state.wanted.files):
-            # The machine was booted anew; the worker finds its files missing and says everything again.
+            # After a reboot the files are lost. The worker finds this and uploads everything again.
             state = self._bare(state)
         bundle = self._bundle(state)
         digest = hashlib.sha256(json.dumps(bundle.to_document()).encode()).hexdigest()
@@ -276,11 +275,11 @@ class OctaviaAmphora:
         try:
             state_of.write(self._file, state)
         except OSError as error:
-            raise MachineError("write down what Octavia said", str(error)) from error
+            raise MachineError("store the state of Octavia's requests", str(error)) from error
         self._state = state
 
 
 def _macs() -> set[str]:
-    """The MAC addresses of the interfaces where it is called."""
+    """Return the MAC addresses of all interfaces of the calling network namespace."""
     with IPRoute() as route:
         return {link.mac for link in links.list_links(route)}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files that Octavia's worker uploads: certificates with their keys, authorities, revocation lists, crt-lists.
+"""Files that Octavia's worker uploads: certificates with keys, CAs, revocation lists and crt-lists.
 
-Invariant: pure. Only files of the load balancer that is served get into a bundle, and of these only what its text
-names, itself or through a crt-list. No error repeats what a file holds.
+Invariant: no I/O. A bundle contains only files of the served load balancer that its text or a crt-list names. No error
+repeats the content of a file.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterable
 from amphora_agent.bundle import MAX_FILE_BYTES, File
 from amphora_agent.errors import RequestRefused
 
-# The worker's names are hashes and ids. The first character is no dot: no file is hidden, no directory left.
+# The worker's names are hashes and ids. A leading dot is refused: it would be a hidden file or a parent directory.
 _NAME = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,90}\.pem")
 _PEM = "-----BEGIN "
 
 
 def checked_name(name: str) -> str:
-    """A name under which a file can be uploaded.
+    """Return a valid file name.
 
     Raises:
-        RequestRefused: it is none.
+        RequestRefused: the name is not valid.
     """
     if not _NAME.fullmatch(name):
         raise RequestRefused("Filename has wrong format", f"{name!r} is no name for a file")
@@ -31,10 +31,10 @@ def checked_name(name: str) -> str:
 
 
 def checked_content(name: str, body: bytes) -> str:
-    """The content of an upload.
+    """Return the content of an upload as text.
 
     Raises:
-        RequestRefused: it is not text, or too long.
+        RequestRefused: it is not UTF-8 text, or too long.
     """
     if len(body) > MAX_FILE_BYTES:
         raise RequestRefused("Invalid request", f"{name} holds {len(body)} bytes, at most {MAX_FILE_BYTES} are taken")
@@ -48,10 +48,10 @@ def checked_content(name: str, body: bytes) -> str:
 
 
 def bundle_name(path: str, load_balancer_id: str) -> str:
-    """The name in a bundle of a file that the worker knows by its path on an amphora of Octavia's.
+    """Return the name in a bundle for the path of a file on one of Octavia's amphorae.
 
     Raises:
-        RequestRefused: it belongs to somebody else.
+        RequestRefused: the file belongs to another load balancer.
     """
     directory, _, name = path.rpartition("/")
     if directory.rpartition("/")[2] != load_balancer_id or not _NAME.fullmatch(name):
@@ -60,13 +60,13 @@ def bundle_name(path: str, load_balancer_id: str) -> str:
 
 
 def collect(names: Iterable[str], read: Callable[[str], str | None], load_balancer_id: str) -> tuple[File, ...]:
-    """The files of a bundle: those that are named, and what the crt-lists among them name.
+    """Return the files of a bundle: the named ones, and the files that their crt-lists name.
 
     Args:
-        read: gives the content that was uploaded under a name, None if there is none.
+        read: returns the uploaded content of a file; None if it does not exist.
 
     Raises:
-        RequestRefused: one that is needed was not uploaded, or is not this load balancer's.
+        RequestRefused: a file was not uploaded, or belongs to another load balancer.
     """
     found: dict[str, File] = {}
     pending = sorted(names)
@@ -87,7 +87,7 @@ def collect(names: Iterable[str], read: Callable[[str], str | None], load_balanc
 
 
 def _rewritten(crt_list: str, load_balancer_id: str) -> str:
-    """A crt-list (HAProxy manual 3.2, "crt-list") with the names of the bundle; each line begins with a file."""
+    """Convert the file names of a crt-list (HAProxy manual 3.2, "crt-list") to those of the bundle."""
     lines = []
     for line in crt_list.splitlines():
         first, blank, rest = line.strip().partition(" ")

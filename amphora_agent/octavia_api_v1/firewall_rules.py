@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The firewall rules that Octavia's worker sends, as what a bundle allows.
+"""Conversion of the worker's firewall rules to the allowed networks of a bundle.
 
-Invariant: pure. Rules name what is let in; as soon as there are any, a port that HAProxy listens on and no rule names
-is closed. VRRP and the entries of stick tables are the bundle's `vrrp`, no rule opens or closes them.
+Invariant: no I/O. Rules name permitted traffic. If any rule exists, a port of HAProxy without a rule is closed. VRRP
+and stick-table peers follow from the bundle's `vrrp`; rules do not change them.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _EVERYBODY = (None, "0.0.0.0/0")
 
 @dataclass(frozen=True)
 class Rule:
-    """One TCP port and who reaches it; no network means everybody."""
+    """One TCP port and the permitted network; None permits all clients."""
 
     port: int
     network: Network | None
 
 
 def read(document: Any) -> tuple[Rule, ...]:
-    """The rules of a body of PUT interface/<address>/rules.
+    """Return the rules in the body of PUT interface/<address>/rules.
 
     Raises:
-        RequestRefused: the body is not one.
+        RequestRefused: the body is not valid.
     """
     try:
         return tuple(_rule(each) for each in _list(document) if each["protocol"] == "TCP")
@@ -42,10 +42,10 @@ def read(document: Any) -> tuple[Rule, ...]:
 
 
 def allowed(rules: Iterable[Rule], ports: Collection[int]) -> tuple[AllowedSources, ...]:
-    """What a bundle says for these rules.
+    """Return the allowed networks of a bundle for these rules.
 
     Args:
-        ports: those that HAProxy listens on.
+        ports: the ports of HAProxy's listeners.
     """
     by_port: dict[int, list[Network | None]] = {port: [] for port in ports}
     for rule in rules:

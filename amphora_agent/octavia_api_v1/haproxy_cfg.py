@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HAProxy configuration that Octavia's worker uploads, as the text of a bundle.
+"""Conversion of an uploaded HAProxy configuration to the text of a bundle.
 
-Invariant: pure. A line of the result is the same line of the upload, kept, rewritten or emptied: what HAProxy says
-about "line 12" is true of both. What belongs to a machine (`global`, `peers`, the exporter of metrics) is not in the
-result; what is none of this and no section of a load balancer stays, for `haproxy.configuration` to refuse, and what is
-no directive of Octavia's template, for `directives` to refuse.
+Invariant: no I/O. Each line of the result is the same line of the upload: kept, rewritten or empty. Line numbers in
+HAProxy's messages are therefore right. Sections of the machine (`global`, `peers`, the metrics exporter) are omitted.
+Other unknown sections and directives stay in the text; `haproxy.config_parser` and `directives` refuse them.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from amphora_agent.haproxy.config_parser import AGENT_PREFIX
 from amphora_agent.haproxy.stick_table_sync import PEERS
 from amphora_agent.octavia_api_v1.certificates import bundle_name
 
-# What the worker's template has for the metrics of HAProxy; ours is `AGENT_PREFIX` + "metrics".
+# The metrics service in the worker's template; ours is `AGENT_PREFIX` + "metrics".
 _EXPORTERS = {("frontend", "prometheus-exporter-internal-endpoint"), ("backend", "prometheus-exporter-internal")}
 _EXPORTER = "prometheus-exporter-internal"
 _MACHINE = {"global", "peers"}
@@ -35,10 +34,10 @@ _PING = ["http-check send meth GET uri-lf '/ping/%[srv_name]'", "option httpchk"
 
 @dataclass(frozen=True)
 class Translation:
-    """What an upload comes to.
+    """The result of a conversion.
 
-    ``connections`` is the limit of the whole process, ``files`` are the uploaded files that the text names, ``ports``
-    those that it listens on, ``pings`` the addresses to ask by member.
+    ``connections`` is the limit of the process, ``files`` are the uploaded files that the text names, ``ports`` the
+    ports of listeners, ``pings`` the addresses of PING checks by member.
     """
 
     text: str
@@ -51,7 +50,7 @@ class Translation:
 
 @dataclass
 class _Found:
-    """What has been seen so far."""
+    """The state of a conversion in progress."""
 
     connections: int | None = None
     threads: int | None = None
@@ -61,13 +60,13 @@ class _Found:
 
 
 def translate(uploaded: str, load_balancer_id: str) -> Translation:
-    """Turn an upload into the text of a bundle.
+    """Convert an upload to the text of a bundle.
 
     Args:
-        load_balancer_id: whose files it may name.
+        load_balancer_id: the text may name files of this load balancer only.
 
     Raises:
-        RequestRefused: it names a file of another load balancer, or has a section of the machine twice.
+        RequestRefused: it names a file of another load balancer, or repeats a section of the machine.
     """
     found = _Found()
     lines: list[str] = []
@@ -88,13 +87,13 @@ def translate(uploaded: str, load_balancer_id: str) -> Translation:
 
 
 def draining(text: str) -> frozenset[tuple[str, str]]:
-    """The members of a translated text that get no new sessions: backend and name of each server of no weight."""
+    """Return backend and name of each server with weight 0 in a converted text."""
     servers = config_parser.parse(text).servers
     return frozenset(key for key, server in servers.items() if server.weight == 0)
 
 
 def _sections(lines: list[str]) -> Iterator[tuple[str, str, list[str]]]:
-    """Each section with its kind, its name and all its lines; what comes before the first one has no kind."""
+    """Yield each section with kind, name and lines; lines before the first section have no kind."""
     kind, name, section = "", "", list[str]()
     for line in lines:
         words = line.split()
@@ -158,7 +157,7 @@ def _named(match: re.Match[str], load_balancer_id: str, found: _Found) -> str:
 
 
 def _pinged(line: str, words: list[str], found: _Found) -> str:
-    """A member that the agent asks for its echo, at the address that the monitor names if it names one."""
+    """Record a member with a PING check; the monitor's address has precedence over the member's."""
     text = words[words.index("addr") + 1] if "addr" in words[:-1] else words[2].rpartition(":")[0]
     try:
         found.pings[words[1]] = ipaddress.ip_address(text.strip("[]"))

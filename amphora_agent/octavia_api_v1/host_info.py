@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of this machine in the shape in which Octavia's API gives them.
+"""Figures of this machine in the format of Octavia's API.
 
-Invariant: every figure is the kernel's own (proc(5)); where it has none, the answer is zero, not a guess.
+Invariant: each figure comes from the kernel (proc(5)); a missing figure is zero.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MEMORY = {
 
 
 def figures(inner: Namespace) -> dict[str, Any]:
-    """What GET details says of the machine: processors, memory (kB), disk (bytes), load, traffic (bytes)."""
+    """Return figures for GET details: processors, memory (kB), disk (bytes), load, traffic (bytes)."""
     disk = os.statvfs("/")
     return {
         "cpu_count": os.cpu_count() or 1,
@@ -41,7 +41,7 @@ def figures(inner: Namespace) -> dict[str, Any]:
 
 
 def cpu(stat: str) -> dict[str, Any]:
-    """Jiffies since boot. The parts are strings, their sum is a number: so is the API."""
+    """Return jiffies since boot. In the API the parts are strings and their sum is a number."""
     spent = dict(zip(_CPU, stat.split("\n", 1)[0].split()[1:], strict=False))
     return {
         "total": sum(map(int, spent.values())),
@@ -52,13 +52,13 @@ def cpu(stat: str) -> dict[str, Any]:
 
 
 def memory(meminfo: str) -> dict[str, int]:
-    """In kB."""
+    """Return memory figures in kB."""
     found = {name: int(value) for name, value in re.findall(r"^(\w+):\s+(\d+) kB$", meminfo, re.MULTILINE)}
     return {name: found.get(field, 0) for name, field in _MEMORY.items()}
 
 
 def networks(dev: str) -> dict[str, dict[str, int]]:
-    """Bytes in and out of each interface but the loopback."""
+    """Return received and sent bytes of each interface except loopback."""
     found = {}
     for line in dev.splitlines():
         name, colon, numbers = line.partition(":")
@@ -69,7 +69,7 @@ def networks(dev: str) -> dict[str, dict[str, int]]:
 
 
 def listeners(configuration: Configuration) -> list[dict[str, str]]:
-    """What GET listeners says. Octavia's API calls every listener that is configured active."""
+    """Return the answer of GET listeners. In Octavia's API every configured listener is active."""
     return [
         {"status": "ACTIVE", "uuid": name, "type": _kind(section.setting("mode"), section.setting("bind"))}
         for name, section in configuration.frontends.items()

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Octavia's documented amphora API 1.0: what it asks of the machine and its agent (docs/reference/amphora-api-v1.md).
+"""Routes of Octavia's amphora API 1.0 that concern machine and agent.
 
-Invariant: what is only read changes nothing and is answered whoever drives the amphora.
+See docs/reference/amphora-api-v1.md.
+
+Invariant: reading requests change nothing. They are answered for every kind of controller.
 """
 
 from __future__ import annotations
@@ -34,11 +36,11 @@ def blueprint(
     configure: Callable[[str], None],
     take_certificate: Callable[[bytes], None],
 ) -> Blueprint:
-    """The routes.
+    """Return the routes.
 
     Args:
-        configure: takes the text of an agent configuration of Octavia's.
-        take_certificate: takes the agent's own next certificate with its key.
+        configure: applies the text of Octavia's agent configuration.
+        take_certificate: replaces the agent's certificate and key.
     """
     routes = Blueprint("octavia machine", __name__)
     answer_errors(routes)
@@ -113,7 +115,7 @@ def _listeners(applier: Applier) -> list[dict[str, str]]:
 
 
 def _interface(text: str, amphora: OctaviaAmphora, inner: Namespace) -> str:
-    """The name of the interface that has an address, or will have it once this amphora has the VIPs."""
+    """Return the interface that has an address, or gets it together with the VIPs."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError as error:

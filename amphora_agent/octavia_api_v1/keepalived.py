@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keepalived configuration that Octavia's worker uploads, as the `vrrp` of a bundle.
+"""Conversion of an uploaded keepalived configuration to the `vrrp` of a bundle.
 
-Invariant: pure. Nothing of the text is ever given to keepalived: it is read for its numbers and addresses, and what
-keepalived gets is written anew. VIPs, routes and rules are not read: plugging said them already.
+Invariant: no I/O. keepalived never gets this text. Numbers and addresses are read from it, and the agent renders its
+own configuration. VIPs, routes and rules are ignored, because the plug requests contain them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _USUAL_ADVERT = 1.0
 
 
 def read(text: str, interfaces: Collection[str]) -> Vrrp:
-    """How this amphora is one of a pair.
+    """Return the VRRP part of a bundle.
 
     Args:
-        interfaces: the names of those that are plugged.
+        interfaces: the names of the plugged interfaces.
 
     Raises:
-        RequestRefused: the text has no instance, more than one, or not what an instance needs.
+        RequestRefused: the text does not have exactly one complete instance.
     """
     instances = [body for head, body in _blocks(text) if head[:1] == ["vrrp_instance"]]
     if len(instances) != 1:
@@ -55,7 +55,7 @@ def read(text: str, interfaces: Collection[str]) -> Vrrp:
 
 
 def partner(address: Host) -> Partner:
-    """One of a pair. Neither side is told the other's id, so both name each other by address."""
+    """Return a VRRP peer. The amphorae do not know each other's id, so the name is the address."""
     return Partner(str(address).replace(".", "-").replace(":", "-").strip("-"), address)
 
 
@@ -71,7 +71,7 @@ def _word(lines: dict[str, list[str]], keyword: str) -> str:
 
 
 def _blocks(text: str) -> list[tuple[list[str], list[str]]]:
-    """The outermost blocks: the words before the brace, and the words within (braces and ends of lines included)."""
+    """Yield outermost blocks: words before the brace, and words inside with braces and line ends."""
     found: list[tuple[list[str], list[str]]] = []
     head: list[str] = []
     body: list[str] = []
@@ -104,7 +104,7 @@ def _named_blocks(body: list[str]) -> list[tuple[str, list[str]]]:
 
 
 def _lines(body: list[str]) -> dict[str, list[str]]:
-    """The lines that are in no inner block: their words by the first one."""
+    """Return the words of lines outside inner blocks, by first word."""
     lines: list[list[str]] = [[]]
     depth = 0
     for token in body:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ports that Octavia's worker plugs, as interfaces of a bundle.
+"""Conversion of plug requests to interfaces of a bundle.
 
-Invariant: pure. A port is known by its MAC address and keeps the name it got first. The one with the VIPs is
-`VIP_NAME`, whatever else is plugged.
+Invariant: no I/O. A MAC address identifies a port, which keeps its first name. The interface with the VIPs is
+`VIP_NAME`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _EVERYTHING = {4: ipaddress.ip_network("0.0.0.0/0"), 6: ipaddress.ip_network("::
 
 
 def vip_port(vip: str, document: Any) -> Interface:
-    """The interface that the body of POST plug/vip asks for.
+    """Return the interface for the body of POST plug/vip.
 
     Args:
         vip: the primary VIP, from the URL.
 
     Raises:
-        RequestRefused: the body is not one.
+        RequestRefused: the body is not valid.
     """
     try:
         found = _object(document)
@@ -53,13 +53,13 @@ def vip_port(vip: str, document: Any) -> Interface:
 
 
 def member_port(document: Any, plugged: Collection[Interface]) -> Interface:
-    """The interface that the body of POST plug/network asks for.
+    """Return the interface for the body of POST plug/network.
 
     Args:
-        plugged: those that there are; the same port again is another state of the same interface.
+        plugged: the present interfaces; a repeated port changes its interface.
 
     Raises:
-        RequestRefused: the body is not one.
+        RequestRefused: the body is not valid.
     """
     try:
         found = _object(document)
@@ -83,16 +83,16 @@ def member_port(document: Any, plugged: Collection[Interface]) -> Interface:
 
 
 def with_port(plugged: Collection[Interface], port: Interface) -> tuple[Interface, ...]:
-    """The interfaces after one more was plugged, or one of them anew. There is one with the VIPs."""
+    """Return the interfaces with one added or replaced. One of them has the VIPs."""
     return tuple(sorted((*(each for each in plugged if each.name != port.name), port), key=lambda each: each.name))
 
 
 def _shared(found: Mapping[str, Any], fixed: list[dict[str, Any]], known: Interface | None) -> Interface:
-    """The port of the VIPs, on which members' subnets are reached too."""
+    """Return the interface with the VIPs, which also reaches subnets of members."""
     if found.get("vip_net_info"):
         net_info = _object(found["vip_net_info"])
         port = vip_port(net_info["vip"], {"mac_address": found["mac_address"], **net_info})
-        # This body does not name the additional VIPs.
+        # This body does not contain the additional VIPs.
         if known is not None and not net_info.get("additional_vips"):
             port = _joined(port, (), known.vips, known.routes)
     elif known is not None:
@@ -116,7 +116,7 @@ def _joined(
 
 
 def _vip_routes(vip: Mapping[str, Any], own: Collection[Address]) -> list[Route]:
-    """A VIP's own subnet is on the link even where the amphora has no address in it."""
+    """Return the on-link route of a VIP's subnet, for an amphora without an address in it."""
     subnet = ipaddress.ip_network(vip["subnet_cidr"], strict=False)
     near = [] if any(address.network == subnet for address in own) else [Route(subnet, None)]
     return [*near, *_default(vip), *_host_routes(vip)]
@@ -138,7 +138,7 @@ def _host_routes(subnet: Mapping[str, Any]) -> list[Route]:
 
 
 def _unique(routes: Iterable[Route]) -> tuple[Route, ...]:
-    """One route for each destination: the first, which is that of the primary VIP."""
+    """Return the first route of each destination; the primary VIP is first."""
     found: dict[Network, Route] = {}
     for route in routes:
         found.setdefault(route.destination, route)
@@ -156,7 +156,7 @@ def _object(document: Any) -> dict[str, Any]:
 
 
 def _fixed(address: Any, subnet: Any) -> Address:
-    """An address with the length of its subnet's prefix."""
+    """Return an address with the prefix length of its subnet."""
     if not isinstance(address, str):
         raise TypeError("an address of the port's own is needed: this amphora asks no DHCP server for one")
     length = ipaddress.ip_network(subnet, strict=False).prefixlen

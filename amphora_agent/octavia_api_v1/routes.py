@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Octavia's documented amphora API 1.0: what changes the amphora (docs/reference/amphora-api-v1.md).
+"""Routes of Octavia's amphora API 1.0 that change the amphora (docs/reference/amphora-api-v1.md).
 
-Invariant: thin. A route reads its request, calls one method, and answers in the API's own shape; errors, too.
+Invariant: a route reads its request, calls one method, and answers in the format of the API.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _NO_UDP = "UDP and SCTP listeners are not served by this amphora"
 
 
 def answer_errors(routes: Blueprint) -> None:
-    """Have a blueprint answer errors in the shape of Octavia's API."""
+    """Answer errors of a blueprint in the format of Octavia's API."""
 
     @routes.errorhandler(AgentError)
     def ours(error: AgentError) -> ResponseReturnValue:
         if isinstance(error, RequestRefused):
             return jsonify(error.document()), error.status
-        # 422 is none of the API's: its worker would take it for success.
+        # The API has no 422: the worker would interpret it as success.
         status = 400 if error.status == HTTPStatus.UNPROCESSABLE_ENTITY else error.status
         return jsonify({"message": f"Could not {error.wanted}", "details": error.happened}), status
 
@@ -39,7 +39,7 @@ def answer_errors(routes: Blueprint) -> None:
 
 
 def fingerprint(content: bytes) -> str:
-    """The ETag of an upload: Octavia's API compares contents by MD5."""
+    """Return the ETag of an upload: Octavia's API compares contents by MD5."""
     return hashlib.md5(content, usedforsecurity=False).hexdigest()
 
 
@@ -51,7 +51,7 @@ def _tagged(document: dict[str, Any], content: bytes, status: int = 200) -> Resp
 
 
 def blueprint(amphora: OctaviaAmphora) -> Blueprint:
-    """The routes."""
+    """Return the routes."""
     routes = Blueprint("octavia", __name__)
     answer_errors(routes)
 
@@ -145,7 +145,7 @@ def _vrrp(routes: Blueprint, amphora: OctaviaAmphora) -> None:
 
 
 def _udp(routes: Blueprint, amphora: OctaviaAmphora) -> None:
-    """LVS is not here: the worker is told so, and its listener goes to ERROR with these words in its log."""
+    """Refuse LVS: the worker sets its listener to ERROR and logs this message."""
 
     @routes.put("/1.0/listeners/<amphora_id>/<listener_id>/udp_listener")
     def upload_udp(amphora_id: str, listener_id: str) -> ResponseReturnValue:
@@ -158,11 +158,11 @@ def _udp(routes: Blueprint, amphora: OctaviaAmphora) -> None:
 
 
 def _id(text: str) -> str:
-    """An id of a URL, in the form in which it names files."""
+    """Return an id of a URL in canonical form."""
     try:
         return str(uuid.UUID(text))
     except ValueError as error:
-        raise RequestRefused("Invalid request", f"{text!r} is no id") from error
+        raise RequestRefused("Invalid request", f"{text!r} is not an id") from error
 
 
 def _action(text: str) -> str:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Octavia's worker has said so far, and the bundle that follows from it.
+"""The state from all requests of Octavia's worker, and its conversion to a bundle.
 
-Invariant: pure, but for reading and writing one file. Octavia's API says a load balancer in pieces; `bundle` makes the
-whole of them at any moment, so that each request is one more generation of the same kind as any other. No file's
-content is in the state.
+Invariant: the only I/O is one file. Octavia's API configures a load balancer in parts; `bundle` combines them, so that
+each request is one more generation. The state contains no content of files.
 """
 
 from __future__ import annotations
@@ -24,11 +23,10 @@ from amphora_agent.paths import write_atomically
 
 @dataclass(frozen=True)
 class State:
-    """Everything the worker has said.
+    """The state from all requests of the worker.
 
-    ``wanted`` holds its parts as those of a bundle: the interfaces with all VIPs, the text that is to be served (not
-    the one that was uploaded last), and how the amphora is one of a pair, whether or not keepalived was started.
-    ``ports`` are those of the text.
+    ``wanted`` contains the parts of a bundle: the interfaces with all VIPs, the text to serve (not the last upload),
+    and the VRRP part, also before the start of keepalived. ``ports`` are the ports of the text.
     """
 
     wanted: Bundle
@@ -44,25 +42,24 @@ class State:
 
 
 def blank(amphora_id: uuid.UUID) -> State:
-    """An amphora that has been told nothing yet."""
+    """Return the state of an amphora without any request."""
     return State(Bundle(amphora_id, OCTAVIA_API_V1_ID, 0, None, (), {}, Limits(None, None), ()))
 
 
 def recovered(served: Bundle) -> State:
-    """What can be known from the bundle that is served, where the state itself is lost.
+    """Return the state from the served bundle, after a loss of the stored state.
 
-    The next plugging leaves the rest as it is; HAProxy's text is the worker's to upload again, and it does with each
-    update.
+    The next plug request changes nothing else. The worker uploads HAProxy's text again with each update.
     """
     return State(replace(served, generation=0, allowed=()), vrrp_started=served.vrrp is not None)
 
 
 def bundle(state: State, generation: int, *, pair: bool) -> Bundle:
-    """What the amphora is to be now.
+    """Return the bundle of a state.
 
     Args:
-        pair: whether this is one of two, even if nobody has said how. Then the VIPs are not here before keepalived
-            was started: the partner may have them.
+        pair: whether this amphora is one of a pair, also before a VRRP upload. The VIPs are then absent until
+            keepalived starts, because the partner may have them.
     """
     interfaces = state.interfaces
     if (pair or state.wanted.vrrp is not None) and not state.vrrp_started:
@@ -77,7 +74,7 @@ def bundle(state: State, generation: int, *, pair: bool) -> Bundle:
 
 
 def write(path: Path, state: State) -> None:
-    """Write it down.
+    """Write the state to a file.
 
     Raises:
         OSError: the disk is full, for example.
@@ -96,10 +93,10 @@ def write(path: Path, state: State) -> None:
 
 
 def read(path: Path) -> State | None:
-    """The state that was written last; None where none was.
+    """Return the stored state; None without a file.
 
     Raises:
-        MachineError: there is a file, but it cannot be read.
+        MachineError: the file cannot be read.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the files that Octavia's worker uploads wait until a configuration names them.
+"""Uploaded files that no configuration has named yet.
 
-Invariant: in memory only, readable by root only, each written as a whole or not at all. They outlive the agent, not the
-machine: after a reboot the worker finds them missing and uploads them again.
+Invariant: the files are in memory, readable by root only, and written completely or not at all. They survive the agent,
+but not the machine: after a reboot the worker uploads them again.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from amphora_agent.paths import Paths, write_atomically
 
 
 class Uploads:
-    """The files, by the load balancer they are for."""
+    """The uploaded files by load balancer."""
 
     def __init__(self, paths: Paths) -> None:
         self._root = paths.run / "octavia"
 
     def put(self, load_balancer_id: str, name: str, content: str) -> None:
-        """Take a file, or another content of it.
+        """Store or replace a file.
 
         Raises:
-            RequestRefused: there is no room for it.
+            RequestRefused: the limit of all files is exceeded.
             OSError: the machine's memory is full, for example.
         """
         directory = self._root / load_balancer_id
@@ -37,17 +37,17 @@ class Uploads:
         write_atomically(directory / name, content, durable=False)
 
     def get(self, load_balancer_id: str, name: str) -> str | None:
-        """A file's content; None if there is no such file."""
+        """Return the content of a file; None if it does not exist."""
         with suppress(FileNotFoundError):
             return (self._root / load_balancer_id / name).read_bytes().decode()
         return None
 
     def delete(self, load_balancer_id: str, name: str) -> None:
-        """Forget a file; no error if there is none."""
+        """Delete a file; no error if it does not exist."""
         (self._root / load_balancer_id / name).unlink(missing_ok=True)
 
     def forget(self) -> None:
-        """Forget all."""
+        """Delete all files."""
         with suppress(FileNotFoundError):
             shutil.rmtree(self._root)
 
