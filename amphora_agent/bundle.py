@@ -285,7 +285,7 @@ def _bundle(document: Any, read_file: Callable[[Any, str], File]) -> Bundle:
     head = ("format", "amphora_id", "load_balancer_id", "generation")
     parts = ("haproxy", "files", "pings", "limits", "interfaces", "allowed", "vrrp")
     found = _keys(document, "the bundle", (*head, *parts), optional=["virtual_servers"])
-    if found["format"] != FORMAT:
+    if _typed(found["format"], int, "format") != FORMAT:
         raise ValueError(f"format {found['format']!r} is not known, only {FORMAT}")
     generation = _typed(found["generation"], int, "generation")
     if generation < 0:

@@ -141,7 +141,7 @@ def _octavia_options(settings: Settings) -> _Sections:
         "controller_worker": {"network_driver": "amphora_sandbox_network"},
         # Otherwise Octavia sets its own time-outs in every listener, and the time-outs of a flavor have no effect.
         "haproxy_amphora": {f"timeout_{one}": "0" for one in ("client_data", "member_connect", "member_data")},
-        "amp_certificates": {"cert_manager": "local_cert_manager", "storage_path": str(settings.tls)},
+        "certificates": {"cert_manager": "local_cert_manager", "storage_path": str(settings.tls)},
         "driver_agent": {
             **{f"{name}_socket_path": str(settings.run / f"{name}.sock") for name in ("status", "stats", "get")},
             "enabled_provider_agents": "haproxy",
