@@ -53,7 +53,7 @@ class BadLine:
         Path(self._folder).rmdir()
 
     def freeze(self):
-        """Nothing passes, and nobody is told."""
+        """Nothing passes, without an error."""
         self._open.clear()
 
     def thaw(self):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers that no two tests of this machine have at the same time: for names that are too short for a process id.
 
-Invariant: a number is held by a lock of the process, which ends with it; files stay, so that nobody locks one that
+Invariant: a number is held by a lock of the process, which ends with it; files stay, so that no process locks one that
 another has just removed.
 """
 
@@ -19,7 +19,7 @@ def number(free=lambda _: True) -> Iterator[int]:
     """One below 1000, while the block runs.
 
     Args:
-        free: says whether nothing of a number's last holder, who may have been killed, is left.
+        free: returns whether nothing is left of the last holder of a number, which may have been killed.
     """
     _LOCKS.mkdir(parents=True, exist_ok=True)
     for candidate in range(_MOST):

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 
 def free_ports(number):
-    """So many ports that nobody listens on; all different."""
+    """This number of different ports without a listener."""
     with ExitStack() as stack:
         found = []
         for _ in range(number):

@@ -121,7 +121,7 @@ def _await(process, folder, number):
     log = folder / f"log{number}"
     while True:
         try:
-            # The driver leaves its socket open when there is nobody.
+            # The driver leaves its socket open without a server.
             with socket.socket(socket.AF_UNIX) as probe:
                 probe.connect(f"{folder}/socket{number}")
             with engine.connect() as connection:

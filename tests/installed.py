@@ -9,7 +9,7 @@ def package(folder, name, source, entry_points):
     """Install a module into a folder of sys.path.
 
     Args:
-        folder: where to; has to be on sys.path before anybody asks.
+        folder: where to; must be on sys.path before the first use.
         name: of the module and of the distribution; of its own for each test, because a module is imported once.
         source: of the module.
         entry_points: names and targets (within the module) by group.

@@ -87,7 +87,7 @@ class Server:
         self._process.wait(60)
 
     def freeze(self):
-        """It answers nobody, and its connections stay open: a machine that hangs, a network that is cut."""
+        """It does not answer, and its connections stay open: a hanging machine, or a network failure."""
         self._process.send_signal(signal.SIGSTOP)
 
     def thaw(self):

@@ -49,7 +49,7 @@ class Broker:
             "PATH": "/usr/lib/rabbitmq/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
             "HOME": str(folder),
             "LANG": "C.UTF-8",
-            # Erlang's processes find each other by a name service on a port of its own: nobody else's is used or left.
+            # Erlang's processes find each other by a name service on its own port: no other one is used or left.
             "ERL_EPMD_PORT": str(self._names_port),
             "ERL_EPMD_ADDRESS": "127.0.0.1",
             "RABBITMQ_NODENAME": f"amphora-{os.getpid()}-{self.port}@localhost",

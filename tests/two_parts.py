@@ -294,7 +294,7 @@ class Alone(_Repeating):
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         super().pytest_sessionfinish(session, exitstatus)
-        # Whoever asks again has to know all of this part. One that fails for anything else than first failures is over.
+        # A second attempt needs all results of this part. A run that fails for another reason ends here.
         failed = set(self._outcomes.failed)
         first = failed and not failed & self._repeated.keys() and not self.repeated_in_vain()
         if exitstatus == pytest.ExitCode.TESTS_FAILED and first:

@@ -280,7 +280,7 @@ class Worker:
         return found
 
     def requests(self):
-        """Every call of the client, as method and path, made to nobody."""
+        """Every call of the client, as method and path, without a peer."""
         client = rest_api_driver.AmphoraAPIClient1_0()
         asked = []
         names = [name for name in vars(type(client)) if re.match(r"[a-z]", name)] + list(vars(client))

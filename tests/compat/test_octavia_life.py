@@ -25,7 +25,7 @@ def test_a_reboot(worker, booted, client, compat_network):
     worker("configure", "SINGLE", **options)
     worker("update", balancer(listener(), pool(member("m1"))))
     again(amphora, compat_network)
-    # Nothing of it was in memory only: it serves before anybody asks.
+    # Nothing of it was in memory only: it serves without a request.
     eventually(lambda: served(client) == "m1", "the load balancer is served again")
 
     worker("update", balancer(listener(), SECURE, pool(member("m1"))))

@@ -236,7 +236,7 @@ def test_clients_prove_themselves(plugged, client, tenant_secrets, tmp_path):
 
 
 def shown(name, trust, verified=True, certificate=None):
-    """The certificate that the VIP shows to who asks for a name, and what it answers."""
+    """The certificate that the VIP shows for a server name, and its answer."""
     context = ssl.create_default_context(cadata=trust)
     context.check_hostname = verified
     if certificate is not None:
@@ -273,7 +273,7 @@ def test_metrics(plugged, client):
     ids=lambda monitor: monitor["type"],
 )
 def test_members_are_checked(plugged, amphora, client, monitor):
-    # Nobody has the third one's address.
+    # No interface has the third address.
     away = {**member("m3"), "ip_address": "198.51.100.199"}
     plugged("update", balancer(listener(), pool(member("m1"), away, monitor=monitor)))
     eventually(lambda: status(amphora, "m1").startswith("UP"), "the first member is up")

@@ -52,7 +52,7 @@ def ip(*commands: str) -> None:
 def eventually(condition, what: str, seconds: float = DEADLINE):
     """Poll until something holds; what is polled has no events to wait for.
 
-    Ever slower: who waits for long leaves the processors to what is waited for.
+    With growing pauses, so that a long wait leaves the processors to the awaited process.
     """
     begin = time.monotonic()
     while not (result := condition()):
@@ -475,7 +475,7 @@ class Client:
         return sum(self.answers.values())
 
     def forgive(self) -> None:
-        """Forget what has failed, with that of which nobody has heard yet."""
+        """Clear the failures, including unreported ones."""
         begun = list(self._begun)
         eventually(lambda: all(now > was for now, was in zip(self._begun, begun, strict=True)), "requests have ended")
         self.failures.clear()

@@ -268,7 +268,7 @@ class Process:
         eventually(lambda: self.words() == list(words), f"{words}", seconds)
 
     def told(self):
-        """What the engine was told, one line for each time: when, and who is up."""
+        """The calls of the engine, one line each: the time and the members that are up."""
         file = self.directory / "engine.log"
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 

@@ -42,7 +42,7 @@ class Fake:
         self._write({"at": time.time(), "balanced": len(servers)})
         if os.path.exists(f"{self._directory}/unbalanced"):  # noqa: PTH110
             os.unlink(f"{self._directory}/unbalanced")  # noqa: PTH108
-            raise VirtualServersError("give flows to who has the fewest", "it is refused")
+            raise VirtualServersError("apply LEAST_CONNECTIONS", "it is refused")
 
     def member_counters(self):
         return {}

@@ -160,7 +160,7 @@ def booted(pair_network, authority, tmp_path_factory):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
-    """A failed test of a pair says who had the VIPs when."""
+    """A failed test of a pair prints the VIP holders over time."""
     report = yield
     pair = getattr(item, "funcargs", {}).get("booted")
     if report.failed and pair is not None:

@@ -2,7 +2,7 @@
 """Members and clients of UDP listeners, and the virtual servers they meet at.
 
 Invariant: what is pushed goes to a real agent as it comes over the wire; every socket made here is closed with its
-owner. A member's answer says who it is, whom it saw, and what it was sent.
+owner. A member's answer contains its name, the client's address and the data.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _opened(address: str, port: int, *, to: tuple[str, int] | None = None) -> so
 
 @dataclass(frozen=True)
 class Answer:
-    """Who answered, and what he saw of the client."""
+    """The answering member, and its view of the client."""
 
     member: str
     seen: str
@@ -114,7 +114,7 @@ class Flow:
         """One question and its answer; None if there is none.
 
         Raises:
-            ConnectionRefusedError: there is nobody.
+            ConnectionRefusedError: no member serves.
         """
         self._socket.settimeout(timeout)
         try:
@@ -125,7 +125,7 @@ class Flow:
         return Answer(name.decode(), seen.decode(), int(port), rest)
 
     def refused(self) -> bool:
-        """Whether it is told that nobody is there. The kernel says so once a second at most, after the first few."""
+        """Whether the client is refused. The kernel answers at most once a second after the first few times."""
         for _ in range(4):
             try:
                 if self.ask(timeout=0.6) is not None:
@@ -139,7 +139,7 @@ class Flow:
 
 
 class Clients:
-    """Whoever asks; every flow is closed with it."""
+    """Clients; every flow is closed with them."""
 
     def __init__(self, place: Namespace) -> None:
         self._place = place
@@ -157,8 +157,8 @@ class Clients:
         self._closing.close()
 
 
-def who(flows) -> Counter[str]:
-    """Who answers these flows, and how many of them."""
+def members_of(flows) -> Counter[str]:
+    """The number of these flows by answering member."""
     return Counter(answer.member if (answer := flow.ask()) else "nobody" for flow in flows)
 
 

@@ -177,7 +177,7 @@ def exchange(connection: socket.socket, path: str = "/", more: str = "") -> bool
 
 
 def was_closed(connection: socket.socket) -> bool:
-    """Whether the other side has said its last word while nobody asked it anything.
+    """Whether the other side has closed without a request.
 
     Raises:
         ConnectionResetError: it did not say it, it dropped the connection.
@@ -395,7 +395,7 @@ def main() -> None:
     visitors = Visitors()
     while select.select([sys.stdin], [], [])[0] and (line := sys.stdin.readline()):
         obey(line, visitors.orders)
-    os._exit(0)  # whoever is still on the way is left there
+    os._exit(0)  # connections in progress are abandoned
 
 
 if __name__ == "__main__":

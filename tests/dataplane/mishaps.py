@@ -124,7 +124,7 @@ def fill(amphora) -> Path:
 
 
 def answered(amphora, port: int = 80, address: str = VIP) -> str | None:
-    """Which member answers; None: nobody."""
+    """The answering member; None without an answer."""
     with suppress(OSError, http.client.HTTPException):
         status, said = amphora.network.thread("cl").run(get, address, port, "/", 2.0)
         return said if status == 200 else None

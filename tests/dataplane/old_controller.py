@@ -53,18 +53,18 @@ def main():
         agent=SimpleNamespace(port=9443, connect_timeout=10.0, request_timeout=60.0),
         certificates=SimpleNamespace(client_certificate=told["client"], ca_certificate=told["authority"]),
     )
-    client, whom = AgentClient(conf), (told["amphora"], told["address"])
+    client, target = AgentClient(conf), (told["amphora"], told["address"])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
         opened.bind((told["controller"], told["port"]))
         opened.settimeout(30)
-        first = client.put_bundle(*whom, body(told, 1, 1))
-        second = client.put_bundle(*whom, body(told, 2, 5))
-        again = client.put_bundle(*whom, body(told, 2, 5))
+        first = client.put_bundle(*target, body(told, 1, 1))
+        second = client.put_bundle(*target, body(told, 2, 5))
+        again = client.put_bundle(*target, body(told, 2, 5))
         report = heard(told, opened)
         while report["generation"] != 2:
             report = heard(told, opened)
-    state, info = client.bundle_state(*whom), client.info(*whom)
-    diagnosis = client.diagnostics(*whom)
+    state, info = client.bundle_state(*target), client.info(*target)
+    diagnosis = client.diagnostics(*target)
     client.close()
     with_news = decode_datagram(bytes.fromhex(told["datagram"]), Secret(bytes.fromhex(told["key"]))).report
     answers = {

@@ -48,7 +48,7 @@ from amphora_driver.secret import Secret
 _SEED = Secret(bytes(range(SEED_LENGTH)))
 FAST, PATIENT, USUAL = 0.2, 0.5, 1.0
 """Advertisement intervals in seconds: the fast setting; one for tests of what survives, where a machine may stall for
-more than a second without moving the VIPs; and what everybody has who says nothing."""
+more than a second without moving the VIPs; and the default."""
 _STEADY_ADVERTS = 5
 INNER = "run/netns/amphora-haproxy"
 _SUBNETS = (
@@ -190,7 +190,7 @@ class PairNetwork(Network):
         self.thread("rt").run(_forward)
 
     def neighbour(self, short: str, address: str) -> str:
-        """The link-layer address at which somebody believes another one to be; empty if he does not know."""
+        """The link-layer address of a neighbour in a node's table; empty if unknown."""
         command = ["ip", "-j", "-n", self.name(short), "neigh", "show", address]
         listed = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout or "[]")
         return next((each.get("lladdr", "") for each in listed), "")
@@ -213,7 +213,7 @@ class PairNetwork(Network):
         ip(f"-n {self.name('sw')} link set {place.cable} up")
 
     def part(self, *places: Place, apart: bool = True) -> None:
-        """Let nodes reach everybody but each other, or each other again."""
+        """Separate the nodes from each other only, or connect them again."""
         for place in places:
             state = "on" if apart else "off"
             command = ["bridge", "-n", self.name("sw"), "link", "set", "dev", place.cable, "isolated", state]
@@ -289,7 +289,7 @@ class Pair:
         node.start()
 
     def lose(self, node: Node) -> None:
-        """A power cut that nobody repairs."""
+        """A permanent power cut."""
         if node.runs():
             node.everything(signal.SIGCONT)
         node.power_off()
@@ -363,7 +363,7 @@ class Pair:
     def vip(self) -> str:
         return VIP6 if self._speaks6 else VIP
 
-    # -- who has the VIPs --------------------------------------------------------------------------------------
+    # -- VIP holder------------------------------------------------------------------------------------
 
     def holders(self) -> list[Node]:
         return [node for node in self.nodes if node.holds(self.vip)]

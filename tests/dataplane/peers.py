@@ -301,7 +301,7 @@ class SilentServer(Peer):
 
 
 class FullServer(Peer):
-    """Its queue is full and nobody empties it: the kernel drops further attempts, so that they time out."""
+    """Its queue stays full: the kernel drops further attempts, so that they time out."""
 
     backlog = 0
 

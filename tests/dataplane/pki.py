@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tenants bring: authorities, intermediates, certificates of servers and clients, revocation lists.
 
-Invariant: made in memory, valid for an hour unless told otherwise, trusted by nobody outside the run. Keys are made
+Invariant: made in memory, valid for an hour unless told otherwise, trusted inside the run only. Keys are made
 once and used again: a test needs many certificates, but seldom a key of its own.
 """
 

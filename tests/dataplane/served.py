@@ -101,7 +101,7 @@ class Lab:
     def _build(self, directory: Path, authority) -> None:
         for short, addresses in (("mem", MEMBER_ADDRESSES), ("cl", CLIENT_ADDRESSES)):
             for address in addresses:
-                # Deprecated ones are used only by who asks for them: the first one stays what a client comes from.
+                # Deprecated addresses are used on request only: the first one stays the source of clients.
                 more = " nodad preferred_lft 0" if ":" in address else ""
                 ip(f"-n {self.network.name(short)} addr replace {address} dev eth0{more}")
         self.network.plug()

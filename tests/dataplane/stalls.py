@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pair did when a test of it failed, and whether the machine stood still: was it the product, or nobody's fault?
+"""The events of a pair in a failed test, and stalls of the machine: a fault of the product or not.
 
 With the fast setting a node takes over after 0.6 s in which it heard nothing. A machine that stalls for that long moves
 the VIPs although nothing is wrong, and whatever connections they have are reset: the same picture as a fault.
@@ -40,12 +40,12 @@ class Stalls:
 
 
 def transitions(lines: Iterable[str]) -> list[str]:
-    """Of what keepalived printed, the last lines that say who had the VIPs, and why."""
+    """keepalived's last lines about the VIP holder and the reason."""
     return [line for line in lines if any(word in line for word in _WORDS)][-_MOST_LINES:]
 
 
 def story(nodes: Iterable, stalls: Sequence[tuple[float, float]]) -> str:
-    """For whoever reads the report of a failure; never fails itself."""
+    """For the report of a failure; never fails itself."""
     told = []
     for node in nodes:
         said: Sequence[str] = ("(it is gone)",)

@@ -126,7 +126,7 @@ def exchange(connection, method, path, body=None):
 
 
 def test_whoever_says_nothing_stops_nobody(amphora, controller):
-    """More of each kind than the server has threads; of those who have proven themselves, fewer begin a request."""
+    """More clients of each kind than threads; fewer authenticated ones start a request."""
     known = amphora.tls(amphora.client_certificate)
 
     def dial(*said):
@@ -155,7 +155,7 @@ def test_whoever_says_nothing_stops_nobody(amphora, controller):
         for _ in range(3):
             assert amphora.call("GET", "/v2/info")[0] == 200
             amphora.disconnect()
-        # And more than there is room for: who came first goes first.
+        # More than the limit: the oldest is closed first.
         lingering += controller(lambda: [dial() for _ in range(tls_gate.MOST + 10)])
         assert amphora.call("GET", "/v2/info")[0] == 200
         refused = amphora.call("GET", "/v2/diagnostics")[1]["certificate"]["refused_handshakes"]
@@ -338,7 +338,7 @@ def test_a_wrong_certificate_changes_nothing(amphora, controller):
         "no PEM": ("nonsense", {}),
         "with an authority that is none": (good, {"server_ca": "nonsense"}),
         "with clients' authority that is none": (good, {"client_ca": "nonsense"}),
-        "that shuts out who sends it": (good, {"client_ca": pki.Authority("other").pem}),
+        "that excludes its sender": (good, {"client_ca": pki.Authority("other").pem}),
     }
     before = controller(shown, amphora)
     said = ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whom the agent's gate lets in, by real handshakes, where one authority issues for controllers and amphorae."""
+"""Clients that the agent's TLS gate accepts, with one CA for controllers and amphorae."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ SELDOM = 3600.0
 
 
 class Machine(Amphora):
-    """An amphora with members, clients, and somebody who hears its heartbeats."""
+    """An amphora with members, clients, and a receiver of its heartbeats."""
 
     generation = 0
 
@@ -95,7 +95,7 @@ def words(said):
 
 @pytest.mark.parametrize("machine", [SELDOM], indirect=True)
 def test_a_member_that_dies_is_told_at_once(machine):
-    assert machine.status("amphora-checker") is None, "nobody pays for what nobody wants"
+    assert machine.status("amphora-checker") is None, "no checker without UDP listeners"
     machine.serve(SERVER)
     ids = {name: name_of("member", name) for name in PLACES}
     said = machine.heard(lambda said: words(said) == dict.fromkeys(ids.values(), "UP"), "both are up")

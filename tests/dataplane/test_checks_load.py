@@ -103,7 +103,7 @@ def test_a_port_that_is_gone_under_load(place, checker, record_property):
 
 @pytest.mark.extended
 def test_the_only_member_is_gone_under_load(place, checker):
-    """Every packet of every client finds nobody; then nobody is asked, and each is told so at once."""
+    """Every packet finds a dead member; then no member is used, and each client is refused at once."""
     one = udp(place, address(1), reply=b"here")
     try:
         checker.serve(server(member(1), checked=monitor("UDP-CONNECT", rise=2, fall=2), vips=(VIP,)))

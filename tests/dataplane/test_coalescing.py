@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pushes that cross: the newest one counts, none is lost, and none waits for what nobody wants any more."""
+"""Pushes that cross: the newest one counts, none is lost, and none waits for a superseded one."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_when_the_newest_is_wrong_the_next_newest_is_applied(serving):
             five = push(wanted(serving, 5, ["m1", "m2"], m2="chek"))
             elsewhere = push({**wanted(serving, 6), "load_balancer_id": serving.id})
             eventually(lambda: changes(serving)["waiting"] == 4, "four wait")
-            # Of what is not for this amphora, or no bundle, nobody has to wait to say so.
+            # A foreign or malformed bundle is refused without a wait.
             assert push({**wanted(serving, 9), "amphora_id": serving.load_balancer_id}).result(10)[0] == 409
             assert push({}).result(10)[0] == 400
         assert elsewhere.result(30)[0] == 409

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After a hand-over, in a real kernel: what begins here stays here, also while somebody floods us with beginnings."""
+"""After a hand-over, in a real kernel: new connections stay here, also during a SYN flood."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_flood_of_beginnings_takes_no_room_for_long(few):
     begins = ((SYN, 11), (ACK, 11), (SYN, 12), (SYN, 13))
     without_room = ((SYN, 14), (ACK, 14))
     assert few.led(*begins, *without_room) == 2, "those without room, as a whole"
-    eventually(lambda: few.led((SYN, 14), (ACK, 14)) == 0, "what nobody goes on with makes room")
+    eventually(lambda: few.led((SYN, 14), (ACK, 14)) == 0, "half-open connections expire")
     assert few.led((ACK, 12)) == 1
     assert few.led((ACK, 11)) == 0, "however long its client was silent"
     assert few.known("own") == {11, 14}

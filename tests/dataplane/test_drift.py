@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whoever changes an amphora by hand finds it mended, and said; clients are served meanwhile where that is possible."""
+"""Manual changes of an amphora are repaired and reported; clients are served if possible."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_routes_and_rules_of_the_holder_are_put_back_and_the_vips_stay(booted):
 
 
 def test_vips_that_move_are_no_drift(booted):
-    """keepalived's addresses come and go: they are nobody's business here."""
+    """keepalived's addresses come and go: they are no drift."""
     first, second = booted.holder, booted.standby
     before = {node: drift(node)["found"] for node in (first, second)}
     keepalived = first.processes("keepalived")

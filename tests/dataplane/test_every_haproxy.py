@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What nobody may lose, whichever HAProxy it is: requests, clients' members, counters and states over new workers.
+"""For every HAProxy version: reloads keep requests, persistence, counters and member states.
 
 The rest of this ring runs on the system's HAProxy, or on another one that comes first in PATH (README, "Test it").
 """
@@ -72,7 +72,7 @@ def test_clients_keep_their_members_over_reloads(served, renewed):
 
 
 def test_a_reload_right_after_a_start(served, renewed):
-    """HAProxy's master refuses everybody for some moments after its worker has begun to serve."""
+    """HAProxy's master refuses connections for some moments after its worker serves."""
     for _ in range(3):
         served.push(load_balancer())
         first(served, pool("pool", member(served.web("web"))))
@@ -129,7 +129,7 @@ def test_what_haproxy_refuses_is_named(served):
 
 
 def test_members_that_are_down_stay_down_over_reloads(served, renewed):
-    """What checks have found out goes from worker to worker: nobody is sent to a member that is dead."""
+    """Check results pass to new workers: no request goes to a dead member."""
     good, dead = served.web("good"), served.web("dead", MEMBER6)
     watched = monitor("TCP", delay=1, max_retries=2)
     both = pool("pool", member(good), member(dead), monitor=watched)
@@ -179,7 +179,7 @@ def test_a_worker_that_is_killed(served):
     master, victim = haproxy_pids(served.amphora)
     os.kill(victim, signal.SIGKILL)
     eventually(lambda: not alive(master) and not alive(victim), "both are gone")
-    eventually(lambda: not served.visitor.refused(), "somebody answers")
+    eventually(lambda: not served.visitor.refused(), "a member answers")
     assert {served.visitor.fetch().member for _ in range(4)} == {"a", "b"}
     assert haproxy_pids(served.amphora)[0] != master
     found = served.push(load_balancer(listener(80, timeout_client_data=FOREVER + 1), pool("pool", member(a))))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may connect, in a real kernel: the rules themselves, and what they do to clients of a load balancer."""
+"""Permitted sources in a real kernel: the rules, and their effect on clients."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ def test_a_thousand_networks(served):
 
 
 class Attempts:
-    """Requests without a pause from one place to one port; who is refused goes on."""
+    """Requests without a pause from one place to one port; a refused client continues."""
 
     def __init__(self, served, source: str, port: int) -> None:
         self.answered = 0
@@ -345,7 +345,7 @@ class Attempts:
 
 @pytest.mark.feature("listener.allowed_cidr")
 def test_a_restricted_listener_is_at_no_moment_open(served):
-    """It comes, changes and goes, and a neighbour takes its port: who is not allowed is never served."""
+    """A restriction is added, changed and removed, and another listener takes the port: others are never served."""
     parts = pool("pool", member(served.web()))
 
     def closed(port, **more):
@@ -363,7 +363,7 @@ def test_a_restricted_listener_is_at_no_moment_open(served):
             stranger.goes_on()
         assert not refused(served, CLIENT, 81)
     assert stranger.answered == 0
-    # Who is let in before and after is let in meanwhile.
+    # A client that is permitted before and after is permitted meanwhile.
     served.push(load_balancer(listener(80), parts))
     with Attempts(served, CLIENT, 80) as friend:
         for wanted in ((closed(80),), (closed(80), listener(81)), (listener(80), closed(81))):

@@ -176,7 +176,7 @@ def test_what_a_client_claims_does_not_survive(served, vip):
     assert seen.values("X-Forwarded-Proto") == ["http"]
     for name in ALSO:
         assert seen.values(name) == [client]
-    # This one is a list by definition: everybody on the way adds the address that spoke to them.
+    # This header is a list: each proxy adds the address of its client.
     hops = [hop.strip() for value in seen.values("X-Forwarded-For") for hop in value.split(",")]
     assert hops == ["spoofed", "again", client]
 
@@ -201,7 +201,7 @@ HSTS = "Strict-Transport-Security"
     ],
 )
 def test_strict_transport_security(served, tenant, wanted, header):
-    """Once and as wanted, whoever answers: the member, or HAProxy itself."""
+    """Once and as configured, in answers of members and of HAProxy."""
     secrets = {"cert": tenant.issue("www.example.com").pem}
     web = served.web()
     moved = policy("REDIRECT_TO_URL", 1, rule("PATH", "EQUAL_TO", "/old"), redirect_url="https://example.com/")

@@ -223,13 +223,13 @@ def test_rules_in_http_2(served, pools, tenant):
 @pytest.mark.parametrize("vip", VIPS)
 def test_rules_about_a_clients_certificate(served, pools, tenant, vip, alpn):
     ada = tenant.issue("ada", subject=named("Ada O'Hara #1", organization_name="Engines, \u00e9"))
-    me, nobody = {"path": "/"}, {"path": "/", "certificate": None}
+    me, anonymous = {"path": "/"}, {"path": "/", "certificate": None}
     cases = [
-        Case("SSL_CONN_HAS_CERT", "EQUAL_TO", "True", [me], [nobody]),
-        Case("SSL_VERIFY_RESULT", "EQUAL_TO", "0", [me, nobody], []),
-        Case("SSL_VERIFY_RESULT", "EQUAL_TO", "10", [], [me, nobody]),
+        Case("SSL_CONN_HAS_CERT", "EQUAL_TO", "True", [me], [anonymous]),
+        Case("SSL_VERIFY_RESULT", "EQUAL_TO", "0", [me, anonymous], []),
+        Case("SSL_VERIFY_RESULT", "EQUAL_TO", "10", [], [me, anonymous]),
         *(
-            Case("SSL_DN_FIELD", compare, value, [me], [nobody], "CN")
+            Case("SSL_DN_FIELD", compare, value, [me], [anonymous], "CN")
             for compare, value in (
                 ("EQUAL_TO", "Ada O'Hara #1"),
                 ("STARTS_WITH", "Ada O'"),
@@ -238,10 +238,10 @@ def test_rules_about_a_clients_certificate(served, pools, tenant, vip, alpn):
                 ("REGEX", "^Ada .*[0-9]$"),
             )
         ),
-        Case("SSL_DN_FIELD", "EQUAL_TO", "ada o'hara #1", [], [me, nobody], "CN"),
-        Case("SSL_DN_FIELD", "STARTS_WITH", "Engines, ", [me], [nobody], "O"),
-        Case("SSL_DN_FIELD", "EQUAL_TO", "Engines, \u00e9", [me], [nobody], "O"),
-        Case("SSL_DN_FIELD", "CONTAINS", "a", [], [me, nobody], "ZZ"),
+        Case("SSL_DN_FIELD", "EQUAL_TO", "ada o'hara #1", [], [me, anonymous], "CN"),
+        Case("SSL_DN_FIELD", "STARTS_WITH", "Engines, ", [me], [anonymous], "O"),
+        Case("SSL_DN_FIELD", "EQUAL_TO", "Engines, \u00e9", [me], [anonymous], "O"),
+        Case("SSL_DN_FIELD", "CONTAINS", "a", [], [me, anonymous], "ZZ"),
     ]  # fmt: skip
     tls_listener = served_at_once(
         cases,

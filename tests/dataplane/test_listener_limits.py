@@ -17,7 +17,7 @@ from amphora_driver.model.loadbalancer import Profile
 
 pytestmark = pytest.mark.root
 
-# What may be lost between a timer and the one who looks, on a busy machine.
+# Tolerance between a timer and its observation on a busy machine.
 LATE = 2.5
 
 
@@ -121,9 +121,9 @@ def test_the_member_is_given_its_time(served, protocol):
         assert reply.status == 504
         assert silent.heard.startswith(b"GET / HTTP/1.1\r\n")
     else:
-        connection.sendall(b"anybody there?")
+        connection.sendall(b"hello?")
         ended(connection)
-        assert silent.heard == b"anybody there?"
+        assert silent.heard == b"hello?"
     assert lasts(time.monotonic() - begin, 0.5)
 
 
@@ -143,7 +143,7 @@ def test_a_connection_to_a_member_is_given_its_time(served, address):
 @pytest.mark.feature_partly("listener.timeout-tcp-inspect")
 @pytest.mark.parametrize("protocol", ["TCP", "HTTP"])
 def test_what_comes_late_is_served(served, protocol):
-    """It is the time for looking into what a client says, not for saying it: nobody is delayed or cut off by it."""
+    """It limits the inspection of data, not its arrival: no client is delayed or closed."""
     peer = served.echo() if protocol == "TCP" else served.web()
     served.push(
         load_balancer(
@@ -153,7 +153,7 @@ def test_what_comes_late_is_served(served, protocol):
     connection = served.visitor.connect()
     begin = time.monotonic()
     if protocol == "TCP":
-        assert connection.recv(100) == b"echo\n"  # who speaks second does not have to wait
+        assert connection.recv(100) == b"echo\n"  # a server that speaks first does not wait
         assert time.monotonic() - begin < 0.6
     connection.settimeout(0.8)
     with pytest.raises(TimeoutError):
@@ -219,20 +219,20 @@ def test_only_allowed_clients_are_served(served, protocol):
         second = listener(81, protocol=protocol, allowed_cidrs=(f"{OTHER}/32",))
         served.push(load_balancer(first, second, pool("pool", member(peer), protocol=protocol)))
 
-    everybody = {CLIENT, CLIENT6, OTHER, OTHER6}
+    everything = {CLIENT, CLIENT6, OTHER, OTHER6}
     for cidrs, wanted in (
         ((f"{CLIENT}/32",), {CLIENT}),
         ((f"{CLIENT6}/128", f"{OTHER}/32"), {CLIENT6, OTHER}),
         (("198.51.100.0/24",), {CLIENT, OTHER}),
         (("2001:db8:1::/64",), {CLIENT6, OTHER6}),
         (("203.0.113.0/24",), set()),
-        (("0.0.0.0/0", "::/0"), everybody),
-        ((), everybody),
+        (("0.0.0.0/0", "::/0"), everything),
+        ((), everything),
     ):
         serve(*cidrs)
-        assert {source for source in everybody if admits(served, 80, source, protocol)} == wanted, cidrs
+        assert {source for source in everything if admits(served, 80, source, protocol)} == wanted, cidrs
     # Each listener has its own list.
-    assert {source for source in everybody if admits(served, 81, source, protocol)} == {OTHER}
+    assert {source for source in everything if admits(served, 81, source, protocol)} == {OTHER}
 
 
 @pytest.mark.feature("listener.allowed_cidr")

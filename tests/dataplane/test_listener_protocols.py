@@ -123,7 +123,7 @@ def test_a_load_balancer_is_switched_off(served):
         for address in VIPS:
             with pytest.raises(ConnectionRefusedError):
                 served.visitor.connect(port, address)
-    assert ended(open_connection) < 5  # what is off serves nobody, not even those it served before
+    assert ended(open_connection) < 5  # a disabled listener closes existing connections
     served.push(load_balancer(*parts, raw))
     assert served.visitor.fetch().member == "web"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members: who gets requests, who gets checks, and where."""
+"""Members: requests and checks by state and address."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.root
 
 
 def asked(served, times: int = 6, **more) -> Counter[str]:
-    """Who answers, on both addresses."""
+    """The answering members, on both addresses."""
     return Counter(served.visitor.fetch("/", address=VIPS[n % 2], **more).member for n in range(times))
 
 

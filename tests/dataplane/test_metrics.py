@@ -222,7 +222,7 @@ frontend front
 backend pool:web
     option httpchk GET /
     server up unix@{place}/web check inter 100 rise 1 fall 1
-    server bad unix@{place}/nobody check inter 100 fall 1
+    server bad unix@{place}/absent check inter 100 fall 1
     server backup unix@{place}/web backup
     server heavy unix@{place}/web weight 100 maxconn 10 maxqueue 5 slowstart 60s
 frontend bytes

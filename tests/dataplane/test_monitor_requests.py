@@ -76,7 +76,7 @@ def test_paths_arrive_as_they_were_written(served, version):
 @pytest.mark.parametrize("address", [MEMBER, MEMBER6])
 @pytest.mark.parametrize("kind", ["HTTP", "HTTPS"])
 def test_versions_and_names(served, tenant, address, kind):
-    """HTTP/1.1 has to say whom it asks: the name, or the address of the member that is asked."""
+    """HTTP/1.1 requires a Host header: the name, or the member's address."""
     tls = serving(tenant.issue("member.internal")) if kind == "HTTPS" else None
     web = served.web(address=address, tls=tls)
     named = "www.health_1.example.com"
@@ -224,7 +224,7 @@ def test_who_takes_too_long_is_down(served, tenant, kind):
     try:
         push("short", 1)
         served.until_states("pool", {f"short {kind}": "DOWN"})
-        # HAProxy's own clock: whoever looks from outside may look late.
+        # HAProxy's own clock: an external observation may be late.
         backend = f"{id_of('pool', 'pool')}:{id_of('listener', 80)}"
         checked = served.statistics()[backend, id_of("member", f"short {kind}")]
         assert checked["check_status"].endswith("TOUT"), checked["check_status"]

@@ -12,13 +12,13 @@ from wanted import id_of, listener, load_balancer, member, monitor, pool
 pytestmark = pytest.mark.root
 
 ABSENT = {MEMBER: "198.51.100.99", MEMBER6: "2001:db8:1::99"}
-EVERYBODY = {"web", "sick", "tls web", "tls echo", "echo", "silent", "closed", "absent"}
+ALL = {"web", "sick", "tls web", "tls echo", "echo", "silent", "closed", "absent"}
 ALIVE = {
     "TCP": {"web", "sick", "tls web", "tls echo", "echo", "silent"},
     "HTTP": {"web"},
     "HTTPS": {"tls web"},
     "TLS-HELLO": {"tls web", "tls echo"},
-    "PING": EVERYBODY - {"absent"},
+    "PING": ALL - {"absent"},
 }
 
 
@@ -31,7 +31,7 @@ def sick(seen) -> Answer:
 @pytest.mark.parametrize("kind", ALIVE)
 @pytest.mark.parametrize("address", [MEMBER, MEMBER6])
 def test_who_is_alive(served, tenant, kind, address):
-    """Requests reach those that are, and nobody else."""
+    """Requests reach exactly the members that are up."""
     tls = serving(tenant.issue("member.internal"))
     peers = {
         "web": served.web("web", address),
@@ -52,16 +52,16 @@ def test_who_is_alive(served, tenant, kind, address):
         )
     )
     alive = ALIVE[kind]
-    served.until_states("pool", {name: "UP" if name in alive else "DOWN" for name in EVERYBODY})
+    served.until_states("pool", {name: "UP" if name in alive else "DOWN" for name in ALL})
     if kind == "PING":
         assert not any(peer.connections for peer in peers.values())
         return
-    # A TCP check is over before the member's kernel has told anybody (HAProxy resets what it opened at once).
-    for name in EVERYBODY - {"closed", "absent"} if kind != "TCP" else ():
+    # A TCP check ends before the member accepts (HAProxy resets the connection at once).
+    for name in ALL - {"closed", "absent"} if kind != "TCP" else ():
         peers[name].until(lambda peer=peers[name]: peer.connections, f"{name} is checked")
     for n in range(2 * len(alive)):
         connection = served.visitor.connect(80, VIPS[n % 2])
-        # Word of a visitor, for those who wait for one.
+        # A request for members that wait for data.
         connection.sendall(b"GET /visitor HTTP/1.0\r\n\r\n")
     visited = {name for name in ("web", "sick") if name in alive}
     for name in visited:
@@ -125,7 +125,7 @@ def test_checks_of_proxy_pools(served, tenant, protocol, kind, tls):
 
 @pytest.mark.feature("healthmonitor.admin_state_up")
 def test_a_monitor_that_is_off_knows_nothing(served):
-    """Nobody is checked, nobody is down; switched on it knows, off again it has forgotten."""
+    """A disabled monitor checks no member; enabled it finds states, disabled again it forgets them."""
     web = served.web()
     dead = served.web("dead", MEMBER6)
     dead.stop()

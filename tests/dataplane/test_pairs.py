@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two amphorae that share VIPs: who has them, for how long nobody does, and what survives.
+"""Two amphorae that share VIPs: the holder, the time without one, and surviving state.
 
 Outages are measured with an advertisement interval of 0.2 s ("fast"), where the bound is one second; a crash costs
 three intervals and a fraction (RFC 9568, 6.1). What is looked at while the VIPs are to stay has a longer one: nodes
@@ -92,7 +92,7 @@ def test_handed_over_without_cutting(pair):
         pair.push(tree, to=[standby], peers=())
         eventually(
             lambda: "amphora_handover" not in standby.inside("nft", "list", "tables"),
-            "who is no partner is sent nothing",
+            "only partners get advertisements",
         )
         eventually(lambda: "handover0" not in standby.inside("ip", "link"), "the tunnel's other end is gone")
         assert {VIP, VIP6} <= set(standby.addresses())  # it has them on one interface now
@@ -175,7 +175,7 @@ def test_killed_processes(pair, programs):
 
 @pytest.mark.parametrize("which", ["both", pytest.param("child", marks=pytest.mark.extended)])
 def test_keepalived_that_died_alone(pair, which):
-    """The VIPs stay until the other node has them, and go when keepalived is started again: nobody notices either."""
+    """The VIPs stay until the other node has them, and are removed at the restart of keepalived, without an effect."""
     third = "198.51.100.6"
     pair.push(plain(pair, additional_vips=(vip(VIP6), vip(third))))
     holder, standby = pair.settled(), pair.standby
@@ -279,7 +279,7 @@ def test_partition(pair, silent):
     """Nodes that do not hear each other both take the VIPs; when they do again one gives them up, and clients follow.
 
     Also if the one that gives up is not heard: its last words wait for the other one's link-layer address, and are lost
-    when nobody has told it within three seconds.
+    without news within three seconds.
     """
     first, second = pair.nodes  # of higher and lower priority
     if pair.holder is not first:
@@ -305,7 +305,7 @@ def test_partition(pair, silent):
 
 
 def test_a_vip_is_added(pair):
-    """keepalived reads its file again: nobody notices, and the VIP is there."""
+    """keepalived reloads its file without an effect, and has the VIP."""
     third = "198.51.100.6"
     holder = pair.holder
     with pair.asking() as asker:
@@ -364,7 +364,7 @@ def _push_vrrp(pair, node, changes):
 
 
 def test_released_to_one_of_several(pair):
-    """While one is replaced there are three. Nobody knows beforehand who takes the VIPs, so no connection goes on."""
+    """During a replacement there are three. The next holder is unknown, so that no connection continues."""
     coming = BundlePartner(name="coming", address="198.51.100.99")
     known = {
         node.id: (*(pair._partner(other) for other in pair.nodes if other is not node), coming) for node in pair.nodes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two amphorae share: clients that are remembered, TLS sessions, and who they say has the VIPs."""
+"""State that two amphorae share: persistence, TLS sessions, and reports about the VIPs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _secure(members, secrets):
 
 
 def test_sessions_stick(pair, members, tenant):
-    """Addresses, cookies and TLS sessions are known to the partner: after a crash nobody has to begin again."""
+    """The partner knows addresses, cookies and TLS sessions: they survive a crash."""
     secrets = {"cert": tenant.issue("www.example.com").pem}
     pair.push(_secure(members, secrets), secrets)
     clients = (CLIENT, CLIENT6, OTHER, OTHER6)

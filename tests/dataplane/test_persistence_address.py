@@ -66,14 +66,14 @@ def test_clients_stay(served, protocol):
     assert sorted(before.values()) == ["a", "a", "b", "b"]  # in turns, at first
     for _ in range(3):
         assert kept.homes() == before
-    # One more: nobody moves.
+    # One more member: no client moves.
     assert kept.push("a", "b", "c") == "runtime"
     assert kept.homes() == before
-    # A new worker: nobody moves.
+    # A new worker: no client moves.
     assert kept.push("a", "b", "c", listening={"timeout_client_data": 49_000}) == "reload"
     served.until_learned(len(CLIENTS))
     assert kept.homes() == before
-    # One that drains keeps those it has, and gets nobody else.
+    # A draining member keeps its clients and gets no new one.
     drained = {"a": {"weight": 0}}
     assert kept.push("a", "b", "c", changes=drained, listening={"timeout_client_data": 49_000}) == "runtime"
     assert kept.homes() == before
@@ -81,7 +81,7 @@ def test_clients_stay(served, protocol):
     assert kept.push("a", "b", changes={"a": {"weight": 0}}) == "reload"
     served.until_learned(len(CLIENTS))
     assert kept.homes() == before
-    # One that is gone keeps nobody; the others keep theirs, and those who moved stay where they are now.
+    # A removed member loses its clients; others keep theirs, and moved clients stay.
     assert kept.push("b", "c") == "runtime"
     moved = kept.homes()
     assert all(moved[source] == "b" for source in CLIENTS if before[source] == "b")

@@ -74,12 +74,12 @@ def test_what_a_client_is_given(served, tenant, vip, name):
         (said, value), *attributes = (part.strip().partition("=")[::2] for part in given[0].split(";"))
         assert said == name
         assert value
-        assert "web" not in value  # nobody learns who is behind it
+        assert "web" not in value  # the member's name stays hidden
         assert web.address not in value
         wanted = {"path": "/", "httponly": "", "samesite": "Lax"} | ({"secure": ""} if tls else {})
         assert {key.lower(): what for key, what in attributes} == wanted
         assert first.values("Cache-Control") == ["max-age=60", "private"]
-        # The member does not get to see it, whoever else's there are.
+        # The member does not get this cookie, but all others.
         headers = [("Cookie", f"mine=1; {name}={value}; yours=2")]
         again = served.visitor.fetch(port=port, address=vip, tls=tls, headers=headers)
         assert again.values("Set-Cookie") == ["own=1"]
@@ -108,7 +108,7 @@ def test_clients_stay_by_cookie(served):
     stay("a", "b")
     assert kept.push("a", "b", "c") == "runtime"
     stay("a", "b")
-    while "c" not in cookies:  # who joined at run time has a cookie too
+    while "c" not in cookies:  # a member that was added at run time has a cookie, too
         reply = kept.fetch()
         cookies[reply.member] = set_cookies(reply)["SRV"].value
     stay("a", "b", "c")
@@ -122,7 +122,7 @@ def test_clients_stay_by_cookie(served):
     # Whose member is gone gets another one, and its cookie.
     reply = kept.fetch(**cookie(cookies["a"]))
     assert cookies[reply.member] == set_cookies(reply)["SRV"].value
-    # It is the same one again when it comes back: the cookie says so, nobody has to remember it.
+    # A returning member gets its clients again: the cookie names it, without stored state.
     assert kept.push("a", "b") == "reload"
     stay("a", "b")
 
@@ -195,7 +195,7 @@ SPECIAL = "!#$%&'()*+-./09:<=>?@AZ[]^_`az{|}~%3B%2C"
 
 
 class Sessions:
-    """Members that give a session to who asks for one."""
+    """Members that start a session on request."""
 
     def __init__(self, served, name: str, pool_name: str, watched=None, protocol: str = "HTTP") -> None:
         self.served = served
@@ -236,7 +236,7 @@ class Sessions:
 @pytest.mark.parametrize("name", ["JSESSIONID", "a.b-c_d!#$%&'*+^`|~9"])
 @pytest.mark.parametrize("protocol", ["HTTP", "PROXYV2"])
 def test_sessions_of_the_application(served, name, protocol):
-    """Every value is one of its own, however long and whatever is in it; one that is unknown is nobody's."""
+    """Every value is one of its own, however long and whatever is in it; an unknown one has no member."""
     sessions = Sessions(served, name, f"sessions {protocol}", protocol=protocol)
     sessions.push("a", "b", "c")
     values = ["1", "short", SPECIAL, LONG, *(f"{LONG}{end}" for end in "1234567"), "y" * 2000]

@@ -207,7 +207,7 @@ class Impostor:
         self.raw = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP)
 
     def question(self):
-        """Who asks, and all of the question after its checksum."""
+        """The sender, and the request after its checksum."""
         while True:
             assert select.select([self.raw], [], [], 5)[0], "no echo was asked for"
             packet, (asker, _) = self.raw.recvfrom(2048)

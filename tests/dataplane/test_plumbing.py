@@ -264,14 +264,14 @@ def test_every_vip_is_announced_once_when_it_is_taken(wire):
 
 
 def test_no_neighbour_is_told_of_a_vip_before_it_is_served(wire):
-    """Another amphora may serve it until then; whoever came here would be refused."""
+    """Another amphora may serve it until then; clients would be refused here."""
     first = bundle(eth1())
     with Tap(wire) as tap:
         assert not wire.plumbing.matches(first)
         wire.outside(wire.plumbing.prepare, first, None)
         assert {VIP, VIP6} <= addresses(wire)
         assert tap.heard() == []
-        again = Plumbing(wire.inner)  # the agent has died before it told anybody
+        again = Plumbing(wire.inner)  # the agent was killed before the announcement
         try:
             wire.outside(again.prepare, first, None)
             assert tap.heard() == []
@@ -344,7 +344,7 @@ def test_only_the_holder_answers_for_an_address_and_on_its_interface(wire):
 
 
 def _arp(interface: str, sender: str, target: str) -> bool:
-    """Ask on a link who has an address (RFC 826)."""
+    """Send an ARP request for an address (RFC 826)."""
     with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x0806)) as link:
         link.bind((interface, 0x0806))
         link.settimeout(0.3)
@@ -439,7 +439,7 @@ def test_describing(wire):
 
 
 def test_nothing_passes_before_it_is_decided_what(wire, monkeypatch):
-    """Whoever forwards for virtual servers is no router: not for a moment, and not where it has no VIP."""
+    """Forwarding for virtual servers makes no router: not for a moment, and not without a VIP."""
     real, seen = sysctls.set_forwarding, []
 
     def noted(*, wanted):

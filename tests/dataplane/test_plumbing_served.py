@@ -248,7 +248,7 @@ def test_an_amphora_that_stops_being_one_of_several_keeps_its_vips(amphora):
     finally:
         presence.close()
     assert client.failures == []
-    # keepalived begins as a backup and waits for three advertisements; the agent waits for nobody. The machine is busy.
+    # keepalived begins as a backup and waits for three advertisements; the agent does not wait. The machine is busy.
     assert began < 4 * advert + 2
     assert presence.longest() < 1
     assert len(amphora.call("GET", "/v2/diagnostics")[1]["routing"]["rules"]) == 2

@@ -104,7 +104,7 @@ def test_least_connections_follow_what_is_open(served):
     opened = [served.visitor.connect(80, (VIP, VIP6)[n % 2]) for n in range(8)]
     names = [greeting(connection) for connection in opened]
     assert Counter(names) == {"a": 2, "b": 2, "c": 4}
-    # Whoever becomes free is the next one, whosever turn it is.
+    # The next free member is used, independent of the order.
     for _ in range(2):
         place = names.index("b")
         names.pop(place)
@@ -136,7 +136,7 @@ def test_least_connections_avoid_who_is_busy_with_a_request(served):
     try:
         for _ in range(6):
             # A request that was just answered may still count: then both have one, and it is the slow one's turn.
-            eventually(lambda: _answering(served) == 1, "nobody else is busy")
+            eventually(lambda: _answering(served) == 1, "no other member is busy")
             assert served.visitor.fetch().member == "quick", busy
     finally:
         free.set()
@@ -148,7 +148,7 @@ def _answering(served) -> int:
     return sum(int(row["scur"]) for (_, name), row in rows if name not in ("FRONTEND", "BACKEND", "responder"))
 
 
-# -- by who asks ---------------------------------------------------------------------------------------------------
+# -- by client ---------------------------------------------------------------------------------------------------
 
 
 def homes(served, crowd, protocol: str = "HTTP") -> dict[str, str]:
@@ -246,7 +246,7 @@ def test_source_ip_port_tells_connections_apart(served, protocol, listening):
 @pytest.mark.feature("pool.lb_algorithm.SOURCE_IP", "pool.lb_algorithm.SOURCE_IP_PORT", "member.weight")
 @pytest.mark.parametrize("algorithm", ["SOURCE_IP", "SOURCE_IP_PORT"])
 def test_hashing_knows_weights_and_the_dead(served, crowd, algorithm):
-    """Nobody is sent to a member without weight, nor to one that is not there."""
+    """No request goes to a member with weight 0 or to an absent one."""
     names = ("heavy", "light", "none", "dead")
     peers = {name: served.web(name, address) for name, address in zip(names, (MEMBER, MEMBER6) * 2, strict=True)}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools that encrypt: who members have to be, who the load balancer is to them, and what they agree on."""
+"""Pools with TLS: the members' identity, the load balancer's identity, and the negotiated parameters."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ def checks(domain_name: str | None, kind: str = "HTTP", **more):
 
 ALL = {"good", "renamed", "wild", "revoked", "expired", "foreign"}
 CASES = {
-    # Without an authority nobody is asked for more than a key.
-    "nobody is checked": ({}, ALL),
-    "nobody is checked, named": ({"monitor": checks(NAME)}, ALL),
+    # Without a CA, a member needs any certificate only.
+    "no verification": ({}, ALL),
+    "no verification, named": ({"monitor": checks(NAME)}, ALL),
     # An authority alone: any name that it has vouched for.
     "authority": ({"ca_tls_container_ref": "ca"}, {"good", "renamed", "wild", "revoked"}),
     "other authority": ({"ca_tls_container_ref": "other ca"}, {"foreign"}),
@@ -189,7 +189,7 @@ def test_the_name_that_members_are_asked_for(served, certificates, secrets):
         names += [served.visitor.fetch("/x", port=8400 + n, tls=trusting(), name=asked).seen.tls.sni for asked in ASKED]
         found[name] = names
     if HAProxy("system").version.startswith("3."):
-        # For a client that names nobody it asks for a name that somebody has asked for before: TLS sessions with
+        # For a client without a server name it uses an earlier name: TLS sessions with
         # members are resumed with their name (3.0.11; haproxy/haproxy#3195).
         for name in ("nothing", "monitor"):
             assert found[name].pop() in ASKED

@@ -96,7 +96,7 @@ def test_stick_tables_survive_reloads_even_young_and_in_a_row(amphora):
         return text(listener(["m1", "m2", "m3"], extra=f"{TABLE}    fullconn {number}\n"))
 
     amphora.push(1, wanted(1))
-    # The first worker has not waited for a predecessor yet, and nobody waits for it: it knows no client.
+    # The first worker has not waited for a predecessor yet, and no process waits for it: it knows no client.
     assert amphora.push(2, wanted(2))[1]["how"] == "reload"
     key = f"::ffff:{VIP.rpartition('.')[0]}.20"
     ask(amphora)

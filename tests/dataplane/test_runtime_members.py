@@ -44,7 +44,7 @@ def test_a_member_that_moves(served, push, kept_by):
     """Address, family and port. No request is lost; connections HAProxy held ready to the former address are closed.
 
     One that carries a request just then goes on, and HAProxy takes it back among those it holds ready: the next move
-    closes it. So who answers is asked where nothing else is under way.
+    closes it. So the answering member is determined without other traffic.
     """
     a, b = served.web("a", MEMBER), served.web("b", MEMBER6)
 
@@ -112,7 +112,7 @@ def test_a_member_that_joins_proves_itself_first(served, push, lab):
         served.until_states("pool", {"a": "UP", "b": "DOWN"})
         if lab.series == "3.2":
             (dead,) = [row for (_, name), row in served.statistics().items() if name == id_of("member", "b")]
-            assert (dead["lbtot"], dead["econ"]) == ("0", "0"), "nobody was sent there"
+            assert (dead["lbtot"], dead["econ"]) == ("0", "0"), "no request went there"
         push(*wanted(member(a)))
         push(*wanted(member(a), member(b)))
         served.until_states("pool", {"a": "UP", "b": "UP"})
@@ -122,7 +122,7 @@ def test_a_member_that_joins_proves_itself_first(served, push, lab):
 
 @pytest.mark.feature("healthmonitor.delay", "member.backup")
 def test_what_has_no_command_takes_a_member_that_nobody_misses(served, push):
-    """It goes and comes back while another one serves; who is alone, or has clients of his own, has a new worker."""
+    """It is removed and added while another one serves; a single or persistent member needs a new worker."""
     a, b = served.web("a", MEMBER), served.web("b", MEMBER6)
 
     def wanted(*members, delay=1, **more):
@@ -136,7 +136,7 @@ def test_what_has_no_command_takes_a_member_that_nobody_misses(served, push):
     assert {served.visitor.fetch().member for _ in range(12)} == {"a", "b"}
     with served.visitor.load(1) as load:
         found = push(*wanted(member(a), member(b), delay=2), how=None)
-        assert found.how in ("runtime", "reload")  # who is in the middle of an answer is not taken away
+        assert found.how in ("runtime", "reload")  # a member with a response in progress stays
         load.goes_on(2)
     assert load.failures == []
     push(*wanted(member(a), delay=2))
@@ -150,7 +150,7 @@ def test_what_has_no_command_takes_a_member_that_nobody_misses(served, push):
 
 @pytest.mark.feature("listener.connection_limit")
 def test_a_listener_that_takes_more_and_less(served, push, lab):
-    """The one that would not survive it has a new worker, as has everybody whose HAProxy cannot be known."""
+    """A version that would crash gets a new worker, and so does an unknown HAProxy."""
     web = served.web()
     how = None if lab.series == "system" else "runtime"
 

@@ -91,7 +91,7 @@ def sni(served) -> str:
 
 
 def test_what_is_refused_leaves_everything_as_it_was(served, push, tenant):
-    """A good certificate for one listener, somebody else's key for the other one: neither is shown."""
+    """A good certificate for one listener and a wrong key for the other: neither is used."""
     old, new = (tenant.issue("www.example.com", number=n) for n in (0, 1))
     trees = [terminated(port, default_tls_container_ref=str(port)) for port in (443, 444)]
     push({"443": old, "444": old}, *trees, how=None)
@@ -106,7 +106,7 @@ def test_what_is_refused_leaves_everything_as_it_was(served, push, tenant):
 
 
 def test_what_haproxy_lost_is_noticed(served, push, tenant):
-    """Somebody changed HAProxy behind the agent's back: the same bundle again finds it."""
+    """HAProxy was changed manually: the same bundle again finds it."""
     old, new = (tenant.issue("www.example.com", number=n) for n in (0, 1))
     tree = terminated(default_tls_container_ref="default")
     pushed = push({"default": old}, tree, how=None)
@@ -128,7 +128,7 @@ def admitted(served, tenant, certificate, version) -> bool:
 
 
 def test_who_may_come_in_is_decided_at_once(served, push, tenant):
-    """Also for somebody who was in a moment ago and would go on with that session."""
+    """Also for a client that would resume its session."""
     clients, others = Authority("clients"), Authority("others")
     ada, bob, eve = clients.issue("ada"), clients.issue("bob", number=1), others.issue("eve")
     certificate = tenant.issue("www.example.com")
@@ -143,11 +143,11 @@ def test_who_may_come_in_is_decided_at_once(served, push, tenant):
         )
         return secrets, tree
 
-    def who() -> list[list[bool]]:
+    def accepted() -> list[list[bool]]:
         return [[admitted(served, tenant, each, version) for each in (ada, bob, eve)] for version in (TLS12, TLS13)]
 
     push(*wanted(clients.pem, clients.revoke()), how=None)
-    assert who() == [[True, True, False]] * 2
+    assert accepted() == [[True, True, False]] * 2
     tls = {version: trusting(tenant, certificate=bob, versions=(version, version)) for version in (TLS12, TLS13)}
     sessions = {}
     for version, context in tls.items():
@@ -155,14 +155,14 @@ def test_who_may_come_in_is_decided_at_once(served, push, tenant):
         assert ask(connection).status == 200
         sessions[version] = connection.session
     push(*wanted(clients.pem, clients.revoke(bob)))
-    assert who() == [[True, False, False]] * 2
+    assert accepted() == [[True, False, False]] * 2
     for version, session in sessions.items():
         with pytest.raises((ssl.SSLError, ConnectionError)):
             ask(served.visitor.tls(443, tls=tls[version], session=session))
     push(*wanted(clients.pem + others.pem, clients.revoke(ada) + others.revoke()))
-    assert who() == [[False, True, True]] * 2
+    assert accepted() == [[False, True, True]] * 2
     push(*wanted(others.pem, others.revoke()))
-    assert who() == [[False, False, True]] * 2
+    assert accepted() == [[False, False, True]] * 2
 
 
 def keys(*numbers: int) -> str:

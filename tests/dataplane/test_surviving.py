@@ -114,5 +114,5 @@ def test_totals_equal_the_number_of_requests_over_reloads_and_restarts(amphora, 
     eventually(lambda: not alive(worker), "the agent's worker is dead")
     eventually(lambda: total() == requests, "the counters survive the agent")
     os.kill(amphora.outside_pid(amphora.status("haproxy")["pid"]), signal.SIGKILL)
-    # The worker outlives its master for some milliseconds, and what it serves then nobody can ask it any more.
+    # The worker outlives its master for some milliseconds, and its last requests cannot be counted any more.
     eventually(lambda: serves(amphora) and total() > requests, "the counters survive HAProxy")

@@ -137,7 +137,7 @@ def test_the_agent_dies_and_nothing_else(machine, place):
 
 
 def test_a_worker_that_dies_takes_the_agent_along(machine):
-    """Connections that are kept are given to a new process of systemd's, and to nobody else."""
+    """Kept connections are passed to a new process of systemd only."""
     agent = machine.pid("agent")
     os.kill(children(agent)[0], signal.SIGKILL)
     eventually(lambda: not alive(agent), "the agent ends")
@@ -228,7 +228,7 @@ def test_held_connections_outlive_the_agent(machine, place):
 
 
 def test_keepalived_sees_what_becomes_of_haproxy(machine):
-    """The partner is not there; what counts is who keeps the VIP, and who lets it go."""
+    """The partner is not there; the test checks which state keeps and which releases the VIP."""
     vrrp = {
         "interface": "eth1",
         "router_id": 7,
@@ -243,16 +243,16 @@ def test_keepalived_sees_what_becomes_of_haproxy(machine):
 
     try:
         push(machine, text(listener(["m1", "m2"])), vrrp=vrrp)
-        eventually(held, "nobody else has the VIP")
+        eventually(held, "it has the VIP")
         worker = serving(machine)
         os.kill(worker, signal.SIGSTOP)
-        eventually(lambda: not held(), "who does not serve lets go of it")
+        eventually(lambda: not held(), "an amphora that does not serve releases it")
         os.kill(worker, signal.SIGCONT)
         eventually(held, "it serves again")
         parent, haproxy = machine.pid("keepalived"), machine.pid("haproxy")
         os.kill(parent, signal.SIGKILL)
         eventually(lambda: machine.pid("keepalived") not in (None, parent), "systemd starts another one")
-        eventually(held, "nobody else has the VIP")
+        eventually(held, "it has the VIP")
         assert machine.pid("haproxy") == haproxy
     finally:
         push(machine, text(listener(["m1", "m2"])))
@@ -333,7 +333,7 @@ def test_checks_and_metrics_without_root(machine, place, datagrams):
 
 
 def test_a_confined_daemon_changes_nothing_of_the_machine(machine):
-    """One that nobody has named has the least: it writes in the run directory, and nowhere else."""
+    """An unnamed unit has the fewest permissions: it writes to the run directory only."""
     tried = (
         "import json, os, socket",
         "said = {}",
@@ -446,7 +446,7 @@ def test_a_daemon_that_is_not_started_again_at_once(machine):
     begin = time.monotonic()
     os.kill(machine.pid("patient"), signal.SIGKILL)
     eventually(lambda: health.read_text() == "1", "it is missed")
-    status = services(machine, start)  # who asks for it does not make it come sooner
+    status = services(machine, start)  # a request does not shorten the delay
     assert (status["pid"], status["wanted"], status["starts"]) == (None, True, 1)
     eventually(lambda: services(machine, "services.status('patient')")["pid"] is not None, "it comes again")
     assert time.monotonic() - begin >= 2.5
@@ -455,7 +455,7 @@ def test_a_daemon_that_is_not_started_again_at_once(machine):
     services(machine, "services.stop('patient', missed=True)")
     assert health.read_text() == "1"
     services(machine, "services.stop('patient')")
-    eventually(lambda: health.read_text() == "0", "nobody wants it")
+    eventually(lambda: health.read_text() == "0", "it is not wanted")
 
 
 def test_one_that_an_operator_has_stopped(machine):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TLS listeners: which certificate a client is shown, and who never sees it."""
+"""TLS listeners: the certificate for a client, and secrecy of keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def terminated(port: int = 443, **more):
 
 
 def shown(served, name, port: int = 443, **more) -> bytes:
-    """The leaf certificate that somebody who asks for a name is shown."""
+    """The leaf certificate for a server name."""
     return served.visitor.presented(port, name=name, **more)[0]
 
 
@@ -72,7 +72,7 @@ def test_the_name_a_client_asks_for_chooses(served, served_tls, tenant):
 
 @pytest.mark.feature("listener.sni_container_refs")
 def test_without_a_default_it_is_tls_all_the_same(served, served_tls, web, tenant):
-    """Who names nobody, or somebody unknown, is shown the first certificate; nobody is ever served in plain text."""
+    """Without a name or with an unknown one, the first certificate is used; plain text is never served."""
     first, second = tenant.issue("one.example.com"), tenant.issue("two.example.com")
     served_tls({"first": first, "second": second}, terminated(sni_container_refs=("second", "first")))
     for vip in VIPS:
@@ -146,7 +146,7 @@ def test_listeners_never_see_each_others_certificates(served, served_tls, tenant
 @pytest.mark.feature("listener.default_tls_container_ref", "listener.sni_container_refs")
 @pytest.mark.parametrize("kind", ["EC", "RSA"])
 def test_a_replaced_certificate_is_shown_at_once(served, served_tls, tenant, kind):
-    """The same reference with another content, and another reference; under load nobody fails."""
+    """The same reference with another content, and another reference; under load no request fails."""
     old, new, third = (tenant.issue("www.example.com", kind=kind, number=n) for n in (0, 1, 0))
     sni_old, sni_new = (tenant.issue("sni.example.com", number=n) for n in (0, 1))
     tree = terminated(default_tls_container_ref="default", sni_container_refs=("sni",))
@@ -160,7 +160,7 @@ def test_a_replaced_certificate_is_shown_at_once(served, served_tls, tenant, kin
         assert (shown(served, "www.example.com"), shown(served, "sni.example.com")) == (third.der, third.der)
         load.goes_on()
     assert load.failures == []
-    assert ask(kept).status == 200  # who was connected stays so
+    assert ask(kept).status == 200  # existing connections stay
 
 
 @pytest.mark.feature("listener.default_tls_container_ref")
@@ -174,7 +174,7 @@ def test_an_unusable_certificate_changes_nothing_that_is_served(served, served_t
     )
     served_tls({"good": good, "bad": good}, *trees)
     for bad in (
-        good.certificate_pem + other.key_pem,  # somebody else's key
+        good.certificate_pem + other.key_pem,  # the key of another certificate
         good.certificate_pem,  # none
         "-----BEGIN CERTIFICATE-----\nnonsense\n-----END CERTIFICATE-----\n",
         "",

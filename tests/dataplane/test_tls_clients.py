@@ -16,7 +16,7 @@ pytestmark = pytest.mark.root
 # What a client is told depends on the version: in TLS 1.3 only when it reads for the first time.
 VERSIONS = (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3)
 SEEN = ("X-SSL-Client-Verify", "X-SSL-Client-Has-Cert", "X-SSL-Client-CN")
-NOBODY, MEMBER, REVOKED, EXPIRED, STRANGER = "nobody", "member", "revoked", "expired", "stranger"
+ANONYMOUS, MEMBER, REVOKED, EXPIRED, STRANGER = "nobody", "member", "revoked", "expired", "stranger"
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +31,9 @@ def strangers():
 
 @pytest.fixture(scope="module")
 def people(clients, strangers):
-    """Who may come, by name."""
+    """The clients, by name."""
     return {
-        NOBODY: None,
+        ANONYMOUS: None,
         MEMBER: clients.issue("member"),
         REVOKED: clients.issue("revoked"),
         EXPIRED: clients.issue("expired", hours=-1),
@@ -49,7 +49,7 @@ def secrets(tenant, clients, strangers, people):
         "both": clients.pem + strangers.pem,
         "strangers": strangers.pem,
         "revoked": clients.revoke(people[REVOKED]),
-        "nobody revoked": clients.revoke(),
+        "none revoked": clients.revoke(),
     }
 
 
@@ -69,7 +69,7 @@ def named(wanted: dict | set) -> str:
 
 
 def admitted(served, tenant, people, version=VERSIONS[1], port: int = 443, **more) -> set[str]:
-    """Who gets an answer."""
+    """The clients that get an answer."""
     found = set()
     for name, certificate in people.items():
         tls = trusting(tenant, certificate=certificate, versions=(version, version))
@@ -82,7 +82,7 @@ def admitted(served, tenant, people, version=VERSIONS[1], port: int = 443, **mor
     return found
 
 
-EVERYBODY = {NOBODY, MEMBER, REVOKED, EXPIRED, STRANGER}
+ALL = {ANONYMOUS, MEMBER, REVOKED, EXPIRED, STRANGER}
 
 
 @pytest.mark.feature(
@@ -94,15 +94,15 @@ EVERYBODY = {NOBODY, MEMBER, REVOKED, EXPIRED, STRANGER}
     [
         (asking("MANDATORY"), {MEMBER, REVOKED}),
         (asking("MANDATORY", crl="revoked"), {MEMBER}),
-        (asking("MANDATORY", crl="nobody revoked"), {MEMBER, REVOKED}),
+        (asking("MANDATORY", crl="none revoked"), {MEMBER, REVOKED}),
         (asking("MANDATORY", "both"), {MEMBER, REVOKED, STRANGER}),
-        (asking("OPTIONAL"), {NOBODY, MEMBER, REVOKED}),
-        (asking("OPTIONAL", crl="revoked"), {NOBODY, MEMBER}),
-        (asking("NONE"), EVERYBODY),
-        (asking("NONE", crl="revoked"), EVERYBODY),
-        (asking("NONE", None), EVERYBODY),
-        (asking(None), EVERYBODY),
-        (asking(None, None), EVERYBODY),
+        (asking("OPTIONAL"), {ANONYMOUS, MEMBER, REVOKED}),
+        (asking("OPTIONAL", crl="revoked"), {ANONYMOUS, MEMBER}),
+        (asking("NONE"), ALL),
+        (asking("NONE", crl="revoked"), ALL),
+        (asking("NONE", None), ALL),
+        (asking(None), ALL),
+        (asking(None, None), ALL),
     ],
     ids=named,
 )
@@ -123,7 +123,7 @@ def test_who_is_not_let_in_reaches_no_member(served, tenant, people, secrets):
 @pytest.mark.feature("listener.client_authentication", "listener.client_ca_tls_container_ref")
 def test_what_is_told_of_a_client(served, tenant, people, secrets):
     served.push(load_balancer(terminated(**asking("OPTIONAL")), pool("pool", member(served.web()))), secrets)
-    for name, (has, common) in {MEMBER: ({"1", "true"}, MEMBER), NOBODY: ({"0", "false"}, "")}.items():
+    for name, (has, common) in {MEMBER: ({"1", "true"}, MEMBER), ANONYMOUS: ({"0", "false"}, "")}.items():
         tls = trusting(tenant, certificate=people[name])
         seen = served.visitor.fetch(port=443, tls=tls).seen
         assert {*seen.values("X-SSL-Client-Has-Cert")} <= has
@@ -143,7 +143,7 @@ def test_listeners_never_see_each_others_authorities(served, tenant, people, sec
         secrets,
     )
     found = {port: admitted(served, tenant, people, port=port) for port in range(443, 447)}
-    assert found == {443: {MEMBER}, 444: {STRANGER}, 445: {MEMBER, REVOKED}, 446: EVERYBODY}
+    assert found == {443: {MEMBER}, 444: {STRANGER}, 445: {MEMBER, REVOKED}, 446: ALL}
 
 
 @pytest.mark.feature("listener.client_authentication")
@@ -165,9 +165,9 @@ def test_authorities_and_lists_are_replaced(served, tenant, people, secrets):
     """Under the same references: what counts is what they hold now."""
     tree = load_balancer(terminated(**asking("MANDATORY", "ca", "crl")), pool("pool", member(served.web())))
     for ca, crl, expected in (
-        ("clients", "nobody revoked", {MEMBER, REVOKED}),
+        ("clients", "none revoked", {MEMBER, REVOKED}),
         ("clients", "revoked", {MEMBER}),
-        ("clients", "nobody revoked", {MEMBER, REVOKED}),
+        ("clients", "none revoked", {MEMBER, REVOKED}),
     ):
         served.push(tree, {"cert": secrets["cert"], "ca": secrets[ca], "crl": secrets[crl]})
         assert admitted(served, tenant, people) == expected
@@ -175,10 +175,10 @@ def test_authorities_and_lists_are_replaced(served, tenant, people, secrets):
 
 @pytest.mark.feature("listener.client_crl_container_ref")
 def test_a_session_is_no_way_around_a_revocation(served, tenant, people, secrets):
-    """Who was let in before and is revoked now is not let in with what it kept of that session."""
+    """A client that is revoked now cannot resume its earlier session."""
     versions = (ssl.TLSVersion.TLSv1_2,) * 2
     tree = load_balancer(terminated(**asking("MANDATORY", "ca", "crl")), pool("pool", member(served.web())))
-    before = {"cert": secrets["cert"], "ca": secrets["clients"], "crl": secrets["nobody revoked"]}
+    before = {"cert": secrets["cert"], "ca": secrets["clients"], "crl": secrets["none revoked"]}
     served.push(tree, before)
     tls = trusting(tenant, certificate=people[REVOKED], versions=versions)
     first = served.visitor.tls(443, tls=tls)
@@ -194,5 +194,5 @@ def test_names_of_the_modes_are_all_there(served, tenant, people, secrets):
     listeners = [terminated(443 + n, **asking(mode)) for n, mode in enumerate(modes)]
     served.push(load_balancer(*listeners, pool("pool", member(served.web()))), secrets)
     found = [admitted(served, tenant, people, port=443 + n) for n in range(3)]
-    assert found == [EVERYBODY, {NOBODY, MEMBER, REVOKED}, {MEMBER, REVOKED}]
+    assert found == [ALL, {ANONYMOUS, MEMBER, REVOKED}, {MEMBER, REVOKED}]
     assert all(wider > narrower for wider, narrower in itertools.pairwise(found))

@@ -112,7 +112,7 @@ EC_CIPHERS = (EC_A128, EC_A256, EC_CHACHA)
 def test_the_users_order_counts(served, serve, tenant, wanted):
     """Not the client's, and not the alphabet's.
 
-    With one exception, which is OpenSSL's: who puts ChaCha20 first has a slow AES, and gets it if it is in the list.
+    With one exception, which is OpenSSL's: a client that prefers ChaCha20 gets it if the list has it.
     """
     serve(tls_ciphers=":".join(wanted))
     for clients in (EC_CIPHERS, (EC_A256, EC_A128, EC_CHACHA)):

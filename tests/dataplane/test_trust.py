@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may talk to the agent, and how a controller knows it."""
+"""Clients that the agent accepts, and the agent's identity for controllers."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def test_only_controllers_get_an_answer(amphora):
         "an amphora": amphora.authority.issue("7f1a9ad2-0000-4000-8000-000000000001", SERVER),
         "one of Octavia's": amphora.authority.issue("7f1a9ad2-0000-4000-8000-000000000001", SERVER, CLIENT),
     }
-    for who, certificate in refused.items():
+    for caller, certificate in refused.items():
         file = amphora.write("other.pem", certificate) if certificate else None
         with pytest.raises((ssl.SSLError, ConnectionError, http.client.RemoteDisconnected)):
-            pytest.fail(f"{who} was answered {ask(amphora, amphora.tls(file))}")
+            pytest.fail(f"{caller} was answered {ask(amphora, amphora.tls(file))}")
     assert ask(amphora, amphora.tls(amphora.client_certificate)) == 200
     old = amphora.tls(amphora.client_certificate)
     old.maximum_version = ssl.TLSVersion.TLSv1_2
     with pytest.raises(ssl.SSLError):
         ask(amphora, old)
-    with pytest.raises(ssl.SSLCertVerificationError):  # and the controller answers to nobody else either
+    with pytest.raises(ssl.SSLCertVerificationError):  # and the controller accepts no other agent
         ask(amphora, amphora.tls(amphora.client_certificate, trust=stranger.pem))
 
 
@@ -87,7 +87,7 @@ def test_heartbeats_tell_of_a_member_that_stopped(amphora, mailbox, network):
     assert seen == sorted(set(seen))
     with pytest.raises(ValueError, match="another key"):
         decode(mailbox._socket.recv(65536), bytes(32))
-    # Nobody listens at the second target: the error is seen, and the first one has its reports all the same.
+    # No receiver at the second target: the error is visible, and the first one gets its reports.
     errors = amphora.call("GET", "/v2/diagnostics")[1]["heartbeat errors"]
     assert all(str(HEARTBEATS + 1) in target for target in errors)
 
@@ -156,7 +156,7 @@ def test_both_authorities_are_rotated_and_nobody_is_shut_out(amphora, network, c
         told.now = TlsOverride(version=number, **more)
 
     mine = Secret(calls.issue("controller", CLIENT).encode())
-    # Everybody trusts both.
+    # All trust both.
     mark(1, authorities=(old.pem + signs.pem).encode())
     before = give(old, old.pem + calls.pem, old.pem + signs.pem)
     # The new ones sign: what is shown by us is in memory only.

@@ -23,7 +23,7 @@ from amphora_agent.network.namespace import Namespace
 pytestmark = pytest.mark.root
 PLACES = {"b1": "198.51.100.151", "b2": "198.51.100.152"}
 PLACES6 = {"b6": "2001:db8:1::151"}
-EVERYBODY = [member(name, address) for name, address in PLACES.items()]
+ALL_MEMBERS = [member(name, address) for name, address in PLACES.items()]
 OTHER, OWN_PORT, PAUSE, SOON = 5301, 5514, 0.05, 10.0
 
 
@@ -56,14 +56,14 @@ class Sender(threading.Thread):
 
     def run(self) -> None:
         while not self._ending.wait(PAUSE):
-            # One that is told that nobody is there goes on, as one without an ear does.
+            # A refused client continues, like one that ignores answers.
             with contextlib.suppress(ConnectionRefusedError):
                 self.sent += 1
                 self.answered += self._flow.ask(b"again", timeout=PAUSE) is not None
 
     def is_answered(self) -> None:
         before = self.answered
-        eventually(lambda: self.answered > before + 2, "who sends all the time is answered", seconds=SOON)
+        eventually(lambda: self.answered > before + 2, "a continuous sender is answered", seconds=SOON)
 
     def goes_on(self) -> None:
         before = self.sent
@@ -85,7 +85,7 @@ def push(lab, *servers):
 
 def another(lab):
     """What an engine of ours goes on with, where the agent has made all that is beside the engine's rules."""
-    made = virtual_server(*EVERYBODY)
+    made = virtual_server(*ALL_MEMBERS)
     push(lab, made)
     return model.parse([made])
 
@@ -96,7 +96,7 @@ def another(lab):
     ids=["IPv4", "IPv6"],
 )
 def test_who_sends_all_the_time_is_led_when_a_listener_appears(lab, clients, vip, source, members):
-    first = virtual_server(*EVERYBODY)
+    first = virtual_server(*ALL_MEMBERS)
     other = virtual_server(*(member(*one) for one in members.items()), port=OTHER)
     with Sender(clients.flow(source, vip, OTHER, OWN_PORT)) as sender:
         sender.goes_on()
@@ -116,7 +116,7 @@ def test_who_sends_all_the_time_is_led_when_a_listener_appears(lab, clients, vip
 
 
 def test_only_unled_flows_of_the_place_end(lab, inner, clients):
-    push(lab, virtual_server(*EVERYBODY))
+    push(lab, virtual_server(*ALL_MEMBERS))
     led = clients.flow()
     assert led.ask()
     strays = [clients.flow(port=port) for port in (OTHER, OTHER + 1)]
@@ -127,8 +127,8 @@ def test_only_unled_flows_of_the_place_end(lab, inner, clients):
     vip = model.parse([virtual_server()])[0].addresses[0]
     inner.run(conntrack.end_unmarked_flows, {(vip, 17, 5300), (vip, 17, OTHER), (vip, 132, OTHER + 1)})
     after = inner.run(conntrack.count_flows, 0xFFFFFFFF)
-    assert before.pop(0) == after.pop(0, 0) + 1, "one of the two that nobody leads"
-    assert before == after, "and none that somebody leads"
+    assert before.pop(0) == after.pop(0, 0) + 1, "one of the two without a rule"
+    assert before == after, "and none with a rule"
 
 
 def test_a_members_change_survives_that_somebody_took_the_rules_away(lab, inner, clients):
@@ -153,7 +153,7 @@ def test_a_members_change_survives_that_somebody_took_the_rules_away(lab, inner,
 
 
 def test_a_change_that_the_kernel_refuses_is_written_anew(lab, inner, clients, monkeypatch):
-    """Somebody may be quicker than our look."""
+    """A packet may arrive before the check."""
     servers, engine = another(lab), NftablesEngine()
     inner.run(engine.apply, servers, {})
     inner.run(libnftables.run_commands, "flush ruleset\n")

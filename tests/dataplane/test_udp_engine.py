@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from amphora_lab import eventually, ip
-from datagrams import Clients, UdpMember, member, virtual_server, who
+from datagrams import Clients, UdpMember, member, members_of, virtual_server
 
 from amphora_agent.l4 import model
 from amphora_agent.l4_nftables import conntrack
@@ -21,12 +21,12 @@ from amphora_agent.network.namespace import Namespace
 
 pytestmark = pytest.mark.root
 PLACES = {f"e{number}": f"198.51.100.{130 + number}" for number in range(12)}
-EVERYBODY = [member(name, address) for name, address in PLACES.items()]
+ALL_MEMBERS = [member(name, address) for name, address in PLACES.items()]
 
 
 @pytest.fixture
 def inner(lab):
-    """The amphora's namespace; whoever works there is another process to the checker that runs."""
+    """The amphora's namespace; a test there is another process to the running checker."""
     made = Namespace(Path(f"/proc/{lab.amphora.init()}/root/run/netns/amphora-haproxy"))
     yield made
     made.close()
@@ -48,13 +48,13 @@ def push(lab, *servers):
 
 
 def test_who_begins_anew_goes_on_with_counters_and_flows(lab, inner, clients):
-    push(lab, virtual_server(*EVERYBODY))
-    some = clients.flows(len(EVERYBODY))
+    push(lab, virtual_server(*ALL_MEMBERS))
+    some = clients.flows(len(ALL_MEMBERS))
     before = [flow.ask().member for flow in some]
     assert {*before} == {*PLACES}
     engine = NftablesEngine()
-    # In another order, and without one of them: no mark of a flow may mean somebody else.
-    fewer = [virtual_server(*EVERYBODY[:0:-1])]
+    # In another order, and without one of them: no mark of a flow may name another member.
+    fewer = [virtual_server(*ALL_MEMBERS[:0:-1])]
     inner.run(engine.apply, model.parse(fewer), {})
     after = [flow.ask().member for flow in some]
     assert [a for a, b in zip(after, before, strict=True) if b != "e0"] == [b for b in before if b != "e0"]
@@ -65,7 +65,7 @@ def test_who_begins_anew_goes_on_with_counters_and_flows(lab, inner, clients):
 
 
 def test_what_is_counted_is_what_clients_sent_and_got(lab, inner, clients):
-    push(lab, virtual_server(EVERYBODY[0]))
+    push(lab, virtual_server(ALL_MEMBERS[0]))
     (flow,) = clients.flows(1)
     said = b"x" * 1000
     answer = flow.ask(said)
@@ -85,9 +85,9 @@ def test_what_is_counted_is_what_clients_sent_and_got(lab, inner, clients):
 @pytest.mark.parametrize("ended", [1, 11])
 def test_flows_end_by_their_marks(lab, inner, clients, ended):
     """A few by the kernel's own search, many by ours: the outcome is the same."""
-    push(lab, virtual_server(*EVERYBODY))
+    push(lab, virtual_server(*ALL_MEMBERS))
     some = clients.flows(24)
-    assert who(some) == dict.fromkeys(PLACES, 2)
+    assert members_of(some) == dict.fromkeys(PLACES, 2)
     found = inner.run(conntrack.count_flows, 0xFFFFFFFF)
     gone = sorted(mark for mark in found if mark & SERVER_MASK)[:ended]
     inner.run(conntrack.end_flows, gone)
@@ -98,22 +98,22 @@ def test_flows_end_by_their_marks(lab, inner, clients, ended):
 
 
 def test_the_last_listener_leaves_nothing(lab, inner, clients):
-    push(lab, virtual_server(*EVERYBODY))
+    push(lab, virtual_server(*ALL_MEMBERS))
     some = clients.flows(3)
-    assert sum(who(some).values()) == 3
+    assert sum(members_of(some).values()) == 3
     push(lab)
     assert not {mark for mark in inner.run(conntrack.count_flows, 0xFFFFFFFF) if mark}
     assert not inner.run(nft_apply.table_exists, "inet", "amphora_virtual")
     assert not inner.run(nft_apply.table_exists, "inet", "amphora")
-    eventually(some[0].refused, "nobody is there")
+    eventually(some[0].refused, "no member serves")
 
 
 def test_what_keeps_clients_out_is_rendered_as_nft_lists_it(wire):
     """Otherwise each look would find it changed, and write it again."""
     v4 = tuple(int(ipaddress.ip_address(one)) for one in ("192.0.2.0", "192.0.2.255"))
-    everybody = ((0, 2**128 - 1),)
+    everything = ((0, 2**128 - 1),)
     restrictions = Restrictions(
-        (Port(80, (v4,), ()), Port(53, (v4,), (), "udp"), Port(54, (), everybody, "sctp")), None, forwards=True
+        (Port(80, (v4,), ()), Port(53, (v4,), (), "udp"), Port(54, (), everything, "sctp")), None, forwards=True
     )
     text = firewall.render(restrictions)
     assert wire.inner.run(nft_apply.replace_table, text)

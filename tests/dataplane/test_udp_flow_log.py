@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from amphora_lab import VIP, eventually
-from datagrams import PORT, Clients, UdpMember, member, name_of, virtual_server, who
+from datagrams import PORT, Clients, UdpMember, member, members_of, name_of, virtual_server
 
 from amphora_agent.l4 import model
 from amphora_agent.l4.event_loop import EventLoop
@@ -27,7 +27,7 @@ from amphora_agent.network.namespace import Namespace
 
 pytestmark = pytest.mark.root
 PLACES = {"w1": "198.51.100.111", "w2": "198.51.100.112"}
-EVERYBODY = [member(name, address) for name, address in PLACES.items()]
+ALL_MEMBERS = [member(name, address) for name, address in PLACES.items()]
 LISTENER, POOL = name_of("listener", PORT, "UDP"), name_of("pool", PORT)
 FORMAT = "{} %f %b %s %ci %cp %fi:%fp %U %B %[packets_in] %[packets_out] %Tt %ts %[protocol]"
 SETTINGS = "/proc/sys/net/netfilter/nf_conntrack_"
@@ -74,7 +74,7 @@ def logged(lab, form):
 
 
 def test_a_flow_that_ends_has_a_line(lab, inner, clients, form):
-    push(lab, virtual_server(*EVERYBODY, log_format=form))
+    push(lab, virtual_server(*ALL_MEMBERS, log_format=form))
     flow = clients.flow(own_port=45210)
     said = b"x" * 100
     answers = [flow.ask(said) for _ in range(3)]
@@ -91,9 +91,9 @@ def test_a_flow_that_ends_has_a_line(lab, inner, clients, form):
 
 
 def test_a_flow_that_ends_with_its_member_says_so_and_one_of_silence_too(lab, inner, clients, form):
-    push(lab, virtual_server(*EVERYBODY, log_format=form))
-    assert who(clients.flows(8)) == {"w1": 4, "w2": 4}
-    push(lab, virtual_server(EVERYBODY[0], log_format=form))
+    push(lab, virtual_server(*ALL_MEMBERS, log_format=form))
+    assert members_of(clients.flows(8)) == {"w1": 4, "w2": 4}
+    push(lab, virtual_server(ALL_MEMBERS[0], log_format=form))
     gone = eventually(lambda: found if len(found := logged(lab, form)) == 4 else None, "lines of its flows")
     assert {(line.split()[3], line.split()[-2]) for line in gone} == {(name_of("member", "w2"), "D-")}
     # The others are forgotten after a silence of a second; they lasted for no time at all.
@@ -120,21 +120,21 @@ def write_setting(name, value):
 
 
 def test_without_the_option_nothing_is_written_and_the_last_ones_are(lab, inner, clients, form):
-    push(lab, virtual_server(*EVERYBODY))
-    assert who(clients.flows(4)) == {"w1": 2, "w2": 2}
+    push(lab, virtual_server(*ALL_MEMBERS))
+    assert members_of(clients.flows(4)) == {"w1": 2, "w2": 2}
     push(lab, virtual_server())
     assert diagnosed(lab, "virtual servers")["flow_log"] == {"logged": 0, "lost": 0}
-    push(lab, virtual_server(*EVERYBODY, log_format=form))
-    assert who(clients.flows(4)) == {"w1": 2, "w2": 2}
+    push(lab, virtual_server(*ALL_MEMBERS, log_format=form))
+    assert members_of(clients.flows(4)) == {"w1": 2, "w2": 2}
     push(lab)
     found = eventually(lambda: logged(lab, form), "flows of a listener that went have lines, its checker too")
     assert [line.split()[-2] for line in found] == ["D-"] * 4
 
 
 def test_a_checker_that_begins_anew_goes_on(lab, inner, clients, form):
-    push(lab, virtual_server(*EVERYBODY, log_format=form))
+    push(lab, virtual_server(*ALL_MEMBERS, log_format=form))
     before = lab.amphora.status(SERVICE)["pid"]
-    assert sum(who(clients.flows(4)).values()) == 4
+    assert sum(members_of(clients.flows(4)).values()) == 4
     os.kill(lab.amphora.outside_pid(before), signal.SIGKILL)
     eventually(lambda: lab.amphora.status(SERVICE)["pid"] not in (None, before), "there is another one")
     eventually(lambda: diagnosed(lab, "virtual servers"), "it serves")
@@ -170,15 +170,15 @@ class Reader:
 def test_what_is_too_much_is_counted(lab, inner, clients, form, monkeypatch):
     """A socket with little room, and many flows that end at once: lines and losses are all there were."""
     monkeypatch.setattr(writer, "_BUFFER", 4096)
-    servers = model.parse([virtual_server(*EVERYBODY, log_format=form)])
-    push(lab, virtual_server(*EVERYBODY))
+    servers = model.parse([virtual_server(*ALL_MEMBERS, log_format=form)])
+    push(lab, virtual_server(*ALL_MEMBERS))
     reader, loop, engine = Reader(), EventLoop(), NftablesEngine()
     log = inner.run(lambda: FlowLog(loop, make_writer=reader.outlet))
     try:
         inner.run(log.start, servers)
         inner.run(engine.apply, servers, {})
         some = clients.flows(60)
-        assert sum(who(some).values()) == 60
+        assert sum(members_of(some).values()) == 60
         inner.run(
             conntrack.end_flows, [mark for mark in inner.run(conntrack.count_flows, 0xFFFFFFFF) if mark & SERVER_MASK]
         )

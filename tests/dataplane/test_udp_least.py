@@ -13,21 +13,21 @@ from dataclasses import replace
 import checked_members
 import pytest
 from amphora_lab import eventually, ip
-from datagrams import PORT, Clients, UdpMember, member, name_of, persistence, virtual_server, who
+from datagrams import PORT, Clients, UdpMember, member, members_of, name_of, persistence, virtual_server
 
 from amphora_agent.l4_daemon.checker import _REBALANCE_SECONDS
 
 pytestmark = pytest.mark.root
 PLACES = {"l1": "198.51.100.121", "l2": "198.51.100.122", "l3": "198.51.100.123"}
 PLACES6 = {"m1": "2001:db8:1::121", "m2": "2001:db8:1::122"}
-EVERYBODY = {**PLACES, **PLACES6}
+ALL_MEMBERS = {**PLACES, **PLACES6}
 LISTENER = name_of("listener", PORT, "UDP")
 
 
 @pytest.fixture
 def clients(lab):
     with contextlib.ExitStack() as closing:
-        for name, address in EVERYBODY.items():
+        for name, address in ALL_MEMBERS.items():
             wide, more = ("64", "nodad") if ":" in address else ("24", "")
             ip(f"-n {lab.network.name('mem')} addr replace {address}/{wide} dev eth0 {more}")
             closing.callback(UdpMember(lab.network.thread("mem"), name, address).close)
@@ -36,7 +36,7 @@ def clients(lab):
 
 
 def serve(lab, *names, weights=None, **more):
-    some = [member(name, EVERYBODY[name], weight=(weights or {}).get(name, 1)) for name in names]
+    some = [member(name, ALL_MEMBERS[name], weight=(weights or {}).get(name, 1)) for name in names]
     made = virtual_server(*some, **{"algorithm": "LEAST_CONNECTIONS", **more})
     status, answer = lab.amphora.push(next(lab.generations), None, virtual_servers=[made])
     assert status == 200, answer
@@ -47,7 +47,7 @@ def given(lab):
     status, answer = lab.amphora.call("GET", "/v2/diagnostics")
     assert status == 200, answer
     found = answer["virtual servers"]["listeners"][LISTENER]["pool"]["counters"]
-    return {name: found[name_of("member", name)] for name in EVERYBODY if name_of("member", name) in found}
+    return {name: found[name_of("member", name)] for name in ALL_MEMBERS if name_of("member", name) in found}
 
 
 def flows_of(lab):
@@ -63,47 +63,47 @@ def is_counted(lab, **flows):
 def test_who_holds_many_flows_gets_none_until_others_hold_as_many(lab, clients):
     serve(lab, "l1")
     held = clients.flows(30)
-    assert who(held) == {"l1": 30}
+    assert members_of(held) == {"l1": 30}
     eventually(lambda: flows_of(lab) == {"l1": 30}, "they are counted")
     serve(lab, "l1", "l2")
-    assert who(clients.flows(20)) == {"l2": 20}, "it joins, and has none"
+    assert members_of(clients.flows(20)) == {"l2": 20}, "it joins, and has none"
     is_counted(lab, l1=30, l2=20)
-    assert who(clients.flows(20)) == {"l2": 15, "l1": 5}, "ten for it alone, then in turns"
-    assert who(held) == {"l1": 30}, "who is there stays"
+    assert members_of(clients.flows(20)) == {"l2": 15, "l1": 5}, "ten for it alone, then in turns"
+    assert members_of(held) == {"l1": 30}, "existing flows stay"
 
 
 def test_flows_that_end_are_made_up_for(lab, clients):
     """Round robin would go on in turns."""
     serve(lab, "l1", "l2", "l3")
     first = clients.flows(30)
-    assert who(first) == {"l1": 10, "l2": 10, "l3": 10}
+    assert members_of(first) == {"l1": 10, "l2": 10, "l3": 10}
     # All flows of l3 end with it; it comes back without one.
     serve(lab, "l1", "l2")
-    assert who(first) == {"l1": 15, "l2": 15}
+    assert members_of(first) == {"l1": 15, "l2": 15}
     serve(lab, "l1", "l2", "l3")
     is_counted(lab, l1=15, l2=15, l3=0)
-    assert who(clients.flows(12)) == {"l3": 12}
+    assert members_of(clients.flows(12)) == {"l3": 12}
     is_counted(lab, l1=15, l2=15, l3=12)
-    assert who(clients.flows(6)) == {"l3": 4, "l1": 1, "l2": 1}
+    assert members_of(clients.flows(6)) == {"l3": 4, "l1": 1, "l2": 1}
 
 
 def test_weights_and_families(lab, clients):
-    serve(lab, *EVERYBODY, weights={"l1": 3, "m1": 2})
-    assert who(clients.flows(25)) == {"l1": 15, "l2": 5, "l3": 5}
-    assert who(clients.flows(12, "2001:db8:1::20")) == {"m1": 8, "m2": 4}
+    serve(lab, *ALL_MEMBERS, weights={"l1": 3, "m1": 2})
+    assert members_of(clients.flows(25)) == {"l1": 15, "l2": 5, "l3": 5}
+    assert members_of(clients.flows(12, "2001:db8:1::20")) == {"m1": 8, "m2": 4}
     is_counted(lab, l1=15, l2=5, l3=5, m1=8, m2=4)
-    serve(lab, *EVERYBODY, weights={"l2": 0, "l3": 3, "m1": 1, "m2": 1})
-    assert who(clients.flows(20)) == {"l3": 20}, "fifteen for three is as many as five for one; l1 has fifteen for one"
-    assert who(clients.flows(6, "2001:db8:1::20")) == {"m2": 5, "m1": 1}
+    serve(lab, *ALL_MEMBERS, weights={"l2": 0, "l3": 3, "m1": 1, "m2": 1})
+    assert members_of(clients.flows(20)) == {"l3": 20}, "15 for weight 3 equal 5 for weight 1; l1 has 15"
+    assert members_of(clients.flows(6, "2001:db8:1::20")) == {"m2": 5, "m1": 1}
 
 
 def test_a_pair_counts_too_and_persistence_is_refused(lab, clients):
     """Of a pair, each has its own flows, and its own count."""
     serve(lab, "l1")
-    assert who(clients.flows(10)) == {"l1": 10}
+    assert members_of(clients.flows(10)) == {"l1": 10}
     eventually(lambda: flows_of(lab) == {"l1": 10}, "they are counted")
     serve(lab, "l1", "l2")
-    assert who(clients.flows(10)) == {"l2": 10}
+    assert members_of(clients.flows(10)) == {"l2": 10}
     refused = virtual_server(member("l1", PLACES["l1"]), algorithm="LEAST_CONNECTIONS", persistence=persistence())
     status, answer = lab.amphora.push(next(lab.generations), None, virtual_servers=[refused])
     assert (status, answer["object_id"]) == (422, LISTENER)
@@ -125,7 +125,7 @@ def test_what_a_member_was_given_is_told(lab, clients):
     serve(lab, "l1", algorithm="ROUND_ROBIN")
     assert given(lab)["l1"]["bytes_in"] == 600, "a change of others changes nothing of it"
     serve(lab, "l1", "l2", algorithm="ROUND_ROBIN")
-    assert given(lab)["l2"]["total_connections"] == 0, "whoever comes back begins at nothing"
+    assert given(lab)["l2"]["total_connections"] == 0, "a returning member starts at zero"
 
 
 def test_the_checker_asks_every_second_and_only_where_it_decides(tmp_path):

@@ -16,10 +16,10 @@ from datagrams import (
     Stream,
     UdpMember,
     member,
+    members_of,
     name_of,
     persistence,
     virtual_server,
-    who,
 )
 
 from amphora_agent.l4_nftables import conntrack
@@ -28,7 +28,7 @@ from amphora_agent.network.namespace import Namespace
 pytestmark = pytest.mark.root
 PLACES = {name: f"198.51.100.{number}" for name, number in (("u1", 111), ("u2", 112), ("u3", 113))}
 PLACES6 = {name: f"2001:db8:1::{number}" for name, number in (("s1", 111), ("s2", 112))}
-EVERYBODY = {**PLACES, **PLACES6}
+ALL_MEMBERS = {**PLACES, **PLACES6}
 
 
 class Udp:
@@ -37,12 +37,12 @@ class Udp:
     def __init__(self, lab) -> None:
         self.lab, self.amphora = lab, lab.amphora
         self._closing = contextlib.ExitStack()
-        self.members = {name: self.start(name) for name in EVERYBODY}
+        self.members = {name: self.start(name) for name in ALL_MEMBERS}
         self.clients = Clients(lab.network.thread("cl"))
         self._closing.callback(self.clients.close)
 
     def start(self, name: str, **more) -> UdpMember:
-        made = UdpMember(self.lab.network.thread("mem"), name, EVERYBODY[name], **more)
+        made = UdpMember(self.lab.network.thread("mem"), name, ALL_MEMBERS[name], **more)
         self._closing.callback(made.close)
         return made
 
@@ -55,7 +55,7 @@ class Udp:
 
     def serve(self, **weights):
         """One listener with these members, by weight."""
-        return self.push(virtual_server(*(member(name, EVERYBODY[name], weight=n) for name, n in weights.items())))
+        return self.push(virtual_server(*(member(name, ALL_MEMBERS[name], weight=n) for name, n in weights.items())))
 
     def close(self) -> None:
         self._closing.close()
@@ -79,7 +79,7 @@ def test_every_member_by_its_weight_in_turns(udp):
     answer = udp.serve(u1=2, u2=1, u3=1)
     assert answer["how"] == "runtime"
     assert name_of("listener", PORT, "UDP") in answer["reason"]
-    assert who(udp.clients.flows(40)) == {"u1": 20, "u2": 10, "u3": 10}
+    assert members_of(udp.clients.flows(40)) == {"u1": 20, "u2": 10, "u3": 10}
     flow = udp.clients.flow()
     assert len({flow.ask().member for _ in range(5)}) == 1, "a flow stays with its member"
     assert flow.ask().seen == FIXED, "members see the amphora"
@@ -87,8 +87,8 @@ def test_every_member_by_its_weight_in_turns(udp):
 
 def test_both_families_by_one_listener(udp):
     udp.serve(u1=1, u2=1, s1=1, s2=1)
-    assert who(udp.clients.flows(10)) == {"u1": 5, "u2": 5}
-    assert who(udp.clients.flows(10, "2001:db8:1::20")) == {"s1": 5, "s2": 5}
+    assert members_of(udp.clients.flows(10)) == {"u1": 5, "u2": 5}
+    assert members_of(udp.clients.flows(10, "2001:db8:1::20")) == {"s1": 5, "s2": 5}
     assert udp.clients.flow("2001:db8:1::20").ask().seen == FIXED6
     large = bytes(4000)
     for source in ("198.51.100.20", "2001:db8:1::20"):
@@ -98,32 +98,32 @@ def test_both_families_by_one_listener(udp):
 
 
 def test_persistence_and_hashes(udp):
-    everybody = [member(name, address) for name, address in EVERYBODY.items()]
-    udp.push(virtual_server(*everybody, persistence=persistence()))
+    all_members = [member(name, address) for name, address in ALL_MEMBERS.items()]
+    udp.push(virtual_server(*all_members, persistence=persistence()))
     for source in ("198.51.100.20", "198.51.100.21", "2001:db8:1::21"):
-        assert len(who(udp.clients.flows(8, source))) == 1
-    udp.push(virtual_server(*everybody, persistence=persistence(24, 64)))
-    assert len(who([udp.clients.flow(f"198.51.100.{n}") for n in (20, 21, 22)])) == 1
-    udp.push(virtual_server(*everybody, algorithm="SOURCE_IP"))
-    first = who(udp.clients.flows(8, "198.51.100.21"))
+        assert len(members_of(udp.clients.flows(8, source))) == 1
+    udp.push(virtual_server(*all_members, persistence=persistence(24, 64)))
+    assert len(members_of([udp.clients.flow(f"198.51.100.{n}") for n in (20, 21, 22)])) == 1
+    udp.push(virtual_server(*all_members, algorithm="SOURCE_IP"))
+    first = members_of(udp.clients.flows(8, "198.51.100.21"))
     assert len(first) == 1
-    udp.push(virtual_server(*everybody, algorithm="SOURCE_IP_PORT"))
+    udp.push(virtual_server(*all_members, algorithm="SOURCE_IP_PORT"))
     flows = udp.clients.flows(60)
-    found = who(flows)
+    found = members_of(flows)
     assert set(found) == set(PLACES)
     # The same client and port find the same member: no state is needed for it.
     ports = [45000 + n for n in range(8)]
     before = [udp.clients.flow(own_port=port).ask().member for port in ports]
     udp.clients.close()
     udp.push()
-    udp.push(virtual_server(*everybody, algorithm="SOURCE_IP_PORT"))
+    udp.push(virtual_server(*all_members, algorithm="SOURCE_IP_PORT"))
     assert [udp.clients.flow(own_port=port).ask().member for port in ports] == before
 
 
 def test_a_change_of_members_loses_nothing_of_the_others(udp):
     udp.serve(u1=1, u2=1)
     flows = udp.clients.flows(8)
-    assert who(flows) == {"u1": 4, "u2": 4}
+    assert members_of(flows) == {"u1": 4, "u2": 4}
     with Stream(flows) as stream:
         for _ in range(5):
             assert "added" in udp.serve(u1=1, u2=1, u3=1)["reason"]
@@ -144,7 +144,7 @@ def test_a_member_that_goes_takes_its_flows_and_no_others(udp):
     assert [a for a, b in zip(after, before, strict=True) if b != "u3"] == [b for b in before if b != "u3"]
     disabled = [member("u1", PLACES["u1"], enabled=False), member("u2", PLACES["u2"])]
     udp.push(virtual_server(*disabled))
-    assert who(flows) == {"u2": 9}
+    assert members_of(flows) == {"u2": 9}
 
 
 def test_a_member_that_drains_keeps_its_flows(udp):
@@ -154,15 +154,15 @@ def test_a_member_that_drains_keeps_its_flows(udp):
     assert {*before} == {"u1", "u2"}
     udp.serve(u1=0, u2=1)
     assert [flow.ask().member for flow in flows] == before
-    assert who(udp.clients.flows(6)) == {"u2": 6}
+    assert members_of(udp.clients.flows(6)) == {"u2": 6}
 
 
 def test_a_backup_serves_only_where_nobody_else_does(udp):
     backup = member("u3", PLACES["u3"], backup=True)
     udp.push(virtual_server(member("u1", PLACES["u1"]), backup))
-    assert who(udp.clients.flows(6)) == {"u1": 6}
+    assert members_of(udp.clients.flows(6)) == {"u1": 6}
     udp.push(virtual_server(member("u1", PLACES["u1"], enabled=False), backup))
-    assert who(udp.clients.flows(6)) == {"u3": 6}
+    assert members_of(udp.clients.flows(6)) == {"u3": 6}
 
 
 def test_without_a_member_clients_are_refused(udp):
@@ -183,18 +183,18 @@ def _answers(flow):
 @pytest.mark.parametrize("source", ["198.51.100.20", "2001:db8:1::20"])
 def test_a_member_that_says_nobody_is_there_is_heard(udp, source):
     """An error (ICMP) about a flow finds its way to the client as an answer does."""
-    nobody = "2001:db8:1::116" if ":" in source else "198.51.100.116"
-    udp.push(virtual_server(member("nobody", nobody)))
+    absent = "2001:db8:1::116" if ":" in source else "198.51.100.116"
+    udp.push(virtual_server(member("absent", absent)))
     assert udp.clients.flow(source).refused()
 
 
 def test_the_limit_of_connections(udp):
     udp.push(virtual_server(member("u1", PLACES["u1"]), connection_limit=3))
     flows = udp.clients.flows(3)
-    assert who(flows) == {"u1": 3}
+    assert members_of(flows) == {"u1": 3}
     late = udp.clients.flow()
     assert late.refused()
-    assert who(flows) == {"u1": 3}, "who is there goes on"
+    assert members_of(flows) == {"u1": 3}, "existing flows continue"
     udp.push(virtual_server(member("u1", PLACES["u1"]), connection_limit=None))
     assert late.ask().member == "u1"
 

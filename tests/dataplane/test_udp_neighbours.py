@@ -81,7 +81,7 @@ def test_a_host_that_goes_is_down_and_one_that_comes_back_is_up(place, tmp_path,
 @pytest.mark.parametrize("version", [4, 6])
 def test_only_what_the_kernel_believes_is_to_be_proven(place, neighbours, version):
     where = address(5, version)
-    assert not neighbours.probe(where), "nobody has talked to it yet"
+    assert not neighbours.probe(where), "no packet was sent to it yet"
     meet(place, where)
     assert neighbours.probe(where)
     assert not neighbours.is_unresolved(where)
@@ -91,10 +91,10 @@ def test_only_what_the_kernel_believes_is_to_be_proven(place, neighbours, versio
     assert not neighbours.probe(where)
     assert entry(place, where) == ["PERMANENT"]
     place.run(place.inner, "ip", "neigh", "del", where, "dev", "eth0")
-    nobody = address(99, version)
-    place.within(place.inner, talk, nobody)
-    assert neighbours.is_unresolved(nobody)
-    assert not neighbours.probe(nobody)
+    absent = address(99, version)
+    place.within(place.inner, talk, absent)
+    assert neighbours.is_unresolved(absent)
+    assert not neighbours.probe(absent)
 
 
 def test_who_is_no_neighbour_is_nobodys_proof(place, neighbours):

@@ -10,7 +10,7 @@ import signal
 import pytest
 from amphora_lab import VIP, VIP6, alive, children, eventually, ip
 from configuration_text import listener, text
-from datagrams import PORT, Clients, Stream, UdpMember, member, persistence, virtual_server, who
+from datagrams import PORT, Clients, Stream, UdpMember, member, members_of, persistence, virtual_server
 from mishaps import arm, held_at, push_quietly
 from pair_lab import FAST, Pair
 from test_drift import INTERVAL, Audited
@@ -63,7 +63,7 @@ def push(amphora, servers, haproxy=None):
 
 def test_the_agent_dies_and_nobody_notices(audited):
     flows = audited.clients.flows(6)
-    assert who(flows) == dict.fromkeys(PLACES, 2)
+    assert members_of(flows) == dict.fromkeys(PLACES, 2)
     with Stream(flows) as stream:
         (worker,) = children(audited.outside_pid(audited.status("amphora-agent")["pid"]))
         os.kill(worker, signal.SIGKILL)
@@ -88,7 +88,7 @@ def test_a_hand_in_the_rules_is_found_and_mended(audited, case):
     before = audited.counted("forwarding")
     audited.inside(BY_HAND[case])
     audited.mends("forwarding", before)
-    assert who(audited.clients.flows(6)) == dict.fromkeys(PLACES, 2)
+    assert members_of(audited.clients.flows(6)) == dict.fromkeys(PLACES, 2)
 
 
 @pytest.mark.parametrize("setting", ["net.ipv4.ip_forward=0", "net.ipv6.conf.all.forwarding=0"])
@@ -96,23 +96,23 @@ def test_a_hand_in_the_settings_is_found_and_mended(audited, setting):
     before = audited.counted("firewall")
     audited.inside(f"sysctl -w {setting}")
     audited.mends("firewall", before)
-    assert who(audited.clients.flows(3)) == dict.fromkeys(PLACES, 1)
+    assert members_of(audited.clients.flows(3)) == dict.fromkeys(PLACES, 1)
 
 
 def test_beside_haproxy(audited):
     """A push that HAProxy refuses changes nothing of UDP; a UDP change is no matter of HAProxy's."""
     answer = push(audited, SERVERS, text(listener(["m1"])))
     flows = audited.clients.flows(3)
-    assert who(flows) == dict.fromkeys(PLACES, 1)
+    assert members_of(flows) == dict.fromkeys(PLACES, 1)
     one = virtual_server(member("u1", PLACES["u1"]))
     generation = answer["generation"]
     refused = text(listener(["m1"], extra="    balance nonsense\n"))
     assert audited.push(generation + 1, refused, virtual_servers=[one])[0] == 422
-    assert who(flows) == dict.fromkeys(PLACES, 1)
+    assert members_of(flows) == dict.fromkeys(PLACES, 1)
     answer = push(audited, [one], text(listener(["m1"])))
     assert answer["how"] == "runtime"
     assert "removed" in answer["reason"]
-    assert who(flows) == {"u1": 3}
+    assert members_of(flows) == {"u1": 3}
 
 
 def test_who_may_not_come_in_is_kept_out_before_anything_is_forwarded(audited):
@@ -164,12 +164,12 @@ def test_after_a_reboot_the_confirmed_generation_is_served(audited):
 def test_an_agent_that_dies_half_way_serves_what_was_confirmed(audited, point):
     """Before the virtual servers are touched, and when they are served but not confirmed."""
     flows = audited.clients.flows(3)
-    assert who(flows) == dict.fromkeys(PLACES, 1)
+    assert members_of(flows) == dict.fromkeys(PLACES, 1)
     before = audited.call("GET", "/v2/bundle")[1]["generation"]
     arm(audited, point, "die")
     push_quietly(audited, before + 1, None, virtual_servers=[virtual_server(member("u1", PLACES["u1"]))])
     eventually(audited.answers, "the agent answers")
-    eventually(lambda: who(audited.clients.flows(3)) == dict.fromkeys(PLACES, 1), "all members serve again")
+    eventually(lambda: members_of(audited.clients.flows(3)) == dict.fromkeys(PLACES, 1), "all members serve again")
     assert audited.call("GET", "/v2/bundle")[1]["generation"] == before
 
 
@@ -183,7 +183,7 @@ def test_answers_leave_by_the_vips_network(booted):
         holder = pair.settled()
         flow = far.flow("192.0.2.20")
         assert eventually(lambda: _member(flow), "UDP is served") in PLACES
-        # By this way, which is the main table's, nobody hears them.
+        # This route, of the main table, leads nowhere.
         holder.inside("ip", "route", "add", "192.0.2.0/24", "via", PLACES["u1"])
         holder.inside("ip", "-6", "route", "add", "2001:db8:2::/64", "via", "2001:db8:1::121")
         assert holder.inside("ip", "route", "get", "192.0.2.20").split()[2] == PLACES["u1"]

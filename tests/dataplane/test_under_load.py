@@ -153,7 +153,7 @@ def _reload(prepared: Prepared, number: int) -> None:
 @pytest.mark.feature("member.batch")
 @pytest.mark.parametrize("with_a_reload", [False, True], ids=["at run time", "with a reload"])
 def test_every_member_is_replaced_under_load(served, traffic, tenant, with_a_reload):
-    """A rolling upgrade: nobody notices, and who was removed is left alone.
+    """A rolling upgrade without an effect; removed members stay removed.
 
     With a reload there are two workers for a while, and the old one has clients whose next request it answers before it
     lets go of them: it must not send them to the removed member either.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Certificates for one test run.
 
-Invariant: made in memory, valid for an hour, trusted by nobody outside the run.
+Invariant: made in memory, valid for an hour, trusted inside the run only.
 """
 
 from __future__ import annotations

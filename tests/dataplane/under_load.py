@@ -233,7 +233,7 @@ class Processes:
 
 
 def _is_haproxy(pid: int) -> bool:
-    """Whether it is a worker, and neither a zombie nor somebody on the way to be executed."""
+    """Whether it is a worker, and neither a zombie nor a process before execve(2)."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
     return False

@@ -226,7 +226,7 @@ def present(context: ssl.SSLContext, certificate: Certificate | None) -> None:
 
 
 class Visitor:
-    """Somebody in the clients' namespace."""
+    """A client in the clients' namespace."""
 
     def __init__(self, room: Room) -> None:
         self._room = room
@@ -321,7 +321,7 @@ def _chain(connection: ssl.SSLSocket):
 
 
 class Load:
-    """Requests without a pause, each on a connection of its own, counted by who answered; failures are kept."""
+    """Requests without a pause, each on a connection of its own, counted by answering member; failures are kept."""
 
     def __init__(self, visitor: Visitor, threads: int, request: dict) -> None:
         self.answers: Counter[str] = Counter()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The corpus: strings that somebody could put into a field to make it say something else than a value.
+"""The corpus: strings that an attacker puts into a field to change its meaning.
 
 `every_string.jsonl` holds what is tried in every field, one string with its kind a line. `<field>/cases.jsonl` says
 what becomes of them there, and holds the field's own cases. Later lines win over earlier ones:

@@ -16,7 +16,7 @@ _END = "the-last-line-of-all"
 
 
 class Watch:
-    """A folder of which every opening of a file is seen, whoever opens it and by whatever name."""
+    """A folder that records each opened file, by any process and name."""
 
     def __init__(self, folder: Path) -> None:
         libc = ctypes.CDLL(None, use_errno=True)

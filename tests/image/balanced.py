@@ -107,12 +107,12 @@ class Balanced:
         return {"" if one is None else one.member if one.status == 200 else str(one.status) for one in found}
 
     def datagram(self, address: str = VIP, port: int = 53, seconds: float = 3.0) -> str:
-        """Who answers a datagram of a new client; empty if nobody does."""
+        """The member that answers a datagram of a new client; empty without an answer."""
         with self.estate.room("client").socket(address, socket.SOCK_DGRAM) as sending:
             sending.settimeout(seconds)
             with suppress(OSError):
                 sending.connect((address, port))
-                sending.send(b"who")
+                sending.send(b"name?")
                 return sending.recv(100).decode()
         return ""
 

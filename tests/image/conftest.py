@@ -38,7 +38,7 @@ def pytest_runtest_setup(item):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """What was measured, where a run ends: nobody looks for it in a file."""
+    """Print the measurements at the end of a run."""
     reports = [one for outcome in ("passed", "failed") for one in terminalreporter.stats.get(outcome, ())]
     found = [each for one in reports if one.nodeid.startswith("tests/image/") for each in one.user_properties]
     for name, value in found:

@@ -2,7 +2,7 @@
 """Virtual machines on a switch of their own, with clients and members beside them.
 
 Invariant: guests are booted by the product's own compute backend from the product's own config drive, and are asked by
-a controller in its own namespace; every name carries a number that nobody else has, and `close` ends all of it.
+a controller in its own namespace; every name has a unique number, and `close` ends all of it.
 
     control ── management bridge ── guests ── the VIPs' bridge ── client, members
 """
@@ -266,7 +266,7 @@ class Guest:
         return self.shell(f"systemctl show --property=MainPID --value {unit}.service").strip()
 
     def kill(self, unit: str) -> None:
-        """All of them, as nobody can help it."""
+        """All of them."""
         self.run("systemctl", "kill", "--signal=KILL", f"{unit}.service")
 
     def _ask_door(self, argv, seconds: float):
@@ -300,7 +300,7 @@ class Guest:
         context = ssl.create_default_context(cadata=self.estate.authority.pem)
         context.load_cert_chain(self.estate.client_certificate)
         connection = http.client.HTTPSConnection(self.id, AGENT, timeout=PATIENCE, context=context)
-        # While a guest boots, nobody answers: to be asked again soon.
+        # A booting guest does not answer: ask again soon.
         connection._create_connection = lambda *_: _dial((self.address, AGENT))
         return connection
 

@@ -2,7 +2,7 @@
 """Guests that go on from a frozen one, so that only one of a run has to be booted cold.
 
 Invariant: a guest is frozen before it knows anything of itself. It waits for its config drive, has no interface, and
-its agent has not begun: whatever goes on from it becomes somebody by a drive and an interface that are plugged in, as
+its agent has not begun: a resumed copy gets its identity from a drive and an interface that are plugged in, as
 one that is booted cold does. What is kept says which qemu, hardware and image it is of; nothing else goes on from it.
 
 The memory of a guest that waits lies in STATE, its disk is the image TAG. Each guest gets a new generation id (the

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The image that guests of tests boot from: built from these sources once, and kept until they change.
 
-It is the one that users get who ask for nothing: of the newest release there is here.
+It is the default image, of the newest release that is available here.
 
 Invariant: what is kept is named after a digest of all that goes into it, and is complete: it gets its name at the end.
 A build that is ended lets go of what it has mounted.

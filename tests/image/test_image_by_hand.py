@@ -46,7 +46,7 @@ def booted(tmp_path):
                     break
             found = re.search(rb"^\s+(curl .*)$", said, re.MULTILINE)
             assert found, said
-            # What its console says is nobody's business, but qemu must not wait for whoever reads it.
+            # The console output is not used, but qemu must not wait for a reader.
             with subprocess.Popen(["cat"], stdin=process.stdout, stdout=subprocess.DEVNULL):
                 yield shlex.split(found[1].decode())
                 process.send_signal(signal.SIGTERM)

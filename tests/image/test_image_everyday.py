@@ -149,7 +149,7 @@ def test_a_push_of_all_protocols_serves_both_families(first, balanced, certifica
         balanced.until(lambda at=vip: balanced.answers_of(4, address=at, **secure) == {"one", "two"}, f"TLS on {vip}")
     # A member serves clients of its own family.
     for vip, names in ((VIP, {"first", "second"}), (VIP6, {"third"})):
-        balanced.until(lambda at=vip, who=names: balanced.datagram(at) in who, f"a datagram to {vip}")
+        balanced.until(lambda at=vip, known=names: balanced.datagram(at) in known, f"a datagram to {vip}")
 
     udp[0].close()
     balanced.until(

@@ -49,7 +49,7 @@ def test_what_is_killed_comes_back_and_takes_nothing_else_with_it(first, serving
     serving.until(lambda: (now := first.pids(unit)) and not now & before[unit], f"{unit} runs again")
     serving.until(lambda: serves_all(serving), "it serves")
     serving.until(first.answers, "the agent answers")
-    # A service may have had somebody for a moment only, besides.
+    # A short connection may exist besides.
     assert {one: first.main_pid(one) for one in UNITS if one != unit} == {k: v for k, v in main.items() if k != unit}
     if unit != "amphora-haproxy":
         assert first.pids("amphora-haproxy") == before["amphora-haproxy"]
@@ -75,7 +75,7 @@ def test_a_member_that_fails_while_there_is_no_agent_gets_nothing(first, serving
 
 
 def test_a_guest_that_reboots_serves_again(first, serving, record_property):
-    """Nobody pushes: what was confirmed last is on its disk, and its files come from the config drive again."""
+    """Without a push: the confirmed bundle is on its disk, and its files come from the config drive."""
     before = first.run("cat", "/proc/sys/kernel/random/boot_id")
     process = first.process()
     first.run("systemctl", "--no-block", "reboot", check=False)

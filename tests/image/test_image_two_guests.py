@@ -12,7 +12,7 @@ from amphora_driver.model.loadbalancer import Member
 
 pytestmark = [pytest.mark.root, pytest.mark.extended, pytest.mark.quiet, pytest.mark.lasts(2400)]
 WEB, UDP = "198.51.100.115", "198.51.100.116"
-# Nobody else has these: the members beside have others, and ports are given addresses below 200.
+# Unused addresses: members have others, and ports get addresses below 200.
 SCTP_MEMBERS, SCTP_PORT = {"red": "198.51.100.218", "blue": "198.51.100.219"}, 3868
 # Linux's socket(7) with IPPROTO_SCTP: one association, one message each way.
 _SERVER = (
@@ -27,7 +27,7 @@ _CLIENT = (
     "for _ in range(6):\n"
     "    s = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 132); s.settimeout(5)\n"
     "    try:\n"
-    f"        s.connect(('{VIP}', {SCTP_PORT})); s.sendall(b'who'); print(s.recv(100).decode())\n"
+    f"        s.connect(('{VIP}', {SCTP_PORT})); s.sendall(b'name'); print(s.recv(100).decode())\n"
     "    except OSError as error:\n"
     "        print(error)\n"
     "    s.close()\n"
@@ -88,7 +88,7 @@ class Neighbour:
         self.guest.run("systemctl", "stop", f"sctp-{name}", check=False)
 
     def hears(self) -> set[str]:
-        """Who answers associations with the VIP."""
+        """The members that answer associations with the VIP."""
         return set(self.guest.run("python3", "-c", _CLIENT).split("\n")[:-1])
 
     def close(self) -> None:

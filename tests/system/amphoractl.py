@@ -15,7 +15,7 @@ from amphora_driver.cli.main import Amphoractl as Application
 
 
 class Amphoractl:
-    """Runs command lines; what they print for a person is printed here too, for whoever looks at the test's output.
+    """Runs command lines; their human output is also printed here, for the test's log.
 
     Args:
         settings: the sandbox's.

@@ -29,7 +29,7 @@ def browsing(namespace=None, *, password=None):
 
     Args:
         namespace: path of the network namespace it runs in; the machine's own without.
-        password: what is typed when a page asks who is there.
+        password: the password for an authentication request.
     """
     folder = tempfile.mkdtemp(prefix="browser-")
     page = Page(folder, namespace, password)
@@ -91,7 +91,7 @@ class Page:
         """Go there, and wait until everything is loaded."""
         self._loaded.clear()
         told = self._ask("Page.navigate", url=address)
-        # Who is asked for a password and has none is shown what comes with the question.
+        # Without a password the browser shows the body of the authentication request.
         assert told.get("errorText") in {None, "net::ERR_INVALID_AUTH_CREDENTIALS"}, told
         assert self._loaded.wait(PATIENCE), f"{address} was not loaded in {PATIENCE:.0f} s"
 
@@ -167,7 +167,7 @@ class Page:
 
 
 def _pipe():
-    """A pipe whose ends are in nobody's way: not among the descriptors that are given a meaning."""
+    """A pipe whose ends are not among the descriptors with a meaning."""
     ends = os.pipe()
     moved = tuple(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 100) for end in ends)
     for end in ends:

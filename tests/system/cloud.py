@@ -190,7 +190,7 @@ class Cloud:
         return demo.get(self.settings, address, path, port, host)
 
     def answers(self, address, number=12, port=80):
-        """Who answered how many of so many requests, each over its own connection; a failed one counts as its error."""
+        """Answers of this number of requests by member, each over its own connection; a failure counts as its error."""
 
         def ask():
             return Counter(_answer(address, port) for _ in range(number))

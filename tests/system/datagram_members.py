@@ -2,7 +2,7 @@
 """Members that answer datagrams, and clients that ask them.
 
 Invariant: a member listens in its namespace from the first line of the with block to the last, for IPv4 and IPv6, and
-says who it is and whom it sees. Every question of a client is a flow of its own: it has a socket of its own.
+contains its name and the client's address. Each question of a client has its own socket, and is a flow.
 """
 
 import selectors
@@ -60,7 +60,7 @@ def _answer(server, told, name):
 
 
 def answers(settings, address, number=12, port=53, *, source=None):
-    """Who answered how many of so many datagrams; what had no answer counts as the error or as `nothing`."""
+    """Answers of this number of datagrams by member; a missing one counts as the error or as `nothing`."""
     return Counter(one.split()[0] for one in said(settings, address, number, port, source=source))
 
 
@@ -85,7 +85,7 @@ def _ask(address, port, source):
             client.bind(("", source))
         client.connect((address, port))
         try:
-            client.send(b"who")
+            client.send(b"name?")
             return client.recv(_LARGEST).decode()
         except TimeoutError:
             return "nothing"

@@ -36,7 +36,7 @@ AUDIT = {
 
 
 class DriftLab(Cloud):
-    """A user, an operator, and somebody who does things by hand."""
+    """A user, an operator, and manual changes."""
 
     def __init__(self, stack, settings, connection, database):
         super().__init__(settings, connection, database)

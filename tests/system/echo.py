@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A member that says what it was asked: who it is, the request's headers, the path, and the name on the certificate
-that whoever asked has shown.
+"""A member that answers with its name, the request's headers, the path, and the name on the client's
+certificate.
 
 Invariant: it listens in a member's namespace from the first line of the with block to the last, for IPv4 and IPv6.
 """
@@ -40,7 +40,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_):
-        """Nobody reads it."""
+        """Not used."""
 
 
 @contextmanager

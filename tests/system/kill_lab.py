@@ -2,7 +2,7 @@
 """A sandbox in which processes die at chosen moments, and questions about what is left afterwards.
 
 Invariant: whatever is killed is killed by the number of its own process, and what is expected to die is seen to have
-died: a point that nobody reached is a failure of the test, not a pass.
+died: an unreached point fails the test.
 """
 
 import json
@@ -102,30 +102,30 @@ class Lab:
     # --- dying --------------------------------------------------------------------------------------------------------
 
     def arm(self, *points):
-        """Whoever comes to one of these points dies there, once."""
+        """The first process at one of these points is killed."""
         for point in points:
             (self._points / point).write_text("die", encoding="ascii")
 
     def deadly(self, point):
-        """Whoever comes to this point dies there."""
+        """Every process at this point is killed."""
         (self._points / point).write_text("die again", encoding="ascii")
 
     def hold(self, point):
-        """Whoever comes to this point waits there."""
+        """A process at this point waits."""
         # Left by one that died while it waited.
         (self._points / f"{point}.here").unlink(missing_ok=True)
         (self._points / point).write_text("wait", encoding="ascii")
 
     def held(self, point, seconds=PATIENCE):
-        """Wait until somebody waits there."""
-        Cloud.until((self._points / f"{point}.here").exists, f"somebody waits at {point}", seconds)
+        """Wait until a process waits there."""
+        Cloud.until((self._points / f"{point}.here").exists, f"a process waits at {point}", seconds)
 
     def let_go(self, point):
-        """Whoever waits there goes on."""
+        """The waiting process continues."""
         (self._points / point).unlink()
 
     def armed(self):
-        """The points nobody came to."""
+        """The unreached points."""
         return {path.name for path in self._points.iterdir() if path.suffix != ".here"}
 
     def beside(self, request):
@@ -154,11 +154,11 @@ class Lab:
             path.unlink(missing_ok=True)
 
     def reached(self):
-        """Wait until somebody has died at every armed point; where somebody is held, he is held still."""
+        """Wait until a process was killed at every armed point; held processes stay held."""
         seconds = PATIENCE + LIFE * len(self._deaths())
         deadline = time.monotonic() + seconds
         while left := self._deaths():
-            assert time.monotonic() < deadline, f"nobody came to {sorted(left)} in {seconds:.0f} s"
+            assert time.monotonic() < deadline, f"unreached in {seconds:.0f} s: {sorted(left)}"
             time.sleep(0.02)
 
     def _deaths(self):
@@ -172,14 +172,14 @@ class Lab:
     # --- asking Octavia's API while its processes die -----------------------------------------------------------------
 
     def failed(self, request):
-        """Make a request that nobody lives to answer; returns when the API answers others again."""
+        """Make a request whose process is killed; return when the API answers again."""
         try:
             request()
         except FAILED as error:
             self.reached()
             self.answers()
             return error
-        raise AssertionError("the request was answered, although whoever was to answer it should have died")
+        raise AssertionError("the request was answered, although its process should have been killed")
 
     def set_members(self, pool_id, names):
         """The members of a pool become these."""
@@ -218,7 +218,7 @@ class Lab:
     # --- what is left -------------------------------------------------------------------------------------------------
 
     def settled(self, seconds=PATIENCE):
-        """Wait until nothing is PENDING, nobody has anything left to do, and nothing belongs to nobody."""
+        """Wait until nothing is PENDING, no job is left, and no object is without an owner."""
         deadline = time.monotonic() + seconds
         # What costs least is asked first: Octavia takes a tenth of a second for all of its answers.
         while trouble := (self._undone() or self._undecided() or self._undone() or self.unowned()):
@@ -314,7 +314,7 @@ class Lab:
     # --- machines, and what replaces them ---------------------------------------------------------------------------
 
     def power_off(self, amphora_id):
-        """A machine ends as in a power cut, and nobody says so."""
+        """A machine ends as in a power cut, without a message."""
         record = self.settings.amphorae / amphora_id / "process.json"
         os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
 

@@ -55,14 +55,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.sent = digest.hexdigest()
 
     def log_message(self, *_):
-        """Nobody reads it."""
+        """Not used."""
 
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request, client_address):
-        """Whoever was cut off is what the test asks about."""
+        """The test asks for the closed connections."""
 
 
 class Member:
@@ -162,7 +162,7 @@ class Echo(_Visit):
         """Whether the other side says that the connection is gone, in that time."""
         self._plain.settimeout(seconds)
         try:
-            self._plain.sendall(b"anybody?\n")
+            self._plain.sendall(b"hello\n")
             return self._stream.readline() == b""
         except ConnectionError:
             return True

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A clock that is set while programs run that look at it, as by whoever corrects a wrong one.
+"""A clock that is set while programs use it, like a correction by an operator.
 
 Invariant: only the time of day is moved (libfaketime, which looks into a file each time it is asked); the clock that
-only goes forward is the kernel's own, as it is when somebody sets a machine's clock.
+only goes forward is the kernel's own, as after a change of a machine's clock.
 """
 
 import os

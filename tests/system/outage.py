@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients that ask all the time, and how long nobody answered them.
+"""Clients with continuous requests, and the longest time without an answer.
 
 Invariant: the longest time between two answers is measured where the client is, and nothing of what a fail-over does is
 believed without it.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many load balancers under load while their amphorae are replaced: clients of each, and somebody who counts."""
+"""Many load balancers under load while their amphorae are replaced: clients of each, and a counter."""
 
 import http.client
 import json

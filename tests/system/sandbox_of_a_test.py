@@ -18,7 +18,7 @@ from sandbox import settings as sandbox_settings
 from sandbox.stack import Stack
 
 AGENT_PYTHON = os.environ.get("AMPHORA_AGENT_PYTHON", sys.executable)
-# Below those that the kernel gives to whoever asks for any (ip(7), ip_local_port_range).
+# Below the ephemeral ports of the kernel (ip(7), ip_local_port_range).
 _FIRST_PORT = 20000
 
 
@@ -134,7 +134,7 @@ def _started(choices):
 
 
 def _settings(folder, number, choices):
-    """Its names and ports are nobody else's: several start at the same time, and each looks before it takes."""
+    """Its names and ports are unique: several start at the same time, and each checks before use."""
     chosen = sandbox_settings.load_or_create_settings(folder, _prefix(number), AGENT_PYTHON, **choices)
     octavia, network = _ports(number)
     settings = msgspec.structs.replace(chosen, octavia_port=octavia, network_port=network, status_port=0)
@@ -152,7 +152,7 @@ def _ports(number):
 
 
 def _free(number):
-    """Whether no test that was killed, and nobody else, has what goes with this number."""
+    """Whether nothing is left of this number, also not of a killed test."""
     if namespaces.names(f"{_prefix(number)}-"):
         return False
     for port in _ports(number):

@@ -3,7 +3,7 @@
 
 `AMPHORA_BURST=100` makes it a hundred load balancers, half of which then take twenty changes each (`AMPHORA_CHANGES`):
 six minutes of two processors that do nothing else. Octavia lets a user change one thing of a load balancer at a time:
-who is refused asks again.
+a refused user repeats the request.
 """
 
 import os
@@ -20,7 +20,7 @@ from sandbox import topology
 NUMBER = int(os.environ.get("AMPHORA_BURST", "8"))
 CHANGED = (NUMBER + 1) // 2
 CHANGES = int(os.environ.get("AMPHORA_CHANGES", "0")) or (20 if NUMBER >= 100 else 5)
-# Users who ask at the same time.
+# Concurrent users.
 USERS = 8
 # Seconds. An amphora takes one or two of a processor to boot, and two processors do everything here.
 PATIENCE = 60.0 + 10.0 * NUMBER
@@ -41,7 +41,7 @@ def add_members(cloud, balancer):
     pool, refused = cloud.pool_of(balancer), 0
     deadline = time.monotonic() + PATIENCE
     for number in range(CHANGES):
-        # Nobody is sent there: what is asked of the client's requests stays the same.
+        # No request goes there: the expectation for the client's requests stays the same.
         member = cloud.member("member3", protocol_port=9000 + number, admin_state_up=False)
         while True:
             try:
@@ -77,7 +77,7 @@ def taken(cloud, balancers):
 
 
 def test_everybody_at_once(cloud, record_property):
-    """All become ACTIVE and serve; every accepted call was carried out, once, and nobody was given two amphorae."""
+    """All become ACTIVE and serve; every accepted call was performed once, and no load balancer has two amphorae."""
     begun = time.monotonic()
     with ThreadPoolExecutor(USERS) as users:
         balancers = list(users.map(lambda number: create(cloud, number), range(NUMBER)))

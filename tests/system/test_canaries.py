@@ -108,9 +108,9 @@ def loud(store, monkeypatch):
     monkeypatch.setattr(config_files, "_octavia_options", octavia_options)
     options = {
         "DEFAULT": LOUD,
-        # Nobody is there: whoever tries to reach it says so.
+        # No server: a connection attempt is logged.
         "amp_queue": {"engine": "celery", "broker_url": f"amqp://canary:{BROKER}@127.0.0.1:1//"},
-        # Authorities are rotated while somebody waits.
+        # CAs are rotated within the test.
         "amp_certificates": {"settle": "2"},
         "amp_controller": {"lease": "3", "housekeeping_interval": "1"},
         # An amphora that is switched off comes back.

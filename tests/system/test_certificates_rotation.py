@@ -132,7 +132,7 @@ def test_a_certificate_is_renewed_in_time_wherever_controllers_die(lab, witness)
 
 
 def test_one_whose_certificate_has_expired_is_enrolled_again(lab, witness):
-    """It was off for too long, say. It shows what nobody accepts, and is given another one all the same."""
+    """It was off for too long, say. Its certificate is not accepted, and it gets a new one."""
     amphora_id, etc = only(lab, witness.balancer), lab.settings.etc
     ago = lab.database.now() - 30 * DAY
     authority = Authority((etc / "amphora_ca.pem").read_bytes(), Secret((etc / "amphora_ca.key").read_bytes()))
@@ -171,9 +171,9 @@ def test_an_authority_is_replaced_wherever_controllers_die(lab, witness, kind):
     assert phase_of(lab, kind) is CaState.NEXT
     changed(lab, balancer, 10)
     lab.arm(looks)
-    cloud.until(lambda: looks not in lab.armed(), "whoever looks dies")
+    cloud.until(lambda: looks not in lab.armed(), "the process is killed while it reads")
     for number, phase in enumerate((CaState.FORMER, CaState.LEAVING, None), start=11):
-        # Who has moved it on waits, and dies then: nothing but that is written down.
+        # The process waits after the step and is killed then: only the step is recorded.
         lab.held(moved)
         assert phase_of(lab, kind) is phase
         listed = amphoractl(lab, "ca", "list")
@@ -181,10 +181,10 @@ def test_an_authority_is_replaced_wherever_controllers_die(lab, witness, kind):
         assert states == {"current"} if phase is None else {"current", phase.value}
         changed(lab, balancer, number)
         lab.arm(moved)
-        cloud.until(lambda: moved not in lab.armed(), "whoever moved it on dies")
+        cloud.until(lambda: moved not in lab.armed(), "the process is killed after the step")
         if phase is not None:
             lab.hold(moved)
-    assert lab.armed() == set(), "somebody died wherever he could"
+    assert lab.armed() == set(), "a process was killed at every point"
     cloud.active(booted.id)
     lab.settled()
     assert only(lab, balancer) == amphora_id, "nothing was failed over"
@@ -203,7 +203,7 @@ def test_an_authority_is_replaced_wherever_controllers_die(lab, witness, kind):
 
 
 def test_files_are_needed_no_more_and_the_next_rotation_begins_from_rows(lab, witness):
-    """Both authorities were rotated: what is left of the files is worth nothing to anybody."""
+    """Both authorities were rotated: the remaining files are useless."""
     etc, cloud = lab.settings.etc, lab.cloud
     if len([one for one in lab.database.read(ca_records.list_cas) if one.state is CaState.CURRENT]) < 2:
         pytest.skip("needs the rotations before")

@@ -55,7 +55,7 @@ def test_two_controllers_share_the_work(cloud, second_controller, database):
         seen.update(owners(database))
         return all(cloud.balancers.get_load_balancer(one.id).provisioning_status == "ACTIVE" for one in made)
 
-    # Who is quicker takes a load balancer; sooner or later that is each of them.
+    # The faster controller claims a load balancer; each of them does so after a while.
     while len(seen) < 2:
         assert len(made) < 12, "one of the two never took any"
         for _ in range(2):
@@ -132,7 +132,7 @@ def test_octavia_never_looks_after_its_provider_agent(cloud, stack):
     both = watcher.children()
     assert len(both) == 2, "the one that reports, and the one that stands by"
     watcher.signal(signal.SIGKILL)
-    cloud.until(lambda: sum(one.alive() for one in both) == 1, "who reports ends, since nobody would bring it back")
+    cloud.until(lambda: sum(one.alive() for one in both) == 1, "the reporter ends, because nothing would restart it")
     (standby,) = (one for one in both if one.alive())
     after = cloud.until(lambda: len(found := standby.children()) == 2 and found, "the other one goes on")
     for one in after:
@@ -142,7 +142,7 @@ def test_octavia_never_looks_after_its_provider_agent(cloud, stack):
 
 
 def test_octavias_agent_is_killed_and_says_nothing(cloud, stack):
-    """Ours end with it: whoever starts it again, starts others of us."""
+    """Our processes end with it: its next start starts new ones."""
     balancer = cloud.served("told-by-others", ("member1",))
     # Another test may have killed what it had started.
     stack.supervision.stop("octavia-driver-agent")

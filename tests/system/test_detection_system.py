@@ -41,7 +41,7 @@ from sandbox import config_files, demo, topology
 # Half a minute of the real thing in four seconds, on a machine that others load too.
 SILENT_AFTER = 4.0
 BLIND_FOR = 2.5 * SILENT_AFTER
-# How long anybody waits for a turn to write into a file, and what else a request takes.
+# The longest wait for the write lock, and the rest of a request.
 REFUSED_WITHIN = 15.0 + 15.0
 OUTAGE = max(BLIND_FOR, float(os.environ.get("AMPHORA_OUTAGE_SECONDS", "0")))
 pytestmark = [pytest.mark.root, pytest.mark.lasts(300 + OUTAGE)]
@@ -90,12 +90,12 @@ def balancer(cloud):
 
 @pytest.fixture
 def calm(cloud, balancer):
-    """The control plane sees, hears everybody, and in the end nobody was replaced, nor said to be in ERROR."""
+    """The control plane receives all heartbeats, and nothing was replaced or set to ERROR."""
     seeing(cloud)
     before, known = cloud.amphorae(balancer), len(rows(cloud))
     yield
     seeing(cloud)
-    # Whoever would be taken for dead after that would be by now.
+    # A wrong detection would have happened by now.
     sees_for(cloud, 2 * SILENT_AFTER)
     assert len(rows(cloud)) == known, "no fail-over"
     assert cloud.amphorae(balancer) == before
@@ -119,7 +119,7 @@ def seeing(cloud):
         sight = breaker(cloud, circuit_breaker.SIGHT)
         return sight is not None and sight.state == circuit_breaker.SEEING and not silent(cloud)
 
-    cloud.until(ask, "the detector sees, and nobody is silent")
+    cloud.until(ask, "the detector works, and no amphora is silent")
 
 
 def blind(cloud):
@@ -156,7 +156,7 @@ def stopped(stack, name):
 
 
 def free(lock, seconds=2.0):
-    """Whether the turn comes to this file in that time: nobody who stands still has it."""
+    """Whether the write lock is free in that time: no stopped process holds it."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
@@ -210,7 +210,7 @@ def gone(stack, *names):
 
 @pytest.fixture
 def change(cloud, balancer, record_property):
-    """A user changes something while nobody is there to do it; it is done as soon as somebody is."""
+    """A user's change without a running controller is performed by the next one."""
     pool = cloud.pool_of(balancer)
     member = next(iter(cloud.balancers.members(pool)))
 
@@ -250,7 +250,7 @@ def test_a_health_manager_that_stood_still(cloud, stack):
 
 @pytest.mark.usefixtures("calm")
 def test_a_control_plane_that_stood_still(stack, change):
-    """A host that was frozen: nobody's clock has noticed anything, and all heartbeats of that time are lost."""
+    """A frozen host: no clock shows it, and all heartbeats of that time are lost."""
     with stopped(stack, "amphora-controller"), stopped(stack, "amphora-health-manager"), change():
         time.sleep(OUTAGE)
 
@@ -270,7 +270,7 @@ def test_a_database_that_nobody_can_write_to(cloud):
 
 @pytest.mark.usefixtures("calm")
 def test_a_user_while_nobody_can_write(cloud, balancer):
-    """Whoever has the turn to write may stand still for ever: a user is told no, in time, and nothing is left of it."""
+    """A stopped process holds the write lock: a user's request is refused in time, without a trace."""
     change = functools.partial(cloud.balancers.update_load_balancer, balancer.id, description="changed")
     with Path(f"{cloud.settings.data}/amphora-driver.sqlite.lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -291,11 +291,11 @@ def test_a_user_while_nobody_can_write(cloud, balancer):
 
 @pytest.mark.usefixtures("calm")
 def test_a_way_to_the_amphorae_that_is_gone(cloud):
-    """The control plane's own interface is down: nobody is heard, and nobody can be asked."""
+    """The control plane's interface is down: no heartbeat arrives, and no agent can be reached."""
     inside = ("nsenter", f"--net={namespaces.path(cloud.settings.control)}", "--", "ip", "link", "set", "eth0")
     subprocess.run([*inside, "down"], check=True)
     try:
-        cloud.until(lambda: silent(cloud), "somebody is silent")
+        cloud.until(lambda: silent(cloud), "an amphora is silent")
         time.sleep(SILENT_AFTER)
         assert all("cannot probe its agent" in one.verdict for one in silent(cloud).values())
     finally:
@@ -396,7 +396,7 @@ def test_fifty_at_once_open_the_breaker_and_close_it_again(cloud):
         cloud.until(lambda: len(silent(cloud)) == FLEET, "all of them are silent")
         time.sleep(SILENT_AFTER)
         assert breaker(cloud).state == circuit_breaker.OPEN
-        assert len(rows(cloud)) == before, "nobody was replaced"
+        assert len(rows(cloud)) == before, "nothing was replaced"
         log = Path(cloud.settings.log, "amphora-controller.log").read_text(encoding="utf-8")
         assert "ERROR" in log
         assert "circuit breaker opened, no automatic fail-over begins" in log

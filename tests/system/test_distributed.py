@@ -151,7 +151,7 @@ def test_hosts_share_the_work_and_a_hint_twice_is_one_job(cloud, stack, broker):
     with other_host(stack, alone=False):
         log = len(text(stack, FIRST))
         made = []
-        # Who is quicker takes a load balancer; sooner or later that is each of them.
+        # The faster controller claims a load balancer; each of them does so after a while.
         while not worked_on(stack, OTHER) or not worked_on(stack, FIRST, log):
             assert len(made) < 20, "one of the two never took any"
             made += [create(cloud, f"shared-{len(made) + number}") for number in range(4)]
@@ -183,7 +183,7 @@ def test_a_broker_that_hangs_dies_and_forgets_costs_no_call_anything(cloud, stac
     broker.kill()
     after = answered(lambda: create(cloud, "without-broker"))
     cloud.active(after.id)
-    # What was said to nobody is found by looking; what was in its queues is not needed.
+    # Polling finds jobs with lost hints; the messages in its queues are not needed.
     broker.lose_everything()
     lost = answered(lambda: create(cloud, "lost"))
     broker.start()

@@ -131,7 +131,7 @@ def test_a_node_that_was_rebooted_serves_again(lab, balancer):
 
 @pytest.mark.extended
 def test_what_is_rendered_in_another_way_is_pushed_slowly(lab, balancer):
-    """Another version, or other options: nobody asked for a change, and not everything is pushed at once."""
+    """Another version, or other options: without a request, load balancers are pushed one after the other."""
     second = lab.served("drift-too")
     before = {each.id: lab.settled(each) for each in (balancer, second)}
     status, said, _ = lab.amphoractl("loadbalancer", "diff", balancer.id)

@@ -125,7 +125,7 @@ class Lab:
         return set(self.database.read(lambda c: c.execute(query).scalars().all()))
 
     def recorded(self):
-        """Every amphora that is anybody's: it is written down before its machine is booted, and until that is gone."""
+        """Every recorded amphora: its row exists before its machine is booted, and until it is removed."""
         return set(self.database.read(lambda c: c.execute(sa.select(amphora.c.id)).scalars().all()))
 
     def amphoractl(self, *words):
@@ -244,14 +244,14 @@ def test_one_on_its_own_dies(lab, spare):
 
 
 @pytest.mark.parametrize(
-    ("who", "spare"),
+    ("victim", "spare"),
     [
         pytest.param("holder", False, id="the holder"),
         pytest.param("standby", False, id="the standby", marks=pytest.mark.extended),
         pytest.param("holder", True, id="the holder, with a spare", marks=pytest.mark.extended),
     ],
 )
-def test_one_of_a_pair_dies(lab, who, spare):
+def test_one_of_a_pair_dies(lab, victim, spare):
     flavor = lab.flavor(
         loadbalancer_topology="ACTIVE_STANDBY", vrrp_advert_interval=FAST, **({"warm_spares": 1} if spare else {})
     )
@@ -259,7 +259,7 @@ def test_one_of_a_pair_dies(lab, who, spare):
     lab.heard(balancer)
     first = lab.holder(balancer)
     (standby,) = set(lab.amphorae(balancer)) - {first}
-    old, stays = (first, standby) if who == "holder" else (standby, first)
+    old, stays = (first, standby) if victim == "holder" else (standby, first)
     if spare:
         lab.warm()
     with Clients(lab.cloud, balancer.vip_address) as clients:
@@ -272,16 +272,16 @@ def test_one_of_a_pair_dies(lab, who, spare):
     assert stays in now
     assert old not in now
     assert sorted(one.role for one in now.values()) == ["BACKUP", "MASTER"]
-    assert lab.holder(balancer) == stays, "who comes does not take the VIPs"
+    assert lab.holder(balancer) == stays, "the new amphora does not take the VIPs"
     # Three advertisements and a fraction; the rest is for a machine with other things to do.
     assert clients.gap < 5, clients.answers
-    noted(f"{who} killed", "ACTIVE_STANDBY", "yes" if spare else "no", killed_at, row, clients)
+    noted(f"{victim} killed", "ACTIVE_STANDBY", "yes" if spare else "no", killed_at, row, clients)
 
 
 def test_both_of_a_pair_die_at_once(lab):
     flavor = lab.flavor(loadbalancer_topology="ACTIVE_STANDBY", vrrp_advert_interval=FAST)
     balancer = lab.cloud.served("both", flavor_id=flavor)
-    # Nobody else is heard then: that the way to them is there is what the sandbox's witness says.
+    # No other heartbeat arrives then: the sandbox's witness shows that the network works.
     lab.heard(balancer)
     before = set(lab.amphorae(balancer))
     with Clients(lab.cloud, balancer.vip_address) as clients:
@@ -313,9 +313,9 @@ def test_the_replacement_fails_the_first_time(lab, how):
     assert new != old
     booted = set(lab.compute.booted())
     assert new in booted
-    # Of who was tried meanwhile, and of who was there before, nothing is left.
+    # Nothing is left of failed attempts and of the former amphorae.
     assert booted & (lab.tried(row) | {old}) == {new}
-    # Others of the machine may be those of tests before, on their way out: everybody is somebody's, or goes.
-    lab.cloud.until(lambda: set(lab.compute.booted()) <= lab.recorded(), "no machine is nobody's")
+    # Other amphorae may belong to earlier tests and are being removed: all others have an owner.
+    lab.cloud.until(lambda: set(lab.compute.booted()) <= lab.recorded(), "no machine is an orphan")
     assert clients.gap < 5, clients.answers
     assert lab.cloud.balancers.get_load_balancer(balancer.id).provisioning_status == "ACTIVE"

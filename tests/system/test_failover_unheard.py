@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One of a pair is replaced on request while nobody has heard yet that the VIPs are with it: no connection is cut.
+"""An amphora of a pair that took the VIPs unnoticed is replaced on request: no connection is cut.
 
 The VIPs are moved to the standby while no health manager runs: what is recorded says that the other one has them.
 """
@@ -40,7 +40,7 @@ def pair(cloud, balancer):
 
 
 def replacements(cloud, balancer, former):
-    """Who has the role of one that was replaced."""
+    """The amphora with the role of a replaced one."""
     return [one for role, one in pair(cloud, balancer).items() if role == former.role and one.id != former.id]
 
 
@@ -62,7 +62,7 @@ def agents(settings, database):
 
 @pytest.fixture
 def deaf(stack):
-    """Nobody hears heartbeats."""
+    """No health manager runs."""
     stack.supervision.stop("amphora-health-manager")
     yield
     stack.up()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whoever dies while amphorae are replaced: each is replaced once, users are served, and nothing is left of the former.
+"""Processes are killed during replacements: each amphora is replaced once, and nothing is left of it.
 
-As in `test_kill_matrix` every point that an operation comes by is armed at once, and everybody who works on it dies
-again and again, each time further on. A client of another load balancer asks all the time, and is never refused.
+As in `test_kill_matrix` every point that an operation comes by is armed at once, and every process that works on it
+dies again and again, each time further on. A client of another load balancer asks all the time, and is never refused.
 """
 
 import json
@@ -44,7 +44,7 @@ def witness(lab):
         yield witness
     assert witness.failed == []
     assert witness.answered > 100
-    assert lab.replacements(balancer.id) == [], "nobody else was replaced"
+    assert lab.replacements(balancer.id) == [], "no other amphora was replaced"
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def deletable(cloud, balancer):
 
 @pytest.fixture(scope="module")
 def flavored(lab, witness):
-    """Makes flavors; they go when nobody uses them any more."""
+    """Creates flavors, and deletes unused ones."""
     made, cloud = [], lab.cloud
 
     def make(name, **data):
@@ -134,7 +134,7 @@ def listener(name, port, *members):
 
 
 def test_one_of_a_pair(lab, cloud, flavored):
-    """Who has the VIPs goes because an operator wants it, and connections outlive all controllers; then one dies."""
+    """An operator replaces the VIP holder; connections survive all controllers; then one amphora is killed."""
     flavor = flavored("pairs", loadbalancer_topology="ACTIVE_STANDBY", vrrp_advert_interval=0.5)
     listeners = [
         listener("usual", 80, cloud.member("member1")),
@@ -175,7 +175,7 @@ def test_one_of_a_pair(lab, cloud, flavored):
 
 
 def holder(cloud, balancer):
-    """Who says that it has the VIPs, if it is one."""
+    """The only amphora that reports the VIPs; None otherwise."""
 
     def ask():
         machines = cloud.database.read(lambda c: amphorae.load_amphorae(c, balancer.id))
@@ -185,7 +185,7 @@ def holder(cloud, balancer):
 
 
 def test_a_warm_spare(lab, cloud, flavored):
-    """From the pool's beginning to its end, with everybody dying on the way."""
+    """From the start of the pool to its end, with a kill at each point."""
     flavor = flavored("spared", warm_spares=1)
     lab.arm(*steps("Join"))
     balancer = cloud.served("spared", ("member1",), flavor_id=flavor)
@@ -198,7 +198,7 @@ def test_a_warm_spare(lab, cloud, flavored):
 
     (spare,) = cloud.until(lambda: len(found := ready()) == 1 and found, "a spare is there")
     (former,) = cloud.amphorae(balancer)
-    # Its pool waits: who dies beside another one may take him along in the moment before his point, for ever.
+    # Its pool waits: a kill may also end another thread just before its point, which then is never reached.
     lab.hold("Record-before")
     lab.arm(*BEGINNING, *steps("Adopt", "Plug", "Push", "Release"))
     lab.power_off(former)
@@ -216,7 +216,7 @@ def test_a_warm_spare(lab, cloud, flavored):
     cloud.gone(balancer.id)
     lab.reached()
     lab.settled()
-    assert lab.database.read(spare_pools.list_pools) == [], "nobody uses it any more"
+    assert lab.database.read(spare_pools.list_pools) == [], "it is unused"
 
 
 def test_a_rotation(lab, cloud):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whoever dies, and whenever: in the end everything is ACTIVE or ERROR, and nothing is left of what did not come about.
+"""Processes are killed at all points: everything becomes ACTIVE or ERROR, and nothing is left over.
 
 One sandbox for all: in each operation every point it comes by is armed at once, so that it is interrupted again and
 again, each time further on. A client of another load balancer asks all the time, and is never refused.
@@ -75,7 +75,7 @@ def populated(cloud, name, **more):
 
 @pytest.fixture(scope="module")
 def victim(lab, witness):
-    """A load balancer that is changed while everybody dies."""
+    """A load balancer that is changed while processes are killed."""
     cloud = lab.cloud
     lab.refused(lambda: populated(cloud, "victim"), API)
     made = lab.survive(lambda: populated(cloud, "victim"), *LEASE, *in_step("Push"), *TELLING, *READING)
@@ -122,7 +122,7 @@ def test_delete(lab, cloud, cascade):
     delete = lambda: cloud.balancers.delete_load_balancer(balancer.id, cascade=cascade)  # noqa: E731 - made twice
     lab.refused(delete, API[:1])
     assert cloud.active(balancer.id)
-    # Once Octavia has heard of it the rows are gone: who died right before finishing may find nothing to finish.
+    # Once Octavia has heard of it the rows are gone: a process killed just before the end may leave nothing to finish.
     lab.survive(delete, *LEASE[:2], *GOING, *TELLING)
     cloud.gone(balancer.id)
 
@@ -142,7 +142,7 @@ def test_one_that_kills_every_controller(lab, cloud, victim):
         cloud.balancers.update_load_balancer(other.id, description=str(changes))
         cloud.active(other.id)
         changes += 1
-    assert changes, "nobody else was kept waiting until then"
+    assert changes, "no other load balancer waited"
     mine = tables.work.c.load_balancer_id == victim.id
     reason = lab.database.read(lambda c: c.execute(sa.select(tables.work.c.error).where(mine)).scalar())
     assert "controllers in a row crashed or stalled" in reason

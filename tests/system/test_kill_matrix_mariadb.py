@@ -26,7 +26,7 @@ def lab(server):
 
 @pytest.fixture(scope="module")
 def balancer(lab):
-    """Made while everybody dies once, and asked by a client from then on."""
+    """Created while each process is killed once; a client uses it from then on."""
     lab.arm("claimed", *in_step("Boot", "Push"), "barrier-passed", "tree-read", "report-sent", "flushing")
     made = lab.cloud.balancers.create_load_balancer(
         name="survivor", vip_subnet_id=topology.VIP_SUBNET, listeners=[listener(lab.cloud)]
@@ -68,7 +68,7 @@ def test_what_octavia_rolled_back_is_not_served(lab, balancer, point):
     ],
 )
 def test_the_server_is_killed(lab, balancer, server, point, names):
-    """At a point at which somebody waits, with its transaction open or just ended; then it comes back."""
+    """At a point with a waiting process, its transaction open or just ended; then the database returns."""
     lab.hold(point)
     asked = lab.beside(lambda: batch(lab, balancer, *names))
     lab.held(point)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whoever dies at moments that nobody chose: in the end everything is ACTIVE, is served, and belongs to somebody.
+"""Processes are killed at random moments: everything becomes ACTIVE, is served, and has an owner.
 
 Elsewhere processes die at points that have names; between two of them the kernel, a file and the database are changed
 by several calls, and a process may die between any two of those. Here dice say when, for
@@ -28,7 +28,7 @@ from sandbox import topology
 
 SECONDS = float(os.environ.get("AMPHORA_STORM_SECONDS", "30"))
 CONTROLLER, HEALTH_MANAGER, DRIVER_AGENT = "amphora-controller", "amphora-health-manager", "octavia-driver-agent"
-# What runs in an amphora but serves nobody itself.
+# Processes of an amphora that do not serve clients.
 AGENT = "amphora_agent.server"
 MORTAL = (CONTROLLER, HEALTH_MANAGER, DRIVER_AGENT, AGENT)
 # Seconds between two deaths: a controller takes about one to begin its work.
@@ -45,7 +45,7 @@ def lab():
 
 
 class Storm:
-    """Kills those who work for controllers, health managers and the provider agent, and agents, while it rages."""
+    """Kills workers of controllers, health managers and the provider agent, and agents, until it ends."""
 
     def __init__(self, stack, settings):
         self._stack = stack
@@ -69,12 +69,12 @@ class Storm:
     def _rage(self):
         while not self._over.wait(self._dice.uniform(*PAUSES)):
             name = next(self._turns)
-            # Whoever was to die may be started again just now.
+            # The process may be restarting.
             if (victims := self._victims(name)) and self._dice.choice(victims).signal(signal.SIGKILL):
                 self.deaths[name] += 1
 
     def _victims(self, name):
-        """Those that somebody starts again, and never who started them."""
+        """The processes that are restarted, without their parents."""
         if name == AGENT:
             supervisors = [child for one in self._machines() for child in one.children()]
             return [child for one in supervisors for child in one.children() if AGENT.encode() in title(child)]
@@ -125,14 +125,14 @@ def life(lab, storm, **more):
     former = cloud.amphorae(made)
     for one in former:
         lab.power_off(one)
-    # Who looks for the dead begins anew whenever he dies himself: what he has not seen he does not believe.
+    # The detector restarts its timers after each of its own restarts.
     until(lambda: len(lab.replacements(made.id)) == len(former), "they are found")
     with storm.rages():
         until(lambda: len(now := cloud.amphorae(made)) == len(former) and not now & former, "all were replaced")
     lab.settled(PATIENCE)
     until(lambda: cloud.answers(made.vip_address, 2) == {"member2": 2}, "it serves again")
     replaced = lab.replacements(made.id)
-    assert sorted(one.amphora_id for one in replaced) == sorted(former), "each of them, once, and nobody else"
+    assert sorted(one.amphora_id for one in replaced) == sorted(former), "each of them once, and no other"
     assert {(one.cause, one.outcome) for one in replaced} == {(Cause.SILENT.value, "done")}
     with storm.rages():
         asked(lambda: cloud.balancers.update_member(second, served, weight=7))
@@ -156,6 +156,6 @@ def test_a_storm(lab, record_property):
             life(lab, storm, **kinds[lives % len(kinds)])
             lives += 1
     assert witness.failed == []
-    assert lab.replacements(balancer.id) == [], "nobody else was replaced"
+    assert lab.replacements(balancer.id) == [], "no other amphora was replaced"
     for name, value in (("lives", lives), ("deaths", dict(storm.deaths)), ("answers", witness.answered)):
         record_property(name, value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""L7 policies through Octavia's real API: positions nobody tells us about, actions, whole trees in one request."""
+"""L7 policies through Octavia's real API: positions from Octavia, actions, complete trees in one request."""
 
 import http.client
 
@@ -33,7 +33,7 @@ def same_order(cloud, balancer):
 
 
 def ask(cloud, address, path="/", method="GET", **headers):
-    """Status, Location, and who answered."""
+    """Status, Location, and the answering member."""
 
     def go():
         connection = http.client.HTTPConnection(address, 80, timeout=5)

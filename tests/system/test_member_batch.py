@@ -18,7 +18,7 @@ PATIENCE = 100 + 0.3 * NUMBER
 
 
 def far(number, **more):
-    """A member behind the gateway that nobody answers for."""
+    """A member behind the gateway, without a host."""
     address = f"10.0.{number // 250}.{number % 250 + 1}"
     return {"name": f"far-{number}", "address": address, "protocol_port": 8080, **more}
 

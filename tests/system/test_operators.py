@@ -50,7 +50,7 @@ class House:
         self.ctl = Amphoractl(settings)
 
     def power_off(self, amphora_id):
-        """A machine ends as in a power cut, and nobody says so."""
+        """A machine ends as in a power cut, without a message."""
         record = self.settings.amphorae / amphora_id / "process.json"
         os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
 
@@ -88,7 +88,7 @@ def test_an_amphora_falls_silent_and_is_replaced_by_hand(house, balancer):
     (dead,) = cloud.amphorae(balancer)
     house.power_off(dead)
     # What the operator sees.
-    cloud.until(lambda: ctl.check()[0]["Silent amphorae"] == "Warning", "somebody is missed")
+    cloud.until(lambda: ctl.check()[0]["Silent amphorae"] == "Warning", "an amphora is silent")
     status, shown, _err = ctl.program("status", "check", "--problems")
     assert (status >= 1, dead in shown) == (True, True)
     ctl.run("status", "check", "--problems")
@@ -97,7 +97,7 @@ def test_an_amphora_falls_silent_and_is_replaced_by_hand(house, balancer):
     assert (silent["ID"], silent["Last heartbeat"] > 3) == (dead, True)
     ctl.run("amphora", "list", "--stale")
     ctl.run("loadbalancer", "show", balancer.id[:8])
-    # What the operator does, with as much of the id as he likes to type.
+    # The operator's commands, with shortened ids.
     assert ctl.run("amphora", "failover", dead[:8], "--reason", "power cut in rack 7")[0] == 0
     ctl.run("loadbalancer", "show", balancer.id[:8])
     cloud.until(lambda: cloud.amphorae(balancer) not in ({dead}, set()) and dead not in cloud.amphorae(balancer), "new")
@@ -119,7 +119,7 @@ def test_an_amphora_falls_silent_and_is_replaced_by_hand(house, balancer):
 
 
 def test_octavias_rows_were_changed_by_hand(house, balancer):
-    """A restored backup, or somebody who knew SQL: members lost and changed, statuses that no longer move."""
+    """A restored backup or manual SQL: members lost and changed, statuses that do not change any more."""
     ctl, cloud = house.ctl, house.cloud
     pool, listener = cloud.pool_of(balancer), cloud.listener_of(balancer)
     one, two = sorted(cloud.balancers.members(pool), key=lambda member: member.name)
@@ -195,7 +195,7 @@ def test_a_resync_never_says_active_too_early(house, balancer):
 
 
 def test_the_controller_is_gone(house, balancer):
-    """What users ask for waits; it is said who is missing, and nothing is lost."""
+    """Requests wait; the output names the missing service, and nothing is lost."""
     ctl, cloud = house.ctl, house.cloud
     pool = cloud.pool_of(balancer)
     member = next(iter(cloud.balancers.members(pool)))
@@ -234,8 +234,8 @@ def test_each_side_knows_one_that_the_other_does_not(house, balancer):
         ("INSERT INTO vip (load_balancer_id, ip_address) VALUES (?, '198.51.100.99')", stranger),
     )
     assert house.resync(stranger)[stranger][0] == "unrecorded"
-    nobody = str(uuid.uuid4())
-    assert house.resync(nobody)[nobody] == ("nowhere", None)
+    unknown = str(uuid.uuid4())
+    assert house.resync(unknown)[unknown] == ("nowhere", None)
     assert ctl.run("loadbalancer", "resync", "no-such-id")[0] == 1
     assert stranger in {one.id for one in cloud.balancers.load_balancers()}, "it is only told of"
     assert house.resync(stranger, "--remove-unknown")[stranger][0] == "removed"

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.root, pytest.mark.lasts(400)]
 DAY = 86400.0
 OPTIONS = {
     "amp_failover": {"automatic": "false"},
-    # What belongs to nobody is looked at before it is removed.
+    # An orphan is recorded before its removal.
     "amp_controller": {"retry_first": "0.2", "retry_most": "2", "orphan_grace": "20", "housekeeping_interval": "1"},
     "amp_octavia": {"audit_after": "3600"},
 }
@@ -223,7 +223,7 @@ def test_our_database_was_restored(house, balancer, store):
     found = house.resync(made.id, deleted.id, "--remove-unknown")
     assert {one for one, _ in found.values()} == {"removed"}
     cloud.gone(made.id)
-    cloud.until(lambda: lost not in {path.name for path in house.settings.amphorae.iterdir()}, "nobody's, and removed")
+    cloud.until(lambda: lost not in {path.name for path in house.settings.amphorae.iterdir()}, "an orphan, and removed")
     cloud.active(balancer.id)
     changes(house, balancer, 7)
     again = cloud.served("made")
@@ -246,7 +246,7 @@ def test_an_amphoras_disk_is_full(house, balancer):
     cloud.until(lambda: cloud.balancers.get_load_balancer(balancer.id).provisioning_status == "ACTIVE", "ACTIVE")
     quiet(house)
     changes(house, balancer, 11)
-    assert cloud.amphorae(balancer) == {one}, "nobody was replaced"
+    assert cloud.amphorae(balancer) == {one}, "nothing was replaced"
 
 
 def test_the_databases_disk_is_full(house, balancer, store):
@@ -269,11 +269,11 @@ def test_the_databases_disk_is_full(house, balancer, store):
     cloud.active(balancer.id)
     quiet(house)
     changes(house, balancer, 13)
-    assert cloud.amphorae(balancer) == before, "nobody was replaced"
+    assert cloud.amphorae(balancer) == before, "nothing was replaced"
 
 
 def test_a_certificate_has_expired(house, balancer):
-    """The controllers were away for too long, say; the amphora shows what nobody accepts."""
+    """The controllers were away for too long, say; the certificate of the amphora is not accepted."""
     ctl, cloud = house.ctl, house.cloud
     (one,) = cloud.amphorae(balancer)
     etc = house.settings.etc

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What others need is away for a while: requests are accepted or refused with a sentence, never half; nobody is blamed.
+"""Outages of services: requests are accepted or refused completely; nothing is failed over.
 
 Octavia's own database is a file here, and stays. AMPHORA_OUTAGE_SECONDS says how long an outage lasts; a minute takes
 a minute for each test.
@@ -50,7 +50,7 @@ def balancer(lab):
         yield balancer
     assert witness.failed == []
     assert witness.answered > 100
-    assert cloud.amphorae(balancer) == before, "nobody was failed over"
+    assert cloud.amphorae(balancer) == before, "nothing was failed over"
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def calm(lab, balancer):
     lab.settled()
     found = lab.cloud.online(balancer.id)
     assert found.provisioning_status == "ACTIVE"
-    assert lab.replacements(balancer.id) == [], "nobody was failed over, not even in vain"
+    assert lab.replacements(balancer.id) == [], "nothing was failed over, also not in vain"
 
 
 def change(lab, balancer):
@@ -85,7 +85,7 @@ def names(lab):
 
 @pytest.mark.usefixtures("calm")
 def test_the_database_hangs(lab, balancer, server):
-    """Connections stay open and nobody answers: whoever asks waits, and goes on as if nothing had been."""
+    """Connections stay open without answers: callers wait, and continue afterwards."""
     changing = lab.beside(lambda: accepted(change(lab, balancer)))
     server.freeze()
     try:
@@ -116,7 +116,7 @@ def test_the_database_is_gone(lab, balancer, server):
         # The sandbox's network is in the same database: Octavia asks that first.
         assert create(lab, "while-it-is-gone")[0] >= 400
         assert time.monotonic() - begin < 30, "and not only after a while"
-        # Nobody can be told anything, and nobody is.
+        # No report is possible, and none is sent.
         assert lab.cloud.balancers.get_load_balancer(balancer.id).operating_status == "ONLINE"
         time.sleep(SECONDS)
         assert lab.cloud.balancers.get_load_balancer(balancer.id).operating_status == "ONLINE"
@@ -142,7 +142,7 @@ def sees_for(lab, seconds):
 @pytest.mark.extended
 @pytest.mark.usefixtures("calm")
 def test_nobody_is_taken_for_dead_because_the_database_was_away(lab, server):
-    """Longer than an amphora may be silent; whoever is dead afterwards is found all the same."""
+    """Longer than an amphora may be silent; a later failure is still detected."""
     cloud = lab.cloud
     other = cloud.served("watched", ("member1",))
     cloud.online(other.id)
@@ -152,7 +152,7 @@ def test_nobody_is_taken_for_dead_because_the_database_was_away(lab, server):
         time.sleep(2 * SILENT_AFTER)
     finally:
         server.start()
-    # Whoever would be taken for dead after that would be by now.
+    # A wrong detection would have happened by now.
     sees_for(lab, 2 * SILENT_AFTER)
     assert lab.replacements(other.id) == []
     assert cloud.balancers.get_load_balancer(other.id).operating_status == "ONLINE"
@@ -194,7 +194,7 @@ def test_octavias_agent_is_gone(lab, balancer):
     begin_again(lab)
     time.sleep(SECONDS / 2)
     found = cloud.balancers.get_load_balancer(balancer.id)
-    assert (found.provisioning_status, found.operating_status) == ("PENDING_UPDATE", "ONLINE"), "nobody told Octavia"
+    assert (found.provisioning_status, found.operating_status) == ("PENDING_UPDATE", "ONLINE"), "Octavia has no report"
     lab.stack.up()
     said = set()
 
@@ -216,7 +216,7 @@ def begin_again(lab):
 
 @pytest.mark.usefixtures("calm")
 def test_the_health_manager_is_gone(lab, balancer):
-    """What nobody hears is not known; it is not taken for bad, and changes need nobody to hear it."""
+    """Without heartbeats the state is unknown, not bad, and changes continue."""
     cloud = lab.cloud
     lab.stack.supervision.stop("amphora-health-manager")
     try:

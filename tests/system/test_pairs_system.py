@@ -66,7 +66,7 @@ def holder(cloud, balancer, *, but=()):
 
 
 def served(cloud, address, names, port=80):
-    """Until each of these members has answered, and nobody else."""
+    """Until each of these members has answered, and no other."""
     cloud.until(lambda: set(cloud.answers(address, 8, port)) == set(names), f"answers from {names}", 30)
 
 
@@ -172,7 +172,7 @@ def test_the_one_with_the_vips_dies_and_comes_back_or_is_replaced(cloud, pairs, 
     assert compute.power_on(first.id)
     cloud.active(balancer.id)
     second = holder(cloud, balancer)
-    assert second.id != first.id, "who comes back does not take the VIPs away"
+    assert second.id != first.id, "a returning amphora does not take the VIPs"
     served(cloud, balancer.vip_address, ("member1", "member2", "member3"))
 
     before = cloud.amphorae(balancer)
@@ -220,7 +220,7 @@ def test_a_tls_session_goes_on_with_the_other_amphora_and_after_a_rotation(cloud
     session, reused = shake(cloud, context, address)
     assert not reused
 
-    # The next keys, as housekeeping has them taken: amphorae are pushed, and nobody outside hears of it.
+    # The next keys, by housekeeping: amphorae are pushed, and no status changes.
     heard = database.read(lambda c: c.execute(sa.select(status.c.object_id, status.c.version)).all())
     database.write(lambda c: c.execute(work.update().values(tickets_due=1.0)))
     conf = config.load([str(settings.driver_configuration)])
@@ -304,7 +304,7 @@ def connections_go_on(cloud, balancer, old, visits):
     # The drain time is 300 s; a second or two is usual.
     assert time.monotonic() - since < 30
     knows_all = {one.id for one in of(cloud, balancer).values()}
-    cloud.until(lambda: {one.id for one in row_of(cloud, balancer, old).partners} == knows_all, "it knows who stays")
+    cloud.until(lambda: {one.id for one in row_of(cloud, balancer, old).partners} == knows_all, "it knows its peer")
     for visit in visits:
         visit.goes_on()
     assert old.id in cloud.amphorae(balancer)
@@ -317,7 +317,7 @@ def row_of(cloud, balancer, one):
 
 
 def settled(cloud, balancer):
-    """Each of the two knows the other one, and nobody else, in a generation that no user asked for."""
+    """Each knows exactly the other one, in a generation without a user's request."""
 
     def ask():
         pair = of(cloud, balancer)

@@ -228,7 +228,7 @@ def test_a_machine_that_ended_has_failed_and_begins_with_a_new_disk(lab, booted)
 
 
 def test_interfaces_come_and_go_as_often_as_they_are_asked_for(lab, booted, monkeypatch):
-    # Nobody is in the machine to let go of an interface.
+    # The guest has no system that releases an interface.
     monkeypatch.setattr("amphora_driver.compute.qemu._RELEASE_SECONDS", 0.2)
     port = lab.network.ensure_port(booted.amphora_id, "net", ["net4"])
     lab.compute.detach(booted.amphora_id, port)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A guest that is hostile to the machine it runs on: who its qemu is, and how much its console takes."""
+"""A guest that is hostile to the machine it runs on: the user of its qemu, and the size of its console."""
 
 import os
 import pwd

@@ -2,7 +2,7 @@
 """Bad input gets the right answer with a sentence a user understands, and leaves nothing half made.
 
 What Octavia's API refuses by itself is here too, where a user might expect the provider to serve it: the sentence is
-what the user sees, whoever said it.
+the user's view, from the driver or from Octavia.
 """
 
 import json

@@ -222,7 +222,7 @@ def test_a_replacement_that_fails_pauses_it(fleet, balancers, python):
             )
             assert one.id in found.reason
             assert fleet.counts(number) == {"failed": 1, "waiting": 1}
-        assert fleet.failovers(number) == {one.id: 1}, "nobody else had a turn"
+        assert fleet.failovers(number) == {one.id: 1}, "no other load balancer was replaced"
         fleet.database.write(lambda c: rotations.resume_rotation(c, number))
         fleet.ended(number, PATIENCE)
     assert fleet.counts(number) == {"done": 2}
@@ -264,7 +264,7 @@ def said(stack, words):
 def test_one_that_drains_leaves_everything_to_the_other(fleet, balancers, stack, second_controller):
     chosen = balancers[-1]
     number = fleet.rotate(1, everything=True, load_balancers=tuple(one.id for one in balancers[-3:]))
-    drained = Cloud.until(lambda: rotating(fleet), "somebody has the duty", 30)
+    drained = Cloud.until(lambda: rotating(fleet), "a controller has the duty", 30)
     # By its row, as the command does it: the rotation is to go on still when it is heard.
     fleet.database.write(lambda c: process_registry.set_process_draining(c, drained, draining=True))
     other = Cloud.until(lambda: (now := rotating(fleet)) not in (None, drained) and now, "the other one has it", 60)
@@ -276,14 +276,14 @@ def test_one_that_drains_leaves_everything_to_the_other(fleet, balancers, stack,
     assert {name: one["Draining"] for name, one in rows.items()} == {drained: True, other: False}
     assert rows[drained]["Jobs"] == 0
 
-    # What is drained as a host stays so whatever is said of one of them, and whoever starts there.
+    # A drained host stays drained after commands for one controller, and for new controllers.
     host, before = rows[drained]["Host"], said(stack, "drains on request")
     fleet.database.write(lambda c: process_registry.set_process_draining(c, drained, draining=False))
     Cloud.until(lambda: said(stack, "starts jobs again") == 1, "it goes on", 30)
     fleet.database.write(lambda c: process_registry.set_host_draining(c, host, "a test", draining=True))
     Cloud.until(lambda: said(stack, "drains on request") == before + 2, "both have heard of it", 30)
     again = fleet.rotate(1, everything=True, load_balancers=(chosen.id,))
-    Cloud.until(lambda: rotating(fleet) is None, "nobody has the duty", 30)
+    Cloud.until(lambda: rotating(fleet) is None, "no controller has the duty", 30)
     assert fleet.counts(again) == {"waiting": 1}
     fleet.database.write(lambda c: process_registry.set_host_draining(c, host, "a test", draining=False))
     fleet.ended(again, PATIENCE)

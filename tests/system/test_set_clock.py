@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Somebody sets a clock by an hour, and later sets it back: nobody is replaced, and everything goes on at once.
+"""A clock is set by an hour and later set back: nothing is replaced, and all work continues at once.
 
 Which clock that is decides what could go wrong: of one machine on which everything runs, amphorae too; of the hosts of
 controllers, which then differ from amphorae and the database; of the database, by which leases and pauses are measured.
@@ -84,7 +84,7 @@ class Lab:
         return self.database.read(lambda c: c.execute(sa.select(failover).where(failover.c.cause.in_(causes))).all())
 
     def sees_for(self, seconds):
-        """Wait until the detector has seen for so long since now, and nobody is silent to it."""
+        """Wait until the detector has worked for this time, without silent amphorae."""
         begun = time.monotonic()
 
         def ask():
@@ -176,7 +176,7 @@ def balancer(lab):
 
 @pytest.fixture(autouse=True)
 def nobody_is_replaced(lab, balancer):
-    """Whoever would be taken for dead after a test would be by its end."""
+    """A wrong detection would have happened by the end of the test."""
     yield
     lab.sees_for(2.5 * SILENT_AFTER)
     assert lab.replaced() == []
@@ -221,7 +221,7 @@ def test_an_hour_behind_and_right_again(lab, balancer, record_property):
 
 
 def test_what_is_young_stays(lab):
-    """Addresses whose load balancer may still come, and what belongs to nobody only since a moment ago."""
+    """Addresses of load balancers that may still be created, and recent orphans."""
     wish = [VipRequest(subnet_id=topology.VIP_SUBNET)]
     claimed, lost = "c1000000-0000-4000-8000-000000000001", "c1000000-0000-4000-8000-000000000002"
     lab.database.write(lambda c: vip_claims.record_claim(c, claimed, "local"))
@@ -235,7 +235,7 @@ def test_what_is_young_stays(lab):
         kept = lab.database.read(lambda c: c.scalar(claim))
         return kept == claimed, {claimed, lost} <= owners, lost in noted
 
-    lab.cloud.until(lambda: there() == (True, True, True), "what belongs to nobody is noted")
+    lab.cloud.until(lambda: there() == (True, True, True), "orphans are recorded")
     begun = time.monotonic()
     lab.clock.set(HOUR)
     lab.kept_house(6)

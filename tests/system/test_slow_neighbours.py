@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Amphorae that swallow whatever they are sent cost their own load balancers time, and nobody else.
+"""Amphorae that do not answer delay their own load balancers only.
 
 The controller has two hands, and there are more black holes than that. Leases last much longer than any test waits, so
 that nothing here is mended by a lease that runs out.
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.root
 HANDS, LEASE = 2, 120
 # More of them than there are hands.
 HOLES = 3
-# Seconds. A connection to an agent may take 60, a lease 120; whoever has to wait for either is later than this. What is
+# Seconds. A connection to an agent may take 60, a lease 120; a wait for either takes longer than this. What is
 # measured is far below: the machine that runs this may be busy with other things.
 SOON, CONNECT = 25.0, 60
 
@@ -202,7 +202,7 @@ def test_machines_that_boot_hold_neither_hand_nor_lease(cloud, holes, database, 
     begin = time.monotonic()
     cloud.load_balancer("quick-boot")
     assert time.monotonic() - begin < SOON, "as if there were no others"
-    cloud.until(lambda: not owners(database), "nobody works on those that boot")
+    cloud.until(lambda: not owners(database), "no controller works on booting load balancers")
     first = frozen.pop()
     (amphora_id,) = cloud.amphorae(first)
     begin = time.monotonic()

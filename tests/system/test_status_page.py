@@ -66,7 +66,7 @@ def test_a_fail_over_appears_on_an_open_page(cloud, settings, page):
     assert sample(settings, 'amphora_pushes_total{how="start"}') >= 1
     cloud.balancers.failover_load_balancer(balancer.id)
     cloud.active(balancer.id)
-    # By its script alone: nobody loads it again.
+    # By its script only, without a reload.
     cloud.until(
         lambda: page.says(
             "[...document.querySelectorAll('[data-part=failovers] tbody tr')]"
@@ -92,7 +92,7 @@ def test_without_scripts_the_page_says_the_same(cloud, settings, page):
     assert balancer.id in told
     assert "plain" in told
     cloud.until(lambda: "plain" in asked(settings, "/?q=plain")[1], "found by its name")
-    assert balancer.id not in asked(settings, "/?q=somebody-else")[1]
+    assert balancer.id not in asked(settings, "/?q=another-one")[1]
 
 
 def test_numbers_of_both_processes(cloud, settings):

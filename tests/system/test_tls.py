@@ -66,7 +66,7 @@ def kept(settings):
 
 
 def shaken(cloud, address, name=None, *, client=None, port=443, tmp_path=None):
-    """Name on the certificate the client is shown, and who answered its request; or what went wrong."""
+    """The name on the server's certificate and the answering member; or the error."""
     context = ssl.create_default_context(cadata=ROOT.pem)
     context.check_hostname = False
     if client is not None:
@@ -164,7 +164,7 @@ def test_clients_have_to_show_a_certificate(cloud, kept, tmp_path):
 
     assert isinstance(seen(), str)
     assert seen(ADA) == seen(EVE) == ("one", "member1")
-    assert isinstance(seen(TWO), str), "somebody else's"
+    assert isinstance(seen(TWO), str), "the certificate of another name"
     # An update that names the revocation list alone comes without its content.
     change(cloud, balancer, listener, client_crl_container_ref="revoked")
     assert seen(ADA) == ("one", "member1")
@@ -280,7 +280,7 @@ def test_a_secret_that_is_gone_costs_its_own_listener_only(cloud, kept):
 
 
 def test_a_restarted_machine_is_given_its_keys_again(cloud, kept, settings):
-    """Keys are in its memory only: after a restart it says that it has none, and is given them, whoever asks or not."""
+    """Keys are in its memory only: after a restart it reports the loss and gets them, without a request."""
     balancer, listener = secure(cloud)
     assert shaken(cloud, balancer.vip_address) == ("one", "member1")
     (amphora_id,) = cloud.amphorae(balancer)

@@ -186,7 +186,7 @@ def test_a_fail_over_keeps_clients_with_their_members(cloud, settings, members, 
 
 
 def test_one_port_for_udp_and_tcp_and_both_families(cloud, settings, members):
-    """An answer to each of four ways to ask at port 80, and nobody let in who is not to be."""
+    """An answer to each of four request types at port 80, and no access for other clients."""
     six = {"address": f"2001:db8:2::{topology.MEMBERS['member2']}", "subnet_id": topology.MEMBER_SUBNET_6}
     both = [udp_member(cloud, "member1"), {**udp_member(cloud, "member2"), **six}]
     balancer = served(
@@ -302,7 +302,7 @@ def test_security_groups_know_udp(cloud, settings, members, database):
     let_in(54)
     cloud.put(f"loadbalancers/{balancer.id}", {"loadbalancer": {"vip_sg_ids": [group_id]}})
     cloud.active(balancer.id)
-    cloud.until(lambda: answers(settings, balancer.vip_address, 1) == {"nothing": 1}, "nobody is let in")
+    cloud.until(lambda: answers(settings, balancer.vip_address, 1) == {"nothing": 1}, "no client has access")
     let_in(53)
     assert answers(settings, balancer.vip_address, 2) == {"member1": 2}
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Controllers of two versions at one database, while an authority is replaced: nobody is shut out by the other one.
+"""Controllers of two versions at one database during a CA rotation: neither loses access.
 
 Those with one schema know the same steps of a rotation, and may work beside each other. Those with another schema may
-not, and do not: they do not start, an upgrade is refused while they work, and who was overlooked stops by himself.
+not, and do not: they do not start, an upgrade is refused while they work, and a process that was overlooked stops.
 """
 
 import json
@@ -41,8 +41,8 @@ def nothing_is_held_up(lab):
     """What a test that failed has left goes no further than that."""
     yield
     lab.disarm()
-    everybody = process.update().values(draining=False)
-    lab.database.write(lambda c: c.execute(everybody))
+    undrained = process.update().values(draining=False)
+    lab.database.write(lambda c: c.execute(undrained))
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def test_an_authority_is_replaced_by_controllers_of_two_versions(lab, witness, t
     with second_controller(lab, tmp_path):
         cloud.until(lambda: len(controllers(lab)) == 2, "the other one has signed")
         (theirs,) = controllers(lab) - {ours}
-        # Whoever looks whether it goes on waits: each step lasts for as long as both need.
+        # The check waits: each step lasts as long as both versions need.
         lab.hold(looks)
         status, begun = amphoractl(lab, "ca", "rotate", "--kind", kind.value)
         assert status == 0, begun
@@ -181,7 +181,7 @@ def test_an_authority_is_replaced_by_controllers_of_two_versions(lab, witness, t
 
 
 def test_controllers_of_another_schema_do_nothing(lab, witness, tmp_path):
-    """The next version meets ours, which nobody has stopped: neither works with what the other one has begun."""
+    """The next version starts beside ours: neither continues the work of the other."""
     new, kind = previous.next_schema(tmp_path), CaKind.CONTROLLER
     # Beside the driver's own way to it: that one looks at the schema too.
     engine = sa.create_engine(lab.settings.database_url)
@@ -199,13 +199,13 @@ def test_controllers_of_another_schema_do_nothing(lab, witness, tmp_path):
         with second_controller(lab, tmp_path) as program:
             lab.cloud.until(lambda: lab.stack.supervision.running(program.name) is None, "it has ended")
             assert f"this version requires {new}" in log_of(lab, program.name)
-        # Who works is in the way of an upgrade, and is named.
+        # A running process prevents an upgrade, and is named.
         (ours,) = controllers(lab)
         status, said = amphoractl(lab, "database", "upgrade", folder=tmp_path)
         assert (status, ours in said) == (1, True), said
         change(lab, witness.balancer, 50)
 
-        # Somebody insists.
+        # The operator forces it.
         status, said = amphoractl(lab, "database", "upgrade", "--force", folder=tmp_path)
         assert (status, said["After"]) == (0, new), said
         newer = f"the schema is {new}, newer than"

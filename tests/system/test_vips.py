@@ -107,7 +107,7 @@ def test_what_cannot_be_had_is_answered_so_and_leaves_nothing(cloud, asked, stat
 
 
 def test_ports_of_others_and_subnets_without_addresses(cloud, network, tiny):
-    """A port somebody uses is not a VIP; an exhausted subnet is a conflict, until its address comes back."""
+    """A port in use is not a VIP; an exhausted subnet is a conflict, until its address comes back."""
     theirs = network.ports(topology.CLIENT)[0]
     asked = {"vip_subnet_id": topology.VIP_SUBNET, "vip_port_id": theirs.id}
     refused(cloud, asked, INVALID, f"Port {theirs.id} is already used by device client")
@@ -222,7 +222,7 @@ def fail_over(cloud, balancer):
 def test_security_groups(place, network):
     """Changes of them never reach the driver: they are read from Octavia after its commit."""
     cloud, balancer, addresses = place
-    web, stream, nobody = group(network, 80), group(network, 81), group(network)
+    web, stream, closed = group(network, 80), group(network, 81), group(network)
     assert doors(cloud, addresses) == 2 * [["open", "open"]]
 
     found = change(cloud, balancer, vip_sg_ids=[web])
@@ -231,12 +231,10 @@ def test_security_groups(place, network):
     shown = cloud.balancers.get(cloud.url(f"loadbalancers/{found.id}")).json()["loadbalancer"]
     assert shown["vip_sg_ids"] == [web]
 
-    change(cloud, balancer, name="other", vip_sg_ids=[stream, nobody])
+    change(cloud, balancer, name="other", vip_sg_ids=[stream, closed])
     assert doors(cloud, addresses) == 2 * [[SHUT_OUT, "open"]]
     # What the operator changes in a group is so at once.
-    network.port_security.define_group(
-        SecurityGroup(id=nobody, name="not-nobody", rules=(Rule(remote="198.51.100.0/25"),))
-    )
+    network.port_security.define_group(SecurityGroup(id=closed, name="open", rules=(Rule(remote="198.51.100.0/25"),)))
     assert doors(cloud, addresses) == [["open", "open"], [SHUT_OUT, "open"]]
     fail_over(cloud, balancer)
     assert doors(cloud, addresses) == [["open", "open"], [SHUT_OUT, "open"]]
@@ -302,7 +300,7 @@ def test_switched_off_and_on_again(place):
 
 
 def test_from_the_beginning_until_the_end(cloud, network):
-    """Options of a creation are there before anybody is served; who has the address next obeys nothing of it."""
+    """Options of a creation apply before the first client; the next owner of the address does not inherit them."""
     web = group(network, 80)
     slow = QosPolicy(id=str(uuid.uuid4()), name="of-a-test", ingress_kbps=1_000)
     network.port_security.define_policy(slow)

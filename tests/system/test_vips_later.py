@@ -26,7 +26,7 @@ from sandbox import demo, topology
 
 pytestmark = pytest.mark.root
 
-# An allocator of somebody else's: it answers when a file says so, and only about machines that there are.
+# An external allocator: it answers when a file exists, and only for existing machines.
 SOURCE = """
     from pathlib import Path
 
@@ -130,7 +130,7 @@ def test_an_address_that_comes_later(cloud, answers):
     assert operator_sees(cloud, one["id"]) == f"{four}, {six}"
     for address in (four, six):
         assert cloud.answers(address, 2) == {"member1": 2}
-    # Here Octavia's interface ends: nobody can tell it the address.
+    # Octavia's interface has no call for the address.
     assert shown(cloud, one["id"])["vip_address"] is None
 
     # Everything else works, also what reads the load balancer from Octavia.

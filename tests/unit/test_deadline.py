@@ -39,7 +39,7 @@ def test_it_is_brought_forward_for_its_parts_too_and_never_put_off():
 
 
 def test_backends_keep_the_deadline_of_the_operation_they_are_called_for():
-    assert deadline.limit_wait(7) == 7, "nobody set one"
+    assert deadline.limit_wait(7) == 7, "no deadline is set"
     with deadline.apply_deadline(Deadline(2)):
         assert deadline.limit_wait(7) <= 2
         with deadline.apply_deadline(Deadline(1)):

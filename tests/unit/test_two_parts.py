@@ -53,7 +53,7 @@ import os, pytest
 @pytest.mark.feature("member.weight", "member.backup")
 @pytest.mark.parametrize("number", range({count}))
 def test_nervous(number):
-    assert "PYTEST_XDIST_WORKER" not in os.environ, "somebody else is here"
+    assert "PYTEST_XDIST_WORKER" not in os.environ, "another worker is here"
 """
 STALLED = """
 import pathlib, pytest
@@ -108,7 +108,7 @@ class Project:
         return (self._folder / "out" / name).read_text()
 
     def _run(self, *options: str) -> tuple[int, str]:
-        # This test may run in a worker itself. Plug-ins that nobody needs here would be most of its time.
+        # This test may run in a worker itself. Unused plug-ins would take most of its time.
         unset = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
         run = subprocess.run(
             [sys.executable, "-m", "pytest", "-p", "xdist.plugin", *options, "tests"],
@@ -135,7 +135,7 @@ def test_what_fails_beside_others_may_pass_alone_and_is_named(project):
     status, said = project.alone()
     assert (status, f"{MOST_REPEATED + 1} passed, {len(RINGS)} deselected" in said) == (0, True), said
     assert "passed at the second attempt: tests/system/test_nervous.py::test_nervous[0]" in said
-    assert project.out("second-attempts.txt").count("somebody else is here") >= MOST_REPEATED
+    assert project.out("second-attempts.txt").count("another worker is here") >= MOST_REPEATED
     matrix = project.out(f"matrix/{file_name('member')}")
     for line in ("weight", "backup"):
         assert f"[operation.{line}]\ndriver.haproxy=complete\n" in matrix
@@ -189,7 +189,7 @@ def test_what_fails_alone_may_pass_on_a_calmer_machine_and_is_named(project):
     assert (status, f"1 passed, {len(RINGS) + 1} deselected" in said) == (0, True), said
     assert "second attempt: tests/system/test_stalled.py::test_stalled (failed alone, passed on an idle machine" in said
     kept = project.out("second-attempts.txt")
-    assert ("somebody else is here" in kept, "a machine that stood still" in kept) == (True, True), kept
+    assert ("another worker is here" in kept, "a machine that stood still" in kept) == (True, True), kept
     # Both parts' outcomes count, and the last one's.
     matrix = project.out(f"matrix/{file_name('member')}")
     for line in ("weight", "backup"):

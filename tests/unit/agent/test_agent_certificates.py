@@ -62,10 +62,10 @@ def test_nothing_differs():
             (LoadFile("crl-file", CLIENT_CRL), LoadFile("ca-file", CLIENT_CA)),
             (),
         ),
-        # A file was there before, and nobody used it.
+        # A file existed before, and no line used it.
         (side({**ONE, CA: "a"}), side({**ONE, CA: "a"}, f"ca-file {CA}"), (LoadFile("ca-file", CA),), ()),
         (side({**ONE, CA: "a"}, f"ca-file {CA}"), side({**ONE, CA: "a"}), (), (UnloadFile("ca-file", CA),)),
-        # One that nobody uses.
+        # A file without a user.
         (side(ONE), side({**ONE, OTHER: "x"}), (), ()),
     ],
 )

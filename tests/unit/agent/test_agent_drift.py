@@ -95,7 +95,7 @@ def test_what_stays_is_told_and_tried_ever_more_seldom(audited):
 
 
 def test_what_does_not_stay_mended_is_mended_ever_more_seldom_and_told(audited):
-    """Somebody's program writes the file again and again: each time HAProxy takes a new worker."""
+    """A foreign program rewrites the file repeatedly: HAProxy starts a new worker each time."""
     machine, drift, auditor, _ = audited()
     said = []
 

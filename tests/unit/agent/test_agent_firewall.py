@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may connect, as data and as rules."""
+"""Permitted sources, as data and as rules."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ REFUSE = "counter reject with tcp reset"
             [f"meta nfproto 2 tcp dport 80 {REFUSE}", f"tcp dport 80 ip6 saddr != @port-80-ipv6 {REFUSE}"],
             {"port-80-ipv6": "2001:db8::/32, 2001:db9::1"},
         ),
-        # Everybody of one family says nothing of the other one.
+        # All addresses of one family do not include the other family.
         (["0.0.0.0/0"], [f"meta nfproto 10 tcp dport 80 {REFUSE}"], {}),
         (["::/0"], [f"meta nfproto 2 tcp dport 80 {REFUSE}"], {}),
         (["0.0.0.0/1", "128.0.0.0/1", "::/0"], [], {}),

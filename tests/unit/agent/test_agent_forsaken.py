@@ -31,7 +31,7 @@ def wanted(*servers, backend="b"):
         pytest.param(("x 192.0.2.1:80 weight 0", "y 192.0.2.1:80"), [DRAIN], id="without a weight"),
         pytest.param(("x 192.0.2.1:81", "y 192.0.2.1:80"), [MAINT], id="on another port"),
         pytest.param(("x [2001:db8::1]:80", "y 192.0.2.1:80"), [MAINT], id="elsewhere"),
-        pytest.param(("z 192.0.2.1:80",), [], id="nobody else would be left to it"),
+        pytest.param(("z 192.0.2.1:80",), [], id="no other server would remain"),
     ],
 )
 def test_members_that_are_not_wanted_get_no_new_requests(servers, expected):
@@ -64,7 +64,7 @@ def test_it_is_taken_back():
 @pytest.mark.parametrize(
     ("answers", "asked"),
     [(["", "No such server.", ""], 3), (["", None, ""], 2)],
-    ids=["one is refused", "nobody answers"],
+    ids=["one is refused", "no answer"],
 )
 def test_silence_ends_it_and_a_refusal_does_not(monkeypatch, answers, asked):
     """Silence takes ten seconds for each order, in which nothing else can be changed."""

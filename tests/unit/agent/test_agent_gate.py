@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may begin a handshake, and how often."""
+"""Limits of TLS handshakes by address."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_what_is_kept_comes_back(address, listener, tmp_path):
         assert listener.said[1] == "BARRIER=1"
         program = (
             "import os\nfrom amphora_agent.services import sd_notify\n"
-            # Where systemd puts them; the first is something that nobody asked to have kept.
+            # The descriptors from systemd; the first one was not requested.
             f"os.dup2({listener.kept[written]}, 40)\nos.dup2(os.open('/dev/null', os.O_RDONLY), 41)\n"
             "os.dup2(41, 3)\nos.dup2(40, 4)\nos.closerange(5, 100)\n"
             f"given = dict(LISTEN_PID=str(os.getpid()), LISTEN_FDS='2', LISTEN_FDNAMES='stored:{written}')\n"

@@ -53,7 +53,7 @@ def test_totals_add_up_over_workers():
     totals = again(totals)
     totals.read("2", counted(4))
     assert first(totals) == 16
-    totals.read("2", counted(1))  # somebody cleared the counters
+    totals.read("2", counted(1))  # the counters were cleared
     assert first(totals) == 17
     assert totals.total("another") == NONE
     totals.settle_others(())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is next, and what those are answered that were overtaken; deeds, and that they have reasons."""
+"""The apply queue: order, answers to superseded requests, and reasons of changes."""
 
 from __future__ import annotations
 

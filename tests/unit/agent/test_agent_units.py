@@ -79,7 +79,7 @@ def test_a_unit():
     assert 'ExecStopPost=-+:"/bin/sh" "/lib/daemon.sh" "end" "/run/state" "/run/health"' in lines
     assert "NetworkNamespacePath=/run/netns/inner" in lines
     assert "RestartSec=5500ms" in lines
-    assert "amphora-agent.service" not in "".join(lines)  # it depends on nobody
+    assert "amphora-agent.service" not in "".join(lines)  # no dependency
 
 
 def test_a_unit_outside():

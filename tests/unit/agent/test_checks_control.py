@@ -108,7 +108,7 @@ def _next_file():
 
 
 def test_a_long_answer_that_was_long_in_the_making_arrives(turning, listening, monkeypatch):
-    """The time of whoever asks is that in which nothing is taken from him, or given."""
+    """The time-out of a caller counts time without progress."""
     clock = SimpleNamespace(now=0.0)
     clock.monotonic = lambda: clock.now
     monkeypatch.setattr(control_socket, "time", clock)

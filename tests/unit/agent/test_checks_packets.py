@@ -174,7 +174,7 @@ def test_whom_an_error_is_about():
     ("family", "packet"),
     [
         (socket.AF_INET, b""),
-        (socket.AF_INET, unreachable(source="192.0.2.99")),  # somebody else cannot know
+        (socket.AF_INET, unreachable(source="192.0.2.99")),  # another host cannot know
         (socket.AF_INET, unreachable(code=1)),
         (socket.AF_INET, unreachable(code=4)),  # too large for the way: the member is there
         (socket.AF_INET, unreachable(protocol=6)),

@@ -94,8 +94,11 @@ def test_a_new_member_waits_for_its_first_check_if_others_serve():
     one, new = member(1), member(2)
     found = member_state.carry_over({key(one): UP}, (server(one),), (server(one, new),), 9.0)
     assert member_state.member_health((server(one, new),), found) == {(SERVER, one.id): True, (SERVER, new.id): False}
-    nobody = member_state.carry_over({key(one): DOWN}, (server(one),), (server(one, new),), 9.0)
-    assert member_state.member_health((server(one, new),), nobody) == {(SERVER, one.id): False, (SERVER, new.id): True}
+    states = member_state.carry_over({key(one): DOWN}, (server(one),), (server(one, new),), 9.0)
+    assert member_state.member_health((server(one, new),), states) == {
+        (SERVER, one.id): False,
+        (SERVER, new.id): True,
+    }
     drained = replace(one, weight=0)
     found = member_state.carry_over({key(one): UP}, (server(one),), (server(drained, new),), 9.0)
     assert member_state.member_health((server(drained, new),), found)[SERVER, new.id]

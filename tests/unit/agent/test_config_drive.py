@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config drive, also one that somebody made with bad intentions."""
+"""The config drive, including hostile ones."""
 
 import json
 import os

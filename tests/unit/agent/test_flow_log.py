@@ -162,7 +162,7 @@ def test_of_an_association_it_depends_on_its_state(tmp_path, monkeypatch):
     (tmp_path / "sctp_timeout_closed").write_text("10\n")
     closed = replace(FLOW, protocol=SCTP, state=1)
     assert FlowTimeouts().of(closed) == 10 * SECOND
-    assert FlowTimeouts().of(replace(closed, state=4)) == 0, "nobody tells"
+    assert FlowTimeouts().of(replace(closed, state=4)) == 0, "unknown"
     assert FlowTimeouts().of(replace(closed, state=99)) == 0
 
 

@@ -91,7 +91,7 @@ def test_a_release_that_failed_is_taken_away(paths, kernel):
 
 
 def test_several_partners(paths, kernel):
-    """Connections that go on need one; that VIPs go, only somebody."""
+    """Continuing connections need one partner; a release of the VIPs needs at least one."""
     others = (*PAIR.vrrp.peers, Partner("c", ip_address("198.51.100.13")))
     three = replace(PAIR, vrrp=replace(PAIR.vrrp, peers=others))
     role = SimpleNamespace(holds_vip=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who keeps health files in a virtual machine, with processes that the test starts, and ends."""
+"""The health watcher of a virtual machine, with real processes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Daemon:
 
 @pytest.fixture
 def daemon(tmp_path, monkeypatch):
-    # Nobody made a cgroup for it.
+    # It has no cgroup.
     monkeypatch.setattr(health_watcher, "is_in_unit", lambda pid, unit: unit == UNIT)
     made = Daemon(tmp_path)
     watching = HealthWatcher(tmp_path / "services")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Octavia's heartbeats: what they say, how they are sealed, to whom they go."""
+"""Octavia's heartbeats: content, signature and targets."""
 
 import hashlib
 import hmac

@@ -330,7 +330,7 @@ def with_vrrp(found):
         (said(), False, 2, False),
         (said(), True, 0, False),
         (with_vrrp(said()), True, 0, False),
-        # Whoever was given a partner never takes the VIPs by itself.
+        # An amphora with a partner takes the VIPs through keepalived only.
         (with_vrrp(said()), False, 0, False),
         (with_vrrp(said(vrrp_started=True)), True, 2, True),
         (with_vrrp(said(vrrp_started=True)), False, 2, True),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The responder as a process: what it imports, when its version changes, whom it is told to ping."""
+"""The responder process: its imports, its version, and its ping targets."""
 
 from __future__ import annotations
 

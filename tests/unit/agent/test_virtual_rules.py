@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who gets clients, by which slots and marks, and what nft is told when that changes."""
+"""Slots and marks of members, and the nft commands of a change."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def server(*members, number=1, **more):
     return replace(made, **more)
 
 
-# -- who ------------------------------------------------------------------------------------------------------------
+# -- members--------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def server(*members, number=1, **more):
         ([member(1), member(2, backup=True)], (1,), [2], [2]),
         ([member(1, weight=0), member(2, backup=True)], (), [2], [1, 2]),
         ([member(1, enabled=False), member(2, backup=True), member(3, backup=True)], (2,), [3], [3]),
-        # A member of another family is nobody's substitute, and nobody's superior.
+        # A member of another family neither replaces a member nor has precedence.
         ([member(1, 6), member(2, backup=True)], (), [2], [1, 2]),
         ([], (), [], []),
     ],
@@ -210,7 +210,7 @@ def test_what_is_not_known_is_written_anew_without_its_counters():
     assert ruleset.rebuild_commands({}, table(one)) == ruleset.diff_commands(ruleset.EMPTY, table(one))
 
 
-# -- who has the fewest flows ---------------------------------------------------------------------------------------
+# -- least connections ---------------------------------------------------------------------------------------------
 
 
 def chosen(members, expected=0):

@@ -92,7 +92,7 @@ def test_what_failed_is_put_back_and_what_cannot_be_is_asked_for_again():
 
 
 def test_a_listener_that_was_refused_leaves_nobody_behind():
-    """Who was asked whether it could be served has been started for that."""
+    """A check request starts the checker."""
     checker, one = serving()
     one.apply(NONE)
     checker.told()

@@ -115,7 +115,7 @@ def test_many_threads_share_a_client(world):
     assert done == [AMPHORA] * 16
 
 
-# --- whom we trust -----------------------------------------------------------------------------------------
+# --- trusted peers -----------------------------------------------------------------------------------------
 
 
 def test_another_authority_is_not_trusted(world):
@@ -426,7 +426,7 @@ def test_an_agent_that_is_frozen_is_not(world, monkeypatch):
     frozen = threading.Event()
 
     def freeze(_handler):
-        # Whoever connects from now on gets as far as the kernel's backlog, as with a process that is stopped.
+        # New connections stay in the kernel's backlog, as with a stopped process.
         agent.server.shutdown()
         frozen.wait(20)
 

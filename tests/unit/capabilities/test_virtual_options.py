@@ -178,7 +178,7 @@ def test_an_algorithm_that_has_no_effect_with_persistence():
         (["192.0.2.1", "2001:db8::1"], ["198.51.100.5", "2001:db8::5"], None),
         (["192.0.2.1", "2001:db8::1"], ["198.51.100.5"], "2001:db8::1"),
         (["192.0.2.1"], ["2001:db8::5"], "192.0.2.1"),
-        # Not known yet, or nobody to serve.
+        # Unknown, or without a listener.
         (["2001:db8::1"], ["198.51.100.5", ""], None),
         ([], ["198.51.100.5"], None),
     ],

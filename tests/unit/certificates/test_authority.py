@@ -195,7 +195,7 @@ def test_an_encrypted_key_is_explained(made):
 
 
 def test_an_operators_rsa_authority_without_key_identifier(tmp_path, made, authority):
-    # Not everybody's tool writes a subjectKeyIdentifier; the chain must hold all the same.
+    # Some tools write no subjectKeyIdentifier; the chain must be valid without it.
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "old tool")])
     template = x509.load_pem_x509_certificate(made[0])

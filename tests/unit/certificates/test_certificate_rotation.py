@@ -64,7 +64,7 @@ def test_of_two_boots_only_what_both_gave_counts(first, second, both):
 @pytest.mark.parametrize(
     ("has", "wanted", "other"),
     [
-        (None, FILES, False),  # older than the text: as far as anybody knows it has the files
+        (None, FILES, False),  # older than the record: it has the files
         (None, "1,2", True),
         (FILES, FILES, False),
         (format_trusts((), b"exchanged", b"signer"), FILES, True),
@@ -119,7 +119,7 @@ def test_those_that_were_issued_together_are_not_renewed_together():
 
 
 CONTROLLERS = [
-    # authorities, what amphorae trust, the step that is taken, who is waited for
+    # CAs, trusted CAs of amphorae, the step, the amphorae it waits for
     ([(1, CaState.CURRENT)], ["1"], {}, 0),
     ([(1, CaState.CURRENT), (2, CaState.NEXT)], ["1"], {}, 1),
     ([(1, CaState.CURRENT), (2, CaState.NEXT)], ["1,2", FILES], {}, 1),

@@ -209,7 +209,7 @@ def test_nobody_waits_for_a_slow_database_but_who_reads(house, reads):
     assert reads.begun.wait(60)
     before = house.trust.credentials().desired
     assert house.trust.tls_override().version == house.trust.tls_override().version
-    assert (reads.number, found) == (1, []), "one reads, and nobody else asks"
+    assert (reads.number, found) == (1, []), "one thread reads, the others wait"
     reads.go_on.set()
     one.join(60)
     assert house.trust.credentials().desired == before

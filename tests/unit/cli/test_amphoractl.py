@@ -264,7 +264,7 @@ def test_loadbalancer_render_asks_the_configuration(run, config_file):
 
 def test_amphora_list(run):
     rows = json.loads(run("amphora", "list", "-f", "json")[1])
-    assert len(rows) == 2, "a spare belongs to nobody yet"
+    assert len(rows) == 2, "a spare has no load balancer"
     mine = rows[0]
     assert 5 <= mine.pop("Last heartbeat") < 60
     assert mine == {

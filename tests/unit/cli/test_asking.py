@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`amphora failover`, `loadbalancer failover` and `spare list`: rows only, and words for everybody who asks."""
+"""`amphora failover`, `loadbalancer failover` and `spare list`: rows only, with explanations for the operator."""
 
 import json
 import time

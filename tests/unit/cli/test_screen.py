@@ -63,7 +63,7 @@ FAILOVER = {"id": 1, "cause": "silent", "begun_at": 1.0, "served_at": None, "amp
 
 
 class Row:
-    """An event, or one who is silent."""
+    """An event or a silent amphora."""
 
     def __init__(self, **values):
         self.__dict__.update(values)
@@ -160,12 +160,12 @@ def test_who_does_not_answer_wins_over_who_differs(filled, amphoractl, monkeypat
     assert (out + err).replace("\n", "").isprintable()
 
 
-def nobody():
+def unknown_user():
     raise KeyError("getpwuid(): uid not found: 4711")
 
 
 def test_a_user_without_a_name(filled, amphoractl, monkeypatch):
-    monkeypatch.setattr(getpass, "getuser", nobody)
+    monkeypatch.setattr(getpass, "getuser", unknown_user)
     with filled.open("a") as file:
         file.write(f"[amp_queue]\ndoorbell_dir = {filled.parent}/bells\n")
     for words in (

@@ -52,7 +52,7 @@ def certificate(days):
 
 
 class Sockets:
-    """Something that listens where Octavia's agent should, and answers whoever says a whole document."""
+    """A listener on the sockets of octavia-driver-agent that answers complete documents."""
 
     def __init__(self, folder):
         self.heard = []

@@ -16,7 +16,7 @@ ONE, TWO, UNMARKED = (str(uuid.uuid4()) for _ in range(3))
 
 
 def away(_network):
-    raise ComputeError("list subnets", "nobody answers")
+    raise ComputeError("list subnets", "no answer")
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def deployment(tmp_path):
 
 
 def boot(compute, amphora_id):
-    with pytest.raises(ComputeError, match="nobody answers"):
+    with pytest.raises(ComputeError, match="no answer"):
         compute.boot(BootRequest(amphora_id=amphora_id, load_balancer_id="lb", files={}))
 
 

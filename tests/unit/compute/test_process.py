@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process is found again by number and start time, and nobody else is ever signalled."""
+"""A process is identified by PID and start time; no other process gets a signal."""
 
 import os
 import signal

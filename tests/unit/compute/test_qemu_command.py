@@ -109,7 +109,7 @@ def test_it_runs_as_a_user_without_rights(changes, option, value):
     argv = build_command(hardware(user="qemu", **changes), FOLDER, ())
     assert values(argv, option) == [value]
     assert len({"-runas", "-run-with"} & set(argv)) == 1
-    # It has to become that user itself; where it stays who it is, it may become nobody else.
+    # QEMU changes to that user itself; without a change the filter forbids it.
     assert "elevateprivileges=allow,spawn=deny" in values(argv, "-sandbox")[0]
     assert "elevateprivileges=deny,spawn=deny" in values(build_command(hardware(), FOLDER, ()), "-sandbox")[0]
     assert argv[argv.index("setpriv") + 1] == "--no-new-privs"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The monitor of a qemu that has not begun its first instruction: interfaces come and go, and nobody is waited for."""
+"""The QMP monitor of a stopped guest: interfaces are added and removed without the guest."""
 
 import shutil
 import socket
@@ -67,7 +67,7 @@ def test_nobody_there_is_an_error_in_time(tmp_path):
     with (
         deadline.apply_deadline(deadline.Deadline(0.3, "try")),
         pytest.raises(AmphoraDriverError),
-        qmp.open_monitor(tmp_path, "talk to nobody"),
+        qmp.open_monitor(tmp_path, "talk without a socket"),
     ):
         pass
 
@@ -79,7 +79,7 @@ def test_somebody_who_says_nothing_is_an_error_in_time(tmp_path):
         with (
             deadline.apply_deadline(deadline.Deadline(0.5, "try")),
             pytest.raises(AmphoraDriverError),
-            qmp.open_monitor(tmp_path, "talk to somebody"),
+            qmp.open_monitor(tmp_path, "talk to the monitor"),
         ):
             pass
 

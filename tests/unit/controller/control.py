@@ -51,7 +51,7 @@ class World:
         # Whether connections of the former holder go on.
         self.lasting = False
 
-    # The catalogue, and who issues certificates.
+    # The catalogue and the certificate authority.
 
     def network(self, *_names):
         return self
@@ -151,7 +151,7 @@ class Control:
         self.database.write(lambda c: c.execute(work.update().values(free_at=0.0)))
 
     def heartbeats(self, *, silent=()):
-        """Everybody is heard now, but some only were long ago."""
+        """All amphorae send heartbeats now, except for some with old ones."""
 
         def write(connection):
             for name in self.observed():

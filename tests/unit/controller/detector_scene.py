@@ -28,7 +28,7 @@ BEGIN = 1_900_000_000.0
 
 
 class Agents:
-    """Answers lie ready; who is asked is remembered. `saying` has those that do something else than not to answer."""
+    """Prepared answers and a record of the queried agents. `saying` has the agents that answer."""
 
     def __init__(self, scene):
         self.scene = scene
@@ -49,7 +49,7 @@ class Agents:
         self.answers = {one: said for one, said in self.answers.items() if one in amphora_ids}
 
     def close(self):
-        """Nobody is being asked."""
+        """Whether no probe is in progress."""
 
 
 class Scene:
@@ -79,7 +79,7 @@ class Scene:
             self.balancer(f"lb{index}", f"a{index}")
 
     def wall(self):
-        """Seconds since 1970, as everybody sees them."""
+        """Seconds since 1970 of the common clock."""
         return BEGIN + self.now + self.ahead
 
     def made(self, owner):
@@ -108,7 +108,7 @@ class Scene:
         self.speaking.add(amphora_id)
 
     def go(self, seconds, detector=None):
-        """Time passes; whoever speaks is heard."""
+        """Advance the time and record heartbeats."""
         for _ in range(round(seconds / STEP)):
             self.now += STEP
             self.sequence += 1

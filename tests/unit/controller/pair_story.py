@@ -87,7 +87,7 @@ class House:
         self.lasting = {}
         # How many looks it takes until one of a pair that begins has the VIPs.
         self.looks = 0
-        # Who says what of the VIPs when asked, where that is not what was heard.
+        # Answers about the VIPs that differ from the heartbeats.
         self.truth = {}
         self.never_fewer = len([one for one in observed if one.confirmed])
 
@@ -104,7 +104,7 @@ class House:
                     break
                 self.take(step)
                 serving = [one for one in self.observed.values() if one.confirmed]
-                assert len(serving) >= min(1, self.never_fewer), f"nobody serves after {step}"
+                assert len(serving) >= min(1, self.never_fewer), f"no amphora serves after {step}"
         raise AssertionError("it never ends")
 
     def change(self, name, **changes):
@@ -153,7 +153,7 @@ class House:
         self.log.append(f"HandOver {step.amphora_id} to {step.to}")
         known = {one.id for one in self.observed[step.to].partners}
         between_two = known == {step.amphora_id}
-        assert between_two or self.truth, "between two that know nobody else"
+        assert between_two or self.truth, "between two without further peers"
         until = None if step.amphora_id in self.stubborn else self.want.now + DRAIN * between_two
         self.change(step.amphora_id, handed_over=True, drains_until=until)
 

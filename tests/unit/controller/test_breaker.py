@@ -19,7 +19,7 @@ from amphora_driver.failover.circuit_breaker import (
 LIMITS = BreakerLimits(percent=20.0, floor=3, most=50, window=120.0, calm=30.0, trial=600.0)
 OPEN = Breaker(state=BreakerState.OPEN, since=0.0, reason="many")
 TRIAL = Breaker(state=BreakerState.TRIAL, since=0.0, reason="many")
-NOBODY = SilenceCount(watched=100, silent=0, recent=0)
+QUIET = SilenceCount(watched=100, silent=0, recent=0)
 MANY = SilenceCount(watched=100, silent=50, recent=50)
 
 
@@ -60,17 +60,17 @@ def test_the_ends_of_the_scale(percent):
 
 
 def test_it_closes_after_calm_and_not_before():
-    found = next_breaker(OPEN, NOBODY, LIMITS, 100.0)
+    found = next_breaker(OPEN, QUIET, LIMITS, 100.0)
     assert (found.state, found.calm_since) == (BreakerState.OPEN, 100.0)
-    found = next_breaker(found, NOBODY, LIMITS, 129.0)
+    found = next_breaker(found, QUIET, LIMITS, 129.0)
     assert found.state is BreakerState.OPEN
-    assert next_breaker(found, NOBODY, LIMITS, 130.0).state is BreakerState.CLOSED
+    assert next_breaker(found, QUIET, LIMITS, 130.0).state is BreakerState.CLOSED
 
 
 def test_calm_begins_anew_when_many_are_silent_in_between():
-    found = next_breaker(next_breaker(OPEN, NOBODY, LIMITS, 100.0), MANY, LIMITS, 120.0)
+    found = next_breaker(next_breaker(OPEN, QUIET, LIMITS, 100.0), MANY, LIMITS, 120.0)
     assert found.calm_since is None
-    assert next_breaker(next_breaker(found, NOBODY, LIMITS, 125.0), NOBODY, LIMITS, 140.0).state is BreakerState.OPEN
+    assert next_breaker(next_breaker(found, QUIET, LIMITS, 125.0), QUIET, LIMITS, 140.0).state is BreakerState.OPEN
 
 
 def test_few_that_stay_silent_do_not_keep_it_open():
@@ -97,11 +97,11 @@ def test_what_becomes_of_a_trial(trial, state):
 
 
 def test_a_trial_ends_in_calm():
-    assert next_breaker(next_breaker(TRIAL, NOBODY, LIMITS, 10.0), NOBODY, LIMITS, 40.0).state is BreakerState.CLOSED
+    assert next_breaker(next_breaker(TRIAL, QUIET, LIMITS, 10.0), QUIET, LIMITS, 40.0).state is BreakerState.CLOSED
 
 
 def test_without_calm_it_closes_at_once():
-    assert next_breaker(OPEN, NOBODY, BreakerLimits(calm=0.0), 5.0).state is BreakerState.CLOSED
+    assert next_breaker(OPEN, QUIET, BreakerLimits(calm=0.0), 5.0).state is BreakerState.CLOSED
 
 
 def names(number):
@@ -110,11 +110,11 @@ def names(number):
 
 def test_the_window():
     fallen = SilenceWindow(120.0)
-    everybody = names(10)
-    assert fallen.observe({"a0"}, everybody, 0.0) == 1
-    assert fallen.observe({"a0", "a1"}, everybody, 60.0) == 2
-    assert fallen.observe({"a0", "a1"}, everybody, 121.0) == 1, "silent for longer is not within it"
-    assert fallen.observe({"a0", "a1"}, everybody, 500.0) == 0
+    amphorae = names(10)
+    assert fallen.observe({"a0"}, amphorae, 0.0) == 1
+    assert fallen.observe({"a0", "a1"}, amphorae, 60.0) == 2
+    assert fallen.observe({"a0", "a1"}, amphorae, 121.0) == 1, "silent for longer is not within it"
+    assert fallen.observe({"a0", "a1"}, amphorae, 500.0) == 0
 
 
 def test_who_comes_back_does_not_count_and_who_is_replaced_does():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an amphora is told of networks: who may reach a port, and its interfaces."""
+"""Networks in a bundle: permitted sources of ports, and interfaces."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the controller's threads live through: its end, calls that hang, and trouble nobody thought of."""
+"""The controller's threads: shutdown, hanging calls and unexpected errors."""
 
 import threading
 import time
@@ -80,7 +80,7 @@ def test_what_was_claimed_when_the_hands_were_laid_down_is_given_back(controller
     pool.shutdown()
     controller._handle_hint(pool, "lb")
     assert controller._jobs.given == ["lb"]
-    assert controller._slots.jobs() == [], "nobody waits for it"
+    assert controller._slots.jobs() == [], "no job waits for it"
 
 
 def test_leases_are_renewed_whatever_goes_wrong_but_not_of_calls_that_hang(controller, caplog):

@@ -13,7 +13,7 @@ DEATHS = 4
 
 
 class DeadlyWorld(World):
-    """Whoever boots an amphora here is not heard of again, until somebody has mended it."""
+    """A process that boots an amphora here crashes, until the cause is repaired."""
 
     roles = SingleTopology.roles
     priorities = SingleTopology.priorities
@@ -61,7 +61,7 @@ def test_its_user_is_told_and_others_live(control):
     died = 0
     while somebody_dies(control):
         died += 1
-        assert told(control)[0] is None, "nobody says so before it is certain"
+        assert told(control)[0] is None, "not reported before it is certain"
         assert died <= 2 * DEATHS
     # The first one has written down the amphora that is to be: it got somewhere before it died.
     assert (died, control.world.tried) == (DEATHS, DEATHS)
@@ -74,7 +74,7 @@ def test_its_user_is_told_and_others_live(control):
     control.hurry()
     assert somebody_dies(control), "it is tried now and then"
     assert not somebody_dies(control)
-    assert control.database.now() + 30 < control.row().free_at, "and by nobody in between"
+    assert control.database.now() + 30 < control.row().free_at, "and not in between"
 
     control.world.mended = True
     control.hurry()
@@ -83,7 +83,7 @@ def test_its_user_is_told_and_others_live(control):
 
 
 def test_progress_counts(control):
-    """Who dies later each time is not what this is about."""
+    """Crashes with progress in between do not count."""
     control.database.write(lambda c: c.execute(work.update().values(deaths=DEATHS - 1)))
     assert somebody_dies(control)
     assert control.row().deaths == 1, "the amphora was recorded meanwhile"

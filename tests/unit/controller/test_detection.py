@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is silent: by a clock of one's own, and only while one sees."""
+"""Silent amphorae by the monotonic clock, and only while the control plane receives heartbeats."""
 
 import pytest
 
@@ -100,7 +100,7 @@ def test_a_short_delay_is_no_gap():
 
 
 def test_a_clock_that_goes_back_begins_anew():
-    """`time.monotonic` never does; whoever lies about it is not believed."""
+    """`time.monotonic` never goes back; such a value is ignored."""
     story = Story().go(20, speaking="a")
     story.now -= 100
     assert story.go(STEP, speaking="a").silent() == set()
@@ -199,7 +199,7 @@ def answer(how, ago=1.0, now=1000.0, words="timed out", blind=None):
         (8, True, answer(ProbeOutcome.ANSWERED), SilenceKind.MUTE, None, False, "its agent answers"),
         (59, True, answer(ProbeOutcome.ANSWERED), SilenceKind.MUTE, None, False, "after 60 s"),
         (61, True, answer(ProbeOutcome.ANSWERED), SilenceKind.MUTE, Cause.MUTE, False, "its agent answers"),
-        # It may serve, and nobody hears it because of UDP, or of wrong targets: it must not be cut.
+        # It may serve while UDP or wrong targets block its heartbeats: it must stay.
         (61, False, answer(ProbeOutcome.ANSWERED), SilenceKind.NEVER_SPOKE, Cause.MUTE, False, "its agent answers"),
         (
             8,
@@ -213,7 +213,7 @@ def answer(how, ago=1.0, now=1000.0, words="timed out", blind=None):
         (8, False, answer(ProbeOutcome.ANSWERED), SilenceKind.NEVER_SPOKE, None, False, "its agent answers"),
         (8, True, answer(ProbeOutcome.INCONCLUSIVE), SilenceKind.SILENT, None, False, "cannot probe"),
         (5000, True, answer(ProbeOutcome.INCONCLUSIVE), SilenceKind.SILENT, None, False, "no fail-over"),
-        # Its own network is back, and nobody is heard or reached yet.
+        # The network of the controller works again, without heartbeats or answers so far.
         (500, True, answer(ProbeOutcome.NO_ANSWER, blind=3), SilenceKind.SILENT, None, False, "a moment ago"),
         (
             500,
@@ -249,14 +249,14 @@ def company(watched=2, heard=None, answered=None, witnesses=False, now=1000.0):
 @pytest.mark.parametrize(
     ("silence", "around", "doubted"),
     [
-        # Somebody was heard after its next heartbeat was due: 3.75 s and 2 s until that is seen.
+        # Another amphora sent a heartbeat after the due time: 3.75 s and 2 s until this is recorded.
         (8, company(heard=1), False),
         (8, company(heard=2.2), False),
         (8, company(heard=2.3), True),
         # The last one of the other was of just before the way was gone.
         (8, company(heard=5), True),
         (8, company(), True),
-        # An agent that answers is as good as a heartbeat, even that of somebody else.
+        # An answer of any agent is equivalent to a heartbeat.
         (8, company(answered=1), False),
         (8, company(answered=7), True),
         # They were asked in the same breath as its agent.
@@ -294,7 +294,7 @@ def test_when_anybody_was_heard_last():
     heard = story.watch.last_heartbeat_at
     assert heard == story.now
     story.places["new"] = (1, 5)
-    assert story.go(5, speaking=()).watch.last_heartbeat_at == heard, "who is new was not heard"
+    assert story.go(5, speaking=()).watch.last_heartbeat_at == heard, "a new amphora has no heartbeat"
     story.watch.reset("whatever")
     assert story.watch.last_heartbeat_at is None
 

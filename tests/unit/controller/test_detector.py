@@ -29,7 +29,7 @@ def test_a_dead_amphora_is_replaced(scene):
     assert scene.operating("lb3") == ("ERROR", "amphora a3 sends no heartbeats and does not answer")
     assert [row.dirty for row in scene.read(sa.select(work).where(work.c.load_balancer_id == "lb3"))] == [True]
     scene.go(1)
-    assert scene.verdicts() == {}, "who is being replaced is not silent, but on its way out"
+    assert scene.verdicts() == {}, "an amphora in replacement is not silent"
 
 
 def test_everybody_is_left_alone_while_everybody_speaks(scene):
@@ -82,7 +82,7 @@ def test_many_at_once_open_the_breaker_and_nothing_is_replaced(scene, caplog):
     assert (found.state, found.reason) == ("open", "5 of 20 amphorae fell silent within 120 s, more than 20 %")
     assert found.trial_at is not None
     assert all("fail-over held: the breaker is open" in words for _, words in scene.verdicts().values())
-    assert scene.operating("lb0")[0] == "ONLINE", "who may be blind says nothing"
+    assert scene.operating("lb0")[0] == "ONLINE", "a blind control plane reports nothing"
     assert "circuit breaker opened, no automatic fail-over begins" in caplog.text
     scene.speaking |= {f"a{index}" for index in range(5)}
     scene.go(12)

@@ -23,7 +23,7 @@ def test_what_blinds_us_kills_nobody(scene):
     scene.hush(*silent).go(60)
     assert (scene.replaced(), scene.verdicts()) == (set(), {})
     assert scene.breaker(circuit_breaker.SIGHT).state == "blind"
-    assert scene.breaker().state == "closed", "who sees nothing opens nothing"
+    assert scene.breaker().state == "closed", "a blind detector does not open the breaker"
     scene.hearing = True
     scene.speaking |= silent
     scene.go(30)
@@ -205,7 +205,7 @@ def test_the_only_one_is_replaced_after_twice_the_time(tmp_path, monkeypatch):
 
 
 def test_an_outage_of_very_many_is_looked_at_all_the_time(tmp_path, monkeypatch):
-    """One turn writes a bounded number of rows, in few statements: while it writes nobody looks."""
+    """One round writes a bounded number of rows in few statements: detection waits meanwhile."""
     scene = small(tmp_path, monkeypatch, 0, "probe_timeout = 300\n")
     row = {"role": "STANDALONE", "state": "ready", "heartbeat_key": b"", "created_at": 1.0, "ready_at": 1.0}
     names = [f"m{index:04}" for index in range(1000)]
@@ -238,7 +238,7 @@ def test_an_outage_of_very_many_is_looked_at_all_the_time(tmp_path, monkeypatch)
 
 
 def hiccup(scene):
-    """The database was away for a moment, and nobody else had the duty."""
+    """The database was unavailable for a moment, and no other process had the duty."""
     scene.detector._suspend("the database is away")
 
 
@@ -273,7 +273,7 @@ def test_a_trial_outlives_a_hiccup(scene, caplog):
     assert scene.replaced() == first, "one at a time"
     assert scene.breaker().state == "trial"
     assert "succeeded" not in caplog.text
-    # It has had its time while nobody could be silent: that is no success.
+    # Its time passed while no amphora could become silent: this is no success.
     scene.now += scene.detector._boot_timeout
     scene.go(5)
     assert "succeeded" not in caplog.text
@@ -308,7 +308,7 @@ def test_who_takes_over_a_trial_waits_how_it_ends(scene):
 
 
 def test_both_of_a_pair_are_one_beginning(scene):
-    """Whoever takes over does not take the two rows of it for two in a row."""
+    """A successor does not count the two rows as two failures in sequence."""
     scene.balancer("pair", "p1", "p2")
     scene.go(5).hush("p1", "p2").go(9)
     assert scene.replaced() == {"p1", "p2"}

@@ -29,7 +29,7 @@ STEP = planning.HandOver(amphora_id=OLD, to=NEW, reason="a test")
 
 
 class Agents:
-    """What is asked of whom; `trouble` is raised instead of an answer, by name of the question; a list: in turn."""
+    """Records requests by agent; `trouble` has errors by request name, a list in order."""
 
     def __init__(self, trouble, says):
         self.asked = []
@@ -80,7 +80,7 @@ def database(conf):
 
 
 def take(conf, database, step, agents, *, steps=False):
-    """Take the step; the old one as it is recorded then, or whoever took it."""
+    """Perform the step; return the recorded old amphora."""
     backends = SimpleNamespace(network=lambda _: Machines(), compute=lambda *_: Machines())
     everything = ReconcileContext(
         conf=conf, database=database, catalogue=backends, agents=agents, authority=None, vault=None
@@ -115,7 +115,7 @@ def test_the_one_that_stays_is_ready_before_the_other_one_lets_go(conf, database
     agents = Agents({}, HOLDS)
     before = time.time()
     old = take(conf, database, STEP, agents)
-    assert [(what, who) for what, who, _ in agents.asked] == [("expect", NEW), ("release", OLD)]
+    assert [(what, agent) for what, agent, _ in agents.asked] == [("expect", NEW), ("release", OLD)]
     drain = conf.amp_controller.drain_timeout
     assert agents.asked[1][2] == drain
     assert agents.asked[0][2] > drain, "it is ready for longer than the connections may go on"
@@ -164,7 +164,7 @@ def test_connections_may_be_cut_at_once(conf, database):
     conf.set_override("drain_timeout", 0.0, group="amp_controller")
     agents = Agents({}, HOLDS)
     old = take(conf, database, STEP, agents)
-    assert agents.asked == [("release", OLD, 0.0)], "nobody is to expect anything"
+    assert agents.asked == [("release", OLD, 0.0)], "no agent expects the VIPs"
     assert old.drains_until <= time.time()
 
 

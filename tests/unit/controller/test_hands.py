@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may begin a job, as a table: how many work, how many wait for somebody, how many failed before."""
+"""The start of jobs as a table: running, waiting and failed jobs."""
 
 import time
 

@@ -12,7 +12,7 @@ from amphora_driver.model.loadbalancer import Member, Pool
 
 
 class Picky(World):
-    """Its agents refuse the listener; nobody has the VIPs before the test says so; one subnet does not exist."""
+    """Its agents refuse the listener; no amphora has the VIPs at first; one subnet does not exist."""
 
     def put_bundle(self, amphora_id, address, body, *, deadline=None):
         if f"frontend {LISTENER}" in (json.loads(body)["haproxy"] or ""):
@@ -39,7 +39,7 @@ def test_a_pair_that_begins_says_in_a_later_turn_what_it_does_not_serve(control)
     control.intents.create_load_balancer(TREE, read_back=False)
     control.intents.create_object(Kind.POOL, pool)
     control.intents.create_object(Kind.MEMBER, member)
-    assert control.work() == 1, "nobody has the VIPs yet"
+    assert control.work() == 1, "no amphora has the VIPs yet"
     assert control.pending() == {LB, LISTENER, "pool", "member"}
     assert json.loads(control.row().left_out)["generation"] == control.row().generation
 

@@ -99,7 +99,7 @@ def amphora(**more):
             wanted(applied=4),
             (amphora(plugged=(port(), port("n2", ("s2",)))),),
             ["Unplug"],
-            id="a network nobody needs any more",
+            id="an unused network",
         ),
         pytest.param(
             wanted(),

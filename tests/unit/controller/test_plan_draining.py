@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan while connections go on by way of an amphora whose VIPs have moved: nobody waits for them but itself."""
+"""The plan while an amphora without VIPs drains its connections: only its own removal waits."""
 
 import pytest
 from pair_story import DRAIN, NOW, ROLES, B, House, M, amphora, but, knows, retiring, wanted
@@ -131,7 +131,7 @@ def test_fail_over_again_meanwhile(holder):
 
 
 def test_one_that_cannot_let_go_of_the_vips_hears_of_who_comes_and_goes_at_once():
-    """Told of nobody it would go on to advertise to its one partner only, and who comes would take the VIPs too."""
+    """Without the new peer it would advertise to its one partner only, and the new amphora would take the VIPs."""
     held = but(M, holds_vip=True, heard_at=NOW)
     house = House(wanted(generation=5), *retiring(held, but(B, holds_vip=False, heard_at=NOW)))
     house.stubborn = {"m"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan when one amphora is replaced because it is dead, or because somebody asked for it."""
+"""The plan for the replacement of one amphora, after a failure or on request."""
 
 import pytest
 from pair_story import DRAIN, NOW, ROLES, B, House, M, amphora, but, knows, retiring, wanted
@@ -10,7 +10,7 @@ from amphora_driver.reconcile import vrrp_peers
 
 
 def dead(one, **changes):
-    """One that is replaced because nobody hears it and it does not answer; its last words are old."""
+    """An amphora without heartbeats and answers; its last report is old."""
     return but(
         one, **{"state": AmphoraState.RETIRING, "dead": True, "heard_at": NOW - 20, "holds_vip": True, **changes}
     )
@@ -45,7 +45,7 @@ def test_a_dead_one_of_a_pair_is_replaced_and_its_partner_goes_on(old, stays, ro
         "ACTIVE",
     ], "it may have the VIPs: it is gone before its partner forgets it"
     assert [one.id for one in new.partners] == [stays.id]
-    assert [one.id for one in house.observed[stays.id].partners] == [new.id], "nobody has to be told again"
+    assert [one.id for one in house.observed[stays.id].partners] == [new.id], "no further push"
 
 
 def test_what_happened_before_anybody_heard_the_partner_say_so_is_no_reason_to_ask_the_dead():
@@ -55,7 +55,7 @@ def test_what_happened_before_anybody_heard_the_partner_say_so_is_no_reason_to_a
 
 
 def test_both_of_a_pair_are_dead_at_once():
-    """Nobody serves: both are booted side by side, and pushed together, or each would take the VIPs."""
+    """No amphora serves: both are booted in parallel and pushed together; otherwise each takes the VIPs."""
     house = House(wanted(), dead(M), dead(B, holds_vip=False))
     house.never_fewer = 0
     log = house.run()
@@ -90,7 +90,7 @@ def test_the_replacement_waits_for_no_machine_to_be_destroyed():
 
 
 def test_the_replacement_falls_silent_before_it_confirmed():
-    """It is replaced by the same rule, and nobody takes part of it."""
+    """The same rule replaces it, without a partner."""
     lost = dead(amphora("lost", "MASTER", 29, confirmed=0), holds_vip=None)
     house = House(wanted(), dead(M), lost, but(B, **WELL))
     log = house.run()
@@ -134,7 +134,7 @@ NEW_M = amphora("m2", "MASTER", 24, partners=(knows("b2", 23), knows("m", 21)))
 
 @pytest.mark.parametrize("lost", ["b2", "m2"])
 def test_one_dies_while_connections_drain(lost):
-    """They go on: nothing is handed over, so nobody is in the way."""
+    """The connections continue: without a hand-over there is no conflict."""
     pair = [dead(one) if one.id == lost else but(one, **WELL) for one in (NEW_B, NEW_M)]
     house = House(wanted(), draining(), *pair)
     house.lasting = {"m": 3}
@@ -157,7 +157,7 @@ def test_deleted_meanwhile():
 
 
 def test_a_fail_over_of_one_that_lives_hands_over():
-    """An operator has the holder replaced: its partner knows nobody else, takes the VIPs, and keeps them."""
+    """An operator has the holder replaced: its partner has no other peer, takes the VIPs and keeps them."""
     house = House(wanted(), *retiring(but(M, **WELL)), but(B, heard_at=NOW, holds_vip=False))
     log = house.run()
     assert log[0] == "HandOver m to b"
@@ -196,7 +196,7 @@ def test_who_is_dead_has_no_vips_and_is_nobodys_partner():
 
 
 def test_of_two_that_are_dead_the_one_that_can_be_booted_is_served():
-    """D cannot be booted: once that is known, C comes first, whoever is the older, and is served without it."""
+    """D cannot be booted: after that C has precedence at any age and serves alone."""
     d = amphora("d", "MASTER", 0, state=AmphoraState.BOOTING, management_address=None, plugged=(), confirmed=0)
     c = amphora("c", "BACKUP", 0, state=AmphoraState.BOOTING, plugged=(), confirmed=0)
     steps = planning.plan(wanted(attempts=1), (dead(M), dead(B), d, c))
@@ -221,8 +221,8 @@ def test_a_machine_that_does_not_go_is_no_reason_to_leave_a_dead_one_unreplaced(
         assert (type(step).__name__, step.role) == ("Record", "MASTER")
     holds = but(stuck, holds_vip=True, partners=(knows("b2", 23), knows("m", 21)))
     (step,) = planning.plan(wanted(), (holds, but(stays, holds_vip=False), dead(M)))
-    assert (type(step).__name__, step.amphora_id) == ("HandOver", "b"), "who has the VIPs goes first"
+    assert (type(step).__name__, step.amphora_id) == ("HandOver", "b"), "the VIP holder is replaced first"
     (step,) = planning.plan(wanted(), (but(holds, handed_over=True), but(stays, holds_vip=False), dead(M)))
     assert type(step).__name__ == "Release", "it was asked"
     (step,) = planning.plan(wanted(), (but(holds, plugged=()), but(stays, holds_vip=False), dead(M)))
-    assert type(step).__name__ == "Record", "without a port it has them for nobody"
+    assert type(step).__name__ == "Record", "without a port the VIPs serve no client"

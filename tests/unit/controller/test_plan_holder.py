@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who has the VIPs when one of a pair is replaced: they are asked, what was heard may be older."""
+"""The VIP holder during a replacement: the agents are asked, because heartbeats may be older."""
 
 import pytest
 from pair_story import NOW, B, House, M, amphora, but, knows, retiring, wanted
@@ -22,7 +22,7 @@ def pair(heard, *going):
 
 @pytest.mark.parametrize("heard", [HEARD, UNHEARD], ids=["heard", "unheard"])
 def test_the_backup_that_has_them_hands_them_over_before_it_goes(heard):
-    """It is between two that know nobody else: its connections go on."""
+    """Both have no other peer: the connections continue."""
     house = House(wanted(**UNASKED), *pair(heard, "b"))
     house.truth = {"m": False, "b": True}
     log = house.run()
@@ -68,7 +68,7 @@ def test_they_are_asked_once_in_a_job_and_before_anything_else():
         (*retiring(amphora("new", "MASTER", 23, confirmed=0)), B),
         retiring(M),
     ],
-    ids=["nobody goes", "dead", "silent", "handed over", "without a port", "it never served", "on its own"],
+    ids=["no removal", "dead", "silent", "handed over", "without a port", "it never served", "on its own"],
 )
 def test_nobody_is_asked_where_it_decides_nothing(observed):
     found = planning.plan(wanted(**UNASKED), observed)
@@ -103,5 +103,5 @@ def test_vips_that_come_to_one_that_goes_leave_without_a_moment_without_them():
 
 
 def test_who_says_nothing_is_asked_for_nothing_more():
-    """Where nobody answers the role counts, and a guess hands nothing over among three."""
+    """Without an answer the role decides; with three amphorae no hand-over follows from a guess."""
     assert House(wanted(**UNASKED), *three()).run()[0] == "Release BACKUP b"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan for a pair: who is pushed when, who knows whom, and how both are replaced without ever being both away."""
+"""The plan for a pair: order of pushes, known peers, and replacement of both without an outage."""
 
 import msgspec
 import pytest
@@ -16,7 +16,7 @@ def test_a_new_pair_is_booted_side_by_side_and_pushed_once():
     house = House(wanted(generation=1, applied=0))
     log = house.run()
     assert log[:2] == ["Record MASTER", "Record BACKUP"]
-    assert log[2:] == ["Push m0+b1", "QueryVips", "Confirm"], "both at once: nobody is served by either"
+    assert log[2:] == ["Push m0+b1", "QueryVips", "Confirm"], "both at once: neither serves"
     first, second = house.observed.values()
     assert [one.id for one in first.partners] == [second.id]
     assert [one.id for one in second.partners] == [first.id]
@@ -43,7 +43,7 @@ def test_all_is_well():
         ({"heard_at": 100.0}, {"holds_vip": False, "heard_at": 50.0}, (("m",), ("b",))),
         ({"holds_vip": True, "heard_at": 50.0}, {"holds_vip": True, "heard_at": 100.0}, (("b",), ("m",))),
     ],
-    ids=["nobody says", "master", "backup", "not the master", "both say so", "silent standby", "silent master"],
+    ids=["no report", "master", "backup", "not the master", "both say so", "silent standby", "silent master"],
 )
 def test_who_stands_by_is_first_and_who_is_silent_last(master, backup, order):
     found = planning.plan(wanted(generation=5), (but(M, **master), but(B, **backup)))
@@ -235,7 +235,7 @@ def test_nobody_holds_anything_until_one_has_the_vips():
     assert step.until == pytest.approx(NOW + 0.1)
     assert [type(step).__name__ for step in planning.plan(wanted(**fresh, vips_taken=True), begun())] == ["Confirm"]
     (step,) = planning.plan(wanted(**fresh, vips_taken=False), begun(ago=7.0))
-    assert type(step).__name__ == "Confirm", "longer than that nobody waits"
+    assert type(step).__name__ == "Confirm", "the wait is limited"
     (step,) = planning.plan(wanted(applied=3), begun())
     assert type(step).__name__ == "Confirm", "they have been theirs for long"
 
@@ -288,4 +288,4 @@ def test_vrrp_of_each():
     assert vrrp_peers.vrrp_instance(M, (M, but(B, plugged=())), VIP, 254, 1.0).peers == (), (
         "one not plugged yet is none yet"
     )
-    assert vrrp_peers.vrrp_instance(M, (M, B), VIP, None, 1.0) is None, "one on its own agrees with nobody"
+    assert vrrp_peers.vrrp_instance(M, (M, B), VIP, None, 1.0) is None, "a single amphora has no instance"

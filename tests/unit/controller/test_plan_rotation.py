@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pair that is replaced although nobody asked for a new generation: who has the VIPs has to be told who comes."""
+"""Replacement of a pair without a new generation: the VIP holder must know the new peer."""
 
 from pair_story import B, House, M, amphora, but, knows, retiring, wanted
 
@@ -7,7 +7,7 @@ from amphora_driver.reconcile import plan as planning
 
 
 def test_the_one_with_the_vips_is_told_in_a_generation_of_its_own():
-    """What it serves already it would refuse in other words, and who comes would take the VIPs unheard."""
+    """It refuses another content of a served generation, and the new amphora would take the VIPs."""
     house = House(wanted(), *retiring(M, B))
     log = house.run()
     assert log[:5] == ["Record BACKUP", "BumpGeneration", "Push m b0", "Release BACKUP b", "BumpGeneration"]

@@ -82,7 +82,7 @@ def coming(name, **more):
             wanted(asked=frozenset("ab"), absent=frozenset("ab"), last_heartbeat_at=NOW - 100),
             (spare("a", heard_at=NOW - 100), spare("b", heard_at=NOW - 101)),
             ["Await"],
-            id="nobody is heard, or clocks differ",
+            id="no heartbeats, or clocks differ",
         ),
         pytest.param(
             wanted(asked=frozenset("b"), absent=frozenset("b")),
@@ -110,11 +110,9 @@ def coming(name, **more):
         pytest.param(
             wanted(), (spare("a", state=AmphoraState.RETIRING), spare("b")), ["Record"], id="a new one comes first"
         ),
-        pytest.param(
-            wanted(number=0, users=0), (spare("a"), coming("b")), ["RetireSpare", "RetireSpare"], id="nobody uses it"
-        ),
+        pytest.param(wanted(number=0, users=0), (spare("a"), coming("b")), ["RetireSpare", "RetireSpare"], id="unused"),
         pytest.param(wanted(number=0, users=0), (), ["DeletePool"], id="and it is empty"),
-        pytest.param(wanted(number=0, users=3), (), ["Await"], id="none are wanted any more by those who use it"),
+        pytest.param(wanted(number=0, users=3), (), ["Await"], id="its users want no spares"),
     ],
 )
 def test_plan_of_a_pool(want, observed, steps):

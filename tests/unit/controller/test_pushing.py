@@ -52,7 +52,7 @@ TREE = LoadBalancer(
 
 
 class Agents:
-    """Agents: what each answers to a document (None: it serves it), and who was given what."""
+    """Agents: their answers to a document (None: it is served), and the documents by agent."""
 
     def __init__(self):
         self.given = []
@@ -83,7 +83,7 @@ class Agents:
 
 
 class House:
-    """A recorded pair of one load balancer, and who pushes it."""
+    """A recorded pair of one load balancer, and its push."""
 
     def __init__(self, database, conf):
         self.database = database
@@ -161,7 +161,7 @@ def older(document):
 
 
 def away(_document):
-    return AgentUnreachable("reach it", "nobody answers")
+    return AgentUnreachable("reach it", "no answer")
 
 
 @pytest.fixture
@@ -351,7 +351,7 @@ def test_what_ticket_keys_come_from_is_made_once_and_sealed(house):
     assert seed not in kept[name].content
     assert (house.work().tickets, house.work().tickets_due is None) == (1, False)
     assert house.pushing._secrets_with_ticket_seed(wanted(secrets=kept, tickets=5), files) == kept
-    assert house.pushing._secrets_with_ticket_seed(wanted(), ()) == {}, "nobody asked"
+    assert house.pushing._secrets_with_ticket_seed(wanted(), ()) == {}, "not requested"
 
 
 @pytest.mark.parametrize("spoilt", ["key", "length"])
@@ -375,8 +375,8 @@ def test_one_whose_connections_go_on_takes_no_vips_and_holds_nobody_up(house):
     house.change(M, state=AmphoraState.RETIRING, handed_over=True, drains_until=time.time() + 60)
     house.agents.given.clear()
     house.push(((M,),), optional=frozenset((M,)), whole=False)
-    ((who, document),) = house.agents.given
-    assert (who, document["vrrp"]["priority"]) == (M, 1)
+    ((agent, document),) = house.agents.given
+    assert (agent, document["vrrp"]["priority"]) == (M, 1)
     assert [peer["name"] for peer in document["vrrp"]["peers"]] == [B]
     assert house.agents.deadlines[M].left() < 10
     assert house.agents.deadlines[B].left() > 10

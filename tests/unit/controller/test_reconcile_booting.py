@@ -50,7 +50,7 @@ class SlowWorld(World):
         super().destroy(amphora_id)
 
     def wait_until_ready(self, _amphora_id, _address, deadline):
-        assert deadline.left() <= 5, "nobody waits here"
+        assert deadline.left() <= 5, "no long wait here"
         if self.greeting is not None:
             raise self.greeting
         if not self.listens:
@@ -58,7 +58,7 @@ class SlowWorld(World):
 
 
 class Room:
-    """Remembers who is waited for."""
+    """Records the amphorae of the wait."""
 
     def __init__(self, crowd=0):
         self.awaited = []

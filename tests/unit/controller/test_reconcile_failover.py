@@ -145,7 +145,7 @@ def test_the_time_line_of_the_one_with_the_vips(pair):
         "served",
         "ended",
     ]
-    assert pair.world.holder == partner, "who comes does not take the VIPs"
+    assert pair.world.holder == partner, "the new amphora does not take the VIPs"
     assert pair.world.machines.keys() == pair.observed().keys()
     assert not pair.row().dirty
 
@@ -209,7 +209,7 @@ def test_the_replacement_dies_before_it_confirmed_and_is_replaced(alone):
     (new,) = alone.observed()
     assert new not in (old, second.id)
     assert [row.outcome for row in rows(alone)] == ["done", "done"]
-    assert line(alone, 1).count("recorded") == 2, "the first fail-over goes on until somebody serves"
+    assert line(alone, 1).count("recorded") == 2, "the first fail-over continues until an amphora serves"
     assert alone.world.machines.keys() == {new}
 
 

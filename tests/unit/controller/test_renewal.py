@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Certificates in the real loop: given at boot, renewed when due, tried again when nobody answers; the duty's look."""
+"""Certificates in the real loop: at boot, at renewal, and after a failure; the round of the duty."""
 
 import msgspec
 import pytest
@@ -246,7 +246,7 @@ def test_a_rotation_moves_on_by_the_duty(control, trust, monkeypatch, caplog):
     caplog.set_level("WARNING")
     for _ in range(2):
         assert not duty.advance(CaKind.CONTROLLER)
-    assert [one.id in each.message for each in caplog.records] == [True], "who is waited for is said once"
+    assert [one.id in each.message for each in caplog.records] == [True], "the log names it once"
     trusting(f"{before},{after}")
     assert duty.advance(CaKind.CONTROLLER)
     assert states() == {before: CaState.FORMER, after: CaState.CURRENT}

@@ -95,7 +95,7 @@ BUSY = [
     (but(BEFORE, live=(seen(OLD, ready=False),)), "one of its amphorae is being replaced"),
     (but(BEFORE, live=(seen(OLD, heard=False),)), "amphora old sends no heartbeats"),
     (BEFORE, None),
-    # Nobody was watched for long enough to tell: no reason to wait.
+    # No amphora was watched long enough: no reason to wait.
     (but(BEFORE, live=(seen(OLD, heard=None),)), None),
 ]
 
@@ -210,7 +210,7 @@ def test_what_has_failed_stops_everything(facts, words):
     assert (failed.state, failed.reason) == (ItemState.FAILED, words)
     assert paused == PauseRotation(reason=f"load balancer a: {words}")
     (alone,) = next_moves(rotation(RotationState.ABORTED, most=3), items[:1], every, LIMITS)
-    assert alone == failed, "who was aborted is not paused"
+    assert alone == failed, "an aborted rotation is not paused"
 
 
 def test_what_had_failed_before_is_tried_again():

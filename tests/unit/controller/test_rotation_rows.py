@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rotation from its first row to its last: whoever moves it on dies, stops, or is not alone."""
+"""A rotation from its first row to its last, with controllers that end, stop or compete."""
 
 import itertools
 import threading
@@ -70,7 +70,7 @@ class Fleet:
         return self.database.read(lambda c: c.execute(query.order_by(amphora.c.id)).scalars().all())
 
     def beat(self, *silent):
-        """Everybody but these is heard."""
+        """All amphorae except these send heartbeats."""
         number = int(next(self.clock))
 
         def write(connection):
@@ -145,7 +145,7 @@ def test_one_after_the_other_and_each_is_proven(fleet):
     assert (found.state, fleet.states(number)) == (RotationState.DONE, {"a": ItemState.DONE, "b": ItemState.DONE})
     assert found.ended_at is not None
     assert fleet.look() == []
-    assert DUTY not in fleet.database.read(process_registry.list_duties).get("one", []), "somebody else may have it"
+    assert DUTY not in fleet.database.read(process_registry.list_duties).get("one", []), "another process may have it"
 
 
 def test_a_pair_is_begun_as_a_whole(fleet):
@@ -170,7 +170,7 @@ def test_a_new_amphora_that_is_not_heard_stops_everything(fleet):
     assert found.state is RotationState.PAUSED
     assert found.reason == f"load balancer a: not done in 20 s: amphora {new} sends no heartbeats"
     assert fleet.states(number) == {"a": ItemState.FAILED, "b": ItemState.WAITING}
-    # Somebody has mended it.
+    # The cause is repaired.
     fleet.database.write(lambda c: rotations.resume_rotation(c, number))
     fleet.look(10)
     assert fleet.states(number) == {"a": ItemState.DONE, "b": ItemState.RUNNING}
@@ -203,7 +203,7 @@ def test_the_next_controller_goes_on_from_the_rows(fleet):
     number = fleet.ask()
     fleet.look()
     two = fleet.rotator("two")
-    assert fleet.look(3, by=two) == [], "it is somebody else's duty"
+    assert fleet.look(3, by=two) == [], "another process has the duty"
     # The first one dies; it is known of nothing it remembered.
     fleet.one.release()
     fleet.replace("a")

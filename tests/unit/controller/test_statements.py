@@ -69,7 +69,7 @@ def tree(pools, members):
 
 
 class House:
-    """A load balancer with one amphora that serves it; who does what for it, with stand-ins for all that is outside."""
+    """A load balancer with one serving amphora; backends and agents are replaced."""
 
     def __init__(self, tmp_path, whole):
         options = tmp_path / "driver.conf"

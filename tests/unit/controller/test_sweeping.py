@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What belongs to nobody is noted, and removed when it was nobody's for long; what belongs to somebody never is."""
+"""An object without an owner is recorded, and removed after the grace period; an owned one never is."""
 
 import time
 import uuid
@@ -114,7 +114,7 @@ def test_what_users_and_hosts_have_is_never_touched(database, network, sweeper):
     time_passes(database)
     assert sweeper.clean_up() == 1
     assert {one.id for one in network.all_ports()} == {brought.id, used.id, host.id}
-    assert network.owner(used.id) == f"user-{used.id}", "given back to whoever brought it"
+    assert network.owner(used.id) == f"user-{used.id}", "returned to its user"
 
 
 def test_what_comes_to_somebody_in_time_is_forgotten(database, network, sweeper):
@@ -162,7 +162,7 @@ def test_how_much_is_believed(due, there, believed):
 
 def test_a_backend_that_is_away_holds_up_no_other(database, network, sweeper, catalogue, monkeypatch):
     def away():
-        raise ComputeError("list amphorae", "nobody answers")
+        raise ComputeError("list amphorae", "no answer")
 
     monkeypatch.setattr(catalogue.compute(None, None), "machines", away)
     network.ensure_port(LOST, "vip", ["vip-subnet"])

@@ -284,7 +284,7 @@ def test_who_may_reach_which_of_two_ports_with_one_number():
         {"port": 53, "networks": ["192.0.2.0/24"]},
         {"port": 53, "networks": ["198.51.100.0/24", "2001:db8::/32"], "protocol": "udp"},
     ]
-    # A listener that is left out opens nothing, and fences nothing in that somebody else has.
+    # An omitted listener opens no port, and restricts no port of another listener.
     assert document(replace(TREE, listeners=(web, replace(udp, connection_limit=0))))["allowed"] == said["allowed"][:1]
     assert document(replace(TREE, listeners=(replace(udp, **OFF),)))["allowed"] == []
 

@@ -25,7 +25,7 @@ def free_port():
 
 
 class Room:
-    """A room in its own thread, and whom it says to have come."""
+    """The boot wait in its own thread, and the amphorae it reports."""
 
     def __init__(self, port):
         self.came = Queue()

@@ -22,7 +22,7 @@ def source(script, *words, path=None):
     ("url", "host"),
     [
         ("http://packages.example.org/debian", "packages.example.org"),
-        ("https://somebody:secret@packages.example.org:8443/debian/", "packages.example.org"),
+        ("https://user:secret@packages.example.org:8443/debian/", "packages.example.org"),
         ("http://192.0.2.1:3142/x/debian", "192.0.2.1"),
         ("file:///srv/mirror", ""),
     ],
@@ -105,7 +105,7 @@ def machine(tmp_path):
 
 def test_other_peoples_packages_are_not_taken_for_debians(machine):
     has, find = machine
-    has("a-vendor", "bookworm", "Somebody")
+    has("a-vendor", "bookworm", "Vendor")
     for release in ("bookworm", "trixie"):
         has("debian", release)
         has("updates", f"{release}-security")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call of Octavia's leaves behind: complete wanted state, a job, and who waits for it."""
+"""The effect of a call from Octavia: desired state, a job, and PENDING objects."""
 
 import inspect
 import time
@@ -37,14 +37,14 @@ def work(database):
 
 
 class Slow(LocalNetwork):
-    """A backend that has to ask somebody else."""
+    """A backend that depends on a slow service."""
 
     def allocate_vip(self, load_balancer_id, project_id, wanted, machines=()):
         return NotYet(reason="the allocator has not answered", again_in=5.0)
 
 
 def test_addresses_that_come_later_are_asked_for_again_by_the_controller(provider, database, monkeypatch):
-    """Octavia gets back what its user asked for; who asked for what is written down, with when to ask again."""
+    """Octavia gets the user's request back; the request is recorded with the time of the retry."""
     made = Slow(driver._shared().conf, database)
     monkeypatch.setattr(driver._shared().catalogue, "network", lambda name: made)
     asked = {"vip_subnet_id": SUBNET, "vip_network_id": NETWORK, "vip_address": "198.51.100.88", "vip_qos": "kept"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who says that it is not what it confirmed is pushed again, but not for ever and not at once."""
+"""An amphora that reports drift is pushed again, with a delay and a limit."""
 
 from itertools import pairwise
 
@@ -110,7 +110,7 @@ def test_who_complains_for_longer_than_an_interval_is_marked_until_it_does_not()
     assert marks(drifts, 500.0, marked={"am"}) == {"am": False}
     assert marks(drifts, 503.0, marked={"am"}) == {"am": False}, "it was not written yet"
     assert marks(drifts, 506.0) == {}
-    assert marks(drifts, 509.0, marked={"am"}) == {}, "somebody else has marked it"
+    assert marks(drifts, 509.0, marked={"am"}) == {}, "another process has marked it"
 
 
 def test_what_its_agent_cannot_know_of_stays_marked():

@@ -91,7 +91,7 @@ def test_what_was_written_long_ago_proves_nothing(database, caplog):
     assert "no recent flush to the database succeeded" in caplog.text
 
 
-@pytest.mark.parametrize("error", [StoreError("write", "away"), RuntimeError("nobody thought of it")])
+@pytest.mark.parametrize("error", [StoreError("write", "away"), RuntimeError("unexpected")])
 def test_it_lives_through_trouble(database, monkeypatch, error):
     hearing = ReceiverSelfTest(database, "me", lambda _: True, interval=0.001, max_flush_age=60.0)
     hearing.record_flush()
@@ -112,4 +112,4 @@ def test_it_lives_through_trouble(database, monkeypatch, error):
         time.sleep(0.005)
     stopping.set()
     thread.join()
-    assert beat(database) == [], "who ends well leaves no row"
+    assert beat(database) == [], "a clean shutdown leaves no row"

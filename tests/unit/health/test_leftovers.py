@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections of the dead leave the sums, whoever counted them."""
+"""Connections of deleted amphorae are removed from the sums."""
 
 import sqlalchemy as sa
 
@@ -55,7 +55,7 @@ def test_who_is_silent_from_one_look_to_the_next_has_no_connections(database):
     heard(database, "dead", 1)
     heard(database, "lives", 1)
     leftovers = StaleConnections(EXPIRY)
-    assert not leftovers.is_due(0.0), "nobody could be heard yet"
+    assert not leftovers.is_due(0.0), "no heartbeat was possible yet"
     assert look(leftovers, database, 15.0, "lives") == set()
     assert not leftovers.is_due(29.0)
     assert look(leftovers, database, 30.0, "lives") == {"dead", "gone"}

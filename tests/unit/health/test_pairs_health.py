@@ -36,7 +36,7 @@ def said(holds_vip, *, name="a", sequence=1):
 
 
 class Talk:
-    """A ledger that is told at which second who said what."""
+    """The reports of amphorae, with the time of each."""
 
     def __init__(self):
         self.ledger = AmphoraReports(expiry=EXPIRY)

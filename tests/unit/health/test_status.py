@@ -293,7 +293,7 @@ def first_member(**more) -> LoadBalancer:
         (first_member(weight=0), ("DOWN", "UP"), {"m1": "ERROR", "p1": "DEGRADED"}),
         (first_member(**OFF), ("MAINT", "UP"), {"m1": "OFFLINE", "p1": "ONLINE", "b": "ONLINE"}),
         (first_member(**OFF), ("MAINT", "DOWN"), {"m1": "OFFLINE", "p1": "ERROR", "b": "ERROR"}),
-        # A backup that nobody needs is as well as its checks say.
+        # An unused backup has the state of its checks.
         (first_member(backup=True), ("UP", "UP"), {"m1": "ONLINE", "p1": "ONLINE"}),
         (first_member(backup=True), ("DOWN", "UP"), {"m1": "ERROR", "p1": "DEGRADED"}),
         (behind(members=()), (None, None), {"p1": "ONLINE", "l1": "ONLINE", "b": "ONLINE"}),

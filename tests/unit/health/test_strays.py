@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heartbeats under ids that nobody has: bounded, seldom written, and told by which rule they are removed or not."""
+"""Heartbeats with unknown ids: bounded, written rarely, with the rule of their removal."""
 
 import socket
 import struct
@@ -53,7 +53,7 @@ def test_memory_is_bounded_and_room_is_made():
         heard.add(f"a{index}", f"x{index}", 100.0)
         heard.add(f"a{index}", f"x{index}", 116.0)
     assert len(heard.find_due(116.0)) == MAX_ROWS
-    assert len(heard.find_due(300.0)) == 0, "nobody of them was heard any more"
+    assert len(heard.find_due(300.0)) == 0, "no further heartbeats"
     heard.add("genuine", "x", 300.0)
     heard.add("genuine", "x", 320.0)
     assert [one.amphora_id for one in heard.find_due(321.0)] == ["genuine"]

@@ -66,7 +66,7 @@ def test_contents_in_another_order_than_their_references_are_not_trusted():
     assert from_octavia.read_secrets(Kind.LISTENER, source, paired=False) == {}
     assert set(texts(from_octavia.read_secrets(Kind.LISTENER, source)).values()) == {"a", "b"}
     del source["sni_container_data"][1]
-    assert from_octavia.read_secrets(Kind.LISTENER, source) == {}, "one is missing, nobody knows which"
+    assert from_octavia.read_secrets(Kind.LISTENER, source) == {}, "one is missing, and it is unknown which"
 
 
 def test_secrets_of_everything_in_a_load_balancer_as_it_is_read_back():

@@ -119,7 +119,7 @@ def test_a_load_balancer_octavia_does_not_show_yet_is_not_spoken_of(intents, dat
 def test_one_that_octavia_never_commits_is_removed(intents, database, reporter, octavia):
     del octavia.trees["lb"]
     intents.create_load_balancer(TREE, read_back=False)
-    # Whoever accepted it may have a clock that is wrong.
+    # The accepting host may have a wrong clock.
     database.write(lambda c: c.execute(request.update().values(accepted_at=0.0)))
     reporter.run_once()
     assert row(database).op == "apply"
@@ -130,7 +130,7 @@ def test_one_that_octavia_never_commits_is_removed(intents, database, reporter, 
     serve(database, row(database).generation)
     octavia.refuse = lambda document: ("loadbalancers", "lb")
     reporter.run_once()
-    assert database.read(lambda c: c.execute(sa.select(work)).all()) == [], "nobody is left to be told"
+    assert database.read(lambda c: c.execute(sa.select(work)).all()) == [], "no row is left"
 
 
 def test_what_octavia_refuses_of_a_load_balancer_it_does_not_know_ends_the_turn(intents, database, reporter, octavia):
@@ -325,7 +325,7 @@ def test_the_duty_stays_where_something_is_being_said(intents, database, conf, r
         answered.set()
         thread.join(60)
     assert octavia.statuses[-1] == ACTIVE
-    assert Reporter(conf, database)._acquire_duty(), "whoever ends gives it back"
+    assert Reporter(conf, database)._acquire_duty(), "a clean end returns the duty"
 
 
 def test_whoever_cannot_reach_octavia_leaves_it_to_others(intents, database, conf, reporter, octavia):

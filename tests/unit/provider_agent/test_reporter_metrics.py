@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a provider agent counts of its calls of Octavia, and that it is told to whoever scrapes it."""
+"""The provider agent's counters of calls to Octavia, and their scrape."""
 
 import http.client
 import os

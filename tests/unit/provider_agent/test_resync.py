@@ -357,7 +357,7 @@ def test_one_that_is_not_recorded_is_told_of(database, reporter, octavia):
     assert outcome(database, "other")[0] == "unrecorded"
     assert "name web, VIP 198.51.100.10" in outcome(database, "other")[1]
     assert outcome(database, "nobody")[0] == "nowhere"
-    assert said(octavia) == [], "nothing is locked that nobody would open again"
+    assert said(octavia) == [], "no lock stays without an owner"
     ask(database, "other", remove_unknown=True)
     reporter.run_once()
     assert outcome(database, "other")[0] == "removed"
@@ -388,7 +388,7 @@ def test_octavia_that_is_away_is_asked_again(database, reporter, octavia):
 
 
 def test_hands_do_it_one_after_the_other(conf, database, reporter, octavia):
-    """While one is read, what comes next is not begun by anybody else."""
+    """While one load balancer is read, no other process starts the next."""
     begun = []
 
     class Hands:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Octavia starts the provider agent once and never looks again: whichever of its processes dies, somebody reports."""
+"""Octavia starts the provider agent once; after the end of any of its processes another one reports."""
 
 import multiprocessing
 import os
@@ -18,7 +18,7 @@ PATIENCE = 60.0
 
 @pytest.fixture
 def agent(monkeypatch, tmp_path):
-    """A provider agent whose reporter only writes down who it is."""
+    """A provider agent whose reporter only records its identity."""
 
     def report(_name, watcher, ending):
         alone = provider_agent._StopCondition(ending, watcher)
@@ -42,7 +42,7 @@ class Agent:
         self.folder = folder
         processes = multiprocessing.get_context("fork")
         self.exit_event = processes.Event()
-        # One end is in all of ours, whoever they come to belong to: the other is told when the last of them has ended.
+        # All processes inherit one end of the pipe: the other end closes with the last process.
         self._all_ended, theirs = os.pipe()
         self.started, started = processes.Pipe(duplex=False)
         self.octavia = processes.Process(target=self._octavia, args=(theirs, started))
@@ -57,7 +57,7 @@ class Agent:
         signal.pause()
 
     def reporters(self):
-        """Those that report, with who watches over them."""
+        """The reporters with their supervisors."""
         found = {}
         for path in self.folder.iterdir():
             with suppress(FileNotFoundError, ValueError):
@@ -65,7 +65,7 @@ class Agent:
         return {pid: watcher for pid, watcher in found.items() if alive(pid)}
 
     def one_besides(self, *others):
-        """Wait until one reports that is none of these; returns it and who watches over it."""
+        """Wait for another reporter; return it and its supervisor."""
         deadline = time.monotonic() + PATIENCE
         while True:
             found = self.reporters()
@@ -112,7 +112,7 @@ def test_whoever_watches_over_it_is_replaced_too(agent):
         assert watcher != former_watcher
         os.kill(reporter, signal.SIGKILL)
         reporter, same = agent.one_besides(former, reporter)
-        assert same == watcher, "and who came in its place watches over the reporter"
+        assert same == watcher, "and its successor supervises the reporter"
 
 
 def test_the_end_of_octavias_agent_is_everybodys(agent):
@@ -125,7 +125,7 @@ def test_the_end_of_octavias_agent_is_everybodys(agent):
 
 @pytest.mark.parametrize("dies", ["octavia", "both"])
 def test_nobody_goes_on_for_an_agent_of_octavias_that_was_killed(agent, dies):
-    """It has told nobody, and its successor starts others of us."""
+    """It ends without a message, and its successor starts new processes."""
     _, watcher = agent.one_besides()
     if dies == "both":
         os.kill(watcher, signal.SIGKILL)

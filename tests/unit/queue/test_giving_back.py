@@ -87,7 +87,7 @@ def test_a_failure_does_not_keep_what_was_asked_for_meanwhile_waiting(database, 
     lease = jobs.claim()
     RequestRecorder(database, lambda node: None).delete_load_balancer(LB)
     jobs.retry_later(lease, 30.0, "no", 1)
-    assert row(database).attempts == 0, "nobody has tried the deletion"
+    assert row(database).attempts == 0, "no process has tried the deletion"
     assert jobs.claim() is not None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hints are never in anybody's way; what they do with a real broker is in tests/system/test_distributed.py."""
+"""Hints never block a caller; tests/system/test_distributed.py uses a real broker."""
 
 import multiprocessing
 import socket

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who of this host lives, with real processes."""
+"""Process locks of this host, with real processes."""
 
 import os
 import signal

@@ -172,7 +172,7 @@ def test_time_for_a_request():
     assert the(lines(quick), "timeout http-request") == "timeout http-request 5ms"
 
 
-# -- who may connect --------------------------------------------------------------------------------------------------
+# -- permitted sources------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("protocol", ["HTTP", "TCP", "HTTPS", "PROMETHEUS"])

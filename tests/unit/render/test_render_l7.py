@@ -173,7 +173,7 @@ def test_rules(wanted, lines):
 
 
 def test_doubt_about_a_regular_expression():
-    """Who is kept out stays out: then the pattern is written so that no answer counts as a match."""
+    """A rejected client stays rejected: a search without a result counts as a match."""
     steps = regex.MATCH_LIMIT
     narrow = f"acl r path -m reg -- '(*LIMIT_MATCH={steps})^/a'"
     wide = f'acl r \'path,regsub("(*LIMIT_MATCH={steps})(?n)\\\\A(?!(?:^/a\\\\E))[\\\\s\\\\S]*","","")\' -m len 1:'

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A machine that boots is waited for until it speaks, before anybody calls it dead."""
+"""The sandbox waits for the first heartbeat of a booting machine before detection starts."""
 
 import socket
 import ssl

@@ -40,7 +40,7 @@ def test_a_rotation_from_its_beginning_to_its_end(any_database):
     moves = {coming: CaState.CURRENT, old: CaState.FORMER}
     assert any_database.write(lambda c: ca_records.change_ca_states(c, moves, 200.0))
     assert not any_database.write(lambda c: ca_records.change_ca_states(c, moves, 201.0)), (
-        "somebody else has taken this step"
+        "another process has taken this step"
     )
     for state in (CaState.LEAVING, CaState.GONE):
         (old,) = [row for row in any_database.read(ca_records.list_cas) if row.id == old.id]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clock that all share is set: what is written down is not old because of that, and holds nobody up."""
+"""A change of the database clock makes no row old and delays no process."""
 
 import math
 import time
@@ -40,7 +40,7 @@ def test_pauses_and_leases_of_a_clock_that_was_ahead_end_at_once(database):
     assert one.clamp_due_times(LONGEST) == 2
     assert one.claim().load_balancer_id == "paused"
     left = rows(database)["leased"]
-    assert (left.owner, left.epoch) == ("dead", 4), "who has it, if he lives, goes on"
+    assert (left.owner, left.epoch) == ("dead", 4), "a living owner continues"
     assert left.leased_until == pytest.approx(now + 15.0, abs=5.0)
 
 
@@ -124,7 +124,7 @@ def test_a_process_that_stood_still_while_it_looked_has_seen_nothing(times, loca
 def test_the_clock_of_a_server(monkeypatch, times):
     """It is asked every half minute: what it is ahead by then."""
     ahead = 1000.0
-    database = engine.Database("postgresql+psycopg://nobody@nowhere/nothing")
+    database = engine.Database("postgresql+psycopg://user@nowhere/nothing")
     monkeypatch.setattr(database, "read", lambda _: times.steady + ahead)
     assert database.now() == times.steady + 1000.0
     ahead += HOUR

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Confirmations that are taken back, and generations that overtake somebody else's."""
+"""Withdrawn confirmations, and generations beyond foreign ones."""
 
 import pytest
 import sqlalchemy as sa

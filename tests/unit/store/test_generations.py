@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generations nobody asked for: no object waits for them, and Octavia is told nothing."""
+"""Generations without a request: no object waits for them, and Octavia gets no report."""
 
 import pytest
 import sqlalchemy as sa

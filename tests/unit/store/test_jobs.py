@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leases: one owner at a time, and none who lost it writes."""
+"""Leases: one owner at a time; a former owner cannot write."""
 
 import threading
 import time
@@ -99,7 +99,7 @@ def test_a_job_that_waits_for_the_tree_is_not_lost_when_it_comes_first(database)
     add(database, read_back=True)
     one = jobs.Jobs(database, "one", 30)
     one.complete(one.claim(), 1)
-    assert one.claim() is None, "somebody else moves next"
+    assert one.claim() is None, "another process is next"
     database.write(lambda c: c.execute(work.update().values(read_back=True, dirty=True)))
     lease = one.claim()
     database.write(lambda c: c.execute(work.update().values(read_back=False, dirty=True)))

@@ -77,7 +77,7 @@ def test_a_claim_whose_commit_was_not_answered_runs_out(line, database, intents)
     with pytest.raises(StoreError, match="determine whether"):
         Jobs(database, "one", 30).claim()
     row = database.read(lambda c: c.execute(sa.select(work.c.owner, work.c.epoch)).one())
-    assert tuple(row) == ("one", 1), "nobody works on it until its time is over"
+    assert tuple(row) == ("one", 1), "no process works on it before the lease expires"
     database.write(lambda c: c.execute(work.update().values(leased_until=0.0)))
     assert Jobs(database, "two", 30).claim("lb").epoch == 2
 

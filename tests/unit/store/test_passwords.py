@@ -16,7 +16,7 @@ from amphora_driver.errors import AmphoraDriverError
 
 PASSWORD = "canary%2Fcanary"
 WRONG = {
-    "nobody is there": f"mysql+pymysql://me:{PASSWORD}@127.0.0.1:1/store",
+    "no server": f"mysql+pymysql://me:{PASSWORD}@127.0.0.1:1/store",
     "no server of PostgreSQL": f"postgresql+psycopg://me:{PASSWORD}@127.0.0.1:1/store",
     "no such driver": f"nosuch+driver://me:{PASSWORD}@host/store",
     "no URL": f"me:{PASSWORD}@host/store",
@@ -74,7 +74,7 @@ def test_no_command_shows_it(wrong, words, tmp_path, capsys, caplog, logging_as_
 def test_options_with_passwords_are_masked(tmp_path, caplog):
     path = tmp_path / "amphora-driver.conf"
     path.write_text(
-        f"[amp_database]\nconnection = {WRONG['nobody is there']}\n[amp_queue]\nbroker_url = amqp://me:{PASSWORD}@host:5672//\n"
+        f"[amp_database]\nconnection = {WRONG['no server']}\n[amp_queue]\nbroker_url = amqp://me:{PASSWORD}@host:5672//\n"
     )
     conf = config.load([str(path)])
     caplog.set_level(logging.DEBUG)

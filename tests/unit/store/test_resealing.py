@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every sealed column comes under the newest key, whoever writes meanwhile, on every database."""
+"""All sealed columns are re-encrypted during concurrent writes, on every database."""
 
 import pytest
 import sqlalchemy as sa

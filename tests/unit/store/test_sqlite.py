@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns to write into a file, and what becomes of those who wait while somebody who has one stands still."""
+"""The SQLite write lock, and waiting threads while its owner is stopped."""
 
 import errno
 import fcntl
@@ -17,7 +17,7 @@ from amphora_driver.database import engine, sqlite_write_lock
 from amphora_driver.database.tables import duty
 from amphora_driver.errors import StoreError
 
-# Seconds nobody waits for anything, but on a machine that is very busy.
+# Seconds that only a very busy machine needs.
 AT_ONCE = 20.0
 
 
@@ -45,7 +45,7 @@ def descriptors():
 def nobody_waits():
     deadline = time.monotonic() + AT_ONCE
     while waiting():
-        assert time.monotonic() < deadline, "somebody waits"
+        assert time.monotonic() < deadline, "a thread waits"
         time.sleep(0.01)
 
 
@@ -90,7 +90,7 @@ def test_a_file_that_cannot_be_had_is_named(tmp_path):
 
 @pytest.mark.parametrize("contended", [False, True])
 def test_a_file_system_without_locks_is_named_and_nothing_stays_open(place, monkeypatch, contended):
-    """As some network file systems: whichever of the two is asked, who does not wait or who does."""
+    """Like some network file systems, for both kinds of lock requests."""
 
     def refuse(_descriptor, how):
         if contended and how & fcntl.LOCK_NB:
@@ -113,7 +113,7 @@ def test_who_gave_up_takes_no_turn_from_others(place):
 
 
 def test_a_place_that_was_given_up_is_waited_at_by_who_comes_next(place):
-    """However long somebody stands still: as many threads as there are writers at once, and not one for each try."""
+    """During a long stop of the owner: one thread for each concurrent writer, not for each attempt."""
     turns = sqlite_write_lock.LockFile(str(place))
     with taken(place):
         for _ in range(20):

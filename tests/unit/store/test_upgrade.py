@@ -255,7 +255,7 @@ def test_several_at_once(filled):
 
 @pytest.mark.parametrize("kind", ["mariadb"])
 def test_several_at_once_where_no_lock_reaches(filled, monkeypatch):
-    """Two nodes of a cluster: who is later fails, looks again, and finds it done."""
+    """Two nodes of a cluster: the later one fails, checks again and finds the upgrade done."""
     url, written = filled
     monkeypatch.setattr(migrate, "_upgrade_lock", lambda engine: nullcontext())
     pids = [child(lambda: migrate.upgrade(url)) for _ in range(2)]
@@ -332,7 +332,7 @@ def test_nothing_works_with_another_schema(empty, revision, words):
     for attempt in (database.read, database.write):
         with pytest.raises(SchemaMismatch, match=words) as caught:
             attempt(lambda connection: pytest.fail("a statement of ours was let through"))
-        assert isinstance(caught.value, StoreError), "who waits for the database waits for this too"
+        assert isinstance(caught.value, StoreError), "callers that wait for the database handle this, too"
     if revision == "9999":
         with pytest.raises(SchemaMismatch, match="newer"):
             migrate.upgrade(empty)

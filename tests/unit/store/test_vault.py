@@ -16,7 +16,7 @@ from amphora_driver.errors import ConfigurationError, StoreError
 from amphora_driver.secret import Secret
 
 OLD, NEW, OTHER = (Fernet.generate_key() for _ in range(3))
-CANARY = Secret(b"what nobody may read")
+CANARY = Secret(b"a secret of a user")
 HERE = SecretLocation("secret", ("listener", "certificate", "ref"))
 
 
@@ -201,7 +201,7 @@ def test_a_fingerprint_is_of_the_key_and_nothing_follows_from_it(path):
 
 
 def test_threads_see_old_keys_or_new_ones(path):
-    """Rotated to and fro while others work: whoever has both keys in the file opens everything."""
+    """Repeated rotation under load: a process with both keys opens every value."""
     write(path, OLD, NEW)
     vault = Vault.load(str(path))
     wrong = []

@@ -228,7 +228,7 @@ def test_looking_takes_as_many_statements_for_many_as_for_one(database):
 
 
 def test_large_tables_are_reached_by_a_key(database):
-    """All that may be long is found by an index: who has a history of years is looked at as quickly as who has none."""
+    """Indexes find all long tables: a long history does not slow the queries."""
     found = []
     sa.event.listen(
         database.engine, "before_cursor_execute", lambda _c, _k, text, bound, *_: found.append((text, bound))
@@ -244,7 +244,7 @@ def test_large_tables_are_reached_by_a_key(database):
             plan = [row[3] for row in raw.execute(f"EXPLAIN QUERY PLAN {text}", bound)]
             scanned = [line for line in plan if line.startswith("SCAN ")]
             # One row for each load balancer or amphora, or few by nature; `status` is one row for each object, which
-            # whoever reports to Octavia reads in the same way each second.
+            # The reporter reads in the same way each second.
             few = {"work", "amphora", "status", "process", "breaker", "orphan", "zombie", "authority", "rotation"}
             few |= {"rotation_item"} if "failover" not in text else set()
             assert {line.split()[1] for line in scanned} <= few | {"CONSTANT"}, (text, plan)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked, and who may ask it."""
+"""HTTP requests of the status page, and their authorization."""
 
 import base64
 
@@ -102,10 +102,10 @@ def test_one_that_says_nothing_is_known_by_its_protocol():
     [
         ("Bearer correct horse", True),
         ("bearer correct horse", True),
-        ("Basic " + base64.b64encode(b"anybody:correct horse").decode(), True),
+        ("Basic " + base64.b64encode(b"any user:correct horse").decode(), True),
         ("Basic " + base64.b64encode(b":correct horse").decode(), True),
         ("Basic " + base64.b64encode(b"correct horse").decode(), False),
-        ("Basic " + base64.b64encode(b"anybody:correct").decode(), False),
+        ("Basic " + base64.b64encode(b"any user:correct").decode(), False),
         ("Basic !!!", False),
         ("Bearer correct horses", False),
         ("Bearer", False),

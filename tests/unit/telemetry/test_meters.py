@@ -116,7 +116,7 @@ def test_calls_of_octavia_and_what_came_of_them():
     assert value(meters, "amphora_octavia_seconds_count", call="statuses") == 2
     assert value(meters, "amphora_octavia_seconds_count", call="statistics") == 0
     assert value(meters, "amphora_octavia_failures_total", call="barrier") == 0
-    assert value(meters, "amphora_octavia_failures_total", call="statuses") == 1, "who refuses was reached"
+    assert value(meters, "amphora_octavia_failures_total", call="statuses") == 1, "a refusal is an answer"
     assert value(meters, "amphora_reports_total", outcome="taken") == 3
     assert value(meters, "amphora_reports_total", outcome="refused") == 1
 

@@ -16,7 +16,7 @@ from amphora_driver.telemetry.alerts import find_notices
 from amphora_driver.telemetry.fleet_snapshot import BreakerInfo, SparePoolInfo
 from amphora_driver.telemetry.snapshot_cache import View
 
-WHO = status_page.ProcessIdentity(kind="controller", name="ctl:1", version="1", interval=3.0, silent_after=7.0)
+PROCESS = status_page.ProcessIdentity(kind="controller", name="ctl:1", version="1", interval=3.0, silent_after=7.0)
 EMPTY = {"meta", "link", "input", "br", "img", "rect"}
 HOSTILE = "\"'><script>alert(1)</script><!--/balancers--><!--notices--><img src=x onerror=alert(2)>{{ 7 * 7 }}</style>"
 
@@ -81,9 +81,9 @@ def everything_hostile():
 
 def test_hostile_text_stays_text_wherever_it_stands():
     seen = view(everything_hostile(), trouble=HOSTILE)
-    whole = status_page.render_page(seen, WHO, HOSTILE)
+    whole = status_page.render_page(seen, PROCESS, HOSTILE)
     # What is asked for is repeated in the field only; everything else is listed without it.
-    for text in (whole, status_page.render_page(view(everything_hostile()), WHO, "")):
+    for text in (whole, status_page.render_page(view(everything_hostile()), PROCESS, "")):
         reading = read(text)
         assert reading.tags.count("script") == 1
         assert "img" not in reading.tags
@@ -94,11 +94,11 @@ def test_hostile_text_stays_text_wherever_it_stands():
         for part in parts.values():
             assert "<script" not in part
             read(part.encode())
-    assert HOSTILE in "".join(read(status_page.render_page(view(everything_hostile()), WHO, "")).text)
+    assert HOSTILE in "".join(read(status_page.render_page(view(everything_hostile()), PROCESS, "")).text)
 
 
 def test_only_our_style_and_script_may_run():
-    text = status_page.render_page(view(fleet()), WHO).decode()
+    text = status_page.render_page(view(fleet()), PROCESS).decode()
     for tag in ("style", "script"):
         (found,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(found.encode()).digest()).decode()
@@ -113,14 +113,14 @@ def test_only_our_style_and_script_may_run():
 @pytest.mark.parametrize("found", [None, fleet(), fleet(balancers=(), amphorae=(), processes=())])
 def test_it_can_always_be_shown(found):
     seen = View(number=1, fleet=None, trouble="Could not read") if found is None else view(found)
-    text = read(status_page.render_page(seen, WHO)).text
+    text = read(status_page.render_page(seen, PROCESS)).text
     assert ("The database does not answer" in " ".join(text)) == (found is None)
 
 
 def test_what_is_seen_first():
-    well = "".join(read(status_page.render_page(view(fleet()), WHO)).text)
+    well = "".join(read(status_page.render_page(view(fleet()), PROCESS)).text)
     assert "No problems" in well
-    bad = status_page.render_page(view(fleet(balancers=(balancer(state="ERROR", error="no quota"),))), WHO).decode()
+    bad = status_page.render_page(view(fleet(balancers=(balancer(state="ERROR", error="no quota"),))), PROCESS).decode()
     assert "1 problem needs action" in bad
     assert 'data-level="trouble"' in bad
     assert bad.index("no quota") < bad.index('id="h-vitals"')
@@ -130,9 +130,9 @@ def test_load_balancers_are_found_by_name_address_and_id():
     many = tuple(balancer(number, addresses=(f"198.51.100.{number}",)) for number in range(1, 240))
     seen = view(fleet(balancers=many, amphorae=(machine(5000, of=7),)))
     for query, expected in (("SHOP-17", 11), ("198.51.100.239", 1), (identifier(5000)[-6:], 1), ("nothing", 0)):
-        rows = status_page.render_page(seen, WHO, query).decode().split('class="balancers"')[-1]
+        rows = status_page.render_page(seen, PROCESS, query).decode().split('class="balancers"')[-1]
         assert rows.count('data-label="VIP"') == expected, query
-    whole = status_page.render_page(seen, WHO).decode()
+    whole = status_page.render_page(seen, PROCESS).decode()
     assert whole.count('data-label="VIP"') == status_page.MAX_ROWS
     assert "139 more" in whole
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server: what it answers, to whom, and that nobody can hold it up."""
+"""The status server: answers, access, and slow clients."""
 
 import gzip
 import http.client
@@ -109,7 +109,7 @@ def test_the_token_may_change_and_must_be_there(url, tmp_path):
         assert (status, headers["WWW-Authenticate"]) == (401, 'Basic realm="amphorae", charset="UTF-8"')
         assert b"first" not in body
         assert asked(port, authorization="Bearer first")[0] == 200
-        # Under any name, since the token says who it is.
+        # With any user name, because the token authorizes.
         assert asked(port, authorization="Bearer first", host="status.example")[0] == 200
         assert asked(port, "/metrics")[0] == 401
         assert asked(port, "/healthz")[0] == 200
@@ -120,7 +120,7 @@ def test_the_token_may_change_and_must_be_there(url, tmp_path):
         assert asked(port, authorization="Bearer second")[0] == 200
         token.write_text("\n")
         os.utime(token, (2, 2))
-        # Nobody is let in by mistake: neither without a token nor with an empty one.
+        # Neither a missing nor an empty token gives access.
         assert [asked(port)[0], asked(port, authorization="Bearer ")[0]] == [503, 503]
         token.unlink()
         assert asked(port, authorization="Bearer second")[0] == 503
@@ -197,7 +197,7 @@ def test_over_tls_and_with_a_new_certificate_at_once(url, tmp_path):
         path.write_bytes(authority.issue_client("status", 1).bundle().reveal())
         os.utime(path, (1, 1))
         assert fingerprint(port) != first
-        # Who speaks no TLS is not answered, and does no harm.
+        # A client without TLS gets no answer and does no harm.
         with pytest.raises((http.client.HTTPException, OSError)):
             asked(port)
         assert asked(port, context=ssl._create_unverified_context())[0] == 200
