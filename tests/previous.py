@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # An older commit with the present schema and wire format: its controllers and agents work beside those of today.
-BASELINE = "18d1446fc3afd21a2f28e27889200bae4115e0ae"
+BASELINE = "160b18de88cd90192cd751d273b5bdc412ce8003"
 _MIGRATIONS = Path("amphora_driver/database/migrations/versions")
 
 

@@ -50,8 +50,8 @@ def heard(told, opened):
 def main():
     told = json.load(sys.stdin)
     conf = SimpleNamespace(
-        agent=SimpleNamespace(port=9443, connect_timeout=10.0, request_timeout=60.0),
-        certificates=SimpleNamespace(client_certificate=told["client"], ca_certificate=told["authority"]),
+        amp_agent=SimpleNamespace(port=9443, connect_timeout=10.0, request_timeout=60.0),
+        amp_certificates=SimpleNamespace(client_certificate=told["client"], ca_certificate=told["authority"]),
     )
     client, target = AgentClient(conf), (told["amphora"], told["address"])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:

@@ -38,8 +38,10 @@ def client(amphora):
     trust = amphora.write("trust.pem", amphora.authority.pem)
     made = AgentClient(
         SimpleNamespace(
-            agent=SimpleNamespace(port=9443, connect_timeout=10, request_timeout=60),
-            certificates=SimpleNamespace(client_certificate=str(amphora.client_certificate), ca_certificate=str(trust)),
+            amp_agent=SimpleNamespace(port=9443, connect_timeout=10, request_timeout=60),
+            amp_certificates=SimpleNamespace(
+                client_certificate=str(amphora.client_certificate), ca_certificate=str(trust)
+            ),
         )
     )
     yield made
