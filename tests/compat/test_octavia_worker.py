@@ -451,7 +451,7 @@ def test_another_agent_goes_on_where_this_one_ended(plugged, amphora, client):
     assert plugged("heartbeats", 1)[0][1]["id"] == amphora.id
 
 
-def test_nobody_else_changes_what_octavia_has(plugged, amphora, client):
+def test_only_the_reporter_changes_octavia(plugged, amphora, client):
     plugged("update", balancer(listener(), pool(member("m1"))))
     found, body = amphora.push(1000, None)
     assert found == 409

@@ -127,7 +127,7 @@ def exchange(connection, method, path, body=None):
         return answer.status, json.loads(answer.read())
 
 
-def test_whoever_says_nothing_stops_nobody(amphora, controller):
+def test_unresponsive_agent_stops_no_other(amphora, controller):
     """More clients of each kind than threads; fewer authenticated ones start a request."""
     known = amphora.tls(amphora.client_certificate)
 
@@ -178,7 +178,7 @@ def member_rows(amphora):
     return {row[1]: (row[place], row[count]) for row in rows[1:] if len(row) > count and row[1] in PINGS}
 
 
-def test_an_agent_that_is_killed_leaves_nobody_behind(amphora):
+def test_killed_agent_leaves_no_process(amphora):
     master = amphora.outside_pid(amphora.status("amphora-agent")["pid"])
     both = [master, *amphora_lab.children(master)]
     assert len(both) == 2

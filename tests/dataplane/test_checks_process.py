@@ -160,7 +160,7 @@ def test_counters_go_on_over_tables_that_begin_anew(checker):
     assert checker.told()[-1]["released"]
 
 
-def test_whoever_asks_slowly_or_nonsense_holds_up_nobody(checker):
+def test_slow_or_invalid_client_delays_no_other(checker):
     with socket.socket(socket.AF_UNIX) as slow:
         slow.connect(str(checker.directory / "checker.sock"))
         slow.sendall(b'{"op":')

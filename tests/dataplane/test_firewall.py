@@ -26,7 +26,7 @@ from amphora_driver.render.haproxy import render
 pytestmark = pytest.mark.root
 
 
-def test_rules_of_the_firewall_that_somebody_changed_are_put_right(wire):
+def test_edited_firewall_rules_are_repaired(wire):
     wanted = bundle(allowed=((80, ["192.0.2.0/24"]),))
     wire.change(wanted)
     before = wire.everything()["nft"]
@@ -150,7 +150,7 @@ def taking(server: socket.socket, ending: threading.Event) -> None:
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["changed", "from nothing"])
-def test_who_may_connect_before_and_after_is_not_refused_in_between(wire, before):
+def test_permitted_client_is_not_refused_during_a_change(wire, before):
     """A set of ranges that comes with its rules is asked before it answers: some of ten thousand were refused."""
     wire.change(bundle(eth1()))
     neighbours(wire, "198.51.100.12/24")

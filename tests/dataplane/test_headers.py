@@ -117,7 +117,7 @@ def test_without_insert_headers_there_are_none(served):
     "listener.insert_headers.X-SSL-Client-Not-Before",
     "listener.insert_headers.X-SSL-Client-Not-After",
 )
-def test_who_a_client_is(served, tenant, clients):
+def test_identity_of_a_client(served, tenant, clients):
     subject = named("Ada O'Hara", country_name="GB", organization_name="Engines & Söhne")
     ada = clients.issue("ada.example.com", subject=subject)
     tree = load_balancer(
@@ -148,7 +148,7 @@ def test_who_a_client_is(served, tenant, clients):
 
 
 @pytest.mark.feature("listener.insert_headers.X-SSL-Client-Verify", "listener.insert_headers.X-SSL-Client-Has-Cert")
-def test_a_client_without_a_certificate_is_nobody(served, tenant, clients):
+def test_client_without_a_certificate_is_anonymous(served, tenant, clients):
     """Nothing that a client says about itself survives, with or without a certificate."""
     tree = load_balancer(
         terminated(

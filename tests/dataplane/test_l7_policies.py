@@ -417,7 +417,7 @@ def test_a_prefix_is_followed_by_path_and_query(served, pools, vip):
 
 
 @pytest.mark.usefixtures("pcre2")
-def test_no_answer_of_a_regular_expression_lets_nobody_in(served, pools):
+def test_unfinished_regex_search_grants_no_access(served, pools):
     """Effort grows with the square of the path: it ends at the limit, and then a policy that rejects rejects."""
     pattern = "(?:a|b|ab)(?:.|b)*q"
     wanted = [

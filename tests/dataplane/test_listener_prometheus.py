@@ -88,7 +88,7 @@ def test_the_front_page_names_the_metrics(served):
 
 
 @pytest.mark.feature("listener.protocol.PROMETHEUS", "listener.allowed_cidr")
-def test_it_is_for_those_who_may(served):
+def test_status_page_requires_authorization(served):
     served.push(
         load_balancer(prometheus(allowed_cidrs=(f"{CLIENT}/32",)), listener(80), pool("pool", member(served.web())))
     )

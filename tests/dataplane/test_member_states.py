@@ -44,7 +44,7 @@ def test_weight_zero_drains(served):
 
 @pytest.mark.feature("member.weight")
 @pytest.mark.parametrize("protocol", ["HTTP", "TCP"])
-def test_nobody_is_left_when_all_are_drained(served, protocol):
+def test_no_controller_is_left_when_all_are_drained(served, protocol):
     peer = served.web() if protocol == "HTTP" else served.echo()
     parts = listener(80, protocol=protocol), pool("pool", member(peer, weight=0), protocol=protocol)
     served.push(load_balancer(*parts))
@@ -59,7 +59,7 @@ def test_nobody_is_left_when_all_are_drained(served, protocol):
 @pytest.mark.quiet
 @pytest.mark.parametrize("algorithm", ["ROUND_ROBIN", "LEAST_CONNECTIONS"])
 @pytest.mark.parametrize("protocol", ["HTTP", "TCP"])
-def test_a_dead_member_that_nobody_watches_delays_nobody(served, protocol, algorithm):
+def test_unmonitored_dead_member_delays_no_client(served, protocol, algorithm):
     """Refused by one, a connection goes to another at once, not after three tries of a second each."""
     start = served.web if protocol == "HTTP" else served.echo
     alive, dead = start("alive"), start("dead")
@@ -77,7 +77,7 @@ def test_a_dead_member_that_nobody_watches_delays_nobody(served, protocol, algor
 
 @pytest.mark.feature("member.admin_state_up")
 @pytest.mark.parametrize("watched", [False, True])
-def test_who_is_disabled_gets_nothing(served, watched):
+def test_disabled_member_gets_no_flow(served, watched):
     """Neither requests nor checks; enabled again it gets both, without a reload."""
     on, off = served.web("on"), served.web("off", MEMBER6)
 
@@ -108,7 +108,7 @@ def test_who_is_disabled_gets_nothing(served, watched):
 
 
 @pytest.mark.feature("member.backup")
-def test_backups_serve_when_nobody_else_is_left(served):
+def test_backup_members_serve_without_other_members(served):
     """All of them, and only then."""
     peers = {
         name: served.web(name, (MEMBER, MEMBER6)[n % 2]) for n, name in enumerate(("a", "b", "spare 1", "spare 2"))

@@ -209,7 +209,7 @@ def test_rise_and_fall_are_counted_exactly(served):
 # With several checked backends HAProxy 2.6 takes an answer that comes late, but before the next check, for a good one.
 @pytest.mark.feature_partly("healthmonitor.timeout")
 @pytest.mark.parametrize("kind", ["HTTP", "HTTPS"])
-def test_who_takes_too_long_is_down(served, tenant, kind):
+def test_slow_member_is_down(served, tenant, kind):
     """Not before its time is over, and before its good answer comes; given enough time it is up."""
     over = threading.Event()
     late = served.web(tls=serving(tenant.issue("member.internal")) if kind == "HTTPS" else None)

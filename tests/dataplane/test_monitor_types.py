@@ -30,7 +30,7 @@ def sick(seen) -> Answer:
 @pytest.mark.feature("healthmonitor.type.TLS-HELLO", "healthmonitor.type.PING")
 @pytest.mark.parametrize("kind", ALIVE)
 @pytest.mark.parametrize("address", [MEMBER, MEMBER6])
-def test_who_is_alive(served, tenant, kind, address):
+def test_live_processes(served, tenant, kind, address):
     """Requests reach exactly the members that are up."""
     tls = serving(tenant.issue("member.internal"))
     peers = {

@@ -382,7 +382,7 @@ def test_released_to_one_of_several(pair):
     assert pair.visitor.fetch().status == 200
 
 
-def test_released_by_who_does_not_hold(pair):
+def test_release_by_a_former_owner(pair):
     status, answer = pair.standby.call("POST", "/v2/vrrp/release", {})
     assert (status, answer["error"]["happened"]) == (409, "they are not here")
     assert pair.standby.call("POST", "/v2/vrrp/expect", {"seconds": -1})[0] == 400

@@ -108,7 +108,7 @@ def test_a_partner_is_replaced(pair, members):
     assert pair.visitor.fetch(source=CLIENT).member == home
 
 
-def test_heartbeats_say_who_holds(pair):
+def test_heartbeats_name_the_vip_holder(pair):
     """At once, when it changes."""
     holder, standby = pair.holder, pair.standby
     mailbox = pair.network.thread("ctl").run(_open_mailbox)

@@ -92,7 +92,7 @@ def test_clients_stay(served, protocol):
 
 
 @pytest.mark.feature("pool.session_persistence.SOURCE_IP", "member.admin_state_up")
-def test_who_is_switched_off_or_dead_keeps_nobody(served):
+def test_disabled_or_dead_member_keeps_no_client(served):
     kept = Kept(served, "kept", watched=monitor("TCP"))
     kept.push("a", "b")
     served.until_states("kept", {"a": "UP", "b": "UP"})

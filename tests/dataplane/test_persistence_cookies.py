@@ -128,7 +128,7 @@ def test_clients_stay_by_cookie(served):
 
 
 @pytest.mark.feature("pool.session_persistence.HTTP_COOKIE", "member.admin_state_up")
-def test_no_cookie_leads_to_who_is_not_there(served):
+def test_cookie_of_an_absent_member_is_ignored(served):
     kept = Kept(served, "HTTP_COOKIE", pool_name="watched", watched=monitor("TCP"))
     kept.push("a", "b")
     served.until_states("watched", {"a": "UP", "b": "UP"})

@@ -143,7 +143,7 @@ def ping(address, seconds=5.0):
 
 
 @pytest.mark.parametrize("address", [MEMBER, MEMBER6])
-def test_who_answers_is_there(network, responder, member6, address):
+def test_answering_amphora_is_present(network, responder, member6, address):
     assert network.thread("cl").run(ping, address) == 200
 
 
@@ -185,7 +185,7 @@ LISTENING, TIME_WAIT = "0A", "06"
 """States in /proc/net/tcp."""
 
 
-def test_who_goes_away_is_forgotten(network, responder):
+def test_disconnected_client_is_forgotten(network, responder):
     def ask_and_go():
         for _ in range(50):
             begin(f"/ping/{IDS[SILENT]}").close()

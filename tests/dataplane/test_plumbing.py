@@ -152,7 +152,7 @@ DAMAGE = (
 )
 
 
-def test_what_somebody_changed_is_put_right(wire):
+def test_manual_change_is_repaired(wire):
     wanted = bundle(eth1())
     wire.change(wanted)
     before = comparable(wire)

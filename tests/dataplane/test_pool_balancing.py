@@ -117,7 +117,7 @@ def test_least_connections_follow_what_is_open(served):
 
 
 @pytest.mark.feature("pool.lb_algorithm.LEAST_CONNECTIONS")
-def test_least_connections_avoid_who_is_busy_with_a_request(served):
+def test_least_connections_avoid_busy_members(served):
     free = threading.Event()
     quick = served.web("quick")
 

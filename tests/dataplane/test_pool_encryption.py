@@ -118,7 +118,7 @@ CASES = {
     "pool.tls_enabled", "pool.ca_tls_container_ref", "pool.crl_container_ref", "healthmonitor.domain_name"
 )
 @pytest.mark.parametrize(("wanted", "trusted"), CASES.values(), ids=CASES)
-def test_who_a_member_has_to_be(served, certificates, secrets, wanted, trusted):
+def test_identity_of_a_member(served, certificates, secrets, wanted, trusted):
     """The answer is the same whatever a client says; a check verifies what the traffic verifies."""
     peers = {
         name: served.web(name, (MEMBER, MEMBER6)[n % 2], tls=serving(certificate))
@@ -204,7 +204,7 @@ def test_the_name_that_members_are_asked_for(served, certificates, secrets):
 
 @pytest.mark.feature("pool.tls_container_ref")
 @pytest.mark.parametrize("kind", [None, "HTTP", "HTTPS", "TLS-HELLO"])
-def test_members_learn_who_the_load_balancer_is(served, certificates, secrets, insiders, outsiders, kind):
+def test_members_get_the_load_balancers_certificate(served, certificates, secrets, insiders, outsiders, kind):
     """In checks as in traffic; a pool does not show the certificate of another one."""
     web = served.web(tls=serving(certificates["good"], clients=insiders))
     watched = None if kind is None else checks(None, kind)

@@ -75,7 +75,7 @@ def test_a_pool_behind_every_listener(served, tenant, protocol, address):
 
 
 @pytest.mark.feature("pool.protocol.PROXYV2", "listener.client_authentication")
-def test_the_member_is_told_who_the_client_is(served, tenant):
+def test_member_gets_the_clients_address(served, tenant):
     clients = Authority("clients")
     tree = load_balancer(
         terminated(client_authentication="OPTIONAL", client_ca_tls_container_ref="clients"),
@@ -93,7 +93,7 @@ def test_the_member_is_told_who_the_client_is(served, tenant):
 
 @pytest.mark.feature("pool.protocol.PROXY", "pool.protocol.PROXYV2")
 @pytest.mark.parametrize("protocol", VERSIONS)
-def test_nobody_is_taken_for_somebody_else(served, protocol):
+def test_processes_are_not_confused(served, protocol):
     """Connections to members are kept and used again, but never for another client."""
     web = served.web(proxied=True)
     served.push(load_balancer(listener(80), pool("pool", member(web), protocol=protocol)))

@@ -121,7 +121,7 @@ def test_a_member_that_joins_proves_itself_first(served, push, lab):
 
 
 @pytest.mark.feature("healthmonitor.delay", "member.backup")
-def test_what_has_no_command_takes_a_member_that_nobody_misses(served, push):
+def test_change_without_a_command_replaces_an_idle_member(served, push):
     """It is removed and added while another one serves; a single or persistent member needs a new worker."""
     a, b = served.web("a", MEMBER), served.web("b", MEMBER6)
 

@@ -127,7 +127,7 @@ def admitted(served, tenant, certificate, version) -> bool:
         return False
 
 
-def test_who_may_come_in_is_decided_at_once(served, push, tenant):
+def test_permission_changes_apply_at_once(served, push, tenant):
     """Also for a client that would resume its session."""
     clients, others = Authority("clients"), Authority("others")
     ada, bob, eve = clients.issue("ada"), clients.issue("bob", number=1), others.issue("eve")

@@ -297,7 +297,7 @@ def test_what_was_changed_early_is_taken_back_when_the_check_refuses(amphora):
         "link set eth1 mtu 1400",
     ],
 )
-def test_interfaces_that_somebody_touched_are_put_right_with_any_change(amphora, change):
+def test_edited_interfaces_are_repaired_with_any_change(amphora, change):
     amphora.push(1, text(listener(["m1"])))
     before = amphora.call("GET", "/v2/diagnostics")[1]["interfaces"]
     # Until nothing is announced any more, the agent looks at everything with each change anyway.

@@ -169,7 +169,7 @@ def test_haproxy_dies(machine, place, alone, record_property):
     assert seconds < 2.0
 
 
-def test_haproxy_and_who_watches_it_die_together(machine):
+def test_haproxy_and_its_watcher_end_together(machine):
     old, watcher = machine.pid("haproxy"), machine.pid("health-watcher")
     os.kill(watcher, signal.SIGSTOP)  # it sees nothing any more
     os.kill(old, signal.SIGKILL)
@@ -191,7 +191,7 @@ def test_haproxy_freezes(machine):
     eventually(lambda: said(machine) == "0", "it has thawed")
 
 
-def test_who_is_not_wanted_is_not_missed(machine):
+def test_unwanted_amphora_is_not_missing(machine):
     push(machine, None)
     assert machine.pid("haproxy") is None
     time.sleep(0.3)  # two looks of the watcher

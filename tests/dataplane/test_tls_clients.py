@@ -106,13 +106,13 @@ ALL = {ANONYMOUS, MEMBER, REVOKED, EXPIRED, STRANGER}
     ],
     ids=named,
 )
-def test_who_is_let_in(served, tenant, people, secrets, version, wanted, expected):
+def test_permitted_clients(served, tenant, people, secrets, version, wanted, expected):
     served.push(load_balancer(terminated(**wanted), pool("pool", member(served.web()))), secrets)
     assert admitted(served, tenant, people, version) == expected
 
 
 @pytest.mark.feature("listener.client_authentication")
-def test_who_is_not_let_in_reaches_no_member(served, tenant, people, secrets):
+def test_forbidden_client_reaches_no_member(served, tenant, people, secrets):
     web = served.web()
     served.push(load_balancer(terminated(**asking("MANDATORY", crl="revoked")), pool("pool", member(web))), secrets)
     for vip in VIPS:

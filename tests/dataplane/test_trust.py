@@ -129,7 +129,7 @@ def fingerprint(pem):
     return hashlib.sha256(ssl.PEM_cert_to_DER_cert(first)).hexdigest()
 
 
-def test_both_authorities_are_rotated_and_nobody_is_shut_out(amphora, network, client, told):
+def test_rotation_of_both_cas_interrupts_no_connection(amphora, network, client, told):
     """What a controller does at each step of both rotations, with the agent killed after each of them."""
     ctl = network.thread("ctl").run
     old, signs, calls = amphora.authority, Authority("newer amphorae"), Authority("newer controllers")

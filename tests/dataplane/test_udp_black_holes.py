@@ -95,7 +95,7 @@ def another(lab):
     [(VIP, "198.51.100.20", PLACES), (VIP6, "2001:db8:1::20", PLACES6)],
     ids=["IPv4", "IPv6"],
 )
-def test_who_sends_all_the_time_is_led_when_a_listener_appears(lab, clients, vip, source, members):
+def test_continuous_sender_reaches_a_new_listener(lab, clients, vip, source, members):
     first = virtual_server(*ALL_MEMBERS)
     other = virtual_server(*(member(*one) for one in members.items()), port=OTHER)
     with Sender(clients.flow(source, vip, OTHER, OWN_PORT)) as sender:
@@ -131,7 +131,7 @@ def test_only_unled_flows_of_the_place_end(lab, inner, clients):
     assert before == after, "and none with a rule"
 
 
-def test_a_members_change_survives_that_somebody_took_the_rules_away(lab, inner, clients):
+def test_member_change_survives_deleted_rules(lab, inner, clients):
     servers, engine = another(lab), NftablesEngine()
     gone = {(servers[0].id, name_of("member", "b1")): False}
     inner.run(engine.apply, servers, {})

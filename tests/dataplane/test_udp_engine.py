@@ -47,7 +47,7 @@ def push(lab, *servers):
     assert status == 200, answer
 
 
-def test_who_begins_anew_goes_on_with_counters_and_flows(lab, inner, clients):
+def test_restarted_checker_keeps_counters_and_flows(lab, inner, clients):
     push(lab, virtual_server(*ALL_MEMBERS))
     some = clients.flows(len(ALL_MEMBERS))
     before = [flow.ask().member for flow in some]

@@ -60,7 +60,7 @@ def is_counted(lab, **flows):
     time.sleep(2 * _REBALANCE_SECONDS)  # nothing says that turns were made
 
 
-def test_who_holds_many_flows_gets_none_until_others_hold_as_many(lab, clients):
+def test_loaded_member_gets_no_flow_until_others_are_equal(lab, clients):
     serve(lab, "l1")
     held = clients.flows(30)
     assert members_of(held) == {"l1": 30}

@@ -157,7 +157,7 @@ def test_a_member_that_drains_keeps_its_flows(udp):
     assert members_of(udp.clients.flows(6)) == {"u2": 6}
 
 
-def test_a_backup_serves_only_where_nobody_else_does(udp):
+def test_backup_members_serve_only_without_other_members(udp):
     backup = member("u3", PLACES["u3"], backup=True)
     udp.push(virtual_server(member("u1", PLACES["u1"]), backup))
     assert members_of(udp.clients.flows(6)) == {"u1": 6}
@@ -181,7 +181,7 @@ def _answers(flow):
 
 
 @pytest.mark.parametrize("source", ["198.51.100.20", "2001:db8:1::20"])
-def test_a_member_that_says_nobody_is_there_is_heard(udp, source):
+def test_port_unreachable_of_a_member_marks_it_down(udp, source):
     """An error (ICMP) about a flow finds its way to the client as an answer does."""
     absent = "2001:db8:1::116" if ":" in source else "198.51.100.116"
     udp.push(virtual_server(member("absent", absent)))
@@ -199,7 +199,7 @@ def test_the_limit_of_connections(udp):
     assert late.ask().member == "u1"
 
 
-def test_who_is_not_allowed_is_refused_and_who_is_there_goes_on(udp):
+def test_forbidden_client_is_refused_and_existing_flows_continue(udp):
     flow = udp.clients.flow("198.51.100.22")
     udp.serve(u1=1, s1=1)
     assert flow.ask().member == "u1"

@@ -97,7 +97,7 @@ def test_only_what_the_kernel_believes_is_to_be_proven(place, neighbours, versio
     assert not neighbours.probe(absent)
 
 
-def test_who_is_no_neighbour_is_nobodys_proof(place, neighbours):
+def test_member_behind_a_router_has_no_neighbour_proof(place, neighbours):
     meet(place, GATEWAY)
     assert not neighbours.probe(FAR), "there is no way to it"
     ip(f"-n {place.inner} route add {FAR}/32 via {GATEWAY}")

@@ -104,7 +104,7 @@ def test_without_a_member_it_is_refused_and_udp_has_the_same_port(lab, sctp_memb
         assert clients.flow(port=PORT).ask().seen == FIXED
 
 
-def test_who_is_not_allowed_has_no_association(lab, sctp_members):
+def test_forbidden_client_has_no_association(lab, sctp_members):
     place = PLACES[4][0]
     allowed = [{"protocol": "sctp", "port": PORT, "networks": ["198.51.100.20/32"]}]
     servers = [_listener(member("s", place, MEMBER_PORT))]

@@ -61,7 +61,7 @@ def push(amphora, servers, haproxy=None):
     return answer
 
 
-def test_the_agent_dies_and_nobody_notices(audited):
+def test_killed_agent_interrupts_no_request(audited):
     flows = audited.clients.flows(6)
     assert members_of(flows) == dict.fromkeys(PLACES, 2)
     with Stream(flows) as stream:
@@ -115,7 +115,7 @@ def test_beside_haproxy(audited):
     assert members_of(flows) == {"u1": 3}
 
 
-def test_who_may_not_come_in_is_kept_out_before_anything_is_forwarded(audited):
+def test_rules_apply_before_forwarding(audited):
     """Also where HAProxy has nothing to do: a flow that has begun would go on for ever."""
     haproxy = text(listener(["m1"]))
     generation = push(audited, [], haproxy)["generation"]

@@ -76,7 +76,7 @@ def end_long(traffic: Traffic) -> dict[str, dict]:
     ("changes", "replaced", "reloads"),
     [pytest.param(100, 10, 20, id="130"), pytest.param(1000, 100, 100, id="1200", marks=pytest.mark.extended)],
 )
-def test_many_changes_disturb_nobody(served, traffic, tenant, changes, replaced, reloads):
+def test_many_changes_interrupt_no_request(served, traffic, tenant, changes, replaced, reloads):
     """Member changes and certificates without a new worker, then reloads, all under the same load."""
     members = quick_members("member", 8, 0)
     stable, changing = members[:4], members[4:]

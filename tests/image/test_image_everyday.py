@@ -45,7 +45,7 @@ def test_a_stranger_is_not_answered(first, estate):
         estate.thread("control").run(ask)
 
 
-def test_the_config_drive_makes_it_who_it_is(first):
+def test_config_drive_sets_the_identity(first):
     assert first.run("hostname").strip() == f"amphora-{first.id}"
     listed = json.loads(first.run("ip", "-j", "addr", "show", "to", first.address))
     assert [link["mtu"] for link in listed if link.get("addr_info")] == [1500]

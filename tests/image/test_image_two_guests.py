@@ -37,7 +37,7 @@ _CLIENT = (
 # --- a guest that was frozen -------------------------------------------------------------------------------
 
 
-def test_a_guest_goes_on_from_a_frozen_one_as_somebody_of_its_own(second, why_cold, record_property):
+def test_resumed_guest_has_its_own_identity(second, why_cold, record_property):
     record_property("from a frozen guest to its agent, seconds", round(second.booted_after, 1))
     assert not why_cold or "KVM" in why_cold
     assert second.call("GET", "/v2/info")[1]["amphora_id"] == second.id

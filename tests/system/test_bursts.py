@@ -76,7 +76,7 @@ def taken(cloud, balancers):
     return round(found[len(found) // 2], 2), round(found[len(found) * 9 // 10], 2)
 
 
-def test_everybody_at_once(cloud, record_property):
+def test_all_amphorae_at_once(cloud, record_property):
     """All become ACTIVE and serve; every accepted call was performed once, and no load balancer has two amphorae."""
     begun = time.monotonic()
     with ThreadPoolExecutor(USERS) as users:

@@ -262,14 +262,14 @@ def test_a_control_plane_that_was_killed_and_came_back(stack, change):
 
 
 @pytest.mark.usefixtures("calm")
-def test_a_database_that_nobody_can_write_to(cloud):
+def test_database_without_writes(cloud):
     with Path(f"{cloud.settings.data}/amphora-driver.sqlite.lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         time.sleep(BLIND_FOR)
 
 
 @pytest.mark.usefixtures("calm")
-def test_a_user_while_nobody_can_write(cloud, balancer):
+def test_users_request_while_the_database_refuses_writes(cloud, balancer):
     """A stopped process holds the write lock: a user's request is refused in time, without a trace."""
     change = functools.partial(cloud.balancers.update_load_balancer, balancer.id, description="changed")
     with Path(f"{cloud.settings.data}/amphora-driver.sqlite.lock").open("wb") as lock:

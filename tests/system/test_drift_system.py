@@ -57,7 +57,7 @@ def answers(lab, balancer):
         return False
 
 
-def test_an_amphora_that_somebody_else_pushed_is_pushed_again(lab, balancer):
+def test_foreign_push_is_replaced(lab, balancer):
     """By hand, with the controller's certificate: a newer generation of something else."""
     (one,) = lab.of(balancer)
     conf, vault = lab.compute_conf(), lab.vault()

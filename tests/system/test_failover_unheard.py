@@ -68,7 +68,7 @@ def deaf(stack):
     stack.up()
 
 
-def test_the_standby_has_the_vips_and_nobody_has_heard_of_it(cloud, settings, balancer, agents, request):
+def test_standby_took_the_vips_unnoticed(cloud, settings, balancer, agents, request):
     stays, goes = sorted(pair(cloud, balancer).values(), key=lambda one: not one.holds_vip)
 
     def says(one):

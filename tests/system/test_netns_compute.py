@@ -234,7 +234,7 @@ def test_attached_once_also_after_the_agent_took_it(lab):
     assert len(lab.cables(order.amphora_id)) == 2
 
 
-def test_attached_again_after_whoever_did_died_before_it_led_anywhere(lab):
+def test_interrupted_attach_is_completed(lab):
     order = lab.order()
     machine = lab.compute.boot(order)
     port = lab.network.ensure_port(order.amphora_id, "net", ["v4"])

@@ -141,7 +141,7 @@ def sees_for(lab, seconds):
 
 @pytest.mark.extended
 @pytest.mark.usefixtures("calm")
-def test_nobody_is_taken_for_dead_because_the_database_was_away(lab, server):
+def test_database_outage_causes_no_failover(lab, server):
     """Longer than an amphora may be silent; a later failure is still detected."""
     cloud = lab.cloud
     other = cloud.served("watched", ("member1",))

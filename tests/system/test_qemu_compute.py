@@ -150,7 +150,7 @@ def test_a_machine_is_booted_once_however_often_it_is_asked_for(lab):
     lab.compute.destroy(order.amphora_id)
 
 
-def test_a_machine_outlives_whoever_booted_it(lab):
+def test_machine_survives_the_process_that_booted_it(lab):
     order = lab.order()
     script = (
         "import sys\nfrom amphora_driver import config\nfrom amphora_driver.compute.interface import BootRequest\n"

@@ -175,7 +175,7 @@ def balancer(lab):
 
 
 @pytest.fixture(autouse=True)
-def nobody_is_replaced(lab, balancer):
+def no_replacement(lab, balancer):
     """A wrong detection would have happened by the end of the test."""
     yield
     lab.sees_for(2.5 * SILENT_AFTER)

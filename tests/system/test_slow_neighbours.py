@@ -144,7 +144,7 @@ def swallowed(cloud, holes, name, kind="freeze"):
 
 
 @pytest.mark.extended
-def test_black_holes_cost_nobody_else_time(cloud, stack, holes, database):
+def test_black_holes_delay_no_other_load_balancer(cloud, stack, holes, database):
     log = stack.supervision.log("amphora-controller")
     well = cloud.served("well", ("member1",))
     pool = cloud.pool_of(well)

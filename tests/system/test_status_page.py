@@ -126,7 +126,7 @@ def test_log_lines_of_a_job_say_what_they_are_about(cloud, settings, stack):
     assert all(f"[lb={balancer.id} gen=" in line for line in steps)
 
 
-def test_who_has_the_token_sees_it_and_nobody_else_does(settings, tmp_path):
+def test_only_the_token_grants_access(settings, tmp_path):
     (free_port,) = free_ports(1)
     conf = config.load([str(settings.driver_configuration)])
     token = tmp_path / "token"

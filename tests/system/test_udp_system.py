@@ -228,13 +228,13 @@ def test_an_algorithm_that_no_engine_has_in_one_request(cloud):
 
 
 @pytest.mark.extended
-def test_who_has_the_fewest_gets_the_next(cloud, settings, members):
+def test_least_loaded_member_gets_the_next_flow(cloud, settings, members):
     balancer = served(cloud, "udp-fewest", ("member1", "member2"), pool={"lb_algorithm": "LEAST_CONNECTIONS"})
     assert answers(settings, balancer.vip_address, 10) == {"member1": 5, "member2": 5}
 
 
 @pytest.mark.extended
-def test_whom_members_see(cloud, settings, members):
+def test_source_address_for_members(cloud, settings, members):
     balancer = served(cloud, "udp-hidden", ("member1",))
     (answer,) = datagrams.said(settings, balancer.vip_address)
     assert answer.startswith("member1 192.0.2."), "an amphora's address on the members' network"

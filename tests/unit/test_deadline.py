@@ -16,7 +16,7 @@ def test_a_part_ends_with_the_whole_at_the_latest():
     assert 3 < whole.within(60).left() <= 10
 
 
-def test_who_waits_takes_the_least():
+def test_waiting_process_uses_little_cpu():
     whole = Deadline(10)
     assert whole.limit_wait(3) == 3
     assert 9 < whole.limit_wait(60) <= 10

@@ -79,6 +79,16 @@ def test_code_names_the_subject():
     assert wrong == []
 
 
+def test_names_of_functions_and_classes_name_the_subject():
+    wrong = [
+        f"{place(path)}:{node.lineno}: {node.name}"
+        for path in [*product(".py"), *modules_of_tests()]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and persons(node.name.replace("_", " "), "")
+    ]
+    assert wrong == []
+
+
 @pytest.mark.parametrize("suffix", [".j2", ".js", ".css", ".sh", ".mako", ".json", ".service"])
 def test_other_files_of_the_product_name_the_subject(suffix):
     wrong = [one for path in product(suffix) for one in persons(path.read_text(encoding="utf-8"), place(path))]

@@ -39,7 +39,7 @@ def test_it_dies_once(tmp_path, name):
         assert process.communicate(timeout=60)[0] == "through\n"
 
 
-def test_everybody_dies_who_comes(tmp_path):
+def test_every_process_at_the_failpoint_is_killed(tmp_path):
     (tmp_path / "claimed").write_text("die again")
     for _ in range(2):
         with start(tmp_path) as process:
@@ -59,7 +59,7 @@ def test_it_waits_until_it_may_go_on(tmp_path):
         assert process.communicate(timeout=60)[0] == "through\n"
 
 
-def test_nothing_happens_where_nobody_asked_for_it(monkeypatch, tmp_path):
+def test_no_effect_without_a_request(monkeypatch, tmp_path):
     monkeypatch.setattr(failpoints, "_DIRECTORY", None)
     monkeypatch.setattr(failpoints, "_stop", pytest.fail)
     failpoints.reach(Point.CLAIMED)

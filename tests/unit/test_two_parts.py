@@ -260,7 +260,7 @@ def run(tmp_path):
     return Run(tmp_path)
 
 
-def test_who_is_run_when(run):
+def test_run_order_of_tests(run):
     items = [item("quiet", quiet=True), item("fine"), item("bad")]
     first = list(items)
     Together(run._directory).pytest_collection_modifyitems(run.config, first)
@@ -408,7 +408,7 @@ def test_when_a_machine_is_calm(tmp_path, pressure, load, calm):
 
 
 @pytest.mark.parametrize(("said", "asked"), [(None, "1"), ("", "1"), ("1", "1"), ("0", ""), ("all", "all")])
-def test_the_image_is_asked_unless_somebody_says_no(monkeypatch, said, asked):
+def test_image_is_booted_unless_disabled(monkeypatch, said, asked):
     monkeypatch.delenv(IMAGE, raising=False)
     if said is not None:
         monkeypatch.setenv(IMAGE, said)

@@ -184,7 +184,7 @@ def test_a_dynamic_cookie_is_computed_before_a_new_server_has_requests():
         ([ONE], [ONE, TWO + " check disabled"], False),
     ],
 )
-def test_who_joins_waits_for_his_first_check_where_somebody_stays(before, after, awaits_check):
+def test_new_member_waits_for_its_first_check(before, after, awaits_check):
     for features in (Features(cookies=True, init_state=True), Features()):
         verdict = compare_configurations(configuration(*before), configuration(*after), features=features)
         added = [action.awaits_check for action in verdict.actions if isinstance(action, AddServer)]
@@ -205,7 +205,7 @@ def test_what_a_server_can_do_itself_is_not_done_for_it():
     assert isinstance(compare_configurations(*own, features=Features(cookies=True)), Runtime)
 
 
-def test_who_serves_while_a_member_is_replaced():
+def test_serving_members_during_a_replacement():
     off, none, spare, new = (f"server {name} 192.0.2.7:80" for name in ("off", "none", "spare", "new"))
     old = configuration(ONE, TWO, off + " disabled", none + " weight 0", spare + " backup")
     wanted = configuration(ONE + " fall 2", TWO, off + " disabled", none + " weight 0", spare + " backup", new)

@@ -75,7 +75,7 @@ def test_every_unit_is_bounded(name):
         assert found["ProtectHome"] == found["PrivateTmp"] == "yes"
 
 
-def test_who_speaks_with_strangers_is_not_root():
+def test_network_facing_daemons_are_not_root():
     made = (IMAGE / "post-install.d/50-amphora-units").read_text()
     for service, capabilities in (("responder", "CAP_NET_RAW"), ("checker", "CAP_NET_ADMIN CAP_NET_RAW")):
         found = settings(f"amphora-{service}.service")
@@ -84,7 +84,7 @@ def test_who_speaks_with_strangers_is_not_root():
         assert f" {found['User']}" in next(line for line in made.splitlines() if line.startswith("for user in "))
 
 
-def test_what_nobody_named_has_no_rights_at_all():
+def test_unnamed_unit_has_no_permissions():
     found = settings("amphora-health-watcher.service")
     assert found["CapabilityBoundingSet"] == ""
     assert found["ReadWritePaths"] == "/run/amphora-agent"

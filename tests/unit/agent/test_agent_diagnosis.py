@@ -74,7 +74,7 @@ def test_sessions_are_counted_by_their_way():
     assert "192.0.2.1" not in json.dumps(found)
 
 
-def test_who_did_not_answer_is_not_waited_for_again(monkeypatch):
+def test_unreachable_agent_is_not_awaited_again(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(redaction.time, "monotonic", lambda: now[0])
     waited = []

@@ -166,7 +166,7 @@ def test_a_file_is_damaged_until_it_holds_what_it_should_again(tmp_path):
     assert sets.damaged(files) == []
 
 
-def test_a_text_that_somebody_wrote_into_is_not_what_was_confirmed(tmp_path):
+def test_edited_text_differs_from_the_confirmed_one(tmp_path):
     good, bad = tmp_path / "good", tmp_path / "bad"
     good.write_text("listen\n")
     bad.write_text("listen to me\n")

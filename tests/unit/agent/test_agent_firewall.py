@@ -200,7 +200,7 @@ def test_a_listener_on_the_partners_port_does_not_shut_the_partner_out():
         ),
     ],
 )
-def test_meanwhile_only_those_come_in_whom_both_let_in(one, other, wanted):
+def test_during_a_change_only_clients_of_both_rule_sets_are_permitted(one, other, wanted):
     assert intersect(one, other) == wanted
 
 
@@ -294,7 +294,7 @@ def test_ports_of_two_protocols_are_two_ports():
     assert describe_change(udp, both) == "allowed clients of port 53 changed"
 
 
-def test_who_forwards_is_no_router():
+def test_forwarding_amphora_is_no_router():
     server = object()
     forwards = other([], (server,), ("198.51.100.5/32", "2001:db8:1::5/128", "198.51.100.4/32"))
     head, *rest = chain(forwards, "forwarding")

@@ -43,7 +43,7 @@ def test_members_that_are_not_wanted_get_no_new_requests(servers, expected):
     [UP._replace(up=False), UP._replace(weight=0), UP._replace(maintenance=True), UP._replace(draining=True)],
     ids=["down", "no weight", "disabled", "drained"],
 )
-def test_one_that_does_not_serve_is_nobody_else(there):
+def test_unserving_amphora_keeps_its_identity(there):
     assert drain_commands(wanted("y 192.0.2.1:80"), {("b", "x"): UP, ("b", "y"): there}) == []
     assert drain_commands(wanted("y 192.0.2.1:80"), {("b", "x"): there, ("b", "y"): UP}) == []
 

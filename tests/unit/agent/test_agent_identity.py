@@ -62,7 +62,7 @@ def test_the_present_one_is_described_whatever_is_wrong_with_it(place):
     assert place.identity.certificate().expires < time.time()
 
 
-def test_where_nobody_said_who_vouches_everything_else_is_looked_at(place):
+def test_without_a_ca_all_other_properties_are_verified(place):
     """As on an amphora that Octavia's worker has made: it has its own authority, and did not say so."""
     new = pem(place.issuer, 2)
     assert place.take(new).expires > time.time() + 86400
@@ -71,7 +71,7 @@ def test_where_nobody_said_who_vouches_everything_else_is_looked_at(place):
         place.take(pem(place.issuer, name=uuid.uuid4()))
 
 
-def test_where_it_was_said_nobody_else_can(place):
+def test_reported_state_is_authoritative(place):
     (place.paths.etc / "server_ca.pem").write_text(place.amphorae)
     _, other = authority("amphorae")
     with pytest.raises(CertificateRefused, match="a controller would not accept it"):
@@ -102,7 +102,7 @@ def test_what_does_not_work_is_undone(place, what):
     assert place.files() == before
 
 
-def test_who_calls_has_to_be_able_to_call_again(place):
+def test_caller_must_stay_authorized(place):
     other, _ = authority("others")
     with pytest.raises(CertificateRefused, match="none of the CAs"):
         place.take(pem(place.issuer), client_ca=other)
@@ -125,7 +125,7 @@ def booted(place, client_ca):
     return (place.paths.etc / "client_ca.pem").read_text()
 
 
-def test_whose_authority_was_taken_away_may_not_call_after_a_boot(place):
+def test_removed_ca_stays_removed_after_a_boot(place):
     place.identity.context()
     newer, _ = authority("newer")
     place.take(pem(place.issuer), client_ca=place.controllers + newer)

@@ -71,7 +71,7 @@ def test_nothing_is_left_in_the_environment():
     assert sd_notify.take_inherited(environment, 7) == NOTHING_INHERITED
 
 
-def test_who_was_not_started_by_systemd_says_nothing():
+def test_process_without_systemd_sends_no_notification():
     sd_notify.notify_ready(NOTHING_INHERITED)
     assert NOTHING_INHERITED.receive() == {}
 
@@ -132,7 +132,7 @@ def test_no_more_than_systemd_takes(address, listener, tmp_path):
         services.drop(str(number))
 
 
-def test_nobody_listens(address, tmp_path):
+def test_no_listener(address, tmp_path):
     services = Systemd(Paths(tmp_path), Inherited(address))
     with pytest.raises(ServiceError, match="does not accept the message"):
         services.keep("x", 0)

@@ -76,7 +76,7 @@ def revoking(*serials: int) -> str:
     )
 
 
-def test_whom_a_list_revokes():
+def test_revoked_clients():
     many = tuple(range(1, 300))
     assert crl.revoked(revoking()) == (1, [])
     assert crl.revoked(revoking(2**100, 0x80) + revoking(*many)) == (2, sorted([0x80, 2**100, *many]))

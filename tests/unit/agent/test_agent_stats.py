@@ -72,7 +72,7 @@ def test_a_row_that_goes_and_comes_back_in_the_same_worker_is_counted_on():
     assert first(totals) == 35
 
 
-def test_rows_that_nobody_has_any_more_are_remembered_but_not_for_ever():
+def test_rows_of_former_listeners_expire():
     totals = MonotonicCounters()
     for number in range(MOST_ABSENT + 500):
         totals.read("1", {f"p,{number}": counted(1)[ROW], ROW: counted(number)[ROW]})

@@ -156,7 +156,7 @@ def test_only_what_is_wanted_begins(tmp_path, wanted, code):
 
 
 @pytest.mark.parametrize(("wanted", "health"), [("wanted", "1"), ("missed", "1"), ("dismissed", "0"), ("stopped", "0")])
-def test_whose_end_is_amiss(tmp_path, wanted, health):
+def test_missing_end_of_a_process(tmp_path, wanted, health):
     (tmp_path / "wanted").write_text(f"{wanted}\n")
     (tmp_path / "pid").write_text("7\n")
     script("end", tmp_path, tmp_path / "health", SERVICE_RESULT="signal", EXIT_CODE="killed", EXIT_STATUS="SEGV")

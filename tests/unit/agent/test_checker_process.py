@@ -107,7 +107,7 @@ def test_a_socket_that_an_earlier_event_has_closed_is_left_alone():
                 one.close()
 
 
-def test_small_numbers_are_left_to_those_who_need_them():
+def test_small_port_numbers_stay_free():
     """libnftables waits with select(2)."""
     held = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(20)]
     moved = []
@@ -259,7 +259,7 @@ def test_one_that_served_is_not_ended_before_it_has_taken_that_back(paths, monke
     assert ("stop", client.SERVICE) not in services.calls
 
 
-def test_nobody_waits_for_the_last_words(paths, monkeypatch):
+def test_stop_does_not_wait_for_output(paths, monkeypatch):
     """Heartbeats ask for them, those of all listeners; the checker may be silent for as long as it likes."""
     monkeypatch.setattr(client, "ANSWER_TIMEOUT_SECONDS", 5.0, raising=False)
     monkeypatch.setattr(client, "STATE_TIMEOUT_SECONDS", 5.0)

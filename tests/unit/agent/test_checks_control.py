@@ -85,7 +85,7 @@ def asking(path):
     return connection
 
 
-def test_who_has_no_file_left_lets_people_in_later(turning, listening, capfd):
+def test_server_without_descriptors_accepts_later(turning, listening, capfd):
     path = listening(lambda _: {"well": True})
     with asking(path) as connection:
         with files(_next_file()):
@@ -187,7 +187,7 @@ def question(op, *servers):
     return {"op": op, "digest": f"{len(servers)}", "paired": False, "servers": to_document(servers)}
 
 
-def test_who_serves_nothing_is_as_wanted_where_nothing_is_wanted(checking):
+def test_idle_amphora_without_listeners_has_no_drift(checking):
     """It was only asked whether it could serve something."""
     checker, _, _ = checking
     assert checker.handle_request(question("differs")) == {"differs": []}

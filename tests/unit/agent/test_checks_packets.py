@@ -162,7 +162,7 @@ def unreachable6(source=MEMBER6, code=4):
     return bytes(outer) + bytes((1, code)) + bytes(6) + bytes(inner) + struct.pack("!HHHH", 4242, 53, 8, 0)
 
 
-def test_whom_an_error_is_about():
+def test_object_of_an_error():
     flow = Flow(socket.AF_INET, 17, (MEMBER, 53), (US, 4242))
     assert icmp_errors.parse_port_unreachable(socket.AF_INET, unreachable()) == flow
     assert icmp_errors.parse_port_unreachable(socket.AF_INET, unreachable(options=8)) == flow

@@ -110,7 +110,7 @@ def test_a_pool_that_begins_serves_at_once():
     assert set(member_state.member_health(wanted, member_state.carry_over({}, (), wanted, 9.0)).values()) == {True}
 
 
-def test_a_monitor_that_comes_takes_nobody_away_and_one_that_goes_leaves_nobody_down():
+def test_monitor_changes_leave_members_up():
     one, two = member(1), member(2)
     before = (server(one, two, monitor=None),)
     found = member_state.carry_over({}, before, (server(one, two),), 9.0)

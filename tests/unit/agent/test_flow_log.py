@@ -184,7 +184,7 @@ def test_a_flow_that_was_ended_with_its_member_says_so(silences):
     assert owners.render(FLOW, silences) == f"{M1} 1000 --"
 
 
-def test_who_wants_no_line_has_none(silences):
+def test_listener_without_logging_has_no_line(silences):
     owners = FlowAttribution()
     owners.add_servers([replace(BOTH, log_format=None)])
     assert owners.render(FLOW, silences) is None
@@ -207,7 +207,7 @@ def test_a_format_that_is_no_line_is_refused(text):
 
 
 @pytest.mark.parametrize("kind", ["pipe", "socket"])
-def test_who_does_not_read_is_not_waited_for(kind):
+def test_unread_client_is_not_awaited(kind):
     if kind == "pipe":
         reader, writer = os.pipe()
     else:

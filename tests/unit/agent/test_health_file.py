@@ -76,7 +76,7 @@ def serving(watched) -> Watched:
     return watched
 
 
-def test_who_has_only_started_is_not_judged(watched):
+def test_started_amphora_is_not_judged(watched):
     watched.health.started(1)
     watched.pass_time(10 * PATIENCE)
     assert watched.said == ""
@@ -104,7 +104,7 @@ def test_busy(watched, ready):
     assert watched.said == DEAD
 
 
-def test_own_lateness_is_nobody_elses_fault(watched):
+def test_late_detector_blames_no_amphora(watched):
     serving(watched)
     watched.health.run_due(watched.health.due)  # asked
     watched.health.run_due(watched.health.due + 60.0)  # and then this process did not run for a minute
@@ -123,7 +123,7 @@ def test_dead_until_it_answers_again(watched):
     assert watched.said == ALIVE
 
 
-def test_nobody_misses_what_is_not_wanted(watched):
+def test_unwanted_daemons_are_no_problem(watched):
     serving(watched)
     watched.health.exited(wanted=False)
     assert (watched.said, watched.health.due) == (ALIVE, None)

@@ -117,7 +117,7 @@ def test_dismissed_and_wanted_again(daemon):
     daemon.says("1")
 
 
-def test_who_begins_anew_believes_what_the_file_says(daemon):
+def test_restarted_watcher_reads_the_file(daemon):
     daemon.health.write_text("1")
     daemon.want("wanted")
     daemon.care()
@@ -132,6 +132,6 @@ def test_a_line_that_is_being_written(tmp_path):
     assert health_watcher.read_line(file) == "1234"
 
 
-def test_whose_process_it_is():
+def test_owner_of_a_process():
     assert not health_watcher.is_in_unit(1, UNIT)
     assert not health_watcher.is_in_unit(2**22 + 1, UNIT)

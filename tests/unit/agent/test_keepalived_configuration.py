@@ -34,7 +34,7 @@ def block(rendered: str, name: str) -> list[str]:
     return lines[begin + 1 : lines.index("}", begin)]
 
 
-def test_nobody_is_preferred_and_nothing_is_sent_to_everybody():
+def test_no_preemption_and_no_multicast():
     lines = [line.strip() for line in text(VIP).splitlines()]
     for wanted in (
         "state BACKUP",

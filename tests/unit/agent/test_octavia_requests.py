@@ -336,7 +336,7 @@ def with_vrrp(found):
         (with_vrrp(said(vrrp_started=True)), False, 2, True),
     ],
 )
-def test_who_has_the_vips(found, pair, vips, vrrp):
+def test_vip_holder(found, pair, vips, vrrp):
     made = stored_state.bundle(found, 5, pair=pair)
     assert len(made.interfaces[0].vips) == vips
     assert (made.vrrp is not None) is vrrp

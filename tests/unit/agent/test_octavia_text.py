@@ -126,7 +126,7 @@ def test_members_of_no_weight():
         "/etc/amphora-agent/server.pem",
     ],
 )
-def test_no_file_of_anybody_else(path):
+def test_no_file_of_another_load_balancer(path):
     with pytest.raises(RequestRefused, match="is no file of load balancer"):
         translate(f"frontend l\n    bind 192.0.2.1:443 ssl crt-list {path}\n", LB)
 

@@ -50,7 +50,7 @@ def test_what_it_says_once_more_is_the_same():
     assert prometheus.QUESTION == QUESTION
 
 
-def test_whom_to_ping_is_read_when_it_changes(tmp_path):
+def test_changed_ping_targets_are_reloaded(tmp_path):
     file = tmp_path / "pings"
     read = ping_targets.Targets(str(file))
     assert read() == {}

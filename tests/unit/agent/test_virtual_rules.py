@@ -63,7 +63,7 @@ def server(*members, number=1, **more):
         ([], (), [], []),
     ],
 )
-def test_who_serves_and_who_keeps_clients(members, down, serving, kept):
+def test_serving_and_retaining_members(members, down, serving, kept):
     one = server(*members)
     up = {(one.id, str(uuid.UUID(int=number))): False for number in down}
     assert [uuid.UUID(each.id).int for each in eligible_members.serving_members(one, up, 4)] == serving

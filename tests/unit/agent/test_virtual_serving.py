@@ -46,7 +46,7 @@ def serving():
     return checker, UdpUpdate(checker)
 
 
-def test_who_begins_looks_first_and_then_nobody_is_asked():
+def test_starting_process_reads_first():
     checker, one = serving()
     one.apply(ONE)
     assert checker.told() == [("differs", 1, False), ("serve", [1], False)]
@@ -91,7 +91,7 @@ def test_what_failed_is_put_back_and_what_cannot_be_is_asked_for_again():
     assert ("serve", [], False) in other.told()
 
 
-def test_a_listener_that_was_refused_leaves_nobody_behind():
+def test_refused_listener_leaves_no_process():
     """A check request starts the checker."""
     checker, one = serving()
     one.apply(NONE)

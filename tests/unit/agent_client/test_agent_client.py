@@ -347,7 +347,7 @@ def test_bodies_and_keys_are_not_logged(world, caplog):
 # --- trouble -----------------------------------------------------------------------------------------------
 
 
-def test_nobody_listens(world):
+def test_no_listener(world):
     with pytest.raises(AgentUnreachable, match="connection refused"):
         world.client(free_port()).info(AMPHORA, HOST)
 

@@ -107,7 +107,7 @@ def test_refused(changes, minimum, named):
         ({"protocol": ListenerProtocol.HTTPS}, False),
     ],
 )
-def test_who_speaks_tls(changes, speaks):
+def test_tls_clients(changes, speaks):
     assert tls.terminates(listener(**changes)) is speaks
 
 

@@ -193,7 +193,7 @@ def test_packets_keep_their_family(members, addresses, refused):
 
 
 @pytest.mark.parametrize("protocol", [one for one in ListenerProtocol if one not in options.READS_HTTP])
-def test_policies_need_somebody_who_reads(protocol):
+def test_l7_policies_need_http(protocol):
     policy = L7Policy(id="y", listener_id="l", action=L7Action.REJECT, position=1)
     assert f"has the protocol {protocol} and does not process HTTP" in said(
         options.check_policy_listener, policy, listener(protocol.value)
@@ -210,7 +210,7 @@ def test_each_listener_has_pools_of_its_own():
     assert set(options.POOL_PROTOCOLS) == set(PoolProtocol)
 
 
-def test_whom_members_see_is_for_the_network_to_say():
+def test_source_address_depends_on_the_network_backend():
     open_ = msgspec.structs.replace(LOCAL, supports=frozenset({"client_address"}))
     assert (
         profile.choose_profile({"client_address": "preserved"}, {}, deployment(network=(open_,))).client_address

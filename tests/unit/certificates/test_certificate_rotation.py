@@ -134,7 +134,7 @@ CONTROLLERS = [
 
 
 @pytest.mark.parametrize(("states", "trusted", "moves", "waits"), CONTROLLERS)
-def test_the_controllers_authority_moves_when_nobody_is_shut_out(states, trusted, moves, waits):
+def test_controller_ca_advances_after_all_confirmations(states, trusted, moves, waits):
     rows = [recorded(*one) for one in states]
     everyone = [held(number, trusts=text) for number, text in enumerate(trusted)]
     found = rotation_phase(CaKind.CONTROLLER, rows, everyone, NOW, 90.0)

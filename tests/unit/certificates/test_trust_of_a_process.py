@@ -203,7 +203,7 @@ def asking(trust, found):
     return thread
 
 
-def test_nobody_waits_for_a_slow_database_but_who_reads(house, reads):
+def test_slow_database_delays_the_reader_only(house, reads):
     found = []
     one = asking(house.trust, found)
     assert reads.begun.wait(60)
@@ -216,7 +216,7 @@ def test_nobody_waits_for_a_slow_database_but_who_reads(house, reads):
     assert (reads.number, len(found)) == (1, 1)
 
 
-def test_what_is_too_old_is_used_by_nobody(house, reads):
+def test_expired_snapshot_is_not_used(house, reads):
     """This process was stopped, say: a rotation has not waited for it."""
     house.trust.clock.later(3600.0)
     found = []
@@ -260,7 +260,7 @@ def test_a_slow_failure_is_not_followed_by_another_one_at_once(house, reads):
     assert reads.number == 4
 
 
-def test_who_knows_nothing_is_told_so_without_asking_each_time(house, reads):
+def test_missing_tables_are_cached(house, reads):
     reads.error = StoreError("read", "away")
     reads.go_on.set()
     new = TrustStore(house.conf, house.database, house.vault)

@@ -292,12 +292,12 @@ def test_amphora_list(run):
     assert len(json.loads(run("amphora", "list", "--project", "another", "-f", "json")[1])) == 1
 
 
-def test_a_spare_is_shown_to_whoever_asks_for_it(run):
+def test_amphora_show_prints_a_spare(run):
     shown = json.loads(run("amphora", "show", SPARE[:8], "-f", "json")[1])
     assert (shown["ID"], shown["Role"], shown["Load balancer"]) == (SPARE, "SPARE", POOL)
 
 
-def test_the_amphorae_of_a_pair_say_who_has_the_vips(run, config_file):
+def test_pair_reports_its_vip_holder(run, config_file):
     other = AMPHORA.replace("0b9d", "0b9e")
     partners = json.dumps([{"id": other, "address": "198.51.100.12"}])
     database = Database(f"sqlite:///{config_file.parent}/db.sqlite")

@@ -121,7 +121,7 @@ def test_once_rotated_the_files_are_not_asked_for(amphoractl, place, database):
     assert [one["State"] for one in found] == ["gone", "current", "next"]
 
 
-def test_whoever_cannot_read_the_files_is_told_so(amphoractl, place):
+def test_unreadable_files_are_an_error(amphoractl, place):
     (place.parent / "controller.pem").unlink()
     found = answer(amphoractl, place, "ca", "list")
     assert "cannot be read" in found[1]["Waits for"]

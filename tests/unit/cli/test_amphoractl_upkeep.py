@@ -237,7 +237,7 @@ def test_an_upgrade_names_the_command_that_binds_secrets(amphoractl, place, monk
 
 
 @pytest.mark.parametrize("how", ["duty", "lease", "sign of life"])
-def test_nothing_is_upgraded_under_who_works(amphoractl, place, database, monkeypatch, caplog, how):
+def test_upgrade_is_refused_while_processes_run(amphoractl, place, database, monkeypatch, caplog, how):
     now, name = time.time(), "host:7:abc"
     if how == "duty":
         put(database, duty, {"name": "housekeeping", "owner": name, "epoch": 1, "leased_until": now + 30})
@@ -350,7 +350,7 @@ def test_no_form_of_output_shows_a_key(amphoractl, place, database, form):
         assert not [word for word in (key, "canary", "gAAAA") if word in out + err]
 
 
-def test_a_key_file_for_everybody_is_refused(amphoractl, place, database, caplog):
+def test_world_readable_key_file_is_refused(amphoractl, place, database, caplog):
     (place.parent / "keys").chmod(0o644)
     assert amphoractl(place, "secrets", "status")[0] == 1
     assert "chmod o-rwx" in caplog.text

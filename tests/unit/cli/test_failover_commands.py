@@ -134,7 +134,7 @@ def test_without_a_detector_nothing_is(shown, database):
     assert found["Detector"] is None
 
 
-def test_who_is_silent_and_why_nothing_follows(shown, database):
+def test_silent_amphorae_with_verdicts(shown, database):
     detects(database)
     sees(database, state="open", reason="many", trial_at=time.time() + 600)
     verdict = "its agent does not answer (timed out); it waits: the breaker is open"

@@ -146,7 +146,7 @@ class Agents:
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_who_does_not_answer_wins_over_who_differs(filled, amphoractl, monkeypatch, first):
+def test_missing_answer_has_precedence_over_a_difference(filled, amphoractl, monkeypatch, first):
     machines = (Row(id="a", management_address="192.0.2.1"), Row(id="b", management_address="192.0.2.2"))
     wanted = json.dumps({"generation": 8, "haproxy": "", "interfaces": [], "vrrp": None})
     monkeypatch.setattr(drift, "load_record", lambda *_: Row(amphorae=machines))

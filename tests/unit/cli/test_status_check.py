@@ -165,7 +165,7 @@ def test_without_a_database_the_rest_is_looked_at(check, place, amphoractl):
     assert found["Everything else"][0] == "Warning"
 
 
-def test_nobody_is_alive(check, database):
+def test_no_process_is_alive(check, database):
     status, found = check()
     assert status == 2
     assert all(found[one][0] == "Failure" for one in ("Controllers", "Health managers", "Provider agents"))
@@ -248,7 +248,7 @@ def test_a_doorbell_directory_that_is_missing(check, well, folder):
     assert (status, found["Doorbells"][0]) == (1, "Warning")
 
 
-def test_what_nobody_has_thought_of_is_a_finding():
+def test_unexpected_error_is_a_finding():
     found = host_checks.run_check("Something", lambda: 1 / 0)
     assert (found.result.word, "ZeroDivisionError" in found.details) == ("Failure", True)
 

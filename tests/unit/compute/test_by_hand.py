@@ -56,7 +56,7 @@ def started(tmp_path, image):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
-def test_whoever_ends_it_ends_all_of_it(started, number):
+def test_every_end_removes_all_processes(started, number):
     process, said, temporary = started
     folder = Path(re.search(r"^in: (.*):", said, re.MULTILINE)[1])
     assert folder.parent == temporary
@@ -123,7 +123,7 @@ def test_a_file_that_is_not_there(image, monkeypatch, capsys, words):
     assert re.search(r"nowhere\.\w+ does not exist", capsys.readouterr().err)
 
 
-def test_a_port_that_somebody_has(image, capsys):
+def test_port_in_use(image, capsys):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(SystemExit):

@@ -29,7 +29,7 @@ def test_found_again_from_what_was_written_down(sleeper):
 
 
 @pytest.mark.parametrize("change", [{"started": 1}, {"boot": "another"}])
-def test_somebody_else_with_the_same_number_is_left_alone(sleeper, change):
+def test_process_with_a_reused_pid_gets_no_signal(sleeper, change):
     other = msgspec.structs.replace(sleeper, **change)
     assert not other.alive()
     assert not other.signal(signal.SIGKILL)

@@ -85,7 +85,7 @@ def test_a_kernel_is_booted_only_where_the_image_has_none_of_its_own():
 @pytest.mark.parametrize(
     ("accelerated", "beginning", "model"), [(True, "kvm", "host"), (False, "tcg,", "Opteron_G3-v1")]
 )
-def test_who_runs_it(accelerated, beginning, model):
+def test_processes_of_the_provider_agent(accelerated, beginning, model):
     argv = build_command(hardware(accelerated=accelerated), FOLDER, ())
     assert values(argv, "-accel")[0].startswith(beginning)
     assert values(argv, "-cpu") == [model]

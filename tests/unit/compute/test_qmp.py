@@ -63,7 +63,7 @@ def test_a_device_that_its_guest_keeps_is_not_waited_for(paused):
         assert monitor.wait_until_removed("another", 0.2)
 
 
-def test_nobody_there_is_an_error_in_time(tmp_path):
+def test_missing_server_is_an_error_in_time(tmp_path):
     with (
         deadline.apply_deadline(deadline.Deadline(0.3, "try")),
         pytest.raises(AmphoraDriverError),
@@ -72,7 +72,7 @@ def test_nobody_there_is_an_error_in_time(tmp_path):
         pass
 
 
-def test_somebody_who_says_nothing_is_an_error_in_time(tmp_path):
+def test_silent_server_is_an_error_in_time(tmp_path):
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(tmp_path / qmp.SOCKET))
         silent.listen()

@@ -100,7 +100,7 @@ def compared(control):
         RuntimeError("unexpected"),
     ],
 )
-def test_one_of_which_nothing_is_heard_stops_nobody(control, audits, pool, says):
+def test_unreachable_amphora_stops_no_round(control, audits, pool, says):
     one = one_of(control)
     control.world.says[one] = says
     assert audits.run_round(pool) == MANY - 1
@@ -108,7 +108,7 @@ def test_one_of_which_nothing_is_heard_stops_nobody(control, audits, pool, says)
     assert set(audits._retry_at) == {one}, "it is asked again later"
 
 
-def test_one_that_cannot_be_written_down_stops_nobody(control, audits, pool, monkeypatch):
+def test_refused_row_stops_no_round(control, audits, pool, monkeypatch):
     one = one_of(control)
     control.world.says[one] = BundleState(generation=9)
 
@@ -120,7 +120,7 @@ def test_one_that_cannot_be_written_down_stops_nobody(control, audits, pool, mon
     assert set(audits._retry_at) == {one}
 
 
-def test_one_that_cannot_be_rendered_stops_nobody(control, audits, pool, monkeypatch):
+def test_unrenderable_load_balancer_stops_no_round(control, audits, pool, monkeypatch):
     def expected(_, recorded):
         if recorded.tree.id == "lb0":
             raise ZeroDivisionError
@@ -131,7 +131,7 @@ def test_one_that_cannot_be_rendered_stops_nobody(control, audits, pool, monkeyp
     assert set(audits._retry_at) == {one_of(control)}
 
 
-def test_a_generation_that_nobody_gives_is_told_and_not_overtaken(control, audits, pool):
+def test_implausible_generation_is_reported_and_not_exceeded(control, audits, pool):
     control.world.says[one_of(control)] = BundleState(generation=2**62)
     assert audits.run_round(pool) == MANY
     row = rows(control)["lb0"]

@@ -117,7 +117,7 @@ def test_the_window():
     assert fallen.observe({"a0", "a1"}, amphorae, 500.0) == 0
 
 
-def test_who_comes_back_does_not_count_and_who_is_replaced_does():
+def test_returned_amphorae_do_not_count_and_replaced_ones_do():
     fallen = SilenceWindow(120.0)
     fallen.observe({"a0", "a1"}, names(10), 0.0)
     assert fallen.observe({"a1"}, names(10), 10.0) == 1
@@ -125,7 +125,7 @@ def test_who_comes_back_does_not_count_and_who_is_replaced_does():
     assert fallen.observe(set(), names(10) - {"a1"}, 121.0) == 0
 
 
-def test_who_falls_silent_again_counts_again():
+def test_repeated_silence_counts_again():
     fallen = SilenceWindow(120.0)
     fallen.observe({"a0"}, names(10), 0.0)
     fallen.observe(set(), names(10), 100.0)
@@ -186,7 +186,7 @@ def test_a_partner_that_was_there_does_not_wait_and_a_replacement_does():
         ([-5000.0], 60.0),  # the clock was moved: no longer than the pause
     ],
 )
-def test_who_takes_over_knows_the_pauses(ages, left):
+def test_successor_keeps_the_backoff(ages, left):
     pauses = FailoverBackoff(60.0, 3600.0)
     pauses.restore("lb", ages, {"old"}, 9000.0)
     assert pauses.remaining("lb", "any", 9000.0) == pytest.approx(left)

@@ -64,11 +64,11 @@ def told(wanted):
         ((listener(1), listener(2, "192.0.2.2/32", port=81)), {}),
     ],
 )
-def test_who_may_reach_a_port(listeners, wanted):
+def test_permitted_sources_of_a_port(listeners, wanted):
     assert told(tree(*listeners)) == wanted
 
 
-def test_nobody_is_named_where_nothing_is_served():
+def test_no_peer_without_listeners():
     assert told(tree(listener(1, "192.0.2.0/24"), admin_state_up=False)) == {}
     assert allowed(tree(listener(1, "192.0.2.0/24")), Served(text=None)) == ()
 

@@ -38,7 +38,7 @@ def control(tmp_path):
         yield control
 
 
-def somebody_dies(control):
+def crash_in_a_process(control):
     """A controller takes it up when its time has come, and is found dead; False if it lived."""
     control.hurry()
     jobs = Jobs(control.database, "mortal", 60.0)
@@ -59,7 +59,7 @@ def told(control):
 
 def test_its_user_is_told_and_others_live(control):
     died = 0
-    while somebody_dies(control):
+    while crash_in_a_process(control):
         died += 1
         assert told(control)[0] is None, "not reported before it is certain"
         assert died <= 2 * DEATHS
@@ -72,8 +72,8 @@ def test_its_user_is_told_and_others_live(control):
     assert control.database.now() + 30 < found.free_at
 
     control.hurry()
-    assert somebody_dies(control), "it is tried now and then"
-    assert not somebody_dies(control)
+    assert crash_in_a_process(control), "it is tried now and then"
+    assert not crash_in_a_process(control)
     assert control.database.now() + 30 < control.row().free_at, "and not in between"
 
     control.world.mended = True
@@ -85,5 +85,5 @@ def test_its_user_is_told_and_others_live(control):
 def test_progress_counts(control):
     """Crashes with progress in between do not count."""
     control.database.write(lambda c: c.execute(work.update().values(deaths=DEATHS - 1)))
-    assert somebody_dies(control)
+    assert crash_in_a_process(control)
     assert control.row().deaths == 1, "the amphora was recorded meanwhile"

@@ -47,28 +47,28 @@ class Story:
         return set(self.watch.in_phase(Phase.SILENT, self.now))
 
 
-def test_who_does_not_speak_is_silent_after_that_time_and_not_before():
+def test_amphora_is_silent_exactly_after_the_limit():
     story = Story().go(5)
     assert story.go(6.5, speaking="a").silent() == set()
     assert story.go(0.5, speaking="a").silent() == {"b"}
     assert story.go(100, speaking="a").silent() == {"b"}
 
 
-def test_who_speaks_again_is_not_silent():
+def test_new_heartbeat_ends_silence():
     story = Story().go(5).go(20, speaking="a")
     assert story.silent() == {"b"}
     assert story.go(STEP).silent() == set()
     assert story.go(6.5, speaking="a").silent() == set(), "and is counted from then on"
 
 
-def test_nobody_is_silent_because_of_what_was_before_the_first_look():
+def test_silence_starts_with_the_first_observation():
     story = Story()
     story.places = {"a": (1, 7), "b": None}
     assert story.go(6.5, speaking=()).silent() == set()
     assert story.go(1.5, speaking=()).silent() == {"a", "b"}
 
 
-def test_who_never_spoke_counts_from_when_it_was_seen_first():
+def test_amphora_without_heartbeats_counts_from_its_first_observation():
     story = Story().go(20)
     story.places["new"] = None
     assert story.go(6.5).silent() == set()
@@ -107,7 +107,7 @@ def test_a_clock_that_goes_back_begins_anew():
 
 
 @pytest.mark.parametrize("hearing", [(), ("dead",)])
-def test_while_nobody_proves_to_hear_nobody_is_silent(hearing):
+def test_without_a_self_test_no_amphora_is_silent(hearing):
     story = Story()
     story.beats["dead"] = 5
     story.go(20)
@@ -156,7 +156,7 @@ def test_how_long_it_sees():
     assert story.watch.sees_for(story.now) == 0.0
 
 
-def test_who_is_gone_is_forgotten():
+def test_removed_amphora_is_forgotten():
     story = Story().go(20, speaking="a")
     del story.places["b"]
     assert story.go(STEP).silent() == set()
@@ -271,7 +271,7 @@ def company(watched=2, heard=None, answered=None, witnesses=False, now=1000.0):
         (8, company(watched=1, heard=1), False),
     ],
 )
-def test_where_nobody_at_all_is_heard_it_may_be_the_way(silence, around, doubted):
+def test_without_any_heartbeat_the_network_is_suspected(silence, around, doubted):
     why = network_suspected(quiet(silence), around, 1000.0, LIMITS)
     assert bool(why) is doubted
     assert "[amp_failover] witnesses" in why or not doubted
@@ -286,7 +286,7 @@ def test_a_mute_time_shorter_than_that_of_one_on_its_own_is_not_believed():
     assert not network_suspected(quiet(14), company(), 1000.0, limits)
 
 
-def test_when_anybody_was_heard_last():
+def test_time_of_the_latest_heartbeat():
     story = Story()
     story.go(STEP)
     assert story.watch.last_heartbeat_at is None, "the first look shows no movement"
@@ -302,5 +302,5 @@ def test_when_anybody_was_heard_last():
 @pytest.mark.parametrize(
     ("silent_after", "interval", "seconds"), [(7.0, 3.0, 4.55), (30.0, 3.0, 6.5), (4.0, 0.5, 2.6), (7.0, 1.0, 3.5)]
 )
-def test_who_missed_a_heartbeat_counts_as_late(silent_after, interval, seconds):
+def test_missed_heartbeat_counts_as_late(silent_after, interval, seconds):
     assert DetectionLimits(silent_after=silent_after, interval=interval).begins(Phase.OVERDUE) == pytest.approx(seconds)

@@ -32,14 +32,14 @@ def test_a_dead_amphora_is_replaced(scene):
     assert scene.verdicts() == {}, "an amphora in replacement is not silent"
 
 
-def test_everybody_is_left_alone_while_everybody_speaks(scene):
+def test_no_replacement_while_all_send_heartbeats(scene):
     scene.go(60)
     assert (scene.replaced(), scene.verdicts(), scene.told, scene.agents.asked) == (set(), {}, [], [])
     assert scene.breaker().state == "closed"
     assert (scene.breaker(circuit_breaker.SIGHT).state, scene.breaker(circuit_breaker.SIGHT).watched) == ("seeing", 20)
 
 
-def test_who_answers_is_mute_and_has_more_time(scene):
+def test_answering_amphora_is_mute_and_has_more_time(scene):
     scene.agents.saying["a3"] = ProbeOutcome.ANSWERED
     scene.go(5).hush("a3").go(20)
     assert scene.replaced() == set()
@@ -50,7 +50,7 @@ def test_who_answers_is_mute_and_has_more_time(scene):
     assert [row.cause for row in scene.read(sa.select(failover))] == ["mute"]
 
 
-def test_who_never_spoke_counts_from_when_it_was_seen(scene):
+def test_amphora_without_heartbeats_counts_from_its_observation(scene):
     scene.go(5)
     scene.amphora("lb3", "new")
     scene.hush("new").go(6)
@@ -199,7 +199,7 @@ def test_what_is_switched_off_is_not_in_error(scene):
     assert scene.operating("lb3")[0] == "OFFLINE"
 
 
-def test_switched_off_it_only_says_who_is_dead(tmp_path, monkeypatch):
+def test_without_automatic_failover_only_verdicts(tmp_path, monkeypatch):
     scene = Scene(tmp_path, monkeypatch, options=OPTIONS + "automatic = false\n")
     scene.go(5).hush("a3").go(20)
     assert scene.replaced() == set()

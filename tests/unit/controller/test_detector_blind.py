@@ -16,7 +16,7 @@ from amphora_driver.store import amphorae, circuit_breaker, failovers, silent_am
 pytestmark = pytest.mark.usefixtures("detector_database")
 
 
-def test_what_blinds_us_kills_nobody(scene):
+def test_blind_control_plane_replaces_no_amphora(scene):
     scene.go(5)
     scene.hearing = False
     silent = scene.speaking.copy()
@@ -30,7 +30,7 @@ def test_what_blinds_us_kills_nobody(scene):
     assert (scene.replaced(), scene.agents.asked) == (set(), [])
 
 
-def test_a_breaker_does_not_close_because_nobody_looks(scene):
+def test_breaker_stays_open_without_observations(scene):
     scene.go(5).hush(*(f"a{index}" for index in range(6))).go(20)
     scene.hearing = False
     scene.go(30)
@@ -40,7 +40,7 @@ def test_a_breaker_does_not_close_because_nobody_looks(scene):
 
 
 @pytest.mark.parametrize("shift", [600.0, 86_400.0, -600.0, -86_400.0])
-def test_a_clock_that_is_moved_kills_nobody_and_hides_nobody(scene, shift):
+def test_moved_clock_causes_and_hides_no_failure(scene, shift):
     scene.go(5)
     scene.ahead = shift
     scene.go(30)
@@ -75,7 +75,7 @@ def test_a_database_that_was_away_counts_anew(scene, monkeypatch):
     assert scene.replaced() == {"a3"}
 
 
-def test_only_who_has_the_duty_looks_and_who_gets_it_counts_anew(scene):
+def test_only_the_duty_owner_observes_and_a_new_owner_restarts(scene):
     scene.go(5).hush("a3").go(6)
     other = scene.made("other")
     scene.go(4, other)
@@ -87,7 +87,7 @@ def test_only_who_has_the_duty_looks_and_who_gets_it_counts_anew(scene):
     assert scene.replaced() == {"a3"}
 
 
-def test_who_has_lost_the_duty_begins_nothing(scene):
+def test_former_duty_owner_starts_nothing(scene):
     scene.go(5)
     scene.write(
         duty.update().where(duty.c.name == silent_amphorae.DUTY).values(owner="other", leased_until=scene.wall() + 59)
@@ -101,7 +101,7 @@ def test_who_has_lost_the_duty_begins_nothing(scene):
     assert not acquire_duty(scene.database, silent_amphorae.DUTY, "me", 1.0)
 
 
-def test_who_was_heard_in_the_last_moment_is_not_replaced(scene):
+def test_heartbeat_in_the_last_moment_prevents_replacement(scene):
     scene.go(5)
     place = (1, scene.sequence)
 
@@ -155,7 +155,7 @@ def test_one_that_was_never_heard_but_answers_is_not_dead(scene):
     assert not found.dead
 
 
-def test_with_few_a_way_that_is_gone_kills_nobody(tmp_path, monkeypatch):
+def test_network_failure_with_few_amphorae_causes_no_failover(tmp_path, monkeypatch):
     """A switch: nothing of it is seen here, probes only time out."""
     scene = small(tmp_path, monkeypatch, 2)
     scene.go(5).hush("a0", "a1").go(28)
@@ -283,7 +283,7 @@ def test_a_trial_outlives_a_hiccup(scene, caplog):
 
 
 @pytest.mark.parametrize("shift", [0.0, -86_400.0])
-def test_who_takes_over_waits_for_what_is_left_until_the_trial(scene, shift):
+def test_successor_waits_for_the_rest_until_the_trial(scene, shift):
     scene.go(5).hush(*(f"a{index}" for index in range(6))).go(8)
     assert scene.breaker().state == "open"
     scene.go(80)
@@ -299,7 +299,7 @@ def test_who_takes_over_waits_for_what_is_left_until_the_trial(scene, shift):
     assert scene.breaker().state == "trial", "no longer than a whole wait"
 
 
-def test_who_takes_over_a_trial_waits_how_it_ends(scene):
+def test_successor_awaits_a_running_trial(scene):
     scene.go(5).hush(*(f"a{index}" for index in range(6))).go(115)
     first = scene.replaced()
     scene.detector.release_duty("it ends")
@@ -321,7 +321,7 @@ def test_both_of_a_pair_are_one_beginning(scene):
     assert other._backoff.length("pair") == 20.0
 
 
-def test_a_partner_that_was_there_is_no_replacement_for_who_takes_over(scene):
+def test_former_partner_is_no_replacement(scene):
     scene.balancer("pair", "p1", "p2")
     scene.go(5).hush("p1").go(9)
     assert scene.replaced() == {"p1"}
@@ -351,7 +351,7 @@ def test_what_began_too_long_ago_is_not_looked_at(scene, monkeypatch):
     assert scene.database.read(lambda c: silent_amphorae.load_recent_failovers(c, 1.0)) == {}
 
 
-def test_very_many_without_anybody_who_serves_are_told_a_few_at_a_time(tmp_path, monkeypatch):
+def test_many_refusals_are_sent_in_small_batches(tmp_path, monkeypatch):
     scene = small(tmp_path, monkeypatch, 30, "automatic = false\nbreaker_percent = 100\n")
     monkeypatch.setattr(detecting, "_MOST_STATUSES", 10)
     silent = [f"a{index}" for index in range(25)]

@@ -201,7 +201,7 @@ def test_whether_it_is_still_needed(conf, database, trouble, says, silent, over)
     ],
     ids=["connections go on", "none does", "it has the VIPs", "it is dead", "their time is over"],
 )
-def test_who_was_handed_over_by_one_that_died_keeps_its_connections(conf, database, changes, trouble, says, stays):
+def test_connections_survive_a_hand_over_and_a_kill(conf, database, changes, trouble, says, stays):
     """The controller had it give its VIPs away, and has died before it wrote that down."""
     heard = amphorae.LastHeartbeat(amphora_id=OLD, at=time.time(), generation=1, epoch=1, sequence=1, holds_vip=False)
     database.write(lambda c: amphorae.record_heartbeats(c, [heard]))

@@ -28,7 +28,7 @@ def hands(number, turns):
     ("working", "stalled", "free"),
     [(0, 0, True), (3, 0, True), (4, 0, False), (3, 9, True), (4, 9, False), (0, 4 * JOBS_PER_SLOT, False)],
 )
-def test_who_waits_takes_no_hand_but_there_is_an_end(working, stalled, free):
+def test_waiting_job_occupies_no_slot_for_a_limited_time(working, stalled, free):
     turns = [turn(number) for number in range(working)] + [turn(n, stalled=True) for n in range(stalled)]
     assert hands(4, turns).has_free() is free
 

@@ -65,19 +65,19 @@ def test_nor_does_it_drain_then_when_its_agent_has_said_that_it_is_over():
         assert kinds(planning.plan(wanted(clock_set=True), (old, but(NEW_B, heard_at=NOW), NEW_M))) == ["Release"]
 
 
-def test_it_learns_who_stays_and_nothing_depends_on_it():
+def test_leaving_amphora_learns_its_peer():
     (push, *_) = planning.plan(wanted(), (draining(partners=(knows("b2", 23),)), NEW_B, NEW_M))
     assert (push.waves, push.optional, push.whole) == ((("m",),), {"m"}, False)
 
 
-def test_a_change_of_the_users_does_not_wait_and_is_not_told_to_who_leaves():
+def test_users_change_does_not_wait_for_a_leaving_amphora():
     (push,) = planning.plan(wanted(generation=5), (draining(partners=()), NEW_B, NEW_M))
     assert push.waves == (("b2",), ("m2",))
     assert not push.optional
     assert push.whole, "with this it is ACTIVE"
 
 
-def test_a_network_that_nobody_needs_is_unplugged_meanwhile():
+def test_unused_network_is_unplugged_meanwhile():
     more = but(NEW_B.plugged[0], port=but(NEW_B.plugged[0].port, network_id="n2"))
     plugged = but(NEW_B, plugged=(*NEW_B.plugged, more))
     assert kinds(planning.plan(wanted(), (draining(), plugged, NEW_M))) == ["CheckDrain", "Unplug", "Await"]
@@ -130,7 +130,7 @@ def test_fail_over_again_meanwhile(holder):
     assert log[-1] == "ACTIVE"
 
 
-def test_one_that_cannot_let_go_of_the_vips_hears_of_who_comes_and_goes_at_once():
+def test_amphora_that_keeps_the_vips_learns_its_peers_at_once():
     """Without the new peer it would advertise to its one partner only, and the new amphora would take the VIPs."""
     held = but(M, holds_vip=True, heard_at=NOW)
     house = House(wanted(generation=5), *retiring(held, but(B, holds_vip=False, heard_at=NOW)))
@@ -150,7 +150,7 @@ def test_one_that_can_neither_be_told_nor_heard_goes_as_soon_as_its_replacement_
     assert [(type(step).__name__, step.amphora_id) for step in found] == [("Release", "m")]
 
 
-def test_who_has_let_go_is_not_taken_for_the_holder_whatever_heartbeats_say():
+def test_released_amphora_is_not_the_holder():
     old = draining(holds_vip=True, heard_at=NOW)
     assert vrrp_peers.find_holder((old, NEW_B, NEW_M), "MASTER", frozenset()) != "m"
     stubborn = draining(drains_until=None, holds_vip=True, heard_at=NOW)

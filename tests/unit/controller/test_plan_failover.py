@@ -48,7 +48,7 @@ def test_a_dead_one_of_a_pair_is_replaced_and_its_partner_goes_on(old, stays, ro
     assert [one.id for one in house.observed[stays.id].partners] == [new.id], "no further push"
 
 
-def test_what_happened_before_anybody_heard_the_partner_say_so_is_no_reason_to_ask_the_dead():
+def test_dead_amphora_is_not_asked_before_the_partners_report():
     """Right after a death, heartbeats still say that the dead one has the VIPs."""
     log = House(wanted(), dead(M, heard_at=NOW), but(B, heard_at=NOW, holds_vip=False)).run()
     assert not [one for one in log if "HandOver" in one or one.startswith("Push m")]
@@ -189,7 +189,7 @@ def test_one_that_is_adopted_is_plugged_and_pushed():
     assert kinds(planning.plan(alone(), (old, plugged))) == ["Push"]
 
 
-def test_who_is_dead_has_no_vips_and_is_nobodys_partner():
+def test_dead_amphora_has_no_vips_and_no_partner():
     old = dead(M, heard_at=NOW)
     assert vrrp_peers.find_holder((old, B), "MASTER", frozenset({"m"})) == "b"
     assert vrrp_peers.vrrp_instance(B, (old, B), wanted().tree.vip, 253, 1.0).peers == ()

@@ -70,7 +70,7 @@ def test_they_are_asked_once_in_a_job_and_before_anything_else():
     ],
     ids=["no removal", "dead", "silent", "handed over", "without a port", "it never served", "on its own"],
 )
-def test_nobody_is_asked_where_it_decides_nothing(observed):
+def test_agents_are_not_asked_without_need(observed):
     found = planning.plan(wanted(**UNASKED), observed)
     assert "QueryVipHolder" not in {type(step).__name__ for step in found}
 
@@ -102,6 +102,6 @@ def test_vips_that_come_to_one_that_goes_leave_without_a_moment_without_them():
     assert stubborn.run()[:2] == ["HandOver b to m", "Release BACKUP b"], "that it goes does not depend on it"
 
 
-def test_who_says_nothing_is_asked_for_nothing_more():
+def test_unresponsive_agent_gets_no_further_request():
     """Without an answer the role decides; with three amphorae no hand-over follows from a guess."""
     assert House(wanted(**UNASKED), *three()).run()[0] == "Release BACKUP b"

@@ -45,7 +45,7 @@ def test_all_is_well():
     ],
     ids=["no report", "master", "backup", "not the master", "both say so", "silent standby", "silent master"],
 )
-def test_who_stands_by_is_first_and_who_is_silent_last(master, backup, order):
+def test_standby_is_first_and_silent_amphora_last(master, backup, order):
     found = planning.plan(wanted(generation=5), (but(M, **master), but(B, **backup)))
     assert [step.waves for step in found] == [order]
     assert found[0].whole
@@ -57,7 +57,7 @@ def test_one_that_is_behind_alone_is_pushed_alone():
     assert [(step.waves, step.whole) for step in found] == [((("m",),), True)]
 
 
-def test_while_nobody_is_heard_nobody_counts_as_silent():
+def test_without_heartbeats_no_amphora_is_silent():
     assert vrrp_peers.find_silent((but(M, heard_at=10.0), but(B, heard_at=12.0)), 9.0) == frozenset()
     assert vrrp_peers.find_silent((but(M, heard_at=10.0), but(B, heard_at=20.0)), 9.0) == {"m"}
     assert vrrp_peers.find_silent((but(M, heard_at=10.0), B), 9.0) == frozenset(), "one that was never heard may be new"
@@ -226,7 +226,7 @@ def begun(**more):
     return tuple(but(one, confirmed_at=NOW - more.get("ago", 0.0)) for one in (M, B))
 
 
-def test_nobody_holds_anything_until_one_has_the_vips():
+def test_no_connection_is_held_before_an_election():
     fresh = {"applied": 0}
     assert [type(step).__name__ for step in planning.plan(wanted(**fresh), begun())] == ["QueryVips"]
     (step,) = planning.plan(wanted(**fresh, vips_taken=False), begun())

@@ -211,7 +211,7 @@ def test_a_pair_that_begins_is_not_active_when_it_has_confirmed(house):
     ],
     ids=["one has", "none has", "one cannot say", "none can say", "one is away"],
 )
-def test_nothing_depends_on_who_has_the_vips_if_nobody_can_say(house, said, taken):
+def test_unknown_vip_holder_changes_no_plan(house, said, taken):
     house.agents.vips = said
     assert house.pushing.query_vips_taken(house.observed()) is taken
 
@@ -370,7 +370,7 @@ def test_a_seed_that_cannot_be_used_any_more_is_made_anew(house, spoilt):
     assert house.database.read(lambda c: sealed_secrets.load_secrets(c, LB)) == found
 
 
-def test_one_whose_connections_go_on_takes_no_vips_and_holds_nobody_up(house):
+def test_draining_amphora_takes_no_vips_and_delays_no_push(house):
     house.push(((B,), (M,)))
     house.change(M, state=AmphoraState.RETIRING, handed_over=True, drains_until=time.time() + 60)
     house.agents.given.clear()

@@ -84,7 +84,7 @@ def only(control):
     return one
 
 
-def test_nobody_works_on_what_boots(control):
+def test_booting_amphora_occupies_no_worker(control):
     before = time.time()
     assert control.work() == 1, "one job, that ends"
     row = control.row()

@@ -213,7 +213,7 @@ def test_the_replacement_dies_before_it_confirmed_and_is_replaced(alone):
     assert alone.world.machines.keys() == {new}
 
 
-def test_a_machine_that_cannot_be_destroyed_holds_nobody_up(pair):
+def test_undeletable_machine_delays_no_other_work(pair):
     old = pair.world.holder
     pair.world.stuck = True
     die(pair, old)
@@ -289,7 +289,7 @@ def test_of_two_that_are_dead_one_cannot_be_booted(pair):
 
 
 @pytest.mark.parametrize("waker", ["a user", "read back", "taken back"])
-def test_what_is_urgent_stays_so_whoever_makes_it_due(alone, waker):
+def test_urgent_job_stays_urgent_after_another_due_time(alone, waker):
     (old,) = alone.observed()
     assert begin(alone, [old]) == 1
     if waker == "a user":
@@ -317,7 +317,7 @@ def test_nothing_is_over_while_one_is_to_go(alone):
 
 
 @pytest.mark.parametrize("end", ["finish", "finish for now", "wait", "postpone"])
-def test_a_fail_over_that_begins_while_somebody_works(alone, end):
+def test_failover_begins_during_a_job(alone, end):
     alone.intents.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 7})
     lease = alone.jobs.claim()
     generation = alone.row().generation
@@ -357,14 +357,14 @@ def test_a_job_gives_way_to_a_fail_over(alone):
     assert alone.pending() == set()
 
 
-def test_what_is_urgent_stays_so_whoever_else_wakes_it(alone):
+def test_urgent_job_stays_urgent_after_a_hint(alone):
     (old,) = alone.observed()
     begin(alone, [old])
     alone.jobs.make_due([LB])
     assert alone.row().free_at == URGENT
 
 
-def test_nobody_is_replaced_twice(pair):
+def test_no_amphora_is_replaced_twice(pair):
     first, _ = pair.observed()
     assert begin(pair, [first]) == 1
     assert begin(pair, [first]) == 0
@@ -450,7 +450,7 @@ def test_one_of_an_old_image_is_not_taken_and_is_replaced(spared):
     assert spare not in spared.world.machines
 
 
-def test_a_pool_that_nobody_uses_shrinks_and_goes(spared):
+def test_unused_spare_pool_is_deleted(spared):
     pool = pool_of(spared).load_balancer_id
     spared.intents.delete_load_balancer(LB)
     spared.database.write(

@@ -68,7 +68,7 @@ def draining(control):
     return old
 
 
-def test_nobody_waits_while_connections_go_on(control):
+def test_drain_delays_no_other_work(control):
     old = draining(control)
     row = control.row()
     assert (row.owner, row.dirty) == (None, True)

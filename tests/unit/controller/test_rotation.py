@@ -78,7 +78,7 @@ def test_no_more_at_once_than_may_be(running, most, begun):
 
 
 @pytest.mark.parametrize("state", [RotationState.PAUSED, RotationState.ABORTED])
-def test_whoever_was_stopped_begins_nothing(state):
+def test_stopped_process_starts_nothing(state):
     assert outcome(BEFORE, waiting("a"), state=state) == []
 
 

@@ -342,7 +342,7 @@ def eventually(question, seconds=20.0):
     return True
 
 
-def test_who_is_heard():
+def test_heartbeats_by_amphora():
     watch = RotationWatch(3.0)
     watch.observe_heartbeats({"a": (1, 1)}, 1.0)
     assert watch.is_heard("a") is None

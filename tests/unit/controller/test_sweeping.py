@@ -88,7 +88,7 @@ def own(database):
     database.write(lambda c: amphorae.insert_amphora(c, OWNED, "mine", "STANDALONE", b"key"))
 
 
-def test_ports_and_vips_that_belong_to_nobody(database, network, sweeper):
+def test_orphaned_ports_and_vips(database, network, sweeper):
     own(database)
     database.write(lambda c: vip_claims.record_claim(c, "claimed", "local"))
     for owner in (LOST, OWNED):
@@ -117,7 +117,7 @@ def test_what_users_and_hosts_have_is_never_touched(database, network, sweeper):
     assert network.owner(used.id) == f"user-{used.id}", "returned to its user"
 
 
-def test_what_comes_to_somebody_in_time_is_forgotten(database, network, sweeper):
+def test_orphan_with_a_new_owner_is_forgotten(database, network, sweeper):
     network.ensure_port(OWNED, "vip", ["vip-subnet"])
     sweeper.clean_up()
     assert noted(database) == {OWNED}
@@ -141,7 +141,7 @@ def test_what_is_old_only_by_a_clock_that_was_set_stays(conf, database, network,
 
 
 @pytest.mark.parametrize("count", [2, 3, 10])
-def test_so_much_that_belongs_to_nobody_is_not_believed(database, network, sweeper, caplog, count):
+def test_implausible_number_of_orphans_is_not_removed(database, network, sweeper, caplog, count):
     for _ in range(count):
         network.ensure_port(str(uuid.uuid4()), "vip", ["vip-subnet"])
     sweeper.clean_up()
@@ -180,7 +180,7 @@ def test_rows_written_in_the_moment_an_amphora_went(database, sweeper):
 
 
 @pytest.mark.root
-def test_a_machine_that_was_booted_after_everybody_forgot_it(conf, database, network, catalogue, sweeper):
+def test_machine_of_a_deleted_amphora_is_removed(conf, database, network, catalogue, sweeper):
     """A controller was frozen right before it ordered the machine; the load balancer was deleted meanwhile."""
     switch = Switch(conf.amp_network_local.switch, conf.amp_compute_netns.management_network)
     try:

@@ -106,7 +106,7 @@ def test_what_is_not_there(tree):
 
 
 @pytest.mark.parametrize("tree", [front(default_pool_id=None), back(**OFF)])
-def test_a_listener_whose_clients_hear_that_nobody_serves(tree):
+def test_clients_of_a_listener_without_members_are_refused(tree):
     found, refused = made(tree)
     assert refused == {}
     assert (found[L1].pool_id, found[L1].members, found[L1].monitor) == (None, (), None)
@@ -150,7 +150,7 @@ def test_flows_are_logged_where_connections_are():
         assert "log format" in refused[L1]
 
 
-def test_a_policy_that_is_switched_off_keeps_nobody_out():
+def test_disabled_policy_rejects_no_request():
     assert L1 in made(front(l7policies=(replace(POLICY, **OFF),)))[0]
 
 
@@ -276,7 +276,7 @@ def test_older_agents_hear_nothing_of_what_they_do_not_know():
     assert said["allowed"] == [{"port": 53, "networks": ["192.0.2.0/24"]}]
 
 
-def test_who_may_reach_which_of_two_ports_with_one_number():
+def test_permitted_sources_of_two_protocols_with_one_port():
     web = replace(WEB, allowed_cidrs=("192.0.2.0/24",))
     udp = replace(FRONT, allowed_cidrs=("198.51.100.0/24", "2001:db8::/32"))
     said = document(replace(TREE, listeners=(web, udp)))

@@ -60,14 +60,14 @@ def opened(port):
         assert not one.thread.is_alive()
 
 
-def test_who_listens_already_is_heard_of():
+def test_listening_agent_is_reported():
     with socket.create_server((HOST, 0)) as server, opened(server.getsockname()[1]) as room:
         room.wait_for()
         assert room.hears()[0] == "lb-1"
         assert len(room.room) == 0, "it is waited for no more"
 
 
-def test_who_refuses_is_knocked_at_until_it_listens():
+def test_refusing_agent_is_polled_until_it_listens():
     port = free_port()
     with opened(port) as room:
         room.wait_for()
@@ -93,7 +93,7 @@ def test_many_are_waited_for_by_one_thread_at_little_cost():
         assert spent < 0.8
 
 
-def test_a_black_hole_keeps_nobody_else_waiting():
+def test_black_hole_delays_no_other_amphora():
     # A backlog that is full: the kernel drops further SYNs, as a machine does that is not there.
     with socket.socket() as hole, socket.socket() as filler, socket.socket() as more:
         hole.bind(("127.0.0.2", 0))
@@ -111,7 +111,7 @@ def test_a_black_hole_keeps_nobody_else_waiting():
             assert len(room.room) == 1
 
 
-def test_who_is_not_there_in_time_is_forgotten():
+def test_late_amphora_is_forgotten():
     with opened(free_port()) as room:
         room.wait_for(seconds=0.1)
         deadline = time.monotonic() + 10
@@ -132,7 +132,7 @@ def test_a_load_balancer_that_is_worked_on_is_waited_for_no_more():
                 room.hears(0.2)
 
 
-def test_who_listens_but_does_not_answer_is_looked_at_less_and_less():
+def test_unanswering_agent_is_polled_less_often():
     with socket.create_server((HOST, 0), backlog=64) as server, opened(server.getsockname()[1]) as room:
         times = []
         for _ in range(4):
@@ -161,7 +161,7 @@ def test_one_whose_address_is_none_ends_no_room():
         assert room.hears()[0] == "lb-2"
 
 
-def test_what_nobody_thought_of_ends_no_room():
+def test_unexpected_error_ends_no_boot_wait():
     with socket.create_server((HOST, 0)) as server, opened(server.getsockname()[1]) as room:
         room.trouble += [RuntimeError("a fault of ours"), OSError("no file can be opened")]
         for number in (1, 2):

@@ -199,7 +199,7 @@ def test_other_machines_that_listen_say_that_the_network_is_there(asked):
     )
 
 
-def test_if_none_of_them_can_be_reached_nobody_is_dead(asked):
+def test_unreachable_witnesses_stop_detection(asked):
     said = asked(AgentUnreachable("ask", "timed out"), ["host.invalid:22"])
     assert said.outcome is ProbeOutcome.INCONCLUSIVE
     assert "witnesses" in said.detail
@@ -212,7 +212,7 @@ def test_a_witness_is_written_as_host_and_port(text):
         ReachabilityProbe(Agents(), 2.0, [text])
 
 
-def test_only_so_many_are_asked_at_once_and_nobody_twice():
+def test_probes_are_limited_and_unique():
     released = threading.Event()
     witnesses = ReachabilityProbe(Agents(released.wait), 2.0)
     try:

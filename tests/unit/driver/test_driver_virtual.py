@@ -157,7 +157,7 @@ def test_what_only_virtual_members_are_checked_by(served, database):
     assert tree(database) == before
 
 
-def test_nobody_reads_http_there(virtual, database):
+def test_l4_listeners_refuse_l7_policies(virtual, database):
     refused(lambda: virtual.l7policy_create(data_models.L7Policy(**POLICY)), "L7 policy", "does not process HTTP")
     assert tree(database).listeners[0].l7policies == ()
 

@@ -160,7 +160,7 @@ def test_all_load_balancers_are_one_reading_and_one_writing_transaction(house):
 
 
 @pytest.mark.parametrize("how", ["read", "write"])
-def test_what_could_not_be_written_is_tried_again_though_nobody_speaks(house, how):
+def test_failed_write_is_retried_without_heartbeats(house, how):
     house.say()
     house.trying.failing[how] = 2
     for _ in range(2):
@@ -433,7 +433,7 @@ def test_what_was_confirmed_anew_meanwhile_stays(house, database):
 FOUND = LastDrift(at=1000000000.0, what=("eth1 is down",), mended=False)
 
 
-def test_a_complaint_is_marked_and_ends_and_is_told_once_whoever_restarts(house, database, caplog):
+def test_drift_report_is_recorded_once_across_restarts(house, database, caplog):
     def listens():
         house.start()
         house.books = StatusWriter(house.trying, house.ledger, interval=0.0)

@@ -47,7 +47,7 @@ def test_what_a_push_does_not_help_is_pushed_ever_more_seldom():
     assert 5 <= len(pushes) <= 7
 
 
-def test_one_that_serves_another_generation_than_it_confirmed_is_somebody_elses_matter():
+def test_other_generation_is_not_drift():
     drifts = DriftReports(INTERVAL)
     for at in (10.0, 14.0, 18.0):
         assert among(drifts, at, "files", generation=7) == []
@@ -100,7 +100,7 @@ def marks(drifts, at, *words, marked=(), generation=8):
     return found
 
 
-def test_who_complains_for_longer_than_an_interval_is_marked_until_it_does_not():
+def test_longer_complaint_is_recorded_until_it_ends():
     drifts = DriftReports(INTERVAL)
     assert marks(drifts, 10.0, "files") == {}
     assert marks(drifts, 12.9, "files") == {}, "it may be mending it"
@@ -118,7 +118,7 @@ def test_what_its_agent_cannot_know_of_stays_marked():
     assert marks(drifts, 10.0, marked={"am"}) == {}
 
 
-def test_who_complains_still_after_a_push_is_marked_again():
+def test_complaint_after_a_push_is_recorded_again():
     drifts = DriftReports(INTERVAL)
     marks(drifts, 10.0, "files")
     found = among(drifts, 14.0, "files")

@@ -45,7 +45,7 @@ def test_without_the_thread_that_receives_it_does_not_hear():
     assert not receiver.receives_probe(0.05), "nor without a socket"
 
 
-def test_nobody_else_can_say_that_it_hears():
+def test_only_the_own_probe_passes_the_self_test():
     """What looks like a proof and is not the one that was sent a moment ago is a datagram like any other."""
     with receiving() as (receiver, _):
         assert receiver.receives_probe(10)

@@ -59,7 +59,7 @@ def refusal(datagram):
 
 
 @pytest.mark.parametrize(("said", "heard"), [({}, None), *(({"holds_vip": one}, one) for one in (True, False, None))])
-def test_who_has_the_vips(said, heard):
+def test_vip_holder(said, heard):
     assert decode_datagram(sealed({**DOCUMENT, **said}), Secret(KEY)).report.holds_vip is heard
     assert refusal(sealed({**DOCUMENT, "holds_vip": "yes"})) == "document"
 

@@ -49,7 +49,7 @@ def active(database):
     return dict(database.read(lambda c: c.execute(query).tuples().all()))
 
 
-def test_who_is_silent_from_one_look_to_the_next_has_no_connections(database):
+def test_silent_amphora_has_no_connections(database):
     """A health manager that was restarted knows nothing of what it wrote before."""
     counted(database, dead=5, lives=6, gone=7)
     heard(database, "dead", 1)
@@ -68,7 +68,7 @@ def test_who_is_silent_from_one_look_to_the_next_has_no_connections(database):
     assert (row.bytes_in, row.bytes_out, row.request_errors, row.total_connections) == (7, 8, 9, 10), "totals stay"
 
 
-def test_whom_another_health_manager_hears_is_left_alone(database):
+def test_heartbeats_at_another_health_manager_prevent_replacement(database):
     counted(database, theirs=5)
     heard(database, "theirs", 1)
     leftovers = StaleConnections(EXPIRY)
@@ -80,7 +80,7 @@ def test_whom_another_health_manager_hears_is_left_alone(database):
     assert look(leftovers, database, 90.0) == {"theirs"}, "until that one does not hear it any more either"
 
 
-def test_who_was_silent_for_a_moment_is_left_alone(database):
+def test_short_silence_causes_no_replacement(database):
     counted(database, one=5)
     heard(database, "one", 1)
     leftovers = StaleConnections(EXPIRY)

@@ -62,7 +62,7 @@ def test_amphorae_that_have_no_vips_to_agree_on_all_count(talk):
     assert talk.speaker(0) is None
 
 
-def test_the_one_with_the_vips_speaks_whoever_was_heard_last(talk):
+def test_status_follows_the_vip_holder(talk):
     for at in range(3):
         talk.say(at, a=False, b=True)
         assert talk.speaker(at) == "b"
@@ -96,14 +96,14 @@ def test_two_that_say_so_for_ever_do_not_take_turns(talk):
     assert speakers == {"b"}
 
 
-def test_while_nobody_ever_had_them_the_oldest_speaks(talk):
+def test_before_an_election_the_oldest_amphora_counts(talk):
     talk.say(0, b=False)
     assert talk.speaker(0) == "b"
     talk.say(1, a=False, b=False)
     assert talk.speaker(1) == "a"
 
 
-def test_who_is_silent_says_nothing(talk):
+def test_silent_amphora_has_no_statistics(talk):
     talk.say(0, a=True, b=False)
     talk.say(EXPIRY + 1, b=False)
     assert talk.speaker(EXPIRY + 1) == "b"
@@ -195,7 +195,7 @@ def test_a_partner_that_falls_silent_is_in_the_log_once(house, caplog):
     ]
 
 
-def test_who_has_the_vips_is_written_down(house):
+def test_vip_holder_is_recorded(house):
     house.say("a", "UP", holds_vip=True)
     house.say("b", "UP", holds_vip=False)
     house.books.flush(last=True)

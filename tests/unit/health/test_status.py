@@ -220,7 +220,7 @@ def test_a_policy_that_never_matches_uses_no_pool(policy, wanted):
     assert {name: found.get(name) for name in ("p1", "y", "r")} == {"r": None, **wanted}
 
 
-def test_policies_of_a_listener_nobody_speaks_of_are_unknown():
+def test_policies_of_an_unknown_listener_are_unknown():
     assert not {"y", "r"} & statuses(routed(POLICY), report(listener=None)).keys()
     off = change(LB, listeners=(change(routed(POLICY).listeners[0], **OFF),))
     assert {name: statuses(off, report())[name] for name in ("y", "r")} == {"y": "OFFLINE", "r": "OFFLINE"}

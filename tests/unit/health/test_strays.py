@@ -141,7 +141,7 @@ def test_one_that_is_heard_again_keeps_its_row(database):
     assert (row.first_at, row.last_at) == (980.0, 2000.0)
 
 
-def test_who_has_a_row_by_now_is_no_zombie(database):
+def test_recorded_amphora_is_not_unknown(database):
     values = {
         "id": "a",
         "load_balancer_id": "lb",

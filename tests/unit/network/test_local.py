@@ -151,7 +151,7 @@ class TestOwnPort:
         with pytest.raises(Conflict, match=r"lb-.* uses it"):
             network.remove_user_port(port.id)
 
-    def test_an_amphoras_port_is_nobodys_vip_port(self, network):
+    def test_port_of_an_amphora_is_refused_as_vip_port(self, network):
         port = network.ensure_port("amphora", "net", ["v4"])
         with pytest.raises(Conflict, match="in use by amphora"):
             take(network, {"port_id": port.id})

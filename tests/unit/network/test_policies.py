@@ -49,7 +49,7 @@ def test_ports_of_what_haproxy_does_not_serve(protocol):
     assert f"ip daddr 198.51.100.10 {protocol} dport 53-53 accept" in found
 
 
-def test_a_group_without_rules_lets_nobody_in():
+def test_group_without_rules_permits_no_client():
     found = rules(guarded(addresses=("198.51.100.10",), groups=(SecurityGroup(id="g", name="none"),)))
     assert [line for line in found if line.startswith("ip ")] == [
         "ip daddr 198.51.100.10 icmp type destination-unreachable accept",
@@ -57,7 +57,7 @@ def test_a_group_without_rules_lets_nobody_in():
     ]
 
 
-def test_no_groups_shut_nobody_out():
+def test_without_groups_all_clients_are_permitted():
     assert rules(guarded(policy=QosPolicy(id="q", name="none"))) == []
 
 

@@ -361,7 +361,7 @@ def test_a_lost_batch_does_not_keep_its_load_balancer_from_going(intents, databa
 # --- duty, and hands -----------------------------------------------------------------------------------------------
 
 
-def test_who_gets_the_duty_back_looks_again_at_what_changed(intents, database, reporter, octavia):
+def test_returning_duty_owner_rereads_changes(intents, database, reporter, octavia):
     database.write(lambda c: c.execute(duty.update().values(owner="another", leased_until=time.time() + 90)))
     reporter._held_until = 0.0
     reporter.run_once()
@@ -382,7 +382,7 @@ def test_what_is_being_done_is_looked_at_however_long_ago_it_was_accepted(intent
     assert database.read(lambda c: sync_transactions.list_recently_changed(c, 1.0)) == []
 
 
-def test_nobody_waits_for_a_comparison(conf, intents, database, octavia):
+def test_comparison_blocks_no_request(conf, intents, database, octavia):
     asked, answer = threading.Semaphore(0), threading.Event()
     with ThreadPoolExecutor(4) as auditing:
         reporter = Reporter(conf, database, auditors=auditing)

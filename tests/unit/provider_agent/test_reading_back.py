@@ -340,7 +340,7 @@ def test_a_listener_that_leads_to_what_cannot_be_served_costs_nothing_else(house
     assert not [one for one in said if one.get("provisioning_status") == "ERROR"], "the rest can be served"
 
 
-def test_one_that_leads_elsewhere_too_is_not_served_without_what_may_keep_somebody_out(house, at_once):
+def test_listener_with_an_unrenderable_reject_policy_is_omitted(house, at_once):
     policy = L7Policy(id="po", listener_id="plain", action="REDIRECT_TO_POOL", redirect_pool_id="open", position=1)
     behind_a_pool_without_its_secret(house, l7policies=(policy,))
     assert [one.id for one in house.tree.listeners if one.unread] == ["plain"]

@@ -252,7 +252,7 @@ def test_only_one_reporter_speaks(intents, database, conf, reporter, octavia):
     assert octavia.statuses == [BARRIER]
 
 
-def test_who_loses_the_duty_says_nothing_more(intents, database, conf, reporter, octavia, monkeypatch):
+def test_former_reporter_sends_no_report(intents, database, conf, reporter, octavia, monkeypatch):
     monkeypatch.setattr(module, "_MAX_ROWS", 1)
     intents.create_load_balancer(TREE, read_back=False)
     intents.create_object(Kind.LISTENER, LISTENER)
@@ -328,7 +328,7 @@ def test_the_duty_stays_where_something_is_being_said(intents, database, conf, r
     assert Reporter(conf, database)._acquire_duty(), "a clean end returns the duty"
 
 
-def test_whoever_cannot_reach_octavia_leaves_it_to_others(intents, database, conf, reporter, octavia):
+def test_reporter_without_octavia_gives_up_its_duty(intents, database, conf, reporter, octavia):
     """Its host's agent is gone, or has hung; those of other hosts have not."""
     intents.create_load_balancer(TREE, read_back=False)
     reporter.try_run_once()
@@ -357,7 +357,7 @@ def test_without_others_it_goes_on_itself(intents, database, conf, reporter, oct
         time.sleep(reporter.try_run_once())
 
 
-def test_who_loses_the_duty_while_it_looks_waits_for_no_row(intents, database, reporter, octavia, monkeypatch):
+def test_lost_duty_ends_a_round(intents, database, reporter, octavia, monkeypatch):
     intents.create_load_balancer(TREE, read_back=False)
     turns = iter([True, False, False, False])
     monkeypatch.setattr(reporter, "_acquire_duty", lambda: next(turns))

@@ -123,7 +123,7 @@ def asked(port, path):
 
 
 @pytest.mark.usefixtures("served", "octavia")
-def test_whoever_scrapes_it_is_told(conf, database, monkeypatch):
+def test_metrics_are_served(conf, database, monkeypatch):
     (port,) = free_ports(1)
     conf.set_override("provider_agent_port", port, group="amp_status_page")
     reporter = Reporter(conf, database)

@@ -136,7 +136,7 @@ def members(database):
     return {one.id for one in database.read(lambda c: desired_objects.load_tree(c, "lb")).pools[0].members}
 
 
-def test_everything_is_said_again_while_nobody_can_change_it(database, reporter, octavia):
+def test_full_report_while_changes_are_blocked(database, reporter, octavia):
     ask(database)
     reporter.run_once()
     reporter.run_once()

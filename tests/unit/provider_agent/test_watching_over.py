@@ -102,7 +102,7 @@ def test_a_reporter_that_dies_is_replaced(agent):
     assert second != first
 
 
-def test_whoever_watches_over_it_is_replaced_too(agent):
+def test_supervisor_is_replaced_too(agent):
     """Again and again: there is always one more."""
     reporter, watcher = agent.one_besides()
     for _ in range(2):
@@ -115,7 +115,7 @@ def test_whoever_watches_over_it_is_replaced_too(agent):
         assert same == watcher, "and its successor supervises the reporter"
 
 
-def test_the_end_of_octavias_agent_is_everybodys(agent):
+def test_driver_agents_end_stops_all_processes(agent):
     _, watcher = agent.one_besides()
     os.kill(watcher, signal.SIGKILL)
     agent.one_besides(*agent.reporters())
@@ -124,7 +124,7 @@ def test_the_end_of_octavias_agent_is_everybodys(agent):
 
 
 @pytest.mark.parametrize("dies", ["octavia", "both"])
-def test_nobody_goes_on_for_an_agent_of_octavias_that_was_killed(agent, dies):
+def test_provider_agent_ends_with_a_killed_driver_agent(agent, dies):
     """It ends without a message, and its successor starts new processes."""
     _, watcher = agent.one_besides()
     if dies == "both":

@@ -40,7 +40,7 @@ def row(database):
     return database.read(lambda c: c.execute(sa.select(work)).one())
 
 
-def test_who_waits_is_due_later_and_has_not_tried_in_vain(database, jobs):
+def test_waiting_job_is_due_later_without_an_attempt(database, jobs):
     database.write(lambda c: c.execute(work.update().values(attempts=3, error="before")))
     before = time.time()
     jobs.defer(jobs.claim(), 1, 30.0)
@@ -72,7 +72,7 @@ def test_the_rest_of_the_tree_has_come_meanwhile(database, jobs):
     assert jobs.claim() is not None
 
 
-def test_who_gives_way_is_due_at_once(database, jobs):
+def test_preempted_job_is_due_at_once(database, jobs):
     database.write(lambda c: c.execute(work.update().values(attempts=3)))
     jobs.yield_lease(jobs.claim())
     lease = jobs.claim()
@@ -105,7 +105,7 @@ def test_the_leases_of_one_that_died_are_free(database, jobs):
         Jobs(database, "dead", 60.0).yield_lease(lease)
 
 
-def test_what_kills_whoever_takes_it_up_comes_after_all_that_waits(database, jobs):
+def test_crash_loop_runs_after_other_jobs(database, jobs):
     Jobs(database, "dead", 60.0).claim()
     another = msgspec.structs.replace(TREE, id="another")
     RequestRecorder(database, lambda node: None).create_load_balancer(another, read_back=True)
@@ -148,13 +148,13 @@ def test_deaths_are_counted_however_they_are_noticed(database, jobs):
     ],
     ids=["finished", "waits", "gives way", "failed", "marked", "applied"],
 )
-def test_who_lives_to_say_anything_has_not_died_of_it(database, jobs, lives):
+def test_surviving_job_is_no_crash(database, jobs, lives):
     database.write(lambda c: c.execute(work.update().values(deaths=3)))
     lives(jobs, jobs.claim(), database)
     assert deaths(database) == 0
 
 
-def test_who_ends_well_has_tried_nothing_in_vain(database, jobs):
+def test_clean_end_counts_no_attempt(database, jobs):
     jobs.claim()
     assert jobs.release_leases() == 1
     assert (row(database).attempts, deaths(database)) == (0, 0)

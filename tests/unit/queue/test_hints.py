@@ -37,7 +37,7 @@ def publisher(deaf_broker):
     publisher.close()
 
 
-def test_what_cannot_be_published_is_dropped_and_nobody_waits(publisher):
+def test_unpublishable_hint_is_dropped_without_a_wait(publisher):
     begun = time.monotonic()
     left = [publisher.enqueue(local_socket.CONTROLLER, f"lb{number}") for number in range(1000)]
     # Nothing of the network is in this way: a thousand are some milliseconds. The bound is for a busy machine.

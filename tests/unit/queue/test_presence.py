@@ -29,7 +29,7 @@ def other(tmp_path):
         process.kill()
 
 
-def test_who_lives_is_left_alone_and_who_was_killed_is_found(tmp_path, other):
+def test_live_process_is_kept_and_a_killed_one_is_found(tmp_path, other):
     process, name = other
     freed = []
     with ProcessLock(str(tmp_path), "me") as presence:
@@ -56,7 +56,7 @@ def test_one_that_could_not_be_buried_is_found_again(tmp_path, other):
         assert presence.reap_dead(lambda _: None) == [name]
 
 
-def test_who_runs_under_another_kernel_is_nobodys_business(tmp_path):
+def test_process_of_another_kernel_is_ignored(tmp_path):
     """Another host has the directory mounted, and its locks do not reach here: its file looks like a dead one's."""
     command = [sys.executable, "-c", LIVE, str(tmp_path), "far", "0b9d1c52-7f0e-4a55-9f0c-2f6f3a1f9c11"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:

@@ -173,7 +173,7 @@ def test_members_prove_the_name_their_monitor_asks_for():
 
 
 @pytest.mark.parametrize("off", [{"admin_state_up": False}, {"url_path": "no path"}])
-def test_they_do_even_if_nobody_asks(off):
+def test_checks_run_without_requests(off):
     rendered = render(tree(msgspec.structs.replace(NAMED, **off), **CA))
     assert "sni str(m.example.com) verifyhost m.example.com" in rendered.text
     assert " check " not in rendered.text

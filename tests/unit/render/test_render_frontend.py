@@ -92,7 +92,7 @@ def test_which_pool_behind_which_listener(protocol, pool):
     assert the(lines(whole, "backend"), "server ") == f"server m1 192.0.2.1:80 weight 1{word}"
 
 
-def test_a_cookie_cannot_be_kept_where_nobody_reads_it():
+def test_cookie_persistence_needs_http():
     cookies = {"session_persistence": SessionPersistence(type=PersistenceType.HTTP_COOKIE)}
     assert "cookie" in objections(tree("TCP", "PROXY", cookies))
     assert render(tree("HTTP", "PROXY", cookies)).refused == ()
@@ -374,7 +374,7 @@ def test_a_listener_that_is_not_served_names_no_files():
     ("profile", "defaults", "logs"),
     [(None, False, False), (None, True, True), (False, True, False), (True, False, True)],
 )
-def test_who_is_logged(profile, defaults, logs):
+def test_logged_listeners(profile, defaults, logs):
     found = lines(tree(profile=Profile(connection_logging=profile)), defaults=Defaults(connection_logging=defaults))
     assert ("log stdout format raw local0 info" in found) is logs
     assert any(line.startswith("log-format") for line in found) is logs

@@ -155,7 +155,7 @@ def test_a_listener_is_not_served_without_its_policies():
 @pytest.mark.parametrize(
     "policy", [change(POLICY, admin_state_up=False), change(POLICY, rules=(change(BAD_RULE, admin_state_up=False),))]
 )
-def test_what_is_switched_off_keeps_nobody_out(policy):
+def test_disabled_objects_reject_no_request(policy):
     rendered = render(with_listener(l7policies=(change(policy, rules=(change(BAD_RULE, admin_state_up=False),)),)))
     assert rendered.refused == ()
     assert "frontend l1" in rendered.text
@@ -200,7 +200,7 @@ def test_what_haproxy_refused_is_left_out_and_never_opens_anything(failed, gone,
     assert render(tree).refused == ()  # nothing of it is remembered
 
 
-def test_a_failed_policy_that_is_switched_off_keeps_nobody_out():
+def test_disabled_failed_policy_rejects_no_request():
     tree = with_listener(l7policies=(change(POLICY, admin_state_up=False),))
     assert render(tree, failed=["y1", "r1"]).text == render(LB).text
 

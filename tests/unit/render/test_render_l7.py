@@ -350,7 +350,7 @@ def test_two_rules_of_one_name_in_two_policies():
     assert caught.value.object_id == "p2"
 
 
-def test_without_pcre2_nothing_is_rendered_and_nobody_is_to_blame(monkeypatch):
+def test_without_pcre2_rendering_fails_without_a_faulty_object(monkeypatch):
     regex._library.cache_clear()
     monkeypatch.setattr(regex, "LIBRARY", "libnothing-at-all.so.0")
     try:

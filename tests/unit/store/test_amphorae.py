@@ -45,7 +45,7 @@ def test_real_epochs_fit(database):
     assert seen(database, heard("a", 1_900_000_000_000_000_000, largest)) == {"a": (1_900_000_000_000_000_000, largest)}
 
 
-def test_who_has_the_vips_is_what_was_said_last(database):
+def test_latest_report_names_the_vip_holder(database):
     record(database, "a", "b")
     for sequence, said in enumerate((True, False, None, True)):
         at = msgspec.structs.replace(heard("a", 1, sequence, at=1000.5 + sequence), holds_vip=said)

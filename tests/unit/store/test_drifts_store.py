@@ -69,7 +69,7 @@ def test_all_of_one_load_balancer(served):
 
 
 @pytest.mark.parametrize(("beyond", "committed", "after"), [(8, 3, (9, 9)), (1, 3, (4, 4)), (8, 2, (9, 2))])
-def test_a_generation_beyond_somebody_elses(served, beyond, committed, after):
+def test_generation_beyond_a_foreign_one(served, beyond, committed, after):
     served.write(lambda c: c.execute(work.update().values(committed=committed)))
     assert served.write(lambda c: config_drift.advance_generation_beyond(c, "lb", 3, beyond)) is True
     assert (row(served).generation, row(served).committed) == after
@@ -79,7 +79,7 @@ def test_a_generation_beyond_somebody_elses(served, beyond, committed, after):
     )
 
 
-def test_who_is_compared_next(served):
+def test_order_of_comparisons(served):
     def candidates(before, limit=10):
         return [one.amphora_id for one in served.read(lambda c: config_drift.list_audit_candidates(c, before, limit))]
 

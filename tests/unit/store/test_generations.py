@@ -56,7 +56,7 @@ def test_a_generation_that_was_taken_meanwhile_is_not_taken_twice(database, inte
     assert row(database).generation == 2
 
 
-def test_nobody_is_told(database, intents):
+def test_no_report_is_sent(database, intents):
     made(database, intents)
     database.write(lambda c: generations.bump_generation(c, "lb", 1))
     database.write(lambda c: status_outbox.confirm_generation(c, "lb", 2, {}))

@@ -71,7 +71,7 @@ def test_a_newer_generation_accepted_meanwhile_makes_the_job_due_again(database)
 
 
 @pytest.mark.parametrize("end", ["finish", "finish for now", "wait", "postpone"])
-def test_what_becomes_urgent_while_somebody_works_is_not_forgotten_by_the_end_of_that(database, end):
+def test_urgent_mark_survives_the_end_of_a_job(database, end):
     """On every database: some assign from left to right, and go on with what was assigned."""
     add(database, applied=1, attempts=3, free_at=URGENT)
     one = jobs.Jobs(database, "one", 30)
@@ -122,7 +122,7 @@ def test_what_an_amphora_lost_while_the_job_ended_makes_it_due_again(database):
     assert one.claim() is None
 
 
-def test_somebody_looks_again_at_the_time_that_was_said(database):
+def test_retry_at_the_given_time(database):
     add(database, applied=1)
     one = jobs.Jobs(database, "one", 30)
     later = time.time() + 60

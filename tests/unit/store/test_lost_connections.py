@@ -82,7 +82,7 @@ def test_a_claim_whose_commit_was_not_answered_runs_out(line, database, intents)
     assert Jobs(database, "two", 30).claim("lb").epoch == 2
 
 
-def test_connections_that_died_while_nobody_looked_cost_nobody_a_call(line, database):
+def test_connection_pool_drops_dead_connections(line, database):
     database.read(lambda c: c.execute(sa.select(duty)).all())
     line.cut()
     assert database.read(lambda c: c.execute(sa.select(duty)).all()) == []

@@ -63,7 +63,7 @@ def test_a_host_that_drains_does_so_for_those_that_come_later(any_database):
     assert later.heartbeat() is False
 
 
-def test_duties_by_who_has_them(any_database):
+def test_duties_by_owner(any_database):
     for name in ("b", "a"):
         acquire_duty(any_database, name, "one", 60)
     acquire_duty(any_database, "over", "two", -1)

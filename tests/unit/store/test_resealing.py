@@ -126,7 +126,7 @@ def test_it_goes_on_where_it_was_ended(database):
     assert reencryption.reencrypt(database, BOTH) == 154
 
 
-def test_whoever_writes_meanwhile_wins(database, monkeypatch):
+def test_concurrent_write_wins(database, monkeypatch):
     fill(database, certificates=2, machines=0)
     fresh = BEFORE.seal(Secret(b"replaced by its user"), place_of(0))
     write = reencryption._write

@@ -117,7 +117,7 @@ def test_one_at_a_time_and_never_for_nothing(database):
     assert len(database.read(lambda c: rotations.list_newest_rotations(c, 9))) == 1
 
 
-def test_two_who_ask_in_the_same_moment(any_database):
+def test_two_simultaneous_requests(any_database):
     any_database.write(fleet)
     outcomes = []
 

@@ -42,14 +42,14 @@ def descriptors():
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def nobody_waits():
+def no_thread_waits():
     deadline = time.monotonic() + AT_ONCE
     while waiting():
         assert time.monotonic() < deadline, "a thread waits"
         time.sleep(0.01)
 
 
-def test_a_turn_comes_at_once_where_nobody_has_it(place):
+def test_free_write_lock_is_acquired_at_once(place):
     turns = sqlite_write_lock.LockFile(str(place))
     os.close(turns.acquire(0.0))
     os.close(turns.acquire(0.0))
@@ -67,7 +67,7 @@ def test_a_turn_comes_when_it_is_free(place):
     with pytest.raises(StoreError):
         turns.acquire(0.05)
     os.close(got[0])
-    nobody_waits()
+    no_thread_waits()
 
 
 def test_no_is_said_in_time_and_by_name(place):
@@ -80,7 +80,7 @@ def test_no_is_said_in_time_and_by_name(place):
         ):
             sqlite_write_lock.LockFile(str(place)).acquire(0.05)
         holder.stdin.close()
-    nobody_waits()
+    no_thread_waits()
 
 
 def test_a_file_that_cannot_be_had_is_named(tmp_path):
@@ -104,15 +104,15 @@ def test_a_file_system_without_locks_is_named_and_nothing_stays_open(place, monk
     assert descriptors() == before
 
 
-def test_who_gave_up_takes_no_turn_from_others(place):
+def test_abandoned_waiter_delays_no_other(place):
     turns = sqlite_write_lock.LockFile(str(place))
     with taken(place), pytest.raises(StoreError):
         turns.acquire(0.05)
-    nobody_waits()
+    no_thread_waits()
     os.close(sqlite_write_lock.LockFile(str(place)).acquire(AT_ONCE))
 
 
-def test_a_place_that_was_given_up_is_waited_at_by_who_comes_next(place):
+def test_abandoned_waiter_is_reused(place):
     """During a long stop of the owner: one thread for each concurrent writer, not for each attempt."""
     turns = sqlite_write_lock.LockFile(str(place))
     with taken(place):
@@ -129,7 +129,7 @@ def test_a_place_that_was_given_up_is_waited_at_by_who_comes_next(place):
         waiter.start()
     waiter.join(AT_ONCE)
     os.close(got[0])
-    nobody_waits()
+    no_thread_waits()
 
 
 def test_a_database_whose_writer_stands_still(database, monkeypatch):
@@ -144,4 +144,4 @@ def test_a_database_whose_writer_stands_still(database, monkeypatch):
         assert database.read(lambda c: c.execute(duty.select()).all()) == []
     database.write(sign)
     assert len(database.read(lambda c: c.execute(duty.select()).all())) == 1
-    nobody_waits()
+    no_thread_waits()

@@ -226,7 +226,7 @@ def test_what_waits_for_a_later_generation_is_not_settled_by_an_earlier_one(inte
     assert said(database) == [("li", Provisioning.DELETED, None), ("lb", Provisioning.ACTIVE, None)]
 
 
-def test_what_served_before_and_fails_now_is_told_even_if_nobody_waits(intents, database):
+def test_new_failure_is_reported_without_a_pending_request(intents, database):
     intents.create_object(Kind.LISTENER, LISTENER)
     commit(database)
     serve(database, 2)

@@ -344,7 +344,7 @@ def test_nothing_works_with_another_schema(empty, revision, words):
 
 
 @pytest.mark.parametrize("kind", DATABASES)
-def test_who_was_not_stopped_before_an_upgrade_works_no_more(empty, monkeypatch):
+def test_process_from_before_an_upgrade_stops(empty, monkeypatch):
     migrate.upgrade(empty)
     database = Database(empty)
     database.read(lambda connection: None)
@@ -361,7 +361,7 @@ def test_who_was_not_stopped_before_an_upgrade_works_no_more(empty, monkeypatch)
 
 @pytest.mark.parametrize("kind", DATABASES)
 @pytest.mark.parametrize("revision", ["0001", "head"])
-def test_who_works_is_known_whatever_the_schema(empty, revision, monkeypatch):
+def test_active_processes_are_known_for_every_schema(empty, revision, monkeypatch):
     engine = migrate._upgrade_engine(empty)
     with engine.connect() as connection:
         command.upgrade(migrate.alembic_config(connection), revision)

@@ -171,7 +171,7 @@ def test_a_file_that_is_spoilt_leaves_the_keys_in_use(path, caplog, spoil):
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o644, 0o602, 0o777])
-def test_a_file_for_everybody_is_refused(path, mode):
+def test_world_readable_file_is_refused(path, mode):
     path.chmod(mode)
     with pytest.raises(ConfigurationError, match=rf"mode {mode:04o}.*chmod o-rwx {path}"):
         Vault.load(str(path))

@@ -59,7 +59,7 @@ def test_states(database, work, status, expected):
     assert seen(database).balancers[0].state == expected
 
 
-def test_who_waits_since_when(database):
+def test_waiting_jobs_with_their_ages(database):
     found = rows(2)
     found["work"][0] |= {"generation": 8, "applied": 6, "dirty": True}
     common = {"load_balancer_id": identifier(1), "action": "update", "object_id": identifier(1)}
@@ -76,7 +76,7 @@ def test_who_waits_since_when(database):
     assert (one.due, other.due) == (True, False)
 
 
-def test_a_lease_that_has_run_out_is_nobodys(database):
+def test_expired_lease_has_no_owner(database):
     found = rows(2, now=time.time())
     found["work"][0] |= {"owner": "me", "leased_until": time.time() + 600, "dirty": True}
     found["work"][1] |= {"owner": "dead", "leased_until": time.time() - 600, "dirty": True}
@@ -250,7 +250,7 @@ def test_large_tables_are_reached_by_a_key(database):
             assert {line.split()[1] for line in scanned} <= few | {"CONSTANT"}, (text, plan)
 
 
-def test_nothing_can_be_written_by_who_looks(url):
+def test_status_page_cannot_write(url):
     found = open_read_only(url)
     try:
         with pytest.raises(StoreError, match="readonly"):
@@ -260,7 +260,7 @@ def test_nothing_can_be_written_by_who_looks(url):
         found.dispose()
 
 
-def test_all_who_look_cost_one_look(url):
+def test_concurrent_readers_share_one_snapshot(url):
     now = [100.0]
     looking = SnapshotCache(open_read_only(url), 3.0, 0, lambda: now[0])
     try:

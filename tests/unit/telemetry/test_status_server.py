@@ -126,7 +126,7 @@ def test_the_token_may_change_and_must_be_there(url, tmp_path):
         assert asked(port, authorization="Bearer second")[0] == 503
 
 
-def test_a_token_that_others_can_read_lets_nobody_in(tmp_path, caplog):
+def test_world_readable_token_file_grants_no_access(tmp_path, caplog):
     path = tmp_path / "token"
     path.write_text("first\n")
     path.chmod(0o644)
@@ -171,7 +171,7 @@ def test_other_names_are_not_answered_without_a_token(url):
         assert asked(port, host=f"localhost:{port}")[0] == 200
 
 
-def test_whether_it_is_working_is_told_to_everybody(url):
+def test_health_endpoint_needs_no_authorization(url):
     well = [True]
     with running(url, duty=lambda: well[0]) as port:
         assert asked(port, "/healthz", host="any.example")[:2] == (200, b"ok\n")
@@ -203,7 +203,7 @@ def test_over_tls_and_with_a_new_certificate_at_once(url, tmp_path):
         assert asked(port, context=ssl._create_unverified_context())[0] == 200
 
 
-def test_nobody_who_is_slow_keeps_others_waiting(url, monkeypatch):
+def test_slow_client_delays_no_other(url, monkeypatch):
     monkeypatch.setattr(http_server, "_CONNECTION_TIMEOUT", 1.0)
     with running(url) as port:
         slow = [
@@ -237,7 +237,7 @@ def test_heads_without_end_are_refused(url):
         assert one.recv(4096).startswith(b"HTTP/1.1 431 ")
 
 
-def test_a_port_that_somebody_has_is_waited_for(url, monkeypatch, caplog):
+def test_server_retries_a_port_in_use(url, monkeypatch, caplog):
     monkeypatch.setattr(http_server, "_RESTART_DELAY", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
