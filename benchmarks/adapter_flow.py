@@ -17,7 +17,7 @@ from amphora_driver import config
 from amphora_driver.agent.client import Applied, Info, Loaded, Vrrp
 from amphora_driver.certificates.ca import Authority, create_authority
 from amphora_driver.compute.interface import Machine, MachineState
-from amphora_driver.database.tables import status, work
+from amphora_driver.database.tables import job, object_status
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.enums import Kind, Topology
 from amphora_driver.model.loadbalancer import LoadBalancer, Member, Profile, Vip
@@ -107,7 +107,7 @@ class Flow:
 
             def lose(connection):
                 amphorae.update_amphora(connection, gone[0], state=AmphoraState.RETIRING, reason="it is replaced")
-                connection.execute(work.update().where(work.c.load_balancer_id == load_balancer_id).values(dirty=True))
+                connection.execute(job.update().where(job.c.load_balancer_id == load_balancer_id).values(dirty=True))
 
             self.database.write(lose)
         self._operations[op, i] = load_balancer_id, gone
@@ -154,7 +154,7 @@ class Flow:
         """Mark the current generation as committed in Octavia."""
         self.database.write(
             lambda connection: connection.execute(
-                work.update().where(work.c.load_balancer_id == load_balancer_id).values(committed=work.c.generation)
+                job.update().where(job.c.load_balancer_id == load_balancer_id).values(committed=job.c.generation)
             )
         )
 
@@ -168,7 +168,7 @@ class Flow:
     def _row(self, load_balancer_id):
         return self.database.read(
             lambda connection: connection.execute(
-                sa.select(work).where(work.c.load_balancer_id == load_balancer_id)
+                sa.select(job).where(job.c.load_balancer_id == load_balancer_id)
             ).one()
         )
 
@@ -176,17 +176,17 @@ class Flow:
         return self.database.read(lambda connection: amphorae.load_amphorae(connection, load_balancer_id))
 
     def _statuses(self, load_balancer_id):
-        select = sa.select(status.c.object_id, status.c.provisioning).where(
-            status.c.load_balancer_id == load_balancer_id
+        select = sa.select(object_status.c.object_id, object_status.c.provisioning).where(
+            object_status.c.load_balancer_id == load_balancer_id
         )
         return dict(self.database.read(lambda connection: [tuple(row) for row in connection.execute(select)]))
 
 
 def _wake(connection, load_balancer_id):
     """Make a waiting job due, as the controller does after an agent listens."""
-    mine = work.c.load_balancer_id == load_balancer_id
+    mine = job.c.load_balancer_id == load_balancer_id
     return connection.execute(
-        work.update().where(mine, work.c.dirty, work.c.owner.is_(None), work.c.free_at > 0.0).values(free_at=0.0)
+        job.update().where(mine, job.c.dirty, job.c.owner.is_(None), job.c.free_at > 0.0).values(free_at=0.0)
     ).rowcount
 
 

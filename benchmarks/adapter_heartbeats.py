@@ -107,12 +107,14 @@ class Heard:
 
     def hb_check(self, lb_id):
         def read(connection):
-            rows = connection.execute(sa.select(tables.status).where(tables.status.c.load_balancer_id == lb_id)).all()
+            rows = connection.execute(
+                sa.select(tables.object_status).where(tables.object_status.c.load_balancer_id == lb_id)
+            ).all()
             counters = tables.listener_statistics.c
             total = sa.select(sa.func.sum(counters.total_connections)).where(counters.load_balancer_id == lb_id)
             seen = (
-                sa.select(sa.func.max(tables.amphora_seen.c.seen_at))
-                .join(tables.amphora, tables.amphora.c.id == tables.amphora_seen.c.amphora_id)
+                sa.select(sa.func.max(tables.amphora_heartbeat.c.seen_at))
+                .join(tables.amphora, tables.amphora.c.id == tables.amphora_heartbeat.c.amphora_id)
                 .where(tables.amphora.c.load_balancer_id == lb_id)
             )
             return {

@@ -29,7 +29,7 @@ class Store:
         whole = tree(spec)
         nodes = list(desired_objects.iter_subtree(whole))
         connection.execute(
-            tables.work.insert().values(
+            tables.job.insert().values(
                 load_balancer_id=whole.id, project_id=whole.project_id, op="apply", generation=GENERATION,
                 committed=GENERATION, applied=GENERATION, read_back=False, dirty=False,
             )
@@ -42,7 +42,7 @@ class Store:
             }
             for node in nodes
         ]  # fmt: skip
-        connection.execute(tables.status.insert(), rows)
+        connection.execute(tables.object_status.insert(), rows)
         for one in spec["amphorae"]:
             sealed = self._vault.seal(heartbeat_key(one["id"]), amphorae.key_location(one["id"]))
             amphorae.insert_amphora(connection, one["id"], whole.id, one["role"], sealed)
@@ -55,7 +55,7 @@ class Store:
         """Read all data that a controller reads for one job."""
 
         def read(connection):
-            work = connection.execute(sa.select(tables.work).where(tables.work.c.load_balancer_id == lb_id)).one()
+            work = connection.execute(sa.select(tables.job).where(tables.job.c.load_balancer_id == lb_id)).one()
             return work, amphorae.load_amphorae(connection, lb_id), desired_objects.load_tree(connection, lb_id)
 
         return self.database.read(read)

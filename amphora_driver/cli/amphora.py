@@ -21,7 +21,7 @@ from cliff.show import ShowOne
 
 from amphora_driver.cli import queries
 from amphora_driver.cli.formatting import Age, Counts, Partners, Ports, Timestamp, Value, YesNo
-from amphora_driver.database.tables import amphora, work
+from amphora_driver.database.tables import amphora, job
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.store import spare_pools
 from amphora_driver.store.spare_pools import SparePoolSpec
@@ -53,12 +53,12 @@ class ListAmphorae(Lister):
 
         def read(connection: sa.Connection) -> Sequence[Any]:
             # An amphora whose load balancer has no row is listed as well.
-            query = queries.amphora_query().where(sa.or_(work.c.op.is_(None), queries.IS_LOAD_BALANCER))
+            query = queries.amphora_query().where(sa.or_(job.c.op.is_(None), queries.IS_LOAD_BALANCER))
             if parsed_args.loadbalancer:
                 chosen = queries.find_load_balancer_id(connection, parsed_args.loadbalancer)
                 query = query.where(amphora.c.load_balancer_id == chosen)
             if parsed_args.project:
-                query = query.where(work.c.project_id == parsed_args.project)
+                query = query.where(job.c.project_id == parsed_args.project)
             if parsed_args.status:
                 query = query.where(amphora.c.state == parsed_args.status.lower())
             return connection.execute(query).all()
@@ -133,11 +133,11 @@ def _spare_rows(connection: sa.Connection, configured: int) -> list[tuple[Any, .
     pools = spare_pools.list_pools(connection)
     spares = connection.execute(
         sa.select(amphora.c.load_balancer_id, amphora.c.state, amphora.c.image)
-        .join(work, work.c.load_balancer_id == amphora.c.load_balancer_id)
-        .where(work.c.op == spare_pools.OP)
+        .join(job, job.c.load_balancer_id == amphora.c.load_balancer_id)
+        .where(job.c.op == spare_pools.OP)
     ).all()
-    counted = sa.select(work.c.spare_pool, sa.func.count()).where(work.c.spare_pool.is_not(None))
-    users: dict[str | None, int] = dict(connection.execute(counted.group_by(work.c.spare_pool)).tuples().all())
+    counted = sa.select(job.c.spare_pool, sa.func.count()).where(job.c.spare_pool.is_not(None))
+    users: dict[str | None, int] = dict(connection.execute(counted.group_by(job.c.spare_pool)).tuples().all())
     return [
         _spare_row(pool, [one for one in spares if one.load_balancer_id == pool.load_balancer_id], users, configured)
         for pool in pools

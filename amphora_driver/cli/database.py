@@ -14,9 +14,6 @@ from cliff.show import ShowOne
 from amphora_driver.database import migrate, schema_check
 from amphora_driver.errors import StoreError
 
-# First schema revision in which encrypted values are bound to their rows.
-_BOUND_SINCE = "0004"
-
 
 class DatabaseStatus(ShowOne):
     """Show the schema of the database, and whether this version can use it."""
@@ -55,10 +52,6 @@ class UpgradeDatabase(ShowOne):
         if not parsed_args.force:
             _refuse_if_in_use(migrate.active_processes(self.app.conf.amp_database.connection))
         done = migrate.upgrade(self.app.conf.amp_database.connection)
-        if done.before and done.before < _BOUND_SINCE:
-            self.app.stderr.write(
-                "Before the services start, run: amphoractl secrets reencrypt --bind (docs/explanation/secrets.md)\n"
-            )
         return ("Before", "After"), (done.before, done.after)
 
 

@@ -20,7 +20,7 @@ from amphora_driver.agent.client import AgentClient
 from amphora_driver.certificates.trust_store import TrustStore
 from amphora_driver.cli import config_diff, queries
 from amphora_driver.cli.formatting import escape_unprintable
-from amphora_driver.database.tables import amphora, amphora_seen, work
+from amphora_driver.database.tables import amphora, amphora_heartbeat, job
 from amphora_driver.database.vault import Vault
 from amphora_driver.deadline import Deadline
 from amphora_driver.errors import AgentError, AgentRefused, Conflict
@@ -96,7 +96,7 @@ class RepairLoadBalancer(Command):
 
         def write(connection: sa.Connection) -> tuple[str, list[str]]:
             chosen = queries.find_load_balancer_id(connection, parsed_args.load_balancer)
-            op = connection.execute(sa.select(work.c.op).where(work.c.load_balancer_id == chosen)).scalar_one()
+            op = connection.execute(sa.select(job.c.op).where(job.c.load_balancer_id == chosen)).scalar_one()
             if op != Op.APPLY:
                 raise Conflict(f"repair load balancer {chosen}", "it is being deleted", "No action is needed.")
             return chosen, config_drift.revoke_all_confirmations(
@@ -152,8 +152,12 @@ class DiagnoseAmphora(Command):
 def _read_row(connection: sa.Connection, text: str) -> tuple[str, Mapping[str, Any]]:
     chosen = queries.find_amphora_id(connection, text)
     columns = [column for column in amphora.c if column.name != "heartbeat_key"]
-    heard = [amphora_seen.c.seen_at, amphora_seen.c.generation.label("heard_generation"), amphora_seen.c.holds_vip]
-    together = amphora.outerjoin(amphora_seen, amphora_seen.c.amphora_id == amphora.c.id)
+    heard = [
+        amphora_heartbeat.c.seen_at,
+        amphora_heartbeat.c.generation.label("heard_generation"),
+        amphora_heartbeat.c.holds_vip,
+    ]
+    together = amphora.outerjoin(amphora_heartbeat, amphora_heartbeat.c.amphora_id == amphora.c.id)
     query = sa.select(*columns, *heard).select_from(together).where(amphora.c.id == chosen)
     return chosen, dict(connection.execute(query).mappings().one())
 

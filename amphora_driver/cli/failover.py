@@ -23,7 +23,7 @@ from amphora_driver.cli import queries
 from amphora_driver.cli.formatting import Age, Duration, Timestamp, Value, escape_unprintable
 from amphora_driver.cli.operator_name import operator_name
 from amphora_driver.database import clock
-from amphora_driver.database.tables import amphora, duty, work
+from amphora_driver.database.tables import amphora, duty, job
 from amphora_driver.database.tables_fleet import failover
 from amphora_driver.errors import Conflict, UnknownObject
 from amphora_driver.model.amphora import AmphoraState
@@ -60,7 +60,7 @@ class Timeline(FormattableColumn):
 
 
 class SilentAmphorae(FormattableColumn):
-    """Rows of `silence`."""
+    """Rows of `silent_amphora`."""
 
     def human_readable(self) -> str:
         return "\n".join(
@@ -349,7 +349,7 @@ def _read_amphorae(connection: sa.Connection, condition: sa.ColumnElement[bool])
 
 
 def _refuse_if_deleted(connection: sa.Connection, attempt: str, load_balancer_id: str) -> None:
-    op = connection.execute(sa.select(work.c.op).where(work.c.load_balancer_id == load_balancer_id)).scalar()
+    op = connection.execute(sa.select(job.c.op).where(job.c.load_balancer_id == load_balancer_id)).scalar()
     if op != Op.APPLY:
         raise Conflict(attempt, "the load balancer is being deleted", "No action is needed.")
 

@@ -19,7 +19,7 @@ from cryptography import x509
 
 from amphora_driver.cli import queries, status_checks
 from amphora_driver.cli.status_checks import Check, failure, success, warning
-from amphora_driver.database.tables import work
+from amphora_driver.database.tables import job
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.maintenance import reencryption
@@ -61,10 +61,6 @@ def check_keys(conf: ConfigOpts, database: Database) -> Check:
     if misplaced:
         words = f"{misplaced} of {total} secrets were encrypted for other rows and are refused"
         return failure("Keys", f"{words}. Restrict write access to the database; see: amphoractl secrets status.")
-    unbound = sum(one.unbound for one in counts)
-    if unbound:
-        words = f"{unbound} of {total} secrets are not bound to their rows and are refused"
-        return failure("Keys", f"{words}. Run once: amphoractl secrets reencrypt --bind (docs/explanation/secrets.md).")
     if old:
         return warning(
             "Keys", f"{old} of {total} secrets are encrypted with an older key. Run: amphoractl secrets reencrypt."
@@ -77,7 +73,7 @@ def check_authorities(conf: ConfigOpts, rows: Sequence[Any], now: float) -> Chec
 
     Args:
         conf: the options.
-        rows: rows of the table `authority` whose state is not gone.
+        rows: rows of the table `certificate_authority` whose state is not gone.
         now: seconds since 1970.
     """
     found = {f"authority {row.id} ({row.kind}, {row.state})": float(row.expires_at) for row in rows}
@@ -103,9 +99,7 @@ def check_authorities(conf: ConfigOpts, rows: Sequence[Any], now: float) -> Chec
 def check_backends(conf: ConfigOpts, database: Database) -> Check:
     """Check that the backends of existing and new load balancers are installed."""
     catalogue = Catalogue(conf, database)
-    backend_query = (
-        sa.select(work.c.topology, work.c.compute, work.c.network).where(queries.IS_LOAD_BALANCER).distinct()
-    )
+    backend_query = sa.select(job.c.topology, job.c.compute, job.c.network).where(queries.IS_LOAD_BALANCER).distinct()
     rows = [tuple(row) for row in database.read(lambda connection: connection.execute(backend_query).all())]
     wrong, found = [], set()
     for topology, compute, network in [*rows, (conf.amp_controller.loadbalancer_topology, None, None)]:

@@ -17,7 +17,7 @@ from cliff.lister import Lister
 
 from amphora_driver.cli import queries
 from amphora_driver.cli.formatting import Age, Remaining, Value
-from amphora_driver.database.tables import work
+from amphora_driver.database.tables import job
 
 HEAD = (
     *("Load balancer", "Op", "Wanted", "Applied", "Waits for", "Pending since"),
@@ -40,7 +40,7 @@ def waits_for(row: Any, now: float) -> str:
     """Return the event that the load balancer waits for.
 
     Args:
-        row: of the table `work`, with `to_report` beside it.
+        row: of the table `job`, with `to_report` beside it.
         now: seconds since 1970.
     """
     if row.committed < row.generation:
@@ -56,9 +56,9 @@ def waits_for(row: Any, now: float) -> str:
 
 def _pending_query() -> sa.Select[Any]:
     pending, to_report, since = queries.count_pending(), queries.count_unreported(), queries.pending_since()
-    undone = sa.or_(work.c.dirty, work.c.committed < work.c.generation, work.c.read_back, pending > 0, to_report > 0)
-    columns = (work, pending.label("pending"), to_report.label("to_report"), since.label("since"))
-    return sa.select(*columns).where(undone, queries.IS_LOAD_BALANCER).order_by(since, work.c.load_balancer_id)
+    undone = sa.or_(job.c.dirty, job.c.committed < job.c.generation, job.c.read_back, pending > 0, to_report > 0)
+    columns = (job, pending.label("pending"), to_report.label("to_report"), since.label("since"))
+    return sa.select(*columns).where(undone, queries.IS_LOAD_BALANCER).order_by(since, job.c.load_balancer_id)
 
 
 def _row(row: Any, now: float) -> tuple[Any, ...]:

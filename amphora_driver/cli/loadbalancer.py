@@ -34,7 +34,7 @@ from amphora_driver.cli.formatting import (
 )
 from amphora_driver.cli.jobs import waits_for
 from amphora_driver.cli.queries import LoadBalancerSummary
-from amphora_driver.database.tables import request, wanted_object, work
+from amphora_driver.database.tables import desired_object, job, request
 from amphora_driver.errors import UnknownObject
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import LoadBalancer
@@ -74,8 +74,8 @@ class ListLoadBalancers(Lister):
 
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
         """Return column names and rows."""
-        conditions = [work.c.project_id == parsed_args.project] if parsed_args.project else []
-        conditions += [work.c.dirty] if parsed_args.dirty else []
+        conditions = [job.c.project_id == parsed_args.project] if parsed_args.project else []
+        conditions += [job.c.dirty] if parsed_args.dirty else []
         found: list[LoadBalancerSummary] = self.app.read(
             lambda connection: queries.list_load_balancers(connection, *conditions)
         )
@@ -200,7 +200,7 @@ def _addresses(one: LoadBalancerSummary) -> list[str]:
 
 def _details(connection: sa.Connection, text: str, requests: int, now: float) -> dict[str, Any]:
     load_balancer_id = queries.find_load_balancer_id(connection, text)
-    (one,) = queries.list_load_balancers(connection, work.c.load_balancer_id == load_balancer_id)
+    (one,) = queries.list_load_balancers(connection, job.c.load_balancer_id == load_balancer_id)
     row = one.work
     listed = dict(zip(LONG_HEAD, _row(one, now), strict=True))
     for name in ("VIPs", "Drift", "Amphorae", "Fail-over"):
@@ -254,7 +254,7 @@ def _vips(connection: sa.Connection, load_balancer_id: str) -> dict[str, Any]:
         shown["QoS policy"] = node.vip_qos_policy_id
     if node.vip_sg_ids:
         shown["Security groups"] = ", ".join(node.vip_sg_ids)
-    row = connection.execute(sa.select(work.c.vip_applied).where(work.c.load_balancer_id == load_balancer_id)).one()
+    row = connection.execute(sa.select(job.c.vip_applied).where(job.c.load_balancer_id == load_balancer_id)).one()
     given = vip_allocation.read_applied_options(row)
     if given is not None and given.refused:
         shown["Refused"] = given.refused
@@ -272,10 +272,10 @@ def _profile(connection: sa.Connection, load_balancer_id: str) -> dict[str, Any]
 
 
 def _objects(connection: sa.Connection, load_balancer_id: str) -> dict[str, int]:
-    kind = wanted_object.c.kind
+    kind = desired_object.c.kind
     query = (
         sa.select(kind, sa.func.count())
-        .where(wanted_object.c.load_balancer_id == load_balancer_id, ~wanted_object.c.removed)
+        .where(desired_object.c.load_balancer_id == load_balancer_id, ~desired_object.c.removed)
         .group_by(kind)
         .order_by(kind)
     )

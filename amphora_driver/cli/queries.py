@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.database.tables import amphora, amphora_seen, request, status, wanted_object, work
-from amphora_driver.database.tables_fleet import failover, silence
+from amphora_driver.database.tables import amphora, amphora_heartbeat, desired_object, job, object_status, request
+from amphora_driver.database.tables_fleet import failover, silent_amphora
 from amphora_driver.errors import UnknownObject
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.enums import Kind, Provisioning
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 _UNKNOWN = "unknown"
-# The table `work` also has one row per pool of warm spares, with this operation.
+# The table `job` also has one row per pool of warm spares, with this operation.
 SPARES = "spares"
-IS_LOAD_BALANCER = work.c.op != SPARES
+IS_LOAD_BALANCER = job.c.op != SPARES
 # Largest number of ids that the refusal of an ambiguous prefix lists.
 _MAX_LISTED = 10
 
@@ -47,7 +47,7 @@ class LoadBalancerSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One load balancer.
 
     Attributes:
-        work: its row of the table `work`, with `to_report` and `pending` (numbers of objects).
+        work: its row of the table `job`, with `to_report` and `pending` (numbers of objects).
         status: row of its own status; None before the first report.
         named: name and VIPs; None after the deletion of the load balancer.
         amphorae: rows of `amphora_query`, oldest first.
@@ -56,8 +56,8 @@ class LoadBalancerSummary(msgspec.Struct, frozen=True, kw_only=True):
         silent: ids of silent amphorae.
     """
 
-    work: Any
-    status: Any
+    job: Any
+    object_status: Any
     named: DisplayFields | None
     amphorae: Sequence[Any] = ()
     since: float | None = None
@@ -70,23 +70,23 @@ def list_load_balancers(connection: sa.Connection, *conditions: sa.ColumnElement
 
     Args:
         connection: of a reading transaction.
-        conditions: on the table `work`.
+        conditions: on the table `job`.
     """
-    chosen = sa.select(work.c.load_balancer_id).where(IS_LOAD_BALANCER, *conditions)
+    chosen = sa.select(job.c.load_balancer_id).where(IS_LOAD_BALANCER, *conditions)
     rows = connection.execute(_work_query(chosen)).all()
 
     def of_chosen(table: sa.Table, *more: sa.ColumnElement[bool]) -> sa.ColumnElement[bool]:
         return sa.and_(table.c.load_balancer_id.in_(chosen), *more)
 
-    main = of_chosen(status, status.c.kind == Kind.LOAD_BALANCER.value)
-    statuses = {one.object_id: one for one in connection.execute(sa.select(status).where(main))}
-    object_of = of_chosen(wanted_object, wanted_object.c.kind == Kind.LOAD_BALANCER.value, ~wanted_object.c.removed)
-    bodies = connection.execute(sa.select(wanted_object.c.id, wanted_object.c.body).where(object_of))
+    main = of_chosen(object_status, object_status.c.kind == Kind.LOAD_BALANCER.value)
+    statuses = {one.object_id: one for one in connection.execute(sa.select(object_status).where(main))}
+    object_of = of_chosen(desired_object, desired_object.c.kind == Kind.LOAD_BALANCER.value, ~desired_object.c.removed)
+    bodies = connection.execute(sa.select(desired_object.c.id, desired_object.c.body).where(object_of))
     named = {one.id: msgspec.json.decode(one.body, type=DisplayFields) for one in bodies}
     machines = _group_by_load_balancer(connection.execute(amphora_query().where(of_chosen(amphora))))
     in_progress = sa.select(failover).where(of_chosen(failover, failover.c.ended_at.is_(None))).order_by(failover.c.id)
     failovers = _group_by_load_balancer(connection.execute(in_progress))
-    silent = _group_by_load_balancer(connection.execute(sa.select(silence).where(of_chosen(silence))))
+    silent = _group_by_load_balancer(connection.execute(sa.select(silent_amphora).where(of_chosen(silent_amphora))))
     return [
         LoadBalancerSummary(
             work=row,
@@ -103,37 +103,37 @@ def list_load_balancers(connection: sa.Connection, *conditions: sa.ColumnElement
 
 def amphora_query() -> sa.Select[Any]:
     """Return a query of amphorae with last heartbeat and desired generation, without the heartbeat key."""
-    heard = amphora_seen.c
+    heard = amphora_heartbeat.c
     columns = (
         *(column for column in amphora.c if column.name != "heartbeat_key"),
         *(heard.seen_at, heard.holds_vip, heard.agent_version, heard.generation.label("heard")),
-        *(work.c.generation.label("wanted"), work.c.op, work.c.topology),
-        *(silence.c.kind.label("silent"), silence.c.verdict),
+        *(job.c.generation.label("wanted"), job.c.op, job.c.topology),
+        *(silent_amphora.c.kind.label("silent"), silent_amphora.c.verdict),
     )
     together = (
-        amphora.outerjoin(amphora_seen, heard.amphora_id == amphora.c.id)
-        .outerjoin(work, work.c.load_balancer_id == amphora.c.load_balancer_id)
-        .outerjoin(silence, silence.c.amphora_id == amphora.c.id)
+        amphora.outerjoin(amphora_heartbeat, heard.amphora_id == amphora.c.id)
+        .outerjoin(job, job.c.load_balancer_id == amphora.c.load_balancer_id)
+        .outerjoin(silent_amphora, silent_amphora.c.amphora_id == amphora.c.id)
     )
     order = (amphora.c.load_balancer_id, amphora.c.created_at, amphora.c.id)
     return sa.select(*columns).select_from(together).order_by(*order)
 
 
 def count_pending() -> sa.ScalarSelect[Any]:
-    """Return a subquery for statements about `work`: number of objects that wait for a confirmation."""
-    return _count_statuses(status.c.pending.is_not(None))
+    """Return a subquery for statements about `job`: number of objects that wait for a confirmation."""
+    return _count_statuses(object_status.c.pending.is_not(None))
 
 
 def count_unreported() -> sa.ScalarSelect[Any]:
-    """Return a subquery for statements about `work`: number of objects with an unreported status."""
-    return _count_statuses(status.c.version > status.c.reported)
+    """Return a subquery for statements about `job`: number of objects with an unreported status."""
+    return _count_statuses(object_status.c.version > object_status.c.reported)
 
 
 def pending_since() -> sa.ScalarSelect[Any]:
-    """Return a subquery for statements about `work`: acceptance time of the oldest pending request."""
+    """Return a subquery for statements about `job`: acceptance time of the oldest pending request."""
     return (
         sa.select(sa.func.min(request.c.accepted_at))
-        .where(request.c.load_balancer_id == work.c.load_balancer_id, request.c.applied_at.is_(None))
+        .where(request.c.load_balancer_id == job.c.load_balancer_id, request.c.applied_at.is_(None))
         .scalar_subquery()
     )
 
@@ -200,7 +200,7 @@ def find_load_balancer_id(connection: sa.Connection, prefix: str, *, deleted: bo
     Raises:
         UnknownObject: no id has this prefix, or several ids have it.
     """
-    sources = [sa.select(work.c.load_balancer_id.label("id")).where(IS_LOAD_BALANCER)]
+    sources = [sa.select(job.c.load_balancer_id.label("id")).where(IS_LOAD_BALANCER)]
     if deleted:
         sources += [sa.select(table.c.load_balancer_id.label("id")) for table in (request, failover)]
     return _find_unique(connection, sources, "load balancer", prefix)
@@ -239,12 +239,12 @@ def _find_unique(connection: sa.Connection, sources: list[sa.Select[Any]], noun:
 
 def _work_query(chosen: sa.Select[Any]) -> sa.Select[Any]:
     more = (count_pending().label("pending"), count_unreported().label("to_report"), pending_since().label("since"))
-    query = sa.select(*(column for column in work.c if column.name != "reread"), *more)
-    return query.where(work.c.load_balancer_id.in_(chosen)).order_by(work.c.load_balancer_id)
+    query = sa.select(*(column for column in job.c if column.name != "reread"), *more)
+    return query.where(job.c.load_balancer_id.in_(chosen)).order_by(job.c.load_balancer_id)
 
 
 def _count_statuses(condition: sa.ColumnElement[bool]) -> sa.ScalarSelect[Any]:
-    counted = sa.select(sa.func.count()).where(status.c.load_balancer_id == work.c.load_balancer_id, condition)
+    counted = sa.select(sa.func.count()).where(object_status.c.load_balancer_id == job.c.load_balancer_id, condition)
     return counted.scalar_subquery()
 
 

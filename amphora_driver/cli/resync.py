@@ -18,7 +18,7 @@ from cliff.lister import Lister
 from amphora_driver.cli import queries
 from amphora_driver.cli.formatting import Timestamp, Value
 from amphora_driver.cli.operator_name import operator_at_host
-from amphora_driver.database.tables import work
+from amphora_driver.database.tables import job
 from amphora_driver.errors import RequestError, UnknownObject
 from amphora_driver.queue import local_socket
 from amphora_driver.store import resyncs
@@ -79,8 +79,8 @@ class ResyncLoadBalancer(Lister):
 
 
 def _all_ids(connection: sa.Connection) -> list[str]:
-    query = sa.select(work.c.load_balancer_id).where(queries.IS_LOAD_BALANCER)
-    return list(connection.execute(query.order_by(work.c.load_balancer_id)).scalars())
+    query = sa.select(job.c.load_balancer_id).where(queries.IS_LOAD_BALANCER)
+    return list(connection.execute(query.order_by(job.c.load_balancer_id)).scalars())
 
 
 def _find_ids(connection: sa.Connection, prefixes: list[str]) -> list[str]:

@@ -31,40 +31,28 @@ class SecretsStatus(Lister):
                 one.fingerprint,
                 _describe_use(one.key),
                 one.rows,
-                one.unbound,
                 one.misplaced,
             )
             for one in counts
         )
-        return ("Column", "Line", "Key", "Use", "Secrets", "Unbound", "Misplaced"), rows
+        return ("Column", "Line", "Key", "Use", "Secrets", "Misplaced"), rows
 
 
 class ReencryptSecrets(ShowOne):
     """Encrypt every secret with the first key of the file. Safe while services run; can be repeated."""
 
-    def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Add the arguments."""
-        parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument(
-            "--bind",
-            action="store_true",
-            help="Also bind secrets of an older version to their rows. Use it once, after an upgrade.",
-        )
-        return parser
-
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """Return names and values."""
         vault = Vault.load(self.app.conf.amp_database.encryption_key_file)
         database = self.app.database
-        done = reencryption.reencrypt(database, vault, self._print_progress, bind=parsed_args.bind)
+        done = reencryption.reencrypt(database, vault, self._print_progress)
         counts = reencryption.count_key_usage(database, vault)
         left = sum(one.rows for one in counts if one.key not in (0, None))
         lost = sum(one.rows for one in counts if one.key is None)
         # A process with an old copy of the key file can encrypt a secret meanwhile; another run finds it.
-        names = ("Key", "Resealed", "Left with other keys", "Fit no key", "Unbound", "Misplaced")
-        unbound = sum(one.unbound for one in counts)
+        names = ("Key", "Reencrypted", "Left with other keys", "Fit no key", "Misplaced")
         misplaced = sum(one.misplaced for one in counts)
-        return names, (vault.fingerprints[0], done, left, lost, unbound, misplaced)
+        return names, (vault.fingerprints[0], done, left, lost, misplaced)
 
     def _print_progress(self, rows: int) -> None:
         self.app.stderr.write(f"{rows} done\n")

@@ -20,8 +20,8 @@ from amphora_driver.cli import host_checks, queries, status_checks
 from amphora_driver.cli.formatting import Value
 from amphora_driver.cli.status_checks import Check, Result, failure, success, warning
 from amphora_driver.database import schema_check
-from amphora_driver.database.tables import work
-from amphora_driver.database.tables_fleet import authority, process, rotation, zombie
+from amphora_driver.database.tables import job
+from amphora_driver.database.tables_fleet import certificate_authority, process, rotation, unknown_amphora
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.store import circuit_breaker, failovers, process_registry, resyncs
 
@@ -98,8 +98,12 @@ def _check_schema(app: Any) -> Check:
 
 
 def _read_rows(connection: sa.Connection) -> Rows:
-    machines = queries.amphora_query().where(sa.or_(work.c.op.is_(None), queries.IS_LOAD_BALANCER))
-    current = sa.select(authority).where(authority.c.state != "gone").order_by(authority.c.id)
+    machines = queries.amphora_query().where(sa.or_(job.c.op.is_(None), queries.IS_LOAD_BALANCER))
+    current = (
+        sa.select(certificate_authority)
+        .where(certificate_authority.c.state != "gone")
+        .order_by(certificate_authority.c.id)
+    )
     return Rows(
         processes=connection.execute(sa.select(process).order_by(process.c.host, process.c.name)).all(),
         load_balancers=queries.list_load_balancers(connection),
@@ -107,7 +111,7 @@ def _read_rows(connection: sa.Connection) -> Rows:
         failovers=failovers.list_open_failovers(connection),
         rotations=connection.execute(sa.select(rotation).where(rotation.c.ended_at.is_(None))).all(),
         breaker=circuit_breaker.read_breaker_rows(connection),
-        unknown_amphorae=connection.execute(sa.select(zombie)).all(),
+        unknown_amphorae=connection.execute(sa.select(unknown_amphora)).all(),
         authorities=connection.execute(current).all(),
         resyncs=resyncs.list_resyncs(connection),
     )

@@ -98,7 +98,7 @@ def active_processes(url: str) -> tuple[str, ...]:
             there = set(sa.inspect(connection).get_table_names())
             now = clock.now(connection)
             # These columns exist in every schema revision.
-            columns = {"work": ("owner", "leased_until", 0.0), "duty": ("owner", "leased_until", 0.0)}
+            columns = {"job": ("owner", "leased_until", 0.0), "duty": ("owner", "leased_until", 0.0)}
             columns["process"] = ("name", "seen_at", -_PROCESS_ALIVE_SECONDS)
             found: set[str] = set()
             for table, (name, until, grace) in columns.items():

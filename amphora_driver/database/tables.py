@@ -42,7 +42,7 @@ Sealed = LargeBinary().with_variant(mysql.MEDIUMBLOB(), "mysql", "mariadb")
 # SQLite increments automatically only INTEGER primary keys.
 Serial = BigInteger().with_variant(Integer(), "sqlite")
 
-# Value of `work.free_at`: due at once and before all other rows. A job that releases its lease writes the next due
+# Value of `job.free_at`: due at once and before all other rows. A job that releases its lease writes the next due
 # time, but never overwrites this value: it may have been written after the job read the row.
 URGENT = -1.0
 
@@ -51,8 +51,8 @@ URGENT = -1.0
 # One row per object of a load balancer; `body` is the JSON of the model class without children. `refers_to` is the pool
 # of a listener or L7 policy: a query finds the listeners of a pool without reading bodies. A `removed` row stays until
 # every amphora has confirmed the removal and Octavia has received it.
-wanted_object = Table(
-    "wanted_object",
+desired_object = Table(
+    "desired_object",
     metadata,
     Column("id", Id, primary_key=True),
     Column("kind", String(16), nullable=False),
@@ -63,17 +63,17 @@ wanted_object = Table(
     Column("generation", BigInteger, nullable=False),
     Column("removed", Boolean, nullable=False, default=False),
     Column("body", Body, nullable=False),
-    Index("ix_wanted_object_load_balancer_id", "load_balancer_id"),
-    Index("ix_wanted_object_parent_id", "parent_id"),
-    Index("ix_wanted_object_refers_to", "refers_to"),
+    Index("ix_desired_object_load_balancer_id", "load_balancer_id"),
+    Index("ix_desired_object_parent_id", "parent_id"),
+    Index("ix_desired_object_refers_to", "refers_to"),
 )
 
 # One row per load balancer: its desired and applied generation, and the lease of a controller. `committed`: the newest
 # generation for which Octavia's own transaction has ended. `read_back`: some objects arrived incomplete and must be
 # read from Octavia after its commit: the listeners and pools in `reread` (JSON, [kind, id] each), or the complete tree
 # if `reread` is NULL.
-work = Table(
-    "work",
+job = Table(
+    "job",
     metadata,
     Column("load_balancer_id", Id, primary_key=True),
     Column("project_id", String(64), nullable=True),
@@ -110,10 +110,10 @@ work = Table(
     # Crashes and lost leases of processes that worked on this row, since the last progress.
     Column("deaths", Integer, nullable=False, default=0, server_default="0"),
     Column("error", Text, nullable=True),
-    Index("ix_work_dirty_free_at", "dirty", "free_at"),
+    Index("ix_job_dirty_free_at", "dirty", "free_at"),
 )
 # Value for `free_at` that makes a row due now and keeps URGENT.
-DUE_NOW = case((work.c.free_at < 0.0, URGENT), else_=0.0)
+DUE_NOW = case((job.c.free_at < 0.0, URGENT), else_=0.0)
 
 # One row per accepted call: the history of a load balancer, and the commit marker of the call.
 request = Table(
@@ -150,8 +150,8 @@ secret = Table(
 # One row per object: the newest provisioning and operating status. `pending`: the object is PENDING_* in Octavia until
 # this generation is confirmed. `version` grows with every change. `settled`: the version of the last change of the
 # provisioning status. `reported`: the version Octavia has received.
-status = Table(
-    "status",
+object_status = Table(
+    "object_status",
     metadata,
     Column("object_id", Id, primary_key=True),
     Column("kind", String(16), nullable=False),
@@ -164,7 +164,7 @@ status = Table(
     Column("version", BigInteger, nullable=False, default=0),
     Column("settled", BigInteger, nullable=False, default=0),
     Column("reported", BigInteger, nullable=False, default=0),
-    Index("ix_status_load_balancer_id", "load_balancer_id"),
+    Index("ix_object_status_load_balancer_id", "load_balancer_id"),
 )
 
 # One row per listener and amphora that ever served it: absolute counters; Octavia receives the sums. Rows of deleted
@@ -231,8 +231,8 @@ amphora = Table(
 # Written in bulk by the health managers, separate from `amphora`, which changes rarely. (epoch, sequence) identify the
 # last accepted heartbeat: older ones are replays, also after a restart. `holds_vip`: reported by the amphora; NULL
 # where it does not apply.
-amphora_seen = Table(
-    "amphora_seen",
+amphora_heartbeat = Table(
+    "amphora_heartbeat",
     metadata,
     Column("amphora_id", Id, primary_key=True),
     Column("seen_at", Double, nullable=False),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables about the fleet: fail-overs, silent amphorae, image rotations, processes, CAs.
 
-Invariant: as in `tables`, the rows are authoritative. Findings (`silence`, `zombie`, `breaker`) may be lost, because
-they are detected again. Requests and history must not be lost.
+Invariant: as in `tables`, the rows are authoritative. Findings (`silent_amphora`, `unknown_amphora`,
+`circuit_breaker`) may be lost, because they are detected again. Requests and history must not be lost.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from sqlalchemy import BigInteger, Boolean, Column, Double, Index, Integer, Stri
 from amphora_driver.database.tables import Body, Id, Sealed, Serial, metadata
 
 __all__ = [
-    "authority",
-    "breaker",
+    "certificate_authority",
+    "circuit_breaker",
     "drained_host",
     "failover",
     "failover_event",
@@ -22,8 +22,8 @@ __all__ = [
     "resync",
     "rotation",
     "rotation_item",
-    "silence",
-    "zombie",
+    "silent_amphora",
+    "unknown_amphora",
 ]
 
 # One row per replacement of an amphora (`amphora_id`; NULL: all amphorae of the load balancer).
@@ -65,8 +65,8 @@ failover_event = Table(
 
 # Amphorae without heartbeats, as the failure detector sees them now. `kind`: silent, mute (its agent answers),
 # never_spoke. `verdict`: the action that follows, or the reason for no action, as text.
-silence = Table(
-    "silence",
+silent_amphora = Table(
+    "silent_amphora",
     metadata,
     Column("amphora_id", Id, primary_key=True),
     Column("load_balancer_id", Id, nullable=False),
@@ -76,8 +76,8 @@ silence = Table(
 )
 
 # Senders of heartbeats with an unknown amphora id. No known key signs them: hints for an operator, never proof.
-zombie = Table(
-    "zombie",
+unknown_amphora = Table(
+    "unknown_amphora",
     metadata,
     Column("amphora_id", Id, primary_key=True),
     Column("address", String(64), nullable=False),
@@ -87,8 +87,8 @@ zombie = Table(
 )
 
 # The circuit breaker of automatic fail-overs. `state`: closed, open, trial.
-breaker = Table(
-    "breaker",
+circuit_breaker = Table(
+    "circuit_breaker",
     metadata,
     Column("name", String(32), primary_key=True),
     Column("state", String(16), nullable=False),
@@ -158,8 +158,8 @@ drained_host = Table(
 # CAs for amphorae (`kind` amphora) or for controllers (controller). Before the first rotation of a kind there is no
 # row, and the configured files are used. `state`: next (trusted, signs nothing), current (signs), former (still
 # trusted), leaving (being removed from the amphorae's trust stores), gone.
-authority = Table(
-    "authority",
+certificate_authority = Table(
+    "certificate_authority",
     metadata,
     Column("id", Serial, primary_key=True, autoincrement=True),
     Column("kind", String(16), nullable=False),

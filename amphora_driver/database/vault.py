@@ -2,9 +2,8 @@
 """Encryption of secrets at rest.
 
 Invariant: a table holds a secret only as a result of `Vault.seal`. A sealed value is bound to its location (table, row,
-purpose), which is part of the authenticated content. A copy in another location does not open. Older versions
-created unbound values; only `reseal` opens these. The first key seals and all keys open. A new first key therefore
-starts a key rotation (docs/explanation/secrets.md).
+purpose), which is part of the authenticated content. A copy in another location does not open. The first key seals and
+all keys open. A new first key therefore starts a key rotation (docs/explanation/secrets.md).
 
 Running processes reload a changed key file. They keep their keys if the new file is unusable. A removed key still opens
 for a minute, because a file that is being written in place may look truncated. The vault refuses a key file that other
@@ -20,7 +19,6 @@ import logging
 import stat
 import threading
 import time
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,14 +63,6 @@ class SecretLocation(msgspec.Struct, frozen=True):
     def digest(self) -> bytes:
         """Return a digest that is unique to this location."""
         return hashlib.sha256(msgspec.json.encode((self.table, *self.row))).digest()
-
-
-class Binding(Enum):
-    """Binding of a sealed value: its own location, another one, or none."""
-
-    THIS_ROW = "this row"
-    OTHER_ROW = "other row"
-    UNBOUND = "unbound"
 
 
 class Vault:
@@ -125,12 +115,12 @@ class Vault:
         """
         return _require_bound_to(location, self._decrypted(sealed))
 
-    def binding(self, sealed: bytes, location: SecretLocation) -> Binding | None:
-        """Return the binding of a value at this location; None if no key opens it."""
+    def is_misplaced(self, sealed: bytes, location: SecretLocation) -> bool:
+        """Whether a key opens the value, but it was sealed for another location."""
         try:
-            return _binding(location, self._decrypted(sealed))
+            return not _is_bound_to(location, self._decrypted(sealed))
         except StoreError:
-            return None
+            return False
 
     def key_index(self, sealed: bytes) -> int | None:
         """Return the index of the sealing key, from 0; None if it is unknown. Decrypts nothing."""
@@ -141,21 +131,17 @@ class Vault:
                 return index
         return None
 
-    def reseal(self, sealed: bytes, location: SecretLocation, *, bind: bool = False) -> bytes:
+    def reseal(self, sealed: bytes, location: SecretLocation) -> bytes:
         """Return the secret sealed with the first key; the same bytes if it is so already.
 
         Args:
             sealed: the stored value.
             location: its location in the database.
-            bind: bind an unbound value to this location.
 
         Raises:
-            StoreError: no key opens it, it is bound to another location, or it is unbound and `bind` is false.
+            StoreError: no key opens it, or it is bound to another location.
         """
-        content = self._decrypted(sealed)
-        if bind and _binding(location, content) is Binding.UNBOUND:
-            return self.seal(Secret(content), location)
-        secret = _require_bound_to(location, content)
+        secret = _require_bound_to(location, self._decrypted(sealed))
         return sealed if self.key_index(sealed) == 0 else self.seal(secret, location)
 
     def _decrypted(self, sealed: bytes) -> bytes:
@@ -199,20 +185,14 @@ class Vault:
             LOG.info("%d removed encryption keys still open for %.0f s", len(removed), _REMOVED_KEY_SECONDS)
 
 
-def _binding(location: SecretLocation, content: bytes) -> Binding:
-    if not content.startswith(_BOUND_PREFIX):
-        return Binding.UNBOUND
-    found = content[len(_BOUND_PREFIX) :][:_DIGEST_LENGTH]
-    return Binding.THIS_ROW if hmac.compare_digest(found, location.digest()) else Binding.OTHER_ROW
+def _is_bound_to(location: SecretLocation, content: bytes) -> bool:
+    bound = _BOUND_PREFIX + location.digest()
+    return hmac.compare_digest(content[: len(bound)], bound)
 
 
 def _require_bound_to(location: SecretLocation, content: bytes) -> Secret:
-    binding = _binding(location, content)
-    if binding is Binding.THIS_ROW:
+    if _is_bound_to(location, content):
         return Secret(content[len(_BOUND_PREFIX) + _DIGEST_LENGTH :])
-    if binding is Binding.UNBOUND:
-        happened = f"a value in table {location.table} is not bound to its row"
-        raise StoreError(_OPEN, happened, f"Run: amphoractl secrets reencrypt --bind ({_DOCS}).")
     raise StoreError(
         _OPEN,
         f"a value in table {location.table} was sealed for another row or purpose",

@@ -16,7 +16,7 @@ import msgspec
 
 
 class BreakerState(str, Enum):
-    """Column `state` of the table `breaker`."""
+    """Column `state` of the table `circuit_breaker`."""
 
     CLOSED = "closed"
     OPEN = "open"

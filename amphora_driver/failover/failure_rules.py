@@ -203,7 +203,7 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SilenceKind(str, Enum):
-    """Kind of a silent amphora, as shown to operators (column `kind` of `silence`)."""
+    """Kind of a silent amphora, as shown to operators (column `kind` of `silent_amphora`)."""
 
     SILENT = "silent"
     MUTE = "mute"

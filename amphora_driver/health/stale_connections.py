@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
 
-from amphora_driver.database.tables import amphora_seen, listener_statistics
+from amphora_driver.database.tables import amphora_heartbeat, listener_statistics
 from amphora_driver.health.statistics import Row
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ _SCAN_INTERVAL = 60.0
 
 _Order = tuple[int, int] | None
 _ROWS_WITH_CONNECTIONS = (
-    sa.select(listener_statistics, amphora_seen.c.epoch, amphora_seen.c.sequence)
-    .outerjoin(amphora_seen, amphora_seen.c.amphora_id == listener_statistics.c.amphora_id)
+    sa.select(listener_statistics, amphora_heartbeat.c.epoch, amphora_heartbeat.c.sequence)
+    .outerjoin(amphora_heartbeat, amphora_heartbeat.c.amphora_id == listener_statistics.c.amphora_id)
     .where(listener_statistics.c.active_connections > 0)
 )
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.database.tables import status
+from amphora_driver.database.tables import object_status
 from amphora_driver.deadline import Deadline
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.model.enums import Provisioning
@@ -133,11 +133,11 @@ def _in_error(connection: sa.Connection, load_balancer_id: str) -> dict[str, str
     HAProxy may have rejected them, which rendering cannot find out.
     """
     rows = connection.execute(
-        sa.select(status.c.object_id, status.c.reason).where(
-            status.c.load_balancer_id == load_balancer_id,
-            status.c.provisioning == Provisioning.ERROR.value,
-            status.c.pending.is_(None),
-            status.c.object_id != load_balancer_id,
+        sa.select(object_status.c.object_id, object_status.c.reason).where(
+            object_status.c.load_balancer_id == load_balancer_id,
+            object_status.c.provisioning == Provisioning.ERROR.value,
+            object_status.c.pending.is_(None),
+            object_status.c.object_id != load_balancer_id,
         )
     )
     return {row.object_id: row.reason or "" for row in rows}

@@ -17,7 +17,7 @@ import sqlalchemy as sa
 
 from amphora_driver import failpoints
 from amphora_driver.database import clock
-from amphora_driver.database.tables import amphora, status, work
+from amphora_driver.database.tables import amphora, job, object_status
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.maintenance import image_rotation_plan as plan
 from amphora_driver.maintenance.image_rotation_plan import (
@@ -304,14 +304,16 @@ class ImageRotator:
         return msgspec.structs.replace(snapshot, facts={of: complete(facts) for of, facts in snapshot.facts.items()})
 
     def _read_facts(self, connection: sa.Connection, load_balancer_ids: Sequence[str]) -> dict[str, LoadBalancerFacts]:
-        works = connection.execute(sa.select(work).where(work.c.load_balancer_id.in_(load_balancer_ids))).all()
+        works = connection.execute(sa.select(job).where(job.c.load_balancer_id.in_(load_balancer_ids))).all()
         machines: dict[str, list[sa.Row[tuple[object, ...]]]] = {}
         query = sa.select(amphora).where(amphora.c.load_balancer_id.in_(load_balancer_ids))
         for row in connection.execute(query.order_by(amphora.c.created_at, amphora.c.id)):
             machines.setdefault(row.load_balancer_id, []).append(row)
         statuses = {
             row.object_id: row
-            for row in connection.execute(sa.select(status).where(status.c.object_id.in_(load_balancer_ids)))
+            for row in connection.execute(
+                sa.select(object_status).where(object_status.c.object_id.in_(load_balancer_ids))
+            )
         }
         found = dict.fromkeys(load_balancer_ids, LoadBalancerFacts(recorded=False))
         for row in works:

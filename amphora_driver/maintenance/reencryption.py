@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Re-encrypts all sealed columns with the newest key and binds the values to their rows.
+"""Re-encrypts all sealed columns with the newest key.
 
 Invariant: each update replaces exactly the value that was read by the same secret under the first key. A concurrent
 write wins, and the next run handles the row. A run may therefore be interrupted and repeated, and several hosts may run
@@ -16,8 +16,7 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.database.tables import amphora, secret
-from amphora_driver.database.tables_fleet import authority
-from amphora_driver.database.vault import Binding
+from amphora_driver.database.tables_fleet import certificate_authority
 from amphora_driver.errors import StoreError
 from amphora_driver.model.secret_refs import Purpose, SecretName
 from amphora_driver.store import amphorae, ca_records, sealed_secrets
@@ -36,8 +35,8 @@ _LOCATIONS: dict[sa.Column[Any], tuple[tuple[sa.Column[Any], ...], Callable[[sa.
         lambda row: sealed_secrets.secret_location(SecretName(row.object_id, Purpose(row.purpose), row.ref)),
     ),
     amphora.c.heartbeat_key: ((), lambda row: amphorae.key_location(row.id)),
-    authority.c.sealed_key: (
-        (authority.c.kind, authority.c.certificate),
+    certificate_authority.c.sealed_key: (
+        (certificate_authority.c.kind, certificate_authority.c.certificate),
         lambda row: ca_records.key_location(ca_records.CaKind(row.kind), row.certificate.encode()),
     ),
 }
@@ -55,7 +54,6 @@ class KeyUsage(msgspec.Struct, frozen=True, kw_only=True):
         key: line of the key in the file, counted from 0; None for rows that no key of the file opens.
         fingerprint: of the key.
         rows: number of rows.
-        unbound: number of these rows that are bound to no row: an older version sealed them.
         misplaced: number of these rows that were sealed for another row.
     """
 
@@ -63,7 +61,6 @@ class KeyUsage(msgspec.Struct, frozen=True, kw_only=True):
     key: int | None
     fingerprint: str
     rows: int
-    unbound: int = 0
     misplaced: int = 0
 
 
@@ -76,12 +73,12 @@ def count_key_usage(database: Database, vault: Vault) -> list[KeyUsage]:
     found: list[KeyUsage] = []
     names = vault.fingerprints
     for column in SEALED:
-        rows: dict[int | None, list[Binding | None]] = {number: [] for number in range(len(names))}
+        rows: dict[int | None, list[bool]] = {number: [] for number in range(len(names))}
         for batch in _batches(database, column):
             for row in batch:
-                bound = vault.binding(row[-1], _LOCATIONS[column][1](row))
-                rows.setdefault(vault.key_index(row[-1]), []).append(bound)
-                if bound is Binding.OTHER_ROW:
+                misplaced = vault.is_misplaced(row[-1], _LOCATIONS[column][1](row))
+                rows.setdefault(vault.key_index(row[-1]), []).append(misplaced)
+                if misplaced:
                     key = ", ".join(map(str, row[: len(column.table.primary_key)]))
                     LOG.warning("%s of row %s was sealed for another row or purpose", column, key)
         found += [
@@ -89,26 +86,21 @@ def count_key_usage(database: Database, vault: Vault) -> list[KeyUsage]:
                 column=str(column),
                 key=key,
                 fingerprint=names[key] if key is not None and key < len(names) else "",
-                rows=len(bindings),
-                unbound=bindings.count(Binding.UNBOUND),
-                misplaced=bindings.count(Binding.OTHER_ROW),
+                rows=len(found_misplaced),
+                misplaced=sum(found_misplaced),
             )
-            for key, bindings in rows.items()
+            for key, found_misplaced in rows.items()
         ]
     return found
 
 
-def reencrypt(
-    database: Database, vault: Vault, on_progress: Callable[[int], None] = lambda _: None, *, bind: bool = False
-) -> int:
+def reencrypt(database: Database, vault: Vault, on_progress: Callable[[int], None] = lambda _: None) -> int:
     """Seal every row with the first key.
 
     Args:
         database: of the rows.
         vault: the keys; the first one seals.
         on_progress: called after each batch with the number of changed rows so far.
-        bind: bind unbound values to their current row. From then on the vault opens every value in the old form, also
-            one that an attacker with write access to the database has copied there.
 
     Returns:
         The number of changed rows.
@@ -119,20 +111,18 @@ def reencrypt(
     done = 0
     for column in SEALED:
         for batch in _batches(database, column):
-            changes = list(_changes(column, batch, vault, bind=bind))
+            changes = list(_changes(column, batch, vault))
             if changes:
                 done += _write(database, column, changes)
                 on_progress(done)
     return done
 
 
-def _changes(
-    column: sa.Column[Any], batch: list[sa.Row[Any]], vault: Vault, *, bind: bool
-) -> Iterator[tuple[sa.Row[Any], bytes]]:
+def _changes(column: sa.Column[Any], batch: list[sa.Row[Any]], vault: Vault) -> Iterator[tuple[sa.Row[Any], bytes]]:
     """Yield the rows that need a new value, with this value."""
     for row in batch:
         with contextlib.suppress(StoreError):
-            again = vault.reseal(row[-1], _LOCATIONS[column][1](row), bind=bind)
+            again = vault.reseal(row[-1], _LOCATIONS[column][1](row))
             if again != row[-1]:
                 yield row, again
 

@@ -92,7 +92,7 @@ class OctaviaReader:
         """Start a read of a load balancer after its barrier; return whether no read is pending any more.
 
         Args:
-            row: its `work` row before the barrier.
+            row: its `job` row before the barrier.
             verify: called instead of a read if only its member batches have to be verified.
         """
         load_balancer_id = row.load_balancer_id

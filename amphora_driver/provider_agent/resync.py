@@ -23,7 +23,7 @@ import msgspec
 import sqlalchemy as sa
 from octavia_lib.api.drivers import exceptions as octavia_errors
 
-from amphora_driver.database.tables import DUE_NOW, status, work
+from amphora_driver.database.tables import DUE_NOW, job, object_status
 from amphora_driver.errors import AmphoraDriverError, StoreError
 from amphora_driver.model import from_octavia
 from amphora_driver.model.enums import Kind, Provisioning
@@ -307,7 +307,7 @@ class Resyncer:
         notifier.notify(self._conf, local_socket.CONTROLLER, load_balancer_id)
 
 
-_ROW = sa.select(work.c.op, work.c.committed).where(work.c.load_balancer_id == sa.bindparam("of"))
+_ROW = sa.select(job.c.op, job.c.committed).where(job.c.load_balancer_id == sa.bindparam("of"))
 
 
 def _deleted(gone: Iterable[Node]) -> dict[str, list[dict[str, str]]]:
@@ -329,8 +329,10 @@ def _expect_missing_statuses(
         generation: the generation before this transaction.
         bumped: whether this transaction has started the next generation.
     """
-    without_status = sa.select(status.c.object_id).where(
-        status.c.load_balancer_id == load_balancer_id, status.c.provisioning.is_(None), status.c.pending.is_(None)
+    without_status = sa.select(object_status.c.object_id).where(
+        object_status.c.load_balancer_id == load_balancer_id,
+        object_status.c.provisioning.is_(None),
+        object_status.c.pending.is_(None),
     )
     found: Collection[str] = connection.execute(without_status).scalars().all()
     if not found:
@@ -338,6 +340,8 @@ def _expect_missing_statuses(
     if not bumped:
         generations.bump_generation(connection, load_balancer_id, generation)
     waiting = {"pending": generation + 1}
-    connection.execute(status.update().where(status.c.object_id.in_([*found, load_balancer_id])).values(**waiting))
+    connection.execute(
+        object_status.update().where(object_status.c.object_id.in_([*found, load_balancer_id])).values(**waiting)
+    )
     due = {"dirty": True, "free_at": DUE_NOW}
-    connection.execute(work.update().where(work.c.load_balancer_id == load_balancer_id).values(**due))
+    connection.execute(job.update().where(job.c.load_balancer_id == load_balancer_id).values(**due))

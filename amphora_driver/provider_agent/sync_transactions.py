@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.database.tables import DUE_NOW, request, status, wanted_object, work
+from amphora_driver.database.tables import DUE_NOW, desired_object, job, object_status, request
 from amphora_driver.model.enums import Kind, Provisioning
 from amphora_driver.model.loadbalancer import Member
 from amphora_driver.model.secret_refs import secrets_of_object, secrets_of_tree, ticket_secret_name
@@ -32,19 +32,19 @@ NO_CONTENT = "Octavia returned no content for a secret reference. Check that the
 def list_uncommitted(connection: sa.Connection) -> Sequence[Any]:
     """Return load balancers that need a read, or whose Octavia transaction may still be open."""
     batch = sa.exists().where(
-        request.c.load_balancer_id == work.c.load_balancer_id,
-        request.c.generation > work.c.committed,
+        request.c.load_balancer_id == job.c.load_balancer_id,
+        request.c.generation > job.c.committed,
         request.c.action == "set members",
     )
     return connection.execute(
         sa.select(
-            work.c.load_balancer_id,
-            work.c.generation,
-            work.c.committed,
-            work.c.read_back,
-            work.c.reread,
+            job.c.load_balancer_id,
+            job.c.generation,
+            job.c.committed,
+            job.c.read_back,
+            job.c.reread,
             batch.label("batch"),
-        ).where(sa.or_(work.c.committed < work.c.generation, work.c.read_back))
+        ).where(sa.or_(job.c.committed < job.c.generation, job.c.read_back))
     ).all()
 
 
@@ -53,7 +53,7 @@ def list_recently_changed(connection: sa.Connection, since: float) -> list[str]:
     recent = sa.select(request.c.load_balancer_id).where(request.c.accepted_at > since)
     return list(
         connection.execute(
-            recent.union(sa.select(work.c.load_balancer_id).where(work.c.dirty, work.c.op != Op.SPARES))
+            recent.union(sa.select(job.c.load_balancer_id).where(job.c.dirty, job.c.op != Op.SPARES))
         ).scalars()
     )
 
@@ -62,8 +62,8 @@ def mark_committed(connection: sa.Connection, passed: Sequence[tuple[str, int]])
     """Record that the Octavia transactions of these load balancers have ended, up to these generations."""
     for load_balancer_id, generation in passed:
         connection.execute(
-            work.update()
-            .where(work.c.load_balancer_id == load_balancer_id, work.c.committed < generation)
+            job.update()
+            .where(job.c.load_balancer_id == load_balancer_id, job.c.committed < generation)
             .values(committed=generation)
         )
 
@@ -79,7 +79,7 @@ def store_tree(
 
     Args:
         connection: of `Database.write`.
-        row: the `work` row before the read.
+        row: the `job` row before the read.
         tree: the tree that was read.
         contents: the secrets that were read.
         reason: error for secrets that were not read and have no earlier content.
@@ -140,7 +140,7 @@ def fail_unreadable(connection: sa.Connection, row: Any, reason: str) -> None:
 def delete_unknown(connection: sa.Connection, load_balancer_id: str) -> None:
     """Start the deletion of a load balancer that Octavia does not know, for example after a rollback."""
     generation = connection.execute(
-        sa.select(work.c.generation).where(work.c.load_balancer_id == load_balancer_id)
+        sa.select(job.c.generation).where(job.c.load_balancer_id == load_balancer_id)
     ).scalar_one()
     everything = [
         (Kind.LOAD_BALANCER, load_balancer_id),
@@ -149,8 +149,8 @@ def delete_unknown(connection: sa.Connection, load_balancer_id: str) -> None:
     desired_objects.mark_removed(connection, generation + 1, [object_id for _, object_id in everything])
     status_outbox.expect_confirmation(connection, load_balancer_id, generation + 1, everything)
     connection.execute(
-        work.update()
-        .where(work.c.load_balancer_id == load_balancer_id)
+        job.update()
+        .where(job.c.load_balancer_id == load_balancer_id)
         .values(op=Op.DELETE, generation=generation + 1, committed=generation + 1, dirty=True, free_at=DUE_NOW)
     )
 
@@ -168,7 +168,7 @@ def adopt_octavia_tree(
 
     Args:
         connection: of `Database.write`.
-        row: the `work` row before the read.
+        row: the `job` row before the read.
         tree: Octavia's tree without objects that were removed before the read. Their DELETED may have been reported
             meanwhile, and then no row of them is left.
         contents: the secrets that were read.
@@ -186,14 +186,14 @@ def adopt_octavia_tree(
         connection, tree.id, generation, [(desired_objects.kind_of(node), node.id) for node in added]
     )
     for one in sorted(gone):
-        connection.execute(status.delete().where(status.c.object_id == one))
+        connection.execute(object_status.delete().where(object_status.c.object_id == one))
     sealed_secrets.delete_secrets_of_objects(connection, sorted(gone))
     kept, no_content = sealed_secrets.load_secrets(connection, tree.id), SealedSecret(reason=NO_CONTENT)
     missing = [name for name in dict.fromkeys(secrets_of_tree(tree)) if name not in kept or kept[name].content is None]
     sealed_secrets.replace_secrets(
         connection, tree.id, {name: contents.get(name, kept.get(name, no_content)) for name in missing}
     )
-    connection.execute(work.update().where(work.c.load_balancer_id == tree.id).values(dirty=True, free_at=DUE_NOW))
+    connection.execute(job.update().where(job.c.load_balancer_id == tree.id).values(dirty=True, free_at=DUE_NOW))
     return True
 
 
@@ -218,15 +218,15 @@ def list_member_batches(connection: sa.Connection, row: Any) -> list[MemberBatch
     """
     requested = (
         sa.select(request.c.generation, request.c.object_id)
-        .join(wanted_object, wanted_object.c.id == request.c.object_id)
-        .join(work, work.c.load_balancer_id == request.c.load_balancer_id)
+        .join(desired_object, desired_object.c.id == request.c.object_id)
+        .join(job, job.c.load_balancer_id == request.c.load_balancer_id)
         .where(
             request.c.load_balancer_id == row.load_balancer_id,
             request.c.action == "set members",
             request.c.generation > row.committed,
             request.c.generation <= row.generation,
-            ~wanted_object.c.removed,
-            work.c.op != Op.DELETE,
+            ~desired_object.c.removed,
+            job.c.op != Op.DELETE,
         )
         .order_by(request.c.generation)
     )
@@ -236,11 +236,11 @@ def list_member_batches(connection: sa.Connection, row: Any) -> list[MemberBatch
 
 def _load_batch(connection: sa.Connection, pool_id: str, generation: int) -> MemberBatch | None:
     of_batch = (
-        wanted_object.c.parent_id == pool_id,
-        wanted_object.c.kind == Kind.MEMBER.value,
-        sa.or_(wanted_object.c.created == generation, wanted_object.c.generation == generation),
+        desired_object.c.parent_id == pool_id,
+        desired_object.c.kind == Kind.MEMBER.value,
+        sa.or_(desired_object.c.created == generation, desired_object.c.generation == generation),
     )
-    rows = connection.execute(sa.select(wanted_object).where(*of_batch)).all()
+    rows = connection.execute(sa.select(desired_object).where(*of_batch)).all()
     removed = [one.id for one in rows if one.removed and one.generation == generation]
     # A member that a later request removes is a valid sample too: Octavia shows it until the DELETED report.
     candidates = [one for one in rows if one.id not in removed]
@@ -257,12 +257,12 @@ def restore_members(connection: sa.Connection, row: Any, removed: Collection[str
         return False
     generation = row.generation + 1
     connection.execute(
-        work.update()
-        .where(work.c.load_balancer_id == row.load_balancer_id)
+        job.update()
+        .where(job.c.load_balancer_id == row.load_balancer_id)
         .values(generation=generation, committed=generation, dirty=True, free_at=DUE_NOW)
     )
     for one in sorted(removed):
-        changed = wanted_object.update().where(wanted_object.c.id == one)
+        changed = desired_object.update().where(desired_object.c.id == one)
         connection.execute(changed.values(removed=False, generation=generation))
     # The outbox may contain their DELETED already: this replaces it before it is reported.
     status_outbox.expect_confirmation(
@@ -297,24 +297,28 @@ def is_present(connection: sa.Connection, load_balancer_id: str) -> bool:
 
 
 _WORK_ROW = sa.select(
-    work.c.load_balancer_id, work.c.generation, work.c.committed, work.c.read_back, work.c.reread, work.c.op
-).where(work.c.load_balancer_id == sa.bindparam("of"))
-_REMOVED = sa.select(wanted_object.c.id).where(
-    wanted_object.c.load_balancer_id == sa.bindparam("of"), wanted_object.c.removed
+    job.c.load_balancer_id, job.c.generation, job.c.committed, job.c.read_back, job.c.reread, job.c.op
+).where(job.c.load_balancer_id == sa.bindparam("of"))
+_REMOVED = sa.select(desired_object.c.id).where(
+    desired_object.c.load_balancer_id == sa.bindparam("of"), desired_object.c.removed
 )
 # A failed object stays pending although its ERROR is reported. Objects in deletion still exist in Octavia.
 _FAILURE_REPORTED = sa.and_(
-    status.c.provisioning == Provisioning.ERROR.value,
-    status.c.settled <= status.c.reported,
-    status.c.object_id.not_in(_REMOVED),
+    object_status.c.provisioning == Provisioning.ERROR.value,
+    object_status.c.settled <= object_status.c.reported,
+    object_status.c.object_id.not_in(_REMOVED),
 )
 _UNREPORTED = (
-    sa.select(status.c.object_id)
+    sa.select(object_status.c.object_id)
     .where(
-        status.c.load_balancer_id == sa.bindparam("of"),
+        object_status.c.load_balancer_id == sa.bindparam("of"),
         sa.or_(
-            sa.and_(status.c.pending.is_not(None), sa.or_(status.c.provisioning.is_(None), ~_FAILURE_REPORTED)),
-            sa.and_(status.c.kind == Kind.LOAD_BALANCER.value, status.c.settled > status.c.reported),
+            sa.and_(
+                object_status.c.pending.is_not(None), sa.or_(object_status.c.provisioning.is_(None), ~_FAILURE_REPORTED)
+            ),
+            sa.and_(
+                object_status.c.kind == Kind.LOAD_BALANCER.value, object_status.c.settled > object_status.c.reported
+            ),
         ),
     )
     .limit(1)
@@ -322,7 +326,7 @@ _UNREPORTED = (
 
 
 def is_unchanged(connection: sa.Connection, row: Any) -> bool:
-    """Return whether a `work` row has not changed, and lock it until the end of the transaction."""
+    """Return whether a `job` row has not changed, and lock it until the end of the transaction."""
     now = connection.execute(_WORK_ROW.with_for_update(), {"of": row.load_balancer_id}).first()
     return (
         now is not None

@@ -22,7 +22,7 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.database import clock
-from amphora_driver.database.tables import amphora, duty, request, work
+from amphora_driver.database.tables import amphora, duty, job, request
 from amphora_driver.errors import LeaseLost
 
 if TYPE_CHECKING:
@@ -82,9 +82,9 @@ class Jobs:
         def write(connection: sa.Connection) -> Lease | None:
             now = clock.now(connection)
             row = connection.execute(
-                sa.select(work.c.load_balancer_id, work.c.epoch, work.c.attempts, work.c.deaths, work.c.owner)
+                sa.select(job.c.load_balancer_id, job.c.epoch, job.c.attempts, job.c.deaths, job.c.owner)
                 .where(*_due(now, load_balancer_id, fresh=fresh))
-                .order_by(work.c.free_at)
+                .order_by(job.c.free_at)
                 .limit(1)
                 .with_for_update(skip_locked=True)
             ).first()
@@ -99,8 +99,8 @@ class Jobs:
                 deaths=row.deaths + (row.owner is not None),
             )
             connection.execute(
-                work.update()
-                .where(work.c.load_balancer_id == row.load_balancer_id)
+                job.update()
+                .where(job.c.load_balancer_id == row.load_balancer_id)
                 # A free_at that becomes urgent from now on is new to this job.
                 .values(
                     owner=self._owner,
@@ -123,11 +123,11 @@ class Jobs:
                 sa.select(
                     sa.func.min(
                         sa.case(
-                            (work.c.owner.is_(None), work.c.free_at),
-                            else_=work.c.leased_until,
+                            (job.c.owner.is_(None), job.c.free_at),
+                            else_=job.c.leased_until,
                         )
                     )
-                ).where(work.c.dirty)
+                ).where(job.c.dirty)
             ).scalar()
         )
 
@@ -139,11 +139,11 @@ class Jobs:
         """
 
         def write(connection: sa.Connection) -> None:
-            mine = sa.and_(work.c.owner == self._owner, work.c.load_balancer_id.in_(list(load_balancer_ids)))
+            mine = sa.and_(job.c.owner == self._owner, job.c.load_balancer_id.in_(list(load_balancer_ids)))
             if connection.dialect.name != "sqlite":
-                free = sa.select(work.c.load_balancer_id).where(mine).with_for_update(skip_locked=True)
-                mine = sa.and_(mine, work.c.load_balancer_id.in_(connection.execute(free).scalars().all()))
-            connection.execute(work.update().where(mine).values(leased_until=clock.now(connection) + self._seconds))
+                free = sa.select(job.c.load_balancer_id).where(mine).with_for_update(skip_locked=True)
+                mine = sa.and_(mine, job.c.load_balancer_id.in_(connection.execute(free).scalars().all()))
+            connection.execute(job.update().where(mine).values(leased_until=clock.now(connection) + self._seconds))
 
         self._database.write(write)
 
@@ -188,13 +188,13 @@ class Jobs:
         def write(connection: sa.Connection) -> None:
             guard_lease(connection, lease)
             # A newer request does not wait for the pause.
-            came = sa.or_(work.c.generation > generation, _URGENT)
+            came = sa.or_(job.c.generation > generation, _URGENT)
             if not readable:
-                came = sa.or_(came, sa.not_(work.c.read_back))
+                came = sa.or_(came, sa.not_(job.c.read_back))
             again = sa.case((came, 0.0), else_=clock.now(connection) + pause)
             connection.execute(
-                work.update()
-                .where(work.c.load_balancer_id == lease.load_balancer_id)
+                job.update()
+                .where(job.c.load_balancer_id == lease.load_balancer_id)
                 .values(owner=None, leased_until=None, dirty=True, free_at=again)
             )
 
@@ -206,8 +206,8 @@ class Jobs:
         def write(connection: sa.Connection) -> None:
             guard_lease(connection, lease)
             connection.execute(
-                work.update()
-                .where(work.c.load_balancer_id == lease.load_balancer_id)
+                job.update()
+                .where(job.c.load_balancer_id == lease.load_balancer_id)
                 .values(owner=None, leased_until=None, dirty=True, free_at=0.0)
             )
 
@@ -217,8 +217,8 @@ class Jobs:
         """Make waiting jobs due at once."""
         self._database.write(
             lambda connection: connection.execute(
-                work.update()
-                .where(work.c.load_balancer_id.in_(list(load_balancer_ids)), work.c.dirty, work.c.free_at > 0.0)
+                job.update()
+                .where(job.c.load_balancer_id.in_(list(load_balancer_ids)), job.c.dirty, job.c.free_at > 0.0)
                 .values(free_at=0.0)
             )
         )
@@ -235,22 +235,22 @@ class Jobs:
             generation: the newest one that the job has seen; a newer request is due at once.
             deaths: new value of `Lease.deaths`.
         """
-        newer = _URGENT if generation is None else sa.or_(work.c.generation > generation, _URGENT)
+        newer = _URGENT if generation is None else sa.or_(job.c.generation > generation, _URGENT)
 
         def write(connection: sa.Connection) -> None:
             guard_lease(connection, lease)
             connection.execute(
-                work.update()
-                .where(work.c.load_balancer_id == lease.load_balancer_id)
+                job.update()
+                .where(job.c.load_balancer_id == lease.load_balancer_id)
                 # The order matters: MySQL and MariaDB assign from left to right, with the values already assigned.
                 .ordered_values(
-                    (work.c.attempts, sa.case((newer, work.c.attempts), else_=lease.attempts + 1)),
-                    (work.c.free_at, sa.case((newer, 0.0), else_=clock.now(connection) + pause)),
-                    (work.c.owner, None),
-                    (work.c.leased_until, None),
-                    (work.c.error, reason),
-                    (work.c.dirty, True),
-                    (work.c.deaths, deaths),
+                    (job.c.attempts, sa.case((newer, job.c.attempts), else_=lease.attempts + 1)),
+                    (job.c.free_at, sa.case((newer, 0.0), else_=clock.now(connection) + pause)),
+                    (job.c.owner, None),
+                    (job.c.leased_until, None),
+                    (job.c.error, reason),
+                    (job.c.dirty, True),
+                    (job.c.deaths, deaths),
                 )
             )
 
@@ -267,12 +267,12 @@ class Jobs:
         """
 
         def write(connection: sa.Connection) -> int:
-            given: list[tuple[Any, Any]] = [(work.c.owner, None), (work.c.leased_until, None)]
+            given: list[tuple[Any, Any]] = [(job.c.owner, None), (job.c.leased_until, None)]
             if owner is not None:
                 # The order matters: see `retry_later`.
-                given.append((work.c.free_at, clock.now(connection) + _CRASH_BACKOFF * work.c.deaths))
-                given.append((work.c.deaths, work.c.deaths + 1))
-            leases = work.update().where(work.c.owner == (owner or self._owner))
+                given.append((job.c.free_at, clock.now(connection) + _CRASH_BACKOFF * job.c.deaths))
+                given.append((job.c.deaths, job.c.deaths + 1))
+            leases = job.update().where(job.c.owner == (owner or self._owner))
             return connection.execute(leases.ordered_values(*given)).rowcount
 
         return self._database.write(write)
@@ -289,72 +289,72 @@ class Jobs:
             The number of changed load balancers.
         """
         lease = max(_LEASES * self._seconds, _LEAST)
-        pauses, leases = work.c.free_at, work.c.leased_until
+        pauses, leases = job.c.free_at, job.c.leased_until
 
         def late(connection: sa.Connection) -> tuple[sa.ColumnElement[bool], sa.ColumnElement[bool]]:
             now = clock.now(connection)
-            return sa.and_(work.c.dirty, pauses > now + longest), sa.and_(work.c.dirty, leases > now + lease)
+            return sa.and_(job.c.dirty, pauses > now + longest), sa.and_(job.c.dirty, leases > now + lease)
 
         def look(connection: sa.Connection) -> bool:
-            found = sa.select(work.c.epoch).where(sa.or_(*late(connection))).limit(1)
+            found = sa.select(job.c.epoch).where(sa.or_(*late(connection))).limit(1)
             return connection.execute(found).first() is not None
 
         def write(connection: sa.Connection) -> int:
             paused, leased = late(connection)
-            due = connection.execute(work.update().where(paused).values(free_at=0.0)).rowcount
+            due = connection.execute(job.update().where(paused).values(free_at=0.0)).rowcount
             soon = clock.now(connection) + self._seconds
-            return due + connection.execute(work.update().where(leased).values(leased_until=soon)).rowcount
+            return due + connection.execute(job.update().where(leased).values(leased_until=soon)).rowcount
 
         # A read costs less than a lock and almost never finds a row.
         return self._database.write(write) if self._database.read(look) else 0
 
     def _anything_due(self, connection: sa.Connection, load_balancer_id: str | None, *, fresh: bool) -> bool:
         due = _due(clock.now(connection), load_balancer_id, fresh=fresh)
-        return connection.execute(sa.select(work.c.load_balancer_id).where(*due).limit(1)).first() is not None
+        return connection.execute(sa.select(job.c.load_balancer_id).where(*due).limit(1)).first() is not None
 
 
 def _behind() -> sa.ColumnElement[bool]:
     """Return the condition that an amphora is behind: it lost its configuration, perhaps during this job."""
     return sa.exists().where(
-        amphora.c.load_balancer_id == work.c.load_balancer_id,
+        amphora.c.load_balancer_id == job.c.load_balancer_id,
         amphora.c.state == "ready",
-        amphora.c.confirmed < work.c.generation,
+        amphora.c.confirmed < job.c.generation,
     )
 
 
 def _leaving() -> sa.ColumnElement[bool]:
     """Return the condition that an amphora is being replaced and still exists."""
-    return sa.exists().where(amphora.c.load_balancer_id == work.c.load_balancer_id, amphora.c.state == "retiring")
+    return sa.exists().where(amphora.c.load_balancer_id == job.c.load_balancer_id, amphora.c.state == "retiring")
 
 
 def _due(
     now: sa.ColumnElement[float], load_balancer_id: str | None, *, fresh: bool
 ) -> tuple[sa.ColumnElement[bool], ...]:
     """Return the conditions of a due job: work to do, no pause, and no live owner."""
-    due = [work.c.dirty, work.c.free_at <= now, sa.or_(work.c.owner.is_(None), work.c.leased_until < now)]
+    due = [job.c.dirty, job.c.free_at <= now, sa.or_(job.c.owner.is_(None), job.c.leased_until < now)]
     if fresh:
-        due.append(work.c.attempts == 0)
+        due.append(job.c.attempts == 0)
     if load_balancer_id is not None:
-        due.append(work.c.load_balancer_id == load_balancer_id)
+        due.append(job.c.load_balancer_id == load_balancer_id)
     return tuple(due)
 
 
 # Every job needs these statements. They are built once, because building one costs more than running it.
 _MINE = (
-    work.c.load_balancer_id == sa.bindparam("of"),
-    work.c.owner == sa.bindparam("whose"),
-    work.c.epoch == sa.bindparam("under"),
+    job.c.load_balancer_id == sa.bindparam("of"),
+    job.c.owner == sa.bindparam("whose"),
+    job.c.epoch == sa.bindparam("under"),
 )
 _SEEN = sa.bindparam("seen", type_=sa.BigInteger)
-_URGENT = work.c.free_at < 0.0
+_URGENT = job.c.free_at < 0.0
 # Due again if a newer generation is recorded, or the event that this job waited for has happened.
 _DUE_AGAIN = sa.or_(
-    work.c.generation > _SEEN,
+    job.c.generation > _SEEN,
     _URGENT,
-    sa.and_(sa.or_(work.c.applied < work.c.generation, _behind()), sa.not_(work.c.read_back)),
+    sa.and_(sa.or_(job.c.applied < job.c.generation, _behind()), sa.not_(job.c.read_back)),
 )
 # A job with a retiring amphora is not over, even if the urgent mark was lost. A job with `again_at` runs again anyway.
-_NOT_OVER = sa.or_(_DUE_AGAIN, sa.and_(_leaving(), sa.not_(work.c.read_back)))
+_NOT_OVER = sa.or_(_DUE_AGAIN, sa.and_(_leaving(), sa.not_(job.c.read_back)))
 _RETURNED: list[tuple[Any, Any]] = [
     ("owner", None),
     ("leased_until", None),
@@ -364,18 +364,18 @@ _RETURNED: list[tuple[Any, Any]] = [
 ]
 _AGAIN = sa.bindparam("again", type_=sa.Double)
 # The order matters: MySQL and MariaDB assign from left to right, with the values already assigned.
-_COMPLETE = work.update().where(*_MINE).ordered_values(("dirty", _NOT_OVER), ("free_at", 0.0), *_RETURNED)
+_COMPLETE = job.update().where(*_MINE).ordered_values(("dirty", _NOT_OVER), ("free_at", 0.0), *_RETURNED)
 _COMPLETE_FOR_NOW = (
-    work.update()
+    job.update()
     .where(*_MINE)
     .ordered_values(("free_at", sa.case((_DUE_AGAIN, 0.0), else_=_AGAIN)), ("dirty", True), *_RETURNED)
 )
 # A write proves progress and resets `deaths`. Galera certifies the count: see `tables.work`.
-_GUARD = work.update().where(*_MINE).values(writes=work.c.writes + 1, deaths=0)
+_GUARD = job.update().where(*_MINE).values(writes=job.c.writes + 1, deaths=0)
 _GUARD_APPLIED = _GUARD.values(applied=sa.bindparam("new_applied", type_=sa.BigInteger))
-_LOCK_ROW = sa.select(work.c.epoch).where(work.c.load_balancer_id == sa.bindparam("of")).with_for_update()
-_CHECK = sa.select(work.c.owner, work.c.epoch, work.c.generation, work.c.op, work.c.free_at).where(
-    work.c.load_balancer_id == sa.bindparam("of")
+_LOCK_ROW = sa.select(job.c.epoch).where(job.c.load_balancer_id == sa.bindparam("of")).with_for_update()
+_CHECK = sa.select(job.c.owner, job.c.epoch, job.c.generation, job.c.op, job.c.free_at).where(
+    job.c.load_balancer_id == sa.bindparam("of")
 )
 _RECORD_OUTCOME = (
     request.update()

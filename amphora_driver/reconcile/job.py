@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
 
-from amphora_driver.database.tables import request, work
+from amphora_driver.database.tables import job as job_table
+from amphora_driver.database.tables import request
 from amphora_driver.deadline import Deadline
 from amphora_driver.errors import Superseded
 from amphora_driver.queue.jobs import Lease, check_lease
@@ -128,8 +129,15 @@ class Job:
 def find_preempted_jobs(connection: sa.Connection, jobs: Sequence[Job]) -> dict[Job, str]:
     """Return the preempted jobs and those with a lost lease, each with the reason."""
     by_id = {job.lease.load_balancer_id: job for job in jobs}
-    columns = (work.c.load_balancer_id, work.c.owner, work.c.epoch, work.c.generation, work.c.op, work.c.free_at)
-    rows = connection.execute(sa.select(*columns).where(work.c.load_balancer_id.in_(by_id))).all()
+    columns = (
+        job_table.c.load_balancer_id,
+        job_table.c.owner,
+        job_table.c.epoch,
+        job_table.c.generation,
+        job_table.c.op,
+        job_table.c.free_at,
+    )
+    rows = connection.execute(sa.select(*columns).where(job_table.c.load_balancer_id.in_(by_id))).all()
     found = {}
     for row in rows:
         job = by_id[row.load_balancer_id]

@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.database.tables import work
+from amphora_driver.database.tables import job
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
 class OmittedObjects(msgspec.Struct, frozen=True, kw_only=True):
-    """The objects that a generation omits, as `work.left_out` stores them: reasons by object id."""
+    """The objects that a generation omits, as `job.left_out` stores them: reasons by object id."""
 
     generation: int
     reasons: dict[str, str]
 
 
 def read_omitted_objects(row: sa.Row[tuple[object, ...]]) -> dict[str, str]:
-    """Return the omitted objects of the newest generation from a row of `work`: reasons by object id."""
+    """Return the omitted objects of the newest generation from a row of `job`: reasons by object id."""
     if row.left_out is None:
         return {}
     found = msgspec.json.decode(row.left_out, type=OmittedObjects)
@@ -47,4 +47,4 @@ def clear_omitted_objects(connection: sa.Connection, load_balancer_id: str) -> N
 
 
 def _store(connection: sa.Connection, load_balancer_id: str, text: str | None) -> None:
-    connection.execute(work.update().where(work.c.load_balancer_id == load_balancer_id).values(left_out=text))
+    connection.execute(job.update().where(job.c.load_balancer_id == load_balancer_id).values(left_out=text))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from amphora_driver import failpoints, log_context, metrics
-from amphora_driver.database.tables import work
+from amphora_driver.database.tables import job as job_table
 from amphora_driver.errors import (
     AgentError,
     AmphoraDriverError,
@@ -398,6 +398,6 @@ def _report_error(connection: sa.Connection, job: Job, reason: str, *, always: b
 
 def _generation(connection: sa.Connection, load_balancer_id: str) -> int:
     found: Any = connection.execute(
-        sa.select(work.c.generation).where(work.c.load_balancer_id == load_balancer_id)
+        sa.select(job_table.c.generation).where(job_table.c.load_balancer_id == load_balancer_id)
     ).scalar_one()
     return int(found)

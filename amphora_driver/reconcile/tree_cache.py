@@ -56,7 +56,7 @@ class TreeCache:
 
         Args:
             connection: of a reading transaction.
-            row: of the table `work`, read in this transaction before.
+            row: of the table `job`, read in this transaction before.
             epoch: of the caller's lease. Within one epoch, a generation has one tree: a read-back from Octavia needs a
                 new epoch.
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.database.tables import request, work
+from amphora_driver.database.tables import job, request
 from amphora_driver.errors import NetworkError, RequestError
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.network import VipOptions, VipRequest
@@ -36,7 +36,7 @@ LOG = logging.getLogger(__name__)
 
 
 class AppliedVipOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The VIP options last sent to the network backend, as `work.vip_applied` stores them.
+    """The VIP options last sent to the network backend, as `job.vip_applied` stores them.
 
     Attributes:
         options: QoS policy and security groups.
@@ -96,7 +96,7 @@ def options_due(tree: LoadBalancer | None, given: AppliedVipOptions | None, amph
 
 
 def read_applied_options(row: sa.Row[tuple[object, ...]]) -> AppliedVipOptions | None:
-    """Return the VIP options that a row of `work` stores."""
+    """Return the VIP options that a row of `job` stores."""
     return None if row.vip_applied is None else msgspec.json.decode(row.vip_applied, type=AppliedVipOptions)
 
 
@@ -179,7 +179,7 @@ class VipSteps:
         text = msgspec.json.encode(given).decode() if options else None
         self._write(
             lambda connection: connection.execute(
-                work.update().where(work.c.load_balancer_id == tree.id).values(vip_applied=text)
+                job.update().where(job.c.load_balancer_id == tree.id).values(vip_applied=text)
             )
         )
 
@@ -187,9 +187,7 @@ class VipSteps:
 def record_addresses(connection: sa.Connection, load_balancer_id: str, generation: int, found: Sequence[Vip]) -> None:
     """Record the allocated addresses as a new generation of the load balancer."""
     generations.bump_generation(connection, load_balancer_id, generation)
-    now = connection.execute(
-        sa.select(work.c.generation).where(work.c.load_balancer_id == load_balancer_id)
-    ).scalar_one()
+    now = connection.execute(sa.select(job.c.generation).where(job.c.load_balancer_id == load_balancer_id)).scalar_one()
     node: LoadBalancer = desired_objects.load_object(connection, Kind.LOAD_BALANCER, load_balancer_id)
     desired_objects.update_objects(
         connection, now, [msgspec.structs.replace(node, vip=found[0], additional_vips=tuple(found[1:]))]

@@ -16,7 +16,7 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
-from amphora_driver.database.tables import DUE_NOW, amphora, amphora_seen, status, work
+from amphora_driver.database.tables import DUE_NOW, amphora, amphora_heartbeat, job, object_status
 from amphora_driver.database.tables_fleet import failover
 from amphora_driver.database.vault import SecretLocation
 from amphora_driver.errors import StoreError
@@ -65,14 +65,14 @@ class LastHeartbeat(msgspec.Struct, frozen=True, kw_only=True):
 # Statements are built once, because building one costs more than running it.
 _IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
 _LOAD_BALANCER_IDS = sa.select(amphora.c.id, amphora.c.load_balancer_id)
-# Columns that the joined query omits for speed. For a name in both tables, it reads the column of `work`.
+# Columns that the joined query omits for speed. For a name in both tables, it reads the column of `job`.
 _UNREAD_COLUMNS = {
     *("project_id", "reread", "tickets_due", "owner", "writes", "leased_until", "free_at", "error"),
     *("heartbeat_key", "created_at", "ready_at", "reason"),
     *("image", "audited_at", "drift", "drifts"),
 }
-_OF_WORK = [column for column in work.c if column.name not in _UNREAD_COLUMNS]
-_OF_AMPHORA = [column for column in amphora.c if column.name not in {*_UNREAD_COLUMNS, *(one.name for one in work.c)}]
+_OF_WORK = [column for column in job.c if column.name not in _UNREAD_COLUMNS]
+_OF_AMPHORA = [column for column in amphora.c if column.name not in {*_UNREAD_COLUMNS, *(one.name for one in job.c)}]
 # Causes of a fail-over that mean a dead amphora: it sends no heartbeats, and its agent does not answer.
 _DEATH_CAUSES = ("silent", "never_spoke", "machine")
 _IS_OPEN = failover.c.ended_at.is_(None)
@@ -85,37 +85,38 @@ _HAS_DEATH = sa.exists().where(
 # Only retiring amphorae can have an open fail-over: skip the subquery for all others.
 _IS_DEAD = sa.and_(amphora.c.state == AmphoraState.RETIRING.value, _HAS_DEATH.correlate(amphora)).label("dead")
 _IS_REPLACING = (
-    sa.exists()
-    .where(failover.c.load_balancer_id == work.c.load_balancer_id, _IS_OPEN)
-    .correlate(work)
-    .label("replacing")
+    sa.exists().where(failover.c.load_balancer_id == job.c.load_balancer_id, _IS_OPEN).correlate(job).label("replacing")
 )
 _OF_LOAD_BALANCER = (
-    sa.select(*_OF_AMPHORA, amphora.c.load_balancer_id, amphora_seen.c.seen_at, amphora_seen.c.holds_vip, _IS_DEAD)
-    .outerjoin(amphora_seen, amphora_seen.c.amphora_id == amphora.c.id)
+    sa.select(
+        *_OF_AMPHORA, amphora.c.load_balancer_id, amphora_heartbeat.c.seen_at, amphora_heartbeat.c.holds_vip, _IS_DEAD
+    )
+    .outerjoin(amphora_heartbeat, amphora_heartbeat.c.amphora_id == amphora.c.id)
     .where(amphora.c.load_balancer_id == sa.bindparam("of"))
     .order_by(amphora.c.created_at, amphora.c.id)
 )
 _WITH_WORK = (
-    sa.select(*_OF_WORK, *_OF_AMPHORA, amphora_seen.c.seen_at, amphora_seen.c.holds_vip, _IS_DEAD, _IS_REPLACING)
-    .outerjoin(amphora, amphora.c.load_balancer_id == work.c.load_balancer_id)
-    .outerjoin(amphora_seen, amphora_seen.c.amphora_id == amphora.c.id)
-    .where(work.c.load_balancer_id == sa.bindparam("of"))
+    sa.select(
+        *_OF_WORK, *_OF_AMPHORA, amphora_heartbeat.c.seen_at, amphora_heartbeat.c.holds_vip, _IS_DEAD, _IS_REPLACING
+    )
+    .outerjoin(amphora, amphora.c.load_balancer_id == job.c.load_balancer_id)
+    .outerjoin(amphora_heartbeat, amphora_heartbeat.c.amphora_id == amphora.c.id)
+    .where(job.c.load_balancer_id == sa.bindparam("of"))
     .order_by(amphora.c.created_at, amphora.c.id)
 )
 _SERVING = (
     sa.select(
-        *(amphora.c.id, amphora.c.load_balancer_id, amphora.c.state, amphora.c.confirmed, work.c.generation),
-        *(status.c.operating, amphora.c.drifts),
+        *(amphora.c.id, amphora.c.load_balancer_id, amphora.c.state, amphora.c.confirmed, job.c.generation),
+        *(object_status.c.operating, amphora.c.drifts),
     )
-    .join(work, work.c.load_balancer_id == amphora.c.load_balancer_id)
-    .outerjoin(status, status.c.object_id == amphora.c.load_balancer_id)
+    .join(job, job.c.load_balancer_id == amphora.c.load_balancer_id)
+    .outerjoin(object_status, object_status.c.object_id == amphora.c.load_balancer_id)
     .where(amphora.c.load_balancer_id.in_(sa.select(amphora.c.load_balancer_id).where(amphora.c.id.in_(_IDS))))
     .order_by(amphora.c.created_at, amphora.c.id)
 )
 _WITH_HEARTBEAT = (
-    sa.select(amphora.c.id, amphora_seen.c.amphora_id)
-    .outerjoin(amphora_seen, amphora_seen.c.amphora_id == amphora.c.id)
+    sa.select(amphora.c.id, amphora_heartbeat.c.amphora_id)
+    .outerjoin(amphora_heartbeat, amphora_heartbeat.c.amphora_id == amphora.c.id)
     .where(amphora.c.id.in_(_IDS))
 )
 _NEW_EPOCH = sa.bindparam("new_epoch", type_=sa.BigInteger)
@@ -128,14 +129,14 @@ _VALUES = {
     "holds_vip": sa.bindparam("new_holds_vip", type_=sa.Boolean),
     "agent_version": sa.bindparam("new_agent_version"),
 }
-_INSERT_SEEN = amphora_seen.insert().values(amphora_id=sa.bindparam("of"), **_VALUES)
+_INSERT_SEEN = amphora_heartbeat.insert().values(amphora_id=sa.bindparam("of"), **_VALUES)
 _UPDATE_SEEN = (
-    amphora_seen.update()
+    amphora_heartbeat.update()
     .where(
-        amphora_seen.c.amphora_id == sa.bindparam("of"),
+        amphora_heartbeat.c.amphora_id == sa.bindparam("of"),
         sa.or_(
-            amphora_seen.c.epoch < _NEW_EPOCH,
-            sa.and_(amphora_seen.c.epoch == _NEW_EPOCH, amphora_seen.c.sequence < _NEW_SEQUENCE),
+            amphora_heartbeat.c.epoch < _NEW_EPOCH,
+            sa.and_(amphora_heartbeat.c.epoch == _NEW_EPOCH, amphora_heartbeat.c.sequence < _NEW_SEQUENCE),
         ),
     )
     .values(**_VALUES)
@@ -160,7 +161,7 @@ def insert_amphora(
 
 
 def load_with_work(connection: sa.Connection, load_balancer_id: str) -> tuple[Any, tuple[Amphora, ...]]:
-    """Return a load balancer's `work` row (or None) and its amphorae, the oldest first.
+    """Return a load balancer's `job` row (or None) and its amphorae, the oldest first.
 
     The row lacks the lease columns. Its additional column `replacing` says whether a fail-over is open.
     """
@@ -235,9 +236,9 @@ def lower_confirmed(connection: sa.Connection, amphora_id: str, confirmed: int, 
         False if the amphora has confirmed another generation since.
     """
     owner = connection.execute(sa.select(amphora.c.load_balancer_id).where(amphora.c.id == amphora_id)).scalar()
-    mine = work.c.load_balancer_id == owner
-    # Lock `work` before `amphora`, as every transaction does, otherwise two may deadlock.
-    connection.execute(sa.select(work.c.epoch).where(mine).with_for_update())
+    mine = job.c.load_balancer_id == owner
+    # Lock `job` before `amphora`, as every transaction does, otherwise two may deadlock.
+    connection.execute(sa.select(job.c.epoch).where(mine).with_for_update())
     changed = connection.execute(
         amphora.update()
         .where(
@@ -249,13 +250,13 @@ def lower_confirmed(connection: sa.Connection, amphora_id: str, confirmed: int, 
         .values(confirmed=serves, reason=f"it confirmed generation {confirmed} and serves {serves}")
     ).rowcount
     if changed:
-        connection.execute(work.update().where(mine).values(dirty=True, free_at=DUE_NOW))
+        connection.execute(job.update().where(mine).values(dirty=True, free_at=DUE_NOW))
     return bool(changed)
 
 
 def delete_amphora(connection: sa.Connection, amphora_id: str) -> None:
     """Delete the rows of an amphora, after its last resource."""
-    connection.execute(amphora_seen.delete().where(amphora_seen.c.amphora_id == amphora_id))
+    connection.execute(amphora_heartbeat.delete().where(amphora_heartbeat.c.amphora_id == amphora_id))
     connection.execute(amphora.delete().where(amphora.c.id == amphora_id))
 
 
@@ -311,12 +312,12 @@ def load_balancer_ids(connection: sa.Connection) -> dict[str, str]:
 
 def last_heartbeats(connection: sa.Connection, amphora_ids: Sequence[str] | None = None) -> dict[str, tuple[int, int]]:
     """Return (epoch, sequence) of the last recorded heartbeat, of these amphorae or of all."""
-    statement = sa.select(amphora_seen.c.amphora_id, amphora_seen.c.epoch, amphora_seen.c.sequence)
+    statement = sa.select(amphora_heartbeat.c.amphora_id, amphora_heartbeat.c.epoch, amphora_heartbeat.c.sequence)
     if amphora_ids is None:
         return {row.amphora_id: (row.epoch, row.sequence) for row in connection.execute(statement)}
     found = {}
     for start in range(0, len(amphora_ids), _CHUNK):
-        some = amphora_seen.c.amphora_id.in_(amphora_ids[start : start + _CHUNK])
+        some = amphora_heartbeat.c.amphora_id.in_(amphora_ids[start : start + _CHUNK])
         for row in connection.execute(statement.where(some)):
             found[row.amphora_id] = (row.epoch, row.sequence)
     return found

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.database.tables import amphora, amphora_seen, work
-from amphora_driver.database.tables_fleet import authority
+from amphora_driver.database.tables import amphora, amphora_heartbeat, job
+from amphora_driver.database.tables_fleet import certificate_authority
 from amphora_driver.database.vault import SecretLocation
 from amphora_driver.errors import Conflict
 
@@ -91,7 +91,7 @@ class AmphoraCertificate(msgspec.Struct, frozen=True, kw_only=True):
     ready: bool
     issued_at: float | None
     expires_at: float | None
-    authority: int | None
+    certificate_authority: int | None
     trusts: str | None
     heard_at: float | None = None
 
@@ -115,14 +115,14 @@ def key_location(kind: CaKind, certificate: bytes) -> SecretLocation:
 
     The certificate identifies the CA, because the key is encrypted before the CA has an id.
     """
-    return SecretLocation("authority", (kind.value, hashlib.sha256(certificate).hexdigest()))
+    return SecretLocation("certificate_authority", (kind.value, hashlib.sha256(certificate).hexdigest()))
 
 
 def list_cas(connection: sa.Connection, *, gone: bool = False) -> tuple[CaRecord, ...]:
     """Return all CAs, the oldest first; CAs in state `gone` only if `gone` is true."""
-    query = sa.select(authority).order_by(authority.c.id)
+    query = sa.select(certificate_authority).order_by(certificate_authority.c.id)
     if not gone:
-        query = query.where(authority.c.state != CaState.GONE.value)
+        query = query.where(certificate_authority.c.state != CaState.GONE.value)
     return tuple(
         CaRecord(
             id=int(row.id),
@@ -157,8 +157,8 @@ def begin_ca_rotation(connection: sa.Connection, kind: CaKind, configured: NewCa
         Conflict: the last rotation of this kind has not ended.
     """
     found = connection.execute(
-        sa.select(authority.c.id, authority.c.state)
-        .where(authority.c.kind == kind.value, authority.c.state != CaState.GONE.value)
+        sa.select(certificate_authority.c.id, certificate_authority.c.state)
+        .where(certificate_authority.c.kind == kind.value, certificate_authority.c.state != CaState.GONE.value)
         .with_for_update()
     ).all()
     if any(row.state in _ROTATING_STATES for row in found):
@@ -185,7 +185,7 @@ def _insert_ca(connection: sa.Connection, kind: CaKind, state: CaState, one: New
         "changed_at": now,
         "expires_at": one.expires_at,
     }
-    key = connection.execute(authority.insert().values(**row)).inserted_primary_key
+    key = connection.execute(certificate_authority.insert().values(**row)).inserted_primary_key
     return int(key[0]) if key else 0
 
 
@@ -195,15 +195,17 @@ def change_ca_states(connection: sa.Connection, moves: Mapping[CaRecord, CaState
     Returns:
         False if another transaction has changed the state of one of them.
     """
-    seen = [sa.and_(authority.c.id == one.id, authority.c.state == one.state.value) for one in moves]
-    found = connection.execute(sa.select(authority.c.id).where(sa.or_(*seen)).with_for_update()).all()
+    seen = [
+        sa.and_(certificate_authority.c.id == one.id, certificate_authority.c.state == one.state.value) for one in moves
+    ]
+    found = connection.execute(sa.select(certificate_authority.c.id).where(sa.or_(*seen)).with_for_update()).all()
     if len(found) != len(moves):
         return False
     for one, state in moves.items():
         values: dict[str, Any] = {"state": state.value, "changed_at": now}
         if state is CaState.GONE:
             values["sealed_key"] = None
-        connection.execute(authority.update().where(authority.c.id == one.id).values(**values))
+        connection.execute(certificate_authority.update().where(certificate_authority.c.id == one.id).values(**values))
     return True
 
 
@@ -219,9 +221,9 @@ def list_amphora_certificates(connection: sa.Connection) -> tuple[AmphoraCertifi
             amphora.c.certificate_expires_at,
             amphora.c.certificate_authority,
             amphora.c.trusts,
-            amphora_seen.c.seen_at,
+            amphora_heartbeat.c.seen_at,
         )
-        .outerjoin(amphora_seen, amphora_seen.c.amphora_id == amphora.c.id)
+        .outerjoin(amphora_heartbeat, amphora_heartbeat.c.amphora_id == amphora.c.id)
         .where(has_any)
         .order_by(amphora.c.certificate_expires_at, amphora.c.id)
     )
@@ -245,10 +247,10 @@ def make_load_balancers_due(connection: sa.Connection, load_balancer_ids: Collec
 
     A load balancer with a job or a lease needs no change: its job runs anyway.
     """
-    idle = (~work.c.dirty, work.c.owner.is_(None))
+    idle = (~job.c.dirty, job.c.owner.is_(None))
     return sum(
         connection.execute(
-            work.update().where(work.c.load_balancer_id == one, *idle).values(dirty=True, free_at=now)
+            job.update().where(job.c.load_balancer_id == one, *idle).values(dirty=True, free_at=now)
         ).rowcount
         for one in sorted(load_balancer_ids)
     )
@@ -257,9 +259,14 @@ def make_load_balancers_due(connection: sa.Connection, load_balancer_ids: Collec
 def read_certificate_expiries(connection: sa.Connection, now: float) -> CertificateExpiries:
     """Return the expiry times of recorded CAs and of certificates. CAs in files only are not included."""
     rows = connection.execute(
-        sa.select(authority.c.kind, authority.c.state, authority.c.id, authority.c.expires_at)
-        .where(authority.c.state.in_([one.value for one in TRUSTED_STATES]))
-        .order_by(authority.c.id)
+        sa.select(
+            certificate_authority.c.kind,
+            certificate_authority.c.state,
+            certificate_authority.c.id,
+            certificate_authority.c.expires_at,
+        )
+        .where(certificate_authority.c.state.in_([one.value for one in TRUSTED_STATES]))
+        .order_by(certificate_authority.c.id)
     )
     ends = amphora.c.certificate_expires_at
     first, ended = connection.execute(

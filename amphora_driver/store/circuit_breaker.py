@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.database.tables_fleet import breaker
+from amphora_driver.database.tables_fleet import circuit_breaker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,14 +42,14 @@ class BreakerRow(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_breaker_rows(connection: sa.Connection) -> dict[str, BreakerRow]:
     """Return all rows by name."""
-    return {row["name"]: BreakerRow(**row) for row in connection.execute(sa.select(breaker)).mappings()}
+    return {row["name"]: BreakerRow(**row) for row in connection.execute(sa.select(circuit_breaker)).mappings()}
 
 
 def write_breaker_row(connection: sa.Connection, row: BreakerRow) -> None:
     """Insert or replace a row."""
     values: Mapping[str, Any] = {**msgspec.structs.asdict(row), "reason": (row.reason or "")[:_MAX_REASON] or None}
-    connection.execute(breaker.delete().where(breaker.c.name == row.name))
-    connection.execute(breaker.insert().values(**values))
+    connection.execute(circuit_breaker.delete().where(circuit_breaker.c.name == row.name))
+    connection.execute(circuit_breaker.insert().values(**values))
 
 
 def hold_breaker_open(connection: sa.Connection, reason: str, now: float) -> None:
@@ -59,7 +59,7 @@ def hold_breaker_open(connection: sa.Connection, reason: str, now: float) -> Non
 
 def close_breaker(connection: sa.Connection, reason: str, now: float) -> None:
     """Close the breaker for an operator: amphorae that are silent now count as dead."""
-    connection.execute(breaker.delete().where(breaker.c.name == OPERATOR))
+    connection.execute(circuit_breaker.delete().where(circuit_breaker.c.name == OPERATOR))
     row = read_breaker_rows(connection).get(AUTOMATIC)
     silent, watched = (row.silent, row.watched) if row is not None else (0, 0)
     write_breaker_row(

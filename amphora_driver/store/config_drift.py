@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.database.tables import DUE_NOW, amphora, work
+from amphora_driver.database.tables import DUE_NOW, amphora, job
 from amphora_driver.model.amphora import AmphoraState
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ class AuditCandidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _SETTLED: tuple[Any, ...] = (
-    ~work.c.dirty,
-    work.c.owner.is_(None),
-    work.c.op == "apply",
-    work.c.applied >= work.c.generation,
+    ~job.c.dirty,
+    job.c.owner.is_(None),
+    job.c.op == "apply",
+    job.c.applied >= job.c.generation,
 )
 _READY = amphora.c.state == AmphoraState.READY.value
 
@@ -55,12 +55,12 @@ def list_audit_candidates(connection: sa.Connection, before: float, limit: int) 
     """
     waited = sa.func.coalesce(amphora.c.audited_at, 0.0)
     rows = connection.execute(
-        sa.select(amphora.c.id, amphora.c.load_balancer_id, work.c.generation, waited.label("waited"))
-        .join(work, work.c.load_balancer_id == amphora.c.load_balancer_id)
+        sa.select(amphora.c.id, amphora.c.load_balancer_id, job.c.generation, waited.label("waited"))
+        .join(job, job.c.load_balancer_id == amphora.c.load_balancer_id)
         .where(
             *_SETTLED,
             _READY,
-            amphora.c.confirmed >= work.c.generation,
+            amphora.c.confirmed >= job.c.generation,
             waited < before,
             sa.func.coalesce(amphora.c.confirmed_at, 0.0) < before,
         )
@@ -120,9 +120,9 @@ def set_drifting(connection: sa.Connection, drifting: Mapping[str, bool]) -> Non
 
 
 def lock_work_of_amphorae(connection: sa.Connection, amphora_ids: Collection[str]) -> None:
-    """Lock the `work` rows of these amphorae until the end of the transaction, in a fixed order.
+    """Lock the `job` rows of these amphorae until the end of the transaction, in a fixed order.
 
-    Every transaction locks `work` before `amphora`, otherwise two may deadlock. Call this before
+    Every transaction locks `job` before `amphora`, otherwise two may deadlock. Call this before
     `revoke_confirmation` if the same transaction writes `amphora` rows first.
     """
     owners = connection.execute(
@@ -133,7 +133,7 @@ def lock_work_of_amphorae(connection: sa.Connection, amphora_ids: Collection[str
 
 def _lock_work(connection: sa.Connection, load_balancer_ids: Sequence[str]) -> None:
     for one in sorted(load_balancer_ids):
-        mine = sa.select(work.c.epoch).where(work.c.load_balancer_id == one)
+        mine = sa.select(job.c.epoch).where(job.c.load_balancer_id == one)
         connection.execute(mine.with_for_update())
 
 
@@ -163,7 +163,7 @@ def revoke_confirmation(
     ).rowcount
     if changed:
         of = sa.select(amphora.c.load_balancer_id).where(amphora.c.id == amphora_id).scalar_subquery()
-        _make_due(connection, work.c.load_balancer_id == of)
+        _make_due(connection, job.c.load_balancer_id == of)
     return bool(changed)
 
 
@@ -179,7 +179,7 @@ def revoke_all_confirmations(connection: sa.Connection, load_balancer_id: str, d
         .order_by(amphora.c.id)
     ).all()
     found = [row.id for row in rows if revoke_confirmation(connection, row.id, row.confirmed, drift)]
-    _make_due(connection, work.c.load_balancer_id == load_balancer_id)
+    _make_due(connection, job.c.load_balancer_id == load_balancer_id)
     return found
 
 
@@ -199,17 +199,17 @@ def advance_generation_beyond(connection: sa.Connection, load_balancer_id: str, 
         False if the load balancer has changed since.
     """
     following = max(generation, beyond) + 1
-    committed = sa.case((work.c.committed >= work.c.generation, following), else_=work.c.committed)
+    committed = sa.case((job.c.committed >= job.c.generation, following), else_=job.c.committed)
     # The order matters: MySQL and MariaDB assign from left to right and use the new values.
     changed = connection.execute(
-        work.update()
-        .where(work.c.load_balancer_id == load_balancer_id, work.c.generation == generation, *_SETTLED)
-        .ordered_values((work.c.committed, committed), (work.c.generation, following))
+        job.update()
+        .where(job.c.load_balancer_id == load_balancer_id, job.c.generation == generation, *_SETTLED)
+        .ordered_values((job.c.committed, committed), (job.c.generation, following))
     ).rowcount
     if changed:
-        _make_due(connection, work.c.load_balancer_id == load_balancer_id)
+        _make_due(connection, job.c.load_balancer_id == load_balancer_id)
     return bool(changed)
 
 
 def _make_due(connection: sa.Connection, condition: Any) -> None:
-    connection.execute(work.update().where(condition).values(dirty=True, free_at=DUE_NOW))
+    connection.execute(job.update().where(condition).values(dirty=True, free_at=DUE_NOW))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.database.tables import wanted_object
+from amphora_driver.database.tables import desired_object
 from amphora_driver.errors import UnknownObject
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import MODEL_CLASSES, L7Policy, L7Rule, Listener, LoadBalancer, Member, Pool
@@ -47,64 +47,69 @@ _CHUNK = 500
 # Statements are built once, because building one costs more than running it. Other modules use
 # `LOAD_BALANCER_ID_OF_OBJECT` in their statements.
 _IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
-LOAD_BALANCER_ID_OF_OBJECT = sa.select(wanted_object.c.load_balancer_id).where(
-    wanted_object.c.id == sa.bindparam("of"), ~wanted_object.c.removed
+LOAD_BALANCER_ID_OF_OBJECT = sa.select(desired_object.c.load_balancer_id).where(
+    desired_object.c.id == sa.bindparam("of"), ~desired_object.c.removed
 )
-_ONE = sa.select(wanted_object.c.body).where(
-    wanted_object.c.id == sa.bindparam("of"), wanted_object.c.kind == sa.bindparam("of_kind"), ~wanted_object.c.removed
+_ONE = sa.select(desired_object.c.body).where(
+    desired_object.c.id == sa.bindparam("of"),
+    desired_object.c.kind == sa.bindparam("of_kind"),
+    ~desired_object.c.removed,
 )
-_CHILDREN = sa.select(wanted_object.c.id, wanted_object.c.body).where(
-    wanted_object.c.parent_id == sa.bindparam("under"),
-    wanted_object.c.kind == sa.bindparam("of_kind"),
-    ~wanted_object.c.removed,
+_CHILDREN = sa.select(desired_object.c.id, desired_object.c.body).where(
+    desired_object.c.parent_id == sa.bindparam("under"),
+    desired_object.c.kind == sa.bindparam("of_kind"),
+    ~desired_object.c.removed,
 )
-_BELOW = sa.select(wanted_object.c.kind, wanted_object.c.id).where(
-    wanted_object.c.parent_id.in_(_IDS), ~wanted_object.c.removed
+_BELOW = sa.select(desired_object.c.kind, desired_object.c.id).where(
+    desired_object.c.parent_id.in_(_IDS), ~desired_object.c.removed
 )
-_USERS = sa.select(wanted_object.c.kind, wanted_object.c.id, wanted_object.c.parent_id).where(
-    wanted_object.c.refers_to == sa.bindparam("pool"), ~wanted_object.c.removed
+_USERS = sa.select(desired_object.c.kind, desired_object.c.id, desired_object.c.parent_id).where(
+    desired_object.c.refers_to == sa.bindparam("pool"), ~desired_object.c.removed
 )
 _TREE = (
-    sa.select(wanted_object.c.kind, wanted_object.c.parent_id, wanted_object.c.body)
-    .where(wanted_object.c.load_balancer_id == sa.bindparam("of"), ~wanted_object.c.removed)
-    .order_by(wanted_object.c.created, wanted_object.c.id)
+    sa.select(desired_object.c.kind, desired_object.c.parent_id, desired_object.c.body)
+    .where(desired_object.c.load_balancer_id == sa.bindparam("of"), ~desired_object.c.removed)
+    .order_by(desired_object.c.created, desired_object.c.id)
 )
 _ALIVE = (
     sa.select(sa.func.count())
-    .select_from(wanted_object)
-    .where(wanted_object.c.load_balancer_id == sa.bindparam("of"), ~wanted_object.c.removed)
+    .select_from(desired_object)
+    .where(desired_object.c.load_balancer_id == sa.bindparam("of"), ~desired_object.c.removed)
     .scalar_subquery()
 )
 # Always includes the load balancer's own row, so that the number of objects is from the same moment.
 _SINCE = sa.select(
-    wanted_object.c.id,
-    wanted_object.c.kind,
-    wanted_object.c.parent_id,
-    wanted_object.c.created,
-    wanted_object.c.removed,
-    wanted_object.c.body,
+    desired_object.c.id,
+    desired_object.c.kind,
+    desired_object.c.parent_id,
+    desired_object.c.created,
+    desired_object.c.removed,
+    desired_object.c.body,
     _ALIVE.label("alive"),
 ).where(
-    wanted_object.c.load_balancer_id == sa.bindparam("of"),
-    sa.or_(wanted_object.c.generation >= sa.bindparam("known"), wanted_object.c.id == sa.bindparam("of")),
+    desired_object.c.load_balancer_id == sa.bindparam("of"),
+    sa.or_(desired_object.c.generation >= sa.bindparam("known"), desired_object.c.id == sa.bindparam("of")),
 )
 # In one query: the objects that refer to a pool, and the pool's members with one address and port.
 _AROUND = sa.union_all(
     _USERS,
-    sa.select(wanted_object.c.kind, wanted_object.c.id, wanted_object.c.parent_id).where(
-        wanted_object.c.parent_id == sa.bindparam("pool"),
-        wanted_object.c.kind == Kind.MEMBER.value,
-        ~wanted_object.c.removed,
+    sa.select(desired_object.c.kind, desired_object.c.id, desired_object.c.parent_id).where(
+        desired_object.c.parent_id == sa.bindparam("pool"),
+        desired_object.c.kind == Kind.MEMBER.value,
+        ~desired_object.c.removed,
         # In the JSON, another field follows the port, or the object ends.
         sa.or_(
-            *(wanted_object.c.body.contains(sa.bindparam(name, type_=sa.Text())) for name in ("endpoint", "at_the_end"))
+            *(
+                desired_object.c.body.contains(sa.bindparam(name, type_=sa.Text()))
+                for name in ("endpoint", "at_the_end")
+            )
         ),
     ),
 )
-_INSERT = wanted_object.insert()
+_INSERT = desired_object.insert()
 _UPDATE = (
-    wanted_object.update()
-    .where(wanted_object.c.id == sa.bindparam("of"))
+    desired_object.update()
+    .where(desired_object.c.id == sa.bindparam("of"))
     .values(
         body=sa.bindparam("new_body"),
         generation=sa.bindparam("new_generation"),
@@ -112,11 +117,11 @@ _UPDATE = (
     )
 )
 _REMOVE = (
-    wanted_object.update()
-    .where(wanted_object.c.id.in_(_IDS))
+    desired_object.update()
+    .where(desired_object.c.id.in_(_IDS))
     .values(removed=True, generation=sa.bindparam("new_generation"), refers_to=None)
 )
-_PURGE = wanted_object.delete().where(wanted_object.c.id.in_(_IDS))
+_PURGE = desired_object.delete().where(desired_object.c.id.in_(_IDS))
 
 
 class ObjectChange(msgspec.Struct, frozen=True, kw_only=True):
@@ -337,8 +342,8 @@ def load_changes_since(
 def replace_tree(connection: sa.Connection, generation: int, tree: LoadBalancer) -> list[Node]:
     """Replace the rows by those of this tree. Return the objects that were not recorded before."""
     rows = connection.execute(
-        sa.select(wanted_object.c.id, wanted_object.c.body, wanted_object.c.removed).where(
-            wanted_object.c.load_balancer_id == tree.id
+        sa.select(desired_object.c.id, desired_object.c.body, desired_object.c.removed).where(
+            desired_object.c.load_balancer_id == tree.id
         )
     ).all()
     recorded = {row.id: row.body for row in rows if not row.removed}

@@ -15,7 +15,7 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver import failpoints
-from amphora_driver.database.tables import URGENT, amphora, work
+from amphora_driver.database.tables import URGENT, amphora, job
 from amphora_driver.database.tables_fleet import failover, failover_event
 from amphora_driver.model.amphora import AmphoraState
 
@@ -105,8 +105,8 @@ def open_failovers(
     Returns:
         The number of fail-overs opened.
     """
-    # Lock `work` before `amphora`, as every transaction does, otherwise two may deadlock.
-    op = connection.execute(sa.select(work.c.op).where(work.c.load_balancer_id == load_balancer_id).with_for_update())
+    # Lock `job` before `amphora`, as every transaction does, otherwise two may deadlock.
+    op = connection.execute(sa.select(job.c.op).where(job.c.load_balancer_id == load_balancer_id).with_for_update())
     if op.scalar() != "apply":
         return 0
     chosen = [amphora.c.load_balancer_id == load_balancer_id, amphora.c.state != AmphoraState.RETIRING.value]
@@ -123,7 +123,7 @@ def open_failovers(
     if found:
         # Reset the back-off: these amphorae may have caused the earlier failures.
         due = {"dirty": True, "free_at": URGENT, "attempts": 0}
-        connection.execute(work.update().where(work.c.load_balancer_id == load_balancer_id).values(**due))
+        connection.execute(job.update().where(job.c.load_balancer_id == load_balancer_id).values(**due))
         failpoints.reach(failpoints.Point.FAILOVER_WRITTEN)
     return len(found)
 

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.database.tables import secret, work
+from amphora_driver.database.tables import job, secret
 from amphora_driver.model.secret_refs import Purpose
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from typing import Any
 
-_ALL_COMMITTED = work.c.committed >= work.c.generation
+_ALL_COMMITTED = job.c.committed >= job.c.generation
 # The order matters: MySQL and MariaDB assign from left to right and use the new values.
 _INCREMENT: list[tuple[Any, Any]] = [
-    (work.c.committed, sa.case((_ALL_COMMITTED, work.c.generation + 1), else_=work.c.committed)),
-    (work.c.generation, work.c.generation + 1),
+    (job.c.committed, sa.case((_ALL_COMMITTED, job.c.generation + 1), else_=job.c.committed)),
+    (job.c.generation, job.c.generation + 1),
 ]
-_SETTLED = (~work.c.dirty, work.c.owner.is_(None), work.c.op == "apply", work.c.applied >= work.c.generation)
+_SETTLED = (~job.c.dirty, job.c.owner.is_(None), job.c.op == "apply", job.c.applied >= job.c.generation)
 # The secret from which TLS ticket keys are derived: see `secret_refs.ticket_secret_name`.
 _IS_TICKET_SECRET = (secret.c.purpose == Purpose.TICKETS.value, secret.c.ref == "")
 
@@ -32,8 +32,8 @@ _IS_TICKET_SECRET = (secret.c.purpose == Purpose.TICKETS.value, secret.c.ref == 
 def bump_generation(connection: sa.Connection, load_balancer_id: str, generation: int) -> None:
     """Increment the generation, unless another transaction has done so."""
     connection.execute(
-        work.update()
-        .where(work.c.load_balancer_id == load_balancer_id, work.c.generation == generation)
+        job.update()
+        .where(job.c.load_balancer_id == load_balancer_id, job.c.generation == generation)
         .ordered_values(*_INCREMENT)
     )
 
@@ -41,7 +41,7 @@ def bump_generation(connection: sa.Connection, load_balancer_id: str, generation
 def start_ticket_rotation(connection: sa.Connection, load_balancer_id: str, due: float) -> None:
     """Record a load balancer's first TLS ticket keys and the time of their rotation (seconds since 1970)."""
     connection.execute(
-        work.update().where(work.c.load_balancer_id == load_balancer_id).values(tickets=1, tickets_due=due)
+        job.update().where(job.c.load_balancer_id == load_balancer_id).values(tickets=1, tickets_due=due)
     )
 
 
@@ -69,10 +69,10 @@ def list_due_tickets(connection: sa.Connection, now: float, limit: int) -> tuple
         limit: maximum number, because each rotation is a push.
     """
     rows = connection.execute(
-        sa.select(work.c.load_balancer_id, work.c.tickets, secret.c.sealed)
-        .outerjoin(secret, sa.and_(secret.c.object_id == work.c.load_balancer_id, *_IS_TICKET_SECRET))
-        .where(work.c.tickets_due <= now, *_SETTLED)
-        .order_by(work.c.tickets_due)
+        sa.select(job.c.load_balancer_id, job.c.tickets, secret.c.sealed)
+        .outerjoin(secret, sa.and_(secret.c.object_id == job.c.load_balancer_id, *_IS_TICKET_SECRET))
+        .where(job.c.tickets_due <= now, *_SETTLED)
+        .order_by(job.c.tickets_due)
         .limit(limit)
     )
     return tuple(DueTickets(load_balancer_id=row[0], number=row[1], sealed=row[2]) for row in rows)
@@ -92,16 +92,16 @@ def rotate_tickets(
         period: seconds until the next rotation.
     """
     rotation: list[tuple[Any, Any]] = [
-        (work.c.tickets, work.c.tickets + 1),
-        (work.c.tickets_due, now + period),
-        (work.c.dirty, True),
-        (work.c.free_at, 0.0),
+        (job.c.tickets, job.c.tickets + 1),
+        (job.c.tickets_due, now + period),
+        (job.c.dirty, True),
+        (job.c.free_at, 0.0),
     ]
     rotated = 0
     for one, following in due:
-        unchanged = work.c.load_balancer_id == one.load_balancer_id, work.c.tickets == one.number
+        unchanged = job.c.load_balancer_id == one.load_balancer_id, job.c.tickets == one.number
         # A change since `list_due_tickets` may have created new keys, which are due later.
-        query = work.update().where(*unchanged, work.c.tickets_due <= now, *_SETTLED)
+        query = job.update().where(*unchanged, job.c.tickets_due <= now, *_SETTLED)
         if connection.execute(query.ordered_values(*_INCREMENT, *rotation)).rowcount:
             rotated += 1
             if following is not None:

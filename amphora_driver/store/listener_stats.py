@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.database.tables import amphora, listener_statistics, work
+from amphora_driver.database.tables import amphora, job, listener_statistics
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,8 +47,8 @@ def list_due_totals(connection: sa.Connection, limit: int) -> list[ListenerTotal
     changed = (
         connection.execute(
             sa.select(table.c.listener_id)
-            .join(work, work.c.load_balancer_id == table.c.load_balancer_id)
-            .where(table.c.version > table.c.reported, work.c.committed > 0)
+            .join(job, job.c.load_balancer_id == table.c.load_balancer_id)
+            .where(table.c.version > table.c.reported, job.c.committed > 0)
             .distinct()
             .limit(limit)
         )

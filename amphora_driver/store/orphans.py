@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
 
-from amphora_driver.database.tables import amphora, amphora_seen, listener_statistics, orphan, vip_claim, work
+from amphora_driver.database.tables import amphora, amphora_heartbeat, job, listener_statistics, orphan, vip_claim
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -38,7 +38,7 @@ def find_unowned(connection: sa.Connection, kind: OrphanKind, found: Collection[
     """Return the ids without an owner, of those a backend listed before this transaction."""
     if kind is not OrphanKind.VIP:
         return _missing(connection, amphora.c.id, found)
-    return _missing(connection, vip_claim.c.load_balancer_id, _missing(connection, work.c.load_balancer_id, found))
+    return _missing(connection, vip_claim.c.load_balancer_id, _missing(connection, job.c.load_balancer_id, found))
 
 
 def read_orphans(connection: sa.Connection, kind: OrphanKind, backend: str) -> dict[str, float]:
@@ -77,9 +77,9 @@ def delete_stale_rows(connection: sa.Connection) -> int:
 
     A health manager may write them at the moment of the owner's deletion.
     """
-    seen = amphora_seen.delete().where(~sa.exists().where(amphora.c.id == amphora_seen.c.amphora_id))
+    seen = amphora_heartbeat.delete().where(~sa.exists().where(amphora.c.id == amphora_heartbeat.c.amphora_id))
     counted = listener_statistics.delete().where(
-        ~sa.exists().where(work.c.load_balancer_id == listener_statistics.c.load_balancer_id)
+        ~sa.exists().where(job.c.load_balancer_id == listener_statistics.c.load_balancer_id)
     )
     return sum(connection.execute(one).rowcount for one in (seen, counted))
 

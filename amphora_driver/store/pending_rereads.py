@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.database.tables import DUE_NOW, work
+from amphora_driver.database.tables import DUE_NOW, job
 from amphora_driver.model.enums import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _Objects = list[tuple[Kind, str]]
-_ASKED = sa.select(work.c.read_back, work.c.reread).where(work.c.load_balancer_id == sa.bindparam("of"))
+_ASKED = sa.select(job.c.read_back, job.c.reread).where(job.c.load_balancer_id == sa.bindparam("of"))
 
 
 def request_object_reread(connection: sa.Connection, load_balancer_id: str, kind: Kind, object_id: str) -> None:
@@ -39,7 +39,7 @@ def request_tree_reread(connection: sa.Connection, load_balancer_id: str) -> Non
 
 
 def decode_objects(reread: str | None) -> Sequence[tuple[Kind, str]] | None:
-    """Decode the column `work.reread`: the objects to read; None for the complete tree."""
+    """Decode the column `job.reread`: the objects to read; None for the complete tree."""
     return None if reread is None else msgspec.json.decode(reread, type=_Objects)
 
 
@@ -54,4 +54,4 @@ def cancel_reread(connection: sa.Connection, load_balancer_id: str) -> None:
 
 
 def _set(connection: sa.Connection, load_balancer_id: str, **values: object) -> None:
-    connection.execute(work.update().where(work.c.load_balancer_id == load_balancer_id).values(**values))
+    connection.execute(job.update().where(job.c.load_balancer_id == load_balancer_id).values(**values))

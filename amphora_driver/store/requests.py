@@ -17,7 +17,7 @@ import sqlalchemy as sa
 
 from amphora_driver import failpoints
 from amphora_driver.database.engine import set_commit_marker
-from amphora_driver.database.tables import DUE_NOW, request, work
+from amphora_driver.database.tables import DUE_NOW, job, request
 from amphora_driver.errors import UnknownObject
 from amphora_driver.model import from_octavia, l7policy_positions
 from amphora_driver.model.enums import Kind
@@ -84,7 +84,7 @@ class RequestRecorder:
 
         def write(connection: sa.Connection) -> None:
             connection.execute(
-                work.insert().values(
+                job.insert().values(
                     load_balancer_id=tree.id,
                     project_id=tree.project_id,
                     topology=tree.profile.topology.value,
@@ -332,16 +332,16 @@ class RequestRecorder:
 
 
 # Statements are built once, because building one costs more than running it.
-_LOCK = sa.select(work.c.generation, work.c.op).where(work.c.load_balancer_id == sa.bindparam("of")).with_for_update()
-# A lock of the `work` row suffices: every change of a load balancer takes it first.
+_LOCK = sa.select(job.c.generation, job.c.op).where(job.c.load_balancer_id == sa.bindparam("of")).with_for_update()
+# A lock of the `job` row suffices: every change of a load balancer takes it first.
 _LOCK_OWNER = (
-    sa.select(work.c.load_balancer_id, work.c.generation, work.c.op)
-    .where(work.c.load_balancer_id == desired_objects.LOAD_BALANCER_ID_OF_OBJECT.scalar_subquery())
+    sa.select(job.c.load_balancer_id, job.c.generation, job.c.op)
+    .where(job.c.load_balancer_id == desired_objects.LOAD_BALANCER_ID_OF_OBJECT.scalar_subquery())
     .with_for_update()
 )
 _ADVANCE = (
-    work.update()
-    .where(work.c.load_balancer_id == sa.bindparam("of"))
+    job.update()
+    .where(job.c.load_balancer_id == sa.bindparam("of"))
     .values(
         generation=sa.bindparam("new_generation"),
         op=sa.bindparam("new_op"),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from amphora_driver.database.tables import status
+from amphora_driver.database.tables import object_status
 from amphora_driver.database.tables_fleet import resync
 
 if TYPE_CHECKING:
@@ -109,6 +109,9 @@ def report_again(connection: sa.Connection, load_balancer_id: str) -> None:
     provisioning status could overwrite the PENDING of a newer request.
     """
     # The order matters: MySQL and MariaDB assign from left to right and use the new values.
-    again: list[tuple[Any, Any]] = [(status.c.settled, status.c.version + 1), (status.c.version, status.c.version + 1)]
-    mine = status.c.load_balancer_id == load_balancer_id
-    connection.execute(status.update().where(mine).ordered_values(*again))
+    again: list[tuple[Any, Any]] = [
+        (object_status.c.settled, object_status.c.version + 1),
+        (object_status.c.version, object_status.c.version + 1),
+    ]
+    mine = object_status.c.load_balancer_id == load_balancer_id
+    connection.execute(object_status.update().where(mine).ordered_values(*again))

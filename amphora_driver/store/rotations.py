@@ -15,7 +15,7 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.database import clock
-from amphora_driver.database.tables import URGENT, amphora, duty, wanted_object, work
+from amphora_driver.database.tables import URGENT, amphora, desired_object, duty, job
 from amphora_driver.database.tables_fleet import rotation, rotation_item
 from amphora_driver.errors import Conflict, UnknownObject
 from amphora_driver.model.amphora import AmphoraState
@@ -320,9 +320,9 @@ def finish_item(
 
 
 def lock_work(connection: sa.Connection, load_balancer_ids: Collection[str]) -> None:
-    """Lock the `work` rows of load balancers until the end of the transaction."""
-    query = sa.select(work.c.load_balancer_id).where(work.c.load_balancer_id.in_(list(load_balancer_ids)))
-    connection.execute(query.order_by(work.c.load_balancer_id).with_for_update()).all()
+    """Lock the `job` rows of load balancers until the end of the transaction."""
+    query = sa.select(job.c.load_balancer_id).where(job.c.load_balancer_id.in_(list(load_balancer_ids)))
+    connection.execute(query.order_by(job.c.load_balancer_id).with_for_update()).all()
 
 
 def purge_old_rotations(connection: sa.Connection, before: float) -> None:
@@ -347,8 +347,8 @@ def _restart_item(connection: sa.Connection, found: Rotation, item: RotationItem
     _update_item(connection, found.id, item, ended_at=None, reason=None, **values)
     # Reset the back-off of the failed job.
     due = {"dirty": True, "free_at": URGENT, "attempts": 0}
-    theirs = work.c.load_balancer_id == item.load_balancer_id, work.c.op == "apply"
-    connection.execute(work.update().where(*theirs).values(**due))
+    theirs = job.c.load_balancer_id == item.load_balancer_id, job.c.op == "apply"
+    connection.execute(job.update().where(*theirs).values(**due))
 
 
 def _lock_requests(connection: sa.Connection) -> None:
@@ -376,7 +376,7 @@ def _retire_spares(connection: sa.Connection, rotation_id: int, wanted: Selectio
 def _selection_query(wanted: Selection, now: float) -> sa.Select[Any]:
     columns = (amphora.c.id, amphora.c.load_balancer_id)
     # Amphorae that are being replaced already are not selected.
-    conditions = [amphora.c.state != AmphoraState.RETIRING.value, work.c.op == "apply"]
+    conditions = [amphora.c.state != AmphoraState.RETIRING.value, job.c.op == "apply"]
     if wanted.image is not None:
         conditions.append(sa.or_(amphora.c.image.is_(None), amphora.c.image != wanted.image))
     if wanted.older_than is not None:
@@ -384,10 +384,10 @@ def _selection_query(wanted: Selection, now: float) -> sa.Select[Any]:
     if wanted.load_balancers and len(wanted.load_balancers) <= _CHUNK:
         conditions.append(amphora.c.load_balancer_id.in_(wanted.load_balancers))
     if wanted.project is not None:
-        conditions.append(work.c.project_id == wanted.project)
+        conditions.append(job.c.project_id == wanted.project)
     if wanted.topology is not None:
-        conditions.append(work.c.topology == wanted.topology)
-    joined = amphora.join(work, work.c.load_balancer_id == amphora.c.load_balancer_id)
+        conditions.append(job.c.topology == wanted.topology)
+    joined = amphora.join(job, job.c.load_balancer_id == amphora.c.load_balancer_id)
     ordered = (amphora.c.load_balancer_id, amphora.c.created_at, amphora.c.id)
     return sa.select(*columns).select_from(joined).where(*conditions).order_by(*ordered)
 
@@ -403,8 +403,8 @@ def _filter_compute_flavor(
     """Return the load balancers with this compute flavor in their profile, which is in the JSON body."""
     found = set()
     for start in range(0, len(load_balancer_ids), _CHUNK):
-        query = sa.select(wanted_object.c.id, wanted_object.c.body).where(
-            wanted_object.c.id.in_(load_balancer_ids[start : start + _CHUNK])
+        query = sa.select(desired_object.c.id, desired_object.c.body).where(
+            desired_object.c.id.in_(load_balancer_ids[start : start + _CHUNK])
         )
         for row in connection.execute(query):
             profile = msgspec.json.decode(row.body).get("profile", {})
@@ -415,7 +415,7 @@ def _filter_compute_flavor(
 
 def _require_known(connection: sa.Connection, load_balancer_ids: Sequence[str]) -> None:
     for one in load_balancer_ids:
-        query = sa.select(work.c.load_balancer_id).where(work.c.load_balancer_id == one)
+        query = sa.select(job.c.load_balancer_id).where(job.c.load_balancer_id == one)
         if connection.execute(query).first() is None:
             raise UnknownObject(f"rotate the amphorae of load balancer {one}", "nothing is recorded under this id")
 

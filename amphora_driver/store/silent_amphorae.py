@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Database access of the failure detector: heartbeats, health managers' beats, silent amphorae.
 
-Invariant: one transaction reads a snapshot, so it is consistent. `silence` rows are findings: only the detector writes
-them, only on a change, and their loss has no effect.
+Invariant: one transaction reads a snapshot, so it is consistent. `silent_amphora` rows are findings: only the detector
+writes them, only on a change, and their loss has no effect.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.database import clock
-from amphora_driver.database.tables import amphora, amphora_seen, duty, status, work
-from amphora_driver.database.tables_fleet import failover, failover_event, process, silence
+from amphora_driver.database.tables import amphora, amphora_heartbeat, duty, job, object_status
+from amphora_driver.database.tables_fleet import failover, failover_event, process, silent_amphora
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.enums import Kind, Operating
 from amphora_driver.store import status_outbox
@@ -88,7 +88,7 @@ class RecentFailovers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SilentAmphora(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of `silence`; `since` is in seconds since 1970."""
+    """A row of `silent_amphora`; `since` is in seconds since 1970."""
 
     amphora_id: str
     load_balancer_id: str
@@ -104,13 +104,13 @@ _HEARD = (
         amphora.c.state,
         amphora.c.management_address,
         amphora.c.ready_at,
-        amphora_seen.c.epoch,
-        amphora_seen.c.sequence,
-        amphora_seen.c.seen_at,
+        amphora_heartbeat.c.epoch,
+        amphora_heartbeat.c.sequence,
+        amphora_heartbeat.c.seen_at,
     )
-    .join(work, work.c.load_balancer_id == amphora.c.load_balancer_id)
-    .outerjoin(amphora_seen, amphora_seen.c.amphora_id == amphora.c.id)
-    .where(amphora.c.state != AmphoraState.BOOTING.value, work.c.op == Op.APPLY)
+    .join(job, job.c.load_balancer_id == amphora.c.load_balancer_id)
+    .outerjoin(amphora_heartbeat, amphora_heartbeat.c.amphora_id == amphora.c.id)
+    .where(amphora.c.state != AmphoraState.BOOTING.value, job.c.op == Op.APPLY)
     .order_by(amphora.c.load_balancer_id, amphora.c.created_at, amphora.c.id)
 )
 _BEATS = sa.select(process.c.name, process.c.beat).where(process.c.kind == ProcessKind.HEALTH_MANAGER.value)
@@ -210,13 +210,11 @@ def lock_still_silent(
     if connection.execute(held.with_for_update()).first() is None:
         return set()
     ids = sorted(orders)
-    # Lock `work` before `amphora`, as every transaction does, otherwise two may deadlock.
-    connection.execute(
-        sa.select(work.c.op).where(work.c.load_balancer_id == load_balancer_id).with_for_update()
-    ).first()
+    # Lock `job` before `amphora`, as every transaction does, otherwise two may deadlock.
+    connection.execute(sa.select(job.c.op).where(job.c.load_balancer_id == load_balancer_id).with_for_update()).first()
     ready = sa.select(amphora.c.id).where(amphora.c.id.in_(ids), amphora.c.state == AmphoraState.READY.value)
     there = set(connection.execute(ready.with_for_update()).scalars())
-    seen = sa.select(amphora_seen).where(amphora_seen.c.amphora_id.in_(ids)).with_for_update()
+    seen = sa.select(amphora_heartbeat).where(amphora_heartbeat.c.amphora_id.in_(ids)).with_for_update()
     places = {row.amphora_id: (row.epoch, row.sequence) for row in connection.execute(seen)}
     return {one for one in ids if one in there and places.get(one) == orders[one]}
 
@@ -229,7 +227,7 @@ def mark_not_served(connection: sa.Connection, load_balancer_id: str, reason: st
     Returns:
         Whether the status changed.
     """
-    known = sa.select(status.c.operating).where(status.c.object_id == load_balancer_id)
+    known = sa.select(object_status.c.operating).where(object_status.c.object_id == load_balancer_id)
     if connection.execute(known.with_for_update()).scalar() not in _SERVED:
         return False
     observation = status_outbox.Observation(
@@ -240,14 +238,16 @@ def mark_not_served(connection: sa.Connection, load_balancer_id: str, reason: st
 
 def list_silent_amphorae(connection: sa.Connection) -> Sequence[sa.Row[Any]]:
     """Return the silent amphorae, the longest silence first."""
-    return connection.execute(sa.select(silence).order_by(silence.c.since, silence.c.amphora_id)).all()
+    return connection.execute(
+        sa.select(silent_amphora).order_by(silent_amphora.c.since, silent_amphora.c.amphora_id)
+    ).all()
 
 
 def write_silent_amphorae(connection: sa.Connection, changed: Collection[SilentAmphora], gone: Collection[str]) -> None:
     """Replace changed rows and delete obsolete ones; the caller limits the number of rows."""
     old = sorted({*gone, *(one.amphora_id for one in changed)})
     if old:
-        connection.execute(silence.delete().where(silence.c.amphora_id.in_(old)))
+        connection.execute(silent_amphora.delete().where(silent_amphora.c.amphora_id.in_(old)))
     if changed:
         rows = [{**msgspec.structs.asdict(one), "verdict": one.verdict[:_MAX_TEXT]} for one in changed]
-        connection.execute(silence.insert(), rows)
+        connection.execute(silent_amphora.insert(), rows)

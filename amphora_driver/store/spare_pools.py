@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pools of warm spares: amphorae that boot in advance and belong to no load balancer yet.
 
-Invariant: a pool is a row of `work` (op `spares`), so it has a lease, a job and failures like a load balancer. Its id
+Invariant: a pool is a row of `job` (op `spares`), so it has a lease, a job and failures like a load balancer. Its id
 is a hash of its specification. A spare belongs to its pool or to one load balancer, never to both: one transaction
 assigns it, and only while it is ready. The pool sets a spare RETIRING, under the same condition, before it removes it.
 Transactions lock rows in the order load balancer, pool, amphora.
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.database.tables import URGENT, amphora, amphora_seen, work
+from amphora_driver.database.tables import URGENT, amphora, amphora_heartbeat, job
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.loadbalancer import Profile
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
-# Operation of a pool's job (`work.op`), and role of its amphorae (`amphora.role`).
+# Operation of a pool's job (`job.op`), and role of its amphorae (`amphora.role`).
 OP = "spares"
 ROLE = "SPARE"
 # Namespace of the pools' ids: UUIDs of version 5 (RFC 9562, 5.5).
@@ -126,11 +126,11 @@ def list_ready_spares(connection: sa.Connection, pool_id: str) -> tuple[Spare, .
     """Return the ready spares of a pool, the most recent heartbeat first."""
     columns = (
         amphora.c.id, amphora.c.management_address, amphora.c.image, amphora.c.certificate_expires_at,
-        amphora_seen.c.seen_at,
+        amphora_heartbeat.c.seen_at,
     )  # fmt: skip
     rows = connection.execute(
         sa.select(*columns)
-        .outerjoin(amphora_seen, amphora_seen.c.amphora_id == amphora.c.id)
+        .outerjoin(amphora_heartbeat, amphora_heartbeat.c.amphora_id == amphora.c.id)
         .where(amphora.c.load_balancer_id == pool_id, amphora.c.state == AmphoraState.READY.value)
     )
     found = [
@@ -148,19 +148,19 @@ def list_ready_spares(connection: sa.Connection, pool_id: str) -> tuple[Spare, .
 
 def last_heartbeat_at(connection: sa.Connection) -> float | None:
     """Return the time of the last heartbeat of any amphora, by the health managers' clocks; None if never."""
-    found: float | None = connection.execute(sa.select(sa.func.max(amphora_seen.c.seen_at))).scalar()
+    found: float | None = connection.execute(sa.select(sa.func.max(amphora_heartbeat.c.seen_at))).scalar()
     return found
 
 
 def count_users(connection: sa.Connection, pool_id: str) -> int:
     """Return the number of load balancers that use a pool."""
-    counted = sa.select(sa.func.count()).where(work.c.spare_pool == pool_id)
+    counted = sa.select(sa.func.count()).where(job.c.spare_pool == pool_id)
     return int(connection.execute(counted).scalar_one())
 
 
 def list_pools(connection: sa.Connection) -> Sequence[sa.Row[Any]]:
-    """Return the `work` rows of all pools."""
-    return connection.execute(sa.select(work).where(work.c.op == OP).order_by(work.c.load_balancer_id)).all()
+    """Return the `job` rows of all pools."""
+    return connection.execute(sa.select(job).where(job.c.op == OP).order_by(job.c.load_balancer_id)).all()
 
 
 def set_spare_pool(
@@ -178,13 +178,13 @@ def set_spare_pool(
     for pool_id in sorted({one for one in (former, new_pool) if one is not None}):
         if not make_pool_due(connection, pool_id) and spec is not None and pool_id == new_pool:
             _insert_pool(connection, spec)
-    connection.execute(work.update().where(work.c.load_balancer_id == load_balancer_id).values(spare_pool=new_pool))
+    connection.execute(job.update().where(job.c.load_balancer_id == load_balancer_id).values(spare_pool=new_pool))
 
 
 def _insert_pool(connection: sa.Connection, spec: SparePoolSpec) -> None:
     # Of two concurrent inserts the second one fails, and its job retries.
     connection.execute(
-        work.insert().values(
+        job.insert().values(
             load_balancer_id=spec.id,
             compute=spec.compute,
             network=spec.network,
@@ -204,7 +204,7 @@ def _insert_pool(connection: sa.Connection, spec: SparePoolSpec) -> None:
 
 def make_pool_due(connection: sa.Connection, pool_id: str) -> bool:
     """Make a pool due now; return False if it does not exist."""
-    due = work.update().where(work.c.load_balancer_id == pool_id, work.c.op == OP).values(dirty=True, free_at=URGENT)
+    due = job.update().where(job.c.load_balancer_id == pool_id, job.c.op == OP).values(dirty=True, free_at=URGENT)
     return bool(connection.execute(due).rowcount)
 
 
@@ -257,4 +257,4 @@ def delete_unused_pool(connection: sa.Connection, pool_id: str) -> bool:
     remaining = sa.select(sa.func.count()).where(amphora.c.load_balancer_id == pool_id)
     if count_users(connection, pool_id) or connection.execute(remaining).scalar_one():
         return False
-    return bool(connection.execute(work.delete().where(work.c.load_balancer_id == pool_id, work.c.op == OP)).rowcount)
+    return bool(connection.execute(job.delete().where(job.c.load_balancer_id == pool_id, job.c.op == OP)).rowcount)

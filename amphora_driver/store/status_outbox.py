@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.database.tables import listener_statistics, request, secret, status, wanted_object, work
+from amphora_driver.database.tables import desired_object, job, listener_statistics, object_status, request, secret
 from amphora_driver.model.enums import Kind, Operating, Provisioning
 
 if TYPE_CHECKING:
@@ -47,29 +47,29 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
 
 # Statements are built once, because building one costs more than running it.
 _IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
-_KNOWN = sa.select(status.c.object_id).where(status.c.object_id.in_(_IDS))
-_EXPECT = status.update().where(status.c.object_id.in_(_IDS)).values(pending=sa.bindparam("new_pending"))
-_INSERT = status.insert()
-_RECORDED = sa.select(status.c.object_id, status.c.operating, status.c.provisioning).where(
-    status.c.object_id.in_(_IDS), status.c.load_balancer_id == sa.bindparam("of")
+_KNOWN = sa.select(object_status.c.object_id).where(object_status.c.object_id.in_(_IDS))
+_EXPECT = object_status.update().where(object_status.c.object_id.in_(_IDS)).values(pending=sa.bindparam("new_pending"))
+_INSERT = object_status.insert()
+_RECORDED = sa.select(object_status.c.object_id, object_status.c.operating, object_status.c.provisioning).where(
+    object_status.c.object_id.in_(_IDS), object_status.c.load_balancer_id == sa.bindparam("of")
 )
 _OBSERVE = (
-    status.update()
-    .where(status.c.object_id == sa.bindparam("at"))
+    object_status.update()
+    .where(object_status.c.object_id == sa.bindparam("at"))
     .values(
         operating=sa.bindparam("new_operating"),
         reason=sa.bindparam("new_reason"),
         since=sa.bindparam("new_since"),
-        version=status.c.version + 1,
+        version=object_status.c.version + 1,
     )
 )
 # Condition: no health manager has written a measured status since the status was read.
 _PREVIOUS = sa.bindparam("was", type_=sa.String)
 _OBSERVE_IF_UNCHANGED = _OBSERVE.where(
-    sa.or_(status.c.operating == _PREVIOUS, sa.and_(status.c.operating.is_(None), _PREVIOUS.is_(None)))
+    sa.or_(object_status.c.operating == _PREVIOUS, sa.and_(object_status.c.operating.is_(None), _PREVIOUS.is_(None)))
 )
-_RECORDED_OF = sa.select(status.c.object_id, status.c.operating, status.c.provisioning).where(
-    status.c.load_balancer_id == sa.bindparam("of")
+_RECORDED_OF = sa.select(object_status.c.object_id, object_status.c.operating, object_status.c.provisioning).where(
+    object_status.c.load_balancer_id == sa.bindparam("of")
 )
 
 
@@ -81,57 +81,65 @@ def _provisioning_change(provisioning: Any, reason: Any) -> list[tuple[Any, Any]
     return [
         ("provisioning", provisioning),
         ("since", sa.bindparam("now", type_=sa.Double)),
-        ("settled", status.c.version + 1),
-        ("version", status.c.version + 1),
+        ("settled", object_status.c.version + 1),
+        ("version", object_status.c.version + 1),
         ("reason", reason),
     ]
 
 
 _UP_TO = sa.bindparam("upto", type_=sa.BigInteger)
-_OF_LOAD_BALANCER = status.c.load_balancer_id == sa.bindparam("of")
-_IS_WAITING = status.c.pending <= _UP_TO
+_OF_LOAD_BALANCER = object_status.c.load_balancer_id == sa.bindparam("of")
+_IS_WAITING = object_status.c.pending <= _UP_TO
 _STOP_WAITING: list[tuple[Any, Any]] = [("pending", None)]
-_IS_REMOVED = status.c.object_id.in_(
-    sa.select(wanted_object.c.id).where(wanted_object.c.load_balancer_id == sa.bindparam("of"), wanted_object.c.removed)
+_IS_REMOVED = object_status.c.object_id.in_(
+    sa.select(desired_object.c.id).where(
+        desired_object.c.load_balancer_id == sa.bindparam("of"), desired_object.c.removed
+    )
 )
 # An object in ERROR that is served now becomes ACTIVE again. Objects that wait for a later generation do not change.
 _SUCCEED = (
-    status.update()
+    object_status.update()
     .where(
         _OF_LOAD_BALANCER,
-        sa.or_(_IS_WAITING, sa.and_(status.c.pending.is_(None), status.c.provisioning == Provisioning.ERROR.value)),
+        sa.or_(
+            _IS_WAITING,
+            sa.and_(object_status.c.pending.is_(None), object_status.c.provisioning == Provisioning.ERROR.value),
+        ),
     )
     .ordered_values(
         *_provisioning_change(
             sa.case((_IS_REMOVED, Provisioning.DELETED.value), else_=Provisioning.ACTIVE.value),
-            sa.case((_IS_REMOVED, status.c.reason), else_=None),
+            sa.case((_IS_REMOVED, object_status.c.reason), else_=None),
         ),
         *_STOP_WAITING,
     )
 )
-_SUCCEED_EXCEPT = _SUCCEED.where(sa.or_(status.c.object_id.not_in(_IDS), _IS_REMOVED))
+_SUCCEED_EXCEPT = _SUCCEED.where(sa.or_(object_status.c.object_id.not_in(_IDS), _IS_REMOVED))
 _FAIL = (
-    status.update()
+    object_status.update()
     .where(
         _OF_LOAD_BALANCER,
-        status.c.object_id.in_(_IDS),
-        sa.or_(_IS_WAITING, sa.and_(status.c.pending.is_(None), status.c.provisioning != Provisioning.ERROR.value)),
+        object_status.c.object_id.in_(_IDS),
+        sa.or_(
+            _IS_WAITING,
+            sa.and_(object_status.c.pending.is_(None), object_status.c.provisioning != Provisioning.ERROR.value),
+        ),
         ~_IS_REMOVED,
     )
     .ordered_values(*_provisioning_change(Provisioning.ERROR.value, sa.bindparam("why", type_=sa.Text)), *_STOP_WAITING)
 )
 _FAIL_AND_WAIT = (
-    status.update()
+    object_status.update()
     .where(_OF_LOAD_BALANCER, _IS_WAITING)
     .ordered_values(*_provisioning_change(Provisioning.ERROR.value, sa.bindparam("why", type_=sa.Text)))
 )
 _MARK_REPORTED = (
-    status.update()
-    .where(status.c.object_id.in_(_IDS), status.c.reported < sa.bindparam("told", type_=sa.BigInteger))
+    object_status.update()
+    .where(object_status.c.object_id.in_(_IDS), object_status.c.reported < sa.bindparam("told", type_=sa.BigInteger))
     .values(reported=sa.bindparam("told", type_=sa.BigInteger))
 )
-_DELETE = status.delete().where(status.c.object_id.in_(_IDS))
-_DELETE_OBJECTS = wanted_object.delete().where(wanted_object.c.id.in_(_IDS))
+_DELETE = object_status.delete().where(object_status.c.object_id.in_(_IDS))
+_DELETE_OBJECTS = desired_object.delete().where(desired_object.c.id.in_(_IDS))
 
 
 def expect_confirmation(
@@ -229,14 +237,14 @@ def list_due_reports(connection: sa.Connection, limit: int, after: str = "") -> 
         after: the last reported load balancer; later ids come first.
     """
     rows = connection.execute(
-        sa.select(status, work.c.generation.label("wanted"), work.c.applied)
-        .join(work, work.c.load_balancer_id == status.c.load_balancer_id)
-        .where(status.c.version > status.c.reported, work.c.committed >= work.c.generation)
+        sa.select(object_status, job.c.generation.label("wanted"), job.c.applied)
+        .join(job, job.c.load_balancer_id == object_status.c.load_balancer_id)
+        .where(object_status.c.version > object_status.c.reported, job.c.committed >= job.c.generation)
         .order_by(
-            sa.case((status.c.load_balancer_id > after, 0), else_=1),
-            status.c.load_balancer_id,
-            sa.case((status.c.kind == Kind.LOAD_BALANCER.value, 1), else_=0),
-            status.c.object_id,
+            sa.case((object_status.c.load_balancer_id > after, 0), else_=1),
+            object_status.c.load_balancer_id,
+            sa.case((object_status.c.kind == Kind.LOAD_BALANCER.value, 1), else_=0),
+            object_status.c.object_id,
         )
         .limit(limit)
     )
@@ -285,7 +293,9 @@ def mark_reported(connection: sa.Connection, reports: Sequence[StatusReport]) ->
 def read_operating_statuses(connection: sa.Connection, load_balancer_ids: Sequence[str]) -> dict[str, Operating]:
     """Return the operating statuses of load balancers; OFFLINE, as in Octavia, if none is recorded."""
     rows = connection.execute(
-        sa.select(status.c.object_id, status.c.operating).where(status.c.object_id.in_(load_balancer_ids))
+        sa.select(object_status.c.object_id, object_status.c.operating).where(
+            object_status.c.object_id.in_(load_balancer_ids)
+        )
     )
     known = {row.object_id: Operating(row.operating) for row in rows if row.operating}
     return {one: known.get(one, Operating.OFFLINE) for one in load_balancer_ids}
@@ -340,5 +350,5 @@ def _write_confirmed_statuses(
 
 def _delete_load_balancer_rows(connection: sa.Connection, load_balancer_id: str) -> None:
     """Delete all rows of a load balancer after Octavia has received its DELETED."""
-    for table in (status, wanted_object, secret, work, request, listener_statistics):
+    for table in (object_status, desired_object, secret, job, request, listener_statistics):
         connection.execute(table.delete().where(table.c.load_balancer_id == load_balancer_id))

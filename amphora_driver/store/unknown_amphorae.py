@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
 from amphora_driver.database.tables import amphora, orphan
-from amphora_driver.database.tables_fleet import zombie
+from amphora_driver.database.tables_fleet import unknown_amphora
 from amphora_driver.store.orphans import OrphanKind
 
 if TYPE_CHECKING:
@@ -46,30 +46,38 @@ class UnknownAmphora(msgspec.Struct, frozen=True, kw_only=True):
 
 def record_unknown_amphorae(connection: sa.Connection, strays: Sequence[UnknownAmphora], now: float) -> int:
     """Insert or update unknown ids; return the number of ids beyond the limits."""
-    connection.execute(zombie.delete().where(zombie.c.last_at < now - _PURGED_AFTER))
+    connection.execute(unknown_amphora.delete().where(unknown_amphora.c.last_at < now - _PURGED_AFTER))
     ids = sorted(one.amphora_id for one in strays)
-    known = set(connection.execute(sa.select(zombie.c.amphora_id).where(zombie.c.amphora_id.in_(ids))).scalars())
+    known = set(
+        connection.execute(
+            sa.select(unknown_amphora.c.amphora_id).where(unknown_amphora.c.amphora_id.in_(ids))
+        ).scalars()
+    )
     # An amphora with this id may have been inserted since.
     owned = set(connection.execute(sa.select(amphora.c.id).where(amphora.c.id.in_(ids))).scalars())
     new = []
     for one in sorted(strays, key=lambda each: each.amphora_id):
         if one.amphora_id in known:
             heard = {"address": one.address[:_LONGEST_ADDRESS], "last_at": one.last_at}
-            connection.execute(zombie.update().where(zombie.c.amphora_id == one.amphora_id).values(**heard))
+            connection.execute(
+                unknown_amphora.update().where(unknown_amphora.c.amphora_id == one.amphora_id).values(**heard)
+            )
         elif one.amphora_id not in owned:
             new.append(one)
     return _insert_all(connection, new, now) if new else 0
 
 
 def _insert_all(connection: sa.Connection, new: Sequence[UnknownAmphora], now: float) -> int:
-    rows = connection.execute(sa.select(zombie.c.amphora_id, zombie.c.address, zombie.c.last_at)).all()
+    rows = connection.execute(
+        sa.select(unknown_amphora.c.amphora_id, unknown_amphora.c.address, unknown_amphora.c.last_at)
+    ).all()
     addresses = Counter(row.address for row in rows)
     replaceable = sorted((row.last_at, row.amphora_id) for row in rows if row.last_at < now - _REPLACED_AFTER)
     free = MAX_ROWS - len(rows)
     left_out = 0
     for one in new:
         if free <= 0 and replaceable:
-            connection.execute(zombie.delete().where(zombie.c.amphora_id == replaceable.pop(0)[1]))
+            connection.execute(unknown_amphora.delete().where(unknown_amphora.c.amphora_id == replaceable.pop(0)[1]))
             free += 1
         if free <= 0 or addresses[one.address] >= MAX_ROWS_PER_ADDRESS:
             left_out += 1
@@ -83,7 +91,7 @@ def _insert(connection: sa.Connection, one: UnknownAmphora) -> bool:
     values = {**msgspec.structs.asdict(one), "address": one.address[:_LONGEST_ADDRESS]}
     try:
         with connection.begin_nested():
-            connection.execute(zombie.insert().values(**values))
+            connection.execute(unknown_amphora.insert().values(**values))
     except IntegrityError:
         # Another health manager has inserted the same id at the same time.
         return False
@@ -92,7 +100,9 @@ def _insert(connection: sa.Connection, one: UnknownAmphora) -> bool:
 
 def list_unknown_amphorae(connection: sa.Connection) -> Sequence[sa.Row[Any]]:
     """Return all rows, the most recent heartbeat first."""
-    return connection.execute(sa.select(zombie).order_by(zombie.c.last_at.desc(), zombie.c.amphora_id)).all()
+    return connection.execute(
+        sa.select(unknown_amphora).order_by(unknown_amphora.c.last_at.desc(), unknown_amphora.c.amphora_id)
+    ).all()
 
 
 def compute_verdicts(connection: sa.Connection, grace: float) -> dict[str, str]:
@@ -102,8 +112,10 @@ def compute_verdicts(connection: sa.Connection, grace: float) -> dict[str, str]:
         connection: of a reading transaction.
         grace: [amp_controller] orphan_grace.
     """
-    machine = sa.and_(orphan.c.id == zombie.c.amphora_id, orphan.c.kind == OrphanKind.MACHINE.value)
-    query = sa.select(zombie.c.amphora_id, zombie.c.verdict, orphan.c.backend).outerjoin(orphan, machine)
+    machine = sa.and_(orphan.c.id == unknown_amphora.c.amphora_id, orphan.c.kind == OrphanKind.MACHINE.value)
+    query = sa.select(unknown_amphora.c.amphora_id, unknown_amphora.c.verdict, orphan.c.backend).outerjoin(
+        orphan, machine
+    )
     changed = {}
     for row in connection.execute(query):
         verdict = _ONLY_REPORTED if row.backend is None else _cleanup_verdict(row.backend, grace)
@@ -115,7 +127,9 @@ def compute_verdicts(connection: sa.Connection, grace: float) -> dict[str, str]:
 def write_verdicts(connection: sa.Connection, verdicts: dict[str, str]) -> None:
     """Write the results of `compute_verdicts`."""
     for amphora_id, verdict in verdicts.items():
-        connection.execute(zombie.update().where(zombie.c.amphora_id == amphora_id).values(verdict=verdict))
+        connection.execute(
+            unknown_amphora.update().where(unknown_amphora.c.amphora_id == amphora_id).values(verdict=verdict)
+        )
 
 
 def _cleanup_verdict(backend: str, grace: float) -> str:

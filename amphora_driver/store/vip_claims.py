@@ -13,7 +13,7 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.database import clock
-from amphora_driver.database.tables import vip_claim, work
+from amphora_driver.database.tables import job, vip_claim
 from amphora_driver.model.network import VipRequest
 
 if TYPE_CHECKING:
@@ -135,9 +135,9 @@ def list_settled_claims(connection: sa.Connection, before: float) -> tuple[list[
         before: latest time of the claims (seconds since 1970).
     """
     rows = connection.execute(
-        sa.select(vip_claim.c.load_balancer_id, vip_claim.c.network, work.c.load_balancer_id.label("known"))
-        .outerjoin(work, work.c.load_balancer_id == vip_claim.c.load_balancer_id)
-        .where(vip_claim.c.claimed_at < before, sa.or_(vip_claim.c.wanted.is_(None), work.c.load_balancer_id.is_(None)))
+        sa.select(vip_claim.c.load_balancer_id, vip_claim.c.network, job.c.load_balancer_id.label("known"))
+        .outerjoin(job, job.c.load_balancer_id == vip_claim.c.load_balancer_id)
+        .where(vip_claim.c.claimed_at < before, sa.or_(vip_claim.c.wanted.is_(None), job.c.load_balancer_id.is_(None)))
     ).all()
     return (
         [

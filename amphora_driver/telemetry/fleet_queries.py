@@ -63,11 +63,11 @@ class _Body(msgspec.Struct, frozen=True):
 _decode_body = msgspec.json.Decoder(_Body).decode
 _decode_spec = msgspec.json.Decoder(SparePoolSpec).decode
 
-_WORK = tables.work
-_STATUS = tables.status
+_WORK = tables.job
+_STATUS = tables.object_status
 _AMPHORA = tables.amphora
-_SEEN = tables.amphora_seen
-_SILENCE = tables_fleet.silence
+_SEEN = tables.amphora_heartbeat
+_SILENCE = tables_fleet.silent_amphora
 _FAILOVER = tables_fleet.failover
 _EVENT = tables_fleet.failover_event
 
@@ -78,10 +78,10 @@ _BALANCERS = (
         *(_WORK.c.applied, _WORK.c.committed, _WORK.c.attempts, _WORK.c.error, _WORK.c.dirty, _WORK.c.free_at),
         *(_WORK.c.owner, _WORK.c.leased_until, _WORK.c.spares, _WORK.c.spare_pool),
         *(_STATUS.c.provisioning, _STATUS.c.operating, _STATUS.c.reason, _STATUS.c.pending),
-        tables.wanted_object.c.body,
+        tables.desired_object.c.body,
     )
     .outerjoin(_STATUS, _STATUS.c.object_id == _WORK.c.load_balancer_id)
-    .outerjoin(tables.wanted_object, tables.wanted_object.c.id == _WORK.c.load_balancer_id)
+    .outerjoin(tables.desired_object, tables.desired_object.c.id == _WORK.c.load_balancer_id)
     .order_by(_WORK.c.load_balancer_id)
     .limit(MAX_BALANCERS)
 )
@@ -152,14 +152,16 @@ _ITEMS = (
     .where(_ITEM.c.rotation_id.in_(sa.bindparam("ids", expanding=True)))
     .group_by(_ITEM.c.rotation_id, _ITEM.c.state)
 )
-_ZOMBIES = sa.select(tables_fleet.zombie).order_by(tables_fleet.zombie.c.last_at.desc()).limit(MAX_ROWS)
+_ZOMBIES = (
+    sa.select(tables_fleet.unknown_amphora).order_by(tables_fleet.unknown_amphora.c.last_at.desc()).limit(MAX_ROWS)
+)
 _AUTHORITIES = (
     sa.select(
-        *(tables_fleet.authority.c.id, tables_fleet.authority.c.kind),
-        *(tables_fleet.authority.c.state, tables_fleet.authority.c.expires_at),
+        *(tables_fleet.certificate_authority.c.id, tables_fleet.certificate_authority.c.kind),
+        *(tables_fleet.certificate_authority.c.state, tables_fleet.certificate_authority.c.expires_at),
     )
-    .where(tables_fleet.authority.c.state != "gone")
-    .order_by(tables_fleet.authority.c.id)
+    .where(tables_fleet.certificate_authority.c.state != "gone")
+    .order_by(tables_fleet.certificate_authority.c.id)
     .limit(MAX_ROWS)
 )
 

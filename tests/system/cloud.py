@@ -141,7 +141,7 @@ class Cloud:
         The provider's own database is asked, because an answer of Octavia's API takes 20 times as much processor time.
         Nothing is asserted here: the caller asks Octavia's API afterwards, whatever this method has seen.
         """
-        mine = sa.select(tables.work).where(tables.work.c.load_balancer_id == load_balancer_id)
+        mine = sa.select(tables.job).where(tables.job.c.load_balancer_id == load_balancer_id)
 
         def reported(connection):
             row = connection.execute(mine).one_or_none()

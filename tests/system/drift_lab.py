@@ -18,7 +18,7 @@ from amphora_driver.agent.client import AgentClient
 from amphora_driver.certificates.trust_store import TrustStore
 from amphora_driver.compute.netns import NetnsCompute
 from amphora_driver.database.engine import Database
-from amphora_driver.database.tables import amphora, work
+from amphora_driver.database.tables import amphora, job
 from amphora_driver.database.vault import Vault
 from amphora_driver.host import namespaces
 from amphora_driver.model.amphora import AmphoraState
@@ -55,9 +55,7 @@ class DriftLab(Cloud):
         return self.database.read(lambda c: c.execute(amphora.select().where(amphora.c.id == amphora_id)).one())
 
     def work(self, balancer):
-        return self.database.read(
-            lambda c: c.execute(work.select().where(work.c.load_balancer_id == balancer.id)).one()
-        )
+        return self.database.read(lambda c: c.execute(job.select().where(job.c.load_balancer_id == balancer.id)).one())
 
     def settled(self, balancer):
         """Wait until nothing is to be done, and every amphora has confirmed the newest generation."""

@@ -242,7 +242,7 @@ class Lab:
         """What we have accepted and not settled, and what Octavia was not told."""
 
         def read(connection):
-            work = tables.work
+            work = tables.job
             busy = sa.select(work.c.load_balancer_id, work.c.generation, work.c.applied, work.c.committed).where(
                 sa.or_(
                     work.c.dirty,
@@ -273,24 +273,30 @@ class Lab:
                 {row.id: row.owner for row in connection.execute(sa.select(tables.local_port))},
                 {
                     table.name: values(table.c.load_balancer_id)
-                    for table in (tables.work, tables.wanted_object, tables.status, tables.secret, tables.vip_claim)
+                    for table in (
+                        tables.job,
+                        tables.desired_object,
+                        tables.object_status,
+                        tables.secret,
+                        tables.vip_claim,
+                    )
                 },
-                values(tables.amphora_seen.c.amphora_id),
+                values(tables.amphora_heartbeat.c.amphora_id),
                 values(tables.orphan.c.id),
                 {row.load_balancer_id for row in spare_pools.list_pools(connection)},
             )
 
         amphorae, ports, owned, seen, noted, pools = self.database.read(read)
-        found = [f"work without a load balancer: {one}" for one in owned["work"] - known - pools]
-        found += [f"unknown to the provider: {one}" for one in known - owned["work"]]
-        for name in ("wanted_object", "status", "secret"):
-            found += [f"{name} of {one}" for one in owned[name] - owned["work"]]
-        found += [f"claim of {one}" for one in owned["vip_claim"] - owned["work"]]
-        found += [f"amphora {one} of {of}" for one, of in amphorae.items() if of not in owned["work"]]
+        found = [f"job without a load balancer: {one}" for one in owned["job"] - known - pools]
+        found += [f"unknown to the provider: {one}" for one in known - owned["job"]]
+        for name in ("desired_object", "object_status", "secret"):
+            found += [f"{name} of {one}" for one in owned[name] - owned["job"]]
+        found += [f"claim of {one}" for one in owned["vip_claim"] - owned["job"]]
+        found += [f"amphora {one} of {of}" for one, of in amphorae.items() if of not in owned["job"]]
         found += [f"seen: {one}" for one in seen - amphorae.keys()]
         found += [f"noted as an orphan: {one}" for one in noted]
         hosts = {name.removeprefix(f"{self.settings.prefix}-") for name in namespaces.names(self.settings.prefix)}
-        owners = {*amphorae, *hosts, *(f"lb-{one}" for one in owned["work"])}
+        owners = {*amphorae, *hosts, *(f"lb-{one}" for one in owned["job"])}
         found += [f"port {one} of {of}" for one, of in ports.items() if of not in owners and not of.startswith("user-")]
         folders = {path.name for path in self.settings.amphorae.iterdir()}
         found += [f"folder of {one}" for one in folders - amphorae.keys()]

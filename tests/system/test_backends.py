@@ -72,7 +72,7 @@ def amphorae(cloud, folder):
 
 
 def backend(cloud, balancer):
-    row = tables.work.c
+    row = tables.job.c
     return cloud.database.read(
         lambda c: c.execute(sa.select(row.compute).where(row.load_balancer_id == balancer.id)).scalar()
     )
@@ -122,7 +122,7 @@ def test_two_compute_backends_side_by_side(place):
         lambda: cloud.balancers.get_load_balancer(plain.id).provisioning_status == "ERROR", "what is wrong is said"
     )
     reason = cloud.database.read(
-        lambda c: c.execute(sa.select(tables.work.c.error).where(tables.work.c.load_balancer_id == plain.id)).scalar()
+        lambda c: c.execute(sa.select(tables.job.c.error).where(tables.job.c.load_balancer_id == plain.id)).scalar()
     )
     assert "netns" in reason
     assert "enabled_drivers" in reason

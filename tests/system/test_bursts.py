@@ -14,7 +14,7 @@ import pytest
 import sqlalchemy as sa
 from openstack.exceptions import ConflictException
 
-from amphora_driver.database.tables import amphora, request, status, work
+from amphora_driver.database.tables import amphora, job, object_status, request
 from sandbox import topology
 
 NUMBER = int(os.environ.get("AMPHORA_BURST", "8"))
@@ -104,5 +104,5 @@ def test_all_amphorae_at_once(cloud, record_property):
     # One request a change, none left open, none counted twice.
     assert len(rows(cloud, request.c.id)) == NUMBER + CHANGED * CHANGES
     assert rows(cloud, request.c.id, where=(request.c.applied_at.is_(None),)) == []
-    assert rows(cloud, work.c.load_balancer_id, where=(work.c.applied < work.c.generation,)) == []
-    assert rows(cloud, status.c.object_id, where=(status.c.pending.is_not(None),)) == []
+    assert rows(cloud, job.c.load_balancer_id, where=(job.c.applied < job.c.generation,)) == []
+    assert rows(cloud, object_status.c.object_id, where=(object_status.c.pending.is_not(None),)) == []

@@ -44,7 +44,7 @@ def kill(stack, name):
 
 
 def owners(database):
-    rows = database.read(lambda c: c.execute(sa.select(tables.work.c.owner)).scalars().all())
+    rows = database.read(lambda c: c.execute(sa.select(tables.job.c.owner)).scalars().all())
     return {owner for owner in rows if owner}
 
 
@@ -165,21 +165,21 @@ def test_an_answer_that_was_never_noted_and_renders_otherwise_now(cloud, stack, 
     balancer = cloud.served("renamed", ("member1",))
     stack.supervision.stop("amphora-controller")
 
-    mine, its_amphora = tables.work.c.load_balancer_id == balancer.id, tables.amphora.c.load_balancer_id == balancer.id
+    mine, its_amphora = tables.job.c.load_balancer_id == balancer.id, tables.amphora.c.load_balancer_id == balancer.id
 
     def forget_the_answer(connection):
-        found = connection.execute(sa.select(tables.work.c.generation).where(mine)).scalar_one()
+        found = connection.execute(sa.select(tables.job.c.generation).where(mine)).scalar_one()
         listener = desired_objects.load_object(connection, Kind.LISTENER, cloud.listener_of(balancer).id)
         desired_objects.update_objects(
             connection, found, [msgspec.structs.replace(listener, timeout_client_data=61_000)]
         )
-        connection.execute(tables.work.update().where(mine).values(applied=found - 1, dirty=True, free_at=0.0))
+        connection.execute(tables.job.update().where(mine).values(applied=found - 1, dirty=True, free_at=0.0))
         connection.execute(tables.amphora.update().where(its_amphora).values(confirmed=found - 1))
         return found
 
     generation = database.write(forget_the_answer)
     stack.up()
-    applied = sa.select(tables.work.c.applied).where(mine)
+    applied = sa.select(tables.job.c.applied).where(mine)
     cloud.until(lambda: database.read(lambda c: c.scalar(applied)) == generation + 1, "the next generation is served")
     assert cloud.active(balancer.id)
     assert cloud.answers(balancer.vip_address, 2) == {"member1": 2}

@@ -48,9 +48,9 @@ def assert_nothing_left(cloud, database, balancer):
     def left():
         found = {}
         for table in (
-            tables.work,
-            tables.wanted_object,
-            tables.status,
+            tables.job,
+            tables.desired_object,
+            tables.object_status,
             tables.amphora,
             tables.request,
             tables.listener_statistics,

@@ -29,7 +29,7 @@ from openstack.exceptions import HttpException
 from sandbox_of_a_test import running
 
 from amphora_driver.database.engine import Database
-from amphora_driver.database.tables import amphora, amphora_seen, work
+from amphora_driver.database.tables import amphora, amphora_heartbeat, job
 from amphora_driver.database.tables_fleet import failover
 from amphora_driver.database.vault import Vault
 from amphora_driver.host import namespaces
@@ -339,7 +339,7 @@ class Fleet:
         times = {"created_at": now, "booted_at": now, "ready_at": now, "confirmed_at": now}
         self.cloud.database.write(
             lambda c: [
-                c.execute(work.insert(), [{"load_balancer_id": of, **wanted} for of in self.owners.values()]),
+                c.execute(job.insert(), [{"load_balancer_id": of, **wanted} for of in self.owners.values()]),
                 c.execute(
                     amphora.insert(),
                     [
@@ -366,8 +366,8 @@ class Fleet:
         self.cloud.database.write(
             lambda c: [
                 c.execute(amphora.delete().where(amphora.c.id.in_(ids))),
-                c.execute(amphora_seen.delete().where(amphora_seen.c.amphora_id.in_(ids))),
-                c.execute(work.delete().where(work.c.load_balancer_id.in_(owners))),
+                c.execute(amphora_heartbeat.delete().where(amphora_heartbeat.c.amphora_id.in_(ids))),
+                c.execute(job.delete().where(job.c.load_balancer_id.in_(owners))),
             ]
         )
 

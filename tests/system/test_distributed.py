@@ -209,8 +209,8 @@ def test_a_controller_cut_off_from_the_database_is_replaced_and_changes_nothing_
             # has locked stays locked until the server ends that transaction.
             stack.supervision.start(first(stack))
             cloud.active(made.id)
-            row = sa.select(tables.work.c.epoch, tables.work.c.generation, tables.work.c.applied).where(
-                tables.work.c.load_balancer_id == made.id
+            row = sa.select(tables.job.c.epoch, tables.job.c.generation, tables.job.c.applied).where(
+                tables.job.c.load_balancer_id == made.id
             )
             before = tuple(database.read(lambda c: c.execute(row).one()))
             amphorae = cloud.amphorae(made)

@@ -15,7 +15,7 @@ import sqlalchemy as sa
 
 from amphora_driver.database import migrate
 from amphora_driver.database.engine import Database
-from amphora_driver.database.tables import amphora, request, work
+from amphora_driver.database.tables import amphora, job, request
 from amphora_driver.errors import LeaseLost
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
@@ -69,12 +69,12 @@ class Workers:
                     self.doubled.append(one)
                 self.at_work.add(one)
             seen = database.read(
-                lambda c, one=one: c.scalar(sa.select(work.c.generation).filter_by(load_balancer_id=one))
+                lambda c, one=one: c.scalar(sa.select(job.c.generation).filter_by(load_balancer_id=one))
             )
             time.sleep(0.005)
             database.write(
                 lambda c, one=one, seen=seen: c.execute(
-                    work.update().where(work.c.load_balancer_id == one).values(applied=seen, committed=seen)
+                    job.update().where(job.c.load_balancer_id == one).values(applied=seen, committed=seen)
                 )
             )
             with self._lock:
@@ -113,7 +113,7 @@ def test_nothing_is_lost_and_nothing_is_done_twice(nodes):
         for thread in hosts:
             thread.join(PATIENCE)
         until = time.monotonic() + PATIENCE
-        unfinished = sa.select(sa.func.count()).where(work.c.applied < work.c.generation)
+        unfinished = sa.select(sa.func.count()).where(job.c.applied < job.c.generation)
         while any(node.read(lambda c: c.scalar(unfinished)) for node in nodes):
             assert time.monotonic() < until, "what was accepted is applied"
             time.sleep(0.05)
@@ -126,7 +126,7 @@ def test_nothing_is_lost_and_nothing_is_done_twice(nodes):
     assert {name.split("-")[1] for name in workers.done} >= {"0", "1"}, "both nodes' controllers had some"
     for node in nodes:
         generations = dict(
-            map(tuple, node.read(lambda c: c.execute(sa.select(work.c.load_balancer_id, work.c.generation)).all()))
+            map(tuple, node.read(lambda c: c.execute(sa.select(job.c.load_balancer_id, job.c.generation)).all()))
         )
         # Every call counts once: four hosts' calls and the creation.
         assert generations == dict.fromkeys(BALANCERS, 4 * CALLS // len(BALANCERS) + 1)
@@ -175,7 +175,7 @@ def test_a_late_write_of_a_former_owner_is_refused_while_its_node_lags(nodes):
     here.write(lambda c: amphorae.insert_amphora(c, "late-amphora", "late", "SINGLE", b"key"))
     # A lease of no length has ended when the next controller looks.
     former = Jobs(here, "former", 0.0).claim("late")
-    until(lambda: there.read(lambda c: c.scalar(sa.select(work.c.owner).filter_by(load_balancer_id="late"))))
+    until(lambda: there.read(lambda c: c.scalar(sa.select(job.c.owner).filter_by(load_balancer_id="late"))))
     seen = []
 
     def late(connection):
@@ -191,6 +191,6 @@ def test_a_late_write_of_a_former_owner_is_refused_while_its_node_lags(nodes):
             here.write(late)
     assert seen[0] >= 1, "the guard found the lease as it was before the claim"
     for node in nodes:
-        row = node.read(lambda c: c.execute(sa.select(work).filter_by(load_balancer_id="late")).one())
+        row = node.read(lambda c: c.execute(sa.select(job).filter_by(load_balancer_id="late")).one())
         assert (row.owner, row.epoch) == ("new", lease.epoch)
         assert node.read(lambda c: c.scalar(sa.select(amphora.c.reason).filter_by(id="late-amphora"))) is None

@@ -43,7 +43,7 @@ def test_a_load_balancer_is_made_changed_and_removed(cloud):
     cloud.gone(balancer.id)
 
     def rows():
-        names = (tables.work, tables.amphora, tables.wanted_object, tables.status, tables.local_port)
+        names = (tables.job, tables.amphora, tables.desired_object, tables.object_status, tables.local_port)
         found = {}
         for table in names:
             mine = (

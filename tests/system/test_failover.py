@@ -21,7 +21,7 @@ from sandbox_of_a_test import AGENT_PYTHON, running
 from amphora_driver import config
 from amphora_driver.compute.netns import NetnsCompute
 from amphora_driver.database.engine import Database
-from amphora_driver.database.tables import amphora, work
+from amphora_driver.database.tables import amphora, job
 from amphora_driver.database.tables_fleet import failover, failover_event
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.network.local import LocalNetwork
@@ -94,10 +94,10 @@ class Lab:
     def warm(self, number=1):
         """Wait until so many spares are ready."""
         query = sa.select(sa.func.count()).select_from(
-            amphora.join(work, work.c.load_balancer_id == amphora.c.load_balancer_id)
+            amphora.join(job, job.c.load_balancer_id == amphora.c.load_balancer_id)
         )
         ready = query.where(
-            work.c.op == spare_pools.OP, amphora.c.state == "ready", amphora.c.management_address.is_not(None)
+            job.c.op == spare_pools.OP, amphora.c.state == "ready", amphora.c.management_address.is_not(None)
         )
         self.cloud.until(lambda: self.database.read(lambda c: c.execute(ready).scalar()) >= number, "spares", LONG)
 

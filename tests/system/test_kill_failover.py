@@ -14,7 +14,7 @@ import pytest
 from kill_lab import Witness
 from sqlalchemy import select
 
-from amphora_driver.database.tables import work
+from amphora_driver.database.tables import job
 from amphora_driver.host import namespaces
 from amphora_driver.store import amphorae, failovers, rotations, spare_pools
 from amphora_driver.store.failovers import Cause, FailoverTrigger
@@ -190,7 +190,7 @@ def test_a_warm_spare(lab, cloud, flavored):
     lab.arm(*steps("Join"))
     balancer = cloud.served("spared", ("member1",), flavor_id=flavor)
     lab.reached()
-    its_pool = select(work.c.spare_pool).where(work.c.load_balancer_id == balancer.id)
+    its_pool = select(job.c.spare_pool).where(job.c.load_balancer_id == balancer.id)
     pool_id = lab.database.read(lambda c: c.execute(its_pool).scalar_one())
 
     def ready():

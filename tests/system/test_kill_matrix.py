@@ -143,8 +143,8 @@ def test_one_that_kills_every_controller(lab, cloud, victim):
         cloud.active(other.id)
         changes += 1
     assert changes, "no other load balancer waited"
-    mine = tables.work.c.load_balancer_id == victim.id
-    reason = lab.database.read(lambda c: c.execute(sa.select(tables.work.c.error).where(mine)).scalar())
+    mine = tables.job.c.load_balancer_id == victim.id
+    reason = lab.database.read(lambda c: c.execute(sa.select(tables.job.c.error).where(mine)).scalar())
     assert "controllers in a row crashed or stalled" in reason
     assert all(one.startswith("member") for one in cloud.answers(victim.vip_address, 4)), "it serves meanwhile"
     lab.disarm()

@@ -104,7 +104,7 @@ def history(cloud):
 
 def heard_for(cloud, seconds):
     """Wait until amphorae have been heard for so many seconds."""
-    newest, begun = sa.select(sa.func.max(tables.amphora_seen.c.seen_at)), cloud.database.now()
+    newest, begun = sa.select(sa.func.max(tables.amphora_heartbeat.c.seen_at)), cloud.database.now()
     cloud.until(lambda: cloud.database.read(lambda c: c.execute(newest).scalar() or 0) > begun + seconds, "heartbeats")
 
 

@@ -173,7 +173,7 @@ def test_a_resync_never_says_active_too_early(house, balancer):
         asked = sa.select(sa.func.max(tables.request.c.generation)).where(
             tables.request.c.load_balancer_id == balancer.id
         )
-        applied = sa.select(tables.work.c.applied).where(tables.work.c.load_balancer_id == balancer.id)
+        applied = sa.select(tables.job.c.applied).where(tables.job.c.load_balancer_id == balancer.id)
         return connection.execute(asked).scalar(), connection.execute(applied).scalar()
 
     operator = threading.Thread(target=resync)

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 
 from amphora_driver import config
 from amphora_driver.compute.netns import NetnsCompute
-from amphora_driver.database.tables import amphora, request, status, work
+from amphora_driver.database.tables import amphora, job, object_status, request
 from amphora_driver.database.vault import Vault
 from amphora_driver.host import namespaces
 from amphora_driver.maintenance.housekeeping import Housekeeping
@@ -133,7 +133,7 @@ def test_a_pair_from_its_creation_to_its_deletion(cloud, pairs, compute):
     assert set(pair) == {"MASTER", "BACKUP"}
     for address in (balancer.vip_address, *(one["ip_address"] for one in balancer.additional_vips)):
         served(cloud, address, ("member1", "member2"))
-    generation = cloud.database.read(lambda c: c.execute(sa.select(work.c.generation)).scalar())
+    generation = cloud.database.read(lambda c: c.execute(sa.select(job.c.generation)).scalar())
     assert {one.confirmed for one in pair.values()} == {generation}
     assert generation == 1, "both were pushed once"
     first = holder(cloud, balancer)
@@ -221,16 +221,16 @@ def test_a_tls_session_goes_on_with_the_other_amphora_and_after_a_rotation(cloud
     assert not reused
 
     # The next keys, by housekeeping: amphorae are pushed, and no status changes.
-    heard = database.read(lambda c: c.execute(sa.select(status.c.object_id, status.c.version)).all())
-    database.write(lambda c: c.execute(work.update().values(tickets_due=1.0)))
+    heard = database.read(lambda c: c.execute(sa.select(object_status.c.object_id, object_status.c.version)).all())
+    database.write(lambda c: c.execute(job.update().values(tickets_due=1.0)))
     conf = config.load([str(settings.driver_configuration)])
     vault = Vault.load(conf.amp_database.encryption_key_file)
     cloud.until(lambda: Housekeeping(conf, database, None, "a test", vault).rotate_ticket_keys(), "it is settled")
-    generation = database.read(lambda c: c.execute(sa.select(work.c.generation)).scalar())
+    generation = database.read(lambda c: c.execute(sa.select(job.c.generation)).scalar())
     cloud.until(lambda: {one.confirmed for one in of(cloud, balancer).values()} == {generation}, "both have the keys")
     assert cloud.balancers.get_load_balancer(balancer.id).provisioning_status == "ACTIVE"
     provisioned = [row for row in heard if row.object_id == balancer.id]
-    now = database.read(lambda c: c.execute(sa.select(status.c.object_id, status.c.version)).all())
+    now = database.read(lambda c: c.execute(sa.select(object_status.c.object_id, object_status.c.version)).all())
     assert [row for row in now if row.object_id == balancer.id] == provisioned
     assert shake(cloud, context, address, session)[1], "sealed with the key before"
 

@@ -203,7 +203,7 @@ class Place:
                 table: sorted(map(tuple, connection.execute(sa.text(f"SELECT id, {column} FROM {table}"))))
                 for table, column in OCTAVIAS_TABLES.items()
             }
-        work, wanted, request = tables.work.c, tables.wanted_object.c, tables.request.c
+        work, wanted, request = tables.job.c, tables.desired_object.c, tables.request.c
         queries = (
             sa.select(work.load_balancer_id, work.generation),
             sa.select(wanted.id, wanted.body),

@@ -19,7 +19,7 @@ from rotation_lab import Clients, Counting, Fleet
 from sandbox_of_a_test import AGENT_PYTHON, running
 
 from amphora_driver.database.engine import Database
-from amphora_driver.database.tables import duty, work
+from amphora_driver.database.tables import duty, job
 from amphora_driver.store import process_registry, rotations
 from amphora_driver.store.rotations import RotationState
 from sandbox import demo
@@ -269,7 +269,7 @@ def test_one_that_drains_leaves_everything_to_the_other(fleet, balancers, stack,
     fleet.database.write(lambda c: process_registry.set_process_draining(c, drained, draining=True))
     other = Cloud.until(lambda: (now := rotating(fleet)) not in (None, drained) and now, "the other one has it", 60)
     fleet.ended(number, PATIENCE)
-    query = sa.select(work.c.owner).where(work.c.owner == drained)
+    query = sa.select(job.c.owner).where(job.c.owner == drained)
     Cloud.until(lambda: fleet.database.read(lambda c: c.scalar(query)) is None, "it has laid down its work", 60)
     Cloud.until(lambda: drained not in fleet.database.read(process_registry.list_duties), "it has no duty any more", 60)
     rows = {one["Name"]: one for one in fleet.ctl("controller", "list")}

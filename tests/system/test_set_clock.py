@@ -24,7 +24,7 @@ from sandbox_of_a_test import AGENT_PYTHON, running
 
 from amphora_driver import config
 from amphora_driver.database.engine import Database
-from amphora_driver.database.tables import duty, vip_claim, work
+from amphora_driver.database.tables import duty, job, vip_claim
 from amphora_driver.database.tables_fleet import failover
 from amphora_driver.model.network import VipRequest
 from amphora_driver.network.local import LocalNetwork
@@ -192,7 +192,7 @@ def test_an_hour_ahead_and_back(lab, balancer, record_property):
     cloud.online(made.id)
     with lab.broken_agents():
         waits = cloud.balancers.create_load_balancer(name="waits", vip_subnet_id=topology.VIP_SUBNET)
-        tried = sa.select(work.c.attempts).where(work.c.load_balancer_id == waits.id)
+        tried = sa.select(job.c.attempts).where(job.c.load_balancer_id == waits.id)
         cloud.until(lambda: lab.database.read(lambda c: c.scalar(tried)) >= 2, "it is tried again, after some pause")
     lab.sees_for(2.5 * SILENT_AFTER)
     lab.clock.set(0.0)

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from sandbox_of_a_test import running
 
 from amphora_driver.database.engine import Database
-from amphora_driver.database.tables import work
+from amphora_driver.database.tables import job
 from amphora_driver.host import namespaces
 from amphora_driver.queue import local_socket
 from amphora_driver.store.requests import RequestRecorder
@@ -130,7 +130,7 @@ def booting(cloud, name):
 
 
 def owners(database):
-    return [one for one in database.read(lambda c: c.execute(sa.select(work.c.owner)).scalars().all()) if one]
+    return [one for one in database.read(lambda c: c.execute(sa.select(job.c.owner)).scalars().all()) if one]
 
 
 def swallowed(cloud, holes, name, kind="freeze"):

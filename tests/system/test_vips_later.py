@@ -193,7 +193,7 @@ def test_an_address_that_was_asked_for_and_is_refused_in_the_end(cloud, answers)
     (answers / "refuse").touch()
     try:
         cloud.until(lambda: shown(cloud, one["id"])["provisioning_status"] == "ERROR", "its user is told")
-        error = sa.select(tables.work.c.error).where(tables.work.c.load_balancer_id == one["id"])
+        error = sa.select(tables.job.c.error).where(tables.job.c.load_balancer_id == one["id"])
         assert "the allocator has none left" in cloud.database.read(lambda c: c.execute(error).scalar())
         # Refused at once, it is refused at once.
         answer = cloud.balancers.post(cloud.url("loadbalancers"), json={"loadbalancer": wish("no")})

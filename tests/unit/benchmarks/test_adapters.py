@@ -224,7 +224,7 @@ def _recorded(provider):
     """The number of objects of each kind in all load balancers."""
 
     def read(connection):
-        ids = connection.execute(sa.select(tables.work.c.load_balancer_id)).scalars().all()
+        ids = connection.execute(sa.select(tables.job.c.load_balancer_id)).scalars().all()
         nodes = [
             node for one in ids for node in desired_objects.iter_subtree(desired_objects.load_tree(connection, one))
         ]

@@ -14,7 +14,7 @@ from amphora_driver.certificates import trust_store as trusting
 from amphora_driver.certificates.ca import Authority, create_authority
 from amphora_driver.certificates.trust_store import TrustStore
 from amphora_driver.database.engine import Database
-from amphora_driver.database.tables_fleet import authority
+from amphora_driver.database.tables_fleet import certificate_authority
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import CertificateError, StoreError
 from amphora_driver.store import ca_records
@@ -305,8 +305,8 @@ def test_the_key_of_another_authority_signs_nothing(house):
         house.move(**{f"_{number - 1}": "former", f"_{number}": "current"})
     by_kind = {one.kind: one for one in house.database.read(ca_records.list_cas) if one.state is CaState.CURRENT}
     copied = by_kind[CaKind.CONTROLLER].sealed_key
-    mine = authority.c.id == by_kind[CaKind.AMPHORA].id
-    house.database.write(lambda c: c.execute(authority.update().where(mine).values(sealed_key=copied)))
+    mine = certificate_authority.c.id == by_kind[CaKind.AMPHORA].id
+    house.database.write(lambda c: c.execute(certificate_authority.update().where(mine).values(sealed_key=copied)))
     house.trust.tls_override()
     with pytest.raises(StoreError, match="table authority was sealed for another row or purpose"):
         house.trust.credentials()

@@ -13,7 +13,7 @@ from cliff.commandmanager import CommandManager
 
 from amphora_driver.cli.main import COMMANDS, Amphoractl
 from amphora_driver.database.engine import Database
-from amphora_driver.database.tables import amphora, work
+from amphora_driver.database.tables import amphora, job
 
 SETUP = Path(__file__).parents[3] / "setup.cfg"
 
@@ -74,7 +74,7 @@ def filled(tmp_path):
     machine = {"id": "0b9d1c52-7f0e-4a55-9f0c-2f6f3a1f9c11", "load_balancer_id": balancer, "role": "STANDALONE"}
 
     def fill(connection):
-        connection.execute(work.insert().values(**work_row))
+        connection.execute(job.insert().values(**work_row))
         connection.execute(amphora.insert().values(**machine, state="ready", heartbeat_key=b"", created_at=0.0))
 
     database.write(fill)

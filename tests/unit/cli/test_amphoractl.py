@@ -11,8 +11,8 @@ import pytest
 
 from amphora_driver.cli.main import COMMANDS, main
 from amphora_driver.database.engine import Database
-from amphora_driver.database.tables import amphora, amphora_seen, request, status, work
-from amphora_driver.database.tables_fleet import failover, silence
+from amphora_driver.database.tables import amphora, amphora_heartbeat, job, object_status, request
+from amphora_driver.database.tables_fleet import failover, silent_amphora
 from amphora_driver.model.enums import ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Profile, Vip
 from amphora_driver.store import desired_objects
@@ -49,7 +49,7 @@ def fill(connection):
     desired_objects.insert_objects(connection, LB, 8, list(desired_objects.iter_subtree(tree)))
     for lb, project, dirty in ((LB, "project", True), (OTHER, "another", False)):
         connection.execute(
-            work.insert().values(
+            job.insert().values(
                 load_balancer_id=lb,
                 project_id=project,
                 compute="netns",
@@ -109,23 +109,23 @@ def fill(connection):
         )
     )
     seen = {"seen_at": time.time() - 5, "generation": 7, "agent_version": "0.1.0"}
-    connection.execute(amphora_seen.insert().values(amphora_id=AMPHORA, **seen))
+    connection.execute(amphora_heartbeat.insert().values(amphora_id=AMPHORA, **seen))
     happened(connection)
 
 
 def happened(connection):
     """A pool of spares with one in it, a fail-over that goes on, an amphora that is mute, and what Octavia hears."""
-    connection.execute(work.insert().values(load_balancer_id=POOL, op="spares", generation=1, dirty=True))
+    connection.execute(job.insert().values(load_balancer_id=POOL, op="spares", generation=1, dirty=True))
     spare = {"id": SPARE, "load_balancer_id": POOL, "role": "SPARE", "state": "ready", "heartbeat_key": b"sealed-key"}
     connection.execute(amphora.insert().values(created_at=1.0, **spare))
     connection.execute(
         failover.insert().values(load_balancer_id=LB, amphora_id=AMPHORA, cause="silent", begun_at=1001.0)
     )
     silent = {"amphora_id": AMPHORA, "load_balancer_id": LB, "kind": "mute", "since": 1000.0}
-    connection.execute(silence.insert().values(**silent, verdict="its agent answers"))
+    connection.execute(silent_amphora.insert().values(**silent, verdict="its agent answers"))
     said = {"object_id": LB, "kind": "loadbalancers", "load_balancer_id": LB, "provisioning": "ACTIVE"}
     more = {"operating": "ONLINE", "reason": "two members are down", "pending": 8, "version": 2, "reported": 2}
-    connection.execute(status.insert().values(**said, **more))
+    connection.execute(object_status.insert().values(**said, **more))
     connection.execute(amphora.update().where(amphora.c.id == AMPHORA).values(image="debian-12", drift="routes"))
 
 
@@ -203,10 +203,10 @@ def test_loadbalancer_list_is_filtered(run, words, found):
 
 
 def test_what_is_not_heard_is_stale(run, database):
-    database.write(lambda c: c.execute(amphora_seen.update().values(seen_at=time.time() - 60)))
+    database.write(lambda c: c.execute(amphora_heartbeat.update().values(seen_at=time.time() - 60)))
     assert [one["ID"] for one in json.loads(run("loadbalancer", "list", "--stale", "-f", "json")[1])] == [LB]
     assert [one["ID"] for one in json.loads(run("amphora", "list", "--stale", "-f", "json")[1])] == [AMPHORA]
-    database.write(lambda c: c.execute(amphora_seen.delete()))
+    database.write(lambda c: c.execute(amphora_heartbeat.delete()))
     assert [one["ID"] for one in json.loads(run("amphora", "list", "--stale", "-f", "json")[1])] == [AMPHORA]
 
 
@@ -301,10 +301,10 @@ def test_pair_reports_its_vip_holder(run, config_file):
     other = AMPHORA.replace("0b9d", "0b9e")
     partners = json.dumps([{"id": other, "address": "198.51.100.12"}])
     database = Database(f"sqlite:///{config_file.parent}/db.sqlite")
-    database.write(lambda c: c.execute(amphora_seen.update().values(holds_vip=True)))
+    database.write(lambda c: c.execute(amphora_heartbeat.update().values(holds_vip=True)))
     database.write(
         lambda c: c.execute(
-            amphora_seen.insert().values(amphora_id=other, seen_at=time.time(), generation=7, holds_vip=False)
+            amphora_heartbeat.insert().values(amphora_id=other, seen_at=time.time(), generation=7, holds_vip=False)
         )
     )
     database.write(

@@ -9,7 +9,7 @@ import migrated
 import pytest
 
 from amphora_driver.database.engine import Database
-from amphora_driver.database.tables import amphora, work
+from amphora_driver.database.tables import amphora, job
 from amphora_driver.queue.jobs import acquire_duty
 from amphora_driver.store import rotations
 from amphora_driver.store.process_registry import ProcessKind, ProcessRegistration
@@ -32,7 +32,7 @@ def database(tmp_path):
 
 def _fill(connection):
     for name in NAMES:
-        connection.execute(work.insert().values(load_balancer_id=name, op="apply", generation=1, topology="SINGLE"))
+        connection.execute(job.insert().values(load_balancer_id=name, op="apply", generation=1, topology="SINGLE"))
         values = {"role": "STANDALONE", "state": "ready", "heartbeat_key": b"", "created_at": time.time() - 100}
         connection.execute(amphora.insert().values(id=f"{name[:-1]}9", load_balancer_id=name, image="old", **values))
 

@@ -10,7 +10,7 @@ import pytest
 import sqlalchemy as sa
 
 from amphora_driver.database.engine import Database
-from amphora_driver.database.tables import URGENT, amphora, work
+from amphora_driver.database.tables import URGENT, amphora, job
 from amphora_driver.database.tables_fleet import failover
 from amphora_driver.store import failovers, spare_pools
 from amphora_driver.store.spare_pools import SparePoolSpec
@@ -43,7 +43,7 @@ def said(tmp_path, database, amphoractl):
 def _fill(connection):
     for name, op in ((LB, "apply"), (GONE, "delete"), (FRESH, "apply"), (SPEC.id, spare_pools.OP)):
         connection.execute(
-            work.insert().values(
+            job.insert().values(
                 load_balancer_id=name,
                 op=op,
                 generation=3,
@@ -80,7 +80,7 @@ def test_an_amphora_is_to_be_replaced(said, database):
     assert row.asked_by
     assert states(database)[SECOND] == "retiring"
     assert states(database)[FIRST] == "ready"
-    owner = next(one for one in rows(database, work) if one.load_balancer_id == LB)
+    owner = next(one for one in rows(database, job) if one.load_balancer_id == LB)
     assert (owner.dirty, owner.free_at, owner.generation) == (True, URGENT, 3), "no generation, and nothing is PENDING"
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import duty
-from amphora_driver.database.tables_fleet import failover, failover_event, silence, zombie
+from amphora_driver.database.tables_fleet import failover, failover_event, silent_amphora, unknown_amphora
 from amphora_driver.store import circuit_breaker
 
 
@@ -138,7 +138,15 @@ def test_silent_amphorae_with_verdicts(shown, database):
     detects(database)
     sees(database, state="open", reason="many", trial_at=time.time() + 600)
     verdict = "its agent does not answer (timed out); it waits: the breaker is open"
-    put(database, silence, amphora_id="a", load_balancer_id="lb", kind="never_spoke", since=1000.0, verdict=verdict)
+    put(
+        database,
+        silent_amphora,
+        amphora_id="a",
+        load_balancer_id="lb",
+        kind="never_spoke",
+        since=1000.0,
+        verdict=verdict,
+    )
     found = shown("failover", "status")
     assert (found["Circuit breaker"], found["Reason"], found["Watched"]) == ("open", "many", 20)
     assert found["Next trial"] is not None
@@ -167,7 +175,7 @@ def test_zombies(shown, database):
     assert shown("unknown-amphora", "list") == []
     put(
         database,
-        zombie,
+        unknown_amphora,
         amphora_id="z",
         address="203.0.113.9",
         first_at=1.0,

@@ -6,7 +6,7 @@ import pytest
 
 from amphora_driver.cli import queries
 from amphora_driver.database.engine import Database
-from amphora_driver.database.tables import amphora, request, work
+from amphora_driver.database.tables import amphora, job, request
 from amphora_driver.errors import UnknownObject
 
 ONE, TWO = "52cf0000-0000-4000-8000-000000000001", "52cf1000-0000-4000-8000-000000000002"
@@ -21,7 +21,7 @@ def database(tmp_path):
 
     def fill(connection):
         for one, op in ((ONE, "apply"), (TWO, "apply"), (POOL, "spares")):
-            connection.execute(work.insert().values(load_balancer_id=one, op=op, generation=1))
+            connection.execute(job.insert().values(load_balancer_id=one, op=op, generation=1))
         for number in range(12):
             row = {"id": f"ab{number:02}", "load_balancer_id": ONE, "role": "SINGLE", "state": "ready"}
             connection.execute(amphora.insert().values(**row, heartbeat_key=b"", created_at=0.0))

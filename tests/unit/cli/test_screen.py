@@ -12,7 +12,7 @@ from amphora_driver.cli import config_diff, drift, formatting, operator_name
 from amphora_driver.cli.failover import SilentAmphorae, Timeline
 from amphora_driver.cli.formatting import escape_unprintable, escaping_stream
 from amphora_driver.database.engine import Database
-from amphora_driver.database.tables import amphora, work
+from amphora_driver.database.tables import amphora, job
 from amphora_driver.database.tables_fleet import failover
 from amphora_driver.errors import AgentUnreachable
 
@@ -104,7 +104,7 @@ def test_every_form_of_what_is_recorded(filled, amphoractl):
     database = Database(f"sqlite:///{filled.parent}/db.sqlite")
 
     def spoil(connection):
-        connection.execute(work.update().values(error=HOSTILE))
+        connection.execute(job.update().values(error=HOSTILE))
         connection.execute(amphora.update().values(drift=HOSTILE, drifts=True))
         row = {"load_balancer_id": LB, "amphora_id": AMPHORA, "cause": "silent", "begun_at": 1.0, "reason": HOSTILE}
         connection.execute(failover.insert().values(id=1, **row))

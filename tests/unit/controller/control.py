@@ -14,7 +14,7 @@ from amphora_driver import config
 from amphora_driver.agent.client import Vrrp
 from amphora_driver.compute.interface import Machine, MachineState
 from amphora_driver.database.engine import Database
-from amphora_driver.database.tables import status, work
+from amphora_driver.database.tables import job, object_status
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import AgentUnreachable
 from amphora_driver.model.enums import ListenerProtocol
@@ -148,7 +148,7 @@ class Control:
 
     def hurry(self):
         """What is to be done later is due now."""
-        self.database.write(lambda c: c.execute(work.update().values(free_at=0.0)))
+        self.database.write(lambda c: c.execute(job.update().values(free_at=0.0)))
 
     def heartbeats(self, *, silent=()):
         """All amphorae send heartbeats now, except for some with old ones."""
@@ -165,20 +165,26 @@ class Control:
         self.database.write(write)
 
     def row(self):
-        return self.database.read(lambda c: c.execute(sa.select(work)).one())
+        return self.database.read(lambda c: c.execute(sa.select(job)).one())
 
     def observed(self):
         found = self.database.read(lambda c: amphorae.load_amphorae(c, LB))
         return {one.id: one for one in found}
 
     def provisioning(self):
-        rows = self.database.read(lambda c: c.execute(sa.select(status.c.object_id, status.c.provisioning)).all())
+        rows = self.database.read(
+            lambda c: c.execute(sa.select(object_status.c.object_id, object_status.c.provisioning)).all()
+        )
         return dict(rows)
 
     def pending(self):
         return set(
             self.database.read(
-                lambda c: c.execute(sa.select(status.c.object_id).where(status.c.pending.is_not(None))).scalars().all()
+                lambda c: (
+                    c.execute(sa.select(object_status.c.object_id).where(object_status.c.pending.is_not(None)))
+                    .scalars()
+                    .all()
+                )
             )
         )
 

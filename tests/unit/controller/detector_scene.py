@@ -8,8 +8,8 @@ import sqlalchemy as sa
 
 from amphora_driver import config
 from amphora_driver.database.engine import Database
-from amphora_driver.database.tables import amphora, amphora_seen, status, work
-from amphora_driver.database.tables_fleet import process, silence
+from amphora_driver.database.tables import amphora, amphora_heartbeat, job, object_status
+from amphora_driver.database.tables_fleet import process, silent_amphora
 from amphora_driver.failover.failure_detector import FailureDetector
 from amphora_driver.failover.failure_rules import ProbeOutcome, ProbeResult
 from amphora_driver.store import circuit_breaker, failovers
@@ -97,7 +97,7 @@ class Scene:
     def balancer(self, load_balancer_id, *amphora_ids, op="apply"):
         row = {"load_balancer_id": load_balancer_id, "op": op, "generation": 1, "committed": 1, "dirty": False}
         said = {"object_id": load_balancer_id, "kind": "loadbalancers", "provisioning": "ACTIVE", "operating": "ONLINE"}
-        self.write(work.insert().values(**row), status.insert().values(load_balancer_id=load_balancer_id, **said))
+        self.write(job.insert().values(**row), object_status.insert().values(load_balancer_id=load_balancer_id, **said))
         for one in amphora_ids:
             self.amphora(load_balancer_id, one)
 
@@ -117,12 +117,14 @@ class Scene:
         return self
 
     def _hear(self, connection):
-        known = set(connection.execute(sa.select(amphora_seen.c.amphora_id)).scalars())
+        known = set(connection.execute(sa.select(amphora_heartbeat.c.amphora_id)).scalars())
         place = {"epoch": 1, "sequence": self.sequence, "seen_at": self.wall()}
         if old := self.speaking & known:
-            connection.execute(amphora_seen.update().where(amphora_seen.c.amphora_id.in_(old)).values(**place))
+            connection.execute(
+                amphora_heartbeat.update().where(amphora_heartbeat.c.amphora_id.in_(old)).values(**place)
+            )
         for one in self.speaking - known:
-            connection.execute(amphora_seen.insert().values(amphora_id=one, **place))
+            connection.execute(amphora_heartbeat.insert().values(amphora_id=one, **place))
         if self.hearing:
             connection.execute(process.update().values(beat=process.c.beat + 1))
 
@@ -136,13 +138,17 @@ class Scene:
         return {row.id for row in self.read(sa.select(amphora.c.id).where(amphora.c.state == "retiring"))}
 
     def verdicts(self):
-        return {row.amphora_id: (row.kind, row.verdict) for row in self.read(sa.select(silence))}
+        return {row.amphora_id: (row.kind, row.verdict) for row in self.read(sa.select(silent_amphora))}
 
     def breaker(self, name=circuit_breaker.AUTOMATIC):
         return self.database.read(circuit_breaker.read_breaker_rows)[name]
 
     def operating(self, load_balancer_id):
-        (row,) = self.read(sa.select(status.c.operating, status.c.reason).where(status.c.object_id == load_balancer_id))
+        (row,) = self.read(
+            sa.select(object_status.c.operating, object_status.c.reason).where(
+                object_status.c.object_id == load_balancer_id
+            )
+        )
         return tuple(row)
 
     def served(self, load_balancer_id, amphora_id):

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from control import TREE, World, controlled
 
 from amphora_driver.agent.client import BundleState
-from amphora_driver.database.tables import amphora, duty, work
+from amphora_driver.database.tables import amphora, duty, job
 from amphora_driver.errors import AgentUnreachable, StoreError
 from amphora_driver.maintenance import drift_audit
 from amphora_driver.maintenance.drift_audit import DUTY, DriftAuditor
@@ -79,8 +79,8 @@ def pool():
 
 
 def rows(control):
-    query = sa.select(amphora.c.load_balancer_id, amphora.c.id, amphora.c.audited_at, amphora.c.drift, work)
-    query = query.join(work, work.c.load_balancer_id == amphora.c.load_balancer_id)
+    query = sa.select(amphora.c.load_balancer_id, amphora.c.id, amphora.c.audited_at, amphora.c.drift, job)
+    query = query.join(job, job.c.load_balancer_id == amphora.c.load_balancer_id)
     return {row.load_balancer_id: row for row in control.database.read(lambda c: c.execute(query).all())}
 
 

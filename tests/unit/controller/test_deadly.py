@@ -5,7 +5,7 @@ import pytest
 import sqlalchemy as sa
 from control import LB, TREE, World, controlled
 
-from amphora_driver.database.tables import status, work
+from amphora_driver.database.tables import job, object_status
 from amphora_driver.queue.jobs import Jobs
 from amphora_driver.topology import SingleTopology
 
@@ -53,7 +53,9 @@ def crash_in_a_process(control):
 
 
 def told(control):
-    found = control.database.read(lambda c: c.execute(sa.select(status).where(status.c.object_id == LB)).one())
+    found = control.database.read(
+        lambda c: c.execute(sa.select(object_status).where(object_status.c.object_id == LB)).one()
+    )
     return found.provisioning, found.reason or ""
 
 
@@ -84,6 +86,6 @@ def test_its_user_is_told_and_others_live(control):
 
 def test_progress_counts(control):
     """Crashes with progress in between do not count."""
-    control.database.write(lambda c: c.execute(work.update().values(deaths=DEATHS - 1)))
+    control.database.write(lambda c: c.execute(job.update().values(deaths=DEATHS - 1)))
     assert crash_in_a_process(control)
     assert control.row().deaths == 1, "the amphora was recorded meanwhile"

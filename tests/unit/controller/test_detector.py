@@ -5,7 +5,7 @@ import pytest
 import sqlalchemy as sa
 from detector_scene import OPTIONS, STEP, Scene
 
-from amphora_driver.database.tables import status, work
+from amphora_driver.database.tables import job, object_status
 from amphora_driver.database.tables_fleet import failover
 from amphora_driver.failover.failure_rules import ProbeOutcome
 from amphora_driver.store import circuit_breaker, failovers
@@ -27,7 +27,7 @@ def test_a_dead_amphora_is_replaced(scene):
     assert "does not answer (timed out)" in found["found"]
     assert set(scene.told) == {"controller", "reporter"}
     assert scene.operating("lb3") == ("ERROR", "amphora a3 sends no heartbeats and does not answer")
-    assert [row.dirty for row in scene.read(sa.select(work).where(work.c.load_balancer_id == "lb3"))] == [True]
+    assert [row.dirty for row in scene.read(sa.select(job).where(job.c.load_balancer_id == "lb3"))] == [True]
     scene.go(1)
     assert scene.verdicts() == {}, "an amphora in replacement is not silent"
 
@@ -193,7 +193,7 @@ def test_one_of_a_pair_says_nothing_of_the_load_balancer(scene):
 
 
 def test_what_is_switched_off_is_not_in_error(scene):
-    scene.write(status.update().where(status.c.object_id == "lb3").values(operating="OFFLINE"))
+    scene.write(object_status.update().where(object_status.c.object_id == "lb3").values(operating="OFFLINE"))
     scene.go(5).hush("a3").go(9)
     assert scene.replaced() == {"a3"}
     assert scene.operating("lb3")[0] == "OFFLINE"

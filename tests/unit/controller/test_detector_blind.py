@@ -5,8 +5,8 @@ import pytest
 import sqlalchemy as sa
 from detector_scene import small
 
-from amphora_driver.database.tables import amphora, duty, work
-from amphora_driver.database.tables_fleet import failover, silence
+from amphora_driver.database.tables import amphora, duty, job
+from amphora_driver.database.tables_fleet import failover, silent_amphora
 from amphora_driver.errors import StoreError
 from amphora_driver.failover import failure_detector as detecting
 from amphora_driver.failover.failure_rules import ProbeOutcome
@@ -127,7 +127,7 @@ def test_a_quiet_fleet_costs_no_writes(scene, monkeypatch):
 
 def test_rows_of_the_one_before_are_cleaned_up(scene):
     row = {"amphora_id": "gone", "load_balancer_id": "lb", "kind": "silent", "since": 1.0}
-    scene.write(silence.insert().values(**row))
+    scene.write(silent_amphora.insert().values(**row))
     scene.go(1)
     assert scene.verdicts() == {}
 
@@ -212,7 +212,7 @@ def test_an_outage_of_very_many_is_looked_at_all_the_time(tmp_path, monkeypatch)
     wanted = {"op": "apply", "generation": 1, "committed": 1, "dirty": False}
     scene.database.write(
         lambda c: (
-            c.execute(work.insert(), [{"load_balancer_id": f"of-{one}", **wanted} for one in names]),
+            c.execute(job.insert(), [{"load_balancer_id": f"of-{one}", **wanted} for one in names]),
             c.execute(amphora.insert(), [{"id": one, "load_balancer_id": f"of-{one}", **row} for one in names]),
         )
     )

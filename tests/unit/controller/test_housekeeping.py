@@ -10,7 +10,7 @@ from cryptography.fernet import Fernet
 
 from amphora_driver import config
 from amphora_driver.database.engine import Database
-from amphora_driver.database.tables import secret, vip_claim, work
+from amphora_driver.database.tables import job, secret, vip_claim
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import Conflict
 from amphora_driver.maintenance.housekeeping import Housekeeping
@@ -100,7 +100,7 @@ def test_one_that_is_old_only_by_a_clock_that_was_set(conf, database, network, m
 
 def test_one_that_came(conf, database, network):
     claim(database, network, "lb-here", 3600)
-    database.write(lambda c: c.execute(work.insert().values(load_balancer_id="lb-here", op="apply", generation=1)))
+    database.write(lambda c: c.execute(job.insert().values(load_balancer_id="lb-here", op="apply", generation=1)))
     Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT).release_unused_vips()
     with pytest.raises(Conflict):
         network.allocate_vip("lb-other", "demo", WISH)
@@ -130,7 +130,7 @@ SETTLED = {"op": "apply", "generation": 3, "committed": 3, "applied": 3, "dirty"
 
 def served_with_tickets(database, content, name="lb"):
     """A load balancer that serves its newest generation, and whose ticket keys are due."""
-    database.write(lambda c: c.execute(work.insert().values(load_balancer_id=name, **SETTLED)))
+    database.write(lambda c: c.execute(job.insert().values(load_balancer_id=name, **SETTLED)))
     database.write(
         lambda c: sealed_secrets.replace_secrets(c, name, {ticket_secret_name(name): SealedSecret(content=content)})
     )
@@ -152,7 +152,7 @@ def test_the_old_state_of_ticket_keys_is_overwritten(conf, database):
     states = [state(database)]
     for _ in range(4):
         assert housekeeping.rotate_ticket_keys() == 1
-        database.write(lambda c: c.execute(work.update().values(**SETTLED, tickets_due=1.0)))
+        database.write(lambda c: c.execute(job.update().values(**SETTLED, tickets_due=1.0)))
         states.append(state(database))
         assert lines(states[-1])[:2] == lines(states[-2])[1:], "sessions of the period before go on"
     rows = database.read(lambda c: c.execute(sa.select(secret.c.sealed)).scalars().all())
@@ -165,7 +165,7 @@ def test_a_state_that_no_key_opens_is_left_to_the_push(conf, database):
     served_with_tickets(database, lost)
     assert Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT).rotate_ticket_keys() == 1
     assert database.read(lambda c: c.execute(sa.select(secret.c.sealed)).scalar_one()) == lost
-    assert database.read(lambda c: c.execute(sa.select(work.c.dirty)).scalar_one())
+    assert database.read(lambda c: c.execute(sa.select(job.c.dirty)).scalar_one())
 
 
 def test_ticket_keys_move_on(conf, database):
@@ -173,6 +173,6 @@ def test_ticket_keys_move_on(conf, database):
     housekeeping = Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT)
     assert housekeeping.rotate_ticket_keys() == 1
     assert housekeeping.rotate_ticket_keys() == 0
-    row = database.read(lambda c: c.execute(sa.select(work)).one())
+    row = database.read(lambda c: c.execute(sa.select(job)).one())
     assert (row.tickets, row.generation, row.dirty) == (2, 4, True)
     assert row.tickets_due == pytest.approx(time.time() + 43200, abs=600)

@@ -10,7 +10,7 @@ import pytest
 import sqlalchemy as sa
 
 from amphora_driver.database.engine import Database
-from amphora_driver.database.tables import wanted_object, work
+from amphora_driver.database.tables import desired_object, job
 from amphora_driver.model.enums import (
     Algorithm,
     Kind,
@@ -59,20 +59,20 @@ class Story:
         self.pools, self.listeners, self.policies, self.members = [], [], [], {}
 
     def row(self):
-        return self.database.read(lambda c: c.execute(sa.select(work)).one())
+        return self.database.read(lambda c: c.execute(sa.select(job)).one())
 
     def recorded(self):
         return self.database.read(lambda c: desired_objects.load_tree(c, "lb"))
 
     def remembered(self, trees, epoch):
-        return self.database.read(lambda c: trees.load(c, c.execute(sa.select(work)).one(), epoch))
+        return self.database.read(lambda c: trees.load(c, c.execute(sa.select(job)).one(), epoch))
 
     def confirm(self):
         """Everything is served, reported, and rows of what is gone are forgotten."""
 
         def write(connection):
-            generation = connection.execute(sa.select(work.c.generation)).scalar_one()
-            connection.execute(work.update().values(applied=generation, committed=generation))
+            generation = connection.execute(sa.select(job.c.generation)).scalar_one()
+            connection.execute(job.update().values(applied=generation, committed=generation))
             status_outbox.confirm_generation(connection, "lb", generation, {})
             status_outbox.mark_reported(connection, status_outbox.list_due_reports(connection, 10_000))
 
@@ -80,14 +80,14 @@ class Story:
 
     def read_back(self):
         """Octavia's tree comes under a generation that is known already: with another pool, and without a listener."""
-        self.database.write(lambda c: c.execute(work.update().values(read_back=True, reread=None)))
+        self.database.write(lambda c: c.execute(job.update().values(read_back=True, reread=None)))
         yield
         tree = self.recorded()
         fresh = Pool(id=new_id(), loadbalancer_id="lb", protocol=PoolProtocol.TCP, lb_algorithm=Algorithm.ROUND_ROBIN)
         tree = msgspec.structs.replace(tree, name=new_id(), pools=(*tree.pools, fresh), listeners=tree.listeners[1:])
 
         def write(connection):
-            generation = connection.execute(sa.select(work.c.generation)).scalar_one()
+            generation = connection.execute(sa.select(job.c.generation)).scalar_one()
             desired_objects.replace_tree(connection, generation, tree)
             pending_rereads.finish_reread(connection, "lb")
 
@@ -202,16 +202,16 @@ class Story:
         def write(connection):
             gone = (
                 connection.execute(
-                    sa.select(wanted_object.c.id).where(
-                        wanted_object.c.removed, wanted_object.c.kind == Kind.MEMBER.value
+                    sa.select(desired_object.c.id).where(
+                        desired_object.c.removed, desired_object.c.kind == Kind.MEMBER.value
                     )
                 )
                 .scalars()
                 .all()
             )
-            generation = connection.execute(sa.select(work.c.generation)).scalar_one() + 1
-            connection.execute(work.update().values(generation=generation))
-            changed = wanted_object.update().where(wanted_object.c.id.in_(gone))
+            generation = connection.execute(sa.select(job.c.generation)).scalar_one() + 1
+            connection.execute(job.update().values(generation=generation))
+            changed = desired_object.update().where(desired_object.c.id.in_(gone))
             connection.execute(changed.values(removed=False, generation=generation))
 
         self.database.write(write)
@@ -301,7 +301,7 @@ def test_one_that_another_controller_removed_and_octavia_has_forgotten_is_not_re
     assert count_objects(story.remembered(trees, 1)) == 3
     story.drop_member()
     story.confirm()
-    assert not database.read(lambda c: c.execute(sa.select(wanted_object).where(wanted_object.c.removed)).all())
+    assert not database.read(lambda c: c.execute(sa.select(desired_object).where(desired_object.c.removed)).all())
     story.add_member()
     assert [len(pool.members) for pool in story.remembered(trees, 3).pools] == [1]
     assert story.remembered(trees, 3) == story.recorded()
@@ -314,9 +314,7 @@ def test_no_more_is_remembered_than_allowed(database, story):
     trees = TreeCache(capacity=3)
 
     def load(load_balancer_id):
-        row = database.read(
-            lambda c: c.execute(sa.select(work).where(work.c.load_balancer_id == load_balancer_id)).one()
-        )
+        row = database.read(lambda c: c.execute(sa.select(job).where(job.c.load_balancer_id == load_balancer_id)).one())
         return statements(database, lambda c: trees.load(c, row, 1))
 
     assert [len(load(f"lb{number}")[1]) for number in (0, 1, 2, 2)] == [1, 1, 1, 0]

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from amphora_driver import config
 from amphora_driver.database.engine import Database
-from amphora_driver.database.tables import status, work
+from amphora_driver.database.tables import job, object_status
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import AgentRefused, AgentUnreachable, Superseded
 from amphora_driver.model.amphora import AmphoraState, AttachedPort
@@ -105,7 +105,7 @@ class House:
 
         def write(connection):
             if applied is not None:
-                connection.execute(work.update().values(applied=applied))
+                connection.execute(job.update().values(applied=applied))
             change(connection)
 
         self.database.write(write)
@@ -124,7 +124,7 @@ class House:
         self.pushing.push(step, wanted(generation, tree=tree), self.observed())
 
     def work(self):
-        return self.database.read(lambda c: c.execute(sa.select(work)).one())
+        return self.database.read(lambda c: c.execute(sa.select(job)).one())
 
 
 def wanted(generation=1, **more):
@@ -243,7 +243,9 @@ def test_what_the_standby_refuses_of_it_the_other_one_is_never_given(house):
     assert house.agents.order == [B, B, M]
     assert SECOND not in house.agents.given[-1][1]["haproxy"]
     assert LISTENER in house.agents.given[-1][1]["haproxy"]
-    rows = house.database.read(lambda c: c.execute(sa.select(status.c.object_id, status.c.provisioning)).all())
+    rows = house.database.read(
+        lambda c: c.execute(sa.select(object_status.c.object_id, object_status.c.provisioning)).all()
+    )
     assert dict(rows) == {LB: "ACTIVE", LISTENER: "ACTIVE", SECOND: "ERROR"}
 
 
@@ -262,7 +264,7 @@ def test_amphorae_older_than_virtual_servers_serve_all_the_rest(house, old):
     assert "virtual_servers" not in last
     assert all(one in last["haproxy"] for one in (LISTENER, SECOND))
     assert house.work().applied == newest
-    columns = (status.c.object_id, status.c.provisioning, status.c.reason)
+    columns = (object_status.c.object_id, object_status.c.provisioning, object_status.c.reason)
     rows = {row[0]: row[1:] for row in house.database.read(lambda c: c.execute(sa.select(*columns)).all())}
     reason = "its amphorae do not support UDP and SCTP: rotate them (amphoractl rotate)"
     assert rows == {
@@ -273,9 +275,9 @@ def test_amphorae_older_than_virtual_servers_serve_all_the_rest(house, old):
     house.agents.answers.clear()
     house.push(((B, M),), generation=newest, tree=tree)
     assert {one["id"] for one in house.agents.given[-1][1]["virtual_servers"]} == {THIRD, FOURTH}
-    assert house.database.read(lambda c: c.execute(sa.select(status.c.provisioning).distinct()).scalars().all()) == [
-        "ACTIVE"
-    ]
+    assert house.database.read(
+        lambda c: c.execute(sa.select(object_status.c.provisioning).distinct()).scalars().all()
+    ) == ["ACTIVE"]
 
 
 def test_a_document_that_is_refused_without_virtual_servers_is_refused(house):

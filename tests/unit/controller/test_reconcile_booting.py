@@ -8,7 +8,7 @@ import sqlalchemy as sa
 from control import LB, LISTENER, TREE, World, controlled
 
 from amphora_driver.compute.interface import Machine, MachineState
-from amphora_driver.database.tables import status, work
+from amphora_driver.database.tables import job, object_status
 from amphora_driver.errors import AgentUnreachable, AgentUntrusted, ComputeError, StoreError
 from amphora_driver.model.enums import Kind, ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener
@@ -181,12 +181,12 @@ def test_a_number_of_attempts_that_was_left_out_is_told_all_the_same(control):
     control.world.refusal = ComputeError("boot it", "the backend is away")
     control.work()
     most = control.conf.amp_controller.give_up_after
-    control.database.write(lambda c: c.execute(work.update().values(attempts=most, free_at=0.0)))
+    control.database.write(lambda c: c.execute(job.update().values(attempts=most, free_at=0.0)))
     control.work()
     assert control.provisioning()[LB] == "ERROR"
 
     def versions():
-        return control.database.read(lambda c: c.execute(sa.select(status.c.version)).scalars().all())
+        return control.database.read(lambda c: c.execute(sa.select(object_status.c.version)).scalars().all())
 
     told = versions()
     control.hurry()

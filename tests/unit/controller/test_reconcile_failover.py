@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from control import LB, LISTENER, TREE, World, controlled
 
 from amphora_driver.compute.interface import Machine, MachineState
-from amphora_driver.database.tables import URGENT, amphora, work
+from amphora_driver.database.tables import URGENT, amphora, job
 from amphora_driver.database.tables_fleet import failover, failover_event
 from amphora_driver.errors import AgentUnreachable, ComputeError
 from amphora_driver.model.amphora import AmphoraState
@@ -307,11 +307,11 @@ def test_nothing_is_over_while_one_is_to_go(alone):
     alone.intents.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 7})
     lease = alone.jobs.claim()
     generation = alone.row().generation
-    alone.database.write(lambda c: c.execute(work.update().values(applied=generation)))
+    alone.database.write(lambda c: c.execute(job.update().values(applied=generation)))
     alone.database.write(lambda c: c.execute(amphora.update().values(confirmed=generation)))
     (old,) = alone.observed()
     begin(alone, [old])
-    alone.database.write(lambda c: c.execute(work.update().values(free_at=0.0)))
+    alone.database.write(lambda c: c.execute(job.update().values(free_at=0.0)))
     alone.jobs.complete(lease, generation)
     assert alone.row().dirty
 
@@ -321,7 +321,7 @@ def test_failover_begins_during_a_job(alone, end):
     alone.intents.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 7})
     lease = alone.jobs.claim()
     generation = alone.row().generation
-    alone.database.write(lambda c: c.execute(work.update().values(applied=generation)))
+    alone.database.write(lambda c: c.execute(job.update().values(applied=generation)))
     alone.database.write(lambda c: c.execute(amphora.update().values(confirmed=generation)))
     (old,) = alone.observed()
     assert begin(alone, [old]) == 1
@@ -383,7 +383,7 @@ def with_spares(tmp_path, number=1):
 
 
 def pool_of(control):
-    query = sa.select(work).where(work.c.op == spare_pools.OP)
+    query = sa.select(job).where(job.c.op == spare_pools.OP)
     return control.database.read(lambda c: c.execute(query).first())
 
 
@@ -397,7 +397,7 @@ def spared(tmp_path):
     controlling, tree = with_spares(tmp_path)
     with controlling as control:
         control.row = lambda: control.database.read(
-            lambda c: c.execute(sa.select(work).where(work.c.load_balancer_id == LB)).one()
+            lambda c: c.execute(sa.select(job).where(job.c.load_balancer_id == LB)).one()
         )
         ready(control, tree)
         assert len(warm(control)) == 1
@@ -453,9 +453,7 @@ def test_one_of_an_old_image_is_not_taken_and_is_replaced(spared):
 def test_unused_spare_pool_is_deleted(spared):
     pool = pool_of(spared).load_balancer_id
     spared.intents.delete_load_balancer(LB)
-    spared.database.write(
-        lambda c: c.execute(work.update().where(work.c.load_balancer_id == LB).values(spare_pool=None))
-    )
+    spared.database.write(lambda c: c.execute(job.update().where(job.c.load_balancer_id == LB).values(spare_pool=None)))
     spared.database.write(lambda c: spare_pools.make_pool_due(c, pool))
     spared.work()
     assert pool_of(spared) is None

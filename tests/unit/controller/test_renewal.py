@@ -12,7 +12,7 @@ from amphora_driver.certificates import renewal as renewing
 from amphora_driver.certificates.ca import Authority, create_authority
 from amphora_driver.certificates.renewal import CertificateMaintenance, renew_certificates
 from amphora_driver.certificates.trust_store import AmphoraCredentials
-from amphora_driver.database.tables import amphora, work
+from amphora_driver.database.tables import amphora, job
 from amphora_driver.errors import AgentUntrusted, CertificateError, ComputeError, StoreError
 from amphora_driver.store import ca_records
 from amphora_driver.store.ca_records import CaKind, CaState, NewCa
@@ -263,4 +263,4 @@ def test_a_rotation_moves_on_by_the_duty(control, trust, monkeypatch, caplog):
     trusting(str(after))
     assert duty.advance(CaKind.CONTROLLER)
     assert states() == {before: CaState.GONE, after: CaState.CURRENT}
-    assert control.database.read(lambda c: c.execute(sa.select(work.c.dirty)).scalar_one()) is False
+    assert control.database.read(lambda c: c.execute(sa.select(job.c.dirty)).scalar_one()) is False

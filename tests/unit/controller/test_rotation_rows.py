@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from amphora_driver import config
 from amphora_driver.database.engine import Database
-from amphora_driver.database.tables import amphora, status, work
+from amphora_driver.database.tables import amphora, job, object_status
 from amphora_driver.database.tables_fleet import failover
 from amphora_driver.errors import StoreError
 from amphora_driver.maintenance import image_rotation as module
@@ -45,8 +45,8 @@ class Fleet:
     def add(self, name, number=1):
         values = {"generation": 1, "committed": 1, "applied": 1, "topology": "PAIR" if number == 2 else "SINGLE"}
         self.write(
-            work.insert().values(load_balancer_id=name, op="apply", dirty=False, **values),
-            status.insert().values(
+            job.insert().values(load_balancer_id=name, op="apply", dirty=False, **values),
+            object_status.insert().values(
                 object_id=name, kind="loadbalancers", load_balancer_id=name, operating="ONLINE", provisioning="ACTIVE"
             ),
         )
@@ -178,21 +178,21 @@ def test_a_new_amphora_that_is_not_heard_stops_everything(fleet):
 
 def test_attempts_that_fail_stop_everything_and_are_made_again_when_it_is_resumed(fleet):
     fleet.add("a")
-    fleet.write(work.update().values(attempts=1))
+    fleet.write(job.update().values(attempts=1))
     number = fleet.ask()
     fleet.look(2)
-    fleet.write(work.update().values(attempts=7, error="no quota"))
+    fleet.write(job.update().values(attempts=7, error="no quota"))
     assert fleet.look() == []
-    fleet.write(work.update().values(attempts=8), status.update().values(provisioning="ERROR"))
+    fleet.write(job.update().values(attempts=8), object_status.update().values(provisioning="ERROR"))
     fleet.look()
     assert fleet.state(number).reason == "load balancer a: it is in ERROR: no quota"
-    fleet.write(work.update().values(free_at=1e12))
+    fleet.write(job.update().values(free_at=1e12))
     fleet.database.write(lambda c: rotations.resume_rotation(c, number))
-    row = fleet.database.read(lambda c: c.execute(sa.select(work)).one())
+    row = fleet.database.read(lambda c: c.execute(sa.select(job)).one())
     assert row.free_at < 1.0, "it is tried at once"
     assert fleet.look(3) == []
     fleet.replace("a")
-    fleet.write(status.update().values(provisioning="ACTIVE"))
+    fleet.write(object_status.update().values(provisioning="ACTIVE"))
     fleet.look(10)
     assert fleet.states(number) == {"a": ItemState.DONE}
 
@@ -240,7 +240,7 @@ def test_what_a_user_has_begun_meanwhile_goes_first(fleet, monkeypatch):
     hold = rotations.lock_work
 
     def too_late(connection, load_balancer_ids):
-        connection.execute(work.update().values(generation=2))
+        connection.execute(job.update().values(generation=2))
         hold(connection, load_balancer_ids)
 
     monkeypatch.setattr(rotations, "lock_work", too_late)
@@ -248,7 +248,7 @@ def test_what_a_user_has_begun_meanwhile_goes_first(fleet, monkeypatch):
     assert fleet.states(number) == {"a": ItemState.WAITING}
     assert fleet.machines("a") == ["a-1"]
     assert fleet.state(number).reason == "waiting for load balancer a: it is being changed"
-    fleet.write(work.update().values(applied=2, committed=2))
+    fleet.write(job.update().values(applied=2, committed=2))
     fleet.write(amphora.update().values(confirmed=2))
     fleet.look(2)
     assert fleet.states(number) == {"a": ItemState.RUNNING}

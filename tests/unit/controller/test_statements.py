@@ -15,7 +15,8 @@ from cryptography.fernet import Fernet
 from amphora_driver import config
 from amphora_driver.agent.client import Applied
 from amphora_driver.database.engine import Database
-from amphora_driver.database.tables import status, work
+from amphora_driver.database.tables import job as job_table
+from amphora_driver.database.tables import object_status
 from amphora_driver.database.vault import Vault
 from amphora_driver.model.amphora import AmphoraState, AttachedPort
 from amphora_driver.model.enums import Algorithm, Kind, ListenerProtocol, PoolProtocol
@@ -97,7 +98,7 @@ class House:
         self.intents.create_load_balancer(whole, read_back=False)
         self.database.write(self._serving)
         self.work_off()
-        self.database.write(lambda c: c.execute(work.update().values(committed=work.c.generation)))
+        self.database.write(lambda c: c.execute(job_table.update().values(committed=job_table.c.generation)))
         self.reporter.run_once()
 
     def _serving(self, connection):
@@ -116,11 +117,13 @@ class House:
             self.reconciler.reconcile(lease)
 
     def states(self):
-        rows = self.database.read(lambda c: c.execute(sa.select(status.c.object_id, status.c.provisioning)).all())
+        rows = self.database.read(
+            lambda c: c.execute(sa.select(object_status.c.object_id, object_status.c.provisioning)).all()
+        )
         return {row.object_id: row.provisioning for row in rows}
 
     def work(self):
-        return self.database.read(lambda c: c.execute(sa.select(work)).one())
+        return self.database.read(lambda c: c.execute(sa.select(job_table)).one())
 
     @contextmanager
     def counted(self):

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from amphora_driver import config
 from amphora_driver.compute.interface import BootRequest
 from amphora_driver.database.engine import Database
-from amphora_driver.database.tables import amphora_seen, orphan, work
+from amphora_driver.database.tables import amphora_heartbeat, job, orphan
 from amphora_driver.errors import ComputeError
 from amphora_driver.host import namespaces
 from amphora_driver.maintenance import orphan_cleanup
@@ -84,7 +84,7 @@ def time_passes(database):
 
 def own(database):
     """A load balancer with one amphora, of which rows say so."""
-    database.write(lambda c: c.execute(work.insert().values(load_balancer_id="mine", op="apply", generation=1)))
+    database.write(lambda c: c.execute(job.insert().values(load_balancer_id="mine", op="apply", generation=1)))
     database.write(lambda c: amphorae.insert_amphora(c, OWNED, "mine", "STANDALONE", b"key"))
 
 
@@ -174,9 +174,9 @@ def test_a_backend_that_is_away_holds_up_no_other(database, network, sweeper, ca
 def test_rows_written_in_the_moment_an_amphora_went(database, sweeper):
     own(database)
     rows = [{"amphora_id": one, "seen_at": 0.0, "generation": 0, "epoch": 0, "sequence": 0} for one in (LOST, OWNED)]
-    database.write(lambda c: c.execute(amphora_seen.insert(), rows))
+    database.write(lambda c: c.execute(amphora_heartbeat.insert(), rows))
     sweeper.clean_up()
-    assert database.read(lambda c: c.execute(sa.select(amphora_seen.c.amphora_id)).scalars().all()) == [OWNED]
+    assert database.read(lambda c: c.execute(sa.select(amphora_heartbeat.c.amphora_id)).scalars().all()) == [OWNED]
 
 
 @pytest.mark.root

@@ -5,7 +5,7 @@ import migrated
 import pytest
 
 from amphora_driver.database.engine import Database
-from amphora_driver.database.tables import work
+from amphora_driver.database.tables import job
 from amphora_driver.errors import DeadlinePassed, LeaseLost, Superseded
 from amphora_driver.model.enums import Kind, ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
@@ -97,7 +97,7 @@ def test_one_whose_time_is_over_begins_nothing(database, turn):
 
 
 def test_one_that_was_taken_over_ends(database, turn):
-    database.write(lambda c: c.execute(work.update().values(owner="another", epoch=9)))
+    database.write(lambda c: c.execute(job.update().values(owner="another", epoch=9)))
     assert "taken" in reason(database, turn)
     with pytest.raises(LeaseLost):
         turn.ensure_may_act()

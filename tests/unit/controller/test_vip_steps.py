@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from test_plan import TREE, amphora, port, wanted
 
 from amphora_driver.database.engine import Database
-from amphora_driver.database.tables import request, vip_claim, work
+from amphora_driver.database.tables import job, request, vip_claim
 from amphora_driver.errors import Conflict, NetworkError, UnsupportedOption
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.loadbalancer import Vip, without_addresses
@@ -125,7 +125,7 @@ def database(tmp_path):
     database = Database(url)
 
     def write(connection):
-        connection.execute(work.insert().values(load_balancer_id="lb", op="apply", generation=4, committed=4))
+        connection.execute(job.insert().values(load_balancer_id="lb", op="apply", generation=4, committed=4))
         store.insert_objects(connection, "lb", 4, [BARE])
         wish = PendingVipRequest(
             project_id="demo", vips=(VipRequest(subnet_id="s1", address="198.51.100.99"),), since=time.time()
@@ -138,7 +138,7 @@ def database(tmp_path):
 
 
 def row(database):
-    return database.read(lambda c: c.execute(sa.select(work)).one())
+    return database.read(lambda c: c.execute(sa.select(job)).one())
 
 
 def steps(database, patience=60.0):

@@ -23,17 +23,19 @@ def tree(database):
 
 def pending(database):
     """Kind and id of everything that waits for the newest generation."""
-    newest = sa.select(tables.work.c.generation).scalar_subquery()
+    newest = sa.select(tables.job.c.generation).scalar_subquery()
     rows = database.read(
         lambda connection: connection.execute(
-            sa.select(tables.status.c.kind, tables.status.c.object_id).where(tables.status.c.pending == newest)
+            sa.select(tables.object_status.c.kind, tables.object_status.c.object_id).where(
+                tables.object_status.c.pending == newest
+            )
         ).all()
     )
     return {(row.kind, row.object_id) for row in rows}
 
 
 def work(database):
-    return database.read(lambda connection: connection.execute(sa.select(tables.work)).one())
+    return database.read(lambda connection: connection.execute(sa.select(tables.job)).one())
 
 
 class Slow(LocalNetwork):
@@ -74,7 +76,9 @@ def test_step_by_step_equals_one_fully_populated_call(served, database, provider
     stepwise = tree(database)
     served.loadbalancer_delete(load_balancer())
     database.write(
-        lambda connection: [connection.execute(t.delete()) for t in (tables.wanted_object, tables.work, tables.status)]
+        lambda connection: [
+            connection.execute(t.delete()) for t in (tables.desired_object, tables.job, tables.object_status)
+        ]
     )
     provider.loadbalancer_create(
         load_balancer(

@@ -52,7 +52,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def work(database):
-    row = database.read(lambda connection: connection.execute(sa.select(tables.work)).one())
+    row = database.read(lambda connection: connection.execute(sa.select(tables.job)).one())
     return row.topology, row.compute, row.network
 
 
@@ -101,7 +101,7 @@ def test_a_refused_one_leaves_neither_record_nor_address(provider, database, fla
         provider.loadbalancer_create(load_balancer(flavor=flavor, availability_zone=zone))
     assert word in refusal.value.user_fault_string
     assert ports(database) == []
-    assert database.read(lambda connection: connection.execute(sa.select(tables.work)).all()) == []
+    assert database.read(lambda connection: connection.execute(sa.select(tables.job)).all()) == []
 
 
 def test_a_zone_is_about_every_vip(provider, database):

@@ -88,7 +88,9 @@ def test_only_octavias_own_pending_objects_wait(listening, policies, database):
     listening.l7policy_create(policy("b", 1))
     newest = database.read(
         lambda connection: (
-            connection.exec_driver_sql("SELECT object_id FROM status WHERE pending = (SELECT generation FROM work)")
+            connection.exec_driver_sql(
+                "SELECT object_id FROM object_status WHERE pending = (SELECT generation FROM job)"
+            )
             .scalars()
             .all()
         )
@@ -97,7 +99,9 @@ def test_only_octavias_own_pending_objects_wait(listening, policies, database):
     listening.l7rule_create(rule())
     newest = database.read(
         lambda connection: (
-            connection.exec_driver_sql("SELECT object_id FROM status WHERE pending = (SELECT generation FROM work)")
+            connection.exec_driver_sql(
+                "SELECT object_id FROM object_status WHERE pending = (SELECT generation FROM job)"
+            )
             .scalars()
             .all()
         )

@@ -67,7 +67,7 @@ def opened(conf, database):
 
 def to_read(database):
     """What is to be read back from Octavia; None for nothing."""
-    row = database.read(lambda connection: connection.execute(sa.select(tables.work)).one())
+    row = database.read(lambda connection: connection.execute(sa.select(tables.job)).one())
     return pending_rereads.decode_objects(row.reread) if row.read_back else None
 
 
@@ -247,7 +247,7 @@ def test_the_secrets_of_what_is_deleted_are_gone_at_once(secured, opened, databa
 def test_what_cannot_be_served_is_refused_by_name_and_leaves_nothing(secured, opened, database, call, option, caplog):
     caplog.set_level(logging.DEBUG)
     before = opened()
-    generation = database.read(lambda connection: connection.execute(sa.select(tables.work.c.generation)).scalar())
+    generation = database.read(lambda connection: connection.execute(sa.select(tables.job.c.generation)).scalar())
     with pytest.raises(exceptions.UnsupportedOptionError) as refusal:
         call(secured)
     said = refusal.value.user_fault_string + refusal.value.operator_fault_string + caplog.text
@@ -255,7 +255,7 @@ def test_what_cannot_be_served_is_refused_by_name_and_leaves_nothing(secured, op
     assert "BEGIN" not in said
     assert opened() == before
     assert generation == database.read(
-        lambda connection: connection.execute(sa.select(tables.work.c.generation)).scalar()
+        lambda connection: connection.execute(sa.select(tables.job.c.generation)).scalar()
     )
 
 

@@ -6,7 +6,14 @@ import time
 import pytest
 import sqlalchemy as sa
 
-from amphora_driver.database.tables import amphora, amphora_seen, listener_statistics, status, wanted_object, work
+from amphora_driver.database.tables import (
+    amphora,
+    amphora_heartbeat,
+    desired_object,
+    job,
+    listener_statistics,
+    object_status,
+)
 from amphora_driver.errors import StoreError
 from amphora_driver.health import status_writer
 from amphora_driver.health.amphora_reports import AmphoraReports
@@ -91,7 +98,9 @@ class House:
         return self.books.flush(**more)
 
     def operating(self):
-        rows = self.database.read(lambda c: c.execute(sa.select(status.c.object_id, status.c.operating)).all())
+        rows = self.database.read(
+            lambda c: c.execute(sa.select(object_status.c.object_id, object_status.c.operating)).all()
+        )
         return {row.object_id: row.operating for row in rows if row.operating}
 
     def rows(self, table):
@@ -122,11 +131,11 @@ def test_statuses_and_statistics_are_written_once(house):
     assert house.operating() == ALL_WELL
     counters = house.rows(listener_statistics)
     assert [(one.listener_id, one.amphora_id, one.bytes_in, one.version) for one in counters] == [("li1", "am1", 5, 1)]
-    versions = {row.object_id: row.version for row in house.rows(status)}
+    versions = {row.object_id: row.version for row in house.rows(object_status)}
     house.say()
     assert not house.flush()
     assert house.trying.done == ["read"]
-    assert {row.object_id: row.version for row in house.rows(status)} == versions
+    assert {row.object_id: row.version for row in house.rows(object_status)} == versions
     assert house.rows(listener_statistics) == counters
 
 
@@ -143,7 +152,7 @@ def test_only_what_changed_is_written(house):
     house.say(word="DOWN")
     assert house.flush()
     assert house.operating() == {"lb1": "ERROR", "li1": "ONLINE", "po1": "ERROR", "me1": "ERROR"}
-    assert {row.object_id: row.version for row in house.rows(status)} == {"lb1": 2, "li1": 1, "po1": 2, "me1": 2}
+    assert {row.object_id: row.version for row in house.rows(object_status)} == {"lb1": 2, "li1": 1, "po1": 2, "me1": 2}
     house.say(word="DOWN", count=9)
     assert house.flush()
     assert [one.bytes_in for one in house.rows(listener_statistics)] == [9]
@@ -170,7 +179,7 @@ def test_failed_write_is_retried_without_heartbeats(house, how):
     assert house.flush()
     assert house.operating() == ALL_WELL
     assert [one.bytes_in for one in house.rows(listener_statistics)] == [5]
-    assert [one.amphora_id for one in house.rows(amphora_seen)] == ["am1"]
+    assert [one.amphora_id for one in house.rows(amphora_heartbeat)] == ["am1"]
     assert not house.flush()
 
 
@@ -192,7 +201,7 @@ def test_the_word_of_a_retiring_amphora_does_not_count(house):
     house.say("am-new", word="UP")
     house.flush()
     assert house.operating() == ALL_WELL
-    assert {one.amphora_id for one in house.rows(amphora_seen)} == {"am1", "am-new"}, "heard it was"
+    assert {one.amphora_id for one in house.rows(amphora_heartbeat)} == {"am1", "am-new"}, "heard it was"
     counted = {one.amphora_id: one.bytes_in for one in house.rows(listener_statistics)}
     assert counted == {"am1": 99, "am-new": 5}, "but what clients sent through it they have sent"
 
@@ -209,7 +218,7 @@ def test_an_unknown_amphora_is_forgotten(house):
     house.say("stranger")
     assert not house.flush(last=True)
     assert house.ledger.last_reports() == {}
-    assert house.rows(amphora_seen) == []
+    assert house.rows(amphora_heartbeat) == []
     assert not house.flush()
     assert house.trying.done == [], "and not asked for again"
 
@@ -225,8 +234,8 @@ def test_deleted_objects_get_no_status(house):
     house.say(word="DOWN", generation=2)
     house.flush()
     assert house.operating()["me1"] == "ONLINE"
-    house.database.write(lambda c: c.execute(wanted_object.delete().where(wanted_object.c.id == "me1")))
-    house.database.write(lambda c: c.execute(status.delete().where(status.c.object_id == "me1")))
+    house.database.write(lambda c: c.execute(desired_object.delete().where(desired_object.c.id == "me1")))
+    house.database.write(lambda c: c.execute(object_status.delete().where(object_status.c.object_id == "me1")))
     house.say(word="UP", generation=2)
     house.flush()
     assert "me1" not in house.operating()
@@ -283,7 +292,7 @@ def test_an_impossible_generation_does_not_keep_later_ones_from_being_seen(house
 def test_strange_words_fit_every_database(house, word):
     house.say(word=word)
     assert house.flush()
-    reason = next(row.reason for row in house.rows(status) if row.object_id == "me1")
+    reason = next(row.reason for row in house.rows(object_status) if row.object_id == "me1")
     assert reason.startswith("DOWN")
     assert len(reason) <= 255
     assert reason.isascii()
@@ -301,13 +310,13 @@ def test_memory_of_what_is_gone_is_dropped(house, now):
 
     def gone(connection):
         amphorae.delete_amphora(connection, "am2")
-        connection.execute(work.delete().where(work.c.load_balancer_id == "lb2"))
+        connection.execute(job.delete().where(job.c.load_balancer_id == "lb2"))
 
     house.database.write(gone)
     house.flush()
     assert house.books._states.keys() == {"lb1"}
     assert house.ledger.known_ids() == {"am1"}
-    assert [one.amphora_id for one in house.rows(amphora_seen)] == ["am1"]
+    assert [one.amphora_id for one in house.rows(amphora_heartbeat)] == ["am1"]
 
 
 def test_counters_of_a_deleted_listener_are_dropped(house):
@@ -345,16 +354,16 @@ def test_tidying_that_fails_is_tried_again(house, now):
 def test_last_seen_is_written_once_a_second_with_the_place_of_the_heartbeat(house):
     house.say()
     house.flush()
-    assert [(one.amphora_id, one.generation, one.epoch, one.sequence) for one in house.rows(amphora_seen)] == [
+    assert [(one.amphora_id, one.generation, one.epoch, one.sequence) for one in house.rows(amphora_heartbeat)] == [
         ("am1", 1, 7, 1)
     ]
     house.say()
     assert not house.flush()
-    assert [one.sequence for one in house.rows(amphora_seen)] == [1]
+    assert [one.sequence for one in house.rows(amphora_heartbeat)] == [1]
     house.books._heartbeats_written_at -= 2
     assert not house.flush()
     assert house.trying.done == ["write"]
-    assert [one.sequence for one in house.rows(amphora_seen)] == [2], "though it was not heard again"
+    assert [one.sequence for one in house.rows(amphora_heartbeat)] == [2], "though it was not heard again"
 
 
 def test_the_last_flush_puts_nothing_off(house):
@@ -362,7 +371,7 @@ def test_the_last_flush_puts_nothing_off(house):
     house.flush()
     house.say()
     house.flush(last=True)
-    assert [one.sequence for one in house.rows(amphora_seen)] == [2]
+    assert [one.sequence for one in house.rows(amphora_heartbeat)] == [2]
 
 
 def test_an_old_heartbeat_is_refused_after_a_restart(house):
@@ -388,12 +397,12 @@ def test_what_another_health_manager_heard_later_stays(house, now):
     assert other.flush()
     house.say(count=5)
     house.flush()
-    assert [(one.epoch, one.sequence) for one in house.rows(amphora_seen)] == [(7, 41)]
+    assert [(one.epoch, one.sequence) for one in house.rows(amphora_heartbeat)] == [(7, 41)]
     assert [one.bytes_in for one in house.rows(listener_statistics)] == [50]
     house.sequence = 50
     house.say(count=51)
     house.flush()
-    assert [one.sequence for one in house.rows(amphora_seen)] == [51]
+    assert [one.sequence for one in house.rows(amphora_heartbeat)] == [51]
     assert len(house.rows(amphora)) == 1
 
 
@@ -401,11 +410,11 @@ def test_an_amphora_that_lost_what_it_served_is_given_it_again(house, database):
     rung = []
     house.books = StatusWriter(house.trying, house.ledger, interval=0.0, on_due=lambda: rung.append(True))
     database.write(lambda c: amphorae.update_amphora(c, "am1", confirmed=1, state=AmphoraState.READY))
-    database.write(lambda c: c.execute(work.update().values(dirty=False, applied=1)))
+    database.write(lambda c: c.execute(job.update().values(dirty=False, applied=1)))
     database.write(lambda c: status_outbox.confirm_generation(c, "lb1", 1, {}))
     house.say()
     house.flush()
-    settled = {row.object_id: row.settled for row in house.rows(status)}
+    settled = {row.object_id: row.settled for row in house.rows(object_status)}
     house.say(generation=0)
     house.flush()
     assert not rung, "it may have been sent before the confirmation"
@@ -414,8 +423,8 @@ def test_an_amphora_that_lost_what_it_served_is_given_it_again(house, database):
     assert rung == [True]
     (row,) = house.rows(amphora)
     assert (row.confirmed, row.state) == (0, "ready")
-    assert [row.dirty for row in house.rows(work)] == [True]
-    assert {row.object_id: row.settled for row in house.rows(status)} == settled, "Octavia hears nothing of it"
+    assert [row.dirty for row in house.rows(job)] == [True]
+    assert {row.object_id: row.settled for row in house.rows(object_status)} == settled, "Octavia hears nothing of it"
     for _ in range(3):
         house.say(generation=0)
         house.flush()

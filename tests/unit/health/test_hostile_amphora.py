@@ -26,7 +26,7 @@ import sqlalchemy as sa
 from cryptography.fernet import Fernet
 from free_ports import free_ports
 
-from amphora_driver.database.tables import amphora_seen, listener_statistics, status
+from amphora_driver.database.tables import amphora_heartbeat, listener_statistics, object_status
 from amphora_driver.database.vault import Vault
 from amphora_driver.model.enums import ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
@@ -153,7 +153,7 @@ def test_one_hostile_amphora_harms_no_other(fleet, manager, database):
     target = ("127.0.0.1", port)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
         deadline = time.monotonic() + 30
-        while not database.read(lambda c: c.scalar(sa.select(sa.func.count()).select_from(amphora_seen))):
+        while not database.read(lambda c: c.scalar(sa.select(sa.func.count()).select_from(amphora_heartbeat))):
             assert time.monotonic() < deadline, log.read_text()
             sender.sendto(honest[0].datagram(honest[0].report(0)), target)
             time.sleep(0.1)
@@ -169,7 +169,7 @@ def test_one_hostile_amphora_harms_no_other(fleet, manager, database):
                     at = begun + (number - 1 + index / HONEST) * INTERVAL
                     time.sleep(max(0.0, at - time.monotonic()))
                 largest = max(largest, memory(process))
-                oldest = time.time() - min(places(database, honest, amphora_seen.c.seen_at).values(), default=0.0)
+                oldest = time.time() - min(places(database, honest, amphora_heartbeat.c.seen_at).values(), default=0.0)
                 if number > 1:
                     assert oldest < SILENT_AFTER, "an honest amphora would be taken for silent"
             said = time.monotonic()
@@ -187,7 +187,7 @@ def test_one_hostile_amphora_harms_no_other(fleet, manager, database):
 
 def places(database, honest, column):
     """A column of the last heartbeats of the honest amphorae."""
-    rows = database.read(lambda c: c.execute(sa.select(amphora_seen.c.amphora_id, column)).all())
+    rows = database.read(lambda c: c.execute(sa.select(amphora_heartbeat.c.amphora_id, column)).all())
     ids = {one.id for one in honest}
     return {amphora_id: value for amphora_id, value in rows if amphora_id in ids}
 
@@ -197,7 +197,12 @@ def is_current(database, honest):
         lambda c: c.execute(sa.select(listener_statistics.c.listener_id, listener_statistics.c.bytes_in)).all()
     )
     found = dict(map(tuple, counters))
-    told = dict(map(tuple, database.read(lambda c: c.execute(sa.select(status.c.object_id, status.c.operating)).all())))
+    told = dict(
+        map(
+            tuple,
+            database.read(lambda c: c.execute(sa.select(object_status.c.object_id, object_status.c.operating)).all()),
+        )
+    )
     return all(found.get(one.listener) == ROUNDS and told[one.load_balancer] == "ONLINE" for one in honest)
 
 

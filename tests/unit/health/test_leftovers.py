@@ -3,7 +3,7 @@
 
 import sqlalchemy as sa
 
-from amphora_driver.database.tables import amphora_seen, listener_statistics
+from amphora_driver.database.tables import amphora_heartbeat, listener_statistics
 from amphora_driver.health import statistics
 from amphora_driver.health.stale_connections import StaleConnections
 
@@ -29,9 +29,9 @@ def counted(database, **connections):
 
 def heard(database, name, sequence):
     def write(connection):
-        connection.execute(amphora_seen.delete().where(amphora_seen.c.amphora_id == name))
+        connection.execute(amphora_heartbeat.delete().where(amphora_heartbeat.c.amphora_id == name))
         row = {"amphora_id": name, "seen_at": 1.0, "epoch": 1, "sequence": sequence}
-        connection.execute(amphora_seen.insert().values(**row))
+        connection.execute(amphora_heartbeat.insert().values(**row))
 
     database.write(write)
 

@@ -6,7 +6,7 @@ import time
 import pytest
 import sqlalchemy as sa
 
-from amphora_driver.database.tables import amphora_seen, status, work
+from amphora_driver.database.tables import amphora_heartbeat, job, object_status
 from amphora_driver.health.amphora_reports import AmphoraReports
 from amphora_driver.health.heartbeat_codec import Heartbeat
 from amphora_driver.health.status import ListenerReport, PoolReport, Report
@@ -117,7 +117,7 @@ class House:
         RequestRecorder(database, lambda node: None).create_load_balancer(TREE, read_back=False)
         for name, role in (("a", "MASTER"), ("b", "BACKUP")):
             database.write(lambda c, name=name, role=role: amphorae.insert_amphora(c, name, "lb", role, b"key"))
-        database.write(lambda c: c.execute(work.update().values(committed=1)))
+        database.write(lambda c: c.execute(job.update().values(committed=1)))
         self.sequence = 0
         self.ledger = AmphoraReports(expiry=EXPIRY)
         self.books = StatusWriter(database, self.ledger)
@@ -130,7 +130,7 @@ class House:
 
     def member(self):
         self.books.flush(last=True)
-        query = sa.select(status.c.operating, status.c.version).where(status.c.object_id == "me")
+        query = sa.select(object_status.c.operating, object_status.c.version).where(object_status.c.object_id == "me")
         return self.database.read(lambda c: c.execute(query).one())
 
 
@@ -166,7 +166,9 @@ def test_a_member_the_standby_alone_cannot_reach_does_not_lower_anything(house):
     house.say("a", "UP", holds_vip=True)
     house.say("b", "DOWN", holds_vip=False)
     house.books.flush()
-    rows = house.database.read(lambda c: c.execute(sa.select(status.c.object_id, status.c.operating)).all())
+    rows = house.database.read(
+        lambda c: c.execute(sa.select(object_status.c.object_id, object_status.c.operating)).all()
+    )
     assert dict(rows) == dict.fromkeys(("lb", "li", "po", "me"), "ONLINE")
 
 
@@ -204,5 +206,7 @@ def test_vip_holder_is_recorded(house):
     assert all(abs(one.heard_at - time.time()) < 60 for one in found.values())
     house.say("a", "UP", holds_vip=None)
     house.books.flush(last=True)
-    rows = house.database.read(lambda c: c.execute(sa.select(amphora_seen.c.amphora_id, amphora_seen.c.holds_vip)))
+    rows = house.database.read(
+        lambda c: c.execute(sa.select(amphora_heartbeat.c.amphora_id, amphora_heartbeat.c.holds_vip))
+    )
     assert dict(rows.tuples().all()) == {"a": None, "b": False}

@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from cryptography.fernet import Fernet
 
 from amphora_driver import config
-from amphora_driver.database.tables import status
+from amphora_driver.database.tables import object_status
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import StoreError
 from amphora_driver.health import status_writer
@@ -89,7 +89,7 @@ def until(condition):
 
 
 def operating(database):
-    return database.read(lambda c: c.execute(sa.select(status.c.operating)).scalar_one())
+    return database.read(lambda c: c.execute(sa.select(object_status.c.operating)).scalar_one())
 
 
 def place(database):

@@ -11,7 +11,7 @@ import pytest
 import sqlalchemy as sa
 
 from amphora_driver.database.tables import amphora, orphan
-from amphora_driver.database.tables_fleet import zombie
+from amphora_driver.database.tables_fleet import unknown_amphora
 from amphora_driver.health.receiver import Receiver
 from amphora_driver.health.unknown_amphorae import UnknownAmphorae
 from amphora_driver.store import unknown_amphorae
@@ -172,4 +172,4 @@ def test_the_verdict_names_the_rule(database, kind, words):
     assert words in said["a"]
     database.write(lambda c: unknown_amphorae.write_verdicts(c, said))
     assert database.read(lambda c: unknown_amphorae.compute_verdicts(c, 900.0)) == {}, "it is said once"
-    assert words in database.read(lambda c: c.execute(sa.select(zombie.c.verdict)).scalar_one())
+    assert words in database.read(lambda c: c.execute(sa.select(unknown_amphora.c.verdict)).scalar_one())

@@ -4,24 +4,24 @@
 import sqlalchemy as sa
 
 from amphora_driver.database import tables
-from amphora_driver.database.tables import work
+from amphora_driver.database.tables import job
 from amphora_driver.model import from_octavia
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.provider_agent.octavia_audit import describe_differences
 from amphora_driver.store import amphorae, desired_objects, failovers, rotations, spare_pools, status_outbox
 
 # A run asks in every round, and SQLAlchemy needs longer to build a statement than to run it.
-_BUSY = sa.select(work.c.load_balancer_id, work.c.op, work.c.generation, work.c.applied, work.c.committed).where(
+_BUSY = sa.select(job.c.load_balancer_id, job.c.op, job.c.generation, job.c.applied, job.c.committed).where(
     sa.or_(
-        work.c.owner.is_not(None),
+        job.c.owner.is_not(None),
         sa.and_(
             # The row of a pool stays due as long as the pool exists.
-            work.c.op != spare_pools.OP,
+            job.c.op != spare_pools.OP,
             sa.or_(
-                work.c.dirty,
-                work.c.applied < work.c.generation,
-                work.c.committed < work.c.generation,
-                work.c.read_back,
+                job.c.dirty,
+                job.c.applied < job.c.generation,
+                job.c.committed < job.c.generation,
+                job.c.read_back,
             ),
         ),
     )
@@ -64,15 +64,15 @@ def unowned(deployment):
             return set(connection.execute(sa.select(column).distinct()).scalars())
 
         return (
-            {row.load_balancer_id: row for row in connection.execute(sa.select(work))},
+            {row.load_balancer_id: row for row in connection.execute(sa.select(job))},
             {row.id: row for row in connection.execute(sa.select(tables.amphora))},
             {row.id: row for row in connection.execute(sa.select(tables.local_port))},
             {
                 table.name: values(table.c.load_balancer_id)
-                for table in (tables.wanted_object, tables.status, tables.secret, tables.request)
+                for table in (tables.desired_object, tables.object_status, tables.secret, tables.request)
             },
             values(tables.vip_claim.c.load_balancer_id),
-            values(tables.amphora_seen.c.amphora_id),
+            values(tables.amphora_heartbeat.c.amphora_id),
             values(tables.orphan.c.id),
         )
 
@@ -105,7 +105,7 @@ def unlike(deployment):
     def read(connection):
         found = []
         for of, tree in deployment.octavia.trees.items():
-            row = connection.execute(sa.select(work).where(work.c.load_balancer_id == of)).first()
+            row = connection.execute(sa.select(job).where(job.c.load_balancer_id == of)).first()
             if row is None:
                 continue
             found += describe_differences(desired_objects.load_tree(connection, of), from_octavia.load_balancer(tree))

@@ -16,7 +16,7 @@ from runs import Operation
 from unit.driver.octavia_objects import LB, LISTENER, POOL, member
 
 from amphora_driver.certificates import trust_store
-from amphora_driver.database.tables import amphora, work
+from amphora_driver.database.tables import amphora, job
 from amphora_driver.store import ca_records, failovers, rotations, spare_pools
 from amphora_driver.store.ca_records import CaKind
 from amphora_driver.store.rotations import ItemState, Selection
@@ -173,7 +173,7 @@ def _ports(networks):
 def _options_told(deployment):
     ((options, ports),) = deployment.world.kept.read()["options"].values()
     assert (options.qos_policy_id, len(ports)) == (_POLICY, 1)
-    (noted,) = deployment.scalars(work.c.vip_applied)
+    (noted,) = deployment.scalars(job.c.vip_applied)
     assert _POLICY in noted
 
 

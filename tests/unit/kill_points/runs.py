@@ -12,7 +12,7 @@ from leftovers import everything, undone, waited_for
 from unit.driver.octavia_objects import LB
 
 from amphora_driver import driver
-from amphora_driver.database.tables import work
+from amphora_driver.database.tables import job
 
 
 class Passed(msgspec.Struct, frozen=True):
@@ -129,7 +129,7 @@ class Run:
     def _accept(self):
         """Octavia has the driver's answer, and has not committed its own transaction yet."""
         if self._operation.request is not None:
-            (generation,) = self._deployment.scalars(work.c.generation, work.c.load_balancer_id == LB)
+            (generation,) = self._deployment.scalars(job.c.generation, job.c.load_balancer_id == LB)
             self._deployment.octavia.request(self._operation.request.change(self._deployment), generation)
 
     def _rounds(self):
@@ -165,7 +165,7 @@ class Run:
     def _outlive(self):
         """The leases of the dead process end after the length of one lease at the latest."""
         now = self._deployment.database.now()
-        held = self._deployment.scalars(work.c.leased_until, work.c.owner.is_not(None))
+        held = self._deployment.scalars(job.c.leased_until, job.c.owner.is_not(None))
         assert all(until <= now + LEASE for until in held), "a lease lasts longer than a lease"
         if held:
             self._deployment.clock.advance(LEASE + 0.01)

@@ -10,7 +10,7 @@ import pytest
 import sqlalchemy as sa
 from octavia_sockets import OctaviaSockets
 
-from amphora_driver.database.tables import duty, request, status, wanted_object, work
+from amphora_driver.database.tables import desired_object, duty, job, object_status, request
 from amphora_driver.model.enums import Algorithm, Kind, ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Vip
 from amphora_driver.provider_agent import sync_transactions
@@ -93,7 +93,7 @@ def reporter(conf, database, octavia, intents):
 
 
 def row(database):
-    return database.read(lambda c: c.execute(sa.select(work)).one())
+    return database.read(lambda c: c.execute(sa.select(job)).one())
 
 
 def members(database):
@@ -104,7 +104,7 @@ def members(database):
 def serve(database):
     def write(connection):
         generation = row(database).generation
-        connection.execute(work.update().values(applied=generation, dirty=False))
+        connection.execute(job.update().values(applied=generation, dirty=False))
         status_outbox.confirm_generation(connection, "lb", generation, {})
 
     database.write(write)
@@ -120,7 +120,7 @@ def test_a_member_that_was_rolled_back_is_not_wanted(intents, database, reporter
     reporter.run_once()
     assert members(database) == {"me": 1}
     assert (row(database).generation, row(database).committed, row(database).dirty) == (3, 3, True)
-    assert "ghost" not in database.read(lambda c: c.execute(sa.select(status.c.object_id)).scalars().all())
+    assert "ghost" not in database.read(lambda c: c.execute(sa.select(object_status.c.object_id)).scalars().all())
     reporter.run_once()
     assert row(database).generation == 3, "once"
 
@@ -204,7 +204,7 @@ def test_what_is_accepted_while_octavia_is_asked_is_not_lost(intents, database, 
 def test_one_that_changed_before_a_reporter_began_is_compared_too(conf, intents, database, reporter, octavia):
     intents.update_object(Kind.MEMBER, "me", {"weight": 7})
     serve(database)
-    database.write(lambda c: c.execute(work.update().values(committed=2)))
+    database.write(lambda c: c.execute(job.update().values(committed=2)))
     database.write(lambda c: c.execute(sa.text("DELETE FROM duty")))
     another = Reporter(conf, database)
     another.run_once()
@@ -283,7 +283,7 @@ def test_what_octavia_hears_of_while_it_is_asked_does_not_come_back(intents, dat
     library = Meanwhile()
     reporter._auditor._library = lambda: library
     reporter.run_once()
-    assert database.read(lambda c: c.execute(sa.select(wanted_object).where(wanted_object.c.removed)).all()) == []
+    assert database.read(lambda c: c.execute(sa.select(desired_object).where(desired_object.c.removed)).all()) == []
     assert (pools(database), row(database).generation) == (([], [None]), 3), "the name was lost, the pool was not"
 
 
@@ -368,7 +368,7 @@ def test_returning_duty_owner_rereads_changes(intents, database, reporter, octav
     # The other one passes the barrier, and dies before it has compared anything.
     intents.update_object(Kind.MEMBER, "me", {"weight": 7})
     serve(database)
-    database.write(lambda c: c.execute(work.update().values(committed=2)))
+    database.write(lambda c: c.execute(job.update().values(committed=2)))
     database.write(lambda c: c.execute(duty.update().values(leased_until=0.0)))
     reporter.run_once()
     assert members(database) == {"me": 1}

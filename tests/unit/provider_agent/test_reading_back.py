@@ -9,7 +9,7 @@ from dataplane.pki import Authority
 from octavia_lib.api.drivers import exceptions as octavia_errors
 from octavia_sockets import OctaviaSockets
 
-from amphora_driver.database.tables import status, work
+from amphora_driver.database.tables import job, object_status
 from amphora_driver.database.vault import Vault
 from amphora_driver.model.enums import Kind, ListenerProtocol
 from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Pool, Vip
@@ -109,7 +109,7 @@ class House:
 
     @property
     def row(self):
-        return self.database.read(lambda c: c.execute(sa.select(work)).one())
+        return self.database.read(lambda c: c.execute(sa.select(job)).one())
 
     @property
     def tree(self):
@@ -221,7 +221,7 @@ def test_a_whole_tree_brings_its_secrets(house):
             c, "lb", {SecretName("old", Purpose.CA, "old"): SealedSecret(content=b"x")}
         )
     )
-    house.database.write(lambda c: c.execute(work.update().values(read_back=True)))
+    house.database.write(lambda c: c.execute(job.update().values(read_back=True)))
     house.reporter.run_once()
     found = house.contents()
     assert found[("certificate", "two")] == TWO.pem
@@ -231,7 +231,7 @@ def test_a_whole_tree_brings_its_secrets(house):
 
 def test_a_tree_that_does_not_come_is_an_error_and_asked_for_again(house, at_once):
     house.intents.create_object(Kind.LISTENER, PLAIN)
-    house.database.write(lambda c: c.execute(work.update().values(read_back=True)))
+    house.database.write(lambda c: c.execute(job.update().values(read_back=True)))
     library = house.reporter.library
     house.reporter._library = Away(library)
     house.reporter.run_once()
@@ -279,7 +279,7 @@ def two_listeners(house):
     house.intents.create_object(Kind.LISTENER, PLAIN)
     house.create()
     house.reporter.run_once()
-    house.database.write(lambda c: c.execute(work.update().values(read_back=True, reread=None)))
+    house.database.write(lambda c: c.execute(job.update().values(read_back=True, reread=None)))
     house.intents.update_object(Kind.LOAD_BALANCER, "lb", {"name": "x"})
 
 
@@ -322,7 +322,7 @@ def behind_a_pool_without_its_secret(house, **more):
             "default_pool_id": leads_to,
             "l7policies": policies,
         }
-    house.database.write(lambda c: c.execute(work.update().values(read_back=True, reread=None)))
+    house.database.write(lambda c: c.execute(job.update().values(read_back=True, reread=None)))
     library = house.reporter.library
     house.reporter._library = Partly(library, "open", "other")
     house.reporter.run_once()
@@ -376,7 +376,9 @@ def test_a_secret_that_comes_back_is_noticed_without_a_word(house, at_once):
     house.octavia.trees["closed"]["ca_tls_container_data"] = ROOT.pem
     trees = house.octavia.trees
     trees["lb"] = {**whole(trees["plain"], trees["other"]), "pools": [trees["open"], trees["closed"]]}
-    house.database.write(lambda c: c.execute(status.update().values(pending=None, reported=status.c.settled)))
+    house.database.write(
+        lambda c: c.execute(object_status.update().values(pending=None, reported=object_status.c.settled))
+    )
     assert house.reporter._auditor.compare("lb")
     assert {one.id: (one.unread, len(one.l7policies)) for one in house.tree.listeners} == {
         "plain": (False, 1),
@@ -416,7 +418,7 @@ def test_what_was_known_is_not_lost_when_all_is_read_again(house, at_once):
 
 
 def test_one_of_which_nothing_is_missing_does_not_wait_for_an_answer_for_ever(house, at_once):
-    house.database.write(lambda c: c.execute(work.update().values(committed=0)))
+    house.database.write(lambda c: c.execute(job.update().values(committed=0)))
     house.reporter._library = Partly(house.reporter.library)
     house.reporter.run_once()
     assert house.row.committed == 1

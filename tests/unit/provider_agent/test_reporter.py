@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from octavia_lib.api.drivers import exceptions as octavia_errors
 from octavia_sockets import OctaviaSockets
 
-from amphora_driver.database.tables import amphora, duty, request, work
+from amphora_driver.database.tables import amphora, duty, job, request
 from amphora_driver.health import statistics
 from amphora_driver.model.enums import Kind, ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Profile, Vip
@@ -81,14 +81,14 @@ def reporter(conf, database, octavia):
 
 def serve(database, generation):
     def write(connection):
-        connection.execute(work.update().values(applied=generation))
+        connection.execute(job.update().values(applied=generation))
         status_outbox.confirm_generation(connection, "lb", generation, {})
 
     database.write(write)
 
 
 def row(database):
-    return database.read(lambda c: c.execute(sa.select(work)).one())
+    return database.read(lambda c: c.execute(sa.select(job)).one())
 
 
 BARRIER = {"loadbalancers": [{"id": "lb", "operating_status": "OFFLINE"}]}
@@ -130,7 +130,7 @@ def test_one_that_octavia_never_commits_is_removed(intents, database, reporter, 
     serve(database, row(database).generation)
     octavia.refuse = lambda document: ("loadbalancers", "lb")
     reporter.run_once()
-    assert database.read(lambda c: c.execute(sa.select(work)).all()) == [], "no row is left"
+    assert database.read(lambda c: c.execute(sa.select(job)).all()) == [], "no row is left"
 
 
 def test_what_octavia_refuses_of_a_load_balancer_it_does_not_know_ends_the_turn(intents, database, reporter, octavia):
@@ -184,7 +184,7 @@ def test_one_that_cannot_be_read_holds_up_no_other(intents, database, reporter, 
     octavia.trees["lb2"] = {**READ_BACK, "loadbalancer_id": "lb2"}
 
     def write(connection):
-        connection.execute(work.update().where(work.c.load_balancer_id == "lb2").values(applied=1))
+        connection.execute(job.update().where(job.c.load_balancer_id == "lb2").values(applied=1))
         status_outbox.confirm_generation(connection, "lb2", 1, {})
 
     database.write(write)

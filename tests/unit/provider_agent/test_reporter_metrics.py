@@ -10,7 +10,7 @@ from free_ports import free_ports
 from octavia_lib.api.drivers import exceptions as octavia_errors
 from octavia_sockets import OctaviaSockets
 
-from amphora_driver.database.tables import work
+from amphora_driver.database.tables import job
 from amphora_driver.health import statistics
 from amphora_driver.metrics import OURS
 from amphora_driver.model.enums import Kind, ListenerProtocol
@@ -43,7 +43,7 @@ def served(database):
     intents.create_object(Kind.LISTENER, LISTENER)
 
     def write(connection):
-        connection.execute(work.update().values(applied=2))
+        connection.execute(job.update().values(applied=2))
         status_outbox.confirm_generation(connection, "lb", 2, {})
 
     database.write(write)

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from octavia_lib.api.drivers import exceptions as octavia_errors
 from octavia_sockets import OctaviaSockets
 
-from amphora_driver.database.tables import status, work
+from amphora_driver.database.tables import job, object_status
 from amphora_driver.errors import ConfigurationError, ModelError
 from amphora_driver.model import from_octavia
 from amphora_driver.model.enums import Algorithm, Kind, ListenerProtocol, Operating, PoolProtocol
@@ -99,13 +99,13 @@ def reporter(conf, database, octavia, intents):
 
 
 def row(database):
-    return database.read(lambda c: c.execute(sa.select(work)).one())
+    return database.read(lambda c: c.execute(sa.select(job)).one())
 
 
 def serve(database, generation=None):
     def write(connection):
         now = row(database).generation if generation is None else generation
-        connection.execute(work.update().values(applied=now, dirty=False))
+        connection.execute(job.update().values(applied=now, dirty=False))
         status_outbox.confirm_generation(connection, "lb", now, {})
 
     database.write(write)
@@ -174,7 +174,9 @@ def test_what_octavia_has_is_wanted_and_is_not_active_before_it_is_served(databa
 
 def test_what_was_never_confirmed_waits_for_a_confirmation(database, reporter, octavia):
     """Its row was lost, or written by hand: that it is served is not known."""
-    database.write(lambda c: c.execute(status.update().where(status.c.object_id == "me").values(provisioning=None)))
+    database.write(
+        lambda c: c.execute(object_status.update().where(object_status.c.object_id == "me").values(provisioning=None))
+    )
     ask(database)
     reporter.run_once()
     reporter.run_once()
@@ -367,7 +369,7 @@ def test_one_that_is_not_recorded_is_told_of(database, reporter, octavia):
 
 
 def test_one_that_octavia_has_not_committed_waits(database, reporter, octavia):
-    database.write(lambda c: c.execute(work.update().values(committed=0)))
+    database.write(lambda c: c.execute(job.update().values(committed=0)))
     reporter._resyncer.run_due()
     ask(database)
     reporter._resyncer.run_due()

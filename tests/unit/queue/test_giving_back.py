@@ -9,7 +9,7 @@ import pytest
 import sqlalchemy as sa
 
 from amphora_driver.database.engine import Database
-from amphora_driver.database.tables import work
+from amphora_driver.database.tables import job
 from amphora_driver.errors import LeaseLost
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.queue.jobs import Jobs, guard_lease
@@ -37,11 +37,11 @@ def jobs(database):
 
 
 def row(database):
-    return database.read(lambda c: c.execute(sa.select(work)).one())
+    return database.read(lambda c: c.execute(sa.select(job)).one())
 
 
 def test_waiting_job_is_due_later_without_an_attempt(database, jobs):
-    database.write(lambda c: c.execute(work.update().values(attempts=3, error="before")))
+    database.write(lambda c: c.execute(job.update().values(attempts=3, error="before")))
     before = time.time()
     jobs.defer(jobs.claim(), 1, 30.0)
     found = row(database)
@@ -67,13 +67,13 @@ def test_more_is_wanted_meanwhile(database, jobs):
 
 def test_the_rest_of_the_tree_has_come_meanwhile(database, jobs):
     lease = jobs.claim()
-    database.write(lambda c: c.execute(work.update().values(read_back=False)))
+    database.write(lambda c: c.execute(job.update().values(read_back=False)))
     jobs.defer(lease, 1, 30.0, readable=False)
     assert jobs.claim() is not None
 
 
 def test_preempted_job_is_due_at_once(database, jobs):
-    database.write(lambda c: c.execute(work.update().values(attempts=3)))
+    database.write(lambda c: c.execute(job.update().values(attempts=3)))
     jobs.yield_lease(jobs.claim())
     lease = jobs.claim()
     assert lease.attempts == 3
@@ -149,7 +149,7 @@ def test_deaths_are_counted_however_they_are_noticed(database, jobs):
     ids=["finished", "waits", "gives way", "failed", "marked", "applied"],
 )
 def test_surviving_job_is_no_crash(database, jobs, lives):
-    database.write(lambda c: c.execute(work.update().values(deaths=3)))
+    database.write(lambda c: c.execute(job.update().values(deaths=3)))
     lives(jobs, jobs.claim(), database)
     assert deaths(database) == 0
 
@@ -163,7 +163,7 @@ def test_clean_end_counts_no_attempt(database, jobs):
 @pytest.mark.parametrize("give_back", [lambda j, one: j.defer(one, 1, 1.0), lambda j, one: j.yield_lease(one)])
 def test_a_late_one_gives_nothing_back(database, jobs, give_back):
     lease = jobs.claim()
-    database.write(lambda c: c.execute(work.update().values(owner="another", epoch=9)))
+    database.write(lambda c: c.execute(job.update().values(owner="another", epoch=9)))
     with pytest.raises(LeaseLost):
         give_back(jobs, lease)
     assert row(database).owner == "another"

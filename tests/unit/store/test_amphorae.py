@@ -5,7 +5,7 @@ import msgspec
 import pytest
 import sqlalchemy as sa
 
-from amphora_driver.database.tables import amphora_seen, work
+from amphora_driver.database.tables import amphora_heartbeat, job
 from amphora_driver.store import amphorae
 from amphora_driver.store.amphorae import LastHeartbeat
 
@@ -77,7 +77,7 @@ def test_two_that_hear_an_amphora_for_the_first_time_in_one_moment(database, mon
     record(database, "a")
     seen(database, heard("a", 1, 5))
     # As the second of them saw it before the first one's commit.
-    nothing = sa.select(amphora_seen.c.amphora_id).where(sa.false()).scalar_subquery()
+    nothing = sa.select(amphora_heartbeat.c.amphora_id).where(sa.false()).scalar_subquery()
     stale = sa.select(sa.literal("a").label("id"), nothing.label("amphora_id")).where(
         sa.literal("a").in_(sa.bindparam("ids", expanding=True))
     )
@@ -93,7 +93,7 @@ def test_many_at_once(database):
         for name in names:
             amphorae.insert_amphora(connection, name, f"lb{name[:3]}", "standalone", b"key")
         for load_balancer_id in {f"lb{name[:3]}" for name in names}:
-            connection.execute(work.insert().values(load_balancer_id=load_balancer_id, op="apply", generation=3))
+            connection.execute(job.insert().values(load_balancer_id=load_balancer_id, op="apply", generation=3))
 
     database.write(write)
     assert len(seen(database, *(heard(name, 1, 1) for name in names))) == 1100

@@ -4,8 +4,8 @@
 import pytest
 import sqlalchemy as sa
 
-from amphora_driver.database.tables import amphora, work
-from amphora_driver.database.tables_fleet import authority
+from amphora_driver.database.tables import amphora, job
+from amphora_driver.database.tables_fleet import certificate_authority
 from amphora_driver.errors import Conflict
 from amphora_driver.store import ca_records
 from amphora_driver.store.ca_records import CaKind, CaState, NewCa
@@ -51,7 +51,9 @@ def test_a_rotation_from_its_beginning_to_its_end(any_database):
     by_id = {row.id: row for row in any_database.read(ca_records.list_cas)}
     steps = {by_id[third]: CaState.CURRENT, by_id[new]: CaState.GONE}
     assert any_database.write(lambda c: ca_records.change_ca_states(c, steps, 500.0))
-    keys = any_database.read(lambda c: c.execute(sa.select(authority.c.id, authority.c.sealed_key)).all())
+    keys = any_database.read(
+        lambda c: c.execute(sa.select(certificate_authority.c.id, certificate_authority.c.sealed_key)).all()
+    )
     assert {row.id: row.sealed_key is None for row in keys} == {old.id: True, new: True, third: False}
 
 
@@ -80,12 +82,12 @@ def test_only_load_balancers_that_are_left_alone_are_made_due(database):
     def put(connection):
         for name, more in {"quiet": {}, "failing": {"dirty": True}, "owned": {"owner": "me"}}.items():
             row = {"load_balancer_id": name, "op": "apply", "generation": 1, "dirty": False, "free_at": 7.0, **more}
-            connection.execute(work.insert().values(**row))
+            connection.execute(job.insert().values(**row))
 
     database.write(put)
     names = ["quiet", "failing", "owned", "unknown"]
     assert database.write(lambda c: ca_records.make_load_balancers_due(c, names, 50.0)) == 1
-    rows = database.read(lambda c: c.execute(sa.select(work)).all())
+    rows = database.read(lambda c: c.execute(sa.select(job)).all())
     assert {row.load_balancer_id: (row.dirty, row.free_at) for row in rows} == {
         "quiet": (True, 50.0),
         "failing": (True, 7.0),

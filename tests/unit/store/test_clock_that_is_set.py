@@ -9,7 +9,7 @@ import pytest
 import sqlalchemy as sa
 
 from amphora_driver.database import clock, engine
-from amphora_driver.database.tables import duty, work
+from amphora_driver.database.tables import duty, job
 from amphora_driver.queue import jobs
 
 HOUR = 3600.0
@@ -23,11 +23,11 @@ def database(any_database):
 
 def add(database, load_balancer_id, **more):
     values = {"load_balancer_id": load_balancer_id, "op": "apply", "generation": 1, "dirty": True, "epoch": 4}
-    database.write(lambda c: c.execute(work.insert().values(**{**values, **more})))
+    database.write(lambda c: c.execute(job.insert().values(**{**values, **more})))
 
 
 def rows(database):
-    found = database.read(lambda c: c.execute(sa.select(work)).all())
+    found = database.read(lambda c: c.execute(sa.select(job)).all())
     return {row.load_balancer_id: row for row in found}
 
 

@@ -4,7 +4,7 @@
 import pytest
 import sqlalchemy as sa
 
-from amphora_driver.database.tables import amphora, work
+from amphora_driver.database.tables import amphora, job
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.store import amphorae, config_drift
 from amphora_driver.store.requests import RequestRecorder
@@ -29,7 +29,7 @@ def served(database):
             amphorae.insert_amphora(connection, one, "lb", "STANDALONE", b"")
             amphorae.update_amphora(connection, one, state="ready", confirmed=3, confirmed_at=50.0)
         connection.execute(
-            work.update().values(generation=3, committed=3, applied=3, dirty=False, owner=None, free_at=900.0)
+            job.update().values(generation=3, committed=3, applied=3, dirty=False, owner=None, free_at=900.0)
         )
 
     database.write(write)
@@ -37,7 +37,7 @@ def served(database):
 
 
 def row(database):
-    return database.read(lambda c: c.execute(sa.select(work)).one())
+    return database.read(lambda c: c.execute(sa.select(job)).one())
 
 
 def of(database, one):
@@ -70,7 +70,7 @@ def test_all_of_one_load_balancer(served):
 
 @pytest.mark.parametrize(("beyond", "committed", "after"), [(8, 3, (9, 9)), (1, 3, (4, 4)), (8, 2, (9, 2))])
 def test_generation_beyond_a_foreign_one(served, beyond, committed, after):
-    served.write(lambda c: c.execute(work.update().values(committed=committed)))
+    served.write(lambda c: c.execute(job.update().values(committed=committed)))
     assert served.write(lambda c: config_drift.advance_generation_beyond(c, "lb", 3, beyond)) is True
     assert (row(served).generation, row(served).committed) == after
     assert row(served).dirty
@@ -93,7 +93,7 @@ def test_order_of_comparisons(served):
     served.write(lambda c: config_drift.record_audit(c, ["a"], 70.0))
     assert (of(served, "a").drift, candidates(60.0)) == ("renderer", ["b"])
     assert of(served, "a").drifts is False, "it is as wanted again; what was found is history"
-    served.write(lambda c: c.execute(work.update().values(dirty=True)))
+    served.write(lambda c: c.execute(job.update().values(dirty=True)))
     assert candidates(60.0) == [], "something is being done to it"
 
 
@@ -137,9 +137,9 @@ def test_the_row_of_work_is_locked_before_anything_of_an_amphora_is_written(serv
     served.write(listened)
     if served.engine.dialect.name != "sqlite":
         # SQLite has one writer at a time, and no such words.
-        locks = [index for index, words in enumerate(said) if "FOR UPDATE" in words and "work" in words]
+        locks = [index for index, words in enumerate(said) if "FOR UPDATE" in words and "FROM job" in words]
         assert locks
         assert all(index > locks[0] for index, words in enumerate(said) if words.startswith("UPDATE amphora"))
-    reads = [index for index, words in enumerate(said) if "FROM work" in words]
+    reads = [index for index, words in enumerate(said) if "FROM job" in words]
     assert reads
     assert all(index > reads[0] for index, words in enumerate(said) if words.startswith("UPDATE"))

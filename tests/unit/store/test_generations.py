@@ -4,7 +4,7 @@
 import pytest
 import sqlalchemy as sa
 
-from amphora_driver.database.tables import status, work
+from amphora_driver.database.tables import job, object_status
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.model.secret_refs import Purpose, SecretName, ticket_secret_name
 from amphora_driver.store import generations, sealed_secrets, status_outbox
@@ -32,14 +32,14 @@ def made(database, intents, name="lb", **columns):
 
     def write(connection):
         status_outbox.confirm_generation(connection, name, 1, {})
-        connection.execute(status.update().values(reported=status.c.version))
-        connection.execute(work.update().where(work.c.load_balancer_id == name).values(**values))
+        connection.execute(object_status.update().values(reported=object_status.c.version))
+        connection.execute(job.update().where(job.c.load_balancer_id == name).values(**values))
 
     database.write(write)
 
 
 def row(database, name="lb"):
-    return database.read(lambda c: c.execute(sa.select(work).where(work.c.load_balancer_id == name)).one())
+    return database.read(lambda c: c.execute(sa.select(job).where(job.c.load_balancer_id == name)).one())
 
 
 @pytest.mark.parametrize(("committed", "after"), [(1, 2), (0, 0)])
@@ -108,7 +108,7 @@ def test_a_state_that_is_in_use_by_then_is_not_overwritten(database, intents, me
     keep(database)
     (one,) = database.read(lambda c: generations.list_due_tickets(c, 1000.0, 10))
     assert (one.load_balancer_id, one.number, one.sealed) == ("lb", 1, b"first")
-    database.write(lambda c: c.execute(work.update().values(**meanwhile)))
+    database.write(lambda c: c.execute(job.update().values(**meanwhile)))
     before = row(database)
     assert database.write(lambda c: generations.rotate_tickets(c, [(one, b"late")], 1000.0, 100.0)) == 0
     assert (row(database), kept(database)) == (before, b"first")

@@ -4,7 +4,7 @@
 import pytest
 import sqlalchemy as sa
 
-from amphora_driver.database.tables import request, status, wanted_object, work
+from amphora_driver.database.tables import desired_object, job, object_status, request
 from amphora_driver.errors import UnknownObject
 from amphora_driver.model.enums import Kind, L7Action, L7Compare, L7RuleType, ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import L7Policy, L7Rule, Listener, LoadBalancer, Pool, Vip
@@ -40,7 +40,7 @@ def test_the_history_is_bounded_and_keeps_the_newest(intents, database):
         intents.update_object(Kind.LOAD_BALANCER, "lb", {"name": f"{number}"})
     assert generations(database, "lb") == list(range(51, 261)), "at 250 what is 200 older went"
     assert generations(database, "other") == [1]
-    newest = sa.select(work.c.generation).where(work.c.load_balancer_id == "lb")
+    newest = sa.select(job.c.generation).where(job.c.load_balancer_id == "lb")
     assert database.read(lambda c: c.execute(newest).scalar_one()) == 260
 
 
@@ -53,7 +53,7 @@ def test_several_objects_change_at_once_each_into_its_own(intents, database):
         intents.create_object(Kind.LISTENER, node)
     pool = Pool(id="po", loadbalancer_id="lb", protocol=PoolProtocol.HTTP)
     intents.create_object(Kind.POOL, pool, for_listener="li1")
-    waiting = sa.select(status.c.object_id).where(status.c.pending == 4)
+    waiting = sa.select(object_status.c.object_id).where(object_status.c.pending == 4)
     waits = database.read(lambda c: c.execute(waiting).scalars().all())
     assert sorted(waits) == ["lb", "li1", "po"], "Octavia has put the listener PENDING, too"
     intents.update_object(Kind.LISTENER, "li2", {"default_pool_id": "po"})
@@ -61,7 +61,7 @@ def test_several_objects_change_at_once_each_into_its_own(intents, database):
     assert sorted(users) == [(Kind.LISTENER, "li1", "li1"), (Kind.LISTENER, "li2", "li2")]
     intents.delete_object(Kind.POOL, "po")
     assert database.read(lambda c: desired_objects.load_tree(c, "lb")).listeners == tuple(nodes)
-    rows = database.read(lambda c: c.execute(sa.select(wanted_object.c.id, wanted_object.c.generation)).all())
+    rows = database.read(lambda c: c.execute(sa.select(desired_object.c.id, desired_object.c.generation)).all())
     assert {row.id: row.generation for row in rows} == {"lb": 1, "other": 1, "li1": 6, "li2": 6, "po": 6}
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 import sqlalchemy as sa
 
-from amphora_driver.database.tables import URGENT, amphora, work
+from amphora_driver.database.tables import URGENT, amphora, job
 from amphora_driver.errors import LeaseLost
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.queue import jobs
@@ -21,11 +21,11 @@ def database(any_database):
 
 def add(database, load_balancer_id="lb", **more):
     values = {"load_balancer_id": load_balancer_id, "op": "apply", "generation": 1, "free_at": 0.0, "epoch": 0}
-    database.write(lambda c: c.execute(work.insert().values(**{**values, **more})))
+    database.write(lambda c: c.execute(job.insert().values(**{**values, **more})))
 
 
 def row(database):
-    return database.read(lambda c: c.execute(sa.select(work)).one())
+    return database.read(lambda c: c.execute(sa.select(job)).one())
 
 
 def test_two_controllers_never_own_the_same_load_balancer(database):
@@ -43,7 +43,7 @@ def test_a_lease_that_ran_out_is_taken_over_and_its_former_owner_writes_nothing(
     add(database)
     one, two = jobs.Jobs(database, "one", 0.05), jobs.Jobs(database, "two", 30)
     old = one.claim()
-    database.write(lambda c: c.execute(work.update().values(leased_until=time.time() - 1)))
+    database.write(lambda c: c.execute(job.update().values(leased_until=time.time() - 1)))
     new = two.claim()
     assert new.epoch == old.epoch + 1
     for late in (
@@ -61,11 +61,11 @@ def test_a_newer_generation_accepted_meanwhile_makes_the_job_due_again(database)
     add(database)
     one = jobs.Jobs(database, "one", 30)
     lease = one.claim()
-    database.write(lambda c: c.execute(work.update().values(generation=2, applied=1)))
+    database.write(lambda c: c.execute(job.update().values(generation=2, applied=1)))
     one.complete(lease, 1)
     assert one.claim() is not None
     lease = jobs.Lease(load_balancer_id="lb", owner="one", epoch=row(database).epoch, attempts=0)
-    database.write(lambda c: c.execute(work.update().values(applied=2)))
+    database.write(lambda c: c.execute(job.update().values(applied=2)))
     one.complete(lease, 2)
     assert one.claim() is None
 
@@ -100,9 +100,9 @@ def test_a_job_that_waits_for_the_tree_is_not_lost_when_it_comes_first(database)
     one = jobs.Jobs(database, "one", 30)
     one.complete(one.claim(), 1)
     assert one.claim() is None, "another process is next"
-    database.write(lambda c: c.execute(work.update().values(read_back=True, dirty=True)))
+    database.write(lambda c: c.execute(job.update().values(read_back=True, dirty=True)))
     lease = one.claim()
-    database.write(lambda c: c.execute(work.update().values(read_back=False, dirty=True)))
+    database.write(lambda c: c.execute(job.update().values(read_back=False, dirty=True)))
     one.complete(lease, 1)
     assert one.claim() is not None, "it came while the job was ending"
 
@@ -129,7 +129,7 @@ def test_retry_at_the_given_time(database):
     one.complete(one.claim(), 1, later)
     assert one.claim() is None
     assert one.next_due() == later
-    database.write(lambda c: c.execute(work.update().values(free_at=time.time() - 1)))
+    database.write(lambda c: c.execute(job.update().values(free_at=time.time() - 1)))
     one.complete(one.claim(), 1)
     assert one.claim() is None, "and not for ever"
 
@@ -138,7 +138,7 @@ def test_what_users_want_meanwhile_does_not_wait_for_that_time(database):
     add(database, applied=1)
     one = jobs.Jobs(database, "one", 30)
     lease = one.claim()
-    database.write(lambda c: c.execute(work.update().values(generation=2)))
+    database.write(lambda c: c.execute(job.update().values(generation=2)))
     one.complete(lease, 1, time.time() + 60)
     assert one.claim() is not None
 
@@ -148,7 +148,7 @@ def test_only_what_is_worked_on_is_renewed(database):
     add(database, "forgotten")
     one = jobs.Jobs(database, "one", 30)
     one.claim(), one.claim()
-    database.write(lambda c: c.execute(work.update().values(leased_until=1.0)))
+    database.write(lambda c: c.execute(job.update().values(leased_until=1.0)))
     one.renew_leases({"lb"})
     two = jobs.Jobs(database, "two", 30)
     assert two.claim().load_balancer_id == "forgotten", "a lease that could not be given back runs out"
@@ -185,17 +185,17 @@ def test_one_row_that_is_locked_does_not_cost_the_other_leases(database):
     add(database, "free")
     one = jobs.Jobs(database, "one", 30)
     one.claim(), one.claim()
-    database.write(lambda c: c.execute(work.update().values(leased_until=1.0)))
+    database.write(lambda c: c.execute(job.update().values(leased_until=1.0)))
 
     def hold(connection):
-        connection.execute(work.update().where(work.c.load_balancer_id == "held").values(error="busy"))
+        connection.execute(job.update().where(job.c.load_balancer_id == "held").values(error="busy"))
         one.renew_leases({"held", "free"})
 
     database.write(hold)
     two = jobs.Jobs(database, "two", 30)
     assert two.claim().load_balancer_id == "held", "it was passed over"
     assert two.claim() is None, "and the other one renewed"
-    database.write(lambda c: c.execute(work.update().values(owner="one", leased_until=1.0)))
+    database.write(lambda c: c.execute(job.update().values(owner="one", leased_until=1.0)))
     one.renew_leases({"held", "free"})
     assert two.claim() is None, "next time it is free"
 

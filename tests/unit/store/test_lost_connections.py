@@ -10,7 +10,7 @@ from bad_line import BadLine
 from free_ports import free_ports
 
 from amphora_driver.database.engine import Database
-from amphora_driver.database.tables import duty, request, work
+from amphora_driver.database.tables import duty, job, request
 from amphora_driver.database.tables_fleet import metadata
 from amphora_driver.errors import StoreError
 from amphora_driver.model.enums import Kind
@@ -76,9 +76,9 @@ def test_a_claim_whose_commit_was_not_answered_runs_out(line, database, intents)
     line.at_commit, line.spared = "after", 1
     with pytest.raises(StoreError, match="determine whether"):
         Jobs(database, "one", 30).claim()
-    row = database.read(lambda c: c.execute(sa.select(work.c.owner, work.c.epoch)).one())
+    row = database.read(lambda c: c.execute(sa.select(job.c.owner, job.c.epoch)).one())
     assert tuple(row) == ("one", 1), "no process works on it before the lease expires"
-    database.write(lambda c: c.execute(work.update().values(leased_until=0.0)))
+    database.write(lambda c: c.execute(job.update().values(leased_until=0.0)))
     assert Jobs(database, "two", 30).claim("lb").epoch == 2
 
 
@@ -146,15 +146,15 @@ def test_all_processes_with_a_server_have_its_clock(request, name):
     assert database.now() > own + 3000
     jobs = Jobs(database, "one", 30)
     lb = {"load_balancer_id": "lb", "op": "apply", "generation": 1, "epoch": 0}
-    database.write(lambda c: c.execute(work.insert().values(**lb, free_at=time.time() + 20)))
+    database.write(lambda c: c.execute(job.insert().values(**lb, free_at=time.time() + 20)))
     try:
         assert jobs.claim() is None, "its pause is not over, whatever this process believes"
-        database.write(lambda c: c.execute(work.update().values(free_at=time.time() - 1)))
+        database.write(lambda c: c.execute(job.update().values(free_at=time.time() - 1)))
         assert jobs.claim("another") is None
         lease = jobs.claim("lb")
-        until = database.read(lambda c: c.execute(sa.select(work.c.leased_until)).scalar_one())
+        until = database.read(lambda c: c.execute(sa.select(job.c.leased_until)).scalar_one())
         assert 20 < until - time.time() < 40
         jobs.complete(lease, 1)
     finally:
-        database.write(lambda c: c.execute(work.delete()))
+        database.write(lambda c: c.execute(job.delete()))
         database.dispose()

@@ -6,7 +6,7 @@ import time
 import pytest
 import sqlalchemy as sa
 
-from amphora_driver.database.tables import amphora, amphora_seen, listener_statistics, status
+from amphora_driver.database.tables import amphora, amphora_heartbeat, listener_statistics, object_status
 from amphora_driver.errors import ContentRefused, StoreError
 from amphora_driver.health import status_writer, write_batch
 from amphora_driver.health.amphora_reports import AmphoraReports
@@ -22,16 +22,16 @@ MANY = 20
 BAD = 13
 # What makes a database refuse the statuses of one listener, as it would refuse a value that it cannot hold.
 TRIGGERS = {
-    "sqlite": """CREATE TRIGGER refusing BEFORE UPDATE ON status WHEN NEW.object_id = 'li13'
+    "sqlite": """CREATE TRIGGER refusing BEFORE UPDATE ON object_status WHEN NEW.object_id = 'li13'
         BEGIN SELECT RAISE(ABORT, 'refused'); END""",
     "postgresql": """CREATE FUNCTION refuse() RETURNS trigger AS $$
         BEGIN RAISE EXCEPTION 'refused' USING ERRCODE = 'data_exception'; END $$ LANGUAGE plpgsql;
-        CREATE TRIGGER refusing BEFORE UPDATE ON status FOR EACH ROW
+        CREATE TRIGGER refusing BEFORE UPDATE ON object_status FOR EACH ROW
         WHEN (NEW.object_id = 'li13') EXECUTE FUNCTION refuse()""",
-    "mysql": """CREATE TRIGGER refusing BEFORE UPDATE ON status FOR EACH ROW
+    "mysql": """CREATE TRIGGER refusing BEFORE UPDATE ON object_status FOR EACH ROW
         IF NEW.object_id = 'li13' THEN SET NEW.object_id = NULL; END IF""",
 }
-UNDO = {"postgresql": "DROP TRIGGER refusing ON status; DROP FUNCTION refuse()"}
+UNDO = {"postgresql": "DROP TRIGGER refusing ON object_status; DROP FUNCTION refuse()"}
 
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
@@ -82,9 +82,9 @@ def test_the_rows_of_one_load_balancer_are_refused_and_all_others_written(house,
         books.flush()
         counted = read(house, listener_statistics.c.bytes_in, listener_statistics.c.listener_id)
         assert counted == dict.fromkeys(others, 5 * sequence)
-        places = read(house, amphora_seen.c.sequence, amphora_seen.c.amphora_id)
+        places = read(house, amphora_heartbeat.c.sequence, amphora_heartbeat.c.amphora_id)
         assert places == {f"am{number}": sequence for number in range(MANY)}, "a refused row says nothing of the place"
-    told = read(house, status.c.operating, status.c.object_id)
+    told = read(house, object_status.c.operating, object_status.c.object_id)
     assert {f"lb{number}" for number in range(MANY) if told[f"lb{number}"] == "ONLINE"} == {
         f"lb{number}" for number in range(MANY) if number != BAD
     }
@@ -124,7 +124,11 @@ def test_a_database_that_is_away_is_no_refusal(house):
         away.write([write_batch.Entry("lb1")], [])
     assert not away.refused
     with pytest.raises(ContentRefused):
-        house.write(lambda c: c.execute(status.update().where(status.c.object_id == "li13").values(operating="ERROR")))
+        house.write(
+            lambda c: c.execute(
+                object_status.update().where(object_status.c.object_id == "li13").values(operating="ERROR")
+            )
+        )
 
 
 def test_a_report_that_cannot_be_judged_harms_no_other(house, monkeypatch):

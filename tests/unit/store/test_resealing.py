@@ -6,21 +6,13 @@ import sqlalchemy as sa
 from cryptography.fernet import Fernet
 
 from amphora_driver.database.tables import amphora, secret
-from amphora_driver.database.tables_fleet import authority, metadata
+from amphora_driver.database.tables_fleet import certificate_authority, metadata
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import StoreError
 from amphora_driver.maintenance import reencryption
 from amphora_driver.model.secret_refs import Purpose, SecretName
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, ca_records, sealed_secrets
-
-
-class Unbound(Vault):
-    """Seals as an older version did, for no place."""
-
-    def seal(self, secret, place):
-        return self._current_ring().cipher.encrypt(secret.reveal())
-
 
 OLD, NEW, LOST = (Fernet.generate_key() for _ in range(3))
 BEFORE, BOTH = Vault([OLD]), Vault([NEW, OLD])
@@ -73,10 +65,12 @@ def fill(database, certificates=250, machines=3, vault=BEFORE):
         row = {"kind": "amphora", "state": "former", "certificate": "its certificate", "expires_at": 0.0}
         times = {"created_at": 0.0, "changed_at": 0.0}
         connection.execute(
-            authority.insert().values(**row, **times, sealed_key=vault.seal(Secret(b"authority"), AUTHORITY))
+            certificate_authority.insert().values(
+                **row, **times, sealed_key=vault.seal(Secret(b"authority"), AUTHORITY)
+            )
         )
         # One that was imported: its key is in a file.
-        connection.execute(authority.insert().values(**row, **times, sealed_key=None))
+        connection.execute(certificate_authority.insert().values(**row, **times, sealed_key=None))
 
     database.write(work)
 
@@ -92,8 +86,8 @@ def test_every_row_once(any_database):
         ("secret.sealed", 1): 250,
         ("amphora.heartbeat_key", 0): 0,
         ("amphora.heartbeat_key", 1): 3,
-        ("authority.sealed_key", 0): 0,
-        ("authority.sealed_key", 1): 1,
+        ("certificate_authority.sealed_key", 0): 0,
+        ("certificate_authority.sealed_key", 1): 1,
     }
     told = []
     assert reencryption.reencrypt(any_database, BOTH, told.append) == 254
@@ -158,29 +152,14 @@ def test_what_no_key_opens_stays_and_is_counted(database):
 
 def states(database, vault=BOTH):
     counts = reencryption.count_key_usage(database, vault)
-    return {one.column: (one.rows, one.unbound, one.misplaced) for one in counts if one.rows}
-
-
-def test_values_of_an_older_version_are_bound_to_their_rows_on_request(any_database):
-    fill(any_database, certificates=120, vault=Unbound([OLD]))
-    unbound = {"secret.sealed": (120, 120, 0), "amphora.heartbeat_key": (3, 3, 0), "authority.sealed_key": (1, 1, 0)}
-    assert states(any_database) == unbound
-    assert any_database.read(lambda c: amphorae.read_heartbeat_keys(c, BOTH)) == {}, "nothing else opens them"
-    assert reencryption.reencrypt(any_database, BOTH) == 0
-    assert states(any_database) == unbound, "not unasked: an attacker may have put some there"
-    assert reencryption.reencrypt(any_database, BOTH, bind=True) == 124
-    assert states(any_database) == {name: (rows, 0, 0) for name, (rows, *_) in unbound.items()}
-    assert reencryption.reencrypt(any_database, BOTH, bind=True) == 0, "again: nothing to do"
-    keys = any_database.read(lambda c: amphorae.read_heartbeat_keys(c, Vault([NEW])))
-    assert keys == {f"amphora-{number}": Secret(b"heartbeat %d" % number) for number in range(3)}
-    (signer, _imported) = any_database.read(ca_records.list_cas)
-    place = ca_records.key_location(signer.kind, signer.certificate)
-    assert Vault([NEW]).open(signer.sealed_key, place) == Secret(b"authority")
+    return {one.column: (one.rows, one.misplaced) for one in counts if one.rows}
 
 
 COPIED = [
     amphora.select().with_only_columns(amphora.c.heartbeat_key).where(amphora.c.id == "amphora-1"),
-    authority.select().with_only_columns(authority.c.sealed_key).where(authority.c.sealed_key.is_not(None)),
+    certificate_authority.select()
+    .with_only_columns(certificate_authority.c.sealed_key)
+    .where(certificate_authority.c.sealed_key.is_not(None)),
     secret.select().with_only_columns(secret.c.sealed).where(secret.c.object_id == "object-1"),
 ]
 
@@ -200,10 +179,10 @@ def test_a_copy_in_another_row_is_not_resealed_and_is_named(database, source, ca
     copied = database.write(copy)
     with pytest.raises(StoreError, match="another row or purpose"):
         BOTH.open(copied, place_of(0))
-    assert reencryption.reencrypt(database, BOTH, bind=True) == 8, "all but the copy"
+    assert reencryption.reencrypt(database, BOTH) == 8, "all but the copy"
     kept = database.read(lambda c: sealed_secrets.load_secrets(c, "lb"))
     assert kept[name_of(0)].content == copied
-    assert states(database)["secret.sealed"] == (1, 0, 1)
+    assert states(database)["secret.sealed"] == (1, 1)
     assert "secret.sealed of row object-0, certificate, ref-0 was sealed for another row or purpose" in caplog.text
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import sqlalchemy as sa
 
-from amphora_driver.database.tables import amphora, work
+from amphora_driver.database.tables import amphora, job
 from amphora_driver.errors import Conflict, UnknownObject
 from amphora_driver.model.loadbalancer import LoadBalancer, Profile, Vip
 from amphora_driver.store import desired_objects, rotations
@@ -21,7 +21,7 @@ EVERYTHING = Selection(everything=True)
 def load_balancer(connection, name, *machines, op="apply", **more):
     """One with amphorae: (id, state, image, age) each."""
     values = {"generation": 1, "committed": 1, "applied": 1, "dirty": False, "topology": "SINGLE", **more}
-    connection.execute(work.insert().values(load_balancer_id=name, op=op, **values))
+    connection.execute(job.insert().values(load_balancer_id=name, op=op, **values))
     for one, state, image, age in machines:
         connection.execute(
             amphora.insert().values(

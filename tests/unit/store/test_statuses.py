@@ -5,7 +5,7 @@ import msgspec
 import pytest
 import sqlalchemy as sa
 
-from amphora_driver.database.tables import status, work
+from amphora_driver.database.tables import job, object_status
 from amphora_driver.model.enums import Kind, ListenerProtocol, Operating, Provisioning
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
 from amphora_driver.store import desired_objects, status_outbox
@@ -25,12 +25,12 @@ def intents(database):
 
 def commit(database):
     """Octavia's transactions have ended."""
-    database.write(lambda c: c.execute(work.update().values(committed=work.c.generation)))
+    database.write(lambda c: c.execute(job.update().values(committed=job.c.generation)))
 
 
 def serve(database, generation, failed=None):
     def write(connection):
-        connection.execute(work.update().values(applied=generation))
+        connection.execute(job.update().values(applied=generation))
         status_outbox.confirm_generation(connection, "lb", generation, failed or {})
 
     database.write(write)
@@ -118,7 +118,7 @@ def test_only_differing_statuses_of_this_load_balancer_are_written(intents, data
     ]
     assert database.write(lambda c: status_outbox.write_observations(c, "lb", seen[:700])) == 700
     assert database.write(lambda c: status_outbox.write_observations(c, "lb", seen)) == 500
-    rows = {row.object_id: row for row in database.read(lambda c: c.execute(sa.select(status)).all())}
+    rows = {row.object_id: row for row in database.read(lambda c: c.execute(sa.select(object_status)).all())}
     assert {(rows[one].operating, rows[one].reason, rows[one].version) for one in ids} == {
         ("ONLINE", f"why {one}", 1) for one in ids
     }
@@ -130,7 +130,7 @@ def test_no_statement_depends_on_the_order_of_assignments(intents, database):
     seen = []
     sa.event.listen(database.engine, "before_cursor_execute", lambda *args: seen.append(args[2]))
     serve(database, 1)
-    settling = [one for one in seen if one.startswith("UPDATE status") and "settled=" in one]
+    settling = [one for one in seen if one.startswith("UPDATE object_status") and "settled=" in one]
     assert settling
     assert all(one.index("settled=") < one.index(" version=") for one in settling)
 
@@ -179,7 +179,7 @@ def test_a_first_status_replaces_none_that_was_measured(intents, database, befor
     if before:
         database.write(lambda c: status_outbox.write_observations(c, "lb", [observation(Operating(before))]))
     confirmed(database, 2, first=[observation(Operating.ONLINE)])
-    rows = database.read(lambda c: c.execute(sa.select(status.c.object_id, status.c.operating)).all())
+    rows = database.read(lambda c: c.execute(sa.select(object_status.c.object_id, object_status.c.operating)).all())
     assert dict(map(tuple, rows))["li"] == after
 
 
@@ -188,15 +188,19 @@ def test_what_is_measured_meanwhile_stays(intents, database):
     intents.create_object(Kind.LISTENER, LISTENER)
 
     def meanwhile(connection, _cursor, text, *_more):
-        if text.startswith("UPDATE status") and "reason=" in text and "settled" not in text and not done:
+        if text.startswith("UPDATE object_status") and "reason=" in text and "settled" not in text and not done:
             done.append(text)
-            connection.execute(status.update().where(status.c.object_id == "li").values(operating="ERROR"))
+            connection.execute(
+                object_status.update().where(object_status.c.object_id == "li").values(operating="ERROR")
+            )
 
     done = []
     sa.event.listen(database.engine, "before_cursor_execute", meanwhile)
     confirmed(database, 2, first=[observation(Operating.ONLINE)])
     assert done
-    now = database.read(lambda c: c.execute(sa.select(status.c.operating).where(status.c.object_id == "li")).scalar())
+    now = database.read(
+        lambda c: c.execute(sa.select(object_status.c.operating).where(object_status.c.object_id == "li")).scalar()
+    )
     assert now == "ERROR"
 
 
@@ -233,7 +237,9 @@ def test_new_failure_is_reported_without_a_pending_request(intents, database):
     database.write(lambda c: status_outbox.mark_reported(c, due_now(c)))
     serve(database, 2, {"li": "no such thing"})
     assert said(database) == [("li", Provisioning.ERROR, None)]
-    assert database.read(lambda c: c.execute(sa.select(status.c.reason).where(status.c.object_id == "li")).scalar())
+    assert database.read(
+        lambda c: c.execute(sa.select(object_status.c.reason).where(object_status.c.object_id == "li")).scalar()
+    )
 
 
 def test_reports_of_many_objects_are_taken_in_a_few_statements(intents, database):
@@ -262,7 +268,7 @@ def test_a_deleted_object_is_reported_once_and_forgotten(intents, database):
     )
     database.write(lambda c: status_outbox.mark_reported(c, due_now(c)))
     assert due(database) == []
-    assert database.read(lambda c: c.execute(sa.select(sa.func.count()).select_from(status)).scalar()) == 1
+    assert database.read(lambda c: c.execute(sa.select(sa.func.count()).select_from(object_status)).scalar()) == 1
 
 
 def test_giving_up_is_said_and_taken_back_when_it_works_after_all(intents, database):
@@ -281,5 +287,5 @@ def test_a_deleted_load_balancer_leaves_no_row(intents, database):
     serve(database, 3)
     assert [one.kind for one in due(database)] == [Kind.LISTENER, Kind.LOAD_BALANCER], "children first"
     database.write(lambda c: status_outbox.mark_reported(c, due_now(c)))
-    for table in (status, work, desired_objects.wanted_object):
+    for table in (object_status, job, desired_objects.wanted_object):
         assert database.read(lambda c, table=table: c.execute(sa.select(table)).all()) == []

@@ -4,6 +4,7 @@
 import itertools
 import os
 import re
+import shutil
 import signal
 import traceback
 from contextlib import nullcontext
@@ -14,15 +15,13 @@ import revision_0001 as old
 import sqlalchemy as sa
 from alembic import command
 from alembic.script import ScriptDirectory
-from cryptography.fernet import Fernet
 
 from amphora_driver.database import migrate, schema_check
 from amphora_driver.database.engine import Database
-from amphora_driver.database.tables import request, work
+from amphora_driver.database.tables import job, request
 from amphora_driver.database.tables_fleet import metadata
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import SchemaMismatch, StoreError
-from amphora_driver.maintenance import reencryption
 from amphora_driver.model.enums import Kind
 from amphora_driver.queue.jobs import Jobs, acquire_duty
 from amphora_driver.secret import Secret
@@ -42,6 +41,37 @@ DATABASES = ("sqlite", "mariadb", "postgresql")
 FILE_FIRST = ("sqlite", *(pytest.param(kind, marks=pytest.mark.extended) for kind in DATABASES[1:]))
 _numbers = itertools.count()
 VAULT = Vault([old.KEY])
+
+
+NEXT = "0002"
+ADDED = tuple(f"next_{number}" for number in range(8))
+NEXT_REVISION = f"""import sqlalchemy as sa
+
+from amphora_driver.database.migrations.repeatable import add_column, create_index, create_table
+
+revision = "{NEXT}"
+down_revision = "0001"
+
+
+def upgrade():
+    for name in {ADDED}:
+        add_column("job", sa.Column(name, sa.Integer(), nullable=True))
+    create_table("next_table", sa.Column("id", sa.String(36), primary_key=True), sa.Column("name", sa.String(36)))
+    create_index("ix_next_table_name", "next_table", ["name"])
+"""
+
+
+@pytest.fixture(autouse=True)
+def next_revision(tmp_path_factory, monkeypatch):
+    """One more revision than this version has, so that an upgrade with data is possible."""
+    folder = tmp_path_factory.mktemp("next") / "migrations"
+    shutil.copytree(schema_check.MIGRATIONS, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / f"versions/{NEXT}_next.py").write_text(NEXT_REVISION)
+    monkeypatch.setattr(schema_check, "MIGRATIONS", folder)
+    schema_check.known_revisions.cache_clear()
+    yield
+    monkeypatch.undo()
+    schema_check.known_revisions.cache_clear()
 
 
 @pytest.fixture
@@ -72,7 +102,7 @@ def fill(url):
     with engine.connect() as connection:
         command.upgrade(migrate.alembic_config(connection), "0001")
         connection.commit()
-        written = old.fill(connection, Fernet(old.KEY).encrypt)
+        written = old.fill(connection, lambda content, location: VAULT.seal(Secret(content), location))
         connection.commit()
     engine.dispose()
     return written
@@ -120,9 +150,10 @@ def check_schema(url):
         found = sa.MetaData()
         found.reflect(connection)
     engine.dispose()
-    assert set(found.tables) == {*metadata.tables, "alembic_version"}
+    assert set(found.tables) == {*metadata.tables, "alembic_version", "next_table"}
     for name, table in metadata.tables.items():
-        assert {one.name for one in found.tables[name].columns} == {one.name for one in table.columns}, name
+        added = set(ADDED) if name == "job" else set()
+        assert {one.name for one in found.tables[name].columns} == {one.name for one in table.columns} | added, name
         assert {one.name for one in table.indexes} <= {one.name for one in found.tables[name].indexes}, name
 
 
@@ -145,12 +176,11 @@ def check_rows(url, written):
 @pytest.mark.parametrize("kind", DATABASES)
 def test_everything_is_there_afterwards_and_work_goes_on(filled):
     url, written = filled
-    assert migrate.upgrade(url) == migrate.Upgrade(before="0001", after=schema_check.known_revisions()[-1])
+    assert migrate.upgrade(url) == migrate.Upgrade(before="0001", after=NEXT)
     check_schema(url)
     check_rows(url, written)
     database = Database(url)
     try:
-        assert reencryption.reencrypt(database, VAULT, bind=True) == 3
         read_by_todays_code(database)
         continued_by_a_controller(database)
     finally:
@@ -189,9 +219,9 @@ def continued_by_a_controller(database):
 
     def confirm(connection):
         # What the provider agent and the controller do when Octavia has committed and the amphora has confirmed.
-        connection.execute(work.update().where(work.c.load_balancer_id == old.LB).values(committed=5))
+        connection.execute(job.update().where(job.c.load_balancer_id == old.LB).values(committed=5))
         status_outbox.confirm_generation(connection, old.LB, 5, {})
-        return connection.execute(sa.select(work.c.generation).where(work.c.load_balancer_id == old.LB)).scalar_one()
+        return connection.execute(sa.select(job.c.generation).where(job.c.load_balancer_id == old.LB)).scalar_one()
 
     assert database.write(confirm) == 5
     told = {
@@ -373,7 +403,7 @@ def test_active_processes_are_known_for_every_schema(empty, revision, monkeypatc
             connection.execute(held)
     else:
         database = Database(empty)
-        database.write(lambda c: c.execute(work.insert().values(load_balancer_id="lb", op="apply", generation=1)))
+        database.write(lambda c: c.execute(job.insert().values(load_balancer_id="lb", op="apply", generation=1)))
         assert Jobs(database, "one", 60.0).claim() is not None
         assert acquire_duty(database, "housekeeping", "two", 60.0)
         process_registry.ProcessRegistration(database, "three", process_registry.ProcessKind.CONTROLLER).heartbeat()

@@ -11,7 +11,7 @@ import pytest
 from cryptography.fernet import Fernet
 
 from amphora_driver.database import vault as vault_module
-from amphora_driver.database.vault import Binding, SecretLocation, Vault
+from amphora_driver.database.vault import SecretLocation, Vault
 from amphora_driver.errors import ConfigurationError, StoreError
 from amphora_driver.secret import Secret
 
@@ -72,8 +72,8 @@ def test_a_value_opens_in_its_own_place_only(there):
     vault = Vault([NEW])
     sealed = vault.seal(CANARY, HERE)
     assert vault.open(sealed, HERE) == CANARY
-    assert (vault.binding(sealed, HERE), vault.binding(sealed, there)) == (Binding.THIS_ROW, Binding.OTHER_ROW)
-    for use in (vault.open, vault.reseal, lambda *words: vault.reseal(*words, bind=True)):
+    assert (vault.is_misplaced(sealed, HERE), vault.is_misplaced(sealed, there)) == (False, True)
+    for use in (vault.open, vault.reseal):
         with pytest.raises(
             StoreError, match=r"table .* was sealed for another row or purpose. It was copied"
         ) as caught:
@@ -82,18 +82,15 @@ def test_a_value_opens_in_its_own_place_only(there):
 
 
 @pytest.mark.parametrize("content", [CANARY.reveal(), b"", bytes(range(32))])
-def test_a_value_without_a_place_is_bound_by_the_command_that_its_refusal_names(content):
+def test_value_without_a_location_is_refused(content):
     vault = Vault([NEW, OLD])
     for key in (NEW, OLD):
         unbound = Fernet(key).encrypt(content)
-        assert vault.binding(unbound, HERE) is Binding.UNBOUND
+        assert vault.is_misplaced(unbound, HERE)
         for use in (vault.open, vault.reseal):
-            with pytest.raises(StoreError, match=r"not bound to its row. Run: amphoractl secrets reencrypt --bind"):
+            with pytest.raises(StoreError, match="was sealed for another row or purpose"):
                 use(unbound, HERE)
-        bound = vault.reseal(unbound, HERE, bind=True)
-        assert vault.open(bound, HERE) == Secret(content)
-        assert vault.key_index(bound) == 0
-        assert vault.binding(Vault([OTHER]).seal(CANARY, HERE), HERE) is None
+    assert not vault.is_misplaced(Vault([OTHER]).seal(CANARY, HERE), HERE)
 
 
 def test_a_running_process_takes_up_a_changed_file(path, caplog, clock):

@@ -85,20 +85,20 @@ def fleet(**more):
 def rows(number, *, now=None):
     """So many load balancers, each a pair that serves what is wanted, and rows of everything that belongs to them."""
     at = time.time() if now is None else now
-    found = {name: [] for name in ("work", "wanted_object", "status", "amphora", "amphora_seen")}
+    found = {name: [] for name in ("job", "desired_object", "object_status", "amphora", "amphora_heartbeat")}
     for one in range(1, number + 1):
         of = identifier(one)
-        found["work"].append(
+        found["job"].append(
             {"load_balancer_id": of, "project_id": "p", "topology": "ACTIVE_STANDBY", "op": "apply", "generation": 5}
             | {"committed": 5, "applied": 5, "dirty": False, "spare_pool": None, "spares": None}
         )
         vip = {"address": f"198.51.{one // 250}.{one % 250}", "subnet_id": "s", "network_id": "n", "port_id": "p"}
         body = {"id": of, "name": f"shop-{one}", "project_id": "p", "vip": vip}
-        found["wanted_object"].append(
+        found["desired_object"].append(
             {"id": of, "kind": "loadbalancers", "load_balancer_id": of, "created": one, "generation": 5}
             | {"removed": False, "body": json.dumps(body)}
         )
-        found["status"].append(
+        found["object_status"].append(
             {"object_id": of, "kind": "loadbalancers", "load_balancer_id": of, "provisioning": "ACTIVE"}
             | {"operating": "ONLINE", "version": 3, "settled": 3, "reported": 3, "since": at - 100}
         )
@@ -109,7 +109,7 @@ def rows(number, *, now=None):
                 | {"heartbeat_key": b"k", "created_at": at - 1000, "certificate_issued_at": at - 1000}
                 | {"certificate_expires_at": at + 600_000, "drift": None, "drifts": None}
             )
-            found["amphora_seen"].append(
+            found["amphora_heartbeat"].append(
                 {"amphora_id": amphora, "seen_at": at - 1, "generation": 5, "epoch": 1, "sequence": 9}
                 | {"holds_vip": role == "MASTER", "agent_version": "1"}
             )

@@ -53,15 +53,15 @@ def test_a_pair_that_serves(database):
 )
 def test_states(database, work, status, expected):
     found = rows(1)
-    found["work"][0] |= work
-    found["status"][0] |= status
+    found["job"][0] |= work
+    found["object_status"][0] |= status
     write(database, found)
     assert seen(database).balancers[0].state == expected
 
 
 def test_waiting_jobs_with_their_ages(database):
     found = rows(2)
-    found["work"][0] |= {"generation": 8, "applied": 6, "dirty": True}
+    found["job"][0] |= {"generation": 8, "applied": 6, "dirty": True}
     common = {"load_balancer_id": identifier(1), "action": "update", "object_id": identifier(1)}
     found["request"] = [
         # Answered long ago; never answered but behind what is applied; two that are waited for.
@@ -78,8 +78,8 @@ def test_waiting_jobs_with_their_ages(database):
 
 def test_expired_lease_has_no_owner(database):
     found = rows(2, now=time.time())
-    found["work"][0] |= {"owner": "me", "leased_until": time.time() + 600, "dirty": True}
-    found["work"][1] |= {"owner": "dead", "leased_until": time.time() - 600, "dirty": True}
+    found["job"][0] |= {"owner": "me", "leased_until": time.time() + 600, "dirty": True}
+    found["job"][1] |= {"owner": "dead", "leased_until": time.time() - 600, "dirty": True}
     write(database, found)
     assert [one.owner for one in seen(database).balancers] == ["me", None]
 
@@ -87,10 +87,10 @@ def test_expired_lease_has_no_owner(database):
 def test_pools_of_spares_are_no_load_balancers(database):
     found = rows(1)
     pool = identifier(77)
-    found["work"].append({**found["work"][0], "load_balancer_id": pool, "op": "spares", "spares": '{"number": 3}'})
+    found["job"].append({**found["job"][0], "load_balancer_id": pool, "op": "spares", "spares": '{"number": 3}'})
     unused = identifier(80)
-    found["work"].append({**found["work"][0], "load_balancer_id": unused, "op": "spares", "spares": "{}"})
-    found["work"][0]["spare_pool"] = pool
+    found["job"].append({**found["job"][0], "load_balancer_id": unused, "op": "spares", "spares": "{}"})
+    found["job"][0]["spare_pool"] = pool
     spare = {**found["amphora"][0], "load_balancer_id": pool, "role": "SPARE"}
     found["amphora"] += [spare | {"id": identifier(78)}, spare | {"id": identifier(79), "state": "booting"}]
     write(database, found)
@@ -128,19 +128,19 @@ def test_everything_else(database):
     amphora = found["amphora"][1]["id"]
     found["amphora"][1]["drift"] = "haproxy.cfg"
     found["amphora"][1]["drifts"] = True
-    found["silence"] = [
+    found["silent_amphora"] = [
         {"amphora_id": amphora, "load_balancer_id": identifier(1), "kind": "mute", "since": NOW, "verdict": "answers"}
     ]
-    found["breaker"] = [
+    found["circuit_breaker"] = [
         {"name": "automatic", "state": "open", "since": NOW, "silent": 9, "watched": 10, "reason": "many"}
     ]
-    found["zombie"] = [{"amphora_id": identifier(5), "address": "192.0.2.9", "first_at": NOW, "last_at": NOW}]
+    found["unknown_amphora"] = [{"amphora_id": identifier(5), "address": "192.0.2.9", "first_at": NOW, "last_at": NOW}]
     found["orphan"] = [{"kind": "port", "backend": "local", "id": "x", "found_at": NOW}]
-    found["authority"] = [
+    found["certificate_authority"] = [
         {"kind": "amphora", "state": state, "certificate": "x", "created_at": NOW, "changed_at": NOW, "expires_at": NOW}
         for state in ("gone", "current", "next")
     ]
-    found["status"][0]["version"] = 4
+    found["object_status"][0]["version"] = 4
     found["rotation"] = [
         {"state": "paused", "wanted": "{}", "max_unavailable": 2, "created_at": NOW, "changed_at": NOW}
     ]
@@ -170,7 +170,7 @@ SIGHT = {"name": "sight", "state": "blind", "since": 3.0, "silent": 0, "watched"
 @pytest.mark.parametrize("ones", itertools.permutations((AUTOMATIC, OPERATOR, SIGHT)))
 def test_an_operator_goes_before_the_automatic_and_sight_is_another_matter(database, ones):
     for one in ones:
-        write(database, {"breaker": [one]})
+        write(database, {"circuit_breaker": [one]})
     held = BreakerInfo(state="open", since=2.0, silent=9, watched=20, reason="root: switches", held=True)
     blind = DetectorInfo(state="blind", since=3.0, reason="no route")
     read = seen(database)
@@ -180,10 +180,10 @@ def test_an_operator_goes_before_the_automatic_and_sight_is_another_matter(datab
         "an operator holds the circuit breaker open, no automatic fail-overs: root: switches" in text for text in texts
     )
     assert any("blind, no automatic fail-overs: no route" in text for text in texts)
-    database.write(lambda c: c.execute(sa.text("DELETE FROM breaker WHERE name = 'operator'")))
+    database.write(lambda c: c.execute(sa.text("DELETE FROM circuit_breaker WHERE name = 'operator'")))
     read = seen(database)
     assert read.breaker == BreakerInfo(state="trial", since=1.0, silent=9, watched=20, reason="9 of 20")
-    database.write(lambda c: c.execute(sa.text("DELETE FROM breaker WHERE name = 'automatic'")))
+    database.write(lambda c: c.execute(sa.text("DELETE FROM circuit_breaker WHERE name = 'automatic'")))
     read = seen(database)
     assert (read.breaker, read.sight) == (BreakerInfo(), blind)
 
@@ -200,7 +200,7 @@ def test_what_was_found_once_is_no_trouble_now(database):
 
 def test_a_body_that_is_none_hides_nothing(database):
     found = rows(2)
-    found["wanted_object"][0]["body"] = '{"name": 7}'
+    found["desired_object"][0]["body"] = '{"name": 7}'
     write(database, found)
     assert [one.name for one in seen(database).balancers] == [None, "shop-2"]
 
@@ -245,7 +245,17 @@ def test_large_tables_are_reached_by_a_key(database):
             scanned = [line for line in plan if line.startswith("SCAN ")]
             # One row for each load balancer or amphora, or few by nature; `status` is one row for each object, which
             # The reporter reads in the same way each second.
-            few = {"work", "amphora", "status", "process", "breaker", "orphan", "zombie", "authority", "rotation"}
+            few = {
+                "job",
+                "amphora",
+                "object_status",
+                "process",
+                "circuit_breaker",
+                "orphan",
+                "unknown_amphora",
+                "certificate_authority",
+                "rotation",
+            }
             few |= {"rotation_item"} if "failover" not in text else set()
             assert {line.split()[1] for line in scanned} <= few | {"CONSTANT"}, (text, plan)
 
@@ -254,7 +264,7 @@ def test_status_page_cannot_write(url):
     found = open_read_only(url)
     try:
         with pytest.raises(StoreError, match="readonly"):
-            found.write(lambda connection: connection.execute(sa.text("DELETE FROM work")))
+            found.write(lambda connection: connection.execute(sa.text("DELETE FROM job")))
         assert fleet_queries.read_fleet(found).balancers == ()
     finally:
         found.dispose()
@@ -293,9 +303,9 @@ def test_while_the_database_is_away_what_was_seen_last_is_shown(url, tmp_path):
 @pytest.mark.quiet
 def test_a_thousand_load_balancers_are_read_in_a_fifth_of_a_second(database):
     found = rows(1000)
-    found["status"] += [
+    found["object_status"] += [
         {**one, "object_id": identifier(1_000_000 + place * 10 + child), "kind": "members"}
-        for place, one in enumerate(list(found["status"]))
+        for place, one in enumerate(list(found["object_status"]))
         for child in range(10)
     ]
     write(database, found)

@@ -34,7 +34,7 @@ def server_url(request):
 def test_the_fleet_is_read_and_nothing_can_be_written(server_url):
     migrate.upgrade(server_url)
     found = rows(3)
-    found["work"][0] |= {"generation": 6}
+    found["job"][0] |= {"generation": 6}
     found["request"] = [
         {"load_balancer_id": identifier(1), "action": "update", "object_id": identifier(1), "generation": 6}
         | {"accepted_at": NOW}
@@ -51,7 +51,7 @@ def test_the_fleet_is_read_and_nothing_can_be_written(server_url):
         assert [one.step for one in told.failovers] == ["begun"]
         assert fleet_queries.list_ended_failovers(looking, 0.0)[0] == ()
         with pytest.raises(StoreError, match=r"(?i)read.?only"):
-            looking.write(lambda connection: connection.execute(sa.text("DELETE FROM work")))
+            looking.write(lambda connection: connection.execute(sa.text("DELETE FROM job")))
     finally:
         looking.dispose()
         writer.dispose()
