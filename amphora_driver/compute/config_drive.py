@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The config drive of a virtual machine, in the format of Nova.
 
-Invariant: pure functions; the same arguments give the same bytes. An image that boots from this drive also boots from
-a drive of Nova. The label is ``config-2``. The directory ``openstack/latest`` has ``meta_data.json``,
-``network_data.json`` and ``user_data``. ``files`` in ``meta_data.json`` maps contents to paths (Nova's documentation,
-"Metadata").
+Invariant: no I/O. An image that boots from this drive also boots from a drive of Nova. The label is ``config-2``. The
+directory ``openstack/latest`` has ``meta_data.json``, ``network_data.json`` and ``user_data``. ``files`` in
+``meta_data.json`` maps contents to paths (Nova's documentation, "Metadata").
 """
 
 from __future__ import annotations
 
+import io
 import ipaddress
 from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
 
 import msgspec
+import pycdlib
 
-from amphora_driver.compute import iso9660
 from amphora_driver.model.network import Port, Subnet
 
 LABEL = "config-2"
@@ -109,7 +110,25 @@ def build_config_drive(
         "openstack/latest/user_data": b"",
         **{f"openstack/content/{number:04}": files[name] for number, name in enumerate(names)},
     }
-    return iso9660.build_image(LABEL, written)
+    return build_image(written)
+
+
+def build_image(files: Mapping[str, bytes]) -> bytes:
+    """Return an ISO 9660 image with the label and these files, by path below the root.
+
+    Interchange level 4 and Joliet keep the names as they are: the guest mounts either tree.
+    """
+    image = pycdlib.PyCdlib()
+    image.new(interchange_level=4, joliet=3, vol_ident=LABEL)
+    folders = {str(parent) for path in files for parent in PurePosixPath("/", path).parents} - {"/"}
+    for folder in sorted(folders):
+        image.add_directory(folder, joliet_path=folder)
+    for path, content in sorted(files.items()):
+        image.add_fp(io.BytesIO(content), len(content), f"/{path}", joliet_path=f"/{path}")
+    written = io.BytesIO()
+    image.write_fp(written)
+    image.close()
+    return written.getvalue()
 
 
 def build_network_data(port: Port, subnets: Sequence[Subnet]) -> NetworkData:
