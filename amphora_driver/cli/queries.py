@@ -56,8 +56,8 @@ class LoadBalancerSummary(msgspec.Struct, frozen=True, kw_only=True):
         silent: ids of silent amphorae.
     """
 
-    job: Any
-    object_status: Any
+    work: Any
+    status: Any
     named: DisplayFields | None
     amphorae: Sequence[Any] = ()
     since: float | None = None

@@ -91,7 +91,7 @@ class AmphoraCertificate(msgspec.Struct, frozen=True, kw_only=True):
     ready: bool
     issued_at: float | None
     expires_at: float | None
-    certificate_authority: int | None
+    authority: int | None
     trusts: str | None
     heard_at: float | None = None
 

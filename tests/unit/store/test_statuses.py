@@ -287,5 +287,5 @@ def test_a_deleted_load_balancer_leaves_no_row(intents, database):
     serve(database, 3)
     assert [one.kind for one in due(database)] == [Kind.LISTENER, Kind.LOAD_BALANCER], "children first"
     database.write(lambda c: status_outbox.mark_reported(c, due_now(c)))
-    for table in (object_status, job, desired_objects.wanted_object):
+    for table in (object_status, job, desired_objects.desired_object):
         assert database.read(lambda c, table=table: c.execute(sa.select(table)).all()) == []
