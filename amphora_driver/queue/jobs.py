@@ -370,7 +370,7 @@ _COMPLETE_FOR_NOW = (
     .where(*_MINE)
     .ordered_values(("free_at", sa.case((_DUE_AGAIN, 0.0), else_=_AGAIN)), ("dirty", True), *_RETURNED)
 )
-# A write proves progress and resets `deaths`. Galera certifies the count: see `tables.work`.
+# A write proves progress and resets `deaths`. Galera certifies the count: see `tables.job`.
 _GUARD = job.update().where(*_MINE).values(writes=job.c.writes + 1, deaths=0)
 _GUARD_APPLIED = _GUARD.values(applied=sa.bindparam("new_applied", type_=sa.BigInteger))
 _LOCK_ROW = sa.select(job.c.epoch).where(job.c.load_balancer_id == sa.bindparam("of")).with_for_update()

@@ -241,7 +241,7 @@ def test_a_rotation_moves_on_by_the_duty(control, trust, monkeypatch, caplog):
 
     def later():
         at = control.database.now() - 1000
-        control.database.write(lambda c: c.execute(ca_records.authority.update().values(changed_at=at)))
+        control.database.write(lambda c: c.execute(ca_records.certificate_authority.update().values(changed_at=at)))
 
     caplog.set_level("WARNING")
     for _ in range(2):
