@@ -308,5 +308,5 @@ def test_the_key_of_another_authority_signs_nothing(house):
     mine = certificate_authority.c.id == by_kind[CaKind.AMPHORA].id
     house.database.write(lambda c: c.execute(certificate_authority.update().where(mine).values(sealed_key=copied)))
     house.trust.tls_override()
-    with pytest.raises(StoreError, match="table authority was sealed for another row or purpose"):
+    with pytest.raises(StoreError, match="table certificate_authority was sealed for another row or purpose"):
         house.trust.credentials()
