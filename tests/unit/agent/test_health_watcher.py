@@ -29,7 +29,10 @@ class Daemon:
         (self.place / WANTED_FILE).write_text(f"{word}\n")
 
     def care(self) -> None:
-        (self.place / POLICY_FILE).write_text(json.dumps({"health": str(self.health), "probe": None}))
+        # The agent replaces this file in one step, so that the watcher never reads a part of it.
+        new = self.place.parent.parent / "policy.new"
+        new.write_text(json.dumps({"health": str(self.health), "probe": None}))
+        new.replace(self.place / POLICY_FILE)
 
     def begin(self) -> None:
         self.process = subprocess.Popen(["sleep", "1000"])
