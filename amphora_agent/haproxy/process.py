@@ -62,6 +62,8 @@ _SLOW_POLL_SECONDS = 0.05
 # A master is busy during a reload and answers again after it. A master that still reports the old state after this time
 # has lost the command: it was just executing itself again (2.6: after the start of its worker).
 _LOST_COMMAND_SECONDS = 2.0
+# The first thread of the old worker handles the signal of the master in milliseconds, on a busy machine later.
+_STOPPING_SECONDS = 2.0
 # Alerts without a reason: they refer to an earlier alert.
 _EMPTY_PHRASES = ("Fatal errors", "Error(s) found", "exited with code", "failed to start their listeners")
 
@@ -387,10 +389,23 @@ class Haproxy:
             if count != reloads and worker is None:
                 why = self._last_alert() or "the new worker did not start"
                 raise HaproxyError("reload HAProxy", why, "The old worker still serves.")
-            if worker is not None and worker not in (None, old) and self._worker_pid() == worker:
+            if worker not in (None, old) and self._worker_pid() == worker:
+                self._await_stopping(old)
                 return
             time.sleep(_POLL_SECONDS)  # HAProxy 2.6 answers 'reload' before the reload ends, 2.8 after it
         raise HaproxyError("reload HAProxy", f"no new worker within {self._read_seconds:.0f} s")
+
+    def _await_stopping(self, old: int | None) -> None:
+        """Wait until the old worker accepts no connections; until then, both workers accept on the same sockets.
+
+        The old worker would answer questions and run commands that are meant for the new one.
+        """
+        deadline = time.monotonic() + _STOPPING_SECONDS
+        with suppress(HaproxyError):  # a frozen worker accepts no connections
+            while old is not None and time.monotonic() < deadline:
+                if "\nStopping: 0\n" not in self.master.ask(f"@!{old} show info", seconds=_STOPPING_SECONDS):
+                    return
+                time.sleep(_POLL_SECONDS)
 
     def _workers(self) -> Workers:
         # The master does not answer while it reads a configuration.
