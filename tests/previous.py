@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # An older commit with the present schema and wire format: its controllers and agents work beside those of today.
-BASELINE = "160b18de88cd90192cd751d273b5bdc412ce8003"
+BASELINE = "e08e5b0488b60f49b545faa80d94fc16129e6a1e"
 _MIGRATIONS = Path("amphora_driver/database/migrations/versions")
 
 
