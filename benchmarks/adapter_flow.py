@@ -186,7 +186,7 @@ def _wake(connection, load_balancer_id):
     """Make a waiting job due, as the controller does after an agent listens."""
     mine = job.c.load_balancer_id == load_balancer_id
     return connection.execute(
-        job.update().where(mine, job.c.dirty, job.c.owner.is_(None), job.c.free_at > 0.0).values(free_at=0.0)
+        job.update().where(mine, job.c.dirty, job.c.owner.is_(None), job.c.due_at > 0.0).values(due_at=0.0)
     ).rowcount
 
 

@@ -79,7 +79,7 @@ def _configuration(etc):
 connection = sqlite:///{etc}/store.sqlite
 encryption_key_file = {etc}/encryption.keys
 [amp_queue]
-doorbell_dir = {etc}/bells
+socket_dir = {etc}/bells
 [amp_health]
 bind_address = 127.0.0.1
 bind_port = 15557

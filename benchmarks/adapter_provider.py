@@ -20,7 +20,7 @@ class Provider:
         keys.chmod(0o600)
         conf.write_text(
             f"[amp_database]\nconnection = {self.url.replace('%', '%%')}\nencryption_key_file = {keys}\n"
-            f"[amp_queue]\ndoorbell_dir = {self.folder}/bells\n"
+            f"[amp_queue]\nsocket_dir = {self.folder}/bells\n"
         )
         os.environ[config.FILE_VARIABLE] = str(conf)
         from octavia_lib.api.drivers import data_models  # noqa: PLC0415 - other cases measure imports

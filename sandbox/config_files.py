@@ -63,7 +63,7 @@ def _driver_options(settings: Settings) -> _Sections:
             "encryption_key_file": str(settings.etc / "encryption.keys"),
         },
         "amp_queue": {
-            "doorbell_dir": str(settings.run / "bells"),
+            "socket_dir": str(settings.run / "sockets"),
             **({"engine": "celery", "broker_url": settings.broker_url} if settings.broker_url else {}),
         },
         # On one machine, a controller that does not renew its leases for 3 s has ended.

@@ -20,7 +20,7 @@ OCTAVIA_PORT = 9876
 NETWORK_PORT = 9696
 STATUS_PORT = 9878
 # sun_path has 108 bytes. The longest socket path below the state directory is that of a controller.
-_LONGEST_STATE = 107 - len("/run/bells/controller-4194304-7fffffffffff")
+_LONGEST_STATE = 107 - len("/run/sockets/controller-4194304-7fffffffffff")
 
 
 class SandboxError(AmphoraDriverError):

@@ -88,7 +88,7 @@ class Stack:
                 topology.build_networks(self._settings, network)
                 self._report("networks: management, vip, members; a client and three members")
                 self._power_on(network)
-            (self._settings.run / "bells").mkdir(exist_ok=True, mode=0o700)
+            (self._settings.run / "sockets").mkdir(exist_ok=True, mode=0o700)
             programs = self.programs()
             # In parallel: most of the start time is the import of modules, which uses all processors.
             started = [program for program in programs if self._supervision.start(program)]
@@ -272,7 +272,7 @@ def _listens_on_unix(folder: Path, *names: str) -> Callable[[Process], bool]:
 
 def _has_notification_socket(folder: Path, role: str) -> Callable[[Process], bool]:
     """The program has bound its notification socket. The file alone may belong to a dead process."""
-    beginning = str(folder / "bells" / f"{role}-")
+    beginning = str(folder / "sockets" / f"{role}-")
 
     return lambda process: any(path.startswith(beginning) for path, _ in _unix_sockets(process))
 

@@ -43,9 +43,9 @@ class Finding:
         sentences = [one.sentence[:_MAX_SENTENCE_LENGTH] for one in self.differences[:_MAX_SENTENCES]]
         return {
             "at": round(self.at, 3),
-            "words": kinds(self.differences),
-            "what": sentences,
-            "mended": self.repaired,
+            "kinds": kinds(self.differences),
+            "sentences": sentences,
+            "repaired": self.repaired,
         }
 
 
@@ -104,8 +104,8 @@ class DriftReport:
             return keys
 
     def document(self) -> Mapping[str, Any]:
-        """Return the report for ``GET /v2/info``; ``left`` has the kinds of the unrepaired differences."""
+        """Return the report for ``GET /v2/info``; ``unrepaired`` has the kinds of the unrepaired differences."""
         with self._lock:
             last = None if self._last is None else self._last.document()
-            left = kinds(self._unrepaired)
-            return {"last": last, "left": left, "found": dict(self._counts), "looks": self._checks}
+            unrepaired = kinds(self._unrepaired)
+            return {"last": last, "unrepaired": unrepaired, "counts": dict(self._counts), "checks": self._checks}

@@ -5,7 +5,7 @@ Invariant: the file holds 1 from the moment at which the exit or freeze is known
 the daemon. A daemon that is not wanted counts as healthy. No method blocks: the selector and `due` drive all work. Only
 the standard library is imported (see `amphora_agent.services.supervisor`).
 
-A daemon is frozen if it leaves a question unanswered for `Probe.patience` *and* uses no processor time meanwhile. A
+A daemon is frozen if it leaves a question unanswered for `Probe.time_limit` *and* uses no processor time meanwhile. A
 daemon that computes, or waits for a processor, is busy; it has `BUSY_SECONDS`, because a move of the VIPs ends all open
 connections and brings the same load to the partner. Time in which this process itself did not run does not count.
 """
@@ -36,13 +36,13 @@ class Probe:
         socket: the path of the socket.
         question: the text that is sent; each answer shows that the daemon serves.
         interval: time between two questions.
-        patience: time without an answer and without activity after which the daemon is frozen.
+        time_limit: time without an answer and without activity after which the daemon is frozen.
     """
 
     socket: str
     question: str
     interval: float
-    patience: float
+    time_limit: float
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class HealthFile:
         else:
             self._connection = connection
             self._selector.register(connection, selectors.EVENT_READ, partial(self._receive_answer, self._probe))
-            self.due = now + self._probe.patience / 2
+            self.due = now + self._probe.time_limit / 2
         if self._silent_since is None:
             self._silent_since, self._last_activity = now, None
 
@@ -178,7 +178,7 @@ class HealthFile:
 
     def _evaluate_silence(self, now: float, probe: Probe) -> None:
         """Write DEAD if the daemon is frozen, or busy for too long."""
-        self.due = now + probe.patience / 2
+        self.due = now + probe.time_limit / 2
         silent = now - (self._silent_since if self._silent_since is not None else now)
         if not self._answered or self._pid is None:
             # The daemon is starting: the starting process waits for its answer or its exit.
@@ -188,5 +188,5 @@ class HealthFile:
         last = self._last_activity
         idle = last is not None and activity.ticks == last.ticks and not activity.ready
         self._last_activity = activity
-        if silent >= BUSY_SECONDS or (silent >= probe.patience and idle):
+        if silent >= BUSY_SECONDS or (silent >= probe.time_limit and idle):
             self._write(DEAD)

@@ -58,8 +58,8 @@ def list_differences(amphora_id: str, desired: dict[str, Any], actual: dict[str,
     for one in desired["interfaces"]:
         lines += _interface(one, actual.get("interfaces"), is_pair=desired["vrrp"] is not None)
     drift = actual.get("drift")
-    if isinstance(drift, dict) and drift.get("left"):
-        found = (drift.get("last") or {}).get("what") or drift["left"]
+    if isinstance(drift, dict) and drift.get("unrepaired"):
+        found = (drift.get("last") or {}).get("sentences") or drift["unrepaired"]
         lines += [f"the agent cannot repair: {one}" for one in found]
     return [escape_unprintable(line, "\t") for line in lines]
 

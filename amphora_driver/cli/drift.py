@@ -104,7 +104,7 @@ class RepairLoadBalancer(Command):
             )
 
         chosen, amphorae = self.app.database.write(write)
-        local_socket.wake_role(self.app.conf.amp_queue.doorbell_dir, local_socket.CONTROLLER)
+        local_socket.wake_role(self.app.conf.amp_queue.socket_dir, local_socket.CONTROLLER)
         listed = ", ".join(amphorae) or "none has confirmed a configuration yet"
         self.app.stdout.write(
             f"Load balancer {chosen} is due. A controller sends the complete configuration to its amphorae again: "

@@ -321,7 +321,7 @@ def _add_reason(parser: argparse.ArgumentParser) -> None:
 def _write_and_notify(command: Command, write: Callable[[sa.Connection], str]) -> None:
     message = command.app.database.write(write)
     # Only processes of this host receive the notification; controllers of other hosts poll.
-    local_socket.wake_role(command.app.conf.amp_queue.doorbell_dir, local_socket.CONTROLLER)
+    local_socket.wake_role(command.app.conf.amp_queue.socket_dir, local_socket.CONTROLLER)
     command.app.stdout.write(message + "\n")
 
 

@@ -86,12 +86,14 @@ def check_authorities(conf: ConfigOpts, rows: Sequence[Any], now: float) -> Chec
             missing.append(f"{path}: {error.strerror}")
         except ValueError as error:
             return failure(
-                "Authorities", f"{path} is not a PEM certificate ({error}). Correct [amp_certificates] {option}."
+                "Certificate authorities",
+                f"{path} is not a PEM certificate ({error}). Correct [amp_certificates] {option}.",
             )
     if missing:
         words = "; ".join(missing)
         return warning(
-            "Authorities", f"not readable on this host: {words}. Controllers and amphoractl need these files."
+            "Certificate authorities",
+            f"not readable on this host: {words}. Controllers and amphoractl need these files.",
         )
     return status_checks.check_authorities(found, now)
 
@@ -135,13 +137,17 @@ def check_octavia_sockets(conf: ConfigOpts, *, elsewhere: bool, here: bool) -> C
 
 def check_local_sockets(conf: ConfigOpts) -> Check:
     """Check the directory of the sockets by which processes of this host notify each other."""
-    path = Path(conf.amp_queue.doorbell_dir)
+    path = Path(conf.amp_queue.socket_dir)
     if not path.is_dir():
         words = f"{path} does not exist: changes wait up to {conf.amp_queue.poll_interval:.0f} s"
-        return warning("Doorbells", f"{words}. Start a service, which creates it, or correct [amp_queue] doorbell_dir.")
+        return warning(
+            "Local sockets", f"{words}. Start a service, which creates it, or correct [amp_queue] socket_dir."
+        )
     if not os.access(path, os.W_OK | os.X_OK):
-        return warning("Doorbells", f"this user cannot write to {path}. Run this command as the user of the services.")
-    return success("Doorbells", str(path))
+        return warning(
+            "Local sockets", f"this user cannot write to {path}. Run this command as the user of the services."
+        )
+    return success("Local sockets", str(path))
 
 
 def check_broker(conf: ConfigOpts) -> Check:

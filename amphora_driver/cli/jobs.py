@@ -50,7 +50,7 @@ def waits_for(row: Any, now: float) -> str:
     if row.owner is not None and (row.leased_until or 0.0) > now:
         return "the controller at work"
     if row.dirty:
-        return "its next attempt" if row.free_at > now else "a controller"
+        return "its next attempt" if row.due_at > now else "a controller"
     return "Octavia to be told" if row.to_report else "a controller"
 
 
@@ -65,5 +65,5 @@ def _row(row: Any, now: float) -> tuple[Any, ...]:
     return (
         *(row.load_balancer_id, row.op, row.generation, row.applied, waits_for(row, now), Age(row.since)),
         *(row.pending, row.to_report, Value(row.owner), row.epoch, row.attempts),
-        *(Remaining(row.free_at if row.dirty else None), Value(row.error)),
+        *(Remaining(row.due_at if row.dirty else None), Value(row.error)),
     )

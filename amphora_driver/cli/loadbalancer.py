@@ -177,7 +177,7 @@ def _row(one: LoadBalancerSummary, now: float) -> tuple[Any, ...]:
             ValueList(sorted({failover.cause for failover in one.failovers})),
         ),
         *(Value(one.status.reason if one.status else None), ValueList(_addresses(one)), Age(one.since, "")),
-        *(Remaining(row.free_at if row.dirty and row.free_at else None), Value(row.owner), row.op, bool(row.dirty)),
+        *(Remaining(row.due_at if row.dirty and row.due_at else None), Value(row.owner), row.op, bool(row.dirty)),
         ValueList(sorted({machine.drift for machine in one.amphorae if machine.drift})),
     )
 

@@ -75,7 +75,7 @@ class ResyncLoadBalancer(Lister):
         database.write(
             lambda connection: resyncs.request_resyncs(connection, chosen, now, by, remove_unknown=remove_unknown)
         )
-        local_socket.wake_role(self.app.conf.amp_queue.doorbell_dir, local_socket.REPORTER)
+        local_socket.wake_role(self.app.conf.amp_queue.socket_dir, local_socket.REPORTER)
 
 
 def _all_ids(connection: sa.Connection) -> list[str]:

@@ -52,7 +52,7 @@ class CheckStatus(Lister):
 
     def _run_all(self) -> Iterator[Check]:
         conf = self.app.conf
-        yield host_checks.run_check("Doorbells", lambda: host_checks.check_local_sockets(conf))
+        yield host_checks.run_check("Local sockets", lambda: host_checks.check_local_sockets(conf))
         yield host_checks.run_check("Broker", lambda: host_checks.check_broker(conf))
         schema = _check_schema(self.app)
         yield schema
@@ -126,7 +126,7 @@ def _check_rows(conf: Any, rows: Rows, now: float) -> Iterator[Check]:
     yield from status_checks.check_processes(rows.processes, now, process_registry.installed_version())
     checks: dict[str, Callable[[], Check]] = {
         "Octavia's sockets": lambda: host_checks.check_octavia_sockets(conf, elsewhere=any(agents.values()), here=here),
-        "Authorities": lambda: host_checks.check_authorities(conf, rows.authorities, now),
+        "Certificate authorities": lambda: host_checks.check_authorities(conf, rows.authorities, now),
         "Certificates": lambda: status_checks.check_certificates(rows.machines, now),
         "Circuit breaker": lambda: status_checks.check_breaker(rows.breaker),
         "Witnesses": lambda: status_checks.check_witnesses(conf.amp_failover.witnesses, rows.machines),
@@ -134,7 +134,7 @@ def _check_rows(conf: Any, rows: Rows, now: float) -> Iterator[Check]:
             rows.machines, now, conf.amp_failover.silent_after
         ),
         "Fail-overs": lambda: status_checks.check_failovers(
-            [one for one in rows.failovers if one.load_balancer_id in known], now, conf.amp_rotation.patience
+            [one for one in rows.failovers if one.load_balancer_id in known], now, conf.amp_rotation.replacement_timeout
         ),
         "Rotations": lambda: status_checks.check_rotations(rows.rotations),
         "Drift": lambda: status_checks.check_drift(rows.machines),

@@ -338,12 +338,14 @@ def check_authorities(ends: Mapping[str, float], now: float) -> Check:
     soon = [f"{name} in {format_duration(end - now)}" for name, end in ends.items() if now < end <= now + _MONTH]
     if over:
         words = f"expired: {', '.join(over)}"
-        return failure("Authorities", f"{words}. Run: amphoractl ca rotate; see docs/how-to/rotate-certificates.md.")
+        return failure(
+            "Certificate authorities", f"{words}. Run: amphoractl ca rotate; see docs/how-to/rotate-certificates.md."
+        )
     if soon:
-        return warning("Authorities", f"expires soon: {', '.join(soon)}. Run: amphoractl ca rotate.")
+        return warning("Certificate authorities", f"expires soon: {', '.join(soon)}. Run: amphoractl ca rotate.")
     first = min(ends, key=lambda name: ends[name], default=None)
     left = "" if first is None else f"; the first to expire is {first}, in {format_duration(ends[first] - now)}"
-    return success("Authorities", f"{len(ends)} certificates{left}")
+    return success("Certificate authorities", f"{len(ends)} certificates{left}")
 
 
 def check_resyncs(rows: Sequence[Any], now: float, max_seconds: float) -> Check:

@@ -43,7 +43,7 @@ OPTIONS: dict[str, list[cfg.Opt]] = {
             "the next load balancer. 0 or more.",
         ),
         cfg.FloatOpt(
-            "patience",
+            "replacement_timeout",
             default=900.0,
             min=1.0,
             help="Time limit in seconds to replace the amphorae of one load balancer. After it the load balancer has "

@@ -19,7 +19,7 @@ OPTIONS: dict[str, list[cfg.Opt]] = {
             help="Further network backends of existing load balancers, separated by commas. The default is none.",
         ),
         cfg.FloatOpt(
-            "vip_patience",
+            "vip_timeout",
             default=300.0,
             min=0.0,
             help="Time limit in seconds for the network backend to allocate the VIP addresses of a load balancer. "

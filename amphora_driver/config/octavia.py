@@ -23,7 +23,7 @@ OPTIONS: dict[str, list[cfg.Opt]] = {
             help="Unix socket on which octavia-driver-agent answers reads of objects. The same as its get_socket_path.",
         ),
         cfg.FloatOpt(
-            "commit_patience",
+            "commit_timeout",
             default=30.0,
             min=0.1,
             help="Seconds to wait until a new load balancer exists in Octavia's database. After this time Octavia has "

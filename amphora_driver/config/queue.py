@@ -22,7 +22,7 @@ OPTIONS: dict[str, list[cfg.Opt]] = {
             "tried in this order. Used only with engine = celery.",
         ),
         cfg.StrOpt(
-            "doorbell_dir",
+            "socket_dir",
             default="/run/amphora-driver",
             help="Directory of the unix sockets by which processes of one host notify each other of new jobs.",
         ),

@@ -140,7 +140,7 @@ class Controller:
         self._detector = FailureDetector(
             conf, self._database, context.agents, name, lambda role: notifier.notify(conf, role)
         )
-        self._wakeup = local_socket.WakeupSocket(conf.amp_queue.doorbell_dir, local_socket.CONTROLLER)
+        self._wakeup = local_socket.WakeupSocket(conf.amp_queue.socket_dir, local_socket.CONTROLLER)
         self._telemetry = Telemetry(conf, process_registry.ProcessKind.CONTROLLER, name, self._is_healthy)
         self._claimed_at = time.monotonic()
 
@@ -158,7 +158,7 @@ class Controller:
         ]
         # A daemon thread: it may block for as long as the database does not answer.
         liveness = threading.Thread(target=self._liveness.run, args=(self._stopping,), name="liveness", daemon=True)
-        with ProcessLock(f"{conf.amp_queue.doorbell_dir}/alive", self._name) as process_lock:
+        with ProcessLock(f"{conf.amp_queue.socket_dir}/alive", self._name) as process_lock:
             self._process_lock = process_lock
             for thread in (waiting, *others, liveness):
                 thread.start()

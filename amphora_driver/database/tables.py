@@ -42,7 +42,7 @@ Sealed = LargeBinary().with_variant(mysql.MEDIUMBLOB(), "mysql", "mariadb")
 # SQLite increments automatically only INTEGER primary keys.
 Serial = BigInteger().with_variant(Integer(), "sqlite")
 
-# Value of `job.free_at`: due at once and before all other rows. A job that releases its lease writes the next due
+# Value of `job.due_at`: due at once and before all other rows. A job that releases its lease writes the next due
 # time, but never overwrites this value: it may have been written after the job read the row.
 URGENT = -1.0
 
@@ -90,7 +90,7 @@ job = Table(
     # The last applied options of the VIP port (JSON: QoS policy, security groups); NULL if none were ever applied.
     Column("vip_applied", Body, nullable=True),
     # Objects that an unconfirmed generation omits (JSON: the generation, reasons by object id).
-    Column("left_out", Body, nullable=True),
+    Column("omitted", Body, nullable=True),
     # `spare_pool`: the row id of the pool of warm spares that this load balancer uses. `spares`: set in the row of such
     # a pool, its specification (JSON).
     Column("spare_pool", Id, nullable=True),
@@ -105,15 +105,15 @@ job = Table(
     # would then miss a collision with a claim on another node.
     Column("writes", BigInteger, nullable=False, default=0, server_default="0"),
     Column("leased_until", Double, nullable=True),
-    Column("free_at", Double, nullable=False, default=0.0),
+    Column("due_at", Double, nullable=False, default=0.0),
     Column("attempts", Integer, nullable=False, default=0),
     # Crashes and lost leases of processes that worked on this row, since the last progress.
-    Column("deaths", Integer, nullable=False, default=0, server_default="0"),
+    Column("crashes", Integer, nullable=False, default=0, server_default="0"),
     Column("error", Text, nullable=True),
-    Index("ix_job_dirty_free_at", "dirty", "free_at"),
+    Index("ix_job_dirty_due_at", "dirty", "due_at"),
 )
-# Value for `free_at` that makes a row due now and keeps URGENT.
-DUE_NOW = case((job.c.free_at < 0.0, URGENT), else_=0.0)
+# Value for `due_at` that makes a row due now and keeps URGENT.
+DUE_NOW = case((job.c.due_at < 0.0, URGENT), else_=0.0)
 
 # One row per accepted call: the history of a load balancer, and the commit marker of the call.
 request = Table(

@@ -162,9 +162,9 @@ class DriftReports:
         for amphora_id, last in updated.items():
             drifted = last.drifted
             at, noticed = self._noticed.get(amphora_id, (None, -_NOTICE_INTERVAL))
-            if drifted is not None and drifted.what and at != drifted.at and now - noticed >= _NOTICE_INTERVAL:
+            if drifted is not None and drifted.sentences and at != drifted.at and now - noticed >= _NOTICE_INTERVAL:
                 found[amphora_id] = DriftNotice(
-                    _format_time(drifted.at), _format_sentence(drifted.at, drifted.what, repaired=drifted.mended)
+                    _format_time(drifted.at), _format_sentence(drifted.at, drifted.sentences, repaired=drifted.repaired)
                 )
         return found
 

@@ -61,13 +61,13 @@ class LastDrift(msgspec.Struct, frozen=True):
 
     Attributes:
         at: time of the finding, in seconds since 1970.
-        what: one sentence for each difference from the confirmed configuration.
-        mended: whether the agent repaired it.
+        sentences: one for each difference from the confirmed configuration.
+        repaired: whether the agent repaired it.
     """
 
     at: float = 0.0
-    what: Sentences = ()
-    mended: bool = False
+    sentences: Sentences = ()
+    repaired: bool = False
 
 
 class Report(msgspec.Struct, frozen=True):

@@ -167,7 +167,7 @@ class ImageRotator:
     ) -> None:
         self._limits = RotationLimits(
             settle=conf.amp_rotation.settle,
-            timeout=conf.amp_rotation.patience,
+            timeout=conf.amp_rotation.replacement_timeout,
             give_up_after=conf.amp_controller.give_up_after,
         )
         self._database = database

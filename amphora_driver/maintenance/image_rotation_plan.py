@@ -77,7 +77,7 @@ class LoadBalancerFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RotationLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Configured limits: seconds and attempts; `timeout` is [amp_rotation] patience."""
+    """Configured limits: seconds and attempts; `timeout` is [amp_rotation] replacement_timeout."""
 
     settle: float
     timeout: float

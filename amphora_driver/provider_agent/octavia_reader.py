@@ -119,7 +119,7 @@ class OctaviaReader:
     def _run_in_background(self, work: Callable[[], bool]) -> None:
         if work():
             # The outbox may contain new statuses.
-            local_socket.wake_role(self._conf.amp_queue.doorbell_dir, local_socket.REPORTER)
+            local_socket.wake_role(self._conf.amp_queue.socket_dir, local_socket.REPORTER)
 
     # --- reads ------------------------------------------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ class OctaviaReader:
             if row.committed:
                 return False
             since = self._unknown.setdefault(row.load_balancer_id, time.monotonic())
-            if time.monotonic() - since > self._conf.amp_octavia.commit_patience:
+            if time.monotonic() - since > self._conf.amp_octavia.commit_timeout:
                 self._unknown.pop(row.load_balancer_id)
                 LOG.warning("Octavia has not committed load balancer %s in time; deleting it", row.load_balancer_id)
                 self._database.write(

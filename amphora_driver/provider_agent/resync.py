@@ -303,7 +303,7 @@ class Resyncer:
         self._database.write(lambda connection: resyncs.finish_resync(connection, request, outcome, now, detail))
 
     def _notify(self, load_balancer_id: str) -> None:
-        local_socket.wake_role(self._conf.amp_queue.doorbell_dir, local_socket.REPORTER)
+        local_socket.wake_role(self._conf.amp_queue.socket_dir, local_socket.REPORTER)
         notifier.notify(self._conf, local_socket.CONTROLLER, load_balancer_id)
 
 
@@ -343,5 +343,5 @@ def _expect_missing_statuses(
     connection.execute(
         object_status.update().where(object_status.c.object_id.in_([*found, load_balancer_id])).values(**waiting)
     )
-    due = {"dirty": True, "free_at": DUE_NOW}
+    due = {"dirty": True, "due_at": DUE_NOW}
     connection.execute(job.update().where(job.c.load_balancer_id == load_balancer_id).values(**due))

@@ -120,7 +120,7 @@ class Reporter:
         statistics.start()
         registry.start()
         with (
-            local_socket.WakeupSocket(self._conf.amp_queue.doorbell_dir, local_socket.REPORTER) as wakeup,
+            local_socket.WakeupSocket(self._conf.amp_queue.socket_dir, local_socket.REPORTER) as wakeup,
             notifier.reporter_hints(self._conf, wakeup.wake),
         ):
             delay = 0.0

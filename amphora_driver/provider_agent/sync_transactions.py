@@ -151,7 +151,7 @@ def delete_unknown(connection: sa.Connection, load_balancer_id: str) -> None:
     connection.execute(
         job.update()
         .where(job.c.load_balancer_id == load_balancer_id)
-        .values(op=Op.DELETE, generation=generation + 1, committed=generation + 1, dirty=True, free_at=DUE_NOW)
+        .values(op=Op.DELETE, generation=generation + 1, committed=generation + 1, dirty=True, due_at=DUE_NOW)
     )
 
 
@@ -193,7 +193,7 @@ def adopt_octavia_tree(
     sealed_secrets.replace_secrets(
         connection, tree.id, {name: contents.get(name, kept.get(name, no_content)) for name in missing}
     )
-    connection.execute(job.update().where(job.c.load_balancer_id == tree.id).values(dirty=True, free_at=DUE_NOW))
+    connection.execute(job.update().where(job.c.load_balancer_id == tree.id).values(dirty=True, due_at=DUE_NOW))
     return True
 
 
@@ -259,7 +259,7 @@ def restore_members(connection: sa.Connection, row: Any, removed: Collection[str
     connection.execute(
         job.update()
         .where(job.c.load_balancer_id == row.load_balancer_id)
-        .values(generation=generation, committed=generation, dirty=True, free_at=DUE_NOW)
+        .values(generation=generation, committed=generation, dirty=True, due_at=DUE_NOW)
     )
     for one in sorted(removed):
         changed = desired_object.update().where(desired_object.c.id == one)

@@ -42,14 +42,14 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         attempts: number of failed attempts.
-        deaths: number of processes that ended or lost their lease since the last progress.
+        crashes: number of processes that ended or lost their lease since the last progress.
     """
 
     load_balancer_id: str
     owner: str
     epoch: int
     attempts: int
-    deaths: int = 0
+    crashes: int = 0
 
 
 def process_name() -> str:
@@ -82,9 +82,9 @@ class Jobs:
         def write(connection: sa.Connection) -> Lease | None:
             now = clock.now(connection)
             row = connection.execute(
-                sa.select(job.c.load_balancer_id, job.c.epoch, job.c.attempts, job.c.deaths, job.c.owner)
+                sa.select(job.c.load_balancer_id, job.c.epoch, job.c.attempts, job.c.crashes, job.c.owner)
                 .where(*_due(now, load_balancer_id, fresh=fresh))
-                .order_by(job.c.free_at)
+                .order_by(job.c.due_at)
                 .limit(1)
                 .with_for_update(skip_locked=True)
             ).first()
@@ -96,18 +96,18 @@ class Jobs:
                 epoch=row.epoch + 1,
                 attempts=row.attempts,
                 # The previous owner did not return the lease.
-                deaths=row.deaths + (row.owner is not None),
+                crashes=row.crashes + (row.owner is not None),
             )
             connection.execute(
                 job.update()
                 .where(job.c.load_balancer_id == row.load_balancer_id)
-                # A free_at that becomes urgent from now on is new to this job.
+                # A due_at that becomes urgent from now on is new to this job.
                 .values(
                     owner=self._owner,
                     epoch=lease.epoch,
                     leased_until=now + self._seconds,
-                    free_at=0.0,
-                    deaths=lease.deaths,
+                    due_at=0.0,
+                    crashes=lease.crashes,
                 )
             )
             return lease
@@ -123,7 +123,7 @@ class Jobs:
                 sa.select(
                     sa.func.min(
                         sa.case(
-                            (job.c.owner.is_(None), job.c.free_at),
+                            (job.c.owner.is_(None), job.c.due_at),
                             else_=job.c.leased_until,
                         )
                     )
@@ -195,7 +195,7 @@ class Jobs:
             connection.execute(
                 job.update()
                 .where(job.c.load_balancer_id == lease.load_balancer_id)
-                .values(owner=None, leased_until=None, dirty=True, free_at=again)
+                .values(owner=None, leased_until=None, dirty=True, due_at=again)
             )
 
         self._database.write(write)
@@ -208,7 +208,7 @@ class Jobs:
             connection.execute(
                 job.update()
                 .where(job.c.load_balancer_id == lease.load_balancer_id)
-                .values(owner=None, leased_until=None, dirty=True, free_at=0.0)
+                .values(owner=None, leased_until=None, dirty=True, due_at=0.0)
             )
 
         self._database.write(write)
@@ -218,13 +218,13 @@ class Jobs:
         self._database.write(
             lambda connection: connection.execute(
                 job.update()
-                .where(job.c.load_balancer_id.in_(list(load_balancer_ids)), job.c.dirty, job.c.free_at > 0.0)
-                .values(free_at=0.0)
+                .where(job.c.load_balancer_id.in_(list(load_balancer_ids)), job.c.dirty, job.c.due_at > 0.0)
+                .values(due_at=0.0)
             )
         )
 
     def retry_later(
-        self, lease: Lease, pause: float, reason: str, generation: int | None = None, *, deaths: int = 0
+        self, lease: Lease, pause: float, reason: str, generation: int | None = None, *, crashes: int = 0
     ) -> None:
         """Return a lease after a failure; the job is due again after `pause` seconds.
 
@@ -233,7 +233,7 @@ class Jobs:
             pause: seconds.
             reason: of the failure.
             generation: the newest one that the job has seen; a newer request is due at once.
-            deaths: new value of `Lease.deaths`.
+            crashes: new value of `Lease.crashes`.
         """
         newer = _URGENT if generation is None else sa.or_(job.c.generation > generation, _URGENT)
 
@@ -245,12 +245,12 @@ class Jobs:
                 # The order matters: MySQL and MariaDB assign from left to right, with the values already assigned.
                 .ordered_values(
                     (job.c.attempts, sa.case((newer, job.c.attempts), else_=lease.attempts + 1)),
-                    (job.c.free_at, sa.case((newer, 0.0), else_=clock.now(connection) + pause)),
+                    (job.c.due_at, sa.case((newer, 0.0), else_=clock.now(connection) + pause)),
                     (job.c.owner, None),
                     (job.c.leased_until, None),
                     (job.c.error, reason),
                     (job.c.dirty, True),
-                    (job.c.deaths, deaths),
+                    (job.c.crashes, crashes),
                 )
             )
 
@@ -270,8 +270,8 @@ class Jobs:
             given: list[tuple[Any, Any]] = [(job.c.owner, None), (job.c.leased_until, None)]
             if owner is not None:
                 # The order matters: see `retry_later`.
-                given.append((job.c.free_at, clock.now(connection) + _CRASH_BACKOFF * job.c.deaths))
-                given.append((job.c.deaths, job.c.deaths + 1))
+                given.append((job.c.due_at, clock.now(connection) + _CRASH_BACKOFF * job.c.crashes))
+                given.append((job.c.crashes, job.c.crashes + 1))
             leases = job.update().where(job.c.owner == (owner or self._owner))
             return connection.execute(leases.ordered_values(*given)).rowcount
 
@@ -289,7 +289,7 @@ class Jobs:
             The number of changed load balancers.
         """
         lease = max(_LEASES * self._seconds, _LEAST)
-        pauses, leases = job.c.free_at, job.c.leased_until
+        pauses, leases = job.c.due_at, job.c.leased_until
 
         def late(connection: sa.Connection) -> tuple[sa.ColumnElement[bool], sa.ColumnElement[bool]]:
             now = clock.now(connection)
@@ -301,7 +301,7 @@ class Jobs:
 
         def write(connection: sa.Connection) -> int:
             paused, leased = late(connection)
-            due = connection.execute(job.update().where(paused).values(free_at=0.0)).rowcount
+            due = connection.execute(job.update().where(paused).values(due_at=0.0)).rowcount
             soon = clock.now(connection) + self._seconds
             return due + connection.execute(job.update().where(leased).values(leased_until=soon)).rowcount
 
@@ -331,7 +331,7 @@ def _due(
     now: sa.ColumnElement[float], load_balancer_id: str | None, *, fresh: bool
 ) -> tuple[sa.ColumnElement[bool], ...]:
     """Return the conditions of a due job: work to do, no pause, and no live owner."""
-    due = [job.c.dirty, job.c.free_at <= now, sa.or_(job.c.owner.is_(None), job.c.leased_until < now)]
+    due = [job.c.dirty, job.c.due_at <= now, sa.or_(job.c.owner.is_(None), job.c.leased_until < now)]
     if fresh:
         due.append(job.c.attempts == 0)
     if load_balancer_id is not None:
@@ -346,7 +346,7 @@ _MINE = (
     job.c.epoch == sa.bindparam("under"),
 )
 _SEEN = sa.bindparam("seen", type_=sa.BigInteger)
-_URGENT = job.c.free_at < 0.0
+_URGENT = job.c.due_at < 0.0
 # Due again if a newer generation is recorded, or the event that this job waited for has happened.
 _DUE_AGAIN = sa.or_(
     job.c.generation > _SEEN,
@@ -359,22 +359,22 @@ _RETURNED: list[tuple[Any, Any]] = [
     ("owner", None),
     ("leased_until", None),
     ("attempts", 0),
-    ("deaths", 0),
+    ("crashes", 0),
     ("error", None),
 ]
 _AGAIN = sa.bindparam("again", type_=sa.Double)
 # The order matters: MySQL and MariaDB assign from left to right, with the values already assigned.
-_COMPLETE = job.update().where(*_MINE).ordered_values(("dirty", _NOT_OVER), ("free_at", 0.0), *_RETURNED)
+_COMPLETE = job.update().where(*_MINE).ordered_values(("dirty", _NOT_OVER), ("due_at", 0.0), *_RETURNED)
 _COMPLETE_FOR_NOW = (
     job.update()
     .where(*_MINE)
-    .ordered_values(("free_at", sa.case((_DUE_AGAIN, 0.0), else_=_AGAIN)), ("dirty", True), *_RETURNED)
+    .ordered_values(("due_at", sa.case((_DUE_AGAIN, 0.0), else_=_AGAIN)), ("dirty", True), *_RETURNED)
 )
-# A write proves progress and resets `deaths`. Galera certifies the count: see `tables.job`.
-_GUARD = job.update().where(*_MINE).values(writes=job.c.writes + 1, deaths=0)
+# A write proves progress and resets `crashes`. Galera certifies the count: see `tables.job`.
+_GUARD = job.update().where(*_MINE).values(writes=job.c.writes + 1, crashes=0)
 _GUARD_APPLIED = _GUARD.values(applied=sa.bindparam("new_applied", type_=sa.BigInteger))
 _LOCK_ROW = sa.select(job.c.epoch).where(job.c.load_balancer_id == sa.bindparam("of")).with_for_update()
-_CHECK = sa.select(job.c.owner, job.c.epoch, job.c.generation, job.c.op, job.c.free_at).where(
+_CHECK = sa.select(job.c.owner, job.c.epoch, job.c.generation, job.c.op, job.c.due_at).where(
     job.c.load_balancer_id == sa.bindparam("of")
 )
 _RECORD_OUTCOME = (
@@ -445,7 +445,7 @@ def check_lease(connection: sa.Connection, lease: Lease) -> tuple[int, str, bool
             f"work on load balancer {lease.load_balancer_id} under lease {lease.epoch}",
             "another controller has taken it over",
         )
-    return int(row.generation), str(row.op), row.free_at < 0.0
+    return int(row.generation), str(row.op), row.due_at < 0.0
 
 
 def has_open_request(connection: sa.Connection, load_balancer_id: str, generation: int) -> bool:

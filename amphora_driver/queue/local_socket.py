@@ -51,7 +51,7 @@ class WakeupSocket:
             raise ConfigurationError(
                 f"listen on {self._path}",
                 "the path is too long for a unix socket",
-                "Set [amp_queue] doorbell_dir to a shorter one.",
+                "Set [amp_queue] socket_dir to a shorter one.",
             )
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         self._socket.bind(str(self._path))

@@ -44,7 +44,7 @@ def notify(conf: ConfigOpts, role: str, load_balancer_id: str | None = None) -> 
         role: of the processes: `local_socket.CONTROLLER` or `local_socket.REPORTER`.
         load_balancer_id: of the work; None for several.
     """
-    local_socket.wake_role(conf.amp_queue.doorbell_dir, role)
+    local_socket.wake_role(conf.amp_queue.socket_dir, role)
     if conf.amp_queue.engine == CELERY:
         url = conf.amp_queue.broker_url
         (_publishers.get(url) or _publishers.setdefault(url, Publisher(url))).enqueue(role, load_balancer_id)

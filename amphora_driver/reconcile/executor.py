@@ -86,7 +86,7 @@ class StepExecutor:
         self._step_label = ""
         self.renewal = CertificateRenewer(self._conf, self._database, self._agents, context.trust, job)
         self._push = BundlePush(context, job, self._write)
-        self._vip_steps = VipSteps(self._database, self._write, self._conf.amp_network.vip_patience)
+        self._vip_steps = VipSteps(self._database, self._write, self._conf.amp_network.vip_timeout)
         self.removal = AmphoraRemoval(context, job, self._write)
         self.spares = SpareSteps(context, job, self._write)
 

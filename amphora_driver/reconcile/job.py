@@ -135,7 +135,7 @@ def find_preempted_jobs(connection: sa.Connection, jobs: Sequence[Job]) -> dict[
         job_table.c.epoch,
         job_table.c.generation,
         job_table.c.op,
-        job_table.c.free_at,
+        job_table.c.due_at,
     )
     rows = connection.execute(sa.select(*columns).where(job_table.c.load_balancer_id.in_(by_id))).all()
     found = {}
@@ -143,6 +143,6 @@ def find_preempted_jobs(connection: sa.Connection, jobs: Sequence[Job]) -> dict[
         job = by_id[row.load_balancer_id]
         if (row.owner, row.epoch) != (job.lease.owner, job.lease.epoch):
             found[job] = "another controller has taken it over"
-        elif reason := job.preemption_reason(connection, row.generation, row.op, urgent=row.free_at < 0.0):
+        elif reason := job.preemption_reason(connection, row.generation, row.op, urgent=row.due_at < 0.0):
             found[job] = reason
     return found

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class OmittedObjects(msgspec.Struct, frozen=True, kw_only=True):
-    """The objects that a generation omits, as `job.left_out` stores them: reasons by object id."""
+    """The objects that a generation omits, as `job.omitted` stores them: reasons by object id."""
 
     generation: int
     reasons: dict[str, str]
@@ -27,9 +27,9 @@ class OmittedObjects(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_omitted_objects(row: sa.Row[tuple[object, ...]]) -> dict[str, str]:
     """Return the omitted objects of the newest generation from a row of `job`: reasons by object id."""
-    if row.left_out is None:
+    if row.omitted is None:
         return {}
-    found = msgspec.json.decode(row.left_out, type=OmittedObjects)
+    found = msgspec.json.decode(row.omitted, type=OmittedObjects)
     return found.reasons if found.generation == row.generation else {}
 
 
@@ -47,4 +47,4 @@ def clear_omitted_objects(connection: sa.Connection, load_balancer_id: str) -> N
 
 
 def _store(connection: sa.Connection, load_balancer_id: str, text: str | None) -> None:
-    connection.execute(job.update().where(job.c.load_balancer_id == load_balancer_id).values(left_out=text))
+    connection.execute(job.update().where(job.c.load_balancer_id == load_balancer_id).values(omitted=text))

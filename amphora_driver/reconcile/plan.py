@@ -201,7 +201,7 @@ class AmphoraSet:
         self.missing = list((Counter(view.roles) - Counter(one.role for one in self.live)).elements())
         self._several = len(view.roles) > 1
         self._without_machine = {one.id for one in self.live if one.management_address is None}
-        self._silent = vrrp_peers.find_silent(amphorae, view.patience) | {one.id for one in amphorae if one.dead}
+        self._silent = vrrp_peers.find_silent(amphorae, view.silence_limit) | {one.id for one in amphorae if one.dead}
         self._holder = vrrp_peers.find_holder(amphorae, view.roles[0], self._silent)
 
     def query_targets(self) -> tuple[str, ...]:

@@ -276,7 +276,7 @@ class BundlePush:
 
     def _all_omitted(self, view: steps.LoadBalancerView) -> dict[str, str]:
         """Return the objects that the newest generation omits; none for a load balancer to be deleted."""
-        return {} if view.gone else {**view.failed, **view.left_out, **self._omitted}
+        return {} if view.gone else {**view.failed, **view.omitted, **self._omitted}
 
     # --- what is served ---------------------------------------------------------------------------------------------
 

@@ -126,10 +126,10 @@ class Reconciler:
         Raises:
             CrashLoop: the limit of crashes is reached.
         """
-        if lease.deaths >= self._context.conf.amp_controller.give_up_after:
+        if lease.crashes >= self._context.conf.amp_controller.give_up_after:
             raise CrashLoop(
                 f"work on load balancer {lease.load_balancer_id}",
-                f"{lease.deaths} controllers in a row crashed or stalled while they worked on it",
+                f"{lease.crashes} controllers in a row crashed or stalled while they worked on it",
                 "Check their logs for the last step. It is retried occasionally.",
             )
 
@@ -224,12 +224,12 @@ class Reconciler:
             tree=tree,
             networks=needed,
             failed=failed,
-            left_out=read_omitted_objects(row),
+            omitted=read_omitted_objects(row),
             secrets=kept,
             roles=topology.roles,
             priorities=dict(topology.priorities),
             attempts=lease.attempts,
-            patience=_MISSED_HEARTBEATS * self._context.conf.amp_health.interval,
+            silence_limit=_MISSED_HEARTBEATS * self._context.conf.amp_health.interval,
             tickets=row.tickets,
             now=now,
             clock_set=self._database.seconds_since_clock_jump() < self._context.conf.amp_controller.drain_timeout,
@@ -263,7 +263,7 @@ class Reconciler:
             generation=row.generation,
             applied=row.applied,
             attempts=job.lease.attempts,
-            patience=_MISSED_HEARTBEATS * self._context.conf.amp_health.interval,
+            silence_limit=_MISSED_HEARTBEATS * self._context.conf.amp_health.interval,
             now=now,
             absent=executor.absent | executor.spares.absent,
             asked=executor.spares.queried,
@@ -295,8 +295,8 @@ class Reconciler:
                 if self._database.write(lambda connection: _report_error(connection, job, str(error), always=first)):
                     self._on_status()
             # The job ended without a crash: reset the crash count, or leave it one below the limit after a refusal.
-            deaths = lease.deaths - 1 if isinstance(error, CrashLoop) else 0
-            self._jobs.retry_later(lease, pause, str(error), job.generation or None, deaths=deaths)
+            crashes = lease.crashes - 1 if isinstance(error, CrashLoop) else 0
+            self._jobs.retry_later(lease, pause, str(error), job.generation or None, crashes=crashes)
         except (AmphoraDriverError, OSError) as release_error:
             # The lease expires, and a controller claims the load balancer again.
             LOG.warning(

@@ -124,5 +124,5 @@ def _silent_spares(view: SparePoolView, live: Sequence[Amphora]) -> tuple[str, .
         for one in live
         if one.state is AmphoraState.READY
         and one.id not in view.asked
-        and (one.heard_at is None or _silent_for(view, one) > view.patience)
+        and (one.heard_at is None or _silent_for(view, one) > view.silence_limit)
     )

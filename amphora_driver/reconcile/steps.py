@@ -26,7 +26,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         compute: compute backend (entry point) of the amphorae; None for the default.
         network: network backend of VIPs and ports; None for the default.
         attempts: failed attempts since the last request.
-        patience: seconds of silence after which the plan does not wait for an amphora, if another one sends heartbeats.
+        silence_limit: seconds of silence after which the plan does not wait for an amphora, if another one is heard.
         now: time of this observation (seconds since 1970).
         absent: amphorae whose agents did not answer in this job.
         renewals: amphorae that need another certificate, with the reasons.
@@ -38,7 +38,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     compute: str | None = None
     network: str | None = None
     attempts: int = 0
-    patience: float = 15.0
+    silence_limit: float = 15.0
     now: float = 0.0
     absent: frozenset[str] = frozenset()
     renewals: dict[str, str] = {}
@@ -53,7 +53,7 @@ class LoadBalancerView(View, frozen=True, kw_only=True):
         tree: the desired configuration; None when `gone`.
         networks: the networks an amphora needs, with their subnets; the VIP's network is the first.
         failed: objects that cannot be served: reasons by object id.
-        left_out: objects omitted from the newest generation where amphorae serve it already: reasons by object id.
+        omitted: objects omitted from the newest generation where amphorae serve it already: reasons by object id.
         secrets: the sealed secrets of the load balancer.
         roles: roles of the topology, one for each amphora.
         priorities: VRRP priorities by role; empty for a topology without VIP fail-over.
@@ -75,7 +75,7 @@ class LoadBalancerView(View, frozen=True, kw_only=True):
     tree: LoadBalancer | None
     networks: dict[str, tuple[str, ...]]
     failed: dict[str, str] = {}
-    left_out: dict[str, str] = {}
+    omitted: dict[str, str] = {}
     secrets: dict[SecretName, SealedSecret] = {}
     roles: tuple[str, ...] = ("STANDALONE",)
     priorities: dict[str, int] = {}

@@ -125,13 +125,13 @@ class VipSteps:
     Args:
         database: contains the VIP claims.
         write: runs a change of the store under the lease.
-        patience: seconds without addresses until ERROR is reported; requests continue after that.
+        error_after: seconds without addresses until ERROR is reported; requests continue after that.
     """
 
-    def __init__(self, database: Database, write: WriteUnderLease, patience: float) -> None:
+    def __init__(self, database: Database, write: WriteUnderLease, error_after: float) -> None:
         self._database = database
         self._write = write
-        self._patience = patience
+        self._error_after = error_after
 
     def allocate(
         self, network: Network, tree: LoadBalancer, backend: str | None, generation: int, machines: Sequence[str]
@@ -159,7 +159,7 @@ class VipSteps:
             later = vip_claims.schedule_retry(pending, answer.reason, answer.again_in, now)
             LOG.info("load balancer %s has no addresses yet: %s", tree.id, answer.reason)
             self._write(lambda connection: vip_claims.write_pending_request(connection, tree.id, backend, later))
-            if now - pending.since > self._patience:
+            if now - pending.since > self._error_after:
                 waited = f"none in {now - pending.since:.0f} s: {answer.reason}"
                 raise NetworkError(f"allocate a VIP for load balancer {tree.id}", waited, final=True)
             return

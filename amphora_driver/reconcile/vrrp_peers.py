@@ -76,14 +76,14 @@ def vrrp_instance(
     )
 
 
-def find_silent(amphorae: Sequence[Amphora], patience: float) -> frozenset[str]:
-    """Return the amphorae whose last heartbeat is more than `patience` seconds older than another one's.
+def find_silent(amphorae: Sequence[Amphora], limit: float) -> frozenset[str]:
+    """Return the amphorae whose last heartbeat is more than `limit` seconds older than another one's.
 
     If no amphora sends heartbeats, the receiver may have failed: no amphora is silent then.
     """
     heard = [one.heard_at for one in amphorae if one.heard_at is not None]
     latest = max(heard, default=0.0)
-    return frozenset(one.id for one in amphorae if one.heard_at is not None and one.heard_at < latest - patience)
+    return frozenset(one.id for one in amphorae if one.heard_at is not None and one.heard_at < latest - limit)
 
 
 def find_holder(amphorae: Sequence[Amphora], first_role: str, silent: frozenset[str]) -> str | None:

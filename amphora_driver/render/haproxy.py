@@ -71,7 +71,7 @@ def render(
         the others.
     """
     refused: list[ModelError] = []
-    left_out = frozenset(failed)
+    omitted = frozenset(failed)
     render_errors.try_render(partial(options.check_loadbalancer, load_balancer), load_balancer.id, refused)
     addresses = tuple(
         vip.address
@@ -79,12 +79,12 @@ def render(
         if render_errors.try_render(partial(_vip, vip.address, load_balancer.id), load_balancer.id, refused)
     )
     chosen = effective_defaults(load_balancer.profile, defaults)
-    pools = _pools([pool for pool in load_balancer.pools if not pool.uses_l4], left_out, chosen, refused)
+    pools = _pools([pool for pool in load_balancer.pools if not pool.uses_l4], omitted, chosen, refused)
     l4_pools = {pool.id: pool.protocol for pool in load_balancer.pools if pool.uses_l4}
     served: list[RenderedListener] = []
     ports: set[int] = set()
     for listener in once(load_balancer.listeners, refused):
-        if listener.uses_l4 or listener.id in left_out:
+        if listener.uses_l4 or listener.id in omitted:
             continue
         context = ListenerContext(
             load_balancer_id=load_balancer.id,
@@ -94,7 +94,7 @@ def render(
             pools=tuple(pool_facts(pool_id, pools, l4_pools) for pool_id in dict.fromkeys(named_pools(listener))),
             shared_tickets=shared_tickets,
         )
-        made = frontend(listener, context, _of_listener(listener, left_out) if left_out else NOTHING)
+        made = frontend(listener, context, _of_listener(listener, omitted) if omitted else NOTHING)
         refused.extend(made.refused)
         if made.text is None or not listener.admin_state_up:
             continue

@@ -67,7 +67,7 @@ _IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
 _LOAD_BALANCER_IDS = sa.select(amphora.c.id, amphora.c.load_balancer_id)
 # Columns that the joined query omits for speed. For a name in both tables, it reads the column of `job`.
 _UNREAD_COLUMNS = {
-    *("project_id", "reread", "tickets_due", "owner", "writes", "leased_until", "free_at", "error"),
+    *("project_id", "reread", "tickets_due", "owner", "writes", "leased_until", "due_at", "error"),
     *("heartbeat_key", "created_at", "ready_at", "reason"),
     *("image", "audited_at", "drift", "drifts"),
 }
@@ -250,7 +250,7 @@ def lower_confirmed(connection: sa.Connection, amphora_id: str, confirmed: int, 
         .values(confirmed=serves, reason=f"it confirmed generation {confirmed} and serves {serves}")
     ).rowcount
     if changed:
-        connection.execute(job.update().where(mine).values(dirty=True, free_at=DUE_NOW))
+        connection.execute(job.update().where(mine).values(dirty=True, due_at=DUE_NOW))
     return bool(changed)
 
 

@@ -250,7 +250,7 @@ def make_load_balancers_due(connection: sa.Connection, load_balancer_ids: Collec
     idle = (~job.c.dirty, job.c.owner.is_(None))
     return sum(
         connection.execute(
-            job.update().where(job.c.load_balancer_id == one, *idle).values(dirty=True, free_at=now)
+            job.update().where(job.c.load_balancer_id == one, *idle).values(dirty=True, due_at=now)
         ).rowcount
         for one in sorted(load_balancer_ids)
     )

@@ -212,4 +212,4 @@ def advance_generation_beyond(connection: sa.Connection, load_balancer_id: str, 
 
 
 def _make_due(connection: sa.Connection, condition: Any) -> None:
-    connection.execute(job.update().where(condition).values(dirty=True, free_at=DUE_NOW))
+    connection.execute(job.update().where(condition).values(dirty=True, due_at=DUE_NOW))

@@ -122,7 +122,7 @@ def open_failovers(
         _insert_failover(connection, load_balancer_id, amphora_id, trigger, now)
     if found:
         # Reset the back-off: these amphorae may have caused the earlier failures.
-        due = {"dirty": True, "free_at": URGENT, "attempts": 0}
+        due = {"dirty": True, "due_at": URGENT, "attempts": 0}
         connection.execute(job.update().where(job.c.load_balancer_id == load_balancer_id).values(**due))
         failpoints.reach(failpoints.Point.FAILOVER_WRITTEN)
     return len(found)

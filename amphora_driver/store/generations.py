@@ -95,7 +95,7 @@ def rotate_tickets(
         (job.c.tickets, job.c.tickets + 1),
         (job.c.tickets_due, now + period),
         (job.c.dirty, True),
-        (job.c.free_at, 0.0),
+        (job.c.due_at, 0.0),
     ]
     rotated = 0
     for one, following in due:

@@ -45,7 +45,7 @@ def decode_objects(reread: str | None) -> Sequence[tuple[Kind, str]] | None:
 
 def finish_reread(connection: sa.Connection, load_balancer_id: str) -> None:
     """End the reread and make the load balancer due."""
-    _set(connection, load_balancer_id, read_back=False, reread=None, dirty=True, free_at=DUE_NOW)
+    _set(connection, load_balancer_id, read_back=False, reread=None, dirty=True, due_at=DUE_NOW)
 
 
 def cancel_reread(connection: sa.Connection, load_balancer_id: str) -> None:

@@ -96,7 +96,7 @@ class RequestRecorder:
                     applied=0,
                     read_back=read_back,
                     dirty=True,
-                    free_at=0.0,
+                    due_at=0.0,
                     attempts=0,
                     epoch=0,
                 )
@@ -346,7 +346,7 @@ _ADVANCE = (
         generation=sa.bindparam("new_generation"),
         op=sa.bindparam("new_op"),
         dirty=True,
-        free_at=DUE_NOW,
+        due_at=DUE_NOW,
         attempts=0,
         error=None,
     )

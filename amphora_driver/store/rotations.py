@@ -346,7 +346,7 @@ def _restart_item(connection: sa.Connection, found: Rotation, item: RotationItem
         values = {"state": ItemState.WAITING.value, "amphorae": amphorae, "begun_at": None}
     _update_item(connection, found.id, item, ended_at=None, reason=None, **values)
     # Reset the back-off of the failed job.
-    due = {"dirty": True, "free_at": URGENT, "attempts": 0}
+    due = {"dirty": True, "due_at": URGENT, "attempts": 0}
     theirs = job.c.load_balancer_id == item.load_balancer_id, job.c.op == "apply"
     connection.execute(job.update().where(*theirs).values(**due))
 

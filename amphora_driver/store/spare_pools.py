@@ -195,7 +195,7 @@ def _insert_pool(connection: sa.Connection, spec: SparePoolSpec) -> None:
             applied=0,
             spares=msgspec.json.encode(spec).decode(),
             dirty=True,
-            free_at=URGENT,
+            due_at=URGENT,
             attempts=0,
             epoch=0,
         )
@@ -204,7 +204,7 @@ def _insert_pool(connection: sa.Connection, spec: SparePoolSpec) -> None:
 
 def make_pool_due(connection: sa.Connection, pool_id: str) -> bool:
     """Make a pool due now; return False if it does not exist."""
-    due = job.update().where(job.c.load_balancer_id == pool_id, job.c.op == OP).values(dirty=True, free_at=URGENT)
+    due = job.update().where(job.c.load_balancer_id == pool_id, job.c.op == OP).values(dirty=True, due_at=URGENT)
     return bool(connection.execute(due).rowcount)
 
 

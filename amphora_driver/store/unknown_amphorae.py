@@ -74,17 +74,17 @@ def _insert_all(connection: sa.Connection, new: Sequence[UnknownAmphora], now: f
     addresses = Counter(row.address for row in rows)
     replaceable = sorted((row.last_at, row.amphora_id) for row in rows if row.last_at < now - _REPLACED_AFTER)
     free = MAX_ROWS - len(rows)
-    left_out = 0
+    omitted = 0
     for one in new:
         if free <= 0 and replaceable:
             connection.execute(unknown_amphora.delete().where(unknown_amphora.c.amphora_id == replaceable.pop(0)[1]))
             free += 1
         if free <= 0 or addresses[one.address] >= MAX_ROWS_PER_ADDRESS:
-            left_out += 1
+            omitted += 1
         elif _insert(connection, one):
             free -= 1
             addresses[one.address] += 1
-    return left_out
+    return omitted
 
 
 def _insert(connection: sa.Connection, one: UnknownAmphora) -> bool:

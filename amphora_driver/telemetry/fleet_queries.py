@@ -75,7 +75,7 @@ _EVENT = tables_fleet.failover_event
 _BALANCERS = (
     sa.select(
         *(_WORK.c.load_balancer_id, _WORK.c.project_id, _WORK.c.topology, _WORK.c.op, _WORK.c.generation),
-        *(_WORK.c.applied, _WORK.c.committed, _WORK.c.attempts, _WORK.c.error, _WORK.c.dirty, _WORK.c.free_at),
+        *(_WORK.c.applied, _WORK.c.committed, _WORK.c.attempts, _WORK.c.error, _WORK.c.dirty, _WORK.c.due_at),
         *(_WORK.c.owner, _WORK.c.leased_until, _WORK.c.spares, _WORK.c.spare_pool),
         *(_STATUS.c.provisioning, _STATUS.c.operating, _STATUS.c.reason, _STATUS.c.pending),
         tables.desired_object.c.body,
@@ -303,7 +303,7 @@ def _build_balancers(
                 attempts=row.attempts,
                 error=row.error,
                 due=row.dirty,
-                due_at=row.free_at,
+                due_at=row.due_at,
                 owner=row.owner if row.owner is not None and (row.leased_until or 0.0) > now else None,
                 accepted_at=accepted.get(row.load_balancer_id),
                 holders=holders.get(row.load_balancer_id, ()),

@@ -41,12 +41,14 @@ class Audited(Amphora):
         def mended():
             found = self.drift()
             last = found["last"]
-            return last if found["found"].get(word, 0) > since and last["mended"] and not found["left"] else None
+            return (
+                last if found["counts"].get(word, 0) > since and last["repaired"] and not found["unrepaired"] else None
+            )
 
         return eventually(mended, f"{word} is mended")
 
     def counted(self, word: str) -> int:
-        return self.drift()["found"].get(word, 0)
+        return self.drift()["counts"].get(word, 0)
 
     def looks(self, more: int = 3) -> None:
         """Wait for so many looks."""
@@ -91,7 +93,7 @@ def audited(machine):
     status, answer = machine.push((state["generation"] or 0) + 1, TEXT, allowed=ALLOWED)
     assert status == 200, answer
     eventually(lambda: machine.network.thread("cl").run(get)[0] == 200, "it serves")
-    eventually(lambda: not machine.drift()["left"], "nothing is left of an earlier test")
+    eventually(lambda: not machine.drift()["unrepaired"], "nothing is left of an earlier test")
     return machine
 
 
@@ -159,7 +161,7 @@ def test_what_is_done_by_hand_is_mended_while_clients_are_served(audited, case):
         client.hears("m2")
     assert client.failures == []
     assert word in found["words"]
-    assert found["what"]
+    assert found["sentences"]
     again = audited.push(audited.call("GET", "/v2/bundle")[1]["generation"], TEXT, allowed=ALLOWED)
     assert again[1]["how"] == "unchanged", again
 
@@ -238,9 +240,9 @@ def test_an_interface_that_is_gone_is_said_until_it_is_back(audited, mailbox_of)
     assert heard
     said = mailbox.next().document
     assert said["drift"] == ["interface"]
-    assert said["drifted"]["mended"] is False
+    assert said["drifted"]["repaired"] is False
     assert any(MAC in sentence for sentence in said["drifted"]["what"])
-    assert audited.drift()["left"] == ["interface"]
+    assert audited.drift()["unrepaired"] == ["interface"]
     audited.network.plug()
     eventually(lambda: "drift" not in mailbox.next().document, "it is well again")
     eventually(lambda: audited.network.thread("cl").run(get)[0] == 200, "it serves")
@@ -261,17 +263,17 @@ def test_a_file_whose_content_is_gone_is_said_and_mended_by_the_same_push(audite
     else:
         file.unlink()
     with Client(audited.network) as client:
-        eventually(lambda: audited.drift()["left"] == ["files"], "it is said")
+        eventually(lambda: audited.drift()["unrepaired"] == ["files"], "it is said")
         status, answer = audited.call("PUT", "/v2/bundle", body)
         assert (status, answer["how"]) == (200, "unchanged"), answer
-        eventually(lambda: audited.drift()["left"] == [], "it is well again")
+        eventually(lambda: audited.drift()["unrepaired"] == [], "it is well again")
         client.hears("m1")
     assert client.failures == []
 
 
 def test_changes_and_deaths_are_no_drift(audited):
     """What is in transit is none: pushes, reloads, a HAProxy or an agent that dies."""
-    before = audited.drift()["found"]
+    before = audited.drift()["counts"]
     generation = audited.call("GET", "/v2/bundle")[1]["generation"]
     for number in range(1, 13):
         members = ["m1", "m2"] if number % 2 else ["m1"]
@@ -284,7 +286,7 @@ def test_changes_and_deaths_are_no_drift(audited):
     os.kill(audited.outside_pid(killed), signal.SIGKILL)
     eventually(lambda: audited.status("haproxy")["pid"] not in (None, killed), "HAProxy is started again")
     audited.looks()
-    assert audited.drift()["found"] == before
+    assert audited.drift()["counts"] == before
     audited.kill_agent()
     audited.looks()
     assert audited.drift() | {"looks": 0} == {"last": None, "left": [], "found": {}, "looks": 0}
@@ -300,7 +302,7 @@ def test_a_reboot_is_no_drift(audited):
     eventually(lambda: serves(audited), "what was confirmed is served")
     audited.looks()
     assert audited.call("GET", "/v2/bundle")[1]["generation"] == generation
-    assert audited.drift()["left"] == []
+    assert audited.drift()["unrepaired"] == []
 
 
 def serves(amphora) -> bool:

@@ -182,7 +182,7 @@ def test_what_is_served_is_told_in_heartbeats(first, estate, balanced):
 def test_it_finds_itself_as_it_has_confirmed(first, balanced):
     """Programs of the image may say what they were told in other words than this machine's do."""
     drift = lambda: first.call("GET", "/v2/info")[1]["drift"]  # noqa: E731
-    looks = drift()["looks"]
-    balanced.until(lambda: drift()["looks"] >= looks + 2, "it has looked at itself twice")
+    checks = drift()["checks"]
+    balanced.until(lambda: drift()["checks"] >= checks + 2, "it has looked at itself twice")
     found = drift()
-    assert (found["found"], found["left"]) == ({}, []), found["last"]
+    assert (found["counts"], found["unrepaired"]) == ({}, []), found["last"]

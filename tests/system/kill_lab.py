@@ -53,7 +53,7 @@ HASTE = {
         "housekeeping_interval": "1",
         "orphan_grace": "3",
     },
-    "amp_octavia": {"commit_patience": "2", "audit_after": "1", "audit_interval": "0.5"},
+    "amp_octavia": {"commit_timeout": "2", "audit_after": "1", "audit_interval": "0.5"},
     "amp_certificates": {"settle": "2"},
 }
 

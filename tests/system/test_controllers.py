@@ -173,7 +173,7 @@ def test_an_answer_that_was_never_noted_and_renders_otherwise_now(cloud, stack, 
         desired_objects.update_objects(
             connection, found, [msgspec.structs.replace(listener, timeout_client_data=61_000)]
         )
-        connection.execute(tables.job.update().where(mine).values(applied=found - 1, dirty=True, free_at=0.0))
+        connection.execute(tables.job.update().where(mine).values(applied=found - 1, dirty=True, due_at=0.0))
         connection.execute(tables.amphora.update().where(its_amphora).values(confirmed=found - 1))
         return found
 

@@ -86,7 +86,7 @@ def program(stack):
     bells.mkdir(exist_ok=True)
     url = sa.make_url(settings.database_url).update_query_dict({"unix_socket": stack.line.path})
     options["amp_database"]["connection"] = url.render_as_string(hide_password=False)
-    options["amp_queue"].update({"doorbell_dir": str(bells), "poll_interval": str(POLL)})
+    options["amp_queue"].update({"socket_dir": str(bells), "poll_interval": str(POLL)})
     file = settings.etc / "other.conf"
     with file.open("w", encoding="utf-8") as target:
         options.write(target)

@@ -42,7 +42,7 @@ OPTIONS = {
         "lease": "3",
         "drain_timeout": "5",
     },
-    "amp_rotation": {"settle": "1", "patience": "180"},
+    "amp_rotation": {"settle": "1", "replacement_timeout": "180"},
     # A machine that is very busy is not silent.
     "amp_failover": {"silent_after": "30"},
     "amp_vrrp": {"advert_interval": "0.3"},

@@ -25,7 +25,7 @@ class Machine:
 
     def __init__(self, *looks):
         self.looks = list(looks)
-        self.mended = []
+        self.repaired = []
         self.error = None
         self.generation = 1
 
@@ -33,7 +33,7 @@ class Machine:
         return self.looks.pop(0) if self.looks else ()
 
     def repair(self, found):
-        self.mended.append(tuple(found))
+        self.repaired.append(tuple(found))
         if self.error is not None:
             raise self.error
 
@@ -50,77 +50,77 @@ def audited(monkeypatch):
     return make
 
 
-def test_nothing_is_said_of_a_machine_that_is_as_confirmed(audited):
+def test_an_amphora_without_differences_reports_no_drift(audited):
     machine, drift, auditor, told = audited((), ())
     auditor.check_and_repair()
-    assert (machine.mended, told, drift.heartbeat()) == ([], [], {})
-    assert drift.document() == {"last": None, "left": [], "found": {}, "looks": 1}
+    assert (machine.repaired, told, drift.heartbeat()) == ([], [], {})
+    assert drift.document() == {"last": None, "unrepaired": [], "counts": {}, "checks": 1}
 
 
 @pytest.mark.parametrize("second", [(), None, (LINK,)])
-def test_what_one_look_alone_has_seen_was_in_transit(audited, second):
+def test_a_difference_in_one_check_only_is_not_reported(audited, second):
     machine, drift, auditor, _ = audited((FILE,), second)
     auditor.check_and_repair()
-    assert (machine.mended, drift.heartbeat()) == ([], {})
+    assert (machine.repaired, drift.heartbeat()) == ([], {})
 
 
-def test_a_look_during_a_change_says_nothing(audited):
+def test_a_check_during_a_change_reports_nothing(audited):
     machine, drift, auditor, _ = audited(None)
     drift.record((LINK,), (LINK,))
     auditor.check_and_repair()
-    assert (machine.mended, [one.kind for one in drift.unrepaired]) == ([], ["interface"])
+    assert (machine.repaired, [one.kind for one in drift.unrepaired]) == ([], ["interface"])
 
 
-def test_what_is_seen_twice_is_mended_and_told(audited):
+def test_a_difference_in_two_checks_is_repaired_and_reported(audited):
     machine, drift, auditor, told = audited((FILE,), (FILE,), ())
     auditor.check_and_repair()
-    assert (machine.mended, len(told)) == ([(FILE,)], 1)
+    assert (machine.repaired, len(told)) == ([(FILE,)], 1)
     said = drift.heartbeat()
     assert "drift" not in said
-    assert (said["drifted"]["words"], said["drifted"]["mended"]) == (["haproxy.cfg"], True)
+    assert (said["drifted"]["kinds"], said["drifted"]["repaired"]) == (["haproxy.cfg"], True)
 
 
-def test_what_stays_is_told_and_tried_ever_more_seldom(audited):
+def test_repairs_of_a_lasting_difference_back_off(audited):
     machine, drift, auditor, _ = audited(*[(LINK,)] * 200)
     machine.error = MachineError("mend", "no")
     for _ in range(40):
         auditor.check_and_repair()
     assert drift.heartbeat()["drift"] == ["interface"]
-    assert 4 <= len(machine.mended) <= 8
-    assert drift.document()["found"] == {"interface": 1}
+    assert 4 <= len(machine.repaired) <= 8
+    assert drift.document()["counts"] == {"interface": 1}
     machine.looks = []
     auditor.check_and_repair()
     assert "drift" not in drift.heartbeat()
-    assert drift.heartbeat()["drifted"]["mended"] is False, "it is told what was found last"
+    assert drift.heartbeat()["drifted"]["repaired"] is False, "it is told what was found last"
 
 
-def test_what_does_not_stay_mended_is_mended_ever_more_seldom_and_told(audited):
+def test_repairs_of_a_returning_difference_back_off(audited):
     """A foreign program rewrites the file repeatedly: HAProxy starts a new worker each time."""
     machine, drift, auditor, _ = audited()
     said = []
 
     def look():
         machine.looks = [(FILE,), (FILE,), ()]
-        before = len(machine.mended)
+        before = len(machine.repaired)
         auditor.check_and_repair()
         said.append(drift.heartbeat().get("drift"))
-        return len(machine.mended) > before
+        return len(machine.repaired) > before
 
-    mended = [look() for _ in range(80)]
-    at = [number for number, one in enumerate(mended) if one]
+    repaired = [look() for _ in range(80)]
+    at = [number for number, one in enumerate(repaired) if one]
     assert [b - a for a, b in itertools.pairwise(at)] == [2, 4, 8, 16, 16, 16, 16]
-    assert [said[number] for number in range(80) if not mended[number]] == [["haproxy.cfg"]] * (80 - len(at))
+    assert [said[number] for number in range(80) if not repaired[number]] == [["haproxy.cfg"]] * (80 - len(at))
     assert {said[number] is None for number in at} == {True}, "it is as confirmed, for now"
 
 
-def test_what_comes_back_after_long_is_mended_at_once(audited, monkeypatch):
+def test_a_late_return_of_a_difference_is_repaired_at_once(audited, monkeypatch):
     machine, drift, auditor, _ = audited()
     now = 1000.0
     monkeypatch.setattr(repair.time, "monotonic", lambda: now)
     for _ in range(4):
         machine.looks = [(FILE,), (FILE,), ()]
         auditor.check_and_repair()
-    assert (len(machine.mended), drift.heartbeat()["drift"]) == (2, ["haproxy.cfg"])
+    assert (len(machine.repaired), drift.heartbeat()["drift"]) == (2, ["haproxy.cfg"])
     machine.looks = [()]
     auditor.check_and_repair()
     assert "drift" not in drift.heartbeat()
@@ -128,28 +128,28 @@ def test_what_comes_back_after_long_is_mended_at_once(audited, monkeypatch):
         now += 11.0
         machine.looks = [(FILE,), (FILE,), ()]
         auditor.check_and_repair()
-    assert len(machine.mended) == 4
+    assert len(machine.repaired) == 4
     machine.looks = [(LINK,), (LINK,), ()]
     auditor.check_and_repair()
-    assert len(machine.mended) == 5, "another thing has nothing to do with it"
+    assert len(machine.repaired) == 5, "another thing has nothing to do with it"
     machine.generation = 2
     machine.looks = [(LINK,), (LINK,), ()]
     auditor.check_and_repair()
-    assert len(machine.mended) == 6, "a change came meanwhile"
+    assert len(machine.repaired) == 6, "a change came meanwhile"
 
 
-def test_what_is_told_is_short():
+def test_reported_sentences_are_short():
     drift = DriftReport()
     drift.record([Difference("route", "x" * 5000)] * 50, ())
     assert len(json.dumps(drift.heartbeat())) < 1500
 
 
-def test_both_speaks_as_the_later_look_does():
+def test_seen_twice_keeps_the_sentences_of_the_later_check():
     later = Difference("haproxy.cfg", "later")
     assert seen_twice((FILE, LINK), (later,)) == (later,)
 
 
-def test_a_file_is_damaged_until_it_holds_what_it_should_again(tmp_path):
+def test_a_file_is_damaged_until_its_content_is_restored(tmp_path):
     paths = Paths(tmp_path)
     paths.run.mkdir(parents=True)
     name = "tls/11111111-0000-4000-8000-000000000000/a.pem"
@@ -177,7 +177,7 @@ def test_edited_text_differs_from_the_confirmed_one(tmp_path):
         confirmed_bundle._read_text((bad,), digest)
 
 
-def test_listeners_that_were_switched_off_are_deaf():
+def test_disabled_listeners_are_a_difference():
     def row(name, kind, state):
         return ",".join([name, kind, *[""] * 15, state, ""])
 

@@ -191,8 +191,8 @@ def test_what_only_looks_contradictory(flavor):
 
 
 def test_the_callers_objects_stay_as_they_are():
-    left_out = ("connection_logging", "amp_image_tag", "vrrp_advert_interval")
-    flavor = {key: GOOD[key] for key in flavors.list_supported_keys(RICH) if key not in left_out}
+    omitted = ("connection_logging", "amp_image_tag", "vrrp_advert_interval")
+    flavor = {key: GOOD[key] for key in flavors.list_supported_keys(RICH) if key not in omitted}
     zone = {key: GOOD[key] for key in availability_zones.list_supported_keys(RICH)}
     assert "valid_vip_networks" in zone
     before = copy.deepcopy((flavor, zone))

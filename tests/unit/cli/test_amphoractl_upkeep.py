@@ -68,7 +68,7 @@ def row(number, **more):
         "owner": None,
         "epoch": 4,
         "leased_until": None,
-        "free_at": 0.0,
+        "due_at": 0.0,
         "attempts": 0,
         "error": None,
         "read_back": False,
@@ -86,7 +86,7 @@ def test_work_that_is_left_is_listed_with_what_it_waits_for(amphoractl, place, d
         row("incomplete", read_back=True),
         row("owned", dirty=True, owner="controller-1", leased_until=now + 60, applied=2),
         row("orphaned", dirty=True, owner="controller-2", leased_until=now - 60, applied=2),
-        row("failing", dirty=True, applied=2, attempts=3, free_at=now + 40, error="no answer"),
+        row("failing", dirty=True, applied=2, attempts=3, due_at=now + 40, error="no answer"),
         row("fresh", dirty=True, applied=2),
         row("unsaid"),
     )

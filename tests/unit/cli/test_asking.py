@@ -34,7 +34,7 @@ def database(tmp_path):
 def said(tmp_path, database, amphoractl):
     path = tmp_path / "amphora-driver.conf"
     path.write_text(
-        f"[amp_database]\nconnection = {database.engine.url}\n[amp_queue]\ndoorbell_dir = {tmp_path}/bells\n",
+        f"[amp_database]\nconnection = {database.engine.url}\n[amp_queue]\nsocket_dir = {tmp_path}/bells\n",
         encoding="utf-8",
     )
     return lambda *words: amphoractl(path, *words)
@@ -81,7 +81,7 @@ def test_an_amphora_is_to_be_replaced(said, database):
     assert states(database)[SECOND] == "retiring"
     assert states(database)[FIRST] == "ready"
     owner = next(one for one in rows(database, job) if one.load_balancer_id == LB)
-    assert (owner.dirty, owner.free_at, owner.generation) == (True, URGENT, 3), "no generation, and nothing is PENDING"
+    assert (owner.dirty, owner.due_at, owner.generation) == (True, URGENT, 3), "no generation, and nothing is PENDING"
 
 
 def test_all_of_a_load_balancer_are(said, database):

@@ -94,7 +94,7 @@ def test_columns_for_people(column):
 def test_a_diff_is_lines_that_can_be_printed():
     wanted = {"generation": 1, "haproxy": "frontend a\n", "interfaces": [], "vrrp": None}
     said = {"generation": HOSTILE, "haproxy": f"\tfrontend {HOSTILE}b\n", "interfaces": []}
-    said["drift"] = {"left": ["files"], "last": {"what": [f"{HOSTILE}\n+ all is well"]}}
+    said["drift"] = {"unrepaired": ["files"], "last": {"sentences": [f"{HOSTILE}\n+ all is well"]}}
     lines = config_diff.list_differences("a", wanted, said)
     assert [line for line in lines if not line.replace("\t", "").isprintable()] == []
     assert f"the agent cannot repair: {SHOWN}\\u000a+ all is well" in lines
@@ -167,7 +167,7 @@ def unknown_user():
 def test_a_user_without_a_name(filled, amphoractl, monkeypatch):
     monkeypatch.setattr(getpass, "getuser", unknown_user)
     with filled.open("a") as file:
-        file.write(f"[amp_queue]\ndoorbell_dir = {filled.parent}/bells\n")
+        file.write(f"[amp_queue]\nsocket_dir = {filled.parent}/bells\n")
     for words in (
         *(("controller", "drain", "--host", "here"), ("loadbalancer", "resync", LB), ("rotate", "--all")),
         *(("amphora", "failover", AMPHORA), ("circuit-breaker", "open"), ("circuit-breaker", "close")),

@@ -26,11 +26,11 @@ from amphora_driver.store.amphorae import key_location
 from amphora_driver.store.process_registry import installed_version
 
 NAMES = (
-    *("Doorbells", "Broker", "Database", "Keys", "Backends"),
+    *("Local sockets", "Broker", "Database", "Keys", "Backends"),
     *("Controllers", "Health managers", "Provider agents", "Versions", "Load balancers", "Pending work"),
     *(
         "Octavia's sockets",
-        "Authorities",
+        "Certificate authorities",
         "Certificates",
         "Circuit breaker",
         "Witnesses",
@@ -98,7 +98,7 @@ def place(folder):
     path = folder / "amphora-driver.conf"
     path.write_text(
         f"[amp_database]\nconnection = sqlite:///{folder}/db.sqlite\nencryption_key_file = {folder}/keys\n"
-        f"[amp_queue]\ndoorbell_dir = {folder}/bells\n"
+        f"[amp_queue]\nsocket_dir = {folder}/bells\n"
         f"[amp_octavia]\nstatus_socket = {folder}/status.sock\nstats_socket = {folder}/stats.sock\n"
         f"get_socket = {folder}/get.sock\n"
         f"[amp_certificates]\nca_certificate = {folder}/ca.pem\nclient_ca = {folder}/client_ca.pem\n"
@@ -161,7 +161,7 @@ def test_without_a_database_the_rest_is_looked_at(check, place, amphoractl):
     assert status == 2
     assert found["Database"][0] == "Failure"
     assert "amphoractl database upgrade" in found["Database"][1]
-    assert found["Doorbells"][0] == "Success"
+    assert found["Local sockets"][0] == "Success"
     assert found["Everything else"][0] == "Warning"
 
 
@@ -220,11 +220,11 @@ def test_a_backend_that_is_not_installed(check, well):
 
 def test_certificates_of_files(check, well, folder):
     (folder / "client.pem").write_bytes(certificate(3))
-    assert check()[1]["Authorities"][0] == "Warning"
+    assert check()[1]["Certificate authorities"][0] == "Warning"
     (folder / "client.pem").write_text("no certificate")
-    assert check()[1]["Authorities"][0] == "Failure"
+    assert check()[1]["Certificate authorities"][0] == "Failure"
     (folder / "client.pem").unlink()
-    found = check()[1]["Authorities"]
+    found = check()[1]["Certificate authorities"]
     assert (found[0], "not readable on this host" in found[1]) == ("Warning", True)
 
 
@@ -232,17 +232,17 @@ def test_a_broker_that_does_not_answer(check, well, place):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-    more = f"\n[amp_queue]\ndoorbell_dir = {place.parent}/bells\nengine = celery\n"
+    more = f"\n[amp_queue]\nsocket_dir = {place.parent}/bells\nengine = celery\n"
     place.write_text(place.read_text() + more + f"broker_url = amqp://user:canary@127.0.0.1:{port}//\n")
     status, found = check()
     assert (status, found["Broker"][0]) == (1, "Warning")
     assert "canary" not in found["Broker"][1]
 
 
-def test_a_doorbell_directory_that_is_missing(check, well, folder):
+def test_a_socket_directory_that_is_missing(check, well, folder):
     (folder / "bells").rmdir()
     status, found = check()
-    assert (status, found["Doorbells"][0]) == (1, "Warning")
+    assert (status, found["Local sockets"][0]) == (1, "Warning")
 
 
 def test_unexpected_error_is_a_finding():

@@ -148,7 +148,7 @@ class Control:
 
     def hurry(self):
         """What is to be done later is due now."""
-        self.database.write(lambda c: c.execute(job.update().values(free_at=0.0)))
+        self.database.write(lambda c: c.execute(job.update().values(due_at=0.0)))
 
     def heartbeats(self, *, silent=()):
         """All amphorae send heartbeats now, except for some with old ones."""

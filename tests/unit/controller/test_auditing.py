@@ -67,7 +67,7 @@ def test_nothing_differs():
         ({"haproxy": None}, "-    server a 192.0.2.1:80"),
         ({"interfaces": []}, "interface eth1 (FA:16:3e:00:00:01) is gone"),
         (
-            {"drift": {"left": ["files"], "last": {"what": ["a.pem is damaged"]}}},
+            {"drift": {"unrepaired": ["files"], "last": {"sentences": ["a.pem is damaged"]}}},
             "the agent cannot repair: a.pem is damaged",
         ),
         ({"bundle": {**said()["bundle"], "allowed": [{"port": 80, "networks": []}]}}, '+   "port": 80.0'),

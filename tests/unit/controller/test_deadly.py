@@ -71,21 +71,21 @@ def test_its_user_is_told_and_others_live(control):
     assert (state, f"{DEATHS} controllers in a row crashed" in reason) == ("ERROR", True)
     found = control.row()
     assert (found.owner, found.dirty) == (None, True)
-    assert control.database.now() + 30 < found.free_at
+    assert control.database.now() + 30 < found.due_at
 
     control.hurry()
     assert crash_in_a_process(control), "it is tried now and then"
     assert not crash_in_a_process(control)
-    assert control.database.now() + 30 < control.row().free_at, "and not in between"
+    assert control.database.now() + 30 < control.row().due_at, "and not in between"
 
     control.world.mended = True
     control.hurry()
     control.work()
-    assert (control.row().deaths, control.provisioning()[LB]) == (0, "ACTIVE")
+    assert (control.row().crashes, control.provisioning()[LB]) == (0, "ACTIVE")
 
 
 def test_progress_counts(control):
     """Crashes with progress in between do not count."""
-    control.database.write(lambda c: c.execute(job.update().values(deaths=DEATHS - 1)))
+    control.database.write(lambda c: c.execute(job.update().values(crashes=DEATHS - 1)))
     assert crash_in_a_process(control)
-    assert control.row().deaths == 1, "the amphora was recorded meanwhile"
+    assert control.row().crashes == 1, "the amphora was recorded meanwhile"

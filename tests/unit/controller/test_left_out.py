@@ -41,14 +41,14 @@ def test_a_pair_that_begins_says_in_a_later_turn_what_it_does_not_serve(control)
     control.intents.create_object(Kind.MEMBER, member)
     assert control.work() == 1, "no amphora has the VIPs yet"
     assert control.pending() == {LB, LISTENER, "pool", "member"}
-    assert json.loads(control.row().left_out)["generation"] == control.row().generation
+    assert json.loads(control.row().omitted)["generation"] == control.row().generation
 
     control.world.holder = next(iter(control.world.machines))
     control.hurry()
     assert control.work() == 1
     said = control.provisioning()
     assert said == {LB: "ACTIVE", LISTENER: "ERROR", "pool": "ACTIVE", "member": "ERROR"}
-    assert control.row().left_out is None
+    assert control.row().omitted is None
     assert not control.row().dirty
 
 

@@ -89,7 +89,7 @@ def test_booting_amphora_occupies_no_worker(control):
     assert control.work() == 1, "one job, that ends"
     row = control.row()
     assert (row.owner, row.dirty, row.attempts) == (None, True, 0)
-    assert before + 0.5 < row.free_at < time.time() + 2
+    assert before + 0.5 < row.due_at < time.time() + 2
     one = only(control)
     assert before <= one.booted_at <= time.time()
     assert [(each.amphora_id, each.address, each.load_balancer_id) for each in control.room.awaited] == [
@@ -107,7 +107,7 @@ def test_booting_amphora_occupies_no_worker(control):
 def test_where_many_boot_each_is_looked_at_less_often(control):
     control.room.crowd = 200
     control.work()
-    assert control.row().free_at > time.time() + 8
+    assert control.row().due_at > time.time() + 8
 
 
 def test_a_machine_that_ends_while_it_boots_is_booted_anew(control):
@@ -181,7 +181,7 @@ def test_a_number_of_attempts_that_was_left_out_is_told_all_the_same(control):
     control.world.refusal = ComputeError("boot it", "the backend is away")
     control.work()
     most = control.conf.amp_controller.give_up_after
-    control.database.write(lambda c: c.execute(job.update().values(attempts=most, free_at=0.0)))
+    control.database.write(lambda c: c.execute(job.update().values(attempts=most, due_at=0.0)))
     control.work()
     assert control.provisioning()[LB] == "ERROR"
 

@@ -204,7 +204,7 @@ def test_the_replacement_dies_before_it_confirmed_and_is_replaced(alone):
     (second,) = [one for one in alone.observed().values() if one.state is AmphoraState.READY]
     alone.world.put_bundle = push
     assert begin(alone, [second.id]) == 1
-    assert alone.row().free_at == URGENT
+    assert alone.row().due_at == URGENT
     assert alone.work() == 1, "the pause after the failure is not waited for"
     (new,) = alone.observed()
     assert new not in (old, second.id)
@@ -299,7 +299,7 @@ def test_urgent_job_stays_urgent_after_another_due_time(alone, waker):
     else:
         alone.database.write(lambda c: c.execute(amphora.update().values(state="ready")))
         assert alone.database.write(lambda c: amphorae.lower_confirmed(c, old, 1, 0))
-    assert alone.row().free_at == URGENT
+    assert alone.row().due_at == URGENT
 
 
 def test_nothing_is_over_while_one_is_to_go(alone):
@@ -311,7 +311,7 @@ def test_nothing_is_over_while_one_is_to_go(alone):
     alone.database.write(lambda c: c.execute(amphora.update().values(confirmed=generation)))
     (old,) = alone.observed()
     begin(alone, [old])
-    alone.database.write(lambda c: c.execute(job.update().values(free_at=0.0)))
+    alone.database.write(lambda c: c.execute(job.update().values(due_at=0.0)))
     alone.jobs.complete(lease, generation)
     assert alone.row().dirty
 
@@ -335,7 +335,7 @@ def test_failover_begins_during_a_job(alone, end):
     else:
         alone.jobs.retry_later(lease, 100, "it failed", generation)
     row = alone.row()
-    assert (row.dirty, row.owner, row.free_at) == (True, None, 0.0)
+    assert (row.dirty, row.owner, row.due_at) == (True, None, 0.0)
     assert alone.work() == 1
     assert old not in alone.observed()
 
@@ -361,7 +361,7 @@ def test_urgent_job_stays_urgent_after_a_hint(alone):
     (old,) = alone.observed()
     begin(alone, [old])
     alone.jobs.make_due([LB])
-    assert alone.row().free_at == URGENT
+    assert alone.row().due_at == URGENT
 
 
 def test_no_amphora_is_replaced_twice(pair):

@@ -72,8 +72,8 @@ def test_drain_delays_no_other_work(control):
     old = draining(control)
     row = control.row()
     assert (row.owner, row.dirty) == (None, True)
-    assert time.time() < row.free_at < time.time() + 3
-    assert control.jobs.next_due() == row.free_at
+    assert time.time() < row.due_at < time.time() + 3
+    assert control.jobs.next_due() == row.due_at
     known = {peer["name"] for peer in control.world.served[old]["vrrp"]["peers"]}
     assert known == control.observed().keys() - {old}
     assert control.world.served[old]["vrrp"]["priority"] == 1

@@ -186,10 +186,10 @@ def test_attempts_that_fail_stop_everything_and_are_made_again_when_it_is_resume
     fleet.write(job.update().values(attempts=8), object_status.update().values(provisioning="ERROR"))
     fleet.look()
     assert fleet.state(number).reason == "load balancer a: it is in ERROR: no quota"
-    fleet.write(job.update().values(free_at=1e12))
+    fleet.write(job.update().values(due_at=1e12))
     fleet.database.write(lambda c: rotations.resume_rotation(c, number))
     row = fleet.database.read(lambda c: c.execute(sa.select(job)).one())
-    assert row.free_at < 1.0, "it is tried at once"
+    assert row.due_at < 1.0, "it is tried at once"
     assert fleet.look(3) == []
     fleet.replace("a")
     fleet.write(object_status.update().values(provisioning="ACTIVE"))

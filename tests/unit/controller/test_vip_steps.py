@@ -141,8 +141,8 @@ def row(database):
     return database.read(lambda c: c.execute(sa.select(job)).one())
 
 
-def steps(database, patience=60.0):
-    return VipSteps(database, database.write, patience)
+def steps(database, error_after=60.0):
+    return VipSteps(database, database.write, error_after)
 
 
 def test_an_answer_becomes_the_next_generation(database):
@@ -171,7 +171,7 @@ def test_no_answer_is_written_down_and_nothing_else(database):
 
 def test_no_answer_for_too_long_is_an_error_but_it_is_asked_on(database):
     with pytest.raises(NetworkError, match=r"none in \d+ s: busy") as error:
-        steps(database, patience=-1.0).allocate(Backend(NotYet(reason="busy")), BARE, None, 4, [])
+        steps(database, error_after=-1.0).allocate(Backend(NotYet(reason="busy")), BARE, None, 4, [])
     assert error.value.final
     assert database.read(lambda c: vip_claims.read_pending_request(c, "lb")).attempts == 2
 

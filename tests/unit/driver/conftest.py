@@ -20,7 +20,7 @@ def conf(tmp_path, monkeypatch):
     path.write_text(
         f"[amp_database]\nconnection = sqlite:///{tmp_path}/driver.sqlite\n"
         f"encryption_key_file = {tmp_path}/encryption.keys\n"
-        f"[amp_queue]\ndoorbell_dir = {tmp_path}/bells\n"
+        f"[amp_queue]\nsocket_dir = {tmp_path}/bells\n"
     )
     monkeypatch.setenv(config.FILE_VARIABLE, str(path))
     config.shared.cache_clear()

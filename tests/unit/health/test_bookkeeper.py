@@ -439,7 +439,7 @@ def test_what_was_confirmed_anew_meanwhile_stays(house, database):
     assert not database.write(lambda c: amphorae.lower_confirmed(c, "am1", 2, 0))
 
 
-FOUND = LastDrift(at=1000000000.0, what=("eth1 is down",), mended=False)
+FOUND = LastDrift(at=1000000000.0, sentences=("eth1 is down",), repaired=False)
 
 
 def test_drift_report_is_recorded_once_across_restarts(house, database, caplog):

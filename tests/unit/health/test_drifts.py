@@ -67,13 +67,13 @@ def test_one_that_is_well_again_is_forgotten_after_a_while():
 
 def test_what_was_found_is_told_once():
     drifts = DriftReports(INTERVAL)
-    said = heard(10.0, drifted=LastDrift(at=1000000000.0, what=("eth1 is down",), mended=True))
+    said = heard(10.0, drifted=LastDrift(at=1000000000.0, sentences=("eth1 is down",), repaired=True))
     when = "2001-09-09 01:46:40 UTC"
     assert drifts.find_notices(said, 5.0) == {"am": DriftNotice(when, f"{when}, repaired by its agent: eth1 is down")}
     drifts.record_notices(said, 5.0)
     assert drifts.find_notices(said, 20.0) == {}
     assert drifts.find_notices(heard(10.0), 20.0) == {}
-    strange = heard(11.0, drifted=LastDrift(at=1e300, what=("x",), mended=False))
+    strange = heard(11.0, drifted=LastDrift(at=1e300, sentences=("x",), repaired=False))
     assert drifts.find_notices(strange, 20.0) == {
         "am": DriftNotice("unknown time", "unknown time, its agent could not repair: x")
     }
@@ -85,7 +85,7 @@ def test_findings_that_follow_each_other_are_told_seldom():
     drifts = DriftReports(INTERVAL)
     told = []
     for number in range(100):
-        said = heard(number / 10, drifted=LastDrift(at=float(number), what=(f"number {number}",), mended=True))
+        said = heard(number / 10, drifted=LastDrift(at=float(number), what=(f"number {number}",), repaired=True))
         told += [each.sentence for each in drifts.find_notices(said, number / 10).values()]
         drifts.record_notices(said, number / 10)
     assert len(told) == 1
@@ -130,6 +130,6 @@ def test_complaint_after_a_push_is_recorded_again():
 def test_why_it_is_pushed_says_when_it_was_found():
     drifts = DriftReports(INTERVAL)
     among(drifts, 10.0, "files")
-    said = heard(14.0, "files", drifted=LastDrift(at=1000000000.0, what=("x",), mended=False))
+    said = heard(14.0, "files", drifted=LastDrift(at=1000000000.0, sentences=("x",), repaired=False))
     (broken,) = drifts.find_unrepaired(said, {"am": 8}, 14.0)
     assert broken.found_at == "2001-09-09 01:46:40 UTC"

@@ -193,8 +193,8 @@ def typical():
         {"pools": {"p:l": {"status": "UP", "members": {"m": "U" * 65}}}},
         {"drift": ["d" * 65]},
         {"drift": ["d"] * 33},
-        {"drifted": {"what": ["w" * 2049]}},
-        {"drifted": {"what": ["w"] * 17}},
+        {"drifted": {"sentences": ["w" * 2049]}},
+        {"drifted": {"sentences": ["w"] * 17}},
     ],
 )
 def test_what_is_longer_than_anything_an_agent_says_is_no_report(said):

@@ -78,7 +78,7 @@ _GOOD = (
         "pools": {f"p:{one}": {"status": "UP", "members": {"m1": "UP 1/3", "m2": "DOWN"}} for one in ("l1", "l2")},
         "holds_vip": True,
         "drift": ["interface"],
-        "drifted": {"at": 1800000000.5, "what": ["a rule was missing"], "mended": False},
+        "drifted": {"at": 1800000000.5, "sentences": ["a rule was missing"], "repaired": False},
         "agent_version": "0.1.0",
     },
 )
@@ -136,7 +136,7 @@ def _document(chance: random.Random) -> Any:
     if chance.random() < 0.5:
         found["drift"] = [_word(chance) for _ in range(chance.choice((0, 1, 31, 32, 33)))]
         sentences = [_text(chance) for _ in range(chance.choice((0, 1, 2, 15, 16, 17)))]
-        found["drifted"] = {"at": _number(chance), "what": sentences, "mended": chance.random() < 0.5}
+        found["drifted"] = {"at": _number(chance), "sentences": sentences, "repaired": chance.random() < 0.5}
     if chance.random() < 0.2:
         found[chance.choice(_KEYS)] = _odd(chance)
     if chance.random() < 0.02:
@@ -252,8 +252,8 @@ def limited(report: Report) -> None:
     assert len(report.drift) <= 32
     assert all(len(word) <= 64 for word in report.drift)
     if report.drifted is not None:
-        assert len(report.drifted.what) <= 16
-        assert all(len(sentence) <= 2048 for sentence in report.drifted.what)
+        assert len(report.drifted.sentences) <= 16
+        assert all(len(sentence) <= 2048 for sentence in report.drifted.sentences)
     version = report.agent_version
     assert version is None or (len(version) <= 64 and version.isascii() and version.isprintable())
     for text in _texts(msgspec.to_builtins(report)):

@@ -86,7 +86,7 @@ def hostile(amphora):
         lambda: amphora.datagram(b"no deflate"),
         lambda: amphora.datagram({"generation": 1, "pools": many}),
         lambda: amphora.datagram({"generation": 2**63 - 1, "drift": ["link"]}),
-        lambda: amphora.datagram({"generation": 1, "drifted": {"at": time.time(), "what": ["\U0001f600" * 500]}}),
+        lambda: amphora.datagram({"generation": 1, "drifted": {"at": time.time(), "sentences": ["\U0001f600" * 500]}}),
         lambda: amphora.datagram({"generation": 1, "listeners": {"li0": {"status": "OPEN", "bytes_in": 2**70}}}),
         lambda: amphora.datagram({"generation": "x" * 1000}),
         lambda: amphora.datagram(amphora.report(1), sequence=1),
@@ -116,7 +116,7 @@ def manager(tmp_path, database, fleet):
     conf = tmp_path / "driver.conf"
     conf.write_text(
         f"[amp_database]\nconnection = {database.url}\nencryption_key_file = {tmp_path}/key\n"
-        f"[amp_queue]\ndoorbell_dir = {tmp_path}/bells\n"
+        f"[amp_queue]\nsocket_dir = {tmp_path}/bells\n"
         f"[amp_health]\nbind_address = 127.0.0.1\nbind_port = {port}\n[amp_status_page]\nhealth_bind_port = 0\n"
     )
     log = (tmp_path / "log").open("wb")

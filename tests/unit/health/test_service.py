@@ -51,7 +51,7 @@ def conf(tmp_path, database):
     path = tmp_path / "driver.conf"
     path.write_text(
         f"[amp_database]\nconnection = {database.url}\nencryption_key_file = {tmp_path}/key\n"
-        f"[amp_queue]\ndoorbell_dir = {tmp_path}/bells\n"
+        f"[amp_queue]\nsocket_dir = {tmp_path}/bells\n"
         "[amp_health]\nbind_address = 127.0.0.1\nbind_port = 0\nflush_interval = 0.05\n"
     )
     return config.load([str(path)])

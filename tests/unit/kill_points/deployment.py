@@ -42,7 +42,7 @@ forget_vip_after = 3
 status_socket = {{folder}}/status.sock
 stats_socket = {{folder}}/stats.sock
 get_socket = {{folder}}/get.sock
-commit_patience = 10
+commit_timeout = 10
 audit_after = 1
 audit_interval = 0.5
 [amp_health]
@@ -58,7 +58,7 @@ client_ca = {{folder}}/controller.pem
 ca_certificate = {{folder}}/amphora.pem
 ca_private_key = {{folder}}/amphora.key
 [amp_queue]
-doorbell_dir = {{folder}}/bells
+socket_dir = {{folder}}/bells
 [amp_database]
 encryption_key_file = {{folder}}/keys
 connection = {{url}}

@@ -44,7 +44,7 @@ def conf(tmp_path, more_options):
     path = tmp_path / "amphora-driver.conf"
     path.write_text(
         f"[amp_database]\nconnection = sqlite:///{tmp_path}/driver.sqlite\nencryption_key_file = {tmp_path}/keys\n"
-        f"[amp_queue]\ndoorbell_dir = {tmp_path}/bells\n"
+        f"[amp_queue]\nsocket_dir = {tmp_path}/bells\n"
         f"[amp_octavia]\nstatus_socket = {tmp_path}/status.sock\nstats_socket = {tmp_path}/stats.sock\n"
         f"get_socket = {tmp_path}/get.sock\n{more_options}\n"
     )

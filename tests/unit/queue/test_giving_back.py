@@ -46,7 +46,7 @@ def test_waiting_job_is_due_later_without_an_attempt(database, jobs):
     jobs.defer(jobs.claim(), 1, 30.0)
     found = row(database)
     assert (found.owner, found.dirty, found.attempts, found.error) == (None, True, 3, "before")
-    assert before + 29 < found.free_at < time.time() + 31
+    assert before + 29 < found.due_at < time.time() + 31
     assert jobs.claim() is None
 
 
@@ -119,21 +119,21 @@ def test_what_has_killed_several_leaves_time_for_the_rest(database, jobs):
         Jobs(database, "dead", 60.0).claim()
         before = database.now()
         jobs.release_leases("dead")
-        assert before + 0.5 * died <= row(database).free_at <= database.now() + 0.5 * died
+        assert before + 0.5 * died <= row(database).due_at <= database.now() + 0.5 * died
 
 
-def deaths(database):
-    return row(database).deaths
+def crashes(database):
+    return row(database).crashes
 
 
 def test_deaths_are_counted_however_they_are_noticed(database, jobs):
     Jobs(database, "dead", 60.0).claim()
     jobs.release_leases("dead")
-    assert deaths(database) == 1
+    assert crashes(database) == 1
     late = Jobs(database, "late", 0.0).claim()
-    assert late.deaths == 1
+    assert late.crashes == 1
     lease = jobs.claim()
-    assert (lease.deaths, deaths(database)) == (2, 2), "it has lost its lease, whatever it does now"
+    assert (lease.crashes, crashes(database)) == (2, 2), "it has lost its lease, whatever it does now"
 
 
 @pytest.mark.parametrize(
@@ -149,15 +149,15 @@ def test_deaths_are_counted_however_they_are_noticed(database, jobs):
     ids=["finished", "waits", "gives way", "failed", "marked", "applied"],
 )
 def test_surviving_job_is_no_crash(database, jobs, lives):
-    database.write(lambda c: c.execute(job.update().values(deaths=3)))
+    database.write(lambda c: c.execute(job.update().values(crashes=3)))
     lives(jobs, jobs.claim(), database)
-    assert deaths(database) == 0
+    assert crashes(database) == 0
 
 
 def test_clean_end_counts_no_attempt(database, jobs):
     jobs.claim()
     assert jobs.release_leases() == 1
-    assert (row(database).attempts, deaths(database)) == (0, 0)
+    assert (row(database).attempts, crashes(database)) == (0, 0)
 
 
 @pytest.mark.parametrize("give_back", [lambda j, one: j.defer(one, 1, 1.0), lambda j, one: j.yield_lease(one)])

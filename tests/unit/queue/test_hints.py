@@ -26,7 +26,7 @@ def tmp_path(tmp_path_factory):
 
 def configured(tmp_path, url, engine="celery"):
     file = tmp_path / "driver.conf"
-    file.write_text(f"[amp_queue]\nengine = {engine}\nbroker_url = {url}\ndoorbell_dir = {tmp_path}/bells\n")
+    file.write_text(f"[amp_queue]\nengine = {engine}\nbroker_url = {url}\nsocket_dir = {tmp_path}/bells\n")
     return config.load([str(file)])
 
 
@@ -54,7 +54,7 @@ def test_one_load_balancer_waits_once(publisher):
 
 def test_the_host_is_woken_whatever_the_broker_does(tmp_path, deaf_broker):
     conf = configured(tmp_path, deaf_broker)
-    with local_socket.WakeupSocket(conf.amp_queue.doorbell_dir, local_socket.CONTROLLER) as bell:
+    with local_socket.WakeupSocket(conf.amp_queue.socket_dir, local_socket.CONTROLLER) as bell:
         notifier.notify(conf, local_socket.CONTROLLER, "lb")
         assert bell.wait(5)
     notifier._publishers.pop(deaf_broker).close()

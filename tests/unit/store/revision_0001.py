@@ -66,7 +66,7 @@ def _job(load_balancer_id, **more):
         "owner": None,
         "epoch": 7,
         "leased_until": None,
-        "free_at": 0.0,
+        "due_at": 0.0,
         "attempts": 1,
         "error": "the agent did not answer",
         **more,

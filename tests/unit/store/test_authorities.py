@@ -81,14 +81,14 @@ def test_what_ends_when(database):
 def test_only_load_balancers_that_are_left_alone_are_made_due(database):
     def put(connection):
         for name, more in {"quiet": {}, "failing": {"dirty": True}, "owned": {"owner": "me"}}.items():
-            row = {"load_balancer_id": name, "op": "apply", "generation": 1, "dirty": False, "free_at": 7.0, **more}
+            row = {"load_balancer_id": name, "op": "apply", "generation": 1, "dirty": False, "due_at": 7.0, **more}
             connection.execute(job.insert().values(**row))
 
     database.write(put)
     names = ["quiet", "failing", "owned", "unknown"]
     assert database.write(lambda c: ca_records.make_load_balancers_due(c, names, 50.0)) == 1
     rows = database.read(lambda c: c.execute(sa.select(job)).all())
-    assert {row.load_balancer_id: (row.dirty, row.free_at) for row in rows} == {
+    assert {row.load_balancer_id: (row.dirty, row.due_at) for row in rows} == {
         "quiet": (True, 50.0),
         "failing": (True, 7.0),
         "owned": (False, 7.0),

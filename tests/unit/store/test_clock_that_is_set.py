@@ -33,8 +33,8 @@ def rows(database):
 
 def test_pauses_and_leases_of_a_clock_that_was_ahead_end_at_once(database):
     now = database.now()
-    add(database, "paused", free_at=now + HOUR)
-    add(database, "leased", free_at=0.0, owner="dead", leased_until=now + HOUR)
+    add(database, "paused", due_at=now + HOUR)
+    add(database, "leased", due_at=0.0, owner="dead", leased_until=now + HOUR)
     one = jobs.Jobs(database, "one", 15.0)
     assert one.claim() is None
     assert one.clamp_due_times(LONGEST) == 2
@@ -46,9 +46,9 @@ def test_pauses_and_leases_of_a_clock_that_was_ahead_end_at_once(database):
 
 def test_what_may_end_so_late_is_left_alone(database):
     now = database.now()
-    add(database, "paused", free_at=now + LONGEST - 5)
-    add(database, "leased", free_at=0.0, owner="another", leased_until=now + 55)
-    add(database, "settled", free_at=0.0, dirty=False)
+    add(database, "paused", due_at=now + LONGEST - 5)
+    add(database, "leased", due_at=0.0, owner="another", leased_until=now + 55)
+    add(database, "settled", due_at=0.0, dirty=False)
     before = rows(database)
     assert jobs.Jobs(database, "one", 15.0).clamp_due_times(LONGEST) == 0
     assert rows(database) == before

@@ -29,7 +29,7 @@ def served(database):
             amphorae.insert_amphora(connection, one, "lb", "STANDALONE", b"")
             amphorae.update_amphora(connection, one, state="ready", confirmed=3, confirmed_at=50.0)
         connection.execute(
-            job.update().values(generation=3, committed=3, applied=3, dirty=False, owner=None, free_at=900.0)
+            job.update().values(generation=3, committed=3, applied=3, dirty=False, owner=None, due_at=900.0)
         )
 
     database.write(write)
@@ -48,7 +48,7 @@ def test_what_was_taken_back_is_due_once(served):
     assert served.write(lambda c: config_drift.revoke_confirmation(c, "a", 3, "files")) is True
     assert (of(served, "a").confirmed, of(served, "a").drift, of(served, "b").confirmed) == (2, "files", 3)
     assert (of(served, "a").drifts, of(served, "b").drifts) == (True, False)
-    assert (row(served).dirty, row(served).free_at, row(served).generation) == (True, 0.0, 3)
+    assert (row(served).dirty, row(served).due_at, row(served).generation) == (True, 0.0, 3)
     assert served.write(lambda c: config_drift.revoke_confirmation(c, "a", 3, "again")) is False, (
         "it is another one by now"
     )

@@ -20,7 +20,7 @@ def database(any_database):
 
 
 def add(database, load_balancer_id="lb", **more):
-    values = {"load_balancer_id": load_balancer_id, "op": "apply", "generation": 1, "free_at": 0.0, "epoch": 0}
+    values = {"load_balancer_id": load_balancer_id, "op": "apply", "generation": 1, "due_at": 0.0, "epoch": 0}
     database.write(lambda c: c.execute(job.insert().values(**{**values, **more})))
 
 
@@ -73,10 +73,10 @@ def test_a_newer_generation_accepted_meanwhile_makes_the_job_due_again(database)
 @pytest.mark.parametrize("end", ["finish", "finish for now", "wait", "postpone"])
 def test_urgent_mark_survives_the_end_of_a_job(database, end):
     """On every database: some assign from left to right, and go on with what was assigned."""
-    add(database, applied=1, attempts=3, free_at=URGENT)
+    add(database, applied=1, attempts=3, due_at=URGENT)
     one = jobs.Jobs(database, "one", 30)
     lease = one.claim()
-    assert row(database).free_at == 0.0, "what is urgent from now on is news"
+    assert row(database).due_at == 0.0, "what is urgent from now on is news"
     assert not database.read(lambda c: jobs.check_lease(c, lease))[2]
     now = database.now()
     why = failovers.FailoverTrigger(cause=failovers.Cause.SILENT, reason="silent")
@@ -91,7 +91,7 @@ def test_urgent_mark_survives_the_end_of_a_job(database, end):
         "postpone": lambda: one.retry_later(lease, 100, "it failed", 1),
     }[end]()
     found = row(database)
-    assert (found.dirty, found.owner, found.free_at, found.attempts) == (True, None, 0.0, 0)
+    assert (found.dirty, found.owner, found.due_at, found.attempts) == (True, None, 0.0, 0)
     assert one.claim() is not None
 
 
@@ -129,7 +129,7 @@ def test_retry_at_the_given_time(database):
     one.complete(one.claim(), 1, later)
     assert one.claim() is None
     assert one.next_due() == later
-    database.write(lambda c: c.execute(job.update().values(free_at=time.time() - 1)))
+    database.write(lambda c: c.execute(job.update().values(due_at=time.time() - 1)))
     one.complete(one.claim(), 1)
     assert one.claim() is None, "and not for ever"
 

@@ -146,10 +146,10 @@ def test_all_processes_with_a_server_have_its_clock(request, name):
     assert database.now() > own + 3000
     jobs = Jobs(database, "one", 30)
     lb = {"load_balancer_id": "lb", "op": "apply", "generation": 1, "epoch": 0}
-    database.write(lambda c: c.execute(job.insert().values(**lb, free_at=time.time() + 20)))
+    database.write(lambda c: c.execute(job.insert().values(**lb, due_at=time.time() + 20)))
     try:
         assert jobs.claim() is None, "its pause is not over, whatever this process believes"
-        database.write(lambda c: c.execute(job.update().values(free_at=time.time() - 1)))
+        database.write(lambda c: c.execute(job.update().values(due_at=time.time() - 1)))
         assert jobs.claim("another") is None
         lease = jobs.claim("lb")
         until = database.read(lambda c: c.execute(sa.select(job.c.leased_until)).scalar_one())

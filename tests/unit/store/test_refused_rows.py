@@ -163,7 +163,7 @@ def test_a_finding_that_is_refused_keeps_no_other_from_being_noted(house):
         ledger = AmphoraReports()
         books = StatusWriter(house, ledger)
         for number in range(MANY):
-            found = LastDrift(at=1_000_000_000.0, what=("eth1 is down",), mended=True)
+            found = LastDrift(at=1_000_000_000.0, sentences=("eth1 is down",), repaired=True)
             report = Report(1, {}, {}, f"am{number}", drifted=found)
             assert ledger.accept(Heartbeat(f"am{number}", 7, 1, report), time.monotonic())
         books.flush()

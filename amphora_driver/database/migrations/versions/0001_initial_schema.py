@@ -159,7 +159,7 @@ def upgrade() -> None:
         sa.Column("read_back", sa.Boolean(), nullable=False),
         sa.Column("reread", BODY, nullable=True),
         sa.Column("vip_applied", BODY, nullable=True),
-        sa.Column("left_out", BODY, nullable=True),
+        sa.Column("omitted", BODY, nullable=True),
         sa.Column("spare_pool", ID, nullable=True),
         sa.Column("spares", BODY, nullable=True),
         sa.Column("dirty", sa.Boolean(), nullable=False),
@@ -169,13 +169,13 @@ def upgrade() -> None:
         sa.Column("epoch", sa.BigInteger(), nullable=False),
         sa.Column("writes", sa.BigInteger(), server_default="0", nullable=False),
         sa.Column("leased_until", sa.Double(), nullable=True),
-        sa.Column("free_at", sa.Double(), nullable=False),
+        sa.Column("due_at", sa.Double(), nullable=False),
         sa.Column("attempts", sa.Integer(), nullable=False),
-        sa.Column("deaths", sa.Integer(), server_default="0", nullable=False),
+        sa.Column("crashes", sa.Integer(), server_default="0", nullable=False),
         sa.Column("error", sa.Text(), nullable=True),
         sa.PrimaryKeyConstraint("load_balancer_id", name=op.f("pk_job")),
     )
-    create_index("ix_job_dirty_free_at", "job", ["dirty", "free_at"])
+    create_index("ix_job_dirty_due_at", "job", ["dirty", "due_at"])
     create_table(
         "listener_statistics",
         sa.Column("listener_id", ID, nullable=False),
