@@ -396,9 +396,10 @@ class Haproxy:
         raise HaproxyError("reload HAProxy", f"no new worker within {self._read_seconds:.0f} s")
 
     def _await_stopping(self, old: int | None) -> None:
-        """Wait until the old worker accepts no connections; until then, both workers accept on the same sockets.
+        """Wait until the old worker accepts no connections.
 
-        The old worker would answer questions and run commands that are meant for the new one.
+        Until then, both workers accept on the same sockets. The old worker would answer questions and run commands
+        that are meant for the new one.
         """
         deadline = time.monotonic() + _STOPPING_SECONDS
         with suppress(HaproxyError):  # a frozen worker accepts no connections

@@ -62,8 +62,11 @@ def upgrade():
 
 
 @pytest.fixture(autouse=True)
-def next_revision(tmp_path_factory, monkeypatch):
+def next_revision(request, tmp_path_factory, monkeypatch):
     """One more revision than this version has, so that an upgrade with data is possible."""
+    kind = request.node.callspec.params.get("kind") if hasattr(request.node, "callspec") else None
+    if kind in ("mariadb", "postgresql"):
+        request.getfixturevalue(f"{kind}_url")  # the database of the other tests has the revisions of this version
     folder = tmp_path_factory.mktemp("next") / "migrations"
     shutil.copytree(schema_check.MIGRATIONS, folder, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / f"versions/{NEXT}_next.py").write_text(NEXT_REVISION)
