@@ -111,7 +111,7 @@ def fleet(tmp_path, monkeypatch):
     path = tmp_path / "amphora-driver.conf"
     path.write_text(
         f"[amp_database]\nconnection = sqlite:///{tmp_path}/driver.sqlite\n"
-        f"[amp_rotation]\nsettle = {SETTLE}\npatience = 20\n[amp_health]\ninterval = 1\n"
+        f"[amp_rotation]\nsettle = {SETTLE}\nreplacement_timeout = 20\n[amp_health]\ninterval = 1\n"
     )
     conf = config.load([str(path)])
     migrated.write(conf.amp_database.connection)

@@ -85,7 +85,7 @@ def test_findings_that_follow_each_other_are_told_seldom():
     drifts = DriftReports(INTERVAL)
     told = []
     for number in range(100):
-        said = heard(number / 10, drifted=LastDrift(at=float(number), what=(f"number {number}",), repaired=True))
+        said = heard(number / 10, drifted=LastDrift(at=float(number), sentences=(f"number {number}",), repaired=True))
         told += [each.sentence for each in drifts.find_notices(said, number / 10).values()]
         drifts.record_notices(said, number / 10)
     assert len(told) == 1
