@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # An older commit with the present schema and wire format: its controllers and agents work beside those of today.
-BASELINE = "e08e5b0488b60f49b545faa80d94fc16129e6a1e"
+BASELINE = "43aff77271d83ce7546775997c938d882661180f"
 _MIGRATIONS = Path("amphora_driver/database/migrations/versions")
 
 
