@@ -29,7 +29,7 @@ OUTCOMES = ("finished", "waiting", "gave_way", "failed", "lost")
 PUSH_ERRORS = ("AgentUnreachable", "AgentRefused", "AgentUntrusted")
 CAUSES = ("silent", "mute", "never_spoke", "asked", "operator", "rotation", "drift", "machine")
 ENDS = ("done", "gone", "superseded", "recovered")
-# Calls to Octavia: waits for its transactions, status reports, statistics.
+# Durations of calls to Octavia: the wait for the end of its transaction, status reports, statistics.
 CALLS = ("barrier", "statuses", "statistics")
 REPORTS = ("taken", "refused")
 _OTHER = "other"

@@ -65,7 +65,10 @@ class VrrpState:
             if changed and instance is not None and not self._holds_vip:
                 self._remove_stale_vips(instance)
         if changed:
-            _log.info("VIPs: %s", {None: "no VRRP", True: "on this amphora", False: "on a partner"}[self._holds_vip])
+            _log.info(
+                "The VIPs are %s",
+                {None: "not under VRRP", True: "on this amphora", False: "on a partner"}[self._holds_vip],
+            )
             self._changed()
 
     def _remove_stale_vips(self, instance: VrrpInstance) -> None:

@@ -21,7 +21,7 @@ from amphora_agent.stats.monotonic_counters import MonotonicCounters
 from amphora_agent.stats.stat_columns import COUNTED
 
 _log = logging.getLogger(__name__)
-# The kernel continues while a failed daemon is restarted: its last state is valid for this time.
+# Seconds for which the last state of a failed daemon is valid: the kernel forwards traffic during its restart.
 STALE_SECONDS = 10.0
 
 

@@ -475,7 +475,7 @@ def _tls_failure(call: _Call, address: str, error: SSLError) -> AgentUntrusted |
             f"the certificate of {address} is not accepted ({cause.verify_message})",
             "Check that the address belongs to the amphora, and that its certificate has not expired.",
         )
-    # This includes a refusal of the client certificate. A machine that has just booted may have a wrong clock.
+    # A refusal of the client certificate also ends here. A machine that has just booted may have a wrong clock.
     return AgentUnreachable(
         call.wanted,
         f"{address} broke off the TLS handshake ({getattr(cause, 'reason', None) or cause})",

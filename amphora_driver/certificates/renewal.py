@@ -295,7 +295,7 @@ class CertificateMaintenance:
         if found.moves:
             failpoints.reach_step(f"Authority-{kind.value}", failpoints.Moment.MARKED)
             steps = ", ".join(f"{one.id} is {state.value}" for one, state in found.moves.items())
-            LOG.info("certificate authorities of kind %s: %s", kind.value, steps)
+            LOG.info("rotation of the certificate authority of kind %s: %s", kind.value, steps)
         self._log_waiting(kind, found)
         return bool(found.moves)
 

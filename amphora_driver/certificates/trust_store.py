@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 # Maximum age of the data in seconds, and as a fraction of a rotation's shortest step.
 _MAX_AGE, _OF_A_STEP = 5.0, 0.25
-# Multiple of this age that other threads accept while one thread reads: three quarters of a step, and at most 15 s. A
-# read of more than _LONGEST_READ seconds was not slow: the process was paused.
+# While one thread reads, other threads accept data of up to _MEANWHILE times the maximum age: three quarters of a step,
+# and at most 15 s. A read of more than _LONGEST_READ seconds means that the process was paused.
 _MEANWHILE = 3
 _LONGEST_READ = 40.0
 _LONGEST_HOST = 40

@@ -168,7 +168,8 @@ object_status = Table(
 )
 
 # One row per listener and amphora that ever served it: absolute counters; Octavia receives the sums. Rows of deleted
-# amphorae stay, so that totals never decrease. `version` and `reported` as above.
+# amphorae stay, so that totals never decrease. `version` and `reported`: see
+# `object_status`.
 listener_statistics = Table(
     "listener_statistics",
     metadata,

@@ -180,9 +180,13 @@ class Vault:
         before = self._key_ring
         removed = [key for key in (*before.keys, *before.removed) if key not in keys]
         self._key_ring = _KeyRing(keys, removed)
-        LOG.info("encryption keys reloaded; key %s seals", self._key_ring.fingerprints[0])
+        LOG.info("encryption keys reloaded; key %s encrypts", self._key_ring.fingerprints[0])
         if removed:
-            LOG.info("%d removed encryption keys still open for %.0f s", len(removed), _REMOVED_KEY_SECONDS)
+            LOG.info(
+                "%d encryption keys were removed from the file and decrypt for another %.0f s",
+                len(removed),
+                _REMOVED_KEY_SECONDS,
+            )
 
 
 def _is_bound_to(location: SecretLocation, content: bytes) -> bool:

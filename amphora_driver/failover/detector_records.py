@@ -47,7 +47,7 @@ class DetectorRecords:
         self._known: set[str] = set()
         self._rows: dict[str, BreakerRow] = {}
         self._numbers_at = self._unknown_at = float("-inf")
-        # By load balancer: heartbeat positions of its amphorae when its status was set to ERROR.
+        # By load balancer: the last heartbeat (epoch, sequence) of each amphora when its status was set to ERROR.
         self._reported: dict[str, dict[str, tuple[int, int] | None]] = {}
 
     def load(self, rows: dict[str, BreakerRow] | None) -> None:

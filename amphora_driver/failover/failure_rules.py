@@ -254,7 +254,8 @@ def network_suspected(period: SilentPeriod, evidence: PathEvidence, now: float, 
     works = any(at is not None and at >= since for at in (evidence.heard_at, evidence.answered_at))
     if works or evidence.has_witnesses:
         return ""
-    # A single amphora has no peer that could show that the path works. Its replacement serves before it is deleted.
+    # A single amphora has no peer that shows that the management network works. The replacement serves before the
+    # silent amphora is deleted.
     wait = 2 * limits.silent_after
     if evidence.watched > 1:
         wait = max(limits.mute_after, wait)

@@ -101,7 +101,9 @@ class BatchWriter:
         if now - self._logged_at.get(owner, -_LOG_INTERVAL) >= _LOG_INTERVAL:
             self._logged_at[owner] = now
             reason = printable(str(error), _MAX_REASON)
-            LOG.warning("could not write amphora reports for %s (%d times): %s", owner, self.refused[owner], reason)
+            LOG.warning(
+                "the database refused the reports of %s (%d refusals so far): %s", owner, self.refused[owner], reason
+            )
 
     def forget_old_refusals(self) -> None:
         """Forget refusals older than `_ISOLATION_TIME`."""

@@ -198,7 +198,7 @@ class DriftAuditor:
                     elif self._hold_duty(at_once=True):
                         self.run_round(pool, self._until_end(stopping, draining))
                 except AmphoraDriverError as error:
-                    LOG.warning("drift audit: %s", error)
+                    LOG.warning("drift audit failed, the next round repeats it: %s", error)
                 except Exception:
                     # Without this thread no drift is found, and nothing reports that.
                     LOG.exception("drift audit failed, trying again in %g s", self._round)

@@ -83,7 +83,7 @@ class Housekeeping:
                     self.rotate_ticket_keys()
                     self.purge_history()
             except AmphoraDriverError as error:
-                LOG.warning("housekeeping: %s", error)
+                LOG.warning("housekeeping failed, the next run repeats it: %s", error)
             except Exception:
                 # Without this thread certificates expire and orphans stay, and nothing reports that.
                 LOG.exception("housekeeping failed, trying again in %g s", self._every)
@@ -153,6 +153,6 @@ class Housekeeping:
         try:
             self._backends.network(orphan.network).release_vip(orphan.load_balancer_id)
         except AmphoraDriverError as error:
-            LOG.warning("housekeeping: %s", error)
+            LOG.warning("load balancer %s: the release of its VIPs failed: %s", orphan.load_balancer_id, error)
             return False
         return True

@@ -76,7 +76,7 @@ class OrphanCleaner:
                 remove(one)
                 removed += 1
         except AmphoraDriverError as error:
-            LOG.warning("housekeeping: %s", error)
+            LOG.warning("orphan cleanup of backend %s failed, the next run repeats it: %s", backend, error)
         return removed
 
     def _removable(self, kind: OrphanKind, backend: str, existing: Collection[str]) -> list[str]:
@@ -102,8 +102,8 @@ class OrphanCleaner:
         if _is_plausible(len(due), len(existing)):
             return due
         LOG.error(
-            "%d of %d of %s (%s) have no owner: none is removed. Check whether rows were lost (an empty or restored "
-            "database) or another deployment uses the same place; otherwise remove some of them manually",
+            "%d of %d %s of backend %s have no owner: none is removed. Check whether rows were lost (an empty or "
+            "restored database) or another deployment uses the same place; otherwise remove some of them manually",
             len(due), len(existing), kind.value, backend,
         )  # fmt: skip
         return []

@@ -353,7 +353,7 @@ _DUE_AGAIN = sa.or_(
     _URGENT,
     sa.and_(sa.or_(job.c.applied < job.c.generation, _behind()), sa.not_(job.c.read_back)),
 )
-# A job with a retiring amphora is not over, even if the urgent mark was lost. A job with `again_at` runs again anyway.
+# A job with a retiring amphora is not finished, even if another write has replaced its `URGENT` due time.
 _NOT_OVER = sa.or_(_DUE_AGAIN, sa.and_(_leaving(), sa.not_(job.c.read_back)))
 _RETURNED: list[tuple[Any, Any]] = [
     ("owner", None),

@@ -202,7 +202,7 @@ class BootWait:
         try:
             self._on_listening(sorted({one.load_balancer_id for one in listening}))
         except (AmphoraDriverError, OSError) as error:
-            LOG.warning("could not make load balancers with booted amphorae due, their jobs start later: %s", error)
+            LOG.warning("could not start the jobs of load balancers with booted amphorae, they start later: %s", error)
 
     def _remove(self, amphora_id: str) -> None:
         entry = self._entries.pop(amphora_id, None)

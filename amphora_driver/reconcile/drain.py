@@ -202,7 +202,7 @@ class AmphoraRemoval:
             self._job.ensure_may_act()
             network.delete_port(port.id)
         if left is not None:
-            # Other ports may get its addresses now, so they must not stay recorded.
+            # Other ports may get the addresses of the deleted port, so the record of its addresses must go.
             self._job.ensure_may_act()
             self._write(lambda connection: amphorae.update_amphora(connection, amphora.id, plugged=()))
             raise left

@@ -109,7 +109,9 @@ class Reconciler:
             failpoints.reach(failpoints.Point.FINISHED)
         except LeaseLost as error:
             if not job.row_deleted:
-                LOG.warning("load balancer %s: %s", lease.load_balancer_id, error)
+                LOG.warning(
+                    "load balancer %s: the job stops, because its lease is lost: %s", lease.load_balancer_id, error
+                )
             return "lost"
         except AmphoraDriverError as error:
             self._handle_failure(job, error)
@@ -280,7 +282,7 @@ class Reconciler:
             now = self._database.now()
             if isinstance(error, Superseded) or job.is_preempted:
                 # The preemption caused any other error.
-                LOG.info("load balancer %s: %s", lease.load_balancer_id, job.preemption_error())
+                LOG.info("load balancer %s: the job is preempted: %s", lease.load_balancer_id, job.preemption_error())
                 self._jobs.yield_lease(lease)
                 return
             final = isinstance(error, AmphoraDriverError) and error.final
@@ -327,7 +329,7 @@ def _perform_steps(
         except (AgentError, ComputeError, NetworkError) as error:
             if amphora_id is None:
                 raise
-            LOG.warning("load balancer %s: amphora %s: %s", view.load_balancer_id, amphora_id, error)
+            LOG.warning("load balancer %s: a step for amphora %s failed: %s", view.load_balancer_id, amphora_id, error)
             errors[amphora_id] = error
     if errors:
         raise next((one for one in errors.values() if one.final), next(iter(errors.values())))

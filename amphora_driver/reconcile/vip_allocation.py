@@ -173,7 +173,7 @@ class VipSteps:
         try:
             network.apply_vip_options(tree.id, options, ports)
         except RequestError as error:
-            LOG.warning("load balancer %s: %s", tree.id, error)
+            LOG.warning("load balancer %s: the VIP options are refused: %s", tree.id, error)
             refused = str(error)
         given = AppliedVipOptions(options=options, ports=ports, refused=refused, generation=generation)
         text = msgspec.json.encode(given).decode() if options else None

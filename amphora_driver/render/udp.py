@@ -257,7 +257,7 @@ def _behind(
     monitor = pool.healthmonitor
     checked = None
     if monitor is not None and monitor.id not in failed:
-        # A refused monitor leaves its pool served without checks, as HAProxy's pools are.
+        # Without its refused monitor the pool is served without checks, as a pool of HAProxy is.
         checked = render_errors.try_render(lambda: (_monitor(monitor, pool),), monitor.id, refused)
     _check_id(pool.id)
     options.check_pool(pool)

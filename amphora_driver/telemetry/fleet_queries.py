@@ -345,7 +345,7 @@ def _build_pools(rows: Iterable[Any], amphorae: Iterable[AmphoraInfo], configure
             continue
         spares = kept.get(row.load_balancer_id, [])
         ready = sum(one.state == "ready" for one in spares)
-        # An unused pool needs no spares.
+        # A pool of warm spares that no load balancer uses needs no spares.
         wanted = _desired_number(row.spares, configured) if row.load_balancer_id in used else 0
         found.append(
             SparePoolInfo(id=row.load_balancer_id, wanted=wanted, booted=len(spares), ready=ready, error=row.error)

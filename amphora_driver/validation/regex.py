@@ -50,8 +50,8 @@ _ERROR_JIT_BADOPTION = -45
 _ERROR_MATCHLIMIT = -47
 _FIRST_IS_START = 2
 
-# A trial searches a text of about 64 characters with limits up to a hundred times HAProxy's. Patterns up to the fourth
-# power of the length pass (64^4 / 4! is less than a million) if few probes need that much; exponential ones do not.
+# The check searches texts of about 64 characters with up to a hundred times HAProxy's limit of steps. Patterns pass if
+# their cost grows at most with the fourth power of the length (64^4 / 4! is below a million); exponential ones fail.
 _TRIAL_STEPS = (100, 1_000, 8_000, 60_000, 400_000, 1_000_000)
 _TRIAL_LENGTH = 64
 # Octets of all probes of one pattern. The limit of steps applies to one position, so the length counts as well.

@@ -89,7 +89,7 @@ def test_the_rows_of_one_load_balancer_are_refused_and_all_others_written(house,
         f"lb{number}" for number in range(MANY) if number != BAD
     }
     assert books._batches.refused == {f"lb{BAD}": 3}
-    assert caplog.text.count("could not write amphora reports for lb13") == 1, "once in a while"
+    assert caplog.text.count("the database refused the reports of lb13") == 1, "once in a while"
 
 
 def test_a_load_balancer_that_was_refused_is_written_apart(house):
