@@ -168,7 +168,7 @@ def _prefix(netmask: str) -> int:
 def _routes(network: Mapping[str, Any]) -> list[Route]:
     found = []
     listed = _listed(network, "routes")
-    if network.get("gateway"):  # Nova before 2016, and other clouds
+    if network.get("gateway"):  # the format of Nova before 2016, and of other clouds
         everything = "::" if network["type"] == "ipv6" else "0.0.0.0"
         listed = [{"network": everything, "netmask": everything, "gateway": network["gateway"]}, *listed]
     for route in listed:

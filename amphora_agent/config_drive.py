@@ -115,7 +115,7 @@ def find(places: Places, seconds: float) -> tuple[Path, str]:
     """
     deadline = time.monotonic() + seconds
     with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _KOBJECT_UEVENT) as events:
-        events.bind((0, 1))  # before the first look, so that no event of a device is lost
+        events.bind((0, 1))  # bind before the first look, so that no device event is lost
         first = True
         while True:
             found = _look(places)
@@ -132,7 +132,7 @@ def find(places: Places, seconds: float) -> tuple[Path, str]:
                 _log("waiting for the config drive")
                 first = False
             events.settimeout(min(left, _LOOK_SECONDS))
-            with suppress(OSError):  # no event, or too many: look again in any case
+            with suppress(OSError):  # without an event, or after too many: look again
                 events.recv(65536)
 
 

@@ -69,6 +69,6 @@ def _stop(armed: Path) -> None:
             armed.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
     while armed.exists():
-        armed.with_suffix(".here").touch()  # tells the test that the agent waits
+        armed.with_suffix(".here").touch()  # the test sees that the agent waits
         time.sleep(_POLL_SECONDS)
     armed.with_suffix(".here").unlink(missing_ok=True)

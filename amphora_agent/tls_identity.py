@@ -93,7 +93,7 @@ class Identity:
                     if self._context is None:
                         raise MachineError("read the certificates", _reason(error)) from None
                     _log.warning("Cannot read the certificate files; the former certificates stay in use: %s", error)
-                self._marks = marks  # also after an error: the next attempt follows the next change
+                self._marks = marks  # set also after an error: the next change of the files starts the next attempt
             return self._context
 
     def _restore(self) -> None:
@@ -267,7 +267,7 @@ def shown_by(host: str, port: int, name: str, authorities: str) -> str:
 def _server(own: Path, callers: Path | None) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.load_cert_chain(own, password=b"")  # an encrypted key fails instead of a question on a terminal
+    context.load_cert_chain(own, password=b"")  # an encrypted key raises an error instead of a prompt on a terminal
     if callers is not None:
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(cafile=callers)

@@ -99,7 +99,7 @@ def reach_step(step: str, moment: Moment) -> None:
 def _stop(armed: Path) -> None:
     _die_if_told(armed)
     while armed.exists():
-        armed.with_suffix(".here").touch()  # shows the test that this process waits
+        armed.with_suffix(".here").touch()  # the test sees that this process waits
         time.sleep(_POLL_SECONDS)
         _die_if_told(armed)
     armed.with_suffix(".here").unlink(missing_ok=True)

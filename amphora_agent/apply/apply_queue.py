@@ -64,4 +64,4 @@ class ApplyQueue(Generic[T]):
         return result
 
     def _newest(self) -> _Waiting[T]:
-        return max(self._waiting, key=lambda one: one.generation)  # of equal generations, the first to arrive
+        return max(self._waiting, key=lambda one: one.generation)  # the first of equal generations

@@ -121,7 +121,7 @@ class Draft:
         try:
             self._new_path.unlink()
         except FileNotFoundError:
-            return  # not reserved, or already confirmed: then the text is in use
+            return  # the text is not reserved, or it is confirmed and in use
         self._text_path.unlink(missing_ok=True)
 
 

@@ -100,7 +100,7 @@ class FileSets:
                     os.link(source, target)
                 else:
                     _write(target, file)
-            _remove(directory)  # a damaged one
+            _remove(directory)  # the directory is damaged
             incomplete.rename(directory)
         except BaseException:
             _remove(incomplete)

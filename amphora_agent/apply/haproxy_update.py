@@ -218,7 +218,7 @@ class HaproxyUpdate:
     def _reload(self, wanted: Configuration, change: Change, max_old_workers: int | None) -> None:
         """Replace HAProxy's worker by one that reads the present file."""
         _log.info("Reloading HAProxy: %s", change.reason)
-        if not self._haproxy.is_running():  # it has crashed meanwhile
+        if not self._haproxy.is_running():  # HAProxy has crashed meanwhile
             self._haproxy.start()
             return
         before = self._swap.before

@@ -38,7 +38,7 @@ class NetworkUpdate:
         """Remove what no bundle needs any more, and announce the VIPs."""
         if not self.is_needed:
             return
-        if self._bundle.virtual_servers:  # before the announcement of the VIPs attracts packets
+        if self._bundle.virtual_servers:  # apply the rules before the announcement of the VIPs attracts packets
             self._parts.udp_update.apply(self._bundle)
         keepalived = self._parts.keepalived
         ends_vrrp = self._bundle.vrrp_instance is None and keepalived.is_running()

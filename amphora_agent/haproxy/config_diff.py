@@ -111,7 +111,7 @@ def compare_configurations(
     order_only = False
     for before, after in zip(old.sections, new.sections, strict=True):
         if before.servers is after.servers and before.lines is after.lines:
-            continue  # parsed from equal lines: most sections of a large text
+            continue  # both were parsed from equal lines, like most sections of a large text
         was, now = _changed_range(before.servers, after.servers)
         change = _section_actions(before, after, {server.name: server for server in was}, now, new, features)
         if isinstance(change, Reload):
@@ -218,7 +218,7 @@ def _section_actions(
     for name, server in after.items():
         was = before.get(name)
         if was is server:
-            continue  # parsed from equal lines
+            continue  # both were parsed from equal lines
         if was is None:
             why = _not_addable(new, server, wanted, features)
             actions.append(

@@ -85,7 +85,7 @@ class Haproxy:
         self._inner = inner
         self._counters = counters
         self.ended_workers: list[int] = []
-        self._had_table_entries = True  # unknown after a start of the agent
+        self._had_table_entries = True  # a started agent does not know it
         self._features: Features | None = None
         self._read_seconds = MIN_READ_SECONDS
         self.worker = Socket(paths.stats_socket)
@@ -337,7 +337,7 @@ class Haproxy:
                 self.ended_workers.append(closed)
             deadline = time.monotonic() + OLD_WORKER_END_SECONDS
             while pid in self._workers().replaced:
-                if time.monotonic() > deadline:  # it is not held, or a connection does not close
+                if time.monotonic() > deadline:  # the worker is not held, or a connection does not close
                     _log.warning("Worker %d was killed: too many old workers", pid)
                     self.ended_workers.append(closed)
                     with suppress(ProcessLookupError):

@@ -190,7 +190,7 @@ class VipHandover:
                 return
             if left == HandoverDeadlines():
                 self._remove_tunnel()
-            self._deadlines = left  # last, so that a failed removal is retried
+            self._deadlines = left  # updated last, so that a failed removal is retried
             self._write_deadlines()
 
     def _remove_tunnel(self) -> None:

@@ -37,7 +37,7 @@ def enable(one: socket.socket) -> None:
 
 def read_errors(one: socket.socket) -> Iterator[tuple[str, str, bytes]]:
     """Yield each error: its text, the address it is about, and the packet without the IP header."""
-    one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)  # clears the same error, which the next call would raise
+    one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)  # reading clears the error, which the next call would raise
     while True:
         try:
             packet, control, _, destination = one.recvmsg(_LARGEST, 256, _MSG_ERRQUEUE)

@@ -113,7 +113,7 @@ def _open_icmp_socket(family: socket.AddressFamily) -> socket.socket:
     link = socket.htons(_ETH_P_IP if family == socket.AF_INET else _ETH_P_IPV6)
     address = struct.pack("=HHiHBB8s", socket.AF_PACKET, link, 0, 0, 0, 0, b"")
     libc = ctypes.CDLL(None, use_errno=True)
-    one = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, 0)  # receives nothing before it is bound
+    one = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, 0)  # an unbound packet socket receives nothing
     place = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
     one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, place)
     if libc.bind(one.fileno(), address, len(address)) != 0:

@@ -21,7 +21,7 @@ from amphora_agent.l4_checks.check import Check, OnResult, Target
 _MAX_BYTES = 2048
 _BUFFER_BYTES = 1 << 20
 _SO_RCVBUFFORCE = 33
-_FIRST_PORT, _PORTS = 32768, 28232  # the usual range of client ports
+_FIRST_PORT, _PORTS = 32768, 28232  # Linux's default range of client ports
 
 
 class SctpChecks:
@@ -30,7 +30,7 @@ class SctpChecks:
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
         self._sockets: dict[socket.AddressFamily, socket.socket] = {}
-        self._pending: dict[int, _Init] = {}  # by local port
+        self._pending: dict[int, _Init] = {}  # keys: local ports
         self._next = int.from_bytes(os.urandom(2), "big") % _PORTS
         try:
             for family in (socket.AF_INET, socket.AF_INET6):
@@ -84,7 +84,7 @@ class SctpChecks:
             except BlockingIOError:
                 return
             except OSError:
-                continue  # the error queue has this error too
+                continue  # the error queue reports this error too
             start = 4 * (data[0] & 0x0F) if opened.family == socket.AF_INET and data else 0
             packet = sctp_packet.parse(data[start:])
             if packet is not None:

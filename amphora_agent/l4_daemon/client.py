@@ -225,7 +225,7 @@ class CheckerClient:
         try:
             self._services.start(SERVICE, argv, inner=True, policy=policy)
         except ServiceError:
-            self._services.stop(SERVICE)  # its command line has changed
+            self._services.stop(SERVICE)  # the command line of the checker has changed
             self._services.start(SERVICE, argv, inner=True, policy=policy)
 
     def _wait_for_version(self, version_wanted: str | None) -> str:

@@ -129,7 +129,7 @@ class _Connection:
             self.end()
         elif data.endswith(b"\n"):
             self._loop.remove(self._socket)
-            self._timer.cancel()  # the time for the answer does not count
+            self._timer.cancel()  # it limits the reception of the request only
             self._unsent = memoryview(self._reply(bytes(self._received)))
             self._timer = self._loop.call_at(time.monotonic() + TIMEOUT_SECONDS, self.end)
             self._received.clear()

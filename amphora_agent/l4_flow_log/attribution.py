@@ -99,7 +99,7 @@ class FlowAttribution:
         }
         now = time.time_ns()
         for gone in self._retained - retained:
-            self._cut.pop(gone, None)  # keeps the dictionary in the order of time
+            self._cut.pop(gone, None)  # the new key goes to the end: the oldest entry is the first
             self._cut[gone] = begun, now
         for old in list(self._cut)[:-_MAX_FORMER]:
             del self._cut[old]

@@ -121,7 +121,7 @@ class LogFormat:
                 continue
             flags = (found["flags"] or "").split(",")
             wanted = "+Q" in flags or (quoted and "-Q" not in flags)
-            if found["name"] == "o":  # flags for all later variables
+            if found["name"] == "o":  # option 'o' has flags for all later variables
                 quoted = wanted
                 continue
             self._pieces.append(_piece(found["name"], found["expression"], quoted=wanted))

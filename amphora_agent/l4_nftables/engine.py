@@ -89,7 +89,7 @@ class NftablesEngine:
             VirtualServersError: nftables refused; the previous rules are still in force.
         """
         self.check_servers(servers)
-        with suppress(VirtualServersError):  # continue with the previous loads
+        with suppress(VirtualServersError):  # after an error the previous loads stay valid
             self._update_loads(servers, at_once=self._loads_due - self._loads_read_at < PERIOD_SECONDS)
         if (
             self._table is None

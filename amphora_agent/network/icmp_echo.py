@@ -84,7 +84,7 @@ class Pinger:
         opened.setsockopt(*protocol.filter)
         try:
             opened.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER_BYTES)
-        except PermissionError:  # without CAP_NET_ADMIN: up to net.core.rmem_max
+        except PermissionError:  # without CAP_NET_ADMIN the limit is net.core.rmem_max
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
 
     def send(self, address: str, requester: object) -> bytes:

@@ -254,7 +254,7 @@ class _Pass:
             try:
                 self._route.addr("del", index=index, address=str(address.ip), prefixlen=address.network.prefixlen)
             except NetlinkError as error:
-                if error.code != errno.EADDRNOTAVAIL:  # the kernel removes secondary addresses with the first one
+                if error.code != errno.EADDRNOTAVAIL:  # the kernel removes secondary addresses with the first
                     raise
         for rule in self._unwanted_rules:
             policy_routing.delete_rule(self._route, rule)

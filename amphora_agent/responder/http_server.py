@@ -120,7 +120,7 @@ class Responder:
         """
         deadline = time.monotonic() + SEND_SECONDS
         while self._scrapes and time.monotonic() < deadline:
-            time.sleep(0.01)  # happens once for each version
+            time.sleep(0.01)  # a new version waits here once
         self._handing_over = True
         self._stop()
         return self._inherited, self._waiting
@@ -206,7 +206,7 @@ class _Session:
         self._targets = targets
         self._version = version
         self._most = _room()
-        self._open: dict[int, Exchange] = {}  # in the order of their deadlines
+        self._open: dict[int, Exchange] = {}  # sorted by deadline
         self._pinger, self._listener = pinger, listener
         self._selector = selectors.DefaultSelector()
         self._selector.register(woken, selectors.EVENT_READ, lambda: None)
@@ -283,7 +283,7 @@ class _Session:
             self._drop(exchange).close()
             return
         if exchange.mark is not None:
-            return  # it has sent its request already
+            return  # the client has sent its request already
         exchange.received += data
         if b"\r\n\r\n" in exchange.received:
             self._handle(exchange)

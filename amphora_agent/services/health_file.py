@@ -150,7 +150,7 @@ class HealthFile:
         try:
             connection.connect(self._probe.socket)
             connection.send(self._probe.question.encode())
-        except OSError:  # no listener, or a full backlog
+        except OSError:  # the daemon has no listener, or its backlog is full
             connection.close()
             self.due = now + self._probe.interval
         else:

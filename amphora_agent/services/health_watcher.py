@@ -103,7 +103,7 @@ class WatchedService:
     def _watch_process(self, pid: int) -> bool:
         try:
             self._descriptor = os.pidfd_open(pid)
-        except (ProcessLookupError, FileNotFoundError):  # both mean that the process has exited (Linux 6.16)
+        except (ProcessLookupError, FileNotFoundError):  # both errors mean that the process has exited (Linux 6.16)
             return False
         self._selector.register(self._descriptor, selectors.EVENT_READ, self._process_exited)
         return True

@@ -113,7 +113,7 @@ class Systemd:
                 signal.pidfd_send_signal(descriptor, number)
             finally:
                 os.close(descriptor)
-        except (ProcessLookupError, FileNotFoundError):  # both mean that the process has exited (Linux 6.16)
+        except (ProcessLookupError, FileNotFoundError):  # both errors mean that the process has exited (Linux 6.16)
             raise ServiceError(f"send {number.name} to {name}", "it does not run") from None
 
     def status(self, name: str) -> ServiceStatus | None:
@@ -185,7 +185,7 @@ class Systemd:
         unit.state.mkdir(mode=0o700, parents=True, exist_ok=True)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, text, durable=False)
-        file.chmod(0o644)  # without secrets; systemd warns about units that are not readable
+        file.chmod(0o644)  # the file has no secrets; systemd warns about unreadable units
         if change is not UnitChange.NEW:
             self._systemctl(f"start {unit.name}", "daemon-reload")
         return change
@@ -231,7 +231,7 @@ class Systemd:
         # systemd does not restart a unit that an operator has stopped.
         restarts = wanted == WANTED and (pid is not None or self._state(name) in _ACTIVE_STATES)
         if restarts and pid is None:
-            pid = health_watcher.running_pid(directory, unit_name(name))  # started during the call of systemctl
+            pid = health_watcher.running_pid(directory, unit_name(name))  # it started during the call of systemctl
         return ServiceStatus(pid, starts, exit_code(health_watcher.read_line(directory / "exit")), restarts)
 
     def _state(self, name: str) -> str:

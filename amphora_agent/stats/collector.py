@@ -136,7 +136,7 @@ class Collector:
             if not identity:
                 return
             if (known := self._holding(identity)) is not None:
-                known.until = until  # after a reload that failed
+                known.until = until  # the worker is held already after a failed reload
                 return
             try:
                 held = OldWorker.hold(self._paths.stats_socket, identity, until)
@@ -216,7 +216,7 @@ class Collector:
                 return
             sample = self._read_held(held)
         except HaproxyError:
-            self._release(held)  # it has ended by hard-stop-after or a crash
+            self._release(held)  # the worker has ended by hard-stop-after or a crash
             return
         if present:
             self._leaving.pop(held.identity, None)

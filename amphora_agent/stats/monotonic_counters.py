@@ -82,7 +82,7 @@ class MonotonicCounters:
 
     def _settle(self, row: str, counts: Counts) -> None:
         self.settlements += 1
-        self._settled[row] = tuple(map(add, self._settled.pop(row, NONE), counts))  # the newest row is last
+        self._settled[row] = tuple(map(add, self._settled.pop(row, NONE), counts))  # the newest row is the last key
 
     def _drop_absent(self) -> None:
         if len(self._settled) <= MOST_ABSENT:

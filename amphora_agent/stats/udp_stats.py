@@ -58,7 +58,7 @@ class UdpStats:
         """Read the state of the daemon. Without an answer the last state is valid for `STALE_SECONDS`."""
         with self._lock:
             state = self._source.read_state()
-            ended = self._source.take_final_state()  # read after the state: it is set if the daemon ended in between
+            ended = self._source.take_final_state()  # read after the state, because the daemon may end in between
             if ended is not None:
                 self._count(ended)
                 self._latest = None

@@ -322,7 +322,7 @@ def check_images(machines: Sequence[Any], now: float, days: int) -> Check:
 def _date_of_image(image: str | None) -> dt.date | None:
     """Return the first date in the name of an image."""
     for year, month, day in _DATE.findall(image or ""):
-        with contextlib.suppress(ValueError):  # 2026-13-01 is not a date
+        with contextlib.suppress(ValueError):  # the text may be no valid date, for example 2026-13-01
             return dt.date(int(year), int(month), int(day))
     return None
 

@@ -27,7 +27,7 @@ def copy_console(source: int, file: int, most: int = MOST) -> None:
         most: the largest size of the file in bytes.
     """
     while data := os.read(source, min(_PIECE, most // 2)):
-        with suppress(OSError):  # disk full: drop this block, try the next one
+        with suppress(OSError):  # the disk is full: drop this block, try the next one
             size = os.fstat(file).st_size
             if size + len(data) > most:
                 kept = _end(file, size, most // 2)

@@ -79,7 +79,7 @@ class Process(msgspec.Struct, frozen=True):
     def _open_pidfd(self) -> int | None:
         try:
             descriptor = os.pidfd_open(self.pid)
-        except (ProcessLookupError, FileNotFoundError):  # both mean that it has ended (Linux 6.16)
+        except (ProcessLookupError, FileNotFoundError):  # both errors mean that the process has ended (Linux 6.16)
             return None
         if self.alive():
             return descriptor

@@ -100,7 +100,7 @@ def run_inside(place: str | Path, work: Callable[[], T]) -> T:
 
     def enter() -> T:
         if _LIBC.setns(descriptor, _CLONE_NEWNET) != 0:
-            if ctypes.get_errno() == errno.EINVAL:  # setns(2): not a namespace of this kind
+            if ctypes.get_errno() == errno.EINVAL:  # setns(2): the descriptor is not a namespace of this kind
                 raise FileNotFoundError(errno.ENOENT, "no network namespace is mounted here", str(place))
             _check_result(-1, f"enter the network namespace {place}")
         return work()
