@@ -27,7 +27,7 @@ _FAILOVER = (1, 2, 3, 5, 8, 12, 20, 30, 60, 120, 300, 900, 3600)
 HOWS = ("start", "unchanged", "runtime", "reload", "stop")
 OUTCOMES = ("finished", "waiting", "gave_way", "failed", "lost")
 PUSH_ERRORS = ("AgentUnreachable", "AgentRefused", "AgentUntrusted")
-CAUSES = ("silent", "mute", "never_spoke", "asked", "operator", "rotation", "drift", "machine")
+CAUSES = ("silent", "mute", "never_spoke", "asked", "operator", "rotation")
 ENDS = ("done", "gone", "superseded", "recovered")
 # Durations of calls to Octavia: the wait for the end of its transaction, status reports, statistics.
 CALLS = ("barrier", "statuses", "statistics")

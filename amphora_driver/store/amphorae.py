@@ -74,7 +74,7 @@ _UNREAD_COLUMNS = {
 _OF_WORK = [column for column in job.c if column.name not in _UNREAD_COLUMNS]
 _OF_AMPHORA = [column for column in amphora.c if column.name not in {*_UNREAD_COLUMNS, *(one.name for one in job.c)}]
 # Causes of a fail-over that mean a dead amphora: it sends no heartbeats, and its agent does not answer.
-_DEATH_CAUSES = ("silent", "never_spoke", "machine")
+_DEATH_CAUSES = ("silent", "never_spoke")
 _IS_OPEN = failover.c.ended_at.is_(None)
 _HAS_DEATH = sa.exists().where(
     failover.c.load_balancer_id == amphora.c.load_balancer_id,

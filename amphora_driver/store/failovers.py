@@ -36,8 +36,6 @@ class Cause(str, Enum):
     ASKED = "asked"
     OPERATOR = "operator"
     ROTATION = "rotation"
-    DRIFT = "drift"
-    MACHINE = "machine"
 
 
 class Event(str, Enum):
