@@ -23,10 +23,10 @@ pytestmark = pytest.mark.root
 def second_controller(stack):
     """Another controller beside the one of the sandbox, as a Program that can be started and stopped."""
     program = msgspec.structs.replace(controller(stack), name="amphora-controller-2", ready=lambda _: True)
-    bells = stack.settings.run / "bells"
-    before = set(bells.glob("controller-*"))
+    sockets = stack.settings.run / "sockets"
+    before = set(sockets.glob("controller-*"))
     stack.supervision.start(program)
-    Cloud.until(lambda: set(bells.glob("controller-*")) - before, "the second controller listens")
+    Cloud.until(lambda: set(sockets.glob("controller-*")) - before, "the second controller listens")
     yield program
     stack.supervision.stop(program.name)
 

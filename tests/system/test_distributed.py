@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several hosts: Octavia with its controller on one, another controller on "another host", MariaDB and RabbitMQ.
 
-The other host is a directory of doorbells and a line to the database of its own: nothing but the database and the
+The other host is a directory of sockets and a line to the database of its own: nothing but the database and the
 broker is shared.
 """
 
@@ -82,11 +82,11 @@ def program(stack):
     settings = stack.settings
     options = ConfigParser(interpolation=None)
     options.read(settings.driver_configuration)
-    bells = settings.run / "far"
-    bells.mkdir(exist_ok=True)
+    sockets = settings.run / "far"
+    sockets.mkdir(exist_ok=True)
     url = sa.make_url(settings.database_url).update_query_dict({"unix_socket": stack.line.path})
     options["amp_database"]["connection"] = url.render_as_string(hide_password=False)
-    options["amp_queue"].update({"socket_dir": str(bells), "poll_interval": str(POLL)})
+    options["amp_queue"].update({"socket_dir": str(sockets), "poll_interval": str(POLL)})
     file = settings.etc / "other.conf"
     with file.open("w", encoding="utf-8") as target:
         options.write(target)

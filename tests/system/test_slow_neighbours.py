@@ -67,13 +67,13 @@ def connection(settings):
 @pytest.fixture
 def intents(cloud, settings, database):
     """The driver's own door: Octavia refuses what its users may not ask for while something is PENDING."""
-    bells = str(settings.run / "bells")
+    sockets = str(settings.run / "sockets")
     made = RequestRecorder(database, lambda node: None)
 
     def ask(call, load_balancer_id):
         getattr(made, call)(load_balancer_id)
-        local_socket.wake_role(bells, local_socket.CONTROLLER)
-        local_socket.wake_role(bells, local_socket.REPORTER)
+        local_socket.wake_role(sockets, local_socket.CONTROLLER)
+        local_socket.wake_role(sockets, local_socket.REPORTER)
 
     return ask
 
