@@ -52,8 +52,8 @@ class Audited(Amphora):
 
     def looks(self, more: int = 3) -> None:
         """Wait for so many looks."""
-        before = self.drift()["looks"]
-        eventually(lambda: self.drift()["looks"] >= before + more, "it looks")
+        before = self.drift()["checks"]
+        eventually(lambda: self.drift()["checks"] >= before + more, "it looks")
 
     def kill_agent(self) -> None:
         (worker,) = children(self.outside_pid(self.status("amphora-agent")["pid"]))
@@ -160,7 +160,7 @@ def test_what_is_done_by_hand_is_mended_while_clients_are_served(audited, case):
         client.hears("m1")
         client.hears("m2")
     assert client.failures == []
-    assert word in found["words"]
+    assert word in found["kinds"]
     assert found["sentences"]
     again = audited.push(audited.call("GET", "/v2/bundle")[1]["generation"], TEXT, allowed=ALLOWED)
     assert again[1]["how"] == "unchanged", again
@@ -241,7 +241,7 @@ def test_an_interface_that_is_gone_is_said_until_it_is_back(audited, mailbox_of)
     said = mailbox.next().document
     assert said["drift"] == ["interface"]
     assert said["drifted"]["repaired"] is False
-    assert any(MAC in sentence for sentence in said["drifted"]["what"])
+    assert any(MAC in sentence for sentence in said["drifted"]["sentences"])
     assert audited.drift()["unrepaired"] == ["interface"]
     audited.network.plug()
     eventually(lambda: "drift" not in mailbox.next().document, "it is well again")

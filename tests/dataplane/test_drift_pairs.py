@@ -39,12 +39,12 @@ def drift(node):
 
 
 def mended(node, word, do):
-    before = drift(node)["found"].get(word, 0)
+    before = drift(node)["counts"].get(word, 0)
     do()
 
     def ask():
         found = drift(node)
-        return found["found"].get(word, 0) > before and not found["left"] and found["last"]["mended"]
+        return found["counts"].get(word, 0) > before and not found["unrepaired"] and found["last"]["repaired"]
 
     eventually(ask, f"{word} is mended")
 
@@ -79,12 +79,12 @@ def test_routes_and_rules_of_the_holder_are_put_back_and_the_vips_stay(booted):
 def test_vips_that_move_are_no_drift(booted):
     """keepalived's addresses come and go: they are no drift."""
     first, second = booted.holder, booted.standby
-    before = {node: drift(node)["found"] for node in (first, second)}
+    before = {node: drift(node)["counts"] for node in (first, second)}
     keepalived = first.processes("keepalived")
     os.kill(keepalived[0], signal.SIGTERM)
     eventually(second.holds, "the other one has the VIPs")
     eventually(first.is_well, "keepalived is started again")
     for node in (first, second):
-        looks = drift(node)["looks"]
-        eventually(lambda node=node, looks=looks: drift(node)["looks"] >= looks + 3, "it looks")
-        assert drift(node)["found"] == before[node]
+        looks = drift(node)["checks"]
+        eventually(lambda node=node, looks=looks: drift(node)["checks"] >= looks + 3, "it looks")
+        assert drift(node)["counts"] == before[node]

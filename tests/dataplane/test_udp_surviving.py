@@ -50,7 +50,7 @@ def audited(machine):
     with meeting(machine.network) as clients:
         machine.clients = clients
         push(machine, SERVERS)
-        eventually(lambda: not machine.drift()["left"], "nothing is left of an earlier test")
+        eventually(lambda: not machine.drift()["unrepaired"], "nothing is left of an earlier test")
         yield machine
 
 
