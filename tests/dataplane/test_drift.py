@@ -289,7 +289,7 @@ def test_changes_and_deaths_are_no_drift(audited):
     assert audited.drift()["counts"] == before
     audited.kill_agent()
     audited.looks()
-    assert audited.drift() | {"looks": 0} == {"last": None, "left": [], "found": {}, "looks": 0}
+    assert audited.drift() | {"checks": 0} == {"last": None, "unrepaired": [], "counts": {}, "checks": 0}
 
 
 def test_a_reboot_is_no_drift(audited):

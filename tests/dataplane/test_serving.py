@@ -233,7 +233,9 @@ def test_a_new_vip_is_announced(amphora):
             hardware = bytes.fromhex(MAC.replace(":", ""))
             seen["arp"] += frame[12:14] == b"\x08\x06" and frame[28:32] == frame[38:42] == socket.inet_aton(VIP)
             target = socket.inet_pton(socket.AF_INET6, VIP6)
-            seen["advertisement"] += frame[54:55] == b"\x88" and frame[62:78] == target and frame[6:12] == hardware
+            # An answer to a solicitation of a neighbour has the neighbour's address; an announcement goes to all nodes.
+            to_all = frame[:6] == bytes.fromhex("333300000001") and frame[6:12] == hardware
+            seen["advertisement"] += to_all and frame[54:55] == b"\x88" and frame[62:78] == target
     finally:
         listening.close()
     assert seen == {"arp": 2, "advertisement": 1}
