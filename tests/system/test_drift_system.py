@@ -46,7 +46,9 @@ def test_an_interface_that_is_gone_is_attached_again(lab, balancer):
     lab.drifted(one.id, "its agent could not repair: interface")
     lab.until(lambda: answers(lab, balancer), "clients are served again")
     lab.settled(balancer)
-    lab.until(lambda: lab.configuration(lab.of(balancer)[0])["drift"]["unrepaired"] == [], "its agent has nothing to say")
+    lab.until(
+        lambda: lab.configuration(lab.of(balancer)[0])["drift"]["unrepaired"] == [], "its agent has nothing to say"
+    )
     assert [each.id for each in lab.of(balancer)] == [one.id], "it is the same amphora"
 
 
