@@ -265,7 +265,9 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
             raise
         except AmphoraDriverError:
             # Octavia drops the load balancer, so release its addresses.
-            shared.catalogue.network(network).release_vip(from_octavia.get_id(Kind.LOAD_BALANCER, loadbalancer))
+            shared.catalogue.network(network).release_load_balancer(
+                from_octavia.get_id(Kind.LOAD_BALANCER, loadbalancer)
+            )
             raise
         _notify(tree.id)
 

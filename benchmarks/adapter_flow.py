@@ -273,7 +273,13 @@ class _Network:
         self._ports = {}
         self._count = itertools.count(1)
 
-    def ensure_port(self, owner, network_id, subnet_ids):
+    listener_rules = False
+
+    def redirect_allowed(self, _port_ids):
+        return True
+
+    def ensure_port(self, request):
+        owner, network_id, subnet_ids = request.amphora_id, request.network_id, request.subnet_ids
         with self._lock:
             if (owner, network_id) not in self._ports:
                 number = next(self._count)
@@ -296,10 +302,10 @@ class _Network:
         with self._lock:
             self._ports = {key: port for key, port in self._ports.items() if port.id != port_id}
 
-    def subnet(self, subnet_id):
+    def subnet(self, subnet_id, _project_id=None):
         return Subnet(id=subnet_id, network_id="", cidr="10.0.0.0/8", gateway="10.0.0.1")
 
-    def release_vip(self, load_balancer_id):
+    def release_load_balancer(self, load_balancer_id):
         pass
 
 

@@ -32,6 +32,7 @@ from amphora_driver.host import namespaces
 from amphora_driver.host.detached_process import Process, find_by_last_argument, signal_and_wait, spawn
 from amphora_driver.network import bridges
 from amphora_driver.network.bridges import Switch
+from amphora_driver.network.interface import management_port
 
 if TYPE_CHECKING:
     from oslo_config import cfg
@@ -186,7 +187,9 @@ class NetnsCompute:
     def _prepare_network(self, amphora_id: str) -> str:
         subnets = self._network.subnets(self._management)
         segment = self._segment(self._management, f"boot amphora {amphora_id}")
-        port = self._network.ensure_port(amphora_id, self._management, [subnet.id for subnet in subnets])
+        port = self._network.ensure_port(
+            management_port(amphora_id, self._management, (subnet.id for subnet in subnets))
+        )
         place = self._namespace_path(amphora_id)
         namespaces.ensure(self.namespace(amphora_id))
         if not bridges.has_mac(place, port.mac):

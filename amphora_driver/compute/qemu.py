@@ -52,6 +52,7 @@ from amphora_driver.host.detached_process import Process, find_by_last_argument,
 from amphora_driver.model.network import Subnet
 from amphora_driver.network import taps
 from amphora_driver.network.bridges import Switch
+from amphora_driver.network.interface import management_port
 
 if TYPE_CHECKING:
     from oslo_config import cfg
@@ -217,7 +218,9 @@ class QemuCompute:
 
     def _management_port(self, amphora_id: str) -> Port:
         subnets = self._network.subnets(self._management)
-        return self._network.ensure_port(amphora_id, self._management, [subnet.id for subnet in subnets])
+        return self._network.ensure_port(
+            management_port(amphora_id, self._management, (subnet.id for subnet in subnets))
+        )
 
     def _subnets(self, port: Port) -> list[Subnet]:
         return [self._network.subnet(fixed.subnet_id) for fixed in port.addresses]

@@ -151,7 +151,7 @@ class Housekeeping:
         """Release the addresses; return False on an error, which must not stop the others."""
         LOG.info("load balancer %s was not created, releasing its VIPs", orphan.load_balancer_id)
         try:
-            self._backends.network(orphan.network).release_vip(orphan.load_balancer_id)
+            self._backends.network(orphan.network).release_load_balancer(orphan.load_balancer_id)
         except AmphoraDriverError as error:
             LOG.warning("load balancer %s: the release of its VIPs failed: %s", orphan.load_balancer_id, error)
             return False

@@ -9,6 +9,8 @@ period. Ids are never reused, so that a removed object cannot get an owner.
 from __future__ import annotations
 
 import logging
+import math
+import time
 from typing import TYPE_CHECKING
 
 from amphora_driver.errors import AmphoraDriverError
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 # Orphans of one kind that are plausible, if they are not more than a tenth of all objects.
 _MOST = 2
+_FAILED = "orphan cleanup of backend %s failed, the next run repeats it: %s"
 
 
 class OrphanCleaner:
@@ -42,6 +45,7 @@ class OrphanCleaner:
         self._grace: float = conf.amp_controller.orphan_grace
         self._database = database
         self._catalogue = catalogue
+        self._listed_at: dict[str, float] = {}
 
     def clean_up(self) -> int:
         """Record orphans and remove old ones; return the number of removed objects.
@@ -57,12 +61,23 @@ class OrphanCleaner:
         return removed
 
     def _clean_network(self, name: str, network: Network) -> int:
+        """Clean up ports and VIPs, if the last list of this backend is older than its interval."""
+
         def remove_ports(amphora_id: str) -> None:
             for port in network.ports(amphora_id):
                 network.delete_port(port.id)
 
-        return self._clean(OrphanKind.PORTS, name, lambda: network.owners().amphorae, remove_ports) + self._clean(
-            OrphanKind.VIP, name, lambda: network.owners().load_balancers, network.release_vip
+        now = time.monotonic()
+        if now - self._listed_at.get(name, -math.inf) < network.listing_interval:
+            return 0
+        try:
+            owners = network.owners()
+        except AmphoraDriverError as error:
+            LOG.warning(_FAILED, name, error)
+            return 0
+        self._listed_at[name] = now
+        return self._clean(OrphanKind.PORTS, name, lambda: owners.amphorae, remove_ports) + self._clean(
+            OrphanKind.VIP, name, lambda: owners.load_balancers, network.release_load_balancer
         )
 
     def _clean(
@@ -76,7 +91,7 @@ class OrphanCleaner:
                 remove(one)
                 removed += 1
         except AmphoraDriverError as error:
-            LOG.warning("orphan cleanup of backend %s failed, the next run repeats it: %s", backend, error)
+            LOG.warning(_FAILED, backend, error)
         return removed
 
     def _removable(self, kind: OrphanKind, backend: str, existing: Collection[str]) -> list[str]:

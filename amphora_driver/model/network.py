@@ -52,12 +52,31 @@ class VipRequest(msgspec.Struct, frozen=True, kw_only=True):
     port_id: str | None = None
 
 
+class ListenerRule(msgspec.Struct, frozen=True, kw_only=True):
+    """Permitted traffic to one listener.
+
+    Attributes:
+        protocol: `tcp`, `udp` or `sctp`.
+        port: the listener's port.
+        cidr: permitted clients; None for all addresses.
+    """
+
+    protocol: str
+    port: int
+    cidr: str | None = None
+
+
 class VipOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The QoS policy and the security groups of a VIP, by their Neutron ids."""
+    """The QoS policy and the security groups of a VIP, by their Neutron ids.
+
+    Attributes:
+        listener_rules: only for a network backend with `listener_rules`; empty for all others.
+    """
 
     qos_policy_id: str | None = None
     security_group_ids: tuple[str, ...] = ()
+    listener_rules: tuple[ListenerRule, ...] = ()
 
     def __bool__(self) -> bool:
         """Whether any option is set."""
-        return bool(self.qos_policy_id or self.security_group_ids)
+        return bool(self.qos_policy_id or self.security_group_ids or self.listener_rules)

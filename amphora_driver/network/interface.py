@@ -7,7 +7,8 @@ creates a second port. `release_*` and `delete_*` remove only objects that this 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from enum import Enum
 from typing import ClassVar, Protocol
 
 import msgspec
@@ -26,6 +27,45 @@ class NotYet(msgspec.Struct, frozen=True, kw_only=True):
 
     reason: str
     again_in: float | None = None
+
+
+class PortPurpose(str, Enum):
+    """The use of an amphora's port."""
+
+    MANAGEMENT = "management"
+    VIP = "vip"
+    MEMBER = "member"
+
+
+class PortRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The request for one port of an amphora.
+
+    Attributes:
+        amphora_id: the owner of the port.
+        network_id: the network; an amphora has at most one port on a network.
+        subnet_ids: the port gets one address on each of these subnets.
+        purpose: a port for VIPs can also reach members on the same network.
+        load_balancer_id: None for a warm spare.
+        vips: addresses that the port must be allowed to use in addition to its own.
+        vnic_type: Neutron's `binding:vnic_type`: `normal` or `direct`.
+        options: options of the VIPs, for a port with the purpose `vip`.
+    """
+
+    amphora_id: str
+    network_id: str
+    subnet_ids: tuple[str, ...]
+    purpose: PortPurpose
+    load_balancer_id: str | None = None
+    vips: tuple[str, ...] = ()
+    vnic_type: str = "normal"
+    options: VipOptions = VipOptions()
+
+
+def management_port(amphora_id: str, network_id: str, subnet_ids: Iterable[str]) -> PortRequest:
+    """The request for the port of an amphora's agent, with an address on each subnet of the network."""
+    return PortRequest(
+        amphora_id=amphora_id, network_id=network_id, subnet_ids=tuple(subnet_ids), purpose=PortPurpose.MANAGEMENT
+    )
 
 
 class Owners(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,10 +89,15 @@ class Network(Protocol):
         supports: the flavor and availability zone keys that the backend implements, with `vip_qos_policy_id` and
             `vip_sg_ids` if `apply_vip_options` supports them. The driver refuses all others.
         wiring: how a port becomes an interface; see `Compute.wiring`.
+        listener_rules: whether `VipOptions.listener_rules` must contain the listeners' ports. Without it, the firewall
+            of the amphora is the only one that knows the listeners.
+        listing_interval: seconds between two calls of `owners`, which can be expensive.
     """
 
     supports: ClassVar[frozenset[str]]
     wiring: ClassVar[str]
+    listener_rules: bool
+    listing_interval: float
 
     def allocate_vip(
         self, load_balancer_id: str, project_id: str, wanted: Sequence[VipRequest], machines: Sequence[str] = ()
@@ -74,10 +119,10 @@ class Network(Protocol):
             UnsupportedOption: an address is outside its subnet, or a subnet or network does not exist.
         """
 
-    def release_vip(self, load_balancer_id: str) -> None:
-        """Release the VIPs of a load balancer, and cancel a pending allocation.
+    def release_load_balancer(self, load_balancer_id: str) -> None:
+        """Release the VIPs and all other objects of a load balancer, and cancel a pending allocation.
 
-        A port of the user stays. No error if the load balancer has no VIPs.
+        A port of the user stays. No error if nothing exists. The ports of the amphorae no longer exist.
         """
 
     def apply_vip_options(self, load_balancer_id: str, options: VipOptions, port_ids: Sequence[str]) -> None:
@@ -94,17 +139,27 @@ class Network(Protocol):
             UnsupportedOption: a policy or group does not exist, or the backend does not support it.
         """
 
-    def ensure_port(self, owner: str, network_id: str, subnet_ids: Sequence[str]) -> Port:
-        """The port of this owner on this network with an address on each subnet; created if missing.
+    def redirect_allowed(self, port_ids: Sequence[str]) -> bool:
+        """Whether these ports pass the answers to redirected packets.
+
+        In a planned hand-over the new VIP holder redirects packets of open connections to the former holder through a
+        tunnel, and the former holder answers with the VIP as source address. A stateful security group sees the answers
+        only, and drops them. The controller then moves the VIPs without a drain.
 
         Args:
-            owner: an amphora id.
-            network_id: the network of the port.
-            subnet_ids: the subnets; the port gets one address on each.
+            port_ids: the ports of both amphorae on the VIP network.
         """
 
-    def ports(self, owner: str) -> tuple[Port, ...]:
-        """All ports of this owner."""
+    def ensure_port(self, request: PortRequest) -> Port:
+        """The port of this amphora on this network; created if missing, completed if it lacks an address or a VIP.
+
+        Raises:
+            UnsupportedOption: a subnet, policy or group does not exist.
+            Conflict: no address is free.
+        """
+
+    def ports(self, amphora_id: str) -> tuple[Port, ...]:
+        """All ports of this amphora."""
 
     def delete_port(self, port_id: str) -> None:
         """Delete a port; no error if it does not exist."""
@@ -115,9 +170,13 @@ class Network(Protocol):
         The result excludes objects of other programs, and objects whose creator is unknown.
         """
 
-    def subnet(self, subnet_id: str) -> Subnet:
+    def subnet(self, subnet_id: str, project_id: str | None = None) -> Subnet:
         """The subnet with this id.
 
+        Args:
+            subnet_id: the subnet.
+            project_id: the project that refers to the subnet; None for a reference of the operator.
+
         Raises:
-            UnsupportedOption: the subnet does not exist.
+            UnsupportedOption: the subnet does not exist, or this project must not use it.
         """

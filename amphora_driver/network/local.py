@@ -21,7 +21,7 @@ from amphora_driver.errors import Conflict, NetworkError, UnsupportedOption
 from amphora_driver.model.loadbalancer import Vip
 from amphora_driver.model.network import FixedAddress, Port, Subnet, VipOptions, VipRequest
 from amphora_driver.network import ip_allocation, local_db
-from amphora_driver.network.interface import NotYet, Owners
+from amphora_driver.network.interface import NotYet, Owners, PortRequest
 from amphora_driver.network.ip_allocation import AddressRange, Segment
 from amphora_driver.network.port_security import PortSecurity
 
@@ -50,6 +50,9 @@ class LocalNetwork:
 
     supports: ClassVar[frozenset[str]] = frozenset({"vip_qos_policy_id", "vip_sg_ids", "client_address"})
     wiring: ClassVar[str] = "bridge"
+    # The bridges filter no listener's traffic, and the rows are read in a millisecond.
+    listener_rules = False
+    listing_interval = 0.0
 
     def __init__(self, conf: cfg.ConfigOpts, database: Database) -> None:
         self._database = database
@@ -78,7 +81,7 @@ class LocalNetwork:
 
         return self._database.write(work)
 
-    def release_vip(self, load_balancer_id: str) -> None:
+    def release_load_balancer(self, load_balancer_id: str) -> None:
         """Release the VIPs of a load balancer; a port of the user stays."""
 
         def work(connection: sa.Connection) -> None:
@@ -98,8 +101,13 @@ class LocalNetwork:
         """Apply exactly these options to the VIPs."""
         self.port_security.apply_options(load_balancer_id, options, port_ids)
 
-    def ensure_port(self, owner: str, network_id: str, subnet_ids: Sequence[str]) -> Port:
-        """The port of this owner on this network with an address on each subnet; created if missing."""
+    def redirect_allowed(self, port_ids: Sequence[str]) -> bool:  # noqa: ARG002 - the bridges track no connections
+        """Whether these ports pass the answers to redirected packets: always."""
+        return True
+
+    def ensure_port(self, request: PortRequest) -> Port:
+        """The port of this amphora on this network with an address on each subnet; created if missing."""
+        owner, network_id, subnet_ids = request.amphora_id, request.network_id, request.subnet_ids
         attempt = f"create a port for {owner} on network {network_id}"
 
         def find(connection: sa.Connection) -> Port | None:
@@ -131,9 +139,9 @@ class LocalNetwork:
             return port
         return self._database.write(work)
 
-    def ports(self, owner: str) -> tuple[Port, ...]:
-        """All ports of this owner."""
-        return self._ports(local_port.c.owner == owner)
+    def ports(self, amphora_id: str) -> tuple[Port, ...]:
+        """All ports of this amphora."""
+        return self._ports(local_port.c.owner == amphora_id)
 
     def delete_port(self, port_id: str) -> None:
         """Delete a port of the provider; no error if it does not exist."""
@@ -156,7 +164,7 @@ class LocalNetwork:
             ),
         )
 
-    def subnet(self, subnet_id: str) -> Subnet:
+    def subnet(self, subnet_id: str, project_id: str | None = None) -> Subnet:  # noqa: ARG002 - no projects here
         """The subnet with this id."""
         found = self._database.read(lambda c: local_db.subnet_range(c, subnet_id, f"look up subnet {subnet_id}"))
         return Subnet(id=found.id, network_id=found.network_id, cidr=found.cidr, gateway=found.gateway)

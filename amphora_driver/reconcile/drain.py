@@ -82,13 +82,18 @@ class AmphoraRemoval:
             for one in observed
         )
 
-    def hand_over_vips(self, amphora: Amphora, partner: Amphora) -> None:
+    def hand_over_vips(self, amphora: Amphora, partner: Amphora, *, keep_connections: bool) -> None:
         """Hand the VIPs over to the partner; an error does not prevent the removal of this amphora.
 
         The partner forwards open connections to this amphora. If the amphora cannot release the VIPs, it keeps them
         until it is deleted.
+
+        Args:
+            amphora: the VIP holder.
+            partner: the next VIP holder.
+            keep_connections: False if the ports drop the packets of forwarded connections, which then end at once.
         """
-        drain = float(self._conf.amp_controller.drain_timeout)
+        drain = float(self._conf.amp_controller.drain_timeout) if keep_connections else 0.0
         try:
             if drain:
                 address = str(partner.management_address)

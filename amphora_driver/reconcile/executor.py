@@ -31,6 +31,7 @@ from amphora_driver.model.amphora import Amphora, AmphoraState, AttachedPort
 from amphora_driver.model.loadbalancer import Profile
 from amphora_driver.queue.jobs import guard_lease
 from amphora_driver.reconcile import plan as planning
+from amphora_driver.reconcile import vip_allocation
 from amphora_driver.reconcile.drain import AmphoraRemoval
 from amphora_driver.reconcile.push import BundlePush
 from amphora_driver.reconcile.spare_pool import SpareSteps
@@ -141,7 +142,7 @@ class StepExecutor:
             case planning.SetSparePool():
                 self.spares.set_pool(step, view)
             case planning.Plug():
-                self._plug(step)
+                self._plug(step, view)
             case planning.Unplug():
                 self._unplug(by_id[step.amphora_id], step.network_id)
             case planning.BumpGeneration():
@@ -168,7 +169,7 @@ class StepExecutor:
             case planning.QueryVipHolder():
                 self.removal.query_holder(step, by_id)
             case planning.HandOver():
-                self.removal.hand_over_vips(by_id[step.amphora_id], by_id[step.to])
+                self._hand_over(by_id[step.amphora_id], by_id[step.to], view)
             case planning.CheckDrain():
                 self.removal.check_drain(step, by_id[step.amphora_id])
             case _:
@@ -278,9 +279,9 @@ class StepExecutor:
         }
         return files, issued.expires_at
 
-    def _plug(self, step: planning.Plug) -> None:
+    def _plug(self, step: planning.Plug, view: planning.LoadBalancerView) -> None:
         amphora = self._read_amphora(step.amphora_id)
-        port = self._network.ensure_port(amphora.id, step.network_id, step.subnet_ids)
+        port = self._network.ensure_port(vip_allocation.request_port(step, view))
         self._job.ensure_may_act()
         try:
             self._compute.attach(amphora.id, port)
@@ -365,6 +366,10 @@ class StepExecutor:
         if view.tree is not None:
             self._vip_steps.apply(self._network, view.tree, tuple(by_id.values()), view.generation)
 
+    def _hand_over(self, amphora: Amphora, partner: Amphora, view: planning.LoadBalancerView) -> None:
+        ports = () if view.tree is None else vip_allocation.vip_ports(view.tree, (amphora, partner))
+        self.removal.hand_over_vips(amphora, partner, keep_connections=self._network.redirect_allowed(ports))
+
     # --- remove an amphora ------------------------------------------------------------------------------------------
 
     def _unplug(self, amphora: Amphora, network_id: str) -> None:
@@ -383,7 +388,7 @@ class StepExecutor:
         self._write(lambda connection: generations.bump_generation(connection, view.load_balancer_id, view.generation))
 
     def _release_vip(self, view: planning.LoadBalancerView) -> None:
-        self._network.release_vip(view.load_balancer_id)
+        self._network.release_load_balancer(view.load_balancer_id)
         self._push.confirm(view)
 
 

@@ -148,7 +148,7 @@ def _serving_steps(view: LoadBalancerView, amphora_set: AmphoraSet, arrived: Seq
     """Return the next steps once amphorae are reachable, until all serve and cleanup is done."""
     if amphora_set.peers_outdated(arrived):
         return [BumpGeneration(reason="the VRRP peers lack a new amphora")]
-    undone = vip_allocation.options_due(view.tree, view.vip_given, amphora_set.everyone)
+    undone = vip_allocation.options_due(view, amphora_set.everyone)
     if undone:
         return [ApplyVipOptions(reason=undone)]
     if amphora_set.behind(arrived):

@@ -242,6 +242,7 @@ class Reconciler:
             compute=row.compute,
             network=row.network,
             vip_given=given,
+            listener_rules=catalogue.network(row.network).listener_rules,
             allocate_at=0.0 if addressed else vip_allocation.next_request_at(connection, load_balancer_id, now),
             replacing=job.replacing,
             pool=row.spare_pool,
@@ -356,7 +357,7 @@ def needed_networks(
     for subnet_id, members in sorted(by_subnet.items()):
         if subnet_id not in known:
             try:
-                known[subnet_id] = network.subnet(subnet_id).network_id
+                known[subnet_id] = network.subnet(subnet_id, tree.project_id).network_id
             except UnsupportedOption as error:
                 failed |= dict.fromkeys(members, str(error))
                 continue

@@ -63,6 +63,7 @@ class LoadBalancerView(View, frozen=True, kw_only=True):
         vips_taken: an amphora has the VIPs, by the answers in this job; None without a query.
         holder_asked: this job has queried the amphorae for the holder of the VIPs.
         vip_given: the VIP options last sent to the network backend.
+        listener_rules: the network backend needs the listeners' ports as part of the VIP options.
         allocate_at: time of the next request for missing addresses.
         replacing: a fail-over is in progress, and its events are recorded.
         pool: the spare pool that is recorded for the load balancer.
@@ -85,6 +86,7 @@ class LoadBalancerView(View, frozen=True, kw_only=True):
     vips_taken: bool | None = None
     holder_asked: bool = False
     vip_given: vip_allocation.AppliedVipOptions | None = None
+    listener_rules: bool = False
     allocate_at: float = 0.0
     replacing: bool = False
     pool: str | None = None

@@ -16,9 +16,9 @@ import sqlalchemy as sa
 
 from amphora_driver.database.tables import job, request
 from amphora_driver.errors import NetworkError, RequestError
-from amphora_driver.model.enums import Kind
-from amphora_driver.model.network import VipOptions, VipRequest
-from amphora_driver.network.interface import NotYet
+from amphora_driver.model.enums import Kind, ListenerProtocol
+from amphora_driver.model.network import ListenerRule, VipOptions, VipRequest
+from amphora_driver.network.interface import NotYet, PortPurpose, PortRequest
 from amphora_driver.store import desired_objects, generations, vip_claims
 from amphora_driver.store.vip_claims import PendingVipRequest
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from amphora_driver.model.loadbalancer import LoadBalancer, Vip
     from amphora_driver.network.interface import Network
     from amphora_driver.reconcile.context import WriteUnderLease
+    from amphora_driver.reconcile.steps import LoadBalancerView, Plug
 
 
 LOG = logging.getLogger(__name__)
@@ -59,10 +60,59 @@ def addresses_known(tree: LoadBalancer | None) -> bool:
     return tree is None or all(vip.address for vip in tree.vips)
 
 
-def desired_options(tree: LoadBalancer) -> VipOptions:
-    """Return the desired QoS policy and security groups of the VIPs."""
+def desired_options(tree: LoadBalancer, *, listener_rules: bool = False) -> VipOptions:
+    """Return the desired QoS policy and security groups of the VIPs.
+
+    Args:
+        tree: the load balancer.
+        listener_rules: include the ports and the permitted clients of the listeners.
+    """
     return VipOptions(
-        qos_policy_id=tree.vip_qos_policy_id or None, security_group_ids=tuple(sorted(tree.vip_sg_ids or ()))
+        qos_policy_id=tree.vip_qos_policy_id or None,
+        security_group_ids=tuple(sorted(tree.vip_sg_ids or ())),
+        listener_rules=_listener_rules(tree) if listener_rules else (),
+    )
+
+
+def _listener_rules(tree: LoadBalancer) -> tuple[ListenerRule, ...]:
+    return tuple(
+        sorted(
+            (
+                ListenerRule(
+                    protocol=listener.protocol.value.lower()
+                    if listener.uses_l4
+                    else ListenerProtocol.TCP.value.lower(),
+                    port=listener.protocol_port,
+                    cidr=cidr,
+                )
+                for listener in tree.listeners
+                if listener.admin_state_up
+                for cidr in listener.allowed_cidrs or (None,)
+            ),
+            key=lambda one: (one.protocol, one.port, one.cidr or ""),
+        )
+    )
+
+
+def request_port(step: Plug, view: LoadBalancerView) -> PortRequest:
+    """Return the request for the port of a step. A port on the VIPs' network may use all VIPs."""
+    tree = view.tree
+    if tree is None or step.network_id != tree.vip.network_id:
+        return PortRequest(
+            amphora_id=step.amphora_id,
+            network_id=step.network_id,
+            subnet_ids=step.subnet_ids,
+            purpose=PortPurpose.MEMBER,
+            load_balancer_id=view.load_balancer_id,
+        )
+    return PortRequest(
+        amphora_id=step.amphora_id,
+        network_id=step.network_id,
+        subnet_ids=step.subnet_ids,
+        purpose=PortPurpose.VIP,
+        load_balancer_id=view.load_balancer_id,
+        vips=tuple(vip.address for vip in tree.vips),
+        options=desired_options(tree, listener_rules=view.listener_rules),
     )
 
 
@@ -78,11 +128,12 @@ def vip_ports(tree: LoadBalancer, amphorae: Iterable[Amphora]) -> tuple[str, ...
     )
 
 
-def options_due(tree: LoadBalancer | None, given: AppliedVipOptions | None, amphorae: Sequence[Amphora]) -> str:
+def options_due(view: LoadBalancerView, amphorae: Sequence[Amphora]) -> str:
     """Return the reason to send the VIP options to the network backend; empty if they are current."""
+    tree, given = view.tree, view.vip_given
     if tree is None or not addresses_known(tree):
         return ""
-    options = desired_options(tree)
+    options = desired_options(tree, listener_rules=view.listener_rules)
     if given is None:
         return "the network backend does not have the VIPs' options" if options else ""
     if options != given.options:
@@ -168,7 +219,8 @@ class VipSteps:
 
     def apply(self, network: Network, tree: LoadBalancer, amphorae: Sequence[Amphora], generation: int) -> None:
         """Send the VIP options to the network backend; record a permanent refusal."""
-        options, ports = desired_options(tree), vip_ports(tree, amphorae)
+        options = desired_options(tree, listener_rules=network.listener_rules)
+        ports = vip_ports(tree, amphorae)
         refused = ""
         try:
             network.apply_vip_options(tree.id, options, ports)

@@ -35,6 +35,7 @@ from amphora_driver.host import namespaces
 from amphora_driver.model.amphora import AttachedPort
 from amphora_driver.model.network import FixedAddress
 from amphora_driver.network import bridges
+from amphora_driver.network.interface import management_port
 from amphora_driver.network.ip_allocation import AddressRange
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.secret import Secret
@@ -206,7 +207,7 @@ class Guest:
 
     def plug(self) -> None:
         """Give it a port on the VIPs' network, as the controller does."""
-        port = self.estate.network.ensure_port(self.id, NETWORK, [SUBNET, SUBNET6])
+        port = self.estate.network.ensure_port(management_port(self.id, NETWORK, [SUBNET, SUBNET6]))
         self.estate.compute.attach(self.id, port)
         subnets = tuple(self.estate.network.subnet(fixed.subnet_id) for fixed in port.addresses)
         self.plugged = (AttachedPort(port=port, subnets=subnets),)

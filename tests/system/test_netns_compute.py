@@ -26,6 +26,7 @@ from amphora_driver.host import namespaces
 from amphora_driver.host.detached_process import find_by_last_argument
 from amphora_driver.model.network import FixedAddress
 from amphora_driver.network import bridges
+from amphora_driver.network.interface import management_port
 from amphora_driver.network.ip_allocation import AddressRange
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.secret import Secret
@@ -183,7 +184,7 @@ def test_a_life(lab):
     assert machine.state is MachineState.RUNNING
     assert lab.names_seen_by(machine.management_address) == [order.amphora_id]
     assert lab.compute.get(order.amphora_id) == machine
-    port = lab.network.ensure_port(order.amphora_id, "net", ["v4"])
+    port = lab.network.ensure_port(management_port(order.amphora_id, "net", ["v4"]))
     lab.compute.attach(order.amphora_id, port)
     assert bridges.has_mac(namespaces.path(machine.compute_id), port.mac)
     lab.compute.detach(order.amphora_id, port)
@@ -218,7 +219,7 @@ def test_attached_once_also_after_the_agent_took_it(lab):
     order = lab.order()
     machine = lab.compute.boot(order)
     lab.names_seen_by(machine.management_address)
-    port = lab.network.ensure_port(order.amphora_id, "net", ["v4"])
+    port = lab.network.ensure_port(management_port(order.amphora_id, "net", ["v4"]))
     lab.compute.attach(order.amphora_id, port)
     lab.compute.attach(order.amphora_id, port)
     inner = f"/proc/{lab.supervisor(order.amphora_id).pid}/root/{INNER_NAMESPACE}"
@@ -237,7 +238,7 @@ def test_attached_once_also_after_the_agent_took_it(lab):
 def test_interrupted_attach_is_completed(lab):
     order = lab.order()
     machine = lab.compute.boot(order)
-    port = lab.network.ensure_port(order.amphora_id, "net", ["v4"])
+    port = lab.network.ensure_port(management_port(order.amphora_id, "net", ["v4"]))
     script = (
         "import os, signal, sys; from amphora_driver import config; from amphora_driver.network import bridges\n"
         "from amphora_driver.compute.netns import NetnsCompute; from amphora_driver.network.local import LocalNetwork\n"
@@ -260,7 +261,7 @@ def test_interrupted_attach_is_completed(lab):
 def test_killed_says_so_and_boots_again_with_its_ports(lab):
     order = lab.order()
     machine = lab.compute.boot(order)
-    port = lab.network.ensure_port(order.amphora_id, "net", ["v4"])
+    port = lab.network.ensure_port(management_port(order.amphora_id, "net", ["v4"]))
     lab.compute.attach(order.amphora_id, port)
     lab.supervisor(order.amphora_id).signal(signal.SIGKILL)
     assert lab.compute._process(order.amphora_id).wait(10)
@@ -334,7 +335,7 @@ def test_outlives_its_starter_and_is_destroyed_by_another(lab):
 def test_off_and_on_again(lab):
     order = lab.order()
     machine = lab.compute.boot(order)
-    port = lab.network.ensure_port(order.amphora_id, "net", ["v4"])
+    port = lab.network.ensure_port(management_port(order.amphora_id, "net", ["v4"]))
     lab.compute.attach(order.amphora_id, port)
     lab.compute.power_off(order.amphora_id)
     assert not namespaces.exists(machine.compute_id)
@@ -372,7 +373,7 @@ def test_several_side_by_side(lab):
 
     def live(order):
         machine = lab.compute.boot(order)
-        port = lab.network.ensure_port(order.amphora_id, "net", ["v4"])
+        port = lab.network.ensure_port(management_port(order.amphora_id, "net", ["v4"]))
         lab.compute.attach(order.amphora_id, port)
         return machine.management_address
 

@@ -28,6 +28,7 @@ from amphora_driver.errors import ComputeError
 from amphora_driver.host import namespaces
 from amphora_driver.host.detached_process import find_by_last_argument
 from amphora_driver.network import bridges
+from amphora_driver.network.interface import management_port
 from amphora_driver.network.ip_allocation import AddressRange
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.secret import Secret
@@ -222,7 +223,9 @@ def test_a_machine_that_ended_has_failed_and_begins_with_a_new_disk(lab, booted)
         machine = lab.compute.get(booted.amphora_id)
     assert machine.state is MachineState.FAILED
     with pytest.raises(ComputeError, match="does not run"):
-        lab.compute.attach(booted.amphora_id, lab.network.ensure_port(booted.amphora_id, "net", ["net4"]))
+        lab.compute.attach(
+            booted.amphora_id, lab.network.ensure_port(management_port(booted.amphora_id, "net", ["net4"]))
+        )
     assert lab.compute.boot(booted).state is MachineState.RUNNING
     assert disk.stat().st_ino != before
 
@@ -230,7 +233,7 @@ def test_a_machine_that_ended_has_failed_and_begins_with_a_new_disk(lab, booted)
 def test_interfaces_come_and_go_as_often_as_they_are_asked_for(lab, booted, monkeypatch):
     # The guest has no system that releases an interface.
     monkeypatch.setattr("amphora_driver.compute.qemu._RELEASE_SECONDS", 0.2)
-    port = lab.network.ensure_port(booted.amphora_id, "net", ["net4"])
+    port = lab.network.ensure_port(management_port(booted.amphora_id, "net", ["net4"]))
     lab.compute.detach(booted.amphora_id, port)
     for _ in range(2):
         lab.compute.attach(booted.amphora_id, port)
@@ -243,7 +246,7 @@ def test_interfaces_come_and_go_as_often_as_they_are_asked_for(lab, booted, monk
 
 def test_half_an_interface_becomes_a_whole_one(lab, booted):
     """The controller died between joining qemu to the tap and giving the machine its interface."""
-    port = lab.network.ensure_port(booted.amphora_id, "net", ["net4"])
+    port = lab.network.ensure_port(management_port(booted.amphora_id, "net", ["net4"]))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("amphora_driver.compute.qemu.interface_options", lambda _: {"driver": "nothing-like-it"})
         with pytest.raises(ComputeError, match="nothing-like-it"):
@@ -253,7 +256,7 @@ def test_half_an_interface_becomes_a_whole_one(lab, booted):
 
 
 def test_a_machine_that_is_powered_on_again_has_its_disk_and_all_its_ports(lab, booted):
-    port = lab.network.ensure_port(booted.amphora_id, "net", ["net4"])
+    port = lab.network.ensure_port(management_port(booted.amphora_id, "net", ["net4"]))
     lab.compute.attach(booted.amphora_id, port)
     disk = (lab.place(booted.amphora_id) / DISK).stat().st_ino
     devices = lab.devices(booted.amphora_id)

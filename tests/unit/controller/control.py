@@ -76,12 +76,18 @@ class World:
     def destroy(self, amphora_id):
         self.machines.pop(amphora_id, None)
 
-    def ensure_port(self, owner, network_id, subnet_ids):
+    listener_rules = False
+
+    def redirect_allowed(self, _port_ids):
+        return True
+
+    def ensure_port(self, request):
+        owner, network_id, subnet_ids = request.amphora_id, request.network_id, request.subnet_ids
         number = [*self.machines].index(owner) + len(self.served) + 20
         addresses = tuple(FixedAddress(subnet_id=one, address=f"198.51.100.{number}") for one in subnet_ids)
         return Port(id=owner, network_id=network_id, mac="fa:16:3e:00:00:01", mtu=1500, addresses=addresses)
 
-    def subnet(self, subnet_id):
+    def subnet(self, subnet_id, project_id=None):
         return Subnet(id=subnet_id, network_id="n1", cidr="198.51.100.0/24", gateway=None)
 
     def attach(self, amphora_id, port):
@@ -90,7 +96,7 @@ class World:
     def ports(self, _owner):
         return ()
 
-    def release_vip(self, _load_balancer_id):
+    def release_load_balancer(self, _load_balancer_id):
         self.holder = None
 
     # Agents.

@@ -21,7 +21,7 @@ class Picky(World):
         self.holder = None
         return answer
 
-    def subnet(self, subnet_id):
+    def subnet(self, subnet_id, project_id=None):
         if subnet_id == "nowhere":
             raise UnsupportedOption("find it", "there is none")
         return super().subnet(subnet_id)

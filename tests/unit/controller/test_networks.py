@@ -11,7 +11,7 @@ from amphora_driver.reconcile.reconciler import needed_networks
 class OneSubnet:
     """A network backend that knows the subnet s2."""
 
-    def subnet(self, subnet_id):
+    def subnet(self, subnet_id, project_id=None):
         if subnet_id != "s2":
             raise UnsupportedOption(f"look up subnet {subnet_id}", "there is no such subnet")
         return Subnet(id="s2", network_id="n2", cidr="192.0.2.0/24", gateway=None)

@@ -18,6 +18,7 @@ from amphora_driver.maintenance import orphan_cleanup
 from amphora_driver.maintenance.orphan_cleanup import OrphanCleaner
 from amphora_driver.model.network import FixedAddress, VipRequest
 from amphora_driver.network.bridges import Switch
+from amphora_driver.network.interface import management_port
 from amphora_driver.network.ip_allocation import AddressRange
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.plugins import Catalogue
@@ -92,7 +93,7 @@ def test_orphaned_ports_and_vips(database, network, sweeper):
     own(database)
     database.write(lambda c: vip_claims.record_claim(c, "claimed", "local"))
     for owner in (LOST, OWNED):
-        network.ensure_port(owner, "vip", ["vip-subnet"])
+        network.ensure_port(management_port(owner, "vip", ["vip-subnet"]))
     for load_balancer in ("lost", "mine", "claimed"):
         network.allocate_vip(load_balancer, "demo", [VipRequest(subnet_id="vip-subnet")])
     assert sweeper.clean_up() == 0, "a crash looks like a step that is being taken"
@@ -118,7 +119,7 @@ def test_what_users_and_hosts_have_is_never_touched(database, network, sweeper):
 
 
 def test_orphan_with_a_new_owner_is_forgotten(database, network, sweeper):
-    network.ensure_port(OWNED, "vip", ["vip-subnet"])
+    network.ensure_port(management_port(OWNED, "vip", ["vip-subnet"]))
     sweeper.clean_up()
     assert noted(database) == {OWNED}
     own(database)
@@ -129,8 +130,8 @@ def test_orphan_with_a_new_owner_is_forgotten(database, network, sweeper):
 
 def test_what_is_old_only_by_a_clock_that_was_set_stays(conf, database, network, sweeper, monkeypatch):
     own(database)
-    network.ensure_port(LOST, "vip", ["vip-subnet"])
-    network.ensure_port(OWNED, "vip", ["vip-subnet"])
+    network.ensure_port(management_port(LOST, "vip", ["vip-subnet"]))
+    network.ensure_port(management_port(OWNED, "vip", ["vip-subnet"]))
     sweeper.clean_up()
     time_passes(database)
     monkeypatch.setattr(database, "seconds_since_clock_jump", lambda: conf.amp_controller.orphan_grace - 1)
@@ -143,7 +144,7 @@ def test_what_is_old_only_by_a_clock_that_was_set_stays(conf, database, network,
 @pytest.mark.parametrize("count", [2, 3, 10])
 def test_implausible_number_of_orphans_is_not_removed(database, network, sweeper, caplog, count):
     for _ in range(count):
-        network.ensure_port(str(uuid.uuid4()), "vip", ["vip-subnet"])
+        network.ensure_port(management_port(str(uuid.uuid4()), "vip", ["vip-subnet"]))
     sweeper.clean_up()
     time_passes(database)
     assert sweeper.clean_up() == 0
@@ -165,7 +166,7 @@ def test_a_backend_that_is_away_holds_up_no_other(database, network, sweeper, ca
         raise ComputeError("list amphorae", "no answer")
 
     monkeypatch.setattr(catalogue.compute(None, None), "machines", away)
-    network.ensure_port(LOST, "vip", ["vip-subnet"])
+    network.ensure_port(management_port(LOST, "vip", ["vip-subnet"]))
     sweeper.clean_up()
     time_passes(database)
     assert sweeper.clean_up() == 1

@@ -231,7 +231,7 @@ class WorldsNetwork(LocalNetwork):
         with self._world.kept.open() as state:
             state["options"][load_balancer_id] = (options, tuple(port_ids))
 
-    def release_vip(self, load_balancer_id):
-        super().release_vip(load_balancer_id)
+    def release_load_balancer(self, load_balancer_id):
+        super().release_load_balancer(load_balancer_id)
         with self._world.kept.open() as state:
             state["options"].pop(load_balancer_id, None)

@@ -10,6 +10,7 @@ from amphora_driver import config
 from amphora_driver.database.engine import Database
 from amphora_driver.errors import Conflict, UnsupportedOption
 from amphora_driver.model.network import FixedAddress, VipRequest
+from amphora_driver.network.interface import management_port
 from amphora_driver.network.local import LocalNetwork, vip_owner
 
 
@@ -31,7 +32,7 @@ class TestVip:
         balancers = [lb() for _ in range(3)]
         for one in balancers:
             take(network, {"subnet_id": "v4"}, load_balancer_id=one)
-        network.release_vip(balancers[1])
+        network.release_load_balancer(balancers[1])
         assert take(network, {"subnet_id": "v4"})[0].address == "198.51.100.11"
 
     def test_a_wanted_address_outside_the_pool(self, network):
@@ -62,8 +63,8 @@ class TestVip:
     def test_released_is_free_and_release_repeats(self, network):
         one = lb()
         take(network, {"subnet_id": "v4", "address": "198.51.100.7"}, load_balancer_id=one)
-        network.release_vip(one)
-        network.release_vip(one)
+        network.release_load_balancer(one)
+        network.release_load_balancer(one)
         assert network.all_ports() == ()
         assert take(network, {"subnet_id": "v4", "address": "198.51.100.7"})
 
@@ -129,7 +130,7 @@ class TestOwnPort:
         for _ in range(2):
             (vip,) = take(network, {"port_id": port.id}, load_balancer_id=one)
             assert (vip.port_id, vip.address) == (port.id, port.addresses[0].address)
-        network.release_vip(one)
+        network.release_load_balancer(one)
         assert network.port(port.id) == port
         assert take(network, {"port_id": port.id})
 
@@ -152,7 +153,7 @@ class TestOwnPort:
             network.remove_user_port(port.id)
 
     def test_port_of_an_amphora_is_refused_as_vip_port(self, network):
-        port = network.ensure_port("amphora", "net", ["v4"])
+        port = network.ensure_port(management_port("amphora", "net", ["v4"]))
         with pytest.raises(Conflict, match="in use by amphora"):
             take(network, {"port_id": port.id})
 
@@ -167,35 +168,38 @@ class TestOwnPort:
 
 class TestPort:
     def test_found_again_and_completed(self, network):
-        port = network.ensure_port("a", "net", ["v4"])
-        assert network.ensure_port("a", "net", ["v4"]) == port
-        more = network.ensure_port("a", "net", ["v4", "v6"])
+        port = network.ensure_port(management_port("a", "net", ["v4"]))
+        assert network.ensure_port(management_port("a", "net", ["v4"])) == port
+        more = network.ensure_port(management_port("a", "net", ["v4", "v6"]))
         assert (more.id, more.mac, more.addresses[0]) == (port.id, port.mac, port.addresses[0])
         assert [one.subnet_id for one in more.addresses] == ["v4", "v6"]
 
     def test_one_for_each_network(self, network):
-        made = {network.ensure_port("a", "net", ["v4"]).id, network.ensure_port("a", "other", ["tiny"]).id}
+        made = {
+            network.ensure_port(management_port("a", "net", ["v4"])).id,
+            network.ensure_port(management_port("a", "other", ["tiny"])).id,
+        }
         assert {port.id for port in network.ports("a")} == made
         assert network.ports("b") == ()
 
     def test_subnet_of_another_network(self, network):
         with pytest.raises(UnsupportedOption, match="is not a subnet of network other"):
-            network.ensure_port("a", "other", ["v4"])
+            network.ensure_port(management_port("a", "other", ["v4"]))
 
     def test_deleted_twice(self, network):
-        port = network.ensure_port("a", "net", ["v4"])
+        port = network.ensure_port(management_port("a", "net", ["v4"]))
         network.delete_port(port.id)
         network.delete_port(port.id)
         assert network.ports("a") == ()
 
     def test_an_address_keeps_its_mac(self, network):
-        port = network.ensure_port("a", "net", ["v4"])
+        port = network.ensure_port(management_port("a", "net", ["v4"]))
         network.delete_port(port.id)
-        again = network.ensure_port("b", "net", ["v4"])
+        again = network.ensure_port(management_port("b", "net", ["v4"]))
         assert (again.mac, again.addresses) == (port.mac, port.addresses)
 
     def test_macs_differ_and_are_local_unicast(self, network):
-        macs = [network.ensure_port(f"a{number}", "net", ["v4"]).mac for number in range(50)]
+        macs = [network.ensure_port(management_port(f"a{number}", "net", ["v4"])).mac for number in range(50)]
         assert len(set(macs)) == 50
         assert all(int(mac[:2], 16) & 0b11 == 0b10 for mac in macs)
 
