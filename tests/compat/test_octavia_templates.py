@@ -85,7 +85,7 @@ def judge(text, files):
 
 
 @pytest.mark.parametrize("name", cases())
-def test_what_the_template_renders_is_accepted(rendered, name):
+def test_octavias_rendered_template_is_accepted(rendered, name):
     case = rendered[name]
     assert judge(case["text"], case["files"]).ports or name == "disabled"
 

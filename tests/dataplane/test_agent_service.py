@@ -63,7 +63,7 @@ def ports():
     return {row[1] for row in rows if row[2].endswith(f":{9443:04X}")}
 
 
-def test_one_handshake_for_many_requests(amphora, client, controller):
+def test_many_requests_use_one_handshake(amphora, client, controller):
     before = controller(ports)
 
     def ask():
@@ -446,7 +446,7 @@ def test_diagnostics_tell_everything_but_secrets(amphora, tenant, network):
         assert secret not in said
 
 
-def test_what_does_not_answer_costs_its_own_part(amphora):
+def test_a_silent_service_affects_its_own_part_only(amphora):
     status, document = amphora.call("GET", "/v2/diagnostics")
     assert status == 200
     assert failed(document) == {name for name in PARTS if name.startswith("show ")}

@@ -69,7 +69,7 @@ def test_a_new_member_waits_for_its_check_and_the_others_stay(place, checker):
             program.close()
 
 
-def test_what_is_refused_changes_nothing(checker):
+def test_a_refused_update_changes_nothing(checker):
     checker.serve(server(member(1)))
     before = checker.told()
     wrong = replace(server(member(1)), port=666)
@@ -109,7 +109,7 @@ def test_a_push_that_fails_leaves_what_was_there(checker):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP, signal.SIGTERM])
-def test_what_it_knows_stays_when_it_is_replaced(place, checker, number):
+def test_member_states_survive_a_replacement(place, checker, number):
     """A member that is down stays so: its successor does not have to find out anew."""
     program = tcp(place, address(1))
     try:

@@ -151,7 +151,7 @@ EVERY_RUN = {
 @pytest.mark.parametrize(
     "case", [pytest.param(one, marks=() if one in EVERY_RUN else pytest.mark.extended) for one in BY_HAND]
 )
-def test_what_is_done_by_hand_is_mended_while_clients_are_served(audited, case):
+def test_manual_changes_are_repaired_during_service(audited, case):
     do, word = BY_HAND[case]
     before = audited.counted(word)
     with Client(audited.network) as client:
@@ -167,7 +167,7 @@ def test_what_is_done_by_hand_is_mended_while_clients_are_served(audited, case):
 
 
 @pytest.mark.parametrize("case", list(NOTICED))
-def test_what_takes_service_away_is_mended(audited, case):
+def test_changes_that_stop_the_service_are_repaired(audited, case):
     do, word = NOTICED[case]
     before = audited.counted(word)
     do(audited)
@@ -217,7 +217,7 @@ def test_an_agent_that_starts_after_its_file_was_mended_serves_what_was_confirme
     assert audited.push(generation, TEXT, allowed=ALLOWED)[1]["how"] == "unchanged"
 
 
-def test_what_was_changed_while_there_was_no_agent_is_not_taken_for_confirmed(audited):
+def test_changes_without_an_agent_are_detected(audited):
     """The text is in no other file then: the amphora says that it has confirmed nothing, and is pushed."""
     generation = audited.call("GET", "/v2/bundle")[1]["generation"]
     master = audited.outside_pid(audited.status("amphora-agent")["pid"])
@@ -312,7 +312,7 @@ def serves(amphora) -> bool:
         return False
 
 
-def test_what_is_told_of_the_configuration(audited):
+def test_the_drift_report_names_the_configuration(audited):
     status, said = audited.call("GET", "/v2/configuration")
     assert status == 200
     assert said["haproxy"] == TEXT

@@ -120,7 +120,7 @@ def test_a_worker_that_cannot_start_changes_nothing(served, renewed):
     assert served.visitor.fetch(port=81).member == "web"
 
 
-def test_what_haproxy_refuses_is_named(served):
+def test_the_refused_line_is_named(served):
     web = served.web()
     first(served, pool("pool", member(web)))
     status, said = served.amphora.push(10**6, "frontend x\n    bind 192.0.2.1:1\n    default_backend nonsense\n")

@@ -88,7 +88,7 @@ def test_with_many_files_open_the_library_is_left_alone(wire):
             os.close(each)
 
 
-def test_what_is_rendered_is_what_nft_lists(wire):
+def test_rendered_rules_equal_listed_rules(wire):
     """Otherwise every look would replace the rules."""
     many = [f"10.{n // 256}.{n % 256}.0/25" for n in range(1000)] + [f"2001:db8:{n:x}::/48" for n in range(1000)]
     for allowed, vrrp in (

@@ -167,7 +167,7 @@ def test_client_without_a_certificate_is_anonymous(served, tenant, clients):
 
 
 @pytest.mark.parametrize("vip", VIPS)
-def test_what_a_client_claims_does_not_survive(served, vip):
+def test_forged_client_headers_are_removed(served, vip):
     served.push(load_balancer(listener(80, insert_headers=FORWARDED + ALSO), pool("pool", member(served.web()))))
     spoofed = [*SPOOFED, *((name.lower(), "again") for name in EVERY)]
     seen = served.visitor.fetch(address=vip, headers=spoofed).seen

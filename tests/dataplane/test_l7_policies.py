@@ -327,7 +327,7 @@ def test_a_policy_to_a_pool_that_is_switched_off(served, pools, vip):
 
 
 @pytest.mark.feature("l7policy.admin_state_up", "l7rule.admin_state_up")
-def test_what_is_switched_off_says_nothing(served, pools):
+def test_disabled_policies_have_no_effect(served, pools):
     never = rule("PATH", "EQUAL_TO", "/never")
     everything = rule("PATH", "STARTS_WITH", "/")
     wanted = listener(

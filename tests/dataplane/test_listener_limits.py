@@ -142,7 +142,7 @@ def test_a_connection_to_a_member_is_given_its_time(served, address):
 @pytest.mark.quiet
 @pytest.mark.feature_partly("listener.timeout-tcp-inspect")
 @pytest.mark.parametrize("protocol", ["TCP", "HTTP"])
-def test_what_comes_late_is_served(served, protocol):
+def test_a_late_request_is_served(served, protocol):
     """It limits the inspection of data, not its arrival: no client is delayed or closed."""
     peer = served.echo() if protocol == "TCP" else served.web()
     served.push(

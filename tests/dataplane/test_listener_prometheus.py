@@ -34,7 +34,7 @@ def prometheus(port: int = 9100, **more):
 
 @pytest.mark.feature("listener.protocol.PROMETHEUS")
 @pytest.mark.parametrize("vip", VIPS)
-def test_what_is_counted(served, vip):
+def test_the_exported_counters(served, vip):
     web = served.web()
     served.push(load_balancer(prometheus(), listener(80), pool("pool", member(web))))
     ids = {name: id_of(*what) for name, what in {"listener": ("listener", 80), "member": ("member", "web")}.items()}
@@ -97,7 +97,7 @@ def test_status_page_requires_authorization(served):
 
 
 @pytest.mark.feature("listener.protocol.PROMETHEUS", "listener.default_tls_container_ref")
-def test_it_may_be_read_over_tls(served, tenant):
+def test_metrics_are_available_over_tls(served, tenant):
     certificate = tenant.issue("www.example.com")
     served.push(load_balancer(prometheus(default_tls_container_ref="cert")), {"cert": certificate.pem})
     reply = served.visitor.fetch("/metrics", port=9100, tls=trusting(tenant))

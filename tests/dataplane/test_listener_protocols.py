@@ -182,7 +182,7 @@ def test_http_is_redirected_to_https(served, tenant, vip):
     )
 
 
-def test_what_speaks_no_tls_gets_none(served):
+def test_plain_clients_of_a_tls_listener_are_refused(served):
     served.push(load_balancer(listener(80), pool("pool", member(served.web()))))
     with pytest.raises((ssl.SSLError, ConnectionError)):
         served.visitor.tls(80)

@@ -58,7 +58,7 @@ class Kept:
 @pytest.mark.feature("pool.session_persistence.HTTP_COOKIE", "pool.session_persistence.cookie_name")
 @pytest.mark.parametrize("name", [None, "JSESSIONID", "a.b-c_d!#$%&'*+^`|~9"])
 @pytest.mark.parametrize("vip", VIPS)
-def test_what_a_client_is_given(served, tenant, vip, name):
+def test_the_cookie_of_a_client(served, tenant, vip, name):
     """Once, for this site, out of reach of scripts, and over TLS only where that is what it came over."""
     # What caches would like to keep: not together with a cookie of one client.
     fresh = ("ETag", '"1"'), ("Cache-Control", "max-age=60")

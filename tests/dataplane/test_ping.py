@@ -250,7 +250,7 @@ def impostor(network):
     ],
     ids=["guessed", "one bit off", "other sequence", "too short", "too long", "other sender", "unreachable"],
 )
-def test_what_is_no_answer_to_the_question_does_not_count(network, responder, impostor, change, source, kind):
+def test_foreign_echo_replies_do_not_count(network, responder, impostor, change, source, kind):
     client, members = network.thread("cl").run, network.thread("mem").run
     connection = client(begin, f"/ping/{IDS[MEMBER]}")
     asker, rest = members(impostor.question)
@@ -293,7 +293,7 @@ def test_more_than_it_has_room_for_leaves_the_newest(network, monkeypatch):
         made.close()
 
 
-def test_it_waits_for_its_port(network):
+def test_the_responder_waits_for_its_port(network):
     client = network.thread("cl").run
     occupied = client(socket.create_server, ("127.0.0.1", PORT))
     targets = {IDS[MEMBER]: MEMBER}

@@ -46,7 +46,7 @@ from amphora_agent.network.plumbing import Plumbing
 pytestmark = pytest.mark.root
 
 
-def test_everything_that_was_made_is_gone_at_the_end(wire):
+def test_the_removal_leaves_nothing(wire):
     """To the last rule: links, addresses, routes of all tables, rules, nftables."""
     before = wire.everything()
     full = bundle(
@@ -75,7 +75,7 @@ def test_everything_that_was_made_is_gone_at_the_end(wire):
     assert len(wire.everything()["link"]) == 3
 
 
-def test_what_a_step_takes_away_is_gone_and_nothing_else(wire):
+def test_a_step_removes_its_objects_only(wire):
     full = bundle(eth1(VIP, VIP6, SECOND, SECOND6), eth2())
     wire.change(full)
     fewer = bundle(eth1(VIP, SECOND6, routes=(("::/0", "2001:db8:1::1"), ("203.0.113.0/24", "198.51.100.1"))), eth2())
@@ -93,7 +93,7 @@ def test_what_a_step_takes_away_is_gone_and_nothing_else(wire):
     assert table(wire, 1) == []
 
 
-def test_what_is_as_wanted_is_not_touched(wire):
+def test_correct_objects_are_not_changed(wire):
     """The kernel announces nothing, and is asked nothing more."""
     wanted = bundle(eth1(), eth2(), allowed=((80, ["192.0.2.0/24", "2001:db8::/32"]),))
     wire.change(wanted)
@@ -307,7 +307,7 @@ def test_vips_of_a_pair_are_keepaliveds(wire):
         assert tap.heard() == []
 
 
-def test_what_the_machine_begins_itself_never_comes_from_a_vip(wire):
+def test_outgoing_connections_never_use_a_vip(wire):
     """Neither family: members and partners know the fixed addresses."""
     wire.change(bundle(eth1("198.51.100.5/32", "2001:db8:1::8000:5/128")))
 
@@ -394,7 +394,7 @@ def test_an_interface_that_is_nowhere(wire):
         wire.outside(wire.plumbing.prepare, bundle(interface(9, "eth1", FIXED, vips=(VIP,))), None, may_lack=True)
 
 
-def test_what_the_kernel_refuses_is_said_and_taken_back(wire):
+def test_a_kernel_error_is_reported_and_rolled_back(wire):
     first = bundle(eth1())
     wire.change(first)
     before = comparable(wire)

@@ -230,7 +230,7 @@ def test_members_get_the_load_balancers_certificate(served, certificates, secret
 
 
 @pytest.mark.feature("pool.tls_container_ref", "pool.ca_tls_container_ref", "pool.crl_container_ref")
-def test_what_a_pool_trusts_and_shows_is_replaced(served, certificates, secrets, insiders, outsiders):
+def test_cas_and_certificates_of_a_pool_are_replaced(served, certificates, secrets, insiders, outsiders):
     """Under the same references: what counts is what they hold now."""
     web = served.web(tls=serving(certificates["good"], clients=insiders))
     tree = load_balancer(

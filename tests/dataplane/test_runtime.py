@@ -130,7 +130,7 @@ KEYWORDS = [
 ]
 
 
-def test_what_a_server_may_say_at_run_time(amphora):
+def test_server_options_that_change_at_run_time(amphora):
     amphora.push(1, text(listener(["m1"])))
     generation = 1
     for keywords in KEYWORDS:
@@ -147,7 +147,7 @@ def test_what_a_server_may_say_at_run_time(amphora):
 VALUES = {"namespace": "x", "init-addr": "none", "resolvers": "x", "tcp-ut": "5s", "max-reuse": "3", "cookie": "x"}
 
 
-def test_what_is_never_said_at_run_time_haproxy_would_not_take(amphora):
+def test_haproxy_refuses_the_other_options_at_run_time(amphora):
     """The list is not longer than it needs to be, but for what only newer versions refuse and what was not tried."""
     amphora.push(1, text(listener(["m1"])))
     taken = {"cookie"} if features.probe_features(Words(amphora)).cookies else set()

@@ -28,7 +28,7 @@ def push(served):
     return pushed
 
 
-def test_what_haproxy_can_do_is_asked_of_it(served, push, lab):
+def test_changes_use_the_runtime_api_where_possible(served, push, lab):
     push(listener(80), pool("pool", member(served.web())), how=None)
     before = served.amphora.ask_haproxy("show servers state")
     found = features.probe_features(Words(served.amphora))

@@ -90,7 +90,7 @@ def sni(served) -> str:
     return found
 
 
-def test_what_is_refused_leaves_everything_as_it_was(served, push, tenant):
+def test_a_refused_certificate_changes_nothing(served, push, tenant):
     """A good certificate for one listener and a wrong key for the other: neither is used."""
     old, new = (tenant.issue("www.example.com", number=n) for n in (0, 1))
     trees = [terminated(port, default_tls_container_ref=str(port)) for port in (443, 444)]
@@ -105,7 +105,7 @@ def test_what_is_refused_leaves_everything_as_it_was(served, push, tenant):
     assert [shown(served, port=port) for port in (443, 444)] == [new.der] * 2
 
 
-def test_what_haproxy_lost_is_noticed(served, push, tenant):
+def test_certificates_that_haproxy_lost_are_detected(served, push, tenant):
     """HAProxy was changed manually: the same bundle again finds it."""
     old, new = (tenant.issue("www.example.com", number=n) for n in (0, 1))
     tree = terminated(default_tls_container_ref="default")

@@ -386,7 +386,7 @@ def test_arguments_arrive_as_they_are(machine):
     }
 
 
-def test_what_a_daemon_is_through_its_life(machine):
+def test_the_reported_states_of_a_daemon(machine):
     """The same words as of an amphora made of namespaces."""
     assert services(machine, "services.status('life')") is None
     assert services(machine, "services.log('life')") == []
@@ -458,7 +458,7 @@ def test_a_daemon_that_is_not_started_again_at_once(machine):
     eventually(lambda: health.read_text() == "0", "it is not wanted")
 
 
-def test_one_that_an_operator_has_stopped(machine):
+def test_a_daemon_stopped_by_the_operator(machine):
     services(machine, "services.start('halted', ['sleep', '1000'], inner=False)")
     machine.run("systemctl", "stop", "amphora-halted.service")
     status = services(machine, "services.status('halted')")

@@ -121,7 +121,7 @@ def test_forbidden_client_reaches_no_member(served, tenant, people, secrets):
 
 
 @pytest.mark.feature("listener.client_authentication", "listener.client_ca_tls_container_ref")
-def test_what_is_told_of_a_client(served, tenant, people, secrets):
+def test_headers_about_a_client_certificate(served, tenant, people, secrets):
     served.push(load_balancer(terminated(**asking("OPTIONAL")), pool("pool", member(served.web()))), secrets)
     for name, (has, common) in {MEMBER: ({"1", "true"}, MEMBER), ANONYMOUS: ({"0", "false"}, "")}.items():
         tls = trusting(tenant, certificate=people[name])
@@ -147,7 +147,7 @@ def test_listeners_never_see_each_others_authorities(served, tenant, people, sec
 
 
 @pytest.mark.feature("listener.client_authentication")
-def test_it_holds_for_every_certificate_of_a_listener(served, tenant, people, secrets):
+def test_client_authentication_applies_to_each_certificate(served, tenant, people, secrets):
     """Asking for another name is no way around."""
     served.push(
         load_balancer(

@@ -238,7 +238,7 @@ def test_bytes_are_exact_however_a_connection_ends(amphora, mailbox, echo, opene
     assert amphora.push(8, wanted(7), limits={**limits, "workers": 3})[1]["how"] == "unchanged"
 
 
-def test_what_a_killed_haproxy_has_counted_up_to_the_last_sample_is_kept(amphora, mailbox):
+def test_counters_of_a_killed_haproxy_are_kept(amphora, mailbox):
     assert amphora.push(1, wanted(1))[0] == 200
     books = Books(amphora, mailbox)
     for _ in range(20):

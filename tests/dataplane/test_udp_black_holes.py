@@ -162,7 +162,7 @@ def test_a_change_that_the_kernel_refuses_is_written_anew(lab, inner, clients, m
     assert clients.flow().ask().member == "b2"
 
 
-def test_what_could_not_be_ended_is_the_next_time(lab, inner, clients, monkeypatch):
+def test_a_failed_flush_is_repeated(lab, inner, clients, monkeypatch):
     servers, engine = another(lab), NftablesEngine()
     gone = {(servers[0].id, name_of("member", "b1")): False}
     inner.run(engine.apply, servers, {})

@@ -64,7 +64,7 @@ def test_restarted_checker_keeps_counters_and_flows(lab, inner, clients):
     assert inner.run(NftablesEngine().find_drift, model.parse(fewer), {}) != []
 
 
-def test_what_is_counted_is_what_clients_sent_and_got(lab, inner, clients):
+def test_counters_equal_the_traffic_of_clients(lab, inner, clients):
     push(lab, virtual_server(ALL_MEMBERS[0]))
     (flow,) = clients.flows(1)
     said = b"x" * 1000
@@ -108,7 +108,7 @@ def test_the_last_listener_leaves_nothing(lab, inner, clients):
     eventually(some[0].refused, "no member serves")
 
 
-def test_what_keeps_clients_out_is_rendered_as_nft_lists_it(wire):
+def test_rendered_cidr_rules_equal_listed_rules(wire):
     """Otherwise each look would find it changed, and write it again."""
     v4 = tuple(int(ipaddress.ip_address(one)) for one in ("192.0.2.0", "192.0.2.255"))
     everything = ((0, 2**128 - 1),)

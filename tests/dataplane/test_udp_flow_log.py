@@ -167,7 +167,7 @@ class Reader:
         self.other.close()
 
 
-def test_what_is_too_much_is_counted(lab, inner, clients, form, monkeypatch):
+def test_dropped_log_lines_are_counted(lab, inner, clients, form, monkeypatch):
     """A socket with little room, and many flows that end at once: lines and losses are all there were."""
     monkeypatch.setattr(writer, "_BUFFER", 4096)
     servers = model.parse([virtual_server(*ALL_MEMBERS, log_format=form)])

@@ -110,7 +110,7 @@ def test_a_pair_counts_too_and_persistence_is_refused(lab, clients):
     assert "persistence" in answer["error"]["happened"]
 
 
-def test_what_a_member_was_given_is_told(lab, clients):
+def test_flows_of_each_member_are_reported(lab, clients):
     serve(lab, "l1", "l2", algorithm="ROUND_ROBIN")
     some = clients.flows(4)
     asked = b"x" * 72

@@ -239,7 +239,7 @@ def test_the_amphora_is_no_router(udp):
     assert (udp.members["u2"].datagrams, udp.members["s2"].datagrams) == (0, 0)
 
 
-def test_what_cannot_be_served_is_refused_by_name_and_changes_nothing(udp):
+def test_an_unservable_listener_is_refused_by_name(udp):
     udp.serve(u1=1)
     listener = name_of("listener", PORT, "UDP")
     least = {"algorithm": "LEAST_CONNECTIONS", "persistence": persistence()}

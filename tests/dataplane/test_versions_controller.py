@@ -50,7 +50,7 @@ def datagram(amphora) -> bytes:
     return encode(uuid.UUID(amphora.id), amphora.key, 1, 1, said)
 
 
-def test_it_serves_and_is_understood(amphora, tmp_path):
+def test_both_versions_serve_and_understand_each_other(amphora, tmp_path):
     assert "[audit]" not in (tmp_path / "etc/agent.conf").read_text()
     before = tmp_path / "before"
     before.mkdir()

@@ -11,7 +11,7 @@ import cases
 import msgspec
 import pytest
 from jsonschema import Draft202012Validator
-from test_golden_virtual import CASE
+from test_golden_udp import CASE
 
 from amphora_agent import bundle as agent
 from amphora_agent.l4 import model as agent_l4

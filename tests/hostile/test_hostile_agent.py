@@ -113,7 +113,7 @@ def lines() -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("version", NEWER, ids=str)
-def test_what_haproxy_takes_for_a_section_the_agent_does_too(version, tmp_path):
+def test_agent_and_haproxy_agree_on_sections(version, tmp_path):
     file = tmp_path / "cfg"
     file.write_bytes("".join(f"{line}\n" for line in lines()).encode())
     run = subprocess.run([version.here().program, "-dC,line", "-f", str(file)], capture_output=True, check=False)

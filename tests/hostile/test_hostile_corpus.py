@@ -23,7 +23,7 @@ from amphora_driver.render.haproxy import Rendered, render
 
 
 @pytest.mark.parametrize("field", FIELDS, ids=str)
-def test_what_becomes_of_it(field):
+def test_the_outcome_of_each_string(field):
     wrong = []
     for case in corpus.cases(field.corpus):
         try:
@@ -39,7 +39,7 @@ def test_what_becomes_of_it(field):
     assert wrong == []
 
 
-def test_what_is_elsewhere_is_there():
+def test_the_corpus_contains_the_strings_of_other_tests():
     written: dict[str, set[str]] = {}
     for field in FIELDS:
         found = written.setdefault(field.name, set())
@@ -138,7 +138,7 @@ def test_every_corpus_belongs_to_a_field():
     assert here == {field.corpus for field in FIELDS}
 
 
-def test_what_is_refused_only_together_is_said(tmp_path):
+def test_joint_refusals_are_reported(tmp_path):
     """Two load balancers with the same names: HAProxy takes each of them."""
     machine(tmp_path)
     one = Taken(FIELDS[0], "", render(FIELDS[0].make(0, FIELDS[0].harmless(0))))

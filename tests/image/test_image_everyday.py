@@ -59,7 +59,7 @@ def test_config_drive_sets_the_identity(first):
     }
 
 
-def test_it_says_that_it_lives(first, estate):
+def test_the_amphora_sends_heartbeats(first, estate):
     def hear():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
             opened.bind((CONTROLLER, HEARTBEATS))
@@ -70,7 +70,7 @@ def test_it_says_that_it_lives(first, estate):
     assert str(beat.amphora_id) == first.id
 
 
-def test_everything_that_was_to_start_has_started(first):
+def test_all_services_are_active(first):
     assert first.run("systemctl", "--failed", "--plain", "--no-legend", check=False).strip() == ""
 
 
@@ -165,7 +165,7 @@ def test_a_push_of_all_protocols_serves_both_families(first, balanced, certifica
     balanced.until(lambda: balanced.answers_of(6) == {"one", "two"}, "and so is this one")
 
 
-def test_what_is_served_is_told_in_heartbeats(first, estate, balanced):
+def test_heartbeats_report_the_served_objects(first, estate, balanced):
     def hear():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
             opened.bind((CONTROLLER, HEARTBEATS))
@@ -179,7 +179,7 @@ def test_what_is_served_is_told_in_heartbeats(first, estate, balanced):
     balanced.until(told, "heartbeats name the listeners")
 
 
-def test_it_finds_itself_as_it_has_confirmed(first, balanced):
+def test_the_drift_check_finds_no_difference(first, balanced):
     """Programs of the image may say what they were told in other words than this machine's do."""
     drift = lambda: first.call("GET", "/v2/info")[1]["drift"]  # noqa: E731
     checks = drift()["checks"]

@@ -41,7 +41,7 @@ UNITS = ("amphora-haproxy", "amphora-agent", "amphora-checker", "amphora-respond
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_what_is_killed_comes_back_and_takes_nothing_else_with_it(first, serving, unit):
+def test_a_killed_daemon_restarts_alone(first, serving, unit):
     before = {one: first.pids(one) for one in UNITS}
     main = {one: first.main_pid(one) for one in UNITS}
     assert all(main[one] in before[one] for one in UNITS), (main, before)

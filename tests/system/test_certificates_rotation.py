@@ -131,7 +131,7 @@ def test_a_certificate_is_renewed_in_time_wherever_controllers_die(lab, witness)
     changed(lab, witness.balancer, 5)
 
 
-def test_one_whose_certificate_has_expired_is_enrolled_again(lab, witness):
+def test_an_amphora_with_an_expired_certificate_is_enrolled_again(lab, witness):
     """It was off for too long, say. Its certificate is not accepted, and it gets a new one."""
     amphora_id, etc = only(lab, witness.balancer), lab.settings.etc
     ago = lab.database.now() - 30 * DAY

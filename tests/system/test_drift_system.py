@@ -32,7 +32,7 @@ def balancer(lab):
     lab.clean()
 
 
-def test_what_an_agent_mends_itself_is_noted(lab, balancer):
+def test_repairs_of_the_agent_are_recorded(lab, balancer):
     (one,) = lab.of(balancer)
     lab.inside(one, "ip link set eth1 mtu 1400")
     lab.drifted(one.id, "repaired by its agent: interface: eth1 has an MTU of 1400")
@@ -132,7 +132,7 @@ def test_a_node_that_was_rebooted_serves_again(lab, balancer):
 
 
 @pytest.mark.extended
-def test_what_is_rendered_in_another_way_is_pushed_slowly(lab, balancer):
+def test_another_rendering_is_pushed_slowly(lab, balancer):
     """Another version, or other options: without a request, load balancers are pushed one after the other."""
     second = lab.served("drift-too")
     before = {each.id: lab.settled(each) for each in (balancer, second)}

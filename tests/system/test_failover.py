@@ -183,7 +183,7 @@ def noted(cause, topology, spare, killed_at, row, clients):
 
 
 @pytest.mark.parametrize("spare", SPARE)
-def test_one_on_its_own_is_replaced_as_planned(lab, spare):
+def test_a_planned_failover_of_a_single_amphora(lab, spare):
     balancer = lab.cloud.served("planned", flavor_id=lab.flavor(loadbalancer_topology="SINGLE", warm_spares=int(spare)))
     (old,) = lab.amphorae(balancer)
     if spare:
@@ -222,7 +222,7 @@ def test_a_pair_is_replaced_as_planned(lab):
 
 
 @pytest.mark.parametrize("spare", SPARE)
-def test_one_on_its_own_dies(lab, spare):
+def test_the_failure_of_a_single_amphora(lab, spare):
     balancer = lab.cloud.served("dies", flavor_id=lab.flavor(loadbalancer_topology="SINGLE", warm_spares=int(spare)))
     (old,) = lab.amphorae(balancer)
     lab.heard(balancer)
@@ -251,7 +251,7 @@ def test_one_on_its_own_dies(lab, spare):
         pytest.param("holder", True, id="the holder, with a spare", marks=pytest.mark.extended),
     ],
 )
-def test_one_of_a_pair_dies(lab, victim, spare):
+def test_the_failure_of_an_amphora_of_a_pair(lab, victim, spare):
     flavor = lab.flavor(
         loadbalancer_topology="ACTIVE_STANDBY", vrrp_advert_interval=FAST, **({"warm_spares": 1} if spare else {})
     )

@@ -133,7 +133,7 @@ def listener(name, port, *members):
     return {"name": name, "protocol": "HTTP", "protocol_port": port, "default_pool": pool}
 
 
-def test_one_of_a_pair(lab, cloud, flavored):
+def test_an_amphora_of_a_pair(lab, cloud, flavored):
     """An operator replaces the VIP holder; connections survive all controllers; then one amphora is killed."""
     flavor = flavored("pairs", loadbalancer_topology="ACTIVE_STANDBY", vrrp_advert_interval=0.5)
     listeners = [

@@ -131,7 +131,7 @@ def state(cloud, balancer):
     return cloud.balancers.get_load_balancer(balancer.id).provisioning_status
 
 
-def test_one_that_kills_every_controller(lab, cloud, victim):
+def test_a_job_that_crashes_every_controller(lab, cloud, victim):
     """Its user is told, with the reason; others go on, and so does it once that is mended."""
     other = cloud.served("beside", ("member1",))
     lab.deadly("ApplyVipOptions-before")

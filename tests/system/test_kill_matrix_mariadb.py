@@ -50,7 +50,7 @@ def batch(lab, balancer, *names):
 
 
 @pytest.mark.parametrize("point", ["intent-written", "intent-committed"])
-def test_what_octavia_rolled_back_is_not_served(lab, balancer, point):
+def test_rolled_back_requests_are_not_served(lab, balancer, point):
     lab.arm(point)
     lab.failed(lambda: batch(lab, balancer, "member2", "member3"))
     lab.settled()

@@ -198,7 +198,7 @@ def test_a_boot_that_was_interrupted_is_done_by_the_next_one(lab, monkeypatch):
     assert lab.left(order.amphora_id) == []
 
 
-def test_what_is_half_made_is_removed_wholly(lab, monkeypatch):
+def test_an_incomplete_machine_is_removed_completely(lab, monkeypatch):
     order = lab.order()
 
     def die(*_):

@@ -315,7 +315,7 @@ def test_flavors(place, asked, sentence):
     place.refused("post", "flavorprofiles", {"flavorprofile": values}, OURS, sentence)
 
 
-def test_what_is_there_still_serves(place):
+def test_existing_objects_still_serve(place):
     """After all these refusals: a policy without a rule never matches. Octavia's API shows nothing that was refused."""
     assert place.cloud.answers(place.balancer.vip_address, 1) == {"member1": 1}
     assert place.cloud.active(place.balancer.id)

@@ -261,7 +261,7 @@ def said(stack, words):
 
 
 @pytest.mark.extended
-def test_one_that_drains_leaves_everything_to_the_other(fleet, balancers, stack, second_controller):
+def test_a_draining_controller_leaves_the_rotation_to_the_other(fleet, balancers, stack, second_controller):
     chosen = balancers[-1]
     number = fleet.rotate(1, everything=True, load_balancers=tuple(one.id for one in balancers[-3:]))
     drained = Cloud.until(lambda: rotating(fleet), "a controller has the duty", 30)

@@ -220,7 +220,7 @@ def test_an_hour_behind_and_right_again(lab, balancer, record_property):
     record_property("seconds until ACTIVE: behind, right, one made meanwhile", [round(one, 2) for one in took])
 
 
-def test_what_is_young_stays(lab):
+def test_young_objects_stay(lab):
     """Addresses of load balancers that may still be created, and recent orphans."""
     wish = [VipRequest(subnet_id=topology.VIP_SUBNET)]
     claimed, lost = "c1000000-0000-4000-8000-000000000001", "c1000000-0000-4000-8000-000000000002"

@@ -214,7 +214,7 @@ def test_machines_that_boot_hold_neither_hand_nor_lease(cloud, holes, database, 
         cloud.active(one.id)
 
 
-def test_what_a_killed_controller_had_is_taken_up_before_its_lease_runs_out(cloud, stack, holes, database):
+def test_jobs_of_a_killed_controller_continue_before_the_lease_expires(cloud, stack, holes, database):
     balancer, _ = swallowed(cloud, holes, "orphaned")
     cloud.until(lambda: owners(database), "it is worked on")
     process = stack.supervision.running("amphora-controller")

@@ -185,7 +185,7 @@ def test_a_fail_over_keeps_clients_with_their_members(cloud, settings, members, 
     cloud.online(balancer.id)
 
 
-def test_one_port_for_udp_and_tcp_and_both_families(cloud, settings, members):
+def test_udp_and_tcp_share_a_port_in_both_families(cloud, settings, members):
     """An answer to each of four request types at port 80, and no access for other clients."""
     six = {"address": f"2001:db8:2::{topology.MEMBERS['member2']}", "subnet_id": topology.MEMBER_SUBNET_6}
     both = [udp_member(cloud, "member1"), {**udp_member(cloud, "member2"), **six}]
@@ -335,7 +335,7 @@ def test_sctp_is_taken(cloud):
         ("listeners", "listener", {"protocol": "UDP", "protocol_port": 53}, 409, "protocol_port 53"),
     ],
 )
-def test_what_depends_on_where_it_belongs(refusing, path, word, body, status_code, sentence):
+def test_options_that_depend_on_the_protocol(refusing, path, word, body, status_code, sentence):
     cloud, listener, pool = refusing
     times = {"delay": 1, "timeout": 1, "max_retries": 1, "pool_id": pool.id} if word == "healthmonitor" else {}
     place = {

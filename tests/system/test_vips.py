@@ -102,7 +102,7 @@ SIX = topology.VIP_SUBNET_6
         ({"vip_sg_ids": [topology.VIP_SUBNET]}, INVALID, "Security Group"),
     ],
 )
-def test_what_cannot_be_had_is_answered_so_and_leaves_nothing(cloud, asked, status, sentence):
+def test_an_unavailable_vip_is_refused_and_leaves_nothing(cloud, asked, status, sentence):
     refused(cloud, asked, status, sentence)
 
 

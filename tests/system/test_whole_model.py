@@ -151,7 +151,7 @@ def test_both_ways_make_the_same_configuration(place):
 
 @pytest.mark.feature("lb.status", "listener.admin_state_up", "l7policy.admin_state_up", "l7rule.admin_state_up")
 @BOTH
-def test_everything_is_active_and_online(place, name):
+def test_all_objects_are_active_and_online(place, name):
     cloud, made = place
     names = dict(whole_model.names(tree_of(cloud, made[name])))
     expected = {word: ("ACTIVE", "OFFLINE" if word in OFF else "ONLINE") for word in names.values()}
@@ -258,7 +258,7 @@ def test_tls_with_and_without_a_clients_certificate(place, name, tmp_path):
 
 
 @BOTH
-def test_what_is_only_passed_through(place, name, tmp_path):
+def test_fields_without_an_effect_are_kept(place, name, tmp_path):
     cloud, made = place
     for version in (4, 6):
         visitor = Visitor(cloud, made[name], version=version)

@@ -24,7 +24,7 @@ def test_waiting_process_uses_little_cpu():
         Deadline(0, "boot it").limit_wait(3)
 
 
-def test_it_is_brought_forward_for_its_parts_too_and_never_put_off():
+def test_a_nested_deadline_never_extends_the_outer_one():
     whole = Deadline(60)
     part = whole.within(30).within(20)
     threading.Thread(target=whole.bring_forward, args=("it is deleted", 5)).start()

@@ -27,7 +27,7 @@ def marked(source: str, marker: str = "feature") -> set[str]:
     return found
 
 
-def test_what_is_committed_is_what_is_tested():
+def test_the_committed_matrix_equals_the_tested_one():
     sources = [file.read_text() for file in TESTS.rglob("test_*.py") if file != Path(__file__)]
     whole = set().union(*map(marked, sources))
     partly = set().union(*(marked(source, "feature_partly") for source in sources))

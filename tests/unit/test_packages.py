@@ -64,7 +64,7 @@ def test_an_interrupted_installation_leaves_no_policy(place, number):
         time.sleep(0.01)
 
 
-def test_what_a_killed_installation_has_left_is_removed_by_the_next_one(place):
+def test_remains_of_a_killed_installation_are_removed(place):
     interrupted(place, signal.SIGKILL)
     assert (place / "policy").exists()
     # The process that wrote it may take a moment to end.

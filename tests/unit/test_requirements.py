@@ -117,7 +117,7 @@ def test_where_only_the_newest_python_needs_something():
         hashing.python_marker(("3.12",))
 
 
-def test_what_requirements_require_is_followed():
+def test_requirements_of_requirements_are_listed():
     needs = {"a": ["B[more]>=1", "c; python_version >= '3.13'"], "b": ["d; extra == 'more'", "a"], "c": [], "d": []}
     old, new = ({"python_version": python} for python in ("3.11", "3.13"))
     assert hashing.resolve_requirements([Requirement("A")], needs, old) == {"a", "b", "d"}

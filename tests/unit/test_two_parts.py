@@ -127,7 +127,7 @@ def project(tmp_path):
     return Project(tmp_path)
 
 
-def test_what_fails_beside_others_may_pass_alone_and_is_named(project):
+def test_a_failure_in_the_parallel_part_has_a_second_attempt(project):
     project.write("unit", "test_quiet.py", QUIET)
     project.write("system", "test_nervous.py", NOT_CALM.format(count=MOST_REPEATED))
     status, said = project.together(workers=2)
@@ -172,14 +172,14 @@ def test_extended_tests_run_with_all_only(project):
     assert (status, "2 failed, 1 passed" in said) == (1, True), said
 
 
-def test_what_fails_twice_has_failed(project):
+def test_a_second_failure_fails_the_run(project):
     project.write("unit", "test_quiet.py", QUIET + BAD)
     assert project.together()[0] == 1
     status, said = project.alone()
     assert (status, "1 failed, 1 passed" in said) == (1, True), said
 
 
-def test_what_fails_alone_may_pass_on_a_calmer_machine_and_is_named(project):
+def test_a_failure_in_the_second_part_has_a_second_attempt(project):
     project.write("system", "test_stalled.py", STALLED)
     project.write("unit", "test_nervous.py", NOT_CALM.format(count=1))
     assert project.together()[0] == 1
@@ -280,7 +280,7 @@ def test_every_test_and_every_ring_has_to_be_heard_of(run):
 
 
 @pytest.mark.parametrize("when", ["setup", "call", "teardown"])
-def test_what_was_repeated_counts_as_it_was_alone(run, when):
+def test_a_repeated_test_counts_once(run, when):
     everything = one_of_each()
     nervous = everything[0]
     run.together(*map(report, everything), report(nervous, "failed", when))
@@ -293,7 +293,7 @@ def test_what_was_repeated_counts_as_it_was_alone(run, when):
     assert part.second_attempts() == []
 
 
-def test_what_was_only_skipped_when_it_was_repeated_has_failed(run):
+def test_a_skipped_second_attempt_fails_the_run(run):
     everything = one_of_each()
     nervous = everything[0]
     run.together(*map(report, everything[1:]), report(nervous, "failed"))
@@ -310,7 +310,7 @@ def test_too_many_are_not_repeated(run):
     assert ended.value.returncode == 1
 
 
-def test_what_cannot_be_repeated_has_failed(run):
+def test_a_test_without_a_second_attempt_fails_the_run(run):
     run.together(*map(report, one_of_each()), report("renamed", "failed"))
     part, _ = run.alone(*map(item, one_of_each()))
     assert part.complaints() == ["failed, and could not be found again: renamed"]
@@ -330,7 +330,7 @@ def quiet_ones(count: int) -> list[str]:
     return [f"tests/unit/test_it.py::test_quiet_{number}" for number in range(count)]
 
 
-def test_what_failed_alone_is_asked_again_and_everything_else_stands(run):
+def test_only_failed_tests_are_repeated(run):
     everything, quiet = one_of_each(), quiet_ones(2)
     items = [*map(item, everything), *(item(each, quiet=True) for each in quiet)]
     run.together(*map(report, everything))

@@ -199,7 +199,7 @@ def test_a_name_that_is_none(name):
     assert "s3cret" not in str(caught.value)
 
 
-def test_what_is_written_down_has_no_contents_and_compares_equal(tmp_path):
+def test_the_stored_bundle_has_no_secrets_and_compares_equal(tmp_path):
     bundle = parse(json.dumps(GOOD).encode())
     file = tmp_path / "confirmed.json"
     serving = tmp_path / "haproxy.cfg"
@@ -295,6 +295,6 @@ def test_virtual_servers_and_their_ports():
         (["allowed"], [{"port": 80, "networks": [], "more": 1}], "more"),
     ],
 )
-def test_what_is_wrong_with_virtual_servers_is_said(path, value, said):
+def test_errors_in_udp_listeners_are_named(path, value, said):
     with pytest.raises(MalformedBundle, match=said):
         parse(changed(path, value))

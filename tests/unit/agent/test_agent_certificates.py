@@ -100,7 +100,7 @@ def test_by_a_reload(old, new, why):
 
 
 @pytest.mark.parametrize(("words", "name"), [("ca-file", CA), ("crl-file", CRL), ("crt", CLIENT)])
-def test_what_members_are_believed_for_is_read_by_a_new_worker(words, name):
+def test_a_new_worker_reads_the_cas_of_members(words, name):
     (obstacle,) = compare_files(*(side({**ONE, name: text}, f"{words} {name}") for text in "ab")).obstacles
     assert obstacle.startswith(f"file {name} of pool p connections to members")
 

@@ -48,7 +48,7 @@ def judges() -> bool:
 
 @pytest.mark.skipif(not judges(), reason="there is no systemd-analyze of systemd 250 or later")
 @pytest.mark.parametrize("name", UNITS)
-def test_what_systemd_says_of_its_exposure(tmp_path, name):
+def test_systemds_exposure_level_is_bounded(tmp_path, name):
     file = tmp_path / name
     file.write_text(text(name))
     most = EXPOSURE_OF_THE_AGENT if name == AGENT else EXPOSURE

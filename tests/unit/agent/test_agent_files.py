@@ -168,7 +168,7 @@ ANSWER = """# table: p:l, type: ipv6, size:10240, used:{used}
     ("used", "flags", "lost"),
     [(1, "0x11", True), (20, "0x100c", True), (0, "0x11", False), (1, "0x33", False), (1, "0x1103", False)],
 )
-def test_whether_stick_tables_would_be_handed_over(used, flags, lost):
+def test_stick_tables_are_passed_between_workers(used, flags, lost):
     assert stick_table_sync.would_lose_entries(ANSWER.format(used=used, flags=flags)) is lost
     assert stick_table_sync.would_lose_entries(ANSWER.format(used=0, flags=flags), has_predecessor=True) is (
         flags in ("0x11", "0x100c")

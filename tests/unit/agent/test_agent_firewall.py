@@ -112,7 +112,7 @@ def test_the_rules_of_a_port(networks, wanted, sets):
     assert rules(of(p80=networks)) == (wanted, sets)
 
 
-def test_what_is_in_a_set_is_told_by_its_name():
+def test_set_elements_are_reported_by_set_name():
     """Rules go from one set to another one that is there already."""
     one, same, other = (
         set(re.findall(r"@(\S+)", render(of(p80=networks))))
@@ -204,7 +204,7 @@ def test_during_a_change_only_clients_of_both_rule_sets_are_permitted(one, other
     assert intersect(one, other) == wanted
 
 
-def test_what_both_let_in_is_what_each_of_them_lets_in():
+def test_merged_rules_permit_the_intersection():
     source = random.Random(7)
 
     def some():
@@ -234,7 +234,7 @@ def test_what_both_let_in_is_what_each_of_them_lets_in():
         (of(p80=[], p81=[], p82=[]), of(p81=[]), "allowed clients of port 80 changed, and 1 more"),
     ],
 )
-def test_what_changed_in_words(one, other, wanted):
+def test_changes_are_described(one, other, wanted):
     assert describe_change(one, other) == wanted
 
 

@@ -84,7 +84,7 @@ def test_reported_state_is_authoritative(place):
 
 
 @pytest.mark.parametrize("what", ["shows another one", "fails", "cannot be reached"])
-def test_what_does_not_work_is_undone(place, what):
+def test_an_unusable_certificate_is_rolled_back(place, what):
     newer, issuer = authority("newer")
     before = place.files()
     seen = []
@@ -137,7 +137,7 @@ def test_removed_ca_stays_removed_after_a_boot(place):
         assert booted(place, place.controllers) == newer + place.controllers
 
 
-def test_what_was_put_there_on_purpose_is_believed(place):
+def test_files_of_the_operator_are_used(place):
     """Controllers whose certificates are lost: the file is replaced, and so it stays after the next boot."""
     place.identity.context()
     rescue, _ = authority("rescue")
@@ -146,7 +146,7 @@ def test_what_was_put_there_on_purpose_is_believed(place):
 
 
 @pytest.mark.parametrize("content", ["", "nonsense", "[]", '{"client_ca": "nonsense", "replaced": []}'])
-def test_what_was_kept_and_cannot_be_read_keeps_no_one_out(place, content):
+def test_an_unreadable_copy_blocks_no_client(place, content):
     place.paths.callers.write_text(content)
     assert booted(place, place.controllers) == place.controllers
     newer, _ = authority("newer")
@@ -154,7 +154,7 @@ def test_what_was_kept_and_cannot_be_read_keeps_no_one_out(place, content):
     assert booted(place, place.controllers) == newer
 
 
-def test_what_would_not_outlive_a_boot_is_refused(place):
+def test_a_certificate_that_a_boot_would_lose_is_refused(place):
     place.identity.context()
     place.paths.callers.unlink()
     place.paths.callers.mkdir()  # nothing can take its place, as on a full disk

@@ -176,7 +176,7 @@ def document(members):
     }
 
 
-def test_one_datagram():
+def test_a_report_fits_one_datagram():
     (datagram,) = datagrams(AMPHORA, KEY, 7, 1, document({"m": "UP"}))
     heartbeat = decode(datagram, KEY)
     assert (heartbeat.amphora_id, heartbeat.epoch, heartbeat.sequence) == (AMPHORA, 7, 1)

@@ -106,7 +106,7 @@ def test_no_line_is_smuggled_in():
         ({"namespace": None}, UnitChange.COMMAND),
     ],
 )
-def test_what_is_different(changes, change):
+def test_changed_units_are_reported(changes, change):
     assert compare_units(render_unit(unit()), render_unit(unit(**changes))) is change
     assert compare_units(None, render_unit(unit())) is UnitChange.NEW
 
@@ -165,7 +165,7 @@ def test_missing_end_of_a_process(tmp_path, wanted, health):
     assert not (tmp_path / "pid").exists()
 
 
-def test_what_never_began_has_not_ended(tmp_path):
+def test_a_unit_that_never_started_has_not_failed(tmp_path):
     (tmp_path / "wanted").write_text("stopped\n")
     script("end", tmp_path, tmp_path / "health", SERVICE_RESULT="exec-condition")
     assert [file.name for file in tmp_path.iterdir()] == ["wanted"]

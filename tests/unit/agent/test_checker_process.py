@@ -47,7 +47,7 @@ def modules():
     return dict(line.split(" ", 1) for line in said.splitlines())
 
 
-def test_it_needs_the_standard_library_only_and_little_of_it(modules):
+def test_the_checker_imports_few_standard_modules(modules):
     assert HEAVY.isdisjoint(modules)
     library = Path(sys.modules["os"].__file__).parent
     foreign = {name for name, file in modules.items() if file and not file.startswith((str(library), str(PACKAGE)))}
@@ -65,7 +65,7 @@ def test_its_version_covers_all_it_runs(modules):
 # -- the loop ------------------------------------------------------------------------------------------------
 
 
-def test_what_has_arrived_comes_before_what_is_late():
+def test_received_answers_precede_timeouts():
     """A process that was held up does not take an answer that is here for a missing one."""
     one, other = socket.socketpair()
     happened = []
@@ -135,7 +135,7 @@ def test_files_that_cannot_be_read_count_as_nothing(tmp_path, text, capfd):
     assert "virtual-servers.json" in capfd.readouterr().err
 
 
-def test_what_is_served_is_read_back(tmp_path):
+def test_the_agent_reads_the_served_objects_back(tmp_path):
     record = StateFiles(str(tmp_path))
     assert record.load().desired.digest is None
     record.write_servers(DesiredState("digest", (), True))
@@ -226,7 +226,7 @@ def test_when_nothing_is_wanted_any_more_it_ends_and_its_last_words_are_kept(pat
     assert checker.take_final_state() is None
 
 
-def test_one_with_other_code_is_replaced(paths):
+def test_a_checker_with_other_code_is_replaced(paths):
     services = Services()
     paths.virtual_servers.write_text("{}")
     Answering(paths, {"version": "old"}, {"version": "old"}, {"version": code_version.version()}, NONE)
@@ -235,7 +235,7 @@ def test_one_with_other_code_is_replaced(paths):
 
 
 @pytest.mark.parametrize("record", [None, '{"servers": []}'])
-def test_one_that_never_came_up_and_served_nothing_just_ends(paths, record, monkeypatch):
+def test_a_checker_without_objects_ends(paths, record, monkeypatch):
     """A push without any virtual server does not fail because of it."""
     monkeypatch.setattr(client, "START_TIMEOUT_SECONDS", 0.1)
     paths.checker_socket.touch()
@@ -250,7 +250,7 @@ def test_one_that_never_came_up_and_served_nothing_just_ends(paths, record, monk
     assert checker.take_final_state() is None
 
 
-def test_one_that_served_is_not_ended_before_it_has_taken_that_back(paths, monkeypatch):
+def test_a_serving_checker_ends_after_it_removed_its_rules(paths, monkeypatch):
     monkeypatch.setattr(client, "START_TIMEOUT_SECONDS", 0.1)
     paths.virtual_servers.write_text('{"servers": [{}]}')
     services = Services()
@@ -290,7 +290,7 @@ def test_stop_does_not_wait_for_output(paths, monkeypatch):
 
 
 @pytest.mark.parametrize(("refused", "kind"), [(True, ConfigurationRefused), (False, VirtualServersError)])
-def test_what_it_says_is_what_the_controller_hears(paths, refused, kind):
+def test_the_checkers_states_reach_the_controller(paths, refused, kind):
     said = {"wanted": "forward", "happened": "no", "remedy": "", "object_id": "listener", "refused": refused}
     paths.virtual_servers.write_text("{}")
     Answering(paths, {"version": code_version.version()}, {"error": said})
@@ -299,7 +299,7 @@ def test_what_it_says_is_what_the_controller_hears(paths, refused, kind):
     assert caught.value.object_id == "listener"
 
 
-def test_one_that_does_not_answer_is_no_state_and_a_difference(paths):
+def test_a_silent_checker_has_no_state_and_is_a_drift(paths):
     paths.checker_socket.touch()
     checker = CheckerClient(paths, Services())
     assert checker.read_state() is None

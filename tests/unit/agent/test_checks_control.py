@@ -43,7 +43,7 @@ def files(most):
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_what_is_due_in_months_can_be_waited_for(turning):
+def test_timers_of_months_are_valid(turning):
     """epoll counts milliseconds in 32 bits."""
     one, other = socket.socketpair()
     with one, other:

@@ -119,7 +119,7 @@ def test_answers(received, status):
         b"X",
     ],
 )
-def test_what_is_no_answer(received):
+def test_foreign_packets_are_no_answer(received):
     with pytest.raises(ValueError, match="not an HTTP"):
         http_response.parse_status(received)
 
@@ -184,7 +184,7 @@ def test_object_of_an_error():
         *((socket.AF_INET6, unreachable6()[:length]) for length in range(0, 92, 5)),
     ],
 )
-def test_what_says_nothing(family, packet):
+def test_unrelated_packets_are_ignored(family, packet):
     assert icmp_errors.parse_port_unreachable(family, packet) is None
 
 

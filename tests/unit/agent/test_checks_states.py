@@ -75,7 +75,7 @@ def test_since_is_when_it_changed_and_not_when_it_was_checked():
     assert (state.up, state.since) == (False, 7.0)
 
 
-def test_what_is_known_stays_whatever_else_changes():
+def test_member_states_survive_other_changes():
     one, two = member(1), member(2)
     known = {key(one): DOWN, key(two): UP}
     changes = (

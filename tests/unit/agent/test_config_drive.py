@@ -164,7 +164,7 @@ def test_sizes_and_numbers_are_bounded(drive):
 @pytest.mark.parametrize(
     "text", [b"", b"[]", b"{", b"\xff", b"[" * 100_000, b'{"files": 1}', b'{"files": [1]}', b'{"files": [{}]}']
 )
-def test_what_is_no_document_is_refused_and_not_quoted(drive, text):
+def test_an_invalid_document_is_refused_and_not_quoted(drive, text):
     root, put = drive
     put("openstack/latest/meta_data.json", text)
     with pytest.raises(SettingsError):
@@ -189,7 +189,7 @@ def test_public_keys_are_one_line_each(drive):
 # --- what becomes of it ------------------------------------------------------------------------------------
 
 
-def test_what_is_laid_down(tmp_path):
+def test_the_files_of_the_drive_are_written(tmp_path):
     places = Places(tmp_path)
     config_drive.write_files(places, DriveContent("amp-1", {"agent.conf": SETTINGS, "server.pem": b"key"}, (), NETWORK))
     found = {path.name: (path.read_bytes(), stat.S_IMODE(path.stat().st_mode)) for path in places.files.iterdir()}
@@ -199,7 +199,7 @@ def test_what_is_laid_down(tmp_path):
     assert stat.S_IMODE(places.network.stat().st_mode) == 0o644
 
 
-def test_what_the_agent_has_renewed_is_not_taken_back(tmp_path):
+def test_renewed_files_are_kept(tmp_path):
     places = Places(tmp_path)
     told = DriveContent(None, {"agent.conf": SETTINGS, "server.pem": b"old"}, (), {})
     config_drive.write_files(places, told)
@@ -266,7 +266,7 @@ def test_how_long_it_waits():
     assert config_drive.wait_seconds("quiet amphora.wait=x") == config_drive.WAIT_SECONDS
 
 
-def test_it_needs_the_standard_library_only(tmp_path):
+def test_the_reader_imports_the_standard_library_only(tmp_path):
     """Run as in the image: isolated, by a link."""
     link = tmp_path / "config-drive"
     link.symlink_to(Path(config_drive.__file__))

@@ -25,7 +25,7 @@ def judge(*lines, files=()):
 
 
 @pytest.mark.parametrize("file", sorted(GOLDEN.glob("*.cfg")), ids=lambda file: file.stem)
-def test_what_our_template_renders_is_accepted(file):
+def test_the_rendered_template_is_accepted(file):
     refuse_directives(parse(file.read_text(encoding="utf-8")), ())
 
 

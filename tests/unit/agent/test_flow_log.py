@@ -72,7 +72,7 @@ COUNTS = counted(9, 3, 120) + counted(10, 2, 900)
 TIMES = attribute(0x8014, attribute(1, BEGAN.to_bytes(8, "big")) + attribute(2, FLOW.ended.to_bytes(8, "big")))
 
 
-def test_what_the_kernel_says_of_a_flow():
+def test_conntrack_events_are_parsed():
     assert list(parse_events(message(COUNTS, TIMES))) == [FLOW]
     assured = message(attribute(3, struct.pack("!I", 0x1E)))
     bare = replace(FLOW, received=None, sent=None, began=None, ended=None, assured=True)
@@ -84,7 +84,7 @@ def test_what_the_kernel_says_of_a_flow():
     assert (found.client, found.destination, found.member) == (six.client, six.destination, six.member)
 
 
-def test_what_is_none_of_ours_is_passed_over():
+def test_foreign_flows_are_ignored():
     assert list(parse_events(message(kind=256))) == [], "a flow that begins"
     assert list(parse_events(message(protocol=6))) == []
     assert list(parse_events(b"")) == []
@@ -119,7 +119,7 @@ def test_an_operators_own_format(text, made):
     assert LogFormat(text).render(line()) == made
 
 
-def test_what_is_not_known_is_said_to_be():
+def test_unknown_values_are_marked():
     unknown = replace(FLOW, received=None, sent=None, began=None, ended=None)
     assert LogFormat("%B %U %Tt %[packets_in] %b").render(line(unknown, lasted=None, pool="")) == "- - -1 - -"
 

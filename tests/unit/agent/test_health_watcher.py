@@ -99,7 +99,7 @@ def test_the_end_of_one_that_is_not_wanted(daemon, word, health):
     daemon.goes_on_saying(health)
 
 
-def test_one_that_is_missed_no_longer(daemon):
+def test_a_daemon_that_is_not_required_any_more(daemon):
     daemon.want("missed")
     daemon.care()
     daemon.says("1")

@@ -56,7 +56,7 @@ def test_no_preemption_and_no_multicast():
     ("local", "peers", "advertised", "excluded"),
     [(HERE, (THERE,), VIP, VIP6), (HERE6, (THERE6,), VIP6, VIP)],
 )
-def test_one_instance_has_the_vips_of_both_families(local, peers, advertised, excluded):
+def test_both_families_share_one_vrrp_instance(local, peers, advertised, excluded):
     rendered = text(VIP, VIP6, local=local, peers=peers)
     assert block(rendered, "virtual_ipaddress") == [f"{advertised} dev eth1"]
     assert block(rendered, "virtual_ipaddress_excluded") == [f"{excluded} dev eth1"]
@@ -75,7 +75,7 @@ def test_intervals_are_hundredths(seconds, word):
     assert f"    advert_int {word}\n" in text(VIP, interval=seconds)
 
 
-def test_what_a_bundle_says():
+def test_the_configuration_follows_the_bundle():
     interfaces = (
         Interface("02:00:00:00:00:01", "eth2", 9000, (), (), ()),
         Interface("02:00:00:00:00:02", "eth1", 1450, (), (VIP,), ()),
@@ -85,7 +85,7 @@ def test_what_a_bundle_says():
     assert replace(bundle(vrrp=vrrp()), interfaces=interfaces[:1]).vrrp_instance is None
 
 
-def test_what_a_dead_keepalived_left():
+def test_remains_of_a_dead_keepalived_are_removed():
     fixed = ip_interface("198.51.100.11/24"), ip_interface("198.51.100.12/32")
     mine = VrrpInstance(vrrp(), (VIP, VIP6), 1500, fixed)
     former, former6 = ip_interface("198.51.100.6/32"), ip_interface("2001:db8::6/128")

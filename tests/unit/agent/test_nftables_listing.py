@@ -72,7 +72,7 @@ def test_sets_come_before_the_rules_that_ask_them_and_go_with_those_that_did():
     ],
     ids=["nothing is wanted", "another content", "something strange"],
 )
-def test_what_was_changed_by_hand_is_replaced_as_a_whole(held, wanted):
+def test_a_manual_change_replaces_the_table(held, wanted):
     (order,) = nft_apply.plan_transactions(held, wanted)
     assert order == f"table inet amphora\ndelete table inet amphora\n{wanted}"
 
@@ -88,7 +88,7 @@ def test_in_which_order_sets_are_listed_says_nothing(monkeypatch):
     assert not nft_apply.holds(text)
 
 
-def test_what_the_kernel_does_not_take_step_by_step_it_is_given_as_a_whole(monkeypatch):
+def test_a_refused_increment_replaces_the_table(monkeypatch):
     held, wanted = of("10.0.0.0/8"), of("192.0.2.0/24")
     given = []
 

@@ -179,7 +179,7 @@ def test_whatever_is_uploaded_is_a_partner_or_refused(words):
 # -- keepalived ----------------------------------------------------------------------------------------------
 
 
-def test_one_of_a_pair():
+def test_an_amphora_of_a_pair():
     assert keepalived.read(KEEPALIVED, {"eth1"}) == Vrrp(
         interface="eth1",
         router_id=7,
@@ -211,7 +211,7 @@ def test_both_sides_have_the_same_names_for_each_other():
         ("nopreempt", "}", "did not begin"),
     ],
 )
-def test_what_is_no_partner(old, new, why):
+def test_invalid_partners_are_refused(old, new, why):
     with pytest.raises(RequestRefused, match=why):
         keepalived.read(KEEPALIVED.replace(old, new, 1), {"eth1"})
 

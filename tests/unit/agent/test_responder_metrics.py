@@ -272,7 +272,7 @@ def test_milliseconds_become_seconds():
     assert math.isnan(unknown)
 
 
-def test_what_has_no_value_is_not_a_number():
+def test_missing_values_are_nan():
     value = samples(row("p", "m", "UP", 2))["octavia_member_limit_sessions", ("member", "m"), ("pool", "p")]
     assert math.isnan(value)
 
@@ -289,7 +289,7 @@ def test_sections_of_our_own_are_not_the_tenants():
     assert not any("amphora:" in value for _, *labels in found for _, value in labels)
 
 
-def test_what_a_member_says_in_its_check_shifts_no_column():
+def test_check_texts_of_members_shift_no_column():
     said = '"HTTP status check returned code ""404"", sorry, not found"'
     found = samples(row("p", "m", "DOWN", 2, last_chk=said, qtime="5"))
     assert found["octavia_member_queue_time_average_seconds", ("member", "m"), ("pool", "p")] == 0.005
@@ -332,7 +332,7 @@ def test_no_worker_is_an_error_before_anything_is_said():
         prometheus.scrape(Worker(*["Pid: 7\n"] * 9))
 
 
-def test_what_earlier_workers_counted_is_added_to_counters_and_to_nothing_else(tmp_path):
+def test_former_workers_add_to_counters_only(tmp_path):
     whole = answer(
         row("l", "FRONTEND", "OPEN", 0, scur="4", bin_="5"),
         row("p:l", "m", "UP", 2, scur="5", bin_="6"),

@@ -32,7 +32,7 @@ def modules():
     return dict(line.split(" ", 1) for line in said.splitlines())
 
 
-def test_it_needs_the_standard_library_only_and_little_of_it(modules):
+def test_the_responder_imports_few_standard_modules(modules):
     assert HEAVY.isdisjoint(modules)
     library = Path(sys.modules["os"].__file__).parent
     foreign = {name for name, file in modules.items() if file and not file.startswith((str(library), str(PACKAGE)))}
@@ -45,7 +45,7 @@ def test_its_version_covers_all_it_runs(modules):
     assert elsewhere == set(code_version.ELSEWHERE)
 
 
-def test_what_it_says_once_more_is_the_same():
+def test_a_repeated_request_has_the_same_answer():
     assert prometheus.OWN == AGENT_PREFIX
     assert prometheus.QUESTION == QUESTION
 

@@ -237,14 +237,14 @@ def _recorded(provider):
 # --- what is imported and installed ---------------------------------------------------------------------------
 
 
-def test_what_is_imported_exists(made):
+def test_imported_names_exist(made):
     statements = made.imports()
     assert set(statements) == {"provider-driver", "worker", "health-manager", "agent"}
     for statement in statements.values():
         exec(statement, {})
 
 
-def test_what_is_required_is_installed(made):
+def test_required_packages_are_installed(made):
     closures = made.closures()
     assert set(closures) == {"agent image", "control plane"}
     for names in closures.values():

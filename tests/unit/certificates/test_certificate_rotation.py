@@ -37,7 +37,7 @@ def recorded(number, state, kind=CaKind.CONTROLLER, changed_at=NOW - 1000):
     )  # fmt: skip
 
 
-def test_what_is_trusted_as_text():
+def test_trusted_cas_are_formatted_as_pem():
     assert format_trusts([2, 1], b"ignored", None) == "1,2"
     assert format_trusts([2, 1], b"ignored", b"signer").startswith("1,2/")
     assert format_trusts((), b"one", None).startswith("files-")
@@ -80,7 +80,7 @@ def test_of_two_boots_only_what_both_gave_counts(first, second, both):
         ("unknown", "2", True),
     ],
 )
-def test_what_it_trusts_is_what_it_should(has, wanted, other):
+def test_an_amphora_trusts_the_cas_of_each_stage(has, wanted, other):
     assert trust_differs(has, DesiredTrust(authority=None, trusts=wanted)) is other
 
 
@@ -108,7 +108,7 @@ def test_when_a_certificate_is_renewed(one, wanted, words, state):
     assert ca_rotation.certificate_state(one, wanted, TERMS, NOW) == state
 
 
-def test_those_that_were_issued_together_are_not_renewed_together():
+def test_renewals_of_equal_age_are_spread():
     moments = sorted(ca_rotation.renewal_due_at(held(number), TERMS) - NOW for number in range(1000))
     assert moments[0] > 0.45 * 7 * DAY - 60
     assert moments[-1] < 0.55 * 7 * DAY + 60

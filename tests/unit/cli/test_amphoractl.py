@@ -202,7 +202,7 @@ def test_loadbalancer_list_is_filtered(run, words, found):
     assert [one["ID"] for one in json.loads(run("loadbalancer", "list", "-f", "json", *words)[1])] == found
 
 
-def test_what_is_not_heard_is_stale(run, database):
+def test_silent_amphorae_are_stale(run, database):
     database.write(lambda c: c.execute(amphora_heartbeat.update().values(seen_at=time.time() - 60)))
     assert [one["ID"] for one in json.loads(run("loadbalancer", "list", "--stale", "-f", "json")[1])] == [LB]
     assert [one["ID"] for one in json.loads(run("amphora", "list", "--stale", "-f", "json")[1])] == [AMPHORA]
@@ -337,7 +337,7 @@ def test_amphora_show_never_shows_the_key(run, form):
         ("amphora", "show"),
     ],
 )
-def test_what_is_not_recorded_is_said(run, caplog, words):
+def test_missing_records_are_reported(run, caplog, words):
     status, out, _err = run(*words, "unknown")
     assert (status, out) == (1, "")
     assert "nothing is recorded under this id" in caplog.text

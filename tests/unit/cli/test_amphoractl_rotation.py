@@ -113,7 +113,7 @@ def test_refused_in_words(run, words, error):
 
 
 @pytest.mark.parametrize("words", [(), ("--all", "--image", "x"), ("--all", "--max-unavailable", "0")])
-def test_what_makes_no_sense(run, words):
+def test_contradictory_arguments_are_refused(run, words):
     with pytest.raises(SystemExit):
         run("rotate", *words)
 

@@ -93,7 +93,7 @@ def test_the_list_has_the_newest_first(shown):
 
 
 @pytest.mark.usefixtures("replaced")
-def test_one_has_its_time_line_in_order(shown):
+def test_a_failover_shows_its_events_in_order(shown):
     found = shown("failover", "show", "1")
     assert [one["event"] for one in found["Time line"]] == ["found", "begun", "handed_over"]
     assert found["Heard last"] == "1970-01-01T00:16:30+00:00"
@@ -102,7 +102,7 @@ def test_one_has_its_time_line_in_order(shown):
     assert "+0.50 s begun a: not heard" in words
 
 
-def test_one_that_is_not_there(amphoractl, shown):
+def test_an_unknown_failover_is_reported(amphoractl, shown):
     status, _, err = amphoractl(shown.path, "failover", "show", "99")
     assert status == 1
     assert "no fail-over has this number" in err
@@ -118,7 +118,7 @@ def test_one_that_is_not_there(amphoractl, shown):
         ({"state": "trial", "reason": "9 of 20"}, "", "one fail-over at a time, for a trial (9 of 20)"),
     ],
 )
-def test_what_is_allowed_now(shown, database, rows, options, words):
+def test_the_permitted_number_of_failovers(shown, database, rows, options, words):
     with shown.path.open("a") as file:
         file.write(options)
     detects(database)

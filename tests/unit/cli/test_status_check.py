@@ -250,7 +250,7 @@ def test_unexpected_error_is_a_finding():
     assert (found.result.word, "ZeroDivisionError" in found.details) == ("Failure", True)
 
 
-def test_it_is_a_table_too(amphoractl, place, well):
+def test_the_check_prints_a_table(amphoractl, place, well):
     out = amphoractl(place, "status", "check", "--max-width", "0")[1]
     assert "| Check" in out
     assert "| Octavia's sockets | Success | all three answer" in " ".join(out.split()).replace("| ", "| ")

@@ -63,7 +63,7 @@ def test_a_machine_has_an_interface_for_each_port_in_their_order():
     ]
 
 
-def test_what_is_plugged_in_later_is_what_would_have_been_there_from_the_beginning():
+def test_a_hot_plugged_nic_equals_a_nic_at_boot():
     (there,) = [
         one for one in values(build_command(hardware(), FOLDER, (PORT,)), "-device") if one.startswith("virtio-net")
     ]
@@ -105,7 +105,7 @@ def test_nothing_comes_from_files_of_the_machine_it_runs_on():
     ("changes", "option", "value"),
     [({}, "-runas", "qemu"), ({"runs_with": True}, "-run-with", "user=qemu")],
 )
-def test_it_runs_as_a_user_without_rights(changes, option, value):
+def test_qemu_runs_as_an_unprivileged_user(changes, option, value):
     argv = build_command(hardware(user="qemu", **changes), FOLDER, ())
     assert values(argv, option) == [value]
     assert len({"-runas", "-run-with"} & set(argv)) == 1

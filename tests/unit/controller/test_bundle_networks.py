@@ -96,7 +96,7 @@ def test_an_interface_keeps_its_name_whatever_others_come_and_go():
     assert interfaces(tree(), (renamed,))[0].name == "mfa163e00000f"
 
 
-def test_one_way_out_over_the_vips_network():
+def test_the_default_route_uses_the_vip_network():
     made = interfaces(tree(), (plugged("a", "fa:16:3e:00:00:01"), plugged("n", "fa:16:3e:00:00:00")))
     assert [[route.destination for route in one.routes] for one in made] == [["0.0.0.0/0"], []]
     assert [one.vips for one in made] == [("198.51.100.5/32",), ()]

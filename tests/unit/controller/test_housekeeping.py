@@ -79,7 +79,7 @@ def test_a_load_balancer_that_never_came(conf, database, network):
     assert left(database) == []
 
 
-def test_one_that_may_still_come(conf, database, network):
+def test_a_recent_claim_is_kept(conf, database, network):
     claim(database, network, "lb-soon", 1)
     Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT).release_unused_vips()
     with pytest.raises(Conflict):
@@ -87,7 +87,7 @@ def test_one_that_may_still_come(conf, database, network):
     assert len(left(database)) == 1
 
 
-def test_one_that_is_old_only_by_a_clock_that_was_set(conf, database, network, monkeypatch):
+def test_a_clock_jump_releases_no_claim(conf, database, network, monkeypatch):
     claim(database, network, "lb-soon", 3600)
     housekeeping = Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT)
     monkeypatch.setattr(database, "seconds_since_clock_jump", lambda: conf.amp_controller.forget_vip_after - 1)
@@ -98,7 +98,7 @@ def test_one_that_is_old_only_by_a_clock_that_was_set(conf, database, network, m
     assert left(database) == []
 
 
-def test_one_that_came(conf, database, network):
+def test_a_created_load_balancer_keeps_its_vips(conf, database, network):
     claim(database, network, "lb-here", 3600)
     database.write(lambda c: c.execute(job.insert().values(load_balancer_id="lb-here", op="apply", generation=1)))
     Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT).release_unused_vips()

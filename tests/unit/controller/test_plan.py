@@ -139,7 +139,7 @@ def test_the_role_that_is_missing_is_filled(there, missing):
     assert [step.role for step in planning.plan(wanted(roles=("MASTER", "BACKUP")), observed)] == [missing]
 
 
-def test_one_that_retires_fills_no_role():
+def test_a_retiring_amphora_fills_no_role():
     retiring = amphora(role="MASTER", state=AmphoraState.RETIRING, confirmed=0)
     found = planning.plan(wanted(roles=("MASTER", "BACKUP")), (retiring, amphora(id="a2", role="BACKUP")))
     assert [step.role for step in found] == ["MASTER"]

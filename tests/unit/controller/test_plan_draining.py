@@ -41,7 +41,7 @@ def test_the_former_holder(old, expected):
 
 
 @pytest.mark.parametrize(("heard_at", "silent"), [(NOW - 100, True), (NOW - 1, False)])
-def test_one_that_is_not_heard_has_to_answer(heard_at, silent):
+def test_a_silent_amphora_must_answer(heard_at, silent):
     look, _ = planning.plan(wanted(), (draining(heard_at=heard_at), but(NEW_B, heard_at=NOW), NEW_M))
     assert look.silent is silent
 
@@ -83,7 +83,7 @@ def test_unused_network_is_unplugged_meanwhile():
     assert kinds(planning.plan(wanted(), (draining(), plugged, NEW_M))) == ["CheckDrain", "Unplug", "Await"]
 
 
-def test_it_is_active_before_the_connections_end():
+def test_the_load_balancer_is_active_during_the_drain():
     house = House(wanted(generation=5), *retiring(M, B))
     house.lasting = {"m": 3}
     log = house.run()
@@ -92,7 +92,7 @@ def test_it_is_active_before_the_connections_end():
     assert log[-1] == "ACTIVE"
 
 
-def test_those_that_never_end_are_over_with_their_time():
+def test_long_connections_end_with_the_drain_timeout():
     house = House(wanted(generation=5), *retiring(M, B))
     house.lasting = {"m": 1000}
     log = house.run()
@@ -106,7 +106,7 @@ def test_the_one_that_stood_by_goes_at_once():
     assert "CheckDrain b" not in house.run()
 
 
-def test_one_on_its_own_goes_at_once():
+def test_a_single_amphora_is_released_at_once():
     alone = wanted(roles=("STANDALONE",), priorities={})
     old = but(amphora("old", "STANDALONE", 21), state=AmphoraState.RETIRING)
     assert kinds(planning.plan(alone, (old, amphora("new", "STANDALONE", 22)))) == ["Release"]
@@ -142,7 +142,7 @@ def test_amphora_that_keeps_the_vips_learns_its_peers_at_once():
     assert after[4:] == ["Release MASTER m", "BumpGeneration", "Push b0 m6", "ACTIVE"]
 
 
-def test_one_that_can_neither_be_told_nor_heard_goes_as_soon_as_its_replacement_serves():
+def test_an_unreachable_amphora_is_released_once_its_replacement_serves():
     held = but(M, holds_vip=True, heard_at=NOW - 100, handed_over=True)
     served = but(NEW_M, confirmed=5, partners=(knows("b2", 23), knows("m", 21)))
     stays = but(NEW_B, confirmed=5, heard_at=NOW)

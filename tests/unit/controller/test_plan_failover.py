@@ -66,7 +66,7 @@ def test_both_of_a_pair_are_dead_at_once():
     assert log[5:] == ["ACTIVE"]
 
 
-def test_one_dead_and_one_to_be_replaced_all_the_same():
+def test_a_dead_amphora_precedes_a_planned_replacement():
     """A fail-over of the load balancer, of which one is dead: the dead one is replaced first, whatever its machine."""
     house = House(wanted(generation=5, attempts=1), dead(M, confirmed=4), *retiring(but(B, **WELL)))
     log = house.run()
@@ -133,7 +133,7 @@ NEW_M = amphora("m2", "MASTER", 24, partners=(knows("b2", 23), knows("m", 21)))
 
 
 @pytest.mark.parametrize("lost", ["b2", "m2"])
-def test_one_dies_while_connections_drain(lost):
+def test_an_amphora_ends_while_connections_drain(lost):
     """The connections continue: without a hand-over there is no conflict."""
     pair = [dead(one) if one.id == lost else but(one, **WELL) for one in (NEW_B, NEW_M)]
     house = House(wanted(), draining(), *pair)
@@ -181,7 +181,7 @@ def test_a_load_balancer_that_begins_takes_no_spares():
     assert type(step).__name__ == "Record"
 
 
-def test_one_that_is_adopted_is_plugged_and_pushed():
+def test_an_adopted_spare_is_plugged_and_pushed():
     warm = amphora("w1", "STANDALONE", 0, plugged=(), confirmed=0)
     old = dead(amphora("old", "STANDALONE", 21))
     assert kinds(planning.plan(alone(), (old, warm))) == ["Plug"]

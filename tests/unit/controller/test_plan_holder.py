@@ -50,7 +50,7 @@ def test_of_two_the_one_without_them_is_replaced_first(heard):
     assert log.index("Release MASTER m") < log.index("HandOver b to m0") < log.index("Release BACKUP b")
 
 
-def test_they_are_asked_once_in_a_job_and_before_anything_else():
+def test_the_holder_is_queried_first_and_once():
     (step,) = planning.plan(wanted(generation=5, **UNASKED), pair(HEARD, "m", "b"))
     assert (type(step).__name__, step.amphora_ids) == ("QueryVipHolder", ("m", "b"))
     (step,) = planning.plan(wanted(generation=5), pair(HEARD, "m", "b"))
@@ -75,7 +75,7 @@ def test_agents_are_not_asked_without_need(observed):
     assert "QueryVipHolder" not in {type(step).__name__ for step in found}
 
 
-def test_one_on_its_own_is_not_asked():
+def test_a_single_amphora_is_not_queried():
     old, new = amphora("old", "STANDALONE", 21), amphora("new", "STANDALONE", 22)
     one = wanted(roles=("STANDALONE",), priorities={}, **UNASKED)
     (step,) = planning.plan(one, (*retiring(old), new))

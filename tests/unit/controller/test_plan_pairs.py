@@ -22,7 +22,7 @@ def test_a_new_pair_is_booted_side_by_side_and_pushed_once():
     assert [one.id for one in second.partners] == [first.id]
 
 
-def test_what_takes_long_begins_first():
+def test_slow_steps_begin_first():
     fresh = [but(one, state=AmphoraState.BOOTING, management_address=None, plugged=(), confirmed=0) for one in (M, B)]
     kinds = [type(step).__name__ for step in planning.plan(wanted(applied=3), tuple(fresh))]
     assert kinds == ["Boot", "Boot", "Plug", "Plug", "AwaitAgent", "AwaitAgent"]
@@ -52,7 +52,7 @@ def test_standby_is_first_and_silent_amphora_last(master, backup, order):
     assert not found[0].optional
 
 
-def test_one_that_is_behind_alone_is_pushed_alone():
+def test_only_the_outdated_amphora_is_pushed():
     found = planning.plan(wanted(generation=5), (M, but(B, confirmed=5)))
     assert [(step.waves, step.whole) for step in found] == [((("m",),), True)]
 
@@ -114,13 +114,13 @@ def test_nothing_is_handed_over_by_two_that_are_dead():
     assert log[-1] == "ACTIVE"
 
 
-def test_what_was_asked_once_is_not_asked_again_whatever_heartbeats_say():
+def test_the_holder_is_queried_once_in_a_job():
     left = but(*retiring(but(M, holds_vip=True, heard_at=100.0)), handed_over=True, drains_until=NOW + 20)
     new = amphora("new", "BACKUP", 23, partners=(knows("m", 21),), holds_vip=False, heard_at=100.0)
     assert [type(step).__name__ for step in planning.plan(wanted(), (left, new))] == ["Record"]
 
 
-def test_those_that_are_replaced_are_told_but_not_waited_for():
+def test_replaced_amphorae_are_pushed_without_a_wait():
     observed = (*retiring(M, B), amphora("new", "BACKUP", 23, confirmed=0))
     (push,) = planning.plan(wanted(generation=5), observed)
     assert push.waves == (("m",), ("new",)), "the one with the VIPs knows the new one before it listens"
@@ -128,7 +128,7 @@ def test_those_that_are_replaced_are_told_but_not_waited_for():
     assert not push.whole, "the other role is not filled yet"
 
 
-def test_one_is_replaced_at_a_time():
+def test_amphorae_are_replaced_one_by_one():
     observed = (*retiring(M, B), amphora("new", "BACKUP", 23, state=AmphoraState.BOOTING, confirmed=0))
     kinds = {type(step).__name__ for step in planning.plan(wanted(generation=5), observed)}
     assert kinds == {"AwaitAgent"}
@@ -173,7 +173,7 @@ def test_killed_anywhere_it_ends_the_same(stop):
     assert len([one for one in house.log if one.startswith("Record")]) == 2
 
 
-def test_one_that_knows_a_partner_no_more_there_is_told_so():
+def test_an_amphora_with_a_departed_peer_is_pushed():
     alone = but(M, partners=(knows("b", 22), knows("old", 29)))
     found = planning.plan(wanted(), (alone, B))
     assert [type(step).__name__ for step in found] == ["BumpGeneration"]
@@ -184,7 +184,7 @@ def test_a_partner_with_another_address_is_another_partner():
     assert [type(step).__name__ for step in found] == ["BumpGeneration"]
 
 
-def test_one_that_is_asked_in_vain_is_waited_for_without_a_job():
+def test_a_silent_amphora_is_awaited_without_a_job():
     coming = but(B, state=AmphoraState.BOOTING, confirmed=0, booted_at=NOW - 1)
     (step,) = planning.plan(wanted(absent=frozenset("b")), (M, coming))
     assert (type(step).__name__, step.until, step.amphorae) == ("Await", NOW + 1, ("b",))
@@ -204,7 +204,7 @@ def test_two_that_begin_are_served_when_both_are_there():
     assert kinds == ["Await"]
 
 
-def test_one_that_has_users_is_given_their_change_while_the_other_boots():
+def test_the_serving_amphora_is_pushed_while_the_other_boots():
     coming = but(B, state=AmphoraState.BOOTING, confirmed=0, booted_at=NOW)
     behind = but(M, confirmed=3, partners=())
     assert [type(step).__name__ for step in planning.plan(wanted(), (behind, coming))] == ["AwaitAgent"]
@@ -212,7 +212,7 @@ def test_one_that_has_users_is_given_their_change_while_the_other_boots():
     assert (push.waves, push.whole) == ((("m",),), False)
 
 
-def test_one_that_does_not_come_does_not_keep_the_other_from_being_served():
+def test_a_failed_boot_does_not_block_the_partner():
     coming = but(B, state=AmphoraState.BOOTING, confirmed=0)
     behind = but(M, confirmed=0, partners=())
     (push,) = planning.plan(wanted(attempts=1), (behind, coming))

@@ -42,14 +42,14 @@ def test_a_certificate_of_one_whose_connections_end_is_renewed_meanwhile():
     assert kinds[0] == "RenewCertificate"
 
 
-def test_it_is_told_once():
+def test_an_agent_receives_a_new_certificate_once():
     knowing = but(M, partners=(knows("b", 22), knows("new", 23)))
     new = amphora("new", "BACKUP", 23, confirmed=0)
     kinds = {type(step).__name__ for step in planning.plan(wanted(), (*retiring(knowing, B), new))}
     assert kinds == {"Push"}
 
 
-def test_one_that_is_not_heard_is_told_nothing():
+def test_a_silent_agent_receives_nothing():
     dead, alive = but(M, holds_vip=True, heard_at=50.0), but(B, holds_vip=True, heard_at=100.0)
     new = amphora("new", "MASTER", 23, confirmed=0)
     steps = planning.plan(wanted(), (*retiring(dead), but(alive, partners=(knows("m", 21), knows("new", 23))), new))

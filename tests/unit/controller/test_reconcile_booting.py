@@ -129,7 +129,7 @@ def test_a_machine_that_ends_while_it_boots_is_booted_anew(control):
     assert control.provisioning()[LB] == "ACTIVE"
 
 
-def test_one_that_never_comes_is_told_and_booted_anew(control):
+def test_a_failed_boot_is_reported_and_repeated(control):
     control.work()
     most = control.conf.amp_controller.boot_timeout
     control.database.write(lambda c: amphorae.update_amphora(c, only(control).id, booted_at=time.time() - most - 1))
@@ -146,7 +146,7 @@ def test_one_that_never_comes_is_told_and_booted_anew(control):
     assert control.provisioning() == {LB: "ACTIVE", LISTENER: "ACTIVE"}
 
 
-def test_one_that_takes_long_only_by_a_clock_that_was_set_is_waited_for(control, monkeypatch):
+def test_a_clock_jump_is_no_boot_timeout(control, monkeypatch):
     control.work()
     most = control.conf.amp_controller.boot_timeout
     control.database.write(lambda c: amphorae.update_amphora(c, only(control).id, booted_at=time.time() - 3600))
@@ -160,7 +160,7 @@ def test_one_that_takes_long_only_by_a_clock_that_was_set_is_waited_for(control,
     assert control.world.destroyed == 1
 
 
-def test_one_that_answers_wrongly_is_booted_anew_too(control):
+def test_a_wrong_answer_repeats_the_boot(control):
     control.world.greeting = AgentUntrusted("greet it", "its certificate is another one's")
     control.work()
     assert (control.row().attempts, control.world.destroyed) == (1, 0), "it may have been a moment's trouble"

@@ -176,7 +176,7 @@ def test_deletion_ends_them(alone):
     assert begin(alone, None) == 0, "nothing of what is being deleted is replaced"
 
 
-def test_what_goes_wrong_is_said_once_in_the_time_line(alone):
+def test_a_failure_appears_once_in_the_history(alone):
     (old,) = alone.observed()
     alone.world.refusal = ComputeError("boot it", "the quota is used up")
     die(alone, old)
@@ -430,7 +430,7 @@ def test_a_spare_that_does_not_answer_costs_a_moment(spared):
     assert rows(spared)[0].outcome == "done"
 
 
-def test_one_of_an_old_image_is_not_taken_and_is_replaced(spared):
+def test_a_spare_of_an_old_image_is_replaced(spared):
     (old,) = spared.observed()
     (spare,) = warm(spared)
     spared.world.version = "two"
@@ -469,7 +469,7 @@ def test_a_spare_is_taken_by_one_only(spared):
     assert taken == [True, False]
 
 
-def test_one_that_is_about_to_go_is_not_taken(spared):
+def test_a_retiring_spare_is_not_adopted(spared):
     (spare,) = warm(spared)
     pool = pool_of(spared).load_balancer_id
     spared.database.write(lambda c: spare_pools.retire_spare(c, spare, pool, "too many"))

@@ -106,7 +106,7 @@ def test_its_time_is_over(control):
     assert not control.row().dirty
 
 
-def test_it_dies_meanwhile(control):
+def test_the_amphora_ends_during_the_job(control):
     """It does not answer: it is given up with its time, or as soon as it is missed."""
     old = draining(control)
     control.world.dead = {old}

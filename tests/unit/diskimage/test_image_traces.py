@@ -37,7 +37,7 @@ def test_a_clean_tree_has_none(tree):
         ("usr/local/bin/install-packages", ""),
     ],
 )
-def test_what_is_found(tree, name, text):
+def test_traces_are_found(tree, name, text):
     file = tree / name
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
@@ -45,7 +45,7 @@ def test_what_is_found(tree, name, text):
 
 
 @pytest.mark.parametrize("name", ["var/lib/dpkg/info/base.postinst", "usr/share/doc/x/copyright"])
-def test_what_packages_bring_is_not_a_trace(tree, name):
+def test_files_of_packages_are_no_traces(tree, name):
     file = tree / name
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("see packages.example.net")

@@ -46,7 +46,7 @@ def test_updates(installed, candidates, found):
     assert [(one.newest, one.suite, one.fixes) for one in got] == ([] if found is None else [found])
 
 
-def test_what_apt_says():
+def test_the_output_of_apt_is_parsed():
     found = updates.parse_madison(MADISON + "N: something else\n")
     assert found == {
         "haproxy": (Candidate("3.0.11-1+deb13u6", "trixie-security"), Candidate("3.0.11-1+deb13u2", "trixie")),
@@ -136,7 +136,7 @@ def test_an_image_without_updates(check):
         ({"mirror": "file:///nonexistent"}, "no trixie"),
     ],
 )
-def test_what_cannot_be_compared_is_no_image_without_updates(check, more, said):
+def test_an_unreadable_list_is_not_up_to_date(check, more, said):
     done = check(**more)
     assert done.returncode == 2
     assert said in done.stderr

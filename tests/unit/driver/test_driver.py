@@ -148,7 +148,7 @@ def test_a_member_octavia_never_kept_gives_way_to_the_next_one_at_its_address(se
     assert [one.id for one in tree(database).pools[0].members] == [MONITOR]
 
 
-def test_one_address_in_two_spellings_is_one_member(served, database):
+def test_two_spellings_of_an_address_are_one_member(served, database):
     """Octavia compares text; a server must not get twice the share because it was written differently."""
     first, second = (LISTENER.replace("1", digit, 1) for digit in "45")
     served.member_create(member(2, member_id=first, address="2001:db8::2"))
@@ -218,7 +218,7 @@ OTHER_V6 = member(3, address="2001:DB8::0:1")
         (lambda one: one.validate_availability_zone({"colour": "blue"}), "colour"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name_and_leaves_nothing(served, database, call, word):
+def test_an_unsupported_option_is_refused_by_name_and_not_recorded(served, database, call, word):
     before, generation = tree(database), work(database).generation
     with pytest.raises(exceptions.UnsupportedOptionError) as refusal:
         call(served)

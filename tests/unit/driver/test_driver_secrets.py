@@ -154,7 +154,7 @@ def test_authority_and_revocations_go_when_they_are_taken_away(secured, opened, 
     assert to_read(database) is None
 
 
-def test_what_has_nothing_to_do_with_tls_touches_no_secret(secured, database):
+def test_changes_without_tls_touch_no_secret(secured, database):
     seen = []
     engine = driver._shared().database.engine
     listen = lambda *args: seen.append(args[2])  # noqa: E731
@@ -244,7 +244,7 @@ def test_the_secrets_of_what_is_deleted_are_gone_at_once(secured, opened, databa
         ),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name_and_leaves_nothing(secured, opened, database, call, option, caplog):
+def test_an_unusable_certificate_is_refused_by_name_and_not_recorded(secured, opened, database, call, option, caplog):
     caplog.set_level(logging.DEBUG)
     before = opened()
     generation = database.read(lambda connection: connection.execute(sa.select(tables.job.c.generation)).scalar())

@@ -126,7 +126,7 @@ def test_something_else():
         zlib.compress(b'{"generation": 1}') + b"x",
     ],
 )
-def test_what_does_not_unpack(packed):
+def test_invalid_datagrams_are_refused(packed):
     assert refusal(signed(header() + packed)) == "packing"
 
 
@@ -197,7 +197,7 @@ def typical():
         {"drifted": {"sentences": ["w"] * 17}},
     ],
 )
-def test_what_is_longer_than_anything_an_agent_says_is_no_report(said):
+def test_oversized_reports_are_refused(said):
     with pytest.raises(HeartbeatRefused) as refusal:
         decode_datagram(sealed({**DOCUMENT, **said}), Secret(KEY))
     assert refusal.value.reason == "document"

@@ -147,7 +147,7 @@ def limit():
     return int(found.group(1)) << 20
 
 
-def test_one_hostile_amphora_harms_no_other(fleet, manager, database):
+def test_a_hostile_amphora_harms_no_other(fleet, manager, database):
     process, port, log = manager
     bad, honest = fleet[0], fleet[1:]
     target = ("127.0.0.1", port)

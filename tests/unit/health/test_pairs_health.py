@@ -80,7 +80,7 @@ def test_between_two_holders_the_last_one_goes_on_speaking(talk):
     assert talk.speaker(3) == "b"
 
 
-def test_one_that_died_with_the_vips_is_not_believed_once_another_has_them(talk):
+def test_the_newer_vip_holder_has_precedence_over_a_dead_one(talk):
     talk.say(0, a=True, b=False)
     talk.say(4, b=True)
     assert talk.speaker(4) == "b"

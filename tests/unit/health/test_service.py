@@ -96,7 +96,7 @@ def place(database):
     return database.read(amphorae.last_heartbeats).get(AMPHORA)
 
 
-def test_what_was_heard_is_written_down_at_the_latest_at_the_end(conf, database):
+def test_heartbeats_are_written_before_the_end(conf, database):
     with running(conf) as manager:
         send(manager, *(datagram(sequence) for sequence in range(1, 4)))
         until(lambda: operating(database) == "ONLINE")

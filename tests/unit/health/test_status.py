@@ -164,7 +164,7 @@ def test_a_report_of_another_generation_about_what_it_names():
     assert found["m1"] == "ERROR"
 
 
-def test_what_is_not_in_the_model_is_ignored():
+def test_reports_of_unknown_objects_are_ignored():
     assert set(statuses(change(LB, listeners=(), pools=()), report())) == {"b"}
 
 

@@ -147,7 +147,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("tree", "failed", "certain", "first"), CASES.values(), ids=CASES)
-def test_what_follows_from_a_confirmation(tree, failed, certain, first):
+def test_statuses_that_follow_from_a_confirmation(tree, failed, certain, first):
     found = initial_statuses(tree, failed)
     assert {one: str(known.status) for one, known in found.certain.items()} == {
         one: status for one, status in certain.items() if status

@@ -224,7 +224,7 @@ def test_nothing_said_none_and_a_value_are_three_things(kind, named, expected):
         (Kind.LOAD_BALANCER, {"loadbalancer_id": "lb", "project_id": "x", "additional_vips": ["192.0.2.1"]}),
     ],
 )
-def test_what_is_of_another_type_is_the_requests_fault(kind, source):
+def test_a_wrong_type_is_a_request_error(kind, source):
     with pytest.raises(ModelError):
         from_octavia.node(kind, source)
 

@@ -174,7 +174,7 @@ class TestPort:
         assert (more.id, more.mac, more.addresses[0]) == (port.id, port.mac, port.addresses[0])
         assert [one.subnet_id for one in more.addresses] == ["v4", "v6"]
 
-    def test_one_for_each_network(self, network):
+    def test_an_amphora_has_one_port_on_each_network(self, network):
         made = {
             network.ensure_port(management_port("a", "net", ["v4"])).id,
             network.ensure_port(management_port("a", "other", ["tiny"])).id,

@@ -157,7 +157,7 @@ def test_full_report_while_changes_are_blocked(database, reporter, octavia):
     assert octavia.statuses == [], "once"
 
 
-def test_what_octavia_has_is_wanted_and_is_not_active_before_it_is_served(database, reporter, octavia):
+def test_objects_of_octavia_are_recorded_and_not_active_before_they_serve(database, reporter, octavia):
     octavia.trees["lb"] = kept({**KEPT_MEMBER, "weight": 7}, {**KEPT_MEMBER, "member_id": "back", "address": "::1"})
     ask(database)
     reporter.run_once()
@@ -172,7 +172,7 @@ def test_what_octavia_has_is_wanted_and_is_not_active_before_it_is_served(databa
     assert {one[0]: one[1] for one in said(octavia)[-1]} == {"lb": "ACTIVE", "me": "ACTIVE", "back": "ACTIVE"}
 
 
-def test_what_was_never_confirmed_waits_for_a_confirmation(database, reporter, octavia):
+def test_an_unconfirmed_object_waits_for_its_confirmation(database, reporter, octavia):
     """Its row was lost, or written by hand: that it is served is not known."""
     database.write(
         lambda c: c.execute(object_status.update().where(object_status.c.object_id == "me").values(provisioning=None))
@@ -188,7 +188,7 @@ def test_what_was_never_confirmed_waits_for_a_confirmation(database, reporter, o
     assert {one[0]: one[1] for one in said(octavia)[-1]} == {"lb": "ACTIVE", "me": "ACTIVE"}
 
 
-def test_what_octavia_has_lost_is_not_wanted_any_more(database, reporter, octavia):
+def test_objects_that_octavia_lost_are_removed(database, reporter, octavia):
     octavia.trees["lb"] = kept()
     ask(database)
     reporter.run_once()
@@ -198,7 +198,7 @@ def test_what_octavia_has_lost_is_not_wanted_any_more(database, reporter, octavi
     assert outcome(database) == ("done", "member me is missing in Octavia")
 
 
-def test_one_that_is_being_changed_is_left_alone_until_that_is_done(database, reporter, octavia, intents):
+def test_a_load_balancer_in_change_waits(database, reporter, octavia, intents):
     octavia.trees["lb"] = kept({**KEPT_MEMBER, "weight": 7})
     intents.update_object(Kind.MEMBER, "me", {"weight": 7})
     ask(database)
@@ -283,7 +283,7 @@ def test_a_crash_after_the_lock_leaves_nothing_locked(conf, database, reporter, 
     assert ("lb", "ACTIVE", "ONLINE") in said(octavia)[-1]
 
 
-def test_what_is_not_handed_over_is_said_again_all_the_same(database, reporter, octavia):
+def test_missing_secrets_do_not_block_the_report(database, reporter, octavia):
     class Silent:
         def __init__(self, library):
             self.library = library
@@ -305,7 +305,7 @@ def test_what_is_not_handed_over_is_said_again_all_the_same(database, reporter, 
 
 @pytest.mark.parametrize("reads", [1, 2])
 @pytest.mark.parametrize("trouble", ["model", "sealing", "unforeseen"])
-def test_what_cannot_be_taken_is_said_again_all_the_same(database, reporter, octavia, monkeypatch, reads, trouble):
+def test_invalid_objects_do_not_block_the_report(database, reporter, octavia, monkeypatch, reads, trouble):
     """Whichever of two reads is the first that cannot be taken: its users must not wait for ever."""
     octavia.trees["lb"] = kept({**KEPT_MEMBER, "weight": 7})
     error = {
@@ -337,7 +337,7 @@ def test_what_cannot_be_taken_is_said_again_all_the_same(database, reporter, oct
     assert row(database).generation == 1, "nothing of it was taken"
 
 
-def test_one_that_octavia_does_not_know_stays_unless_it_is_to_go(database, reporter, octavia):
+def test_a_load_balancer_unknown_to_octavia_stays_unless_deletion_is_requested(database, reporter, octavia):
     del octavia.trees["lb"]
     ask(database)
     reporter.run_once()
@@ -352,7 +352,7 @@ def test_one_that_octavia_does_not_know_stays_unless_it_is_to_go(database, repor
     assert outcome(database)[0] == "going"
 
 
-def test_one_that_is_not_recorded_is_told_of(database, reporter, octavia):
+def test_an_unrecorded_load_balancer_is_reported(database, reporter, octavia):
     octavia.trees["other"] = {**kept(KEPT_MEMBER), "loadbalancer_id": "other"}
     ask(database, "other", "nobody")
     reporter.run_once()
@@ -368,7 +368,7 @@ def test_one_that_is_not_recorded_is_told_of(database, reporter, octavia):
     assert next(reversed(octavia.statuses[0])) == "loadbalancers"
 
 
-def test_one_that_octavia_has_not_committed_waits(database, reporter, octavia):
+def test_an_uncommitted_load_balancer_waits(database, reporter, octavia):
     database.write(lambda c: c.execute(job.update().values(committed=0)))
     reporter._resyncer.run_due()
     ask(database)

@@ -39,7 +39,7 @@ def test_text_refuses(value):
     assert caught.value.object_id == "the-id"
 
 
-def test_what_looks_like_a_flag():
+def test_values_that_look_like_flags_are_quoted():
     with pytest.raises(QuotingError, match="flag"):
         quoting.text("-f", "it", flag_position=True)
 
@@ -136,7 +136,7 @@ def test_a_template_cannot_print_what_is_not_quoted(value):
 
 
 @pytest.mark.parametrize("expression", ["value ~ 'x'", "value | upper", "value.upper()", "'x'", "value ~ value"])
-def test_what_is_made_of_quoted_values_is_not_quoted(expression):
+def test_joined_quoted_values_stay_quoted_once(expression):
     with pytest.raises(TypeError, match="unquoted"):
         environment().from_string("{{ " + expression + " }}").render(value=quoting.token("a", "it"))
 

@@ -331,7 +331,7 @@ def test_certificates_of_clients(asks, words, revokes):
         ({"tls_versions": ("TLSv1",)}, "ssl-min-ver TLSv1.0 ssl-max-ver TLSv1.0 ciphers DEFAULT:@SECLEVEL=0"),
     ],
 )
-def test_what_is_agreed_upon(changes, words):
+def test_alpn_protocols(changes, words):
     assert bind(**changes).endswith(words)
 
 
@@ -393,7 +393,7 @@ CONNECTION = "x b %f %ci %cp %t - - %B %U %[ssl_c_verify] %{+Q}[ssl_c_s_dn] %b %
         ("TCP", "%%r %r %rc %rt %Tr %{+Q,+X}HM %tr %trg %T %{+E}tsc", "%%r - %rc %rt - - - - %T %{+E}ts"),
     ],
 )
-def test_what_is_logged(protocol, wanted, said):
+def test_the_log_format(protocol, wanted, said):
     profile = Profile(connection_logging=True, log_format=wanted)
     whole = tree(protocol, "HTTP" if protocol == "HTTP" else "TCP", profile=profile)
     assert the(lines(whole), "log-format") == f"log-format '{said}'"

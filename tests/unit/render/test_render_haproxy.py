@@ -119,7 +119,7 @@ def test_nothing_to_serve(load_balancer):
         (change(LB, additional_vips=(change(VIP, address="::%x"),)), "b", "address"),
     ],
 )
-def test_one_bad_object_does_not_take_the_others_down(load_balancer, object_id, named):
+def test_an_invalid_object_does_not_affect_others(load_balancer, object_id, named):
     rendered = render(load_balancer)
     (error,) = rendered.refused
     assert error.object_id == object_id
@@ -191,7 +191,7 @@ def test_every_pool_a_listener_uses_has_a_backend_once():
         ({"nobody"}, [], ["frontend l1", " m1 "], []),
     ],
 )
-def test_what_haproxy_refused_is_left_out_and_never_opens_anything(failed, gone, left, listed):
+def test_refused_objects_are_omitted_and_open_no_port(failed, gone, left, listed):
     tree = with_listener(l7policies=(POLICY,))
     rendered = render(tree, failed=failed)
     assert [error.object_id for error in rendered.refused] == listed
@@ -308,7 +308,7 @@ def test_zero_timeouts_are_the_defaults():
     assert render(with_listener(**zeros)).text == render(LB).text
 
 
-def test_what_is_remembered_changes_nothing():
+def test_the_cache_does_not_change_the_result():
     for tree in (LB, with_member(weight=9), with_listener(insert_headers=("X-Real-IP",)), LB):
         warm = render(tree)
         clear_caches()

@@ -234,7 +234,7 @@ def test_nothing():
     assert made(policy("REJECT", 1)) == l7.L7()
 
 
-def test_what_is_switched_off_says_nothing():
+def test_disabled_policies_render_nothing():
     off = rule(id="off", admin_state_up=False, value="\n")
     assert made(policy("REJECT", 1, off)) == l7.L7()
     assert made(policy("REJECT", 1, rule(), admin_state_up=False)) == l7.L7()
@@ -338,7 +338,7 @@ def test_the_order_they_come_in_does_not_matter():
         (policy("REJECT", 1, rule(id="twice"), rule(id="twice")), "p1", "twice"),
     ],
 )
-def test_what_cannot_be_written_is_named(wrong, at_fault, named):
+def test_unrenderable_rules_are_named(wrong, at_fault, named):
     with pytest.raises(ModelError, match=named) as caught:
         made(policy("REJECT", 2, rule()), wrong)
     assert caught.value.object_id == at_fault
@@ -360,7 +360,7 @@ def test_without_pcre2_rendering_fails_without_a_faulty_object(monkeypatch):
         regex._library.cache_clear()
 
 
-def test_what_did_not_change_is_remembered(monkeypatch):
+def test_unchanged_policies_come_from_the_cache(monkeypatch):
     policies = [policy("REJECT", n, rule(compare="REGEX", value=f"^/{n}", id=f"r{n}")) for n in range(20)]
     before = made(*policies)
     written = []

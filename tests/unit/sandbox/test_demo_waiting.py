@@ -29,7 +29,7 @@ def octavia(*statuses):
     return SimpleNamespace(load_balancer=SimpleNamespace(get_load_balancer=balancer))
 
 
-def test_one_that_boots_is_spoken_of_until_it_is_active():
+def test_the_demo_reports_a_boot_until_active():
     said = []
     found = demo.wait_active(SETTINGS, octavia("PENDING_CREATE", "PENDING_CREATE", "ACTIVE"), "x", said.append)
     assert found.provisioning_status == "ACTIVE"
@@ -42,7 +42,7 @@ def test_an_error_is_not_waited_for():
         demo.wait_active(SETTINGS, octavia("PENDING_CREATE", "ERROR"), "x", lambda _: None)
 
 
-def test_one_that_was_powered_on_again_answers_when_it_has_booted(monkeypatch):
+def test_a_restarted_amphora_answers_after_its_boot(monkeypatch):
     answers = [OSError("no route"), http.client.RemoteDisconnected(), (503, ""), (200, "member1")]
 
     def get(*_):

@@ -19,7 +19,7 @@ from sandbox.settings import SandboxError
         ("amqp://guest:guest@127.0.0.1:5672//;amqp://guest:guest@127.0.0.1:5673//", (5672, 5673)),
     ],
 )
-def test_what_is_on_loopback_is_passed_through(url, ports):
+def test_connections_to_loopback_are_forwarded(url, ports):
     assert forward_out.loopback_ports(url) == ports
 
 

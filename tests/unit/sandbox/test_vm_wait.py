@@ -63,7 +63,7 @@ def served(tmp_path):
             assert not thread.is_alive()
 
 
-def test_it_is_waited_for_until_it_speaks(settings, served):
+def test_the_wait_ends_with_the_first_answer(settings, served):
     found, authority = settings
     said = []
     vm_wait.wait_for_agents(found, {NAME: "127.0.0.1"}, served(authority, 2), said.append)
@@ -71,14 +71,14 @@ def test_it_is_waited_for_until_it_speaks(settings, served):
     assert "1 of 1 amphorae boot" in said[0]
 
 
-def test_one_that_another_authority_vouches_for_speaks(settings, served):
+def test_a_certificate_of_another_ca_counts_as_an_answer(settings, served):
     found, _ = settings
     said = []
     vm_wait.wait_for_agents(found, {NAME: "127.0.0.1"}, served(create_authority("others"), 0), said.append)
     assert said == []
 
 
-def test_one_that_never_speaks_is_left_to_fail_over(settings, monkeypatch):
+def test_the_wait_ends_without_an_answer(settings, monkeypatch):
     found, _ = settings
     monkeypatch.setattr(Settings, "wait_timeout", -1.0)
     with socket.create_server(("127.0.0.1", 0)) as server:

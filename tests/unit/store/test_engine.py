@@ -56,7 +56,7 @@ def test_an_error_of_the_database_says_what_was_wanted(database):
         database.write(lambda c: c.exec_driver_sql("INSERT INTO nowhere VALUES (1)"))
 
 
-def test_what_was_left_open_is_undone_when_a_connection_is_given_back(mariadb_url, monkeypatch):
+def test_an_open_transaction_is_rolled_back_on_return(mariadb_url, monkeypatch):
     """And what was ended is not ended once more."""
     undone = []
     rollback = pymysql.connections.Connection.rollback

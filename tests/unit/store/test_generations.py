@@ -43,7 +43,7 @@ def row(database, name="lb"):
 
 
 @pytest.mark.parametrize(("committed", "after"), [(1, 2), (0, 0)])
-def test_what_was_committed_stays_so(database, intents, committed, after):
+def test_committed_generations_stay(database, intents, committed, after):
     made(database, intents, committed=committed)
     database.write(lambda c: generations.bump_generation(c, "lb", 1))
     assert (row(database).generation, row(database).committed) == (2, after)
@@ -123,7 +123,7 @@ def test_without_a_state_that_follows_the_load_balancer_is_pushed(database, inte
 
 
 @pytest.mark.parametrize("busy", [{"dirty": True}, {"owner": "me:1"}, {"op": "delete"}, {"generation": 2}])
-def test_one_that_something_is_done_to_waits(database, intents, busy):
+def test_a_load_balancer_in_progress_waits(database, intents, busy):
     made(database, intents, tickets=1, tickets_due=1.0, **busy)
     assert rotate(database) == 0
 

@@ -107,7 +107,7 @@ def test_a_job_that_waits_for_the_tree_is_not_lost_when_it_comes_first(database)
     assert one.claim() is not None, "it came while the job was ending"
 
 
-def test_what_an_amphora_lost_while_the_job_ended_makes_it_due_again(database):
+def test_a_loss_at_the_end_of_a_job_makes_it_due(database):
     add(database, applied=1)
     one = jobs.Jobs(database, "one", 30)
     lease = one.claim()
@@ -134,7 +134,7 @@ def test_retry_at_the_given_time(database):
     assert one.claim() is None, "and not for ever"
 
 
-def test_what_users_want_meanwhile_does_not_wait_for_that_time(database):
+def test_user_requests_do_not_wait_for_a_back_off(database):
     add(database, applied=1)
     one = jobs.Jobs(database, "one", 30)
     lease = one.claim()
@@ -155,7 +155,7 @@ def test_only_what_is_worked_on_is_renewed(database):
     assert two.claim() is None
 
 
-def test_what_an_amphora_lost_while_its_job_ended_is_not_forgotten(database):
+def test_a_loss_at_the_end_of_a_job_is_kept(database):
     """`take_back` has both rows and is about to commit when the lease is given back: the job is due again."""
     add(database, applied=1)
     database.write(lambda c: amphorae.insert_amphora(c, "a", "lb", "STANDALONE", b"key"))
@@ -178,7 +178,7 @@ def test_what_an_amphora_lost_while_its_job_ended_is_not_forgotten(database):
     assert one.claim() is not None
 
 
-def test_one_row_that_is_locked_does_not_cost_the_other_leases(database):
+def test_a_locked_row_does_not_end_other_leases(database):
     if database.engine.dialect.name == "sqlite":
         pytest.skip("it locks no rows")
     add(database, "held")

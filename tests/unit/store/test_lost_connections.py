@@ -61,7 +61,7 @@ def test_a_call_whose_commit_was_not_answered_is_recorded_once(line, database, i
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_what_cannot_be_recognised_is_not_repeated(line, database, moment):
+def test_unknown_errors_are_not_repeated(line, database, moment):
     database.write(lambda c: c.execute(duty.insert().values(name="x", owner="", epoch=0, leased_until=0.0)))
     line.at_commit = moment
     with pytest.raises(StoreError, match="determine whether"):

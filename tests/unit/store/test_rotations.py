@@ -103,7 +103,7 @@ def test_a_rotation_is_written_down_with_its_amphorae(any_database):
     assert any_database.read(lambda c: rotations.count_items(c, made.id)) == {"waiting": 3}
 
 
-def test_one_at_a_time_and_never_for_nothing(database):
+def test_a_second_rotation_is_refused(database):
     with pytest.raises(Conflict, match="the selection contains no amphora to replace"):
         asked(database)
     database.write(fleet)
@@ -175,7 +175,7 @@ def test_resumed_without_those_that_failed(database):
     assert (left.state, left.reason) == (ItemState.SKIPPED, "skipped after a failure: no machine")
 
 
-def test_one_that_failed_with_a_wrong_image_has_another_turn(database):
+def test_a_failed_rotation_can_be_repeated(database):
     database.write(fleet)
     made = asked(database, Selection(image="new"))
     begun(database, made.id, "b")

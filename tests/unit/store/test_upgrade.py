@@ -177,7 +177,7 @@ def check_rows(url, written):
 
 
 @pytest.mark.parametrize("kind", DATABASES)
-def test_everything_is_there_afterwards_and_work_goes_on(filled):
+def test_an_upgrade_keeps_rows_and_jobs(filled):
     url, written = filled
     assert migrate.upgrade(url) == migrate.Upgrade(before="0001", after=NEXT)
     check_schema(url)

@@ -180,7 +180,7 @@ def test_owner_and_group_may_read(path, mode):
     assert Vault.load(str(path)).fingerprints
 
 
-def test_what_is_wrong_with_a_key_is_said_without_it(path):
+def test_key_errors_do_not_contain_the_key(path):
     spoilt = OLD[:-4]
     write(path, NEW, spoilt)
     with pytest.raises(ConfigurationError, match="line 2") as caught:

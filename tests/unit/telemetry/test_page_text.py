@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import msgspec
 import pytest
 from some_fleet import INTERVAL, NOW, balancer, fleet, identifier, machine, process
-from test_attention import AUTHORITY, GOING, ROTATION, ZOMBIE
+from test_alerts import AUTHORITY, GOING, ROTATION, ZOMBIE
 
 from amphora_driver.telemetry import status_page
 from amphora_driver.telemetry.alerts import find_notices
@@ -111,13 +111,13 @@ def test_only_our_style_and_script_may_run():
 
 
 @pytest.mark.parametrize("found", [None, fleet(), fleet(balancers=(), amphorae=(), processes=())])
-def test_it_can_always_be_shown(found):
+def test_the_page_renders_every_snapshot(found):
     seen = View(number=1, fleet=None, trouble="Could not read") if found is None else view(found)
     text = read(status_page.render_page(seen, PROCESS)).text
     assert ("The database does not answer" in " ".join(text)) == (found is None)
 
 
-def test_what_is_seen_first():
+def test_alerts_come_first():
     well = "".join(read(status_page.render_page(view(fleet()), PROCESS)).text)
     assert "No problems" in well
     bad = status_page.render_page(view(fleet(balancers=(balancer(state="ERROR", error="no quota"),))), PROCESS).decode()
@@ -164,7 +164,7 @@ def luminance(colour):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_everything_can_be_read(scheme):
+def test_all_colours_have_enough_contrast(scheme):
     """Contrast of at least 4.5 to 1 (WCAG 2.2, 1.4.3), by day and by night."""
     style = status_page._STYLE
     day, night = style.split("@media (prefers-color-scheme: dark)", 1)

@@ -56,7 +56,7 @@ def asked(port, path="/", method="GET", context=None, **headers):
         connection.close()
 
 
-def test_what_can_be_asked_for(url, database):
+def test_the_server_answers_its_routes(url, database):
     write(database, rows(3))
     with running(url) as port:
         status, body, headers = asked(port)

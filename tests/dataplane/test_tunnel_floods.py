@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""After a hand-over, in a real kernel: new connections stay here, also during a SYN flood."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import struct
+import subprocess
+from ipaddress import ip_address, ip_interface
+
+import pytest
+from amphora_lab import eventually
+from wire import PAIR, VIP, VIP6, bundle, eth1, mac
+
+from amphora_agent.bundle import VrrpInstance
+from amphora_agent.network import connection_tunnel
+
+pytestmark = pytest.mark.root
+
+SYN, ACK = 0x02, 0x10
+ROOM = 3
+ETHERTYPES = {4: 0x0800, 6: 0x86DD}
+CLIENTS = {4: ip_address("203.0.113.7"), 6: ip_address("2001:db8:7::7")}
+VIPS = {4: ip_interface(VIP), 6: ip_interface(VIP6)}
+
+
+@pytest.fixture(params=[4, 6])
+def few(request, wire, monkeypatch):
+    """An amphora that was handed the VIPs, with little room for what begins."""
+    monkeypatch.setattr(connection_tunnel, "_MOST_BEGUN", ROOM)
+    monkeypatch.setattr(connection_tunnel, "_BEGUN_SECONDS", 1)
+    yield from begun(request.param, wire)
+
+
+@pytest.fixture(params=[4, 6])
+def full(request, wire, monkeypatch):
+    """The same; it has room for one connection that goes on."""
+    monkeypatch.setattr(connection_tunnel, "_MOST_CONNECTIONS", 1)
+    monkeypatch.setattr(connection_tunnel, "_BEGUN_SECONDS", 60)
+    yield from begun(request.param, wire)
+
+
+def begun(version, wire):
+    wire.change(bundle(eth1()))
+    # What is led goes nowhere here, and is counted; without an address of its own the link says nothing itself.
+    wire.ip(
+        f"link add {connection_tunnel.NAME} type veth peer name away",
+        f"link set {connection_tunnel.NAME} addrgenmode none",
+        "link set away up",
+        f"link set {connection_tunnel.NAME} up",
+    )
+    wire.inner.run(connection_tunnel.start_redirect, VrrpInstance(PAIR, tuple(VIPS.values()), 1500))
+    made = Led(wire, version)
+    yield made
+    made.close()
+
+
+class Led:
+    """Its kernel, and a client's packets, made by hand."""
+
+    def __init__(self, wire, version):
+        self.wire = wire
+        self.version = version
+        self._socket = wire.spaces["peer"].run(socket.socket, socket.AF_PACKET, socket.SOCK_RAW)
+        self._socket.bind(("far1", 0))
+
+    def close(self):
+        self._socket.close()
+
+    def led(self, *packets):
+        """Send packets, as flags and the client's port, all at once; how many of them were led."""
+        before, mark, one = self._led(), self._frame(ACK, 1, bytes(1000)), len(self._frame(ACK, 1))
+        for flags, port in packets:
+            self._socket.send(self._frame(flags, port))
+        # It comes after the others, is longer than all of them, and always led.
+        self._socket.send(mark)
+        eventually(lambda: self._led() - before >= len(mark), "it has arrived")
+        return (self._led() - before - len(mark)) // one
+
+    def known(self, name):
+        """The clients' ports in a set."""
+        command = [
+            "ip",
+            "netns",
+            "exec",
+            f"{self.wire.prefix}-inner",
+            "nft",
+            "list",
+            "set",
+            "netdev",
+            "amphora_handover",
+        ]
+        said = subprocess.run([*command, f"{name}{self.version}"], check=True, capture_output=True, text=True).stdout
+        return {int(port) for port in re.findall(r" \. (\d+) \. \S+ \. 80\b", said)}
+
+    def _led(self):
+        command = ["ip", "-n", f"{self.wire.prefix}-inner", "-j", "-s", "link", "show", connection_tunnel.NAME]
+        said = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        return said[0]["stats64"]["tx"]["bytes"]
+
+    def _frame(self, flags, port, payload=b""):
+        vip, client = VIPS[self.version].ip.packed, CLIENTS[self.version].packed
+        segment = struct.pack("!HHIIBBHHH", port, 80, 1, 1, 5 << 4, flags, 1024, 0, 0) + payload
+        if self.version == 4:
+            header = struct.pack("!BBHHHBBH", 0x45, 0, 20 + len(segment), 0, 0, 64, socket.IPPROTO_TCP, 0)
+        else:
+            header = struct.pack("!IHBB", 6 << 28, len(segment), socket.IPPROTO_TCP, 64)
+        ethernet = bytes.fromhex(mac(1).replace(":", "")) + bytes(6) + struct.pack("!H", ETHERTYPES[self.version])
+        return ethernet + header + client + vip + segment
+
+
+def test_a_flood_of_beginnings_takes_no_room_for_long(few):
+    begins = ((SYN, 11), (ACK, 11), (SYN, 12), (SYN, 13))
+    without_room = ((SYN, 14), (ACK, 14))
+    assert few.led(*begins, *without_room) == 2, "those without room, as a whole"
+    eventually(lambda: few.led((SYN, 14), (ACK, 14)) == 0, "half-open connections expire")
+    assert few.led((ACK, 12)) == 1
+    assert few.led((ACK, 11)) == 0, "however long its client was silent"
+    assert few.known("own") == {11, 14}
+
+
+def test_an_active_connection_stays_when_the_table_is_full(full):
+    assert full.led((SYN, 11), (ACK, 11), (SYN, 12), (ACK, 12), (ACK, 12)) == 0
+    assert (full.known("own"), full.known("begun")) == ({11}, {11, 12})

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading a text that is nearly the one before: the same result as from nothing, for the price of what differs."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from amphora_agent.errors import ConfigurationRefused
+from amphora_agent.haproxy.config_parser import parse
+from amphora_agent.haproxy.partial_check import MIN_SERVERS, omit_checked_servers
+
+HEAD = "defaults\n    timeout connect 5s\n\nfrontend f\n    bind 127.0.0.1:80\n    default_backend b\n"
+LINES = [
+    "    server a 192.0.2.1:80",
+    "    server a 192.0.2.1:80 disabled",
+    "    server b 192.0.2.2:80 weight 3",
+    "",
+    "  # x",
+]
+SECTIONS = ["backend b", "backend c", "frontend g", "    mode http", "    balance source"]
+
+
+@given(
+    st.lists(st.sampled_from(LINES + SECTIONS), max_size=12), st.lists(st.sampled_from(LINES + SECTIONS), max_size=12)
+)
+def test_incremental_and_full_parse_are_equal(old, new):
+    texts = [HEAD + "backend z\n" + "\n".join(lines) for lines in (old, new)]
+    results = []
+    for before in (None, _read(texts[0])):
+        try:
+            found = parse(texts[1], before)
+            results.append((found, list(found.rows), [found.object_at(n) for n in range(40)]))
+        except ConfigurationRefused as error:
+            results.append(str(error))
+    assert results[0] == results[1]
+
+
+def _read(text):
+    try:
+        return parse(text)
+    except ConfigurationRefused:
+        return None
+
+
+def test_unchanged_sections_are_the_same_object():
+    text = HEAD + "backend b\n" + "\n".join(LINES[:1]) + "\nbackend c\n" + LINES[2]
+    first = parse(text)
+    again = parse("defaults\n    timeout client 1s\n" + text.partition("\n\n")[2], first)
+    for name in ("b", "c"):
+        assert again.backends[name].servers is first.backends[name].servers
+        assert again.backends[name].number < first.backends[name].number
+    assert again.sections[0].lines is not first.sections[0].lines
+
+
+def test_a_known_line_is_not_accepted_where_a_new_one_would_not_be():
+    first = parse(HEAD)
+    with pytest.raises(ConfigurationRefused, match="line 1"):
+        parse("    timeout connect 5s\n" + HEAD, first)
+
+
+def many(backend="b", count=MIN_SERVERS, more=""):
+    return f"backend {backend}\n" + "".join(f"    server s{n} 192.0.2.1:{1000 + n}{more}\n" for n in range(count))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kept"),
+    [
+        pytest.param("", "", [], id="nothing is new"),
+        pytest.param("", "    server new 192.0.2.1:1\n", ["new"], id="one is new"),
+        pytest.param("    server x 192.0.2.1:1\n", "    server x 192.0.2.1:1 weight 2\n", ["x"], id="one has changed"),
+        pytest.param("    server x 192.0.2.1:1\n", "", [], id="one is gone"),
+        pytest.param("", "    server s1 192.0.2.1:1\n", "all", id="a name is there twice"),
+        pytest.param("", "    server new 192.0.2.1:1 track b/s1\n", "all", id="one looks at another"),
+        pytest.param("", "    server new 192.0.2.1:1 cookie s1\n", "all", id="one has something of its own"),
+        pytest.param("", "    use-server s1 if TRUE\n", "all", id="a rule names a server"),
+        pytest.param(
+            "    server-template s 3 x:80\n", "    server-template s 3 x:80\n", "all", id="a line makes servers"
+        ),
+        pytest.param("", "    acl up srv_is_up(b/s1)\n", "all", id="a rule asks for a server"),
+    ],
+)
+def test_servers_that_were_read_before_are_not_read_again(old, new, kept):
+    before = parse(HEAD + many() + old)
+    text = HEAD + many() + new
+    wanted = parse(text, before)
+    short = omit_checked_servers(text, wanted, before)
+    assert short.count("\n") == text.count("\n"), "each line keeps its number"
+    left = [line.split()[1] for line in short.split("\n") if line.strip().startswith("server ")]
+    assert left == ([s.name for s in wanted.backends["b"].servers] if kept == "all" else kept)
+    others = [
+        [line for line in each.split("\n") if line and not line.startswith("    server ")] for each in (text, short)
+    ]
+    assert others[0] == others[1]
+
+
+def test_servers_of_another_backend_were_not_read():
+    before = parse(HEAD + many("b") + many("c"))
+    text = HEAD + many("c") + many("b", more=" weight 2")
+    assert omit_checked_servers(text, parse(text, before), before).count("weight 2") == MIN_SERVERS
+    assert omit_checked_servers(text, parse(text, before), before).count("server s") == MIN_SERVERS
+
+
+@pytest.mark.parametrize("keywords", ["track b/s1", "guid s1"])
+def test_a_server_that_is_about_one_elsewhere_has_all_of_them_read(keywords):
+    before = parse(HEAD + many("b") + many("c"))
+    text = HEAD + many("b") + many("c") + f"    server new 192.0.2.1:1 {keywords}\n"
+    assert omit_checked_servers(text, parse(text, before), before) == text
+
+
+def test_few_are_not_worth_it():
+    text = HEAD + many(count=MIN_SERVERS - 1)
+    assert omit_checked_servers(text, parse(text), parse(text)) == text

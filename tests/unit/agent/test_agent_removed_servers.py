@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker that is about to be replaced is told of members that are not wanted any more."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from amphora_agent.errors import HaproxyError
+from amphora_agent.haproxy import drain_removed_servers
+from amphora_agent.haproxy.config_parser import parse
+from amphora_agent.haproxy.drain_removed_servers import drain_commands, ready_command
+from amphora_agent.haproxy.process import Haproxy
+from amphora_agent.haproxy.runtime_state import ServerState
+
+UP = ServerState(True, 1, False, False, "192.0.2.1", 80, "-", 0)
+MAINT, DRAIN = "set server b/x state maint", "set server b/x state drain"
+
+
+def wanted(*servers, backend="b"):
+    return parse(f"defaults\n\nbackend {backend}\n" + "".join(f"    server {server}\n" for server in servers))
+
+
+@pytest.mark.parametrize(
+    ("servers", "expected"),
+    [
+        pytest.param(("x 192.0.2.1:80", "y 192.0.2.1:80"), [], id="both stay"),
+        pytest.param(("y 192.0.2.1:80",), [MAINT], id="removed"),
+        pytest.param(("x 192.0.2.1:80 disabled", "y 192.0.2.1:80"), [MAINT], id="disabled"),
+        pytest.param(("x 192.0.2.1:80 weight 0", "y 192.0.2.1:80"), [DRAIN], id="without a weight"),
+        pytest.param(("x 192.0.2.1:81", "y 192.0.2.1:80"), [MAINT], id="on another port"),
+        pytest.param(("x [2001:db8::1]:80", "y 192.0.2.1:80"), [MAINT], id="elsewhere"),
+        pytest.param(("z 192.0.2.1:80",), [], id="no other server would remain"),
+    ],
+)
+def test_members_that_are_not_wanted_get_no_new_requests(servers, expected):
+    assert drain_commands(wanted(*servers), {("b", "x"): UP, ("b", "y"): UP}) == expected
+
+
+@pytest.mark.parametrize(
+    "there",
+    [UP._replace(up=False), UP._replace(weight=0), UP._replace(maintenance=True), UP._replace(draining=True)],
+    ids=["down", "no weight", "disabled", "drained"],
+)
+def test_unserving_amphora_keeps_its_identity(there):
+    assert drain_commands(wanted("y 192.0.2.1:80"), {("b", "x"): UP, ("b", "y"): there}) == []
+    assert drain_commands(wanted("y 192.0.2.1:80"), {("b", "x"): there, ("b", "y"): UP}) == []
+
+
+def test_addresses_are_compared_without_brackets():
+    there = UP._replace(address="2001:db8::1")
+    assert drain_commands(wanted("x [2001:db8::1]:80", "y 192.0.2.1:80"), {("b", "x"): there, ("b", "y"): UP}) == []
+
+
+def test_clients_of_a_listener_that_is_gone_are_served_to_the_end():
+    assert drain_commands(wanted("y 192.0.2.1:80", backend="c"), {("b", "x"): UP, ("b", "y"): UP}) == []
+
+
+def test_a_removed_server_can_return():
+    assert ready_command(MAINT) == "set server b/x state ready"
+
+
+@pytest.mark.parametrize(
+    ("answers", "asked"),
+    [(["", "No such server.", ""], 3), (["", None, ""], 2)],
+    ids=["one is refused", "no answer"],
+)
+def test_silence_ends_it_and_a_refusal_does_not(monkeypatch, answers, asked):
+    """Silence takes ten seconds for each order, in which nothing else can be changed."""
+    heard = []
+
+    def ask(order):
+        answer = answers[len(heard)]
+        heard.append(order)
+        if answer is None:
+            raise HaproxyError("ask", "no answer")
+        return answer
+
+    given = [f"set server b/{name} state maint" for name in "xyz"]
+    monkeypatch.setattr(drain_removed_servers, "drain_commands", lambda *_: given)
+    told = Haproxy._drain_removed_servers(SimpleNamespace(worker=SimpleNamespace(ask=ask)), "", wanted())
+    assert heard == told == given[:asked]

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Limits of TLS handshakes by address."""
+
+from __future__ import annotations
+
+import random
+
+from amphora_agent import tls_gate
+from amphora_agent.tls_gate import Budget
+
+
+def admitted(budget: Budget, address: str, times: int, now: float) -> int:
+    return sum(budget.take(address, now) for _ in range(times))
+
+
+def test_an_address_has_a_burst_and_a_rate():
+    budget = Budget(0.0)
+    assert admitted(budget, "stranger", 100, 0.0) == tls_gate.ADDRESS_BURST
+    assert admitted(budget, "stranger", 100, 3.0) == 3 * tls_gate.ADDRESS_RATE
+    assert admitted(budget, "another", 1, 3.0) == 1
+
+
+def test_many_addresses_have_no_more_than_all_of_them():
+    budget = Budget(0.0)
+    assert sum(budget.take(f"address {number}", 0.0) for number in range(10000)) == tls_gate.UNKNOWN_BURST
+    assert sum(budget.take(f"other {number}", 2.0) for number in range(10000)) == 2 * tls_gate.UNKNOWN_RATE
+
+
+def test_a_controller_is_not_limited_until_it_was_away_for_long():
+    budget = Budget(0.0)
+    budget.add_controller("controller", 0.0)
+    for number in range(1000):
+        budget.take(f"stranger {number}", 0.0)
+    assert admitted(budget, "controller", 1000, tls_gate.KNOWN_SECONDS - 1) == 1000
+    assert admitted(budget, "controller", 1000, tls_gate.KNOWN_SECONDS + 1) < 1000
+
+
+def test_unproven_addresses_never_take_the_place_of_a_controller():
+    """As many handshakes as may be open at a time are never begun by unproven addresses within the time of one."""
+    budget, begun, now = Budget(0.0), [], 0.0
+    chance = random.Random(1)
+    for number in range(20000):
+        now += chance.expovariate(1000)
+        if budget.take(f"stranger {number % 3000}", now):
+            begun.append(now)
+    assert len(begun) > tls_gate.UNKNOWN_BURST
+    assert all(sum(at <= other < at + tls_gate.HANDSHAKE_SECONDS for other in begun) < tls_gate.MOST for at in begun)
+
+
+def test_the_number_of_remembered_addresses_is_bounded():
+    budget = Budget(0.0)
+    for number in range(5000):
+        budget.take(f"stranger {number}", 0.0)
+        budget.add_controller(f"controller {number}", 0.0)
+    assert len(budget._unknown) <= tls_gate._MOST_UNKNOWN
+    assert len(budget._known) <= tls_gate._MOST_KNOWN

@@ -1,0 +1,492 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls to agents over real TLS connections: what is trusted, what is refused, what is tried again."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import logging
+import socket
+import threading
+import time
+
+import pytest
+
+from amphora_driver.agent import client as client_module
+from amphora_driver.agent.client import AgentClient, Applied, Loaded, Vrrp
+from amphora_driver.certificates.ca import Authority, create_authority
+from amphora_driver.deadline import Deadline
+from amphora_driver.errors import AgentRefused, AgentUnreachable, AgentUntrusted, CertificateError
+
+AMPHORA = "0b9d1c52-7f0e-4a55-9f0c-2f6f3a1f9c11"
+HOST = "127.0.0.1"
+APPLIED = {
+    "generation": 8,
+    "how": "reload",
+    "reason": "frontend added",
+    "loaded": {"listeners": ["one"], "members": 3},
+}
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+def test_put_bundle(world):
+    agent = world.agent()
+    agent.answer = (200, APPLIED)
+    body = json.dumps({"generation": 8}).encode()
+    applied = world.client(agent.port).put_bundle(AMPHORA, HOST, body)
+    assert applied == Applied(
+        generation=8, how="reload", reason="frontend added", loaded=Loaded(listeners=("one",), members=3)
+    )
+    [(method, path, sent, headers)] = agent.requests
+    assert (method, path, sent) == ("PUT", "/v2/bundle", body)
+    assert headers["Content-Type"] == "application/json"
+
+
+def test_the_reading_calls(world):
+    agent = world.agent()
+    client = world.client(agent.port)
+    assert client.info(AMPHORA, HOST).agent_version == "1"
+    agent.answer = (200, {"generation": 8, "applied_at": "2026-01-01T00:00:00Z", "digest": "abc"})
+    state = client.bundle_state(AMPHORA, HOST)
+    assert state.applied_at == dt.datetime(2026, 1, 1, tzinfo=dt.timezone.utc)
+    agent.answer = (200, {"generation": None})
+    assert client.bundle_state(AMPHORA, HOST).generation is None
+    agent.answer = (200, {"files": {"haproxy.cfg": "…"}})
+    assert client.diagnostics(AMPHORA, HOST) == {"files": {"haproxy.cfg": "…"}}
+    assert [request[1] for request in agent.requests] == [
+        "/v2/info",
+        "/v2/bundle",
+        "/v2/bundle",
+        "/v2/diagnostics",
+    ]
+
+
+def test_handing_the_vips_over(world):
+    agent = world.agent()
+    client = world.client(agent.port)
+    client.expect_vips(AMPHORA, HOST, 65.0)
+    client.release_vips(AMPHORA, HOST, 60.0)
+    assert [(method, path, json.loads(sent)) for method, path, sent, _ in agent.requests] == [
+        ("POST", "/v2/vrrp/expect", {"seconds": 65.0}),
+        ("POST", "/v2/vrrp/release", {"drain": 60.0}),
+    ]
+    agent.answer = (200, {"holds_vip": False, "connections": 3, "draining": 12.5, "expecting": None})
+    assert client.vrrp(AMPHORA, HOST) == Vrrp(holds_vip=False, connections=3, draining=12.5)
+    agent.answer = (409, {"error": {"happened": "they are not here"}})
+    with pytest.raises(AgentRefused, match="they are not here"):
+        client.release_vips(AMPHORA, HOST, 60.0)
+
+
+def test_many_calls_use_one_connection(world):
+    agent = world.agent()
+    client = world.client(agent.port)
+    for _ in range(5):
+        client.info(AMPHORA, HOST)
+    assert agent.connections == 1
+    client.forget(AMPHORA)
+    client.info(AMPHORA, HOST)
+    assert agent.connections == 2
+
+
+def test_the_pools_are_bounded(world, monkeypatch):
+    monkeypatch.setattr("amphora_driver.agent.client._MOST_POOLS", 3)
+    client = world.client(1)
+    for number in range(10):
+        client._pool(f"amphora-{number}", HOST)
+    client._pool("amphora-7", HOST)
+    client._pool("new", HOST)
+    assert [key[0] for key in client._pools] == ["amphora-9", "amphora-7", "new"]
+
+
+def test_many_threads_share_a_client(world):
+    agent = world.agent()
+    client = world.client(agent.port)
+    done = []
+    threads = [threading.Thread(target=lambda: done.append(client.info(AMPHORA, HOST).amphora_id)) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert done == [AMPHORA] * 16
+
+
+# --- trusted peers -----------------------------------------------------------------------------------------
+
+
+def test_another_authority_is_not_trusted(world):
+    other = Authority(*create_authority("amphorae"))
+    agent = world.agent(issued=other.issue_server(AMPHORA, 1))
+    with pytest.raises(AgentUntrusted, match="not accepted"):
+        world.client(agent.port).put_bundle(AMPHORA, HOST, b"a secret key")
+    assert agent.requests == []
+
+
+def test_another_amphora_is_not_trusted(world):
+    agent = world.agent(issued=world.server_authority.issue_server("11111111-7f0e-4a55-9f0c-2f6f3a1f9c11", 1))
+    with pytest.raises(AgentUntrusted, match="Hostname mismatch"):
+        world.client(agent.port).put_bundle(AMPHORA, HOST, b"a secret key")
+    assert agent.requests == []
+
+
+def test_a_controller_is_no_amphora(world):
+    agent = world.agent(issued=world.server_authority.issue_client(AMPHORA, 1))
+    with pytest.raises(AgentUntrusted, match="purpose"):
+        world.client(agent.port).info(AMPHORA, HOST)
+
+
+def test_an_expired_certificate_is_not_trusted(tmp_path, world):
+    ca, key = create_authority("amphorae")
+    world.trust.write_bytes(ca)
+    past = Authority(ca, key, clock=lambda: time.time() - 200)
+    agent = world.agent(issued=past.issue_server(AMPHORA, 100 / 86400))
+    with pytest.raises(AgentUntrusted, match="expired"):
+        world.client(agent.port).info(AMPHORA, HOST)
+
+
+def test_old_tls_is_not_spoken(world):
+    agent = world.agent()
+    agent.context.minimum_version = agent.context.maximum_version = agent.context.maximum_version.TLSv1_2
+    with pytest.raises(AgentUnreachable, match="TLS"):
+        world.client(agent.port).info(AMPHORA, HOST)
+    assert agent.requests == []
+
+
+def test_an_agent_that_does_not_trust_us(world):
+    agent = world.agent()
+    stranger = Authority(*create_authority("strangers"))
+    world.identity.write_bytes(stranger.issue_client("controller", 1).bundle().reveal())
+    with pytest.raises(AgentUnreachable):
+        world.client(agent.port).info(AMPHORA, HOST)
+    assert agent.requests == []
+
+
+def test_the_environment_changes_nothing(world, monkeypatch, tmp_path):
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/nonexistent")
+    monkeypatch.setenv("SSL_CERT_FILE", "/nonexistent")
+    monkeypatch.setenv("SSLKEYLOGFILE", str(tmp_path / "keys"))
+    agent = world.agent()
+    assert world.client(agent.port).info(AMPHORA, HOST).amphora_id == AMPHORA
+    assert not (tmp_path / "keys").exists()
+
+
+# --- our own certificate -----------------------------------------------------------------------------------
+
+
+def test_missing_certificates_are_explained(world):
+    world.identity.unlink()
+    with pytest.raises(CertificateError, match=r"controller\.pem.*No such file"):
+        world.client(1).info(AMPHORA, HOST)
+    world.trust.write_text("rubbish")
+    with pytest.raises(CertificateError, match=r"ca\.pem"):
+        world.client(1).info(AMPHORA, HOST)
+
+
+def test_changed_files_are_read_again_and_broken_ones_are_not_used(world, caplog):
+    agent = world.agent()
+    client = world.client(agent.port)
+    client.info(AMPHORA, HOST)
+    world.identity.write_bytes(b"half wr")
+    with caplog.at_level(logging.WARNING):
+        client.info(AMPHORA, HOST)
+        client.info(AMPHORA, HOST)
+    assert agent.connections == 1
+    assert len([record for record in caplog.records if "using the present ones" in record.message]) == 1
+    world.identity.write_bytes(world.client_authority.issue_client("new", 1).bundle().reveal())
+    client.info(AMPHORA, HOST)
+    assert agent.connections == 2
+    world.trust.write_bytes(create_authority("others")[0])
+    with pytest.raises(AgentUntrusted):
+        client.info(AMPHORA, HOST)
+
+
+# --- answers -----------------------------------------------------------------------------------------------
+
+
+def test_a_refusal_carries_the_agents_words(world):
+    agent = world.agent()
+    words = {"wanted": "load generation 8", "happened": "unknown keyword 'x'", "remedy": "Fix the pool."}
+    agent.answer = (422, {"error": words, "object_id": "pool-1"})
+    with pytest.raises(AgentRefused, match="unknown keyword 'x'") as caught:
+        world.client(agent.port).put_bundle(AMPHORA, HOST, b"{}")
+    assert caught.value.status == 422
+    assert caught.value.object_id == "pool-1"
+    assert caught.value.remedy == "Fix the pool."
+    assert AMPHORA in caught.value.wanted
+    agent.answer = (409, {"error": words, "generation": 9})
+    with pytest.raises(AgentRefused) as caught:
+        world.client(agent.port).put_bundle(AMPHORA, HOST, b"{}")
+    assert (caught.value.status, caught.value.object_id) == (409, None)
+
+
+def test_a_refusal_without_a_document(world):
+    agent = world.agent()
+    agent.answer = (500, b"<html>secret</html>")
+    with pytest.raises(AgentRefused, match="answered 500") as caught:
+        world.client(agent.port).info(AMPHORA, HOST)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("answer", [b"", b"[]", b'{"amphora_id": 3}', b"\xff", b'["' * 9999, b'{"x":' * 9999])
+def test_an_answer_that_is_none(world, answer):
+    agent = world.agent()
+    agent.answer = (200, answer)
+    with pytest.raises(AgentRefused, match="cannot be decoded"):
+        world.client(agent.port).info(AMPHORA, HOST)
+
+
+def test_redirects_are_not_followed(world):
+    agent = world.agent()
+    agent.answer = (302, {})
+    with pytest.raises(AgentRefused, match="302"):
+        world.client(agent.port).info(AMPHORA, HOST)
+    assert len(agent.requests) == 1
+
+
+def test_an_endless_answer_is_cut_off(world, monkeypatch):
+    monkeypatch.setattr("amphora_driver.agent.client._MOST_ANSWER", 1 << 20)
+    agent = world.agent()
+    sent = []
+
+    def endless(handler):
+        handler.send_response(200)
+        handler.end_headers()
+        for _ in range(10000):
+            handler.wfile.write(b"x" * 65536)
+            sent.append(1)
+
+    agent.behave = endless
+    with pytest.raises(AgentRefused, match="longer than"):
+        world.client(agent.port).info(AMPHORA, HOST)
+    assert len(sent) < 1000
+
+
+@pytest.mark.quiet
+def test_a_dripping_answer_ends_with_the_deadline(world):
+    agent = world.agent()
+
+    def drip(handler):
+        handler.send_response(200)
+        handler.send_header("Content-Length", "1000")
+        handler.end_headers()
+        for _ in range(100):
+            handler.wfile.write(b" ")
+            time.sleep(0.02)
+
+    agent.behave = drip
+    begin = time.monotonic()
+    with pytest.raises(AgentUnreachable, match="in time"):
+        world.client(agent.port).info(AMPHORA, HOST, deadline=Deadline(0.3))
+    assert time.monotonic() - begin < 1.5
+
+
+@pytest.mark.quiet
+def test_dripping_headers_end_with_the_deadline(world):
+    agent = world.agent()
+
+    def drip(handler):
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\nX-Drip: ")
+        for _ in range(200):
+            handler.wfile.write(b"x")
+            time.sleep(0.02)
+
+    agent.behave = drip
+    begin = time.monotonic()
+    with pytest.raises(AgentUnreachable, match="in time"):
+        world.client(agent.port, request_timeout=0.3).info(AMPHORA, HOST)
+    assert time.monotonic() - begin < 1.5
+
+
+@pytest.mark.quiet
+def test_an_agent_that_does_not_read_ends_with_the_deadline(world):
+    plain = socket.create_server((HOST, 0))
+    context = world.agent().context
+    release = threading.Event()
+
+    def deaf():
+        accepted, _address = plain.accept()
+        with context.wrap_socket(accepted, server_side=True):
+            release.wait(10)
+
+    thread = threading.Thread(target=deaf)
+    thread.start()
+    begin = time.monotonic()
+    with pytest.raises(AgentUnreachable):  # for a body of this size it has five times as long
+        world.client(plain.getsockname()[1], request_timeout=0.1).put_bundle(AMPHORA, HOST, b"x" * (32 << 20))
+    assert time.monotonic() - begin < 2
+    release.set()
+    thread.join()
+    plain.close()
+
+
+@pytest.mark.quiet
+def test_a_connection_is_as_good_as_new_after_a_short_deadline(world):
+    agent = world.agent()
+    client = world.client(agent.port)
+    client.info(AMPHORA, HOST, deadline=Deadline(0.5))
+    time.sleep(0.5)
+    agent.behave = lambda handler: (time.sleep(0.6), setattr(agent, "behave", None), agent.serve(handler, b""))
+    client.info(AMPHORA, HOST)
+    assert agent.connections == 1
+
+
+def test_bodies_and_keys_are_not_logged(world, caplog):
+    agent = world.agent()
+    agent.answer = (422, {"error": {"happened": "no"}})
+    with caplog.at_level(logging.DEBUG), pytest.raises(AgentRefused):
+        world.client(agent.port).put_bundle(AMPHORA, HOST, b"PRIVATE KEY")
+    assert "PRIVATE" not in caplog.text
+
+
+# --- trouble -----------------------------------------------------------------------------------------------
+
+
+def test_no_listener(world):
+    with pytest.raises(AgentUnreachable, match="connection refused"):
+        world.client(free_port()).info(AMPHORA, HOST)
+
+
+@pytest.mark.quiet
+def test_no_answer_in_time(world):
+    agent = world.agent()
+    agent.behave = lambda _handler: time.sleep(0.5)
+    begin = time.monotonic()
+    with pytest.raises(AgentUnreachable, match="in time"):
+        world.client(agent.port, request_timeout=0.2).info(AMPHORA, HOST)
+    assert time.monotonic() - begin < 0.45
+    with pytest.raises(AgentUnreachable, match="deadline of the operation has passed"):
+        world.client(agent.port).info(AMPHORA, HOST, deadline=Deadline(-1))
+
+
+def test_no_handshake_in_time(world):
+    with socket.create_server((HOST, 0)) as silent, pytest.raises(AgentUnreachable, match="in time"):
+        world.client(silent.getsockname()[1], connect_timeout=0.2).info(AMPHORA, HOST)
+
+
+def test_a_broken_connection_is_tried_once_more(world):
+    agent = world.agent()
+    breaks = [True]
+
+    def break_off(handler):
+        if breaks:
+            breaks.pop()
+            handler.close_connection = True
+            return
+        agent.behave = None
+        agent.serve(handler, b"")
+
+    client = world.client(agent.port)
+    client.info(AMPHORA, HOST)
+    agent.behave = break_off
+    client.info(AMPHORA, HOST)
+    breaks.extend([True, True])
+    agent.behave = break_off
+    with pytest.raises(AgentUnreachable, match=r"closed|without response"):
+        client.info(AMPHORA, HOST)
+
+
+def test_an_agent_that_restarted_is_found_again(world):
+    first = world.agent()
+    client = world.client(first.port)
+    client.info(AMPHORA, HOST)
+    # Only the listening socket: block_on_close waits for the connection, which the client keeps.
+    first.server.block_on_close = False
+    client.close()
+    first.close()
+    world.agents.remove(first)
+    second = world.agent(port=first.port)
+    client.info(AMPHORA, HOST)
+    assert second.connections == 1
+
+
+def test_wait_until_ready(world):
+    agent = world.agent()
+    assert world.client(agent.port).wait_until_ready(AMPHORA, HOST, Deadline(5)).amphora_id == AMPHORA
+    assert len(agent.requests) == 1
+
+
+def test_an_agent_that_works_for_long_is_waited_for(world, monkeypatch):
+    monkeypatch.setattr(client_module, "_SILENCE", 0.3)
+    agent = world.agent()
+    agent.behave = lambda handler: (time.sleep(1.5), setattr(agent, "behave", None), agent.serve(handler, b""))
+    assert world.client(agent.port).info(AMPHORA, HOST).amphora_id == AMPHORA
+    assert agent.connections > 1, "it was asked whether it is there"
+
+
+def test_an_agent_that_is_frozen_is_not(world, monkeypatch):
+    monkeypatch.setattr(client_module, "_SILENCE", 0.3)
+    monkeypatch.setattr(client_module, "_HANDSHAKE_TIMEOUT", 0.3)
+    agent = world.agent()
+    frozen = threading.Event()
+
+    def freeze(_handler):
+        # New connections stay in the kernel's backlog, as with a stopped process.
+        agent.server.shutdown()
+        frozen.wait(20)
+
+    agent.behave = freeze
+    begin = time.monotonic()
+    with pytest.raises(AgentUnreachable, match="in time"):
+        world.client(agent.port).info(AMPHORA, HOST)
+    took = time.monotonic() - begin
+    frozen.set()
+    assert took < 15, "it would be given 60 seconds"
+
+
+def test_a_port_that_does_not_listen_is_not_waited_for(world):
+    begin = time.monotonic()
+    with pytest.raises(AgentUnreachable, match="refused"):
+        world.client(free_port()).wait_until_ready(AMPHORA, HOST, Deadline(30))
+    assert time.monotonic() - begin < 5
+
+
+def test_a_deadline_that_is_brought_forward_ends_an_exchange_under_way(world):
+    agent = world.agent()
+    begun = threading.Event()
+    agent.behave = lambda _handler: (begun.set(), time.sleep(2.5))
+    deadline = Deadline(60)
+    cutter = threading.Thread(target=lambda: (begun.wait(10), deadline.bring_forward("something else goes first")))
+    cutter.start()
+    begin = time.monotonic()
+    with pytest.raises(AgentUnreachable, match="in time"):
+        world.client(agent.port).info(AMPHORA, HOST, deadline=deadline.within(30))
+    assert time.monotonic() - begin < 2, "it is noticed long before the agent says anything"
+    assert len(agent.requests) == 1, "and not tried again"
+    cutter.join()
+
+
+def test_wait_until_ready_survives_503_but_no_other_refusal(world):
+    agent = world.agent()
+    answers = [(503, {}), (503, b"")]
+
+    def recover(handler):
+        agent.behave, kept = None, agent.answer
+        agent.answer = answers.pop() if answers else kept
+        agent.serve(handler, b"")
+        agent.behave, agent.answer = recover, kept
+
+    agent.behave = recover
+    client = world.client(agent.port)
+    assert client.wait_until_ready(AMPHORA, HOST, Deadline(5)).amphora_id == AMPHORA
+    answers.append((404, {}))
+    with pytest.raises(AgentRefused):
+        client.wait_until_ready(AMPHORA, HOST, Deadline(5))
+
+
+def test_wait_until_ready_does_not_wait_for_a_stranger(world):
+    agent = world.agent(issued=world.server_authority.issue_server("other", 1))
+    begin = time.monotonic()
+    with pytest.raises(AgentUntrusted):
+        world.client(agent.port).wait_until_ready(AMPHORA, HOST, Deadline(10))
+    assert time.monotonic() - begin < 2
+
+
+def test_the_client_needs_nothing_to_be_made(world):
+    # A controller starts before its certificates are there; the first call says what is missing.
+    assert isinstance(world.client(1), AgentClient)

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps that move the VIPs and see connections off: in which order the two are asked, what is made of answers."""
+
+import time
+from types import SimpleNamespace
+
+import migrated
+import pytest
+
+from amphora_driver import config
+from amphora_driver.agent.client import Vrrp
+from amphora_driver.database.engine import Database
+from amphora_driver.errors import AgentRefused, AgentUnreachable, Superseded
+from amphora_driver.model.amphora import AmphoraState
+from amphora_driver.model.loadbalancer import LoadBalancer, Vip
+from amphora_driver.queue.jobs import Jobs
+from amphora_driver.reconcile import plan as planning
+from amphora_driver.reconcile.context import ReconcileContext
+from amphora_driver.reconcile.executor import StepExecutor
+from amphora_driver.reconcile.job import Job
+from amphora_driver.store import amphorae
+from amphora_driver.store.requests import RequestRecorder
+
+LB, OLD, NEW = "lb", "old", "new"
+TREE = LoadBalancer(
+    id=LB, project_id="demo", vip=Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
+)
+STEP = planning.HandOver(amphora_id=OLD, to=NEW, reason="a test")
+
+
+class Agents:
+    """Records requests by agent; `trouble` has errors by request name, a list in order."""
+
+    def __init__(self, trouble, says):
+        self.asked = []
+        self.trouble = trouble
+        self.says = says
+        self.turn = None
+
+    def expect_vips(self, amphora_id, _address, seconds, *, deadline):
+        self._ask("expect", amphora_id, seconds)
+
+    def release_vips(self, amphora_id, _address, drain, *, deadline):
+        self._ask("release", amphora_id, drain)
+
+    def vrrp(self, amphora_id, _address, *, deadline=None):
+        self._ask("vrrp", amphora_id, deadline)
+        return self.says
+
+    def _ask(self, what, amphora_id, seconds):
+        self.asked.append((what, amphora_id, seconds))
+        trouble = self.trouble.get(what)
+        if isinstance(trouble, list):
+            trouble = trouble.pop(0) if trouble else None
+        if trouble is not None:
+            raise trouble
+
+    @property
+    def order(self):
+        return [what for what, _, _ in self.asked]
+
+
+@pytest.fixture
+def conf(tmp_path):
+    path = tmp_path / "amphora-driver.conf"
+    path.write_text(f"[amp_database]\nconnection = sqlite:///{tmp_path}/driver.sqlite\n")
+    return config.load([str(path)])
+
+
+@pytest.fixture
+def database(conf):
+    migrated.write(conf.amp_database.connection)
+    database = Database(conf.amp_database.connection)
+    RequestRecorder(database, lambda node: None).create_load_balancer(TREE, read_back=False)
+    for name, role, state in ((OLD, "MASTER", AmphoraState.RETIRING), (NEW, "BACKUP", AmphoraState.READY)):
+        database.write(lambda c, name=name, role=role: amphorae.insert_amphora(c, name, LB, role, b"key"))
+        database.write(lambda c, name=name, state=state: amphorae.update_amphora(c, name, state=state, confirmed=1))
+    yield database
+    database.dispose()
+
+
+def take(conf, database, step, agents, *, steps=False, redirect=True):
+    """Perform the step; return the recorded old amphora."""
+    backends = SimpleNamespace(network=lambda _: Machines(redirect), compute=lambda *_: Machines())
+    everything = ReconcileContext(
+        conf=conf, database=database, catalogue=backends, agents=agents, authority=None, vault=None
+    )
+    lease = Jobs(database, "me", 60.0).claim()
+    observed = database.read(lambda c: amphorae.load_amphorae(c, LB))
+    wanted = planning.LoadBalancerView(
+        load_balancer_id=LB,
+        generation=1,
+        applied=0,
+        gone=False,
+        readable=True,
+        tree=TREE,
+        networks={},
+        roles=("MASTER", "BACKUP"),
+        now=database.now(),
+    )
+    agents.turn = Job(lease, database, 60.0)
+    taking = StepExecutor(everything, agents.turn)
+    taking.execute(step, wanted, observed)
+    if steps:
+        return taking
+    after = database.read(lambda c: amphorae.load_amphorae(c, LB))
+    return next((one for one in after if one.id == OLD), None)
+
+
+HOLDS, GONE, EMPTY = Vrrp(holds_vip=True), Vrrp(holds_vip=False, draining=12.0), Vrrp(holds_vip=False)
+REFUSED, AWAY = AgentRefused("ask", "no", status=409), AgentUnreachable("ask", "away")
+
+
+def test_the_one_that_stays_is_ready_before_the_other_one_lets_go(conf, database):
+    agents = Agents({}, HOLDS)
+    before = time.time()
+    old = take(conf, database, STEP, agents)
+    assert [(what, agent) for what, agent, _ in agents.asked] == [("expect", NEW), ("release", OLD)]
+    drain = conf.amp_controller.drain_timeout
+    assert agents.asked[1][2] == drain
+    assert agents.asked[0][2] > drain, "it is ready for longer than the connections may go on"
+    assert old.handed_over
+    assert before + drain <= old.drains_until <= time.time() + drain
+    assert old.state is AmphoraState.RETIRING
+
+
+def test_ports_that_drop_redirected_packets_end_the_connections_at_once(conf, database):
+    agents = Agents({}, HOLDS)
+    old = take(conf, database, STEP, agents, redirect=False)
+    assert agents.asked == [("release", OLD, 0.0)], "without a drain, the partner redirects nothing"
+    assert old.handed_over
+    assert old.drains_until <= time.time()
+
+
+@pytest.mark.parametrize(
+    ("trouble", "says", "order", "left"),
+    [
+        ({"expect": REFUSED}, HOLDS, ["expect", "release"], 0.0),
+        ({"expect": AWAY}, HOLDS, ["expect", "release"], 0.0),
+        ({"release": [REFUSED]}, HOLDS, ["expect", "release", "vrrp", "release"], 0.0),
+        ({"release": REFUSED}, HOLDS, ["expect", *["release", "vrrp"] * 2], None),
+        ({"release": REFUSED}, GONE, ["expect", "release", "vrrp"], 12.0),
+        ({"release": AWAY}, GONE, ["expect", "release", "vrrp"], 12.0),
+        ({"release": REFUSED}, EMPTY, ["expect", "release", "vrrp"], 0.0),
+        ({"release": AWAY, "vrrp": AWAY}, HOLDS, ["expect", "release", "vrrp"], None),
+        ({"expect": AWAY, "release": AWAY, "vrrp": AWAY}, HOLDS, ["expect", "release", "vrrp"], None),
+    ],
+    ids=[
+        "the partner cannot",
+        "the partner is away",
+        "not with its connections",
+        "not at all",
+        "done before",
+        "the answer was lost",
+        "done before, and drained",
+        "away",
+        "both are away",
+    ],
+)
+def test_answers_of_the_amphorae(conf, database, trouble, says, order, left):
+    agents = Agents(trouble, says)
+    old = take(conf, database, STEP, agents)
+    assert agents.order == order
+    assert old.handed_over, "it was asked, and is replaced now"
+    if left is None:
+        assert old.drains_until is None, "its VIPs may be there still"
+    else:
+        assert old.drains_until == pytest.approx(time.time() + left, abs=5.0)
+
+
+def test_connections_may_be_cut_at_once(conf, database):
+    conf.set_override("drain_timeout", 0.0, group="amp_controller")
+    agents = Agents({}, HOLDS)
+    old = take(conf, database, STEP, agents)
+    assert agents.asked == [("release", OLD, 0.0)], "no agent expects the VIPs"
+    assert old.drains_until <= time.time()
+
+
+@pytest.mark.parametrize(
+    ("trouble", "says", "silent", "over"),
+    [
+        ({}, GONE, False, False),
+        ({}, GONE, True, False),
+        ({}, EMPTY, False, True),
+        ({}, Vrrp(holds_vip=True, draining=12.0), False, True),
+        ({"vrrp": AWAY}, EMPTY, False, False),
+        ({"vrrp": REFUSED}, EMPTY, False, False),
+        ({"vrrp": AWAY}, EMPTY, True, True),
+    ],
+    ids=["they go on", "slow", "they have ended", "it has the VIPs again", "away", "refused", "dead"],
+)
+def test_the_need_for_a_drain(conf, database, trouble, says, silent, over):
+    ends = time.time() + 60
+    database.write(lambda c: amphorae.update_amphora(c, OLD, handed_over=True, drains_until=ends))
+    agents = Agents(trouble, says)
+    old = take(conf, database, planning.CheckDrain(amphora_id=OLD, silent=silent, reason="a test"), agents)
+    assert agents.order == ["vrrp"]
+    assert old.drains_until == (0.0 if over else ends)
+
+
+@pytest.mark.parametrize(
+    ("changes", "trouble", "says", "stays"),
+    [
+        ({}, {}, GONE, True),
+        ({}, {}, EMPTY, False),
+        ({}, {}, HOLDS, False),
+        ({}, {"vrrp": AWAY}, GONE, False),
+        ({"handed_over": True, "drains_until": 0.0}, {}, GONE, False),
+    ],
+    ids=["connections go on", "none does", "it has the VIPs", "it is dead", "their time is over"],
+)
+def test_connections_survive_a_hand_over_and_a_kill(conf, database, changes, trouble, says, stays):
+    """The controller had it give its VIPs away, and has died before it wrote that down."""
+    heard = amphorae.LastHeartbeat(amphora_id=OLD, at=time.time(), generation=1, epoch=1, sequence=1, holds_vip=False)
+    database.write(lambda c: amphorae.record_heartbeats(c, [heard]))
+    if changes:
+        database.write(lambda c: amphorae.update_amphora(c, OLD, **changes))
+    agents = Agents(trouble, says)
+    left = take(conf, database, planning.Release(amphora_id=OLD, reason="a test"), agents)
+    assert (left is not None) == stays
+    if stays:
+        assert left.handed_over
+        assert left.drains_until == pytest.approx(time.time() + 12.0, abs=5.0)
+
+
+ASK = planning.QueryVipHolder(amphora_ids=(OLD, NEW), reason="a test")
+
+
+@pytest.mark.parametrize(
+    ("trouble", "says", "told"),
+    [
+        ({}, HOLDS, (True, True)),
+        ({}, EMPTY, (False, False)),
+        ({}, Vrrp(holds_vip=None), (False, None)),
+        ({"vrrp": [AWAY]}, HOLDS, (False, True)),
+        ({"vrrp": REFUSED}, HOLDS, (False, None)),
+    ],
+    ids=["they have", "they have not", "on its own", "one is away", "refused"],
+)
+def test_answers_precede_heartbeats(conf, database, trouble, says, told):
+    """OLD has said that it has no VIPs, and NEW nothing, until one of them is heard anew."""
+    _heard(database, OLD, at=100.0, sequence=1)
+    agents = Agents(trouble, says)
+    steps = take(conf, database, ASK, agents, steps=True)
+    assert agents.order == ["vrrp", "vrrp"]
+    assert steps.removal.holder_queried
+    assert _known(database, steps) == told
+    _heard(database, OLD, at=101.0, sequence=2)
+    assert _known(database, steps) == (False, told[1]), "its later word counts"
+
+
+def _heard(database, name, *, at, sequence):
+    heard = amphorae.LastHeartbeat(amphora_id=name, at=at, generation=1, epoch=1, sequence=sequence, holds_vip=False)
+    database.write(lambda c: amphorae.record_heartbeats(c, [heard]))
+
+
+def _known(database, steps):
+    found = steps.removal.with_answers(database.read(lambda c: amphorae.load_amphorae(c, LB)))
+    by_id = {one.id: one.holds_vip for one in found}
+    return by_id[OLD], by_id[NEW]
+
+
+class Machines:
+    """A compute and a network backend with nothing left."""
+
+    def __init__(self, redirect=True):
+        self._redirect = redirect
+
+    def redirect_allowed(self, port_ids):
+        return self._redirect
+
+    def destroy(self, amphora_id):
+        pass
+
+    def ports(self, owner):
+        return ()
+
+
+class Cut(Agents):
+    """The controller ends while one of them is asked."""
+
+    def __init__(self, question):
+        super().__init__({question: AgentUnreachable("ask", "the deadline")}, Vrrp(holds_vip=True, draining=None))
+        self.question = question
+
+    def _ask(self, what, amphora_id, seconds):
+        if what == self.question:
+            self.turn.preempt("this controller ends")
+        super()._ask(what, amphora_id, seconds)
+
+
+@pytest.mark.parametrize("question", ["expect", "release"])
+def test_an_interrupted_query_is_no_answer(conf, database, question):
+    with pytest.raises(Superseded):
+        take(conf, database, STEP, Cut(question))
+    after = database.read(lambda c: amphorae.load_amphorae(c, LB))
+    assert not any(one.handed_over for one in after), "it is asked again"
+
+
+def test_a_look_that_is_cut_short_ends_no_connection(conf, database):
+    database.write(lambda c: amphorae.update_amphora(c, OLD, handed_over=True, drains_until=time.time() + 60))
+    with pytest.raises(Superseded):
+        take(conf, database, planning.CheckDrain(amphora_id=OLD, silent=True, reason="a test"), Cut("vrrp"))
+    after = database.read(lambda c: amphorae.load_amphorae(c, LB))
+    assert next(one for one in after if one.id == OLD).drains_until > time.time()

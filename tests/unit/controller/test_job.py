@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes before a job that is under way, over a real database."""
+
+import migrated
+import pytest
+
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import job
+from amphora_driver.errors import DeadlinePassed, LeaseLost, Superseded
+from amphora_driver.model.enums import Kind, ListenerProtocol
+from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
+from amphora_driver.queue.jobs import Jobs
+from amphora_driver.reconcile.job import Job, find_preempted_jobs
+from amphora_driver.store.requests import RequestRecorder
+
+LB = "lb"
+TREE = LoadBalancer(
+    id=LB, project_id="demo", vip=Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
+)
+
+
+@pytest.fixture
+def database(tmp_path):
+    url = f"sqlite:///{tmp_path}/driver.sqlite"
+    migrated.write(url)
+    database = Database(url)
+    RequestRecorder(database, lambda node: None).create_load_balancer(TREE, read_back=False)
+    yield database
+    database.dispose()
+
+
+@pytest.fixture
+def intents(database):
+    return RequestRecorder(database, lambda node: None)
+
+
+@pytest.fixture
+def turn(database):
+    lease = Jobs(database, "me", 60.0).claim()
+    turn = Job(lease, database, 60.0)
+    turn.record_observation(1, "apply")
+    return turn
+
+
+def reason(database, turn):
+    return database.read(lambda c: find_preempted_jobs(c, [turn])).get(turn)
+
+
+def change(intents):
+    listener = Listener(id="listener", loadbalancer_id=LB, protocol=ListenerProtocol.HTTP, protocol_port=80)
+    intents.create_object(Kind.LISTENER, listener)
+
+
+def test_another_change_waits_for_its_turn(database, intents, turn):
+    turn.ensure_may_act()
+    change(intents)
+    turn.ensure_may_act()
+    assert reason(database, turn) is None
+
+
+@pytest.mark.parametrize(("call", "words"), [("delete_load_balancer", "deletion"), ("fail_over", "fail-over")])
+def test_a_change_gives_way_to_what_is_more(database, intents, turn, call, words):
+    getattr(intents, call)(LB)
+    assert words in reason(database, turn)
+    with pytest.raises(Superseded, match=words):
+        turn.ensure_may_act()
+    assert turn.is_preempted
+
+
+def test_a_fail_over_gives_way_to_a_deletion_and_not_to_changes(database, intents, turn):
+    intents.fail_over(LB)
+    turn.record_observation(2, "apply")
+    change(intents)
+    turn.ensure_may_act()
+    intents.delete_load_balancer(LB)
+    with pytest.raises(Superseded, match="deletion"):
+        turn.ensure_may_act()
+
+
+def test_nothing_goes_before_a_deletion(intents, turn):
+    intents.delete_load_balancer(LB)
+    turn.record_observation(2, "delete")
+    turn.ensure_may_act()
+
+
+def test_a_preempted_job_ends_before_its_next_effect(turn):
+    turn.preempt("the process ends", grace=30.0)
+    assert not turn.deadline.passed(), "what it asks just now it may ask to the end"
+    with pytest.raises(Superseded, match="the process ends"):
+        turn.ensure_may_act()
+
+
+def test_an_expired_job_begins_no_step(database, turn):
+    late = Job(turn.lease, database, 0.0)
+    with pytest.raises(DeadlinePassed):
+        late.ensure_may_act()
+
+
+def test_a_job_without_its_lease_ends(database, turn):
+    database.write(lambda c: c.execute(job.update().values(owner="another", epoch=9)))
+    assert "taken" in reason(database, turn)
+    with pytest.raises(LeaseLost):
+        turn.ensure_may_act()

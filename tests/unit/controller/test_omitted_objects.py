@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is not served is told, whichever turn finds it and whichever says that the rest is served."""
+
+import json
+
+import pytest
+from control import LB, LISTENER, TREE, World, controlled
+
+from amphora_driver.errors import AgentRefused, UnsupportedOption
+from amphora_driver.model.enums import Algorithm, Kind, PoolProtocol
+from amphora_driver.model.loadbalancer import Member, Pool
+
+
+class Picky(World):
+    """Its agents refuse the listener; no amphora has the VIPs at first; one subnet does not exist."""
+
+    def put_bundle(self, amphora_id, address, body, *, deadline=None):
+        if f"frontend {LISTENER}" in (json.loads(body)["haproxy"] or ""):
+            raise AgentRefused("apply it", "no such thing", status=422, object_id=LISTENER)
+        answer = super().put_bundle(amphora_id, address, body, deadline=deadline)
+        self.holder = None
+        return answer
+
+    def subnet(self, subnet_id, project_id=None):
+        if subnet_id == "nowhere":
+            raise UnsupportedOption("find it", "there is none")
+        return super().subnet(subnet_id)
+
+
+@pytest.fixture
+def control(tmp_path):
+    with controlled(tmp_path, Picky()) as control:
+        yield control
+
+
+def test_a_pair_that_begins_says_in_a_later_turn_what_it_does_not_serve(control):
+    pool = Pool(id="pool", loadbalancer_id=LB, protocol=PoolProtocol.HTTP, lb_algorithm=Algorithm.ROUND_ROBIN)
+    member = Member(id="member", pool_id="pool", address="192.0.2.9", protocol_port=80, subnet_id="nowhere")
+    control.intents.create_load_balancer(TREE, read_back=False)
+    control.intents.create_object(Kind.POOL, pool)
+    control.intents.create_object(Kind.MEMBER, member)
+    assert control.work() == 1, "no amphora has the VIPs yet"
+    assert control.pending() == {LB, LISTENER, "pool", "member"}
+    assert json.loads(control.row().omitted)["generation"] == control.row().generation
+
+    control.world.holder = next(iter(control.world.machines))
+    control.hurry()
+    assert control.work() == 1
+    said = control.provisioning()
+    assert said == {LB: "ACTIVE", LISTENER: "ERROR", "pool": "ACTIVE", "member": "ERROR"}
+    assert control.row().omitted is None
+    assert not control.row().dirty
+
+
+def test_omissions_of_an_older_generation_do_not_affect_the_next(control):
+    control.intents.create_load_balancer(TREE, read_back=False)
+    control.work()
+    control.world.put_bundle = lambda *args, **more: World.put_bundle(control.world, *args, **more)
+    control.intents.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 5})
+    control.work()
+    assert control.provisioning() == {LB: "ACTIVE", LISTENER: "ACTIVE"}

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An amphora that reports drift is pushed again, with a delay and a limit."""
+
+from itertools import pairwise
+
+from amphora_driver.health.amphora_reports import LastReport
+from amphora_driver.health.drift_reports import DriftNotice, DriftReports, UnrepairedDrift
+from amphora_driver.health.status import LastDrift
+
+INTERVAL = 3.0
+
+
+def heard(at, *words, generation=8, drifted=None):
+    return {"am": LastReport(at, at, generation, (1, int(at * 10)), None, words, drifted)}
+
+
+def among(drifts, at, *words, generation=8, confirmed=8):
+    return drifts.find_unrepaired(heard(at, *words, generation=generation), {"am": confirmed}, at)
+
+
+def test_a_repeated_drift_marks_the_amphora():
+    drifts = DriftReports(INTERVAL)
+    assert among(drifts, 10.0, "files") == []
+    assert among(drifts, 12.9, "files") == []
+    assert among(drifts, 13.1, "files") == [UnrepairedDrift("am", 8, "files", replug=False)]
+
+
+def test_an_interface_is_attached_again():
+    drifts = DriftReports(INTERVAL)
+    among(drifts, 10.0, "interface", "address")
+    assert among(drifts, 14.0, "interface", "address") == [UnrepairedDrift("am", 8, "interface, address", replug=True)]
+
+
+def test_useless_pushes_back_off():
+    drifts = DriftReports(INTERVAL)
+    among(drifts, 0.0, "files")
+    at, pushes = 4.0, []
+    while at < 1000.0:
+        found = among(drifts, at, "files")
+        if found:
+            drifts.record_pushes(found, at)
+            pushes.append(at)
+        at += 3.0
+    gaps = [later - before for before, later in pairwise(pushes)]
+    assert gaps[0] >= 30.0
+    assert all(later >= 1.8 * before for before, later in pairwise(gaps))
+    assert 5 <= len(pushes) <= 7
+
+
+def test_other_generation_is_not_drift():
+    drifts = DriftReports(INTERVAL)
+    for at in (10.0, 14.0, 18.0):
+        assert among(drifts, at, "files", generation=7) == []
+        assert among(drifts, at, "files", generation=0, confirmed=0) == []
+
+
+def test_a_repaired_amphora_is_forgotten_later():
+    drifts = DriftReports(INTERVAL)
+    among(drifts, 0.0, "files")
+    drifts.record_pushes(among(drifts, 4.0, "files"), 4.0)
+    assert among(drifts, 7.0) == []
+    assert among(drifts, 10.0, "files") == [], "it is the same trouble"
+    assert among(drifts, 100.0) == []
+    assert among(drifts, 101.0, "files") == []
+    assert len(among(drifts, 105.0, "files")) == 1
+
+
+def test_a_drift_is_logged_once():
+    drifts = DriftReports(INTERVAL)
+    said = heard(10.0, drifted=LastDrift(at=1000000000.0, sentences=("eth1 is down",), repaired=True))
+    when = "2001-09-09 01:46:40 UTC"
+    assert drifts.find_notices(said, 5.0) == {"am": DriftNotice(when, f"{when}, repaired by its agent: eth1 is down")}
+    drifts.record_notices(said, 5.0)
+    assert drifts.find_notices(said, 20.0) == {}
+    assert drifts.find_notices(heard(10.0), 20.0) == {}
+    strange = heard(11.0, drifted=LastDrift(at=1e300, sentences=("x",), repaired=False))
+    assert drifts.find_notices(strange, 20.0) == {
+        "am": DriftNotice("unknown time", "unknown time, its agent could not repair: x")
+    }
+    drifts.retain(set())
+    assert drifts.find_notices(said, 20.0) != {}
+
+
+def test_findings_that_follow_each_other_are_told_seldom():
+    drifts = DriftReports(INTERVAL)
+    told = []
+    for number in range(100):
+        said = heard(number / 10, drifted=LastDrift(at=float(number), sentences=(f"number {number}",), repaired=True))
+        told += [each.sentence for each in drifts.find_notices(said, number / 10).values()]
+        drifts.record_notices(said, number / 10)
+    assert len(told) == 1
+    assert drifts.find_notices(said, 10.0)["am"].sentence.endswith("number 99"), "the last one is not lost"
+
+
+def marks(drifts, at, *words, marked=(), generation=8):
+    """As the bookkeeper asks: marks first."""
+    said, confirmed = heard(at, *words, generation=generation), {"am": 8}
+    found = drifts.find_changed_marks(said, confirmed, set(marked))
+    drifts.find_unrepaired(said, confirmed, at)
+    return found
+
+
+def test_longer_complaint_is_recorded_until_it_ends():
+    drifts = DriftReports(INTERVAL)
+    assert marks(drifts, 10.0, "files") == {}
+    assert marks(drifts, 12.9, "files") == {}, "it may be mending it"
+    assert marks(drifts, 13.1, "files", generation=7) == {}, "it is being pushed"
+    assert marks(drifts, 13.1, "files") == {"am": True}
+    assert marks(drifts, 16.0, "files", marked={"am"}) == {}
+    assert marks(drifts, 500.0, marked={"am"}) == {"am": False}
+    assert marks(drifts, 503.0, marked={"am"}) == {"am": False}, "it was not written yet"
+    assert marks(drifts, 506.0) == {}
+    assert marks(drifts, 509.0, marked={"am"}) == {}, "another process has marked it"
+
+
+def test_marks_of_the_controller_stay():
+    drifts = DriftReports(INTERVAL)
+    assert marks(drifts, 10.0, marked={"am"}) == {}
+
+
+def test_complaint_after_a_push_is_recorded_again():
+    drifts = DriftReports(INTERVAL)
+    marks(drifts, 10.0, "files")
+    found = among(drifts, 14.0, "files")
+    drifts.record_pushes(found, 14.0)
+    assert marks(drifts, 16.0, "files") == {}
+    assert marks(drifts, 18.0, "files") == {"am": True}
+
+
+def test_why_it_is_pushed_says_when_it_was_found():
+    drifts = DriftReports(INTERVAL)
+    among(drifts, 10.0, "files")
+    said = heard(14.0, "files", drifted=LastDrift(at=1000000000.0, sentences=("x",), repaired=False))
+    (broken,) = drifts.find_unrepaired(said, {"am": 8}, 14.0)
+    assert broken.found_at == "2001-09-09 01:46:40 UTC"

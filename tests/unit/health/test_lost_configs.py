@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An amphora is believed to have lost what it served only when it says so well after its confirmation."""
+
+from amphora_driver.health.amphora_reports import LastReport
+from amphora_driver.health.lost_configs import LostConfig, LostConfigDetector
+
+INTERVAL = 3.0
+
+
+def heard(at, generation):
+    return {"am": LastReport(at, at, generation, (1, int(at * 10)))}
+
+
+def among(losses, at, generation, confirmed, now=None):
+    return losses.find_lost(heard(at, generation), {"am": confirmed}, at if now is None else now)
+
+
+def test_a_repeated_report_marks_a_lost_configuration():
+    losses = LostConfigDetector(INTERVAL)
+    assert among(losses, 10.0, 0, 8) == []
+    assert among(losses, 12.9, 0, 8) == []
+    assert among(losses, 13.1, 0, 8) == [LostConfig("am", 8, 0)]
+    losses.clear([LostConfig("am", 8, 0)])
+    assert among(losses, 13.2, 0, 0) == [], "it is given its configuration again"
+
+
+def test_heartbeats_on_their_way_while_it_confirmed_say_nothing():
+    losses = LostConfigDetector(INTERVAL)
+    assert among(losses, 10.0, 7, 8, now=10.5) == []
+    assert among(losses, 10.6, 7, 8) == [], "another of them, read late"
+    assert among(losses, 11.0, 8, 8) == []
+    assert among(losses, 20.0, 7, 8) == [], "suspicion begins anew"
+
+
+def test_a_newer_confirmation_begins_anew():
+    losses = LostConfigDetector(INTERVAL)
+    assert among(losses, 10.0, 7, 8) == []
+    assert among(losses, 14.0, 8, 9) == []
+    assert among(losses, 16.0, 8, 9) == []
+    assert among(losses, 17.1, 8, 9) == [LostConfig("am", 9, 8)]
+
+
+def test_time_counts_from_when_the_confirmation_was_read():
+    losses = LostConfigDetector(INTERVAL)
+    assert among(losses, 10.0, 0, 8, now=15.0) == [], "this process was not scheduled for a while"
+    assert among(losses, 17.0, 0, 8) == []
+    assert among(losses, 18.1, 0, 8) == [LostConfig("am", 8, 0)]
+
+
+def test_an_unconfirmed_amphora_loses_nothing():
+    losses = LostConfigDetector(INTERVAL)
+    for at in (10.0, 20.0, 30.0):
+        assert among(losses, at, 0, 0) == []
+
+
+def test_deleted_amphorae_are_forgotten():
+    losses = LostConfigDetector(INTERVAL)
+    among(losses, 10.0, 0, 8)
+    losses.retain(set())
+    assert among(losses, 20.0, 0, 8) == []

@@ -1,0 +1,433 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Octavia may fail after our answer: what it has kept is what is wanted."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import pytest
+import sqlalchemy as sa
+from octavia_sockets import OctaviaSockets
+
+from amphora_driver.database.tables import desired_object, duty, job, object_status, request
+from amphora_driver.model.enums import Algorithm, Kind, ListenerProtocol, PoolProtocol
+from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Vip
+from amphora_driver.provider_agent import sync_transactions
+from amphora_driver.provider_agent.status_reporter import Reporter
+from amphora_driver.store import desired_objects, status_outbox
+from amphora_driver.store.requests import RequestRecorder
+
+VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
+LISTENER = Listener(
+    id="li", loadbalancer_id="lb", protocol=ListenerProtocol.HTTP, protocol_port=80, default_pool_id="po"
+)
+MEMBER = Member(id="me", pool_id="po", address="192.0.2.1", protocol_port=80, weight=1)
+POOL = Pool(
+    id="po",
+    loadbalancer_id="lb",
+    protocol=PoolProtocol.HTTP,
+    lb_algorithm=Algorithm.ROUND_ROBIN,
+    members=(MEMBER,),
+)
+TREE = LoadBalancer(id="lb", project_id="demo", vip=VIP, listeners=(LISTENER,), pools=(POOL,))
+KEPT_MEMBER = {"member_id": "me", "pool_id": "po", "address": "192.0.2.1", "protocol_port": 80, "weight": 1}
+
+
+def kept(*members, name=""):
+    pool = {
+        "pool_id": "po",
+        "loadbalancer_id": "lb",
+        "protocol": "HTTP",
+        "lb_algorithm": "ROUND_ROBIN",
+        "members": list(members),
+    }
+    listener = {
+        "listener_id": "li",
+        "loadbalancer_id": "lb",
+        "protocol": "HTTP",
+        "protocol_port": 80,
+        "default_pool_id": "po",
+        "l7policies": [],
+    }
+    return {
+        "loadbalancer_id": "lb",
+        "project_id": "demo",
+        "name": name,
+        "vip_address": "198.51.100.10",
+        "vip_subnet_id": "s1",
+        "vip_network_id": "n1",
+        "vip_port_id": "p1",
+        "pools": [pool],
+        "listeners": [listener],
+    }
+
+
+@pytest.fixture
+def octavia(tmp_path):
+    sockets = OctaviaSockets(tmp_path)
+    sockets.trees["lb"] = kept(KEPT_MEMBER)
+    sockets.start()
+    yield sockets
+    sockets.stop()
+
+
+@pytest.fixture
+def more_options():
+    return "audit_after = 0\naudit_interval = 0"
+
+
+@pytest.fixture
+def intents(database):
+    intents = RequestRecorder(database, lambda node: None)
+    intents.create_load_balancer(TREE, read_back=False)
+    return intents
+
+
+@pytest.fixture
+def reporter(conf, database, octavia, intents):
+    reporter = Reporter(conf, database)
+    reporter.run_once()
+    reporter.run_once()
+    return reporter
+
+
+def row(database):
+    return database.read(lambda c: c.execute(sa.select(job)).one())
+
+
+def members(database):
+    tree = database.read(lambda c: desired_objects.load_tree(c, "lb"))
+    return {one.id: one.weight for one in tree.pools[0].members}
+
+
+def serve(database):
+    def write(connection):
+        generation = row(database).generation
+        connection.execute(job.update().values(applied=generation, dirty=False))
+        status_outbox.confirm_generation(connection, "lb", generation, {})
+
+    database.write(write)
+
+
+def test_a_recorded_request_needs_no_correction(database, reporter):
+    assert (row(database).generation, row(database).committed) == (1, 1)
+
+
+def test_a_member_that_was_rolled_back_is_not_wanted(intents, database, reporter, octavia):
+    intents.create_object(Kind.MEMBER, msgspec.structs.replace(MEMBER, id="ghost", address="192.0.2.2"))
+    serve(database)
+    reporter.run_once()
+    assert members(database) == {"me": 1}
+    assert (row(database).generation, row(database).committed, row(database).dirty) == (3, 3, True)
+    assert "ghost" not in database.read(lambda c: c.execute(sa.select(object_status.c.object_id)).scalars().all())
+    reporter.run_once()
+    assert row(database).generation == 3, "once"
+
+
+def test_a_change_that_was_rolled_back_is_not_wanted(intents, database, reporter, octavia):
+    intents.update_object(Kind.MEMBER, "me", {"weight": 7})
+    serve(database)
+    reporter.run_once()
+    assert members(database) == {"me": 1}
+
+
+def test_a_change_that_was_kept_stays(intents, database, reporter, octavia):
+    octavia.trees["lb"] = kept({**KEPT_MEMBER, "weight": 7})
+    intents.update_object(Kind.MEMBER, "me", {"weight": 7})
+    serve(database)
+    reporter.run_once()
+    assert (members(database), row(database).generation) == ({"me": 7}, 2)
+
+
+def test_an_object_in_deletion_exists(intents, database, reporter, octavia):
+    """Octavia shows it until it is told that it is gone, and does not say that it is going."""
+    intents.delete_object(Kind.MEMBER, "me")
+    reporter.run_once()
+    assert (members(database), row(database).generation) == ({}, 2)
+
+
+def batch(intents, *members):
+    made = [
+        msgspec.structs.replace(MEMBER, id=one, address=f"192.0.2.{number}") for number, one in enumerate(members, 7)
+    ]
+    intents.set_members("po", [(one.id, lambda one=one: one, {}) for one in made])
+
+
+def test_a_batch_that_was_rolled_back_takes_nothing_away(intents, database, reporter, octavia):
+    batch(intents, "new")
+    serve(database)
+    octavia.statuses.clear()
+    reporter.run_once()
+    assert members(database) == {"me": 1, "new": 1}
+    assert "DELETED" not in str(octavia.statuses), "Octavia would forget the member, for good"
+    assert row(database).dirty
+    serve(database)
+    reporter.run_once()
+    reporter.run_once()
+    assert "DELETED" not in str(octavia.statuses)
+    assert (row(database).committed, members(database)) == (row(database).generation, {"me": 1})
+
+
+def test_a_batch_that_was_kept(intents, database, reporter, octavia):
+    new = {**KEPT_MEMBER, "member_id": "new", "address": "192.0.2.7"}
+    # As it is when the first one is gone.
+    octavia.trees["lb"], octavia.trees["new"] = kept(new), new
+    batch(intents, "new")
+    serve(database)
+    reporter.run_once()
+    reporter.run_once()
+    assert (members(database), row(database).generation) == ({"new": 1}, 2)
+    assert {"id": "me", "provisioning_status": "DELETED"} in octavia.statuses[-1]["members"]
+
+
+def test_a_request_during_the_query_is_not_lost(intents, database, reporter, octavia):
+    intents.update_object(Kind.MEMBER, "me", {"weight": 7})
+    serve(database)
+    asked = reporter.library.get_loadbalancer
+
+    class Meanwhile:
+        def __getattr__(self, name):
+            return getattr(reporter.library, name)
+
+        def get_loadbalancer(self, one):
+            found = asked(one)
+            intents.update_object(Kind.MEMBER, "me", {"weight": 9})
+            return found
+
+    library = Meanwhile()
+    reporter._auditor._library = lambda: library
+    reporter.run_once()
+    assert (members(database), row(database).generation) == ({"me": 9}, 3)
+
+
+def test_changes_before_the_reporters_start_are_compared(conf, intents, database, reporter, octavia):
+    intents.update_object(Kind.MEMBER, "me", {"weight": 7})
+    serve(database)
+    database.write(lambda c: c.execute(job.update().values(committed=2)))
+    database.write(lambda c: c.execute(sa.text("DELETE FROM duty")))
+    another = Reporter(conf, database)
+    another.run_once()
+    another.run_once()
+    assert members(database) == {"me": 1}
+
+
+# --- what is being deleted ---------------------------------------------------------------------------------------
+
+
+def pools(database):
+    tree = database.read(lambda c: desired_objects.load_tree(c, "lb"))
+    return [one.id for one in tree.pools], [one.default_pool_id for one in tree.listeners]
+
+
+def test_a_pool_on_its_way_out_is_left_alone(intents, database, reporter, octavia):
+    """Octavia keeps the listener's reference until it is told that the pool is gone."""
+    intents.delete_object(Kind.POOL, "po")
+    for _ in range(3):
+        reporter.run_once()
+    assert (pools(database), row(database).generation) == (([], [None]), 2)
+    # It is looked at later all the same.
+    serve(database)
+    octavia.trees["lb"] = {**kept(name="x"), "pools": [], "listeners": [{**kept()["listeners"][0]}]}
+    octavia.trees["lb"]["listeners"][0]["default_pool_id"] = None
+    reporter.run_once()
+    assert (pools(database), row(database).generation) == (([], [None]), 3), "the name was lost"
+
+
+def test_a_failed_object_in_deletion_exists(intents, database, reporter):
+    intents.delete_object(Kind.POOL, "po")
+    reporter.run_once()
+    database.write(lambda c: status_outbox.fail_generation(c, "lb", 2, "no"))
+    reporter.run_once()
+    reporter.run_once()
+    assert row(database).generation == 2
+
+
+def test_an_unservable_object_is_compared(intents, database, reporter):
+    """What makes it fail may be just what Octavia has not kept."""
+    intents.update_object(Kind.MEMBER, "me", {"weight": 7})
+    reporter.run_once()
+    database.write(lambda c: status_outbox.fail_generation(c, "lb", 2, "no"))
+    reporter.run_once()
+    assert members(database) == {"me": 1}
+
+
+def unheard(intents, database, reporter, octavia):
+    """A pool is deleted, but Octavia would not hear of it, and the load balancer goes on without."""
+    intents.delete_object(Kind.POOL, "po")
+    serve(database)
+    for one in ("po", "me"):
+        reporter._refused[one] = (float("inf"), 60.0)
+
+
+def test_attributes_unknown_to_octavia_are_no_difference(intents, database, reporter, octavia):
+    unheard(intents, database, reporter, octavia)
+    octavia.asked.clear()
+    reporter.run_once()
+    assert "loadbalancers" in [one["object"] for one in octavia.asked], "it was compared"
+    assert (pools(database), row(database).generation) == (([], [None]), 2)
+
+
+def test_a_deletion_during_the_query_is_not_reverted(intents, database, reporter, octavia):
+    unheard(intents, database, reporter, octavia)
+    octavia.trees["lb"] = kept(KEPT_MEMBER, name="x")
+    asked = reporter.library.get_loadbalancer
+
+    class Meanwhile:
+        def get_loadbalancer(self, one):
+            found = asked(one)
+            due = database.read(lambda c: status_outbox.list_due_reports(c, 10))
+            database.write(lambda c: status_outbox.mark_reported(c, due))
+            return found
+
+    library = Meanwhile()
+    reporter._auditor._library = lambda: library
+    reporter.run_once()
+    assert database.read(lambda c: c.execute(sa.select(desired_object).where(desired_object.c.removed)).all()) == []
+    assert (pools(database), row(database).generation) == (([], [None]), 3), "the name was lost, the pool was not"
+
+
+# --- several batches at once -------------------------------------------------------------------------------------
+
+
+def shown(one, number):
+    return {**KEPT_MEMBER, "member_id": one, "address": f"192.0.2.{number}"}
+
+
+def said_of_members(octavia):
+    return [one for document in octavia.statuses for one in document.get("members", ())]
+
+
+def test_a_batch_is_judged_by_its_own_members(intents, database, reporter, octavia):
+    batch(intents, "one")
+    batch(intents, "two")
+    # The first was kept, the second was not: "one" is still there, "me" is on its way out.
+    octavia.trees["one"] = shown("one", 7)
+    octavia.trees["lb"] = kept(KEPT_MEMBER, shown("one", 7))
+    serve(database)
+    reporter.run_once()
+    assert set(members(database)) == {"one", "two"}
+    serve(database)
+    reporter.run_once()
+    reporter.run_once()
+    assert {"id": "me", "provisioning_status": "DELETED"} in said_of_members(octavia)
+    assert {"id": "one", "provisioning_status": "DELETED"} not in said_of_members(octavia)
+
+
+def test_an_earlier_batch_that_was_lost_is_found_behind_one_that_was_kept(intents, database, reporter, octavia):
+    batch(intents, "one")
+    batch(intents, "two")
+    octavia.trees["two"] = shown("two", 7)
+    octavia.trees["lb"] = kept(KEPT_MEMBER, shown("two", 7))
+    serve(database)
+    reporter.run_once()
+    assert set(members(database)) == {"me", "two"}
+    assert {"id": "me", "provisioning_status": "DELETED"} not in said_of_members(octavia)
+
+
+def test_a_later_change_confirms_the_batch(intents, database, reporter, octavia):
+    batch(intents, "new")
+    intents.update_object(Kind.MEMBER, "new", {"weight": 9})
+    # The update was lost, the batch was not.
+    octavia.trees["new"] = shown("new", 7)
+    octavia.trees["lb"] = kept(shown("new", 7))
+    serve(database)
+    reporter.run_once()
+    reporter.run_once()
+    assert {"id": "me", "provisioning_status": "DELETED"} in said_of_members(octavia)
+    assert members(database) == {"new": 1}
+
+
+def test_a_batch_that_changes_tells_by_what_it_has_changed(intents, database, reporter, octavia):
+    intents.create_object(Kind.MEMBER, msgspec.structs.replace(MEMBER, id="other", address="192.0.2.9"))
+    octavia.trees["lb"] = kept(KEPT_MEMBER, shown("other", 9))
+    serve(database)
+    reporter.run_once()
+    octavia.trees["other"] = shown("other", 9)
+    intents.set_members("po", [("other", lambda: None, {"weight": 5})])
+    (found,) = database.read(lambda c: sync_transactions.list_member_batches(c, row(database)))
+    assert (found.sample.id, found.created, found.removed) == ("other", False, ["me"])
+    reporter.run_once()
+    assert set(members(database)) == {"me", "other"}
+
+
+def test_a_lost_batch_does_not_keep_its_load_balancer_from_going(intents, database, reporter, octavia):
+    batch(intents, "new")
+    intents.delete_load_balancer("lb")
+    reporter.run_once()
+    assert row(database).committed == row(database).generation
+
+
+# --- duty, and hands -----------------------------------------------------------------------------------------------
+
+
+def test_returning_duty_owner_rereads_changes(intents, database, reporter, octavia):
+    database.write(lambda c: c.execute(duty.update().values(owner="another", leased_until=time.time() + 90)))
+    reporter._held_until = 0.0
+    reporter.run_once()
+    # The other one passes the barrier, and dies before it has compared anything.
+    intents.update_object(Kind.MEMBER, "me", {"weight": 7})
+    serve(database)
+    database.write(lambda c: c.execute(job.update().values(committed=2)))
+    database.write(lambda c: c.execute(duty.update().values(leased_until=0.0)))
+    reporter.run_once()
+    assert members(database) == {"me": 1}
+
+
+def test_objects_in_progress_are_always_compared(intents, database, reporter):
+    intents.update_object(Kind.MEMBER, "me", {"weight": 7})
+    database.write(lambda c: c.execute(request.update().values(accepted_at=0.0)))
+    assert database.read(lambda c: sync_transactions.list_recently_changed(c, 1.0)) == ["lb"]
+    serve(database)
+    assert database.read(lambda c: sync_transactions.list_recently_changed(c, 1.0)) == []
+
+
+def test_comparison_blocks_no_request(conf, intents, database, octavia):
+    asked, answer = threading.Semaphore(0), threading.Event()
+    with ThreadPoolExecutor(4) as auditing:
+        reporter = Reporter(conf, database, auditors=auditing)
+        reporter.run_once()
+        library = reporter.library
+
+        class Slow:
+            def get_loadbalancer(self, one):
+                asked.release()
+                assert answer.wait(30)
+                return library.get_loadbalancer(one)
+
+        slow = Slow()
+        reporter._auditor._library = lambda: slow
+        serve(database)
+        try:
+            reporter.run_once()
+            while not asked.acquire(timeout=0.1):
+                reporter.run_once()
+            intents.update_object(Kind.MEMBER, "me", {"weight": 7})
+            serve(database)
+            octavia.statuses.clear()
+            reporter.run_once()
+            assert row(database).committed == 2
+            assert "ACTIVE" in str(octavia.statuses)
+            assert not asked.acquire(timeout=0.1), "one at a time"
+        finally:
+            answer.set()
+
+
+def test_an_object_without_an_answer_waits(database, reporter):
+    class Away:
+        asked = 0
+
+        def get_loadbalancer(self, one):
+            self.asked += 1
+            raise OSError(one)
+
+    away = Away()
+    reporter._auditor._library = lambda: away
+    serve(database)
+    for _ in range(4):
+        reporter.run_once()
+    assert away.asked == 1
+    reporter._auditor._due["lb"] = 0.0
+    reporter.run_once()
+    assert away.asked == 2
+    assert reporter._auditor._backoffs["lb"] == 30.0

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hints never block a caller; tests/system/test_distributed.py uses a real broker."""
+
+import multiprocessing
+import socket
+import time
+
+import pytest
+
+from amphora_driver import config
+from amphora_driver.queue import local_socket, notifier
+
+
+@pytest.fixture
+def deaf_broker():
+    """It takes connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"amqp://guest:guest@127.0.0.1:{listener.getsockname()[1]}//"
+
+
+@pytest.fixture
+def tmp_path(tmp_path_factory):
+    """A short one: there are sockets in it, and a path of theirs has 107 characters at the most."""
+    return tmp_path_factory.mktemp("t")
+
+
+def configured(tmp_path, url, engine="celery"):
+    file = tmp_path / "driver.conf"
+    file.write_text(f"[amp_queue]\nengine = {engine}\nbroker_url = {url}\nsocket_dir = {tmp_path}/bells\n")
+    return config.load([str(file)])
+
+
+@pytest.fixture
+def publisher(deaf_broker):
+    publisher = notifier.Publisher(deaf_broker, most=3)
+    yield publisher
+    publisher.close()
+
+
+def test_unpublishable_hint_is_dropped_without_a_wait(publisher):
+    begun = time.monotonic()
+    left = [publisher.enqueue(local_socket.CONTROLLER, f"lb{number}") for number in range(1000)]
+    # Nothing of the network is in this way: a thousand are some milliseconds. The bound is for a busy machine.
+    assert time.monotonic() - begun < 2
+    # One may be on its way already.
+    assert 3 <= sum(left) <= 4
+
+
+def test_a_load_balancer_is_queued_once(publisher):
+    publisher.enqueue(local_socket.CONTROLLER, "first")
+    assert all(publisher.enqueue(local_socket.CONTROLLER, "lb") for _ in range(100))
+    assert len(publisher._waiting) <= 2
+
+
+def test_the_host_is_woken_whatever_the_broker_does(tmp_path, deaf_broker):
+    conf = configured(tmp_path, deaf_broker)
+    with local_socket.WakeupSocket(conf.amp_queue.socket_dir, local_socket.CONTROLLER) as bell:
+        notifier.notify(conf, local_socket.CONTROLLER, "lb")
+        assert bell.wait(5)
+    notifier._publishers.pop(deaf_broker).close()
+
+
+def test_the_embedded_engine_needs_no_broker(tmp_path):
+    conf = configured(tmp_path, "amqp://nowhere", engine="embedded")
+    notifier.notify(conf, local_socket.CONTROLLER, "lb")
+    assert "amqp://nowhere" not in notifier._publishers
+    with notifier.reporter_hints(conf, lambda: None), notifier.controller_hints(conf, lambda _: None):
+        pass
+
+
+def test_a_forked_process_has_a_publisher_of_its_own(tmp_path, deaf_broker):
+    conf = configured(tmp_path, deaf_broker)
+    notifier.notify(conf, local_socket.CONTROLLER, "lb")
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=_tells, args=(conf, deaf_broker))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    notifier._publishers.pop(deaf_broker).close()
+
+
+def _tells(conf, url):
+    assert url not in notifier._publishers
+    notifier.notify(conf, local_socket.CONTROLLER, "lb")
+    assert notifier._publishers[url]._thread.is_alive()
+
+
+def test_the_broker_and_its_password_are_no_secret_told():
+    (option,) = [one for one in config.GROUPS["amp_queue"] if one.name == "broker_url"]
+    assert option.secret

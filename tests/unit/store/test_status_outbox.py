@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The outbox: what is due, what is held back, what is never said."""
+
+import msgspec
+import pytest
+import sqlalchemy as sa
+
+from amphora_driver.database.tables import job, object_status
+from amphora_driver.model.enums import Kind, ListenerProtocol, Operating, Provisioning
+from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
+from amphora_driver.store import desired_objects, status_outbox
+from amphora_driver.store.requests import RequestRecorder
+
+VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
+TREE = LoadBalancer(id="lb", project_id="demo", vip=VIP)
+LISTENER = Listener(id="li", loadbalancer_id="lb", protocol=ListenerProtocol.HTTP, protocol_port=80)
+
+
+@pytest.fixture
+def intents(database):
+    intents = RequestRecorder(database, lambda node: None)
+    intents.create_load_balancer(TREE, read_back=False)
+    return intents
+
+
+def commit(database):
+    """Octavia's transactions have ended."""
+    database.write(lambda c: c.execute(job.update().values(committed=job.c.generation)))
+
+
+def serve(database, generation, failed=None):
+    def write(connection):
+        connection.execute(job.update().values(applied=generation))
+        status_outbox.confirm_generation(connection, "lb", generation, failed or {})
+
+    database.write(write)
+
+
+def due(database):
+    return database.read(lambda c: status_outbox.list_due_reports(c, 100))
+
+
+def said(database):
+    return [(one.object_id, one.provisioning, one.operating) for one in due(database)]
+
+
+def test_nothing_is_said_before_octavia_has_committed(intents, database):
+    serve(database, 1)
+    assert due(database) == []
+    commit(database)
+    assert said(database) == [("lb", Provisioning.ACTIVE, None)]
+
+
+def test_nothing_is_active_before_it_was_confirmed(intents, database):
+    commit(database)
+    assert due(database) == []
+    intents.create_object(Kind.LISTENER, LISTENER)
+    serve(database, 1)
+    commit(database)
+    assert due(database) == [], "the load balancer waits for generation 2 now"
+    serve(database, 2)
+    assert said(database) == [("li", Provisioning.ACTIVE, None), ("lb", Provisioning.ACTIVE, None)]
+
+
+def test_load_balancers_take_turns(intents, database):
+    """One with more to say than fits into a call does not come first again."""
+    intents.create_load_balancer(msgspec.structs.replace(TREE, id="other"), read_back=False)
+    intents.create_object(Kind.LISTENER, LISTENER)
+    serve(database, 2)
+    database.write(lambda c: status_outbox.confirm_generation(c, "other", 2, {}))
+    commit(database)
+
+    def order(after):
+        return [one.object_id for one in database.read(lambda c: status_outbox.list_due_reports(c, 100, after))]
+
+    assert order("") == ["li", "lb", "other"]
+    assert order("lb") == ["other", "li", "lb"]
+    assert order("other") == ["li", "lb", "other"]
+
+
+def test_only_the_version_that_was_taken_is_done(intents, database):
+    commit(database)
+    serve(database, 1)
+    first = due(database)
+    database.write(
+        lambda c: status_outbox.write_observations(
+            c, "lb", [status_outbox.Observation(object_id="lb", kind=Kind.LOAD_BALANCER, operating=Operating.ONLINE)]
+        )
+    )
+    database.write(lambda c: status_outbox.mark_reported(c, first))
+    # ACTIVE again could overtake the PENDING of a request that was made meanwhile.
+    assert said(database) == [("lb", None, Operating.ONLINE)]
+    database.write(lambda c: status_outbox.mark_reported(c, due_now(c)))
+    assert due(database) == []
+
+
+def due_now(connection):
+    return status_outbox.list_due_reports(connection, 100)
+
+
+def test_the_same_observation_again_is_no_news(intents, database):
+    seen = [status_outbox.Observation(object_id="lb", kind=Kind.LOAD_BALANCER, operating=Operating.ONLINE)]
+    assert database.write(lambda c: status_outbox.write_observations(c, "lb", seen)) == 1
+    assert database.write(lambda c: status_outbox.write_observations(c, "lb", seen)) == 0
+
+
+def test_only_differing_statuses_of_this_load_balancer_are_written(intents, database):
+    ids = [f"li{number}" for number in range(1200)]
+
+    def write(connection):
+        status_outbox.expect_confirmation(connection, "lb", 2, [(Kind.LISTENER, one) for one in ids])
+        status_outbox.expect_confirmation(connection, "other", 2, [(Kind.LISTENER, "theirs")])
+
+    database.write(write)
+    seen = [
+        status_outbox.Observation(object_id=one, kind=Kind.LISTENER, operating=Operating.ONLINE, reason=f"why {one}")
+        for one in [*ids, "theirs", "nothing recorded"]
+    ]
+    assert database.write(lambda c: status_outbox.write_observations(c, "lb", seen[:700])) == 700
+    assert database.write(lambda c: status_outbox.write_observations(c, "lb", seen)) == 500
+    rows = {row.object_id: row for row in database.read(lambda c: c.execute(sa.select(object_status)).all())}
+    assert {(rows[one].operating, rows[one].reason, rows[one].version) for one in ids} == {
+        ("ONLINE", f"why {one}", 1) for one in ids
+    }
+    assert rows["theirs"].operating is None
+
+
+def test_no_statement_depends_on_the_order_of_assignments(intents, database):
+    # MySQL and MariaDB assign from left to right, and go on with what was assigned.
+    seen = []
+    sa.event.listen(database.engine, "before_cursor_execute", lambda *args: seen.append(args[2]))
+    serve(database, 1)
+    settling = [one for one in seen if one.startswith("UPDATE object_status") and "settled=" in one]
+    assert settling
+    assert all(one.index("settled=") < one.index(" version=") for one in settling)
+
+
+def test_a_failed_object_is_error_until_it_is_repaired(intents, database):
+    intents.create_object(Kind.LISTENER, LISTENER)
+    commit(database)
+    serve(database, 2, {"li": "no such thing"})
+    assert said(database) == [("li", Provisioning.ERROR, None), ("lb", Provisioning.ACTIVE, None)]
+    database.write(lambda c: status_outbox.mark_reported(c, due_now(c)))
+    serve(database, 2, {"li": "no such thing"})
+    assert due(database) == [], "said once"
+    serve(database, 2)
+    assert said(database) == [("li", Provisioning.ACTIVE, None)]
+
+
+def observation(operating, object_id="li", kind=Kind.LISTENER):
+    return status_outbox.Observation(object_id=object_id, kind=kind, operating=operating)
+
+
+def confirmed(database, generation, certain=(), first=()):
+    database.write(lambda c: status_outbox.confirm_generation(c, "lb", generation, {}, certain, first))
+
+
+def test_a_confirmation_reports_its_statuses(intents, database):
+    intents.create_object(Kind.LISTENER, LISTENER)
+    commit(database)
+    lb = observation(Operating.ONLINE, "lb", Kind.LOAD_BALANCER)
+    confirmed(database, 2, [observation(Operating.ONLINE), observation(Operating.ONLINE, "unknown")], [lb])
+    first = due(database)
+    assert [(one.object_id, one.provisioning, one.operating) for one in first] == [
+        ("li", Provisioning.ACTIVE, Operating.ONLINE),
+        ("lb", Provisioning.ACTIVE, Operating.ONLINE),
+    ]
+    database.write(lambda c: status_outbox.mark_reported(c, first))
+    confirmed(database, 2, [observation(Operating.ONLINE)], [lb])
+    assert due(database) == [], "said once"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(None, "ONLINE"), ("OFFLINE", "ONLINE"), ("ONLINE", "ONLINE"), ("DEGRADED", "DEGRADED"), ("ERROR", "ERROR")],
+)
+def test_a_first_status_replaces_none_that_was_measured(intents, database, before, after):
+    intents.create_object(Kind.LISTENER, LISTENER)
+    if before:
+        database.write(lambda c: status_outbox.write_observations(c, "lb", [observation(Operating(before))]))
+    confirmed(database, 2, first=[observation(Operating.ONLINE)])
+    rows = database.read(lambda c: c.execute(sa.select(object_status.c.object_id, object_status.c.operating)).all())
+    assert dict(map(tuple, rows))["li"] == after
+
+
+def test_newer_measurements_stay(intents, database):
+    """The status changes between the reading and the writing of a confirmation."""
+    intents.create_object(Kind.LISTENER, LISTENER)
+
+    def meanwhile(connection, _cursor, text, *_more):
+        if text.startswith("UPDATE object_status") and "reason=" in text and "settled" not in text and not done:
+            done.append(text)
+            connection.execute(
+                object_status.update().where(object_status.c.object_id == "li").values(operating="ERROR")
+            )
+
+    done = []
+    sa.event.listen(database.engine, "before_cursor_execute", meanwhile)
+    confirmed(database, 2, first=[observation(Operating.ONLINE)])
+    assert done
+    now = database.read(
+        lambda c: c.execute(sa.select(object_status.c.operating).where(object_status.c.object_id == "li")).scalar()
+    )
+    assert now == "ERROR"
+
+
+def test_deleted_objects_have_no_status(intents, database):
+    intents.create_object(Kind.LISTENER, LISTENER)
+    serve(database, 2)
+    commit(database)
+    database.write(lambda c: status_outbox.mark_reported(c, due_now(c)))
+    intents.delete_object(Kind.LISTENER, "li")
+    commit(database)
+    confirmed(database, 3, [observation(Operating.ONLINE)])
+    assert said(database) == [("li", Provisioning.DELETED, None), ("lb", Provisioning.ACTIVE, None)]
+
+
+def test_an_older_generation_settles_no_newer_object(intents, database):
+    """What failed is in ERROR, its user deletes it, and only then a job for the generation before ends."""
+    intents.create_object(Kind.LISTENER, LISTENER)
+    commit(database)
+    serve(database, 2, {"li": "no such thing"})
+    database.write(lambda c: status_outbox.mark_reported(c, due_now(c)))
+    intents.delete_object(Kind.LISTENER, "li")
+    serve(database, 2)
+    serve(database, 2, {"li": "no such thing"})
+    commit(database)
+    assert due(database) == [], "it waits for generation 3"
+    serve(database, 3)
+    assert said(database) == [("li", Provisioning.DELETED, None), ("lb", Provisioning.ACTIVE, None)]
+
+
+def test_new_failure_is_reported_without_a_pending_request(intents, database):
+    intents.create_object(Kind.LISTENER, LISTENER)
+    commit(database)
+    serve(database, 2)
+    database.write(lambda c: status_outbox.mark_reported(c, due_now(c)))
+    serve(database, 2, {"li": "no such thing"})
+    assert said(database) == [("li", Provisioning.ERROR, None)]
+    assert database.read(
+        lambda c: c.execute(sa.select(object_status.c.reason).where(object_status.c.object_id == "li")).scalar()
+    )
+
+
+def test_reports_of_many_objects_are_taken_in_a_few_statements(intents, database):
+    seen = []
+    ids = [f"li{number:04}" for number in range(600)]
+    database.write(lambda c: status_outbox.expect_confirmation(c, "lb", 1, [(Kind.LISTENER, one) for one in ids]))
+    serve(database, 1)
+    commit(database)
+    found = database.read(lambda c: status_outbox.list_due_reports(c, 10_000))
+    assert len(found) == 601
+    sa.event.listen(database.engine, "before_cursor_execute", lambda *args: seen.append(args[2]))
+    database.write(lambda c: status_outbox.mark_reported(c, found))
+    assert len([one for one in seen if one.startswith("UPDATE")]) == 2
+    assert due(database) == []
+
+
+def test_a_deleted_object_is_reported_once_and_forgotten(intents, database):
+    intents.create_object(Kind.LISTENER, LISTENER)
+    intents.delete_object(Kind.LISTENER, "li")
+    commit(database)
+    serve(database, 3)
+    assert said(database) == [("li", Provisioning.DELETED, None), ("lb", Provisioning.ACTIVE, None)]
+    late = [status_outbox.Observation(object_id="li", kind=Kind.LISTENER, operating=Operating.ONLINE)]
+    assert database.write(lambda c: status_outbox.write_observations(c, "lb", late)) == 0, (
+        "nothing is said after DELETED"
+    )
+    database.write(lambda c: status_outbox.mark_reported(c, due_now(c)))
+    assert due(database) == []
+    assert database.read(lambda c: c.execute(sa.select(sa.func.count()).select_from(object_status)).scalar()) == 1
+
+
+def test_giving_up_is_said_and_taken_back_when_it_works_after_all(intents, database):
+    commit(database)
+    database.write(lambda c: status_outbox.fail_generation(c, "lb", 1, "no amphora"))
+    assert said(database) == [("lb", Provisioning.ERROR, None)]
+    database.write(lambda c: status_outbox.mark_reported(c, due_now(c)))
+    serve(database, 1)
+    assert said(database) == [("lb", Provisioning.ACTIVE, None)]
+
+
+def test_a_deleted_load_balancer_leaves_no_row(intents, database):
+    intents.create_object(Kind.LISTENER, LISTENER)
+    intents.delete_load_balancer("lb")
+    commit(database)
+    serve(database, 3)
+    assert [one.kind for one in due(database)] == [Kind.LISTENER, Kind.LOAD_BALANCER], "children first"
+    database.write(lambda c: status_outbox.mark_reported(c, due_now(c)))
+    for table in (object_status, job, desired_objects.desired_object):
+        assert database.read(lambda c, table=table: c.execute(sa.select(table)).all()) == []

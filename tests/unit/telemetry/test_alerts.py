@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What needs an operator, and what does not."""
+
+import msgspec
+import pytest
+from some_fleet import INTERVAL, NOW, PROCESSES, balancer, fleet, identifier, machine, process
+
+from amphora_driver.telemetry.alerts import Level, find_notices, group_notices, worst_level
+from amphora_driver.telemetry.fleet_snapshot import (
+    AuthorityInfo,
+    BreakerInfo,
+    DetectorInfo,
+    FailoverInfo,
+    OutboxInfo,
+    RotationInfo,
+    SparePoolInfo,
+    UnknownAmphoraInfo,
+)
+
+GOING = FailoverInfo(
+    id=1,
+    load_balancer_id=identifier(1),
+    amphora_id=identifier(1001),
+    cause="silent",
+    reason=None,
+    asked_by=None,
+    silent_since=NOW - 9,
+    begun_at=NOW - 2,
+    served_at=None,
+    ended_at=None,
+    outcome=None,
+)
+ROTATION = RotationInfo(
+    id=4, state="paused", max_unavailable=1, asked_by=None, created_at=NOW, ended_at=None, reason="the new one is deaf"
+)
+AUTHORITY = AuthorityInfo(id=1, kind="amphora", state="current", expires_at=NOW + 3600)
+ZOMBIE = UnknownAmphoraInfo(amphora_id=identifier(9), address="192.0.2.9", first_at=NOW - 5, last_at=NOW, verdict=None)
+SILENT = {"silence": "silent", "silent_since": NOW - 9}
+
+
+def said(**more):
+    return [(one.level, one.text) for one in find_notices(fleet(**more), INTERVAL)]
+
+
+def test_a_fleet_that_is_well():
+    assert said() == []
+    assert worst_level(()) is Level.WELL
+    assert said(amphorae=(machine(), machine(1002, holds_vip=None, state="booting", heard_at=None, confirmed=0))) == []
+
+
+@pytest.mark.parametrize(
+    ("level", "text", "more"),
+    [
+        (
+            Level.TROUBLE,
+            "circuit breaker is open, no automatic fail-overs: 9 of 10",
+            {"breaker": BreakerInfo(state="open", silent=9, watched=10)},
+        ),
+        (Level.WATCH, "one automatic fail-over at a time", {"breaker": BreakerInfo(state="trial")}),
+        (
+            Level.WATCH,
+            "holds the circuit breaker open, no automatic fail-overs: switches",
+            {"breaker": BreakerInfo(state="open", held=True, reason="switches")},
+        ),
+        (
+            Level.WATCH,
+            "blind, no automatic fail-overs: no route",
+            {"sight": DetectorInfo(state="blind", reason="no route")},
+        ),
+        (Level.TROUBLE, "no controller runs", {"processes": PROCESSES[1:]}),
+        (Level.TROUBLE, "no health manager runs", {"processes": (PROCESSES[0], PROCESSES[2])}),
+        (Level.TROUBLE, "no provider agent runs", {"processes": PROCESSES[:2]}),
+        (
+            Level.WATCH,
+            "sends no heartbeats",
+            {"processes": (*PROCESSES, process("controller", name="old", seen_at=NOW - 99))},
+        ),
+        (
+            Level.TROUBLE,
+            "every controller is draining",
+            {"processes": (process("controller", draining=True), *PROCESSES[1:])},
+        ),
+        (Level.WATCH, "image rotation 4 is paused: the new one is deaf", {"rotations": (ROTATION,)}),
+        (Level.TROUBLE, "CA of amphora certificates expires", {"authorities": (AUTHORITY,)}),
+        (
+            Level.WATCH,
+            "CA of amphora certificates expires",
+            {"authorities": (msgspec.structs.replace(AUTHORITY, expires_at=NOW + 86400 * 9),)},
+        ),
+        (Level.WATCH, "192.0.2.9 sends heartbeats with the unknown amphora id", {"unknown_amphorae": (ZOMBIE,)}),
+        (Level.WATCH, "quota", {"pools": (SparePoolInfo(id="p", wanted=1, booted=0, ready=0, error="quota"),)}),
+        (Level.WATCH, "2 orphaned machines", {"orphans": 2}),
+        (Level.WATCH, "3 statuses are not reported to Octavia yet", {"outbox": OutboxInfo(waiting=3, oldest=NOW - 60)}),
+        (Level.WATCH, "no controller starts its job", {"balancers": (balancer(due=True, due_at=NOW - 60),)}),
+        (Level.TROUBLE, "no controller starts its job", {"balancers": (balancer(due=True, due_at=NOW - 600),)}),
+        (
+            Level.TROUBLE,
+            "is in ERROR: quota",
+            {"balancers": (balancer(state="ERROR", error="quota", operating="ERROR"),)},
+        ),
+        (Level.WATCH, "its job failed 2 times and is retried: no", {"balancers": (balancer(attempts=2, error="no"),)}),
+        (Level.WATCH, "a user waits for generation 5", {"balancers": (balancer(accepted_at=NOW - 60),)}),
+        (Level.TROUBLE, "a user waits for generation 5", {"balancers": (balancer(accepted_at=NOW - 600),)}),
+        (Level.WATCH, "serves no clients: all down", {"balancers": (balancer(operating="ERROR", reason="all down"),)}),
+        (
+            Level.TROUBLE,
+            "2 amphorae report that they hold the VIPs",
+            {
+                "balancers": (balancer(holders=(identifier(1001), identifier(1002))),),
+                "amphorae": (machine(holds_vip=True), machine(1002, holds_vip=True)),
+            },
+        ),
+        (
+            Level.TROUBLE,
+            "no amphora reports that it holds the VIPs",
+            {"amphorae": (machine(holds_vip=False), machine(1002, holds_vip=False))},
+        ),
+        (Level.TROUBLE, "is silent", {"amphorae": (machine(**SILENT),)}),
+        (Level.WATCH, "is silent", {"amphorae": (machine(**SILENT),), "failovers": (GOING,)}),
+        (
+            Level.TROUBLE,
+            "has never sent a heartbeat: why",
+            {"amphorae": (machine(silence="never_spoke", verdict="why"),)},
+        ),
+        (Level.WATCH, "sent no heartbeat for ten intervals", {"amphorae": (machine(heard_at=NOW - 99),)}),
+        (Level.WATCH, "drifts from its configuration: nft", {"amphorae": (machine(drift="nft", drifts=True),)}),
+        (Level.TROUBLE, "its certificate has expired", {"amphorae": (machine(certificate_expires_at=NOW - 1),)}),
+        (
+            Level.WATCH,
+            "was not renewed",
+            {"amphorae": (machine(certificate_issued_at=NOW - 900, certificate_expires_at=NOW + 100),)},
+        ),
+    ],
+)
+def test_each_condition_has_an_alert(level, text, more):
+    (found,) = said(**more)
+    assert found[0] is level
+    assert text in found[1]
+
+
+def test_the_automatic_has_it_in_hand():
+    """None of this causes an alert."""
+    young = {"due": True, "due_at": NOW - 2, "accepted_at": NOW - 2, "state": "PENDING_UPDATE", "applied": 4}
+    assert said(balancers=(balancer(**young),)) == []
+    assert said(balancers=(balancer(due=True, due_at=NOW + 600),)) == []
+    assert said(balancers=(balancer(due=True, due_at=NOW - 600, owner="one"),)) == []
+    going = (machine(holds_vip=True), machine(1002, holds_vip=True, state="retiring"))
+    assert said(balancers=(balancer(holders=(identifier(1001), identifier(1002))),), amphorae=going) == []
+
+
+def test_the_worst_comes_first():
+    found = find_notices(fleet(orphans=1, balancers=(balancer(state="ERROR"),)), INTERVAL)
+    assert [one.level for one in found] == [Level.TROUBLE, Level.WATCH]
+    assert worst_level(found) is Level.TROUBLE
+
+
+def test_many_alike_are_one_thing():
+    many = tuple(machine(1000 + number, **SILENT) for number in range(57))
+    shown, things = group_notices(find_notices(fleet(amphorae=many, orphans=1), INTERVAL))
+    assert things == 2
+    assert [one.kind for one in shown] == ["amphora", "amphora", "more", "fleet"]
+    assert shown[2].text == "55 more amphorae: send no heartbeats"
+    shown, things = group_notices(find_notices(fleet(amphorae=many[:3]), INTERVAL))
+    assert things == len(shown) == 3

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The profile of a new load balancer: the flavor beats the configuration, and what contradicts itself is refused."""
+
+import copy
+
+import pytest
+from deployments import CLOUD, ELSEWHERE, IMAGES, LOCAL, NETNS, deployment
+
+from amphora_driver.errors import UnsupportedOption
+from amphora_driver.model.enums import Topology
+from amphora_driver.model.loadbalancer import Profile, Vip
+from amphora_driver.validation import availability_zones
+from amphora_driver.validation.profile import choose_profile
+
+HERE = deployment(NETNS, IMAGES, CLOUD, network=(LOCAL, ELSEWHERE))
+
+
+def test_nothing_said_is_what_is_configured():
+    plain = Profile(topology=Topology.SINGLE, compute="netns", network="local")
+    assert choose_profile(None, None, HERE) == choose_profile({}, {}, HERE) == plain
+    assert choose_profile({}, {}, deployment(IMAGES)).compute == "images"
+
+
+def test_flavor_values_are_kept_and_others_stay_unset():
+    flavor = {"timeout_tunnel": 60000.0, "connection_limit": 5, "tls_ciphers": "HIGH", "connection_logging": False}
+    zone = {"compute_zone": "z", "valid_vip_networks": ["n"]}
+    before = copy.deepcopy((flavor, zone))
+    found = choose_profile({**flavor, "compute_flavor": "m1"}, zone, HERE)
+    assert found == Profile(
+        topology=Topology.SINGLE,
+        compute="netns",
+        network="local",
+        compute_flavor="m1",
+        compute_zone="z",
+        timeout_tunnel=60000,
+        connection_limit=5,
+        tls_ciphers="HIGH",
+        connection_logging=False,
+    )
+    assert type(found.timeout_tunnel) is int
+    assert (flavor, zone) == before
+
+
+def test_a_pair_by_flavor_or_by_configuration():
+    both = deployment(topologies=("ACTIVE_STANDBY", "SINGLE"))
+    found = choose_profile({"loadbalancer_topology": "ACTIVE_STANDBY", "vrrp_advert_interval": 2}, {}, both)
+    assert (found.topology, found.vrrp_advert_interval) == (Topology.ACTIVE_STANDBY, 2.0)
+    assert type(found.vrrp_advert_interval) is float
+    configured = deployment(topologies=both.topologies, default_topology=Topology.ACTIVE_STANDBY)
+    assert choose_profile({}, {}, configured).topology is Topology.ACTIVE_STANDBY
+    assert choose_profile({"loadbalancer_topology": "SINGLE"}, {}, configured).topology is Topology.SINGLE
+
+
+def test_a_backend_of_the_flavors_choice():
+    found = choose_profile({"compute_driver": "images", "amp_image_tag": "new"}, {"volume_zone": "ssd"}, HERE)
+    assert (found.compute, found.image_tag, found.volume_zone) == ("images", "new", "ssd")
+
+
+def test_the_vip_stays_where_it_was_taken():
+    assert choose_profile({}, {}, HERE, vip_network="elsewhere").network == "elsewhere"
+    assert choose_profile({"network_driver": "elsewhere"}, {}, HERE, vip_network="elsewhere").network == "elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("flavor", "zone", "more", "words"),
+    [
+        ({}, {"volume_zone": "ssd"}, {}, ["volume_zone", "compute backend netns"]),
+        ({"compute_driver": "cloud"}, {}, {}, ["cloud", "cannot attach ports of the network backend local"]),
+        ({"network_driver": "elsewhere"}, {}, {}, ["elsewhere", "backend local has allocated", "network_driver"]),
+        ({"network_driver": "local"}, {}, {"vip_network": "elsewhere"}, ["local", "backend elsewhere has allocated"]),
+        ({}, {}, {"vip_network": "gone"}, ["gone", "not enabled"]),
+        ({"compute_driver": "nowhere"}, {}, {}, ["compute_driver", "nowhere"]),
+        ({"colour": "blue"}, {}, {}, ["colour"]),
+        ({}, {"colour": "blue"}, {}, ["colour"]),
+    ],
+)
+def test_wishes_that_cannot_be_fulfilled_together(flavor, zone, more, words):
+    with pytest.raises(UnsupportedOption) as caught:
+        choose_profile(flavor, zone, HERE, **more)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_a_configured_topology_that_is_not_served():
+    here = deployment(default_topology=Topology.ACTIVE_STANDBY)
+    with pytest.raises(UnsupportedOption, match="ACTIVE_STANDBY"):
+        choose_profile({}, {}, here)
+    assert choose_profile({"loadbalancer_topology": "SINGLE"}, {}, here).topology is Topology.SINGLE
+
+
+def test_a_topology_is_served_as_soon_as_it_is_installed():
+    here = deployment(topologies=("ACTIVE_STANDBY", "SINGLE"))
+    assert choose_profile({"loadbalancer_topology": "ACTIVE_STANDBY"}, {}, here).topology is Topology.ACTIVE_STANDBY
+
+
+def vip(network):
+    return Vip(address="198.51.100.5", subnet_id="s", network_id=network, port_id="p")
+
+
+def test_vips_on_networks_the_zone_allows():
+    availability_zones.check_zone_vips(None, [vip("n1")])
+    availability_zones.check_zone_vips({"compute_zone": "z"}, [vip("n1")])
+    availability_zones.check_zone_vips({"valid_vip_networks": ["n1", "n2"]}, [vip("n1"), vip("n2")])
+    with pytest.raises(UnsupportedOption, match=r"n3.*valid_vip_networks.*n1, n2"):
+        availability_zones.check_zone_vips({"valid_vip_networks": ["n1", "n2"]}, [vip("n1"), vip("n3")])
