@@ -106,6 +106,21 @@ def test_orphaned_ports_and_vips(database, network, sweeper):
     assert noted(database) == set()
 
 
+def test_a_backend_is_listed_once_per_interval(catalogue, sweeper, monkeypatch):
+    network = catalogue.network(None)
+    lists = []
+    real = network.owners
+    monkeypatch.setattr(network, "owners", lambda: lists.append(1) or real())
+    sweeper.clean_up()
+    assert len(lists) == 1, "one list serves ports and VIPs"
+    monkeypatch.setattr(network, "listing_interval", 3600.0, raising=False)
+    sweeper.clean_up()
+    assert len(lists) == 1
+    monkeypatch.setattr(network, "listing_interval", 0.0, raising=False)
+    sweeper.clean_up()
+    assert len(lists) == 2
+
+
 def test_objects_of_users_and_hosts_are_never_touched(database, network, sweeper):
     brought = network.create_port("vip", [FixedAddress(subnet_id="vip-subnet", address="198.51.101.77")])
     used = network.create_port("vip", [FixedAddress(subnet_id="vip-subnet", address="198.51.101.78")])

@@ -83,7 +83,7 @@ class House:
         self.jobs = Jobs(self.database, "me", 60.0)
         catalogue = SimpleNamespace(
             topology=Catalogue(self.conf, self.database).topology,
-            network=lambda _name: None,
+            network=lambda _name: SimpleNamespace(listener_rules=False),
             compute=lambda _name, _network: None,
         )
         backends = ReconcileContext(

@@ -14,9 +14,10 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import job, request, vip_claim
 from amphora_driver.errors import Conflict, NetworkError, UnsupportedOption
 from amphora_driver.model.amphora import AmphoraState
-from amphora_driver.model.loadbalancer import Vip, without_addresses
-from amphora_driver.model.network import VipOptions, VipRequest
-from amphora_driver.network.interface import NotYet
+from amphora_driver.model.enums import ListenerProtocol
+from amphora_driver.model.loadbalancer import Listener, Vip, without_addresses
+from amphora_driver.model.network import ListenerRule, VipOptions, VipRequest
+from amphora_driver.network.interface import NotYet, PortPurpose, PortRequest
 from amphora_driver.reconcile import plan as planning
 from amphora_driver.reconcile import vip_allocation
 from amphora_driver.reconcile.vip_allocation import AppliedVipOptions, VipSteps
@@ -99,6 +100,8 @@ def test_pauses_grow_unless_the_backend_says_when():
 
 class Backend:
     """Gives one answer, and remembers the questions."""
+
+    listener_rules = False
 
     def __init__(self, answer):
         self.answer = answer
@@ -212,3 +215,55 @@ def test_a_refusal_of_options_holds_until_the_user_says_something_new(database):
     assert "no such group" in asked(4)["lb"]
     assert asked(5) == {}
     assert json.loads(row(database).vip_applied)["refused"]
+
+
+LISTENERS = (
+    Listener(id="l1", loadbalancer_id="lb", protocol=ListenerProtocol.HTTP, protocol_port=80),
+    Listener(
+        id="l2",
+        loadbalancer_id="lb",
+        protocol=ListenerProtocol.UDP,
+        protocol_port=53,
+        allowed_cidrs=("2001:db8::/32", "10.0.0.0/8"),
+    ),
+    Listener(id="l3", loadbalancer_id="lb", protocol=ListenerProtocol.TCP, protocol_port=22, admin_state_up=False),
+)
+RULES = (
+    ListenerRule(protocol="tcp", port=80),
+    ListenerRule(protocol="udp", port=53, cidr="10.0.0.0/8"),
+    ListenerRule(protocol="udp", port=53, cidr="2001:db8::/32"),
+)
+
+
+def test_listener_rules_are_options_of_a_backend_that_needs_them():
+    tree = msgspec.structs.replace(TREE, listeners=LISTENERS)
+    assert vip_allocation.desired_options(tree) == VipOptions()
+    options = vip_allocation.desired_options(tree, listener_rules=True)
+    assert options.listener_rules == RULES, "sorted, without the disabled listener"
+    given = AppliedVipOptions(options=options, ports=("p-n1",))
+    fewer = msgspec.structs.replace(TREE, listeners=LISTENERS[1:])
+    assert names(wanted(tree=tree, vip_given=given, listener_rules=True), amphora(confirmed=3)) == ["Push"]
+    assert names(wanted(tree=fewer, vip_given=given, listener_rules=True), amphora(confirmed=3)) == ["ApplyVipOptions"]
+
+
+def test_a_port_request_names_the_vips_and_options_on_their_network_only():
+    tree = msgspec.structs.replace(
+        GUARDED, additional_vips=(Vip(address="2001:db8::9", subnet_id="s6", network_id="n1", port_id="p1"),)
+    )
+    view = wanted(tree=tree)
+    vip_port = vip_allocation.request_port(
+        planning.Plug(amphora_id="a1", network_id="n1", subnet_ids=("s1", "s6"), reason="a test"), view
+    )
+    assert vip_port == PortRequest(
+        amphora_id="a1",
+        network_id="n1",
+        subnet_ids=("s1", "s6"),
+        purpose=PortPurpose.VIP,
+        load_balancer_id="lb",
+        vips=(tree.vip.address, "2001:db8::9"),
+        options=OPTIONS,
+    )
+    member_port = vip_allocation.request_port(
+        planning.Plug(amphora_id="a1", network_id="n2", subnet_ids=("s2",), reason="a test"), view
+    )
+    assert (member_port.purpose, member_port.vips, member_port.options) == (PortPurpose.MEMBER, (), VipOptions())
