@@ -8,14 +8,11 @@ shorter of its own time-out and the remaining time. Any thread may bring a deadl
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
 
 from amphora_driver.errors import DeadlinePassed
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class Deadline:

@@ -14,11 +14,12 @@ from __future__ import annotations
 import functools
 import logging
 import secrets
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 from octavia_lib.api.drivers import data_models, exceptions, provider_base
+from oslo_config.cfg import ConfigOpts
 
 from amphora_driver import config, failpoints
 from amphora_driver.database.engine import Database
@@ -54,11 +55,6 @@ from amphora_driver.validation import (
     tls,
     udp,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from oslo_config.cfg import ConfigOpts
 
 LOG = logging.getLogger(__name__)
 F = TypeVar("F", bound="Callable[..., Any]")

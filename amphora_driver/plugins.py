@@ -10,23 +10,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
+from oslo_config.cfg import ConfigOpts
 from stevedore import DriverManager, ExtensionManager
 from stevedore.exception import MultipleMatches, NoMatches
 
+from amphora_driver.database.engine import Database
 from amphora_driver.errors import AmphoraDriverError, ConfigurationError
 from amphora_driver.model.enums import Topology as Name
+from amphora_driver.network.interface import Network
+from amphora_driver.topology import Topology
 from amphora_driver.validation.backend_capabilities import Backend, Deployment
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from oslo_config.cfg import ConfigOpts
-
-    from amphora_driver.database.engine import Database
-    from amphora_driver.network.interface import Network
-    from amphora_driver.topology import Topology
 
 LOG = logging.getLogger(__name__)
 TOPOLOGY, COMPUTE, NETWORK = (f"amphora_driver.{kind}" for kind in ("topology", "compute", "network"))

@@ -13,14 +13,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import GenericFunction
-
-if TYPE_CHECKING:
-    from sqlalchemy.sql.compiler import SQLCompiler
 
 LOG = logging.getLogger(__name__)
 # Seconds for which a measured clock offset stays valid: two clocks drift apart by microseconds in this time.

@@ -25,22 +25,19 @@ import os
 import random
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+from sqlalchemy.pool import PoolResetState
 
 from amphora_driver import metrics
 from amphora_driver.database import clock, schema_check, sqlite_write_lock
 from amphora_driver.errors import ConfigurationError, ContentRefused, StoreError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from sqlalchemy.pool import PoolResetState
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")

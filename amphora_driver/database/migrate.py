@@ -18,8 +18,8 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import msgspec
 import sqlalchemy as sa
@@ -31,9 +31,6 @@ from sqlalchemy.exc import DBAPIError
 from amphora_driver.database import clock, schema_check
 from amphora_driver.database.engine import Database, parse_url
 from amphora_driver.errors import SchemaMismatch, StoreError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 LOG = logging.getLogger(__name__)
 

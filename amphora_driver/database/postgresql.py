@@ -9,14 +9,11 @@ with a stopped server process still acknowledges every packet.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Generator
+from typing import Any, TypeVar, cast
 
 import psycopg
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
-
-    from psycopg.waiting import Ready, Wait
+from psycopg.waiting import Ready, Wait
 
 T = TypeVar("T")
 # Seconds between two checks of the deadline while an answer is awaited.

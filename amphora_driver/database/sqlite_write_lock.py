@@ -16,14 +16,12 @@ import os
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import sqlalchemy as sa
 from sqlalchemy import event
 
 from amphora_driver.errors import StoreError
-
-if TYPE_CHECKING:
-    import sqlalchemy as sa
 
 _LOCK_KEY = "amphora_write_lock"
 _ATTEMPT = "write to the database"

@@ -19,17 +19,14 @@ import logging
 import stat
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 from cryptography.fernet import Fernet, InvalidToken, MultiFernet
 
 from amphora_driver.errors import ConfigurationError, StoreError
 from amphora_driver.secret import Secret
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 LOG = logging.getLogger(__name__)
 

@@ -7,18 +7,13 @@ is passed as `SecretMaterial` (as delivered by Octavia) or `Secret` (one PEM tex
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
 from amphora_driver.model.enums import StringEnum
-from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Pool
+from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Node, Pool
 from amphora_driver.secret import Secret
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from amphora_driver.model.loadbalancer import Node
 
 
 class Purpose(StringEnum):

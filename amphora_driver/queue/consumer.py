@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import kombu
 from celery.worker import state
 from celery.worker.consumer import Consumer
 
 from amphora_driver.queue import rabbitmq
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 LOG = logging.getLogger(__name__)
 # Celery loggers that write two lines for each hint; the job's own lines are enough.

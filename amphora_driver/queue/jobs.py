@@ -16,19 +16,16 @@ import os
 import socket
 import time
 import uuid
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.database import clock
+from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora, duty, job, request
 from amphora_driver.errors import LeaseLost
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from amphora_driver.database.engine import Database
 
 # A lease or duty with more than this multiple of its length left, and more than _LEAST seconds, dates from before the
 # clock was set back. The multiples allow for hosts with different options.

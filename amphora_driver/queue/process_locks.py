@@ -14,12 +14,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _SUFFIX = ".lives"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")

@@ -10,8 +10,9 @@ confirmed one. Private keys are encrypted, and erased when their CA is gone.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection, Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
@@ -20,9 +21,6 @@ from amphora_driver.database.tables import amphora, amphora_heartbeat, job
 from amphora_driver.database.tables_fleet import certificate_authority
 from amphora_driver.database.vault import SecretLocation
 from amphora_driver.errors import Conflict
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
 
 
 class CaKind(str, Enum):

@@ -9,15 +9,13 @@ detector writes `automatic`. An operator may close it, so the detector adopts a 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.database.tables_fleet import circuit_breaker
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 AUTOMATIC = "automatic"
 OPERATOR = "operator"

@@ -12,7 +12,8 @@ ones, which `load_changes_since` returns.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
 
 import msgspec
 import sqlalchemy as sa
@@ -20,12 +21,17 @@ import sqlalchemy as sa
 from amphora_driver.database.tables import desired_object
 from amphora_driver.errors import UnknownObject
 from amphora_driver.model.enums import Kind
-from amphora_driver.model.loadbalancer import MODEL_CLASSES, L7Policy, L7Rule, Listener, LoadBalancer, Member, Pool
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from amphora_driver.model.loadbalancer import HealthMonitor, Node
+from amphora_driver.model.loadbalancer import (
+    MODEL_CLASSES,
+    HealthMonitor,
+    L7Policy,
+    L7Rule,
+    Listener,
+    LoadBalancer,
+    Member,
+    Node,
+    Pool,
+)
 
 _KIND_OF: dict[type, Kind] = {shape: kind for kind, shape in MODEL_CLASSES.items()}
 _PARENT_FIELD: dict[Kind, str] = {

@@ -9,29 +9,21 @@ been recorded here for long enough. If it gets an owner or disappears, its row i
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import Enum
-from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
 
+from amphora_driver.database.rows import chunks
 from amphora_driver.database.tables import amphora, amphora_heartbeat, job, listener_statistics, orphan, vip_claim
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-# Databases limit the number of values in one IN (...).
-_CHUNK = 500
 
 
 class OrphanKind(str, Enum):
-    """Kinds of resources that may be orphans."""
+    """Resources that may be orphans: machines and ports by the amphora's id, VIPs by the load balancer's id."""
 
     MACHINE = "machine"
-    """An amphora's machine, by the amphora's id."""
     PORTS = "ports"
-    """An amphora's ports, by the amphora's id."""
     VIP = "vip"
-    """A load balancer's VIPs, by the load balancer's id."""
 
 
 def find_unowned(connection: sa.Connection, kind: OrphanKind, found: Collection[str]) -> set[str]:
@@ -50,19 +42,7 @@ def read_orphans(connection: sa.Connection, kind: OrphanKind, backend: str) -> d
 def update_orphans(
     connection: sa.Connection, kind: OrphanKind, backend: str, found: Collection[str], now: float, grace: float
 ) -> list[str]:
-    """Replace the recorded orphans of a backend.
-
-    Args:
-        connection: of `Database.write`.
-        kind: kind of the resources.
-        backend: name of the backend.
-        found: ids of its orphans now.
-        now: seconds since 1970.
-        grace: seconds for which an orphan must be recorded before cleanup.
-
-    Returns:
-        The orphans that are due for cleanup.
-    """
+    """Replace the recorded orphans of a backend; return those that are recorded for at least `grace` seconds."""
     mine = (orphan.c.kind == kind.value, orphan.c.backend == backend)
     before = read_orphans(connection, kind, backend)
     for one in sorted(before.keys() - set(found)):
@@ -88,7 +68,6 @@ def _missing(connection: sa.Connection, column: sa.Column[str], ids: Collection[
     """Return the ids that are not in a column."""
     asked = sorted(ids)
     known: set[str] = set()
-    for start in range(0, len(asked), _CHUNK):
-        chunk = asked[start : start + _CHUNK]
+    for chunk in chunks(asked):
         known.update(connection.execute(sa.select(column).where(column.in_(chunk))).scalars())
     return set(asked) - known

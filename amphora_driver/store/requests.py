@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 
 from amphora_driver import failpoints
-from amphora_driver.database.engine import set_commit_marker
+from amphora_driver.database.engine import Database, set_commit_marker
 from amphora_driver.database.tables import DUE_NOW, job, request
 from amphora_driver.errors import UnknownObject
 from amphora_driver.model import from_octavia, l7policy_positions
@@ -26,15 +27,9 @@ from amphora_driver.model.secret_refs import SECRET_FIELDS, SecretName, secrets_
 from amphora_driver.store import desired_objects, failovers, pending_rereads, sealed_secrets, status_outbox
 from amphora_driver.store.sealed_secrets import SealedSecret
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-
-    from amphora_driver.database.engine import Database
-
-    Validate = Callable[[Node], None]
-    ValidateFit = Callable[[Node, LoadBalancer], None]
-    Contents = Mapping[SecretName, SealedSecret]
-
+Validate = Callable[[Node], None]
+ValidateFit = Callable[[Node, LoadBalancer], None]
+Contents = Mapping[SecretName, SealedSecret]
 
 # Names of the kinds in the history.
 _KIND_NAMES = {kind: kind.value[:-1] for kind in Kind} | {Kind.L7POLICY: "l7policy"}

@@ -8,8 +8,9 @@ rotation locks its row first.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
@@ -20,9 +21,6 @@ from amphora_driver.database.tables_fleet import rotation, rotation_item
 from amphora_driver.errors import Conflict, UnknownObject
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.store import spare_pools
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
 
 _MAX_TEXT = 1000
 # A row of `duty` without owner; its lock serializes requests for rotations.

@@ -7,7 +7,8 @@ writes them, only on a change, and their loss has no effect.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
@@ -21,9 +22,6 @@ from amphora_driver.store import status_outbox
 from amphora_driver.store.failovers import Cause, Event
 from amphora_driver.store.process_registry import ProcessKind
 from amphora_driver.store.requests import Op
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
 
 DUTY = "detection"
 # Causes of automatic fail-overs.

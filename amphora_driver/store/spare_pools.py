@@ -10,7 +10,8 @@ Transactions lock rows in the order load balancer, pool, amphora.
 from __future__ import annotations
 
 import uuid
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
@@ -18,10 +19,6 @@ import sqlalchemy as sa
 from amphora_driver.database.tables import URGENT, amphora, amphora_heartbeat, job
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.loadbalancer import Profile
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import Any
 
 # Operation of a pool's job (`job.op`), and role of its amphorae (`amphora.role`).
 OP = "spares"

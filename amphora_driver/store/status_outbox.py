@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.database.tables import desired_object, job, listener_statistics, object_status, request, secret
 from amphora_driver.model.enums import Kind, Operating, Provisioning
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
 
 _CHUNK = 500
 

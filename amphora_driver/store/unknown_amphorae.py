@@ -9,7 +9,8 @@ compute backend lists.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
@@ -18,9 +19,6 @@ from sqlalchemy.exc import IntegrityError
 from amphora_driver.database.tables import amphora, orphan
 from amphora_driver.database.tables_fleet import unknown_amphora
 from amphora_driver.store.orphans import OrphanKind
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 MAX_ROWS = 100
 # Rows per sender address. Each amphora has its own address.

@@ -7,7 +7,7 @@ that Octavia never created, also after a crash. A claim keeps a pending request 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import msgspec
 import sqlalchemy as sa
@@ -15,10 +15,6 @@ import sqlalchemy as sa
 from amphora_driver.database import clock
 from amphora_driver.database.tables import job, vip_claim
 from amphora_driver.model.network import VipRequest
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 # Back-off in seconds for a backend that sets no retry time: the first one, and the longest.
 _FIRST_RETRY, _LONGEST_RETRY = 1.0, 30.0
