@@ -20,7 +20,7 @@ def chunks(values: Sequence[T]) -> Iterator[Sequence[T]]:
     return (values[start : start + CHUNK] for start in range(0, len(values), CHUNK))
 
 
-def to_struct(row: sa.Row[Any], shape: type[S], **given: Any) -> S:
+def to_struct(row: Any, shape: type[S], **given: Any) -> S:
     """Return a row as an object: a field has the given value, or the value of the column with its name."""
     known = {name: getattr(row, name) for name in shape.__struct_fields__ if name not in given}
     return msgspec.convert({**known, **given}, shape)

@@ -19,7 +19,7 @@ from amphora_driver.database.tables_fleet import circuit_breaker
 
 AUTOMATIC = "automatic"
 OPERATOR = "operator"
-# Row for the detector's own ability to receive heartbeats; its `state` is `seeing` or `blind`.
+# The state of this row says whether the failure detector receives heartbeats.
 SIGHT = "sight"
 SEEING, BLIND = "seeing", "blind"
 CLOSED, OPEN = "closed", "open"
@@ -27,7 +27,7 @@ _MAX_REASON = 1000
 
 
 class BreakerRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One row; times are seconds since 1970. An open breaker permits one trial fail-over at `trial_at`."""
+    """One row. An open breaker permits one trial fail-over at `trial_at`."""
 
     name: str
     state: str
