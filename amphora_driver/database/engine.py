@@ -42,46 +42,40 @@ from amphora_driver.errors import ConfigurationError, ContentRefused, StoreError
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# MySQL/MariaDB: deadlock (or a collision of two Galera nodes), lock wait timeout; PostgreSQL: serialization failure,
-# deadlock, lock not available.
+# A retry may succeed after these codes. MySQL and MariaDB: deadlock (or a collision of two Galera nodes), lock wait
+# time-out. PostgreSQL: serialization failure, deadlock, lock not available.
 _RETRY_CODES = {1213, 1205, "40001", "40P01", "55P03"}
-# The server is unavailable. MariaDB: the node is not part of the Galera cluster (1047, or 1180 during a commit), server
-# shutdown (1053), connection killed (1927). PostgreSQL: shutdown, crash, start, idle transaction aborted.
+# These codes mean that the server is unavailable. MariaDB: the node is not part of the Galera cluster (1047, or 1180
+# during a commit), server shutdown (1053), connection killed (1927). PostgreSQL: shutdown, crash, start, idle
+# transaction aborted.
 _UNAVAILABLE_CODES = {1047, 1180, 1053, 1927, "57P01", "57P02", "57P03", "25P03"}
-# Seconds in which a transaction is retried after collisions. Longer than an idle transaction holds its locks. Longer
-# than four hosts need that write the same rows through two Galera nodes.
+# A transaction is retried after collisions for this time. The time is longer than an idle transaction holds its locks,
+# and longer than four hosts need that write the same rows through two Galera nodes.
 _RETRY_SECONDS = 20.0
-# Attempts while the server is unavailable: the first one may have used a stale pooled connection.
+# The first attempt may have used a stale pooled connection to a server that is available again.
 _UNAVAILABLE_ATTEMPTS = 2
-# Seconds in which `write` tries to find out whether an unanswered commit succeeded.
+# `write` tries for this time to find out whether an unanswered commit succeeded.
 _UNCONFIRMED_SECONDS = 6.0
 _CONNECT_SECONDS = 3
-# Server limits in seconds: waiting for a lock, and an idle transaction.
+# The server limits the wait for a lock and the time of an idle transaction.
 _LOCK_SECONDS = 5
 _IDLE_SECONDS = 10
-# Seconds for an answer: longer than for a lock, so that the server's error arrives first.
+# A client waits longer for an answer than the server waits for a lock, so that the server's error arrives first.
 _ANSWER_SECONDS = 8.0
-# Seconds to wait for SQLite's write lock: many writers may be queued, each needs milliseconds.
+# A writer waits this long for SQLite's write lock: many writers may be queued, and each needs milliseconds.
 _WRITE_LOCK_SECONDS = 15.0
-# Connections of one process: as many as it has threads that write at the same time.
+# One process has as many connections as it has threads that write at the same time.
 _POOL_OPTIONS = {"pool_size": 5, "max_overflow": 43, "pool_timeout": 5}
-# Seconds for which a successful schema check stays valid.
 _SCHEMA_VALID_SECONDS = 10.0
 _WRITE, _READ = "write to the database", "read from the database"
 _POOL_EXHAUSTED = "every connection of the pool is in use"
 _COMMIT_MARKER = "amphora_commit_marker"
-# Flag in every MariaDB answer while a transaction is open (SERVER_STATUS_IN_TRANS).
+# Every MariaDB answer has this flag while a transaction is open (SERVER_STATUS_IN_TRANS).
 _IN_TRANSACTION = 1
 
 
 def set_commit_marker(connection: sa.Connection, statement: sa.Select[Any], parameters: dict[str, Any]) -> None:
-    """Set the query that shows whether the running transaction of `Database.write` was committed.
-
-    Args:
-        connection: the connection of the transaction.
-        statement: returns a row if and only if this transaction was committed; other transactions do not matter.
-        parameters: of the statement.
-    """
+    """Set the query that returns a row if and only if the running transaction of `Database.write` was committed."""
     connection.info[_COMMIT_MARKER] = (statement, parameters)
 
 
@@ -112,11 +106,11 @@ class Database:
         self._durable = durable
         self._answer_timeout = answer_timeout
         self._engine: sa.Engine | None = None
-        # Time of the last successful schema check, by `time.monotonic()`.
+        # `time.monotonic()` at the last successful schema check.
         self._schema_checked_at: float | None = None
         self._pid = 0
         self._engine_lock = threading.Lock()
-        # Offset of the server's clock to time.monotonic(), and the time of its measurement.
+        # The offset of the server's clock to `time.monotonic()`, and the time of the measurement.
         self._clock_offset: tuple[float, float] | None = None
         self._jump_monitor = clock.ClockJumpMonitor()
 
@@ -127,10 +121,7 @@ class Database:
 
     @property
     def engine(self) -> sa.Engine:
-        """The engine of this process.
-
-        A forked child creates its own one, because processes must not share connections.
-        """
+        """The engine of this process. A forked child creates a new one: processes must not share connections."""
         if self._engine is None or self._pid != os.getpid():
             with self._engine_lock:
                 if self._engine is None or self._pid != os.getpid():
@@ -150,7 +141,7 @@ class Database:
             try:
                 now = self.read(lambda connection: connection.execute(sa.select(clock.now(connection))).scalar_one())
             except StoreError:
-                # The server is unavailable: an old offset is better than the local clock.
+                # If the server is unavailable, an old offset is better than the local clock.
                 return time.time() if known is None else time.monotonic() + known[0]
             ended = time.monotonic()
             known = self._clock_offset = (float(now) - (begun + ended) / 2, ended)
@@ -185,14 +176,14 @@ class Database:
                 passed = time.monotonic() - begun
                 if _is_unavailable(error):
                     unavailable += 1
-                    # No retry after a time-out: the caller would wait twice as long.
+                    # After a time-out there is no retry, because the caller would wait twice as long.
                     retry = unavailable < _UNAVAILABLE_ATTEMPTS and passed < self._answer_timeout
                 else:
                     retry = _is_retryable(error) and passed < _RETRY_SECONDS
                 if not retry:
                     refused = isinstance(error, (sa.exc.DataError, sa.exc.IntegrityError))
                     raise (ContentRefused if refused else StoreError)(_WRITE, _error_text(error)) from error
-                LOG.info("transaction attempt %d failed, retrying: %s", attempt, _error_text(error))
+                LOG.info("database transaction failed in attempt %d, retrying: %s", attempt, _error_text(error))
             except PoolTimeoutError as error:
                 raise StoreError(_WRITE, _POOL_EXHAUSTED) from error
             time.sleep(random.uniform(0.2, 1.0) * min(0.005 * 2 ** min(attempt, 7), 0.5))  # noqa: S311 - jitter, no secret
@@ -240,7 +231,7 @@ class Database:
             try:
                 self._check_schema(connection)
                 result = work(connection)
-                # After `work`: its locks prevent that an earlier attempt is committed after this check.
+                # The locks of `work` prevent that an earlier attempt is committed after this check.
                 _raise_if_committed(connection, unconfirmed)
             except BaseException as error:
                 transaction.rollback()
@@ -248,7 +239,7 @@ class Database:
                     # The committed earlier attempt may be the cause, for example by a duplicate key.
                     self._raise_if_any_committed(unconfirmed)
                 raise
-            # An invalidated connection does not provide `info`: read it before COMMIT.
+            # The marker is read before COMMIT, because an invalidated connection does not provide `info`.
             marker = connection.info.get(_COMMIT_MARKER)
             try:
                 transaction.commit()
@@ -269,13 +260,11 @@ class Database:
         deadline = time.monotonic() + _UNCONFIRMED_SECONDS
         while True:
             try:
-                self._raise_if_any_committed(unconfirmed)
+                return self._raise_if_any_committed(unconfirmed)
             except DBAPIError as failure:
                 if not _is_unavailable(failure) or time.monotonic() > deadline:
                     raise
                 time.sleep(0.2)
-            else:
-                return
 
     def _raise_if_any_committed(self, unconfirmed: list[_UnconfirmedCommit[T]]) -> None:
         with self.engine.connect() as connection, connection.begin():
@@ -285,10 +274,7 @@ class Database:
         return self._url.startswith("sqlite")
 
     def _check_schema(self, connection: sa.Connection) -> None:
-        """Check the schema before the first transaction and every few seconds.
-
-        An operator may upgrade the database while an old process still runs.
-        """
+        """Check the schema every few seconds, because an operator may upgrade the database while a process runs."""
         now = time.monotonic()
         if self._schema_checked_at is None or now - self._schema_checked_at > _SCHEMA_VALID_SECONDS:
             self._schema_checked_at = None
@@ -315,16 +301,14 @@ class Database:
         return engine
 
     def _connect_postgresql(self, _dialect: Any, _record: Any, arguments: Any, options: Any) -> Any:
-        # psycopg is installed on hosts that use PostgreSQL only.
+        # Only hosts that use PostgreSQL have psycopg.
         from amphora_driver.database import postgresql  # noqa: PLC0415
 
         return postgresql.connect_with_timeout(self._answer_timeout, tuple(arguments), dict(options))
 
 
 def parse_url(text: str) -> sa.URL:
-    """Parse a database URL and check that its driver is installed.
-
-    Errors do not quote the URL: it may hold a password.
+    """Parse a database URL and check that its driver is installed. Errors do not quote the URL's password.
 
     Raises:
         ConfigurationError: the URL is invalid, or its driver is not installed.

@@ -36,12 +36,12 @@ LOG = logging.getLogger(__name__)
 
 _ATTEMPT = "upgrade the database"
 _ATTEMPTS = 5
-# Locks by name (MariaDB) and by number (PostgreSQL), held until their connection ends.
+# MariaDB locks by name and PostgreSQL by number. A lock ends with its connection.
 _LOCK_NAME = "amphora-driver schema"
 _LOCK_NUMBER = 0x616D_7068
-# Seconds to wait for another upgrade: adding a column to a large table takes minutes.
+# An upgrade waits this long for another one, because adding a column to a large table takes minutes.
 _LOCK_SECONDS = 600
-# Seconds after its last heartbeat for which a process counts as alive: it sends one every two seconds.
+# A process sends a heartbeat every two seconds, and counts as alive for this time after the last one.
 _PROCESS_ALIVE_SECONDS = 7.0
 
 
@@ -71,7 +71,7 @@ def upgrade(url: str) -> Upgrade:
                 if attempt == _ATTEMPTS:
                     raise StoreError(_ATTEMPT, text, "Remove the cause and run the upgrade again.") from error
                 LOG.info("database upgrade attempt %d failed, retrying: %s", attempt, text)
-                # Another upgrade may run on another node of the Galera cluster.
+                # The pause is random, because another upgrade may run on another node of the Galera cluster.
                 time.sleep(random.uniform(0.5, 1.0) * 0.2 * 2**attempt)  # noqa: S311 - jitter, no secret
         raise AssertionError("unreachable")
     finally:
@@ -120,7 +120,7 @@ def alembic_config(connection: sa.Connection) -> Config:
 
 
 def _upgrade_engine(url: str) -> sa.Engine:
-    # A statement of an upgrade may take minutes; `Database` limits an answer to seconds.
+    # A statement of an upgrade may take minutes, and `Database` limits an answer to seconds.
     found = parse_url(url)
     return Database(url).engine if found.get_backend_name() == "sqlite" else sa.create_engine(found)
 
@@ -133,7 +133,7 @@ def _run_migrations(engine: sa.Engine) -> Upgrade:
             happened, remedy = schema_check.describe_mismatch(found) or ("", "")
             raise SchemaMismatch(_ATTEMPT, happened, remedy)
         if len(found) > 1:
-            # Two concurrent upgrades on two Galera nodes. Every step is repeatable, so the later revision is correct.
+            # Two upgrades have run on two Galera nodes. Every step is repeatable, so the later revision is correct.
             behind = sa.text(f"DELETE FROM {schema_check.VERSION_TABLE} WHERE version_num <> :newest")  # noqa: S608 - a constant
             connection.execute(behind, {"newest": found[-1]})
         if found != (newest,):
@@ -149,15 +149,14 @@ def _upgrade_lock(engine: sa.Engine) -> Iterator[None]:
     if name not in ("mysql", "mariadb", "postgresql"):
         yield
         return
-    # On a separate connection: statements that change a schema end the transaction of theirs.
+    # The lock has a separate connection, because a statement that changes the schema ends its transaction.
     with engine.connect() as connection:
         if name == "postgresql":
             connection.execute(sa.select(sa.func.pg_advisory_lock(_LOCK_NUMBER)))
             connection.commit()
         elif not _take_mariadb_lock(connection):
-            raise StoreError(
-                _ATTEMPT, f"another upgrade has been running for {_LOCK_SECONDS} s", "Check the other upgrade."
-            )
+            happened = f"another upgrade has been running for {_LOCK_SECONDS} s"
+            raise StoreError(_ATTEMPT, happened, "Check the other upgrade.")
         try:
             yield
         finally:

@@ -28,13 +28,7 @@ _ATTEMPT = "write to the database"
 
 
 class SqliteWriteLock:
-    """Serializes the writers of one SQLite file.
-
-    Args:
-        path: the database file.
-        durable: whether a commit must survive a power failure.
-        timeout: seconds a writer waits for the lock.
-    """
+    """Serializes the writers of one SQLite file; a `durable` commit survives a power failure."""
 
     def __init__(self, path: str, *, durable: bool, timeout: float) -> None:
         self._lock_file = LockFile(f"{path}.lock")
@@ -46,11 +40,11 @@ class SqliteWriteLock:
         """Make every writing transaction of an engine take the lock."""
         event.listen(engine, "connect", self._connect)
         event.listen(engine, "begin", self._begin)
-        # SQLAlchemy returns a connection to the pool right after COMMIT or ROLLBACK: release the lock then.
+        # SQLAlchemy returns a connection to the pool right after COMMIT or ROLLBACK, which releases the lock.
         event.listen(engine, "checkin", self._checkin)
 
     def _connect(self, dbapi_connection: Any, _record: Any) -> None:
-        # The driver must not begin transactions itself: `_begin` does.
+        # `_begin` begins the transactions, so the driver must not do it.
         dbapi_connection.isolation_level = None
         cursor = dbapi_connection.cursor()
         cursor.execute("PRAGMA busy_timeout=30000")
@@ -64,7 +58,7 @@ class SqliteWriteLock:
             connection.exec_driver_sql("BEGIN DEFERRED")
             return
         if _LOCK_KEY not in connection.info:
-            # Consecutive transactions of one connection (one per migration) share one lock.
+            # Consecutive transactions of one connection (one for each migration) share one lock.
             connection.info[_LOCK_KEY] = self._lock_file.acquire(self._timeout)
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
@@ -80,14 +74,11 @@ class LockFile:
     def __init__(self, path: str) -> None:
         self._path = path
         self._mutex = threading.Lock()
-        # Waiters after their caller's time-out. flock() cannot be cancelled, so the next caller reuses the waiter.
+        # A waiter stays after the time-out of its caller. flock() cannot be cancelled, so the next caller reuses it.
         self._abandoned: list[_Waiter] = []
 
     def acquire(self, timeout: float) -> int:
-        """Wait for the lock and return its descriptor.
-
-        Args:
-            timeout: seconds.
+        """Wait for the lock at most `timeout` seconds and return its descriptor.
 
         Raises:
             StoreError: the time-out passed, or the file system does not support locks.
@@ -109,7 +100,7 @@ class LockFile:
         return descriptor
 
     def _wait(self, descriptor: int, timeout: float) -> int:
-        """Wait with a limit: flock() has none, so a thread calls it."""
+        """Wait with a limit: flock() has no limit, so a thread calls it."""
         with self._mutex:
             waiter = self._abandoned.pop() if self._abandoned else None
         if waiter is None:
