@@ -18,18 +18,13 @@ from amphora_driver.errors import DeadlinePassed
 class Deadline:
     """A moment on the monotonic clock.
 
-    Args:
-        seconds: from now.
-        wanted: the purpose of the operation, as an infinitive, for the error.
-        part_of: deadline of the enclosing operation, which also limits this one.
+    `wanted` is the purpose of the operation, as an infinitive, for the error. `part_of` is the deadline of the
+    enclosing operation, which also limits this one.
     """
 
     def __init__(self, seconds: float, wanted: str = "finish", part_of: Deadline | None = None) -> None:
-        self._wanted = wanted
-        self._whole = part_of
-        self._seconds = seconds
+        self._wanted, self._whole, self._seconds = wanted, part_of, seconds
         self._at = time.monotonic() + seconds
-        # Why the deadline was brought forward.
         self._reason = ""
 
     def left(self) -> float:
@@ -38,7 +33,6 @@ class Deadline:
         return own if self._whole is None else min(own, self._whole.left())
 
     def passed(self) -> bool:
-        """Whether the deadline has passed."""
         return self.left() <= 0
 
     def limit_wait(self, seconds: float) -> float:
@@ -62,7 +56,6 @@ class Deadline:
         self._at = min(self._at, time.monotonic() + grace)
 
     def reason(self) -> str:
-        """Return why the deadline has passed."""
         if self._reason:
             return self._reason
         if self._whole is not None and self._whole.passed():

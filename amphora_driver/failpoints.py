@@ -24,64 +24,43 @@ _POLL_SECONDS = 0.005
 class Point(Enum):
     """Failpoints in the order in which a request reaches them; no request reaches all."""
 
-    # In octavia-api.
-    CLAIM_NOTED = "claim-noted"
-    """The claim of addresses is recorded, and no address is allocated yet."""
-    ADDRESSES_TAKEN = "addresses-taken"
-    """Addresses are allocated, and Octavia does not know them yet."""
-    INTENT_WRITTEN = "intent-written"
-    """The desired state is written in an open transaction."""
-    INTENT_COMMITTED = "intent-committed"
-    """The desired state is committed, no process is notified, and Octavia's transaction is open."""
+    # These failpoints are in octavia-api.
+    CLAIM_NOTED = "claim-noted"  # The claim of addresses is recorded, and no address is allocated yet.
+    ADDRESSES_TAKEN = "addresses-taken"  # Addresses are allocated, and Octavia does not know them yet.
+    INTENT_WRITTEN = "intent-written"  # The desired state is written in an open transaction.
+    INTENT_COMMITTED = (
+        "intent-committed"  # The desired state is committed, no process is notified, and Octavia's transaction is open.
+    )
 
-    # In the provider agent.
-    BARRIER_NEXT = "barrier-next"
-    """The wait for Octavia's transactions is about to start."""
-    BARRIER_PASSED = "barrier-passed"
-    """Octavia's transactions have ended, which is not recorded yet."""
-    COMMITTED = "committed"
-    """The end of Octavia's transactions is recorded."""
-    TREE_READ = "tree-read"
-    """An incomplete load balancer was read from Octavia and is not recorded yet."""
-    TREE_TAKEN = "tree-taken"
-    """The complete load balancer is recorded."""
-    REPORT_SENT = "report-sent"
-    """Octavia has accepted statuses, which is not recorded yet."""
-    REPORT_TAKEN = "report-taken"
-    """The accepted statuses are recorded."""
+    # These failpoints are in the provider agent.
+    BARRIER_NEXT = "barrier-next"  # The wait for Octavia's transactions is about to start.
+    BARRIER_PASSED = "barrier-passed"  # Octavia's transactions have ended, which is not recorded yet.
+    COMMITTED = "committed"  # The end of Octavia's transactions is recorded.
+    TREE_READ = "tree-read"  # An incomplete load balancer was read from Octavia and is not recorded yet.
+    TREE_TAKEN = "tree-taken"  # The complete load balancer is recorded.
+    REPORT_SENT = "report-sent"  # Octavia has accepted statuses, which is not recorded yet.
+    REPORT_TAKEN = "report-taken"  # The accepted statuses are recorded.
 
-    # In a controller; steps have further failpoints, see `Moment`.
-    CLAIMED = "claimed"
-    """The lease of a load balancer is acquired."""
-    FINISHING = "finishing"
-    """The plan is empty, and the lease is about to be returned."""
-    FINISHED = "finished"
-    """The lease is returned."""
-    FAILOVER_WRITTEN = "failover-written"
-    """A fail-over of any cause is written in an open transaction."""
-    FAILOVER_BEGUN = "failover-begun"
-    """An automatic fail-over is committed, and no process is notified."""
-    ROTATION_WRITTEN = "rotation-written"
-    """The next moves of a rotation are written in an open transaction."""
-    ROTATION_MOVED = "rotation-moved"
-    """The moves of a rotation are committed, and no process is notified."""
+    # These failpoints are in a controller; steps have further failpoints, see `Moment`.
+    CLAIMED = "claimed"  # The lease of a load balancer is acquired.
+    FINISHING = "finishing"  # The plan is empty, and the lease is about to be returned.
+    FINISHED = "finished"  # The lease is returned.
+    FAILOVER_WRITTEN = "failover-written"  # A fail-over of any cause is written in an open transaction.
+    FAILOVER_BEGUN = "failover-begun"  # An automatic fail-over is committed, and no process is notified.
+    ROTATION_WRITTEN = "rotation-written"  # The next moves of a rotation are written in an open transaction.
+    ROTATION_MOVED = "rotation-moved"  # The moves of a rotation are committed, and no process is notified.
 
-    # In a health manager.
-    FLUSHING = "flushing"
-    """The reports of amphorae are about to be written."""
-    FLUSHED = "flushed"
-    """The reports of amphorae are written."""
+    # These failpoints are in a health manager.
+    FLUSHING = "flushing"  # The reports of amphorae are about to be written.
+    FLUSHED = "flushed"  # The reports of amphorae are written.
 
 
 class Moment(Enum):
     """Failpoints of every step of a controller."""
 
-    BEFORE = "before"
-    """The step is about to start."""
-    DONE = "done"
-    """The external effect is done, and its record is about to be written."""
-    MARKED = "marked"
-    """The record is written."""
+    BEFORE = "before"  # The step is about to start.
+    DONE = "done"  # The external effect is done, and its record is about to be written.
+    MARKED = "marked"  # The record is written.
 
 
 def reach(point: Point) -> None:
@@ -99,7 +78,8 @@ def reach_step(step: str, moment: Moment) -> None:
 def _stop(armed: Path) -> None:
     _die_if_told(armed)
     while armed.exists():
-        armed.with_suffix(".here").touch()  # the test sees that this process waits
+        # The file shows the test that this process waits.
+        armed.with_suffix(".here").touch()
         time.sleep(_POLL_SECONDS)
         _die_if_told(armed)
     armed.with_suffix(".here").unlink(missing_ok=True)

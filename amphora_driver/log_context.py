@@ -18,7 +18,7 @@ from typing import Any
 
 from oslo_log import log
 
-# Names of the fields in JSON, and their short forms in the plain format.
+# The plain format uses short forms of the field names in JSON.
 _SHORT = {"load_balancer": "lb", "amphora": "amphora", "generation": "gen"}
 _NOTHING: Mapping[str, str | int] = {}
 _fields: ContextVar[Mapping[str, str | int]] = ContextVar("amphora_log_fields", default=_NOTHING)
@@ -48,12 +48,7 @@ def current_fields() -> Mapping[str, str | int]:
 
 
 def setup(conf: Any, name: str) -> None:
-    """Configure logging with the context fields.
-
-    Args:
-        conf: options, including those of oslo.log.
-        name: of the program.
-    """
+    """Configure logging of the program with the context fields."""
     log.setup(conf, name)
     add_context_filter(logging.getLogger())
 

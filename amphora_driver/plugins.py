@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from oslo_config.cfg import ConfigOpts
 from stevedore import DriverManager, ExtensionManager
@@ -29,12 +29,7 @@ TOPOLOGY, COMPUTE, NETWORK = (f"amphora_driver.{kind}" for kind in ("topology", 
 
 
 class Catalogue:
-    """Topologies, compute and network backends.
-
-    Args:
-        conf: our options, with the enabled and the default backends.
-        database: passed to network backends.
-    """
+    """Topologies, compute and network backends."""
 
     def __init__(self, conf: ConfigOpts, database: Database) -> None:
         self._conf = conf
@@ -45,13 +40,8 @@ class Catalogue:
         self._topologies: tuple[str, ...] | None = None
 
     def topology(self, name: str) -> Topology:
-        """Return a topology.
-
-        Raises:
-            ConfigurationError: no topology of this name is installed.
-        """
-        found: Topology = self._type(TOPOLOGY, name)
-        return found
+        """Return a topology; raise `ConfigurationError` if no topology of this name is installed."""
+        return cast("Topology", self._type(TOPOLOGY, name))
 
     def network(self, name: str | None) -> Network:
         """Return a network backend; None for the default one.
@@ -61,8 +51,8 @@ class Catalogue:
         """
         chosen = name or self._conf.amp_network.driver
         kind = self._enabled("network", chosen)
-        made: Network = self._once((kind, chosen), lambda: self._type(kind, chosen)(self._conf, self._database))
-        return made
+        made = self._once((kind, chosen), lambda: self._type(kind, chosen)(self._conf, self._database))
+        return cast("Network", made)
 
     def compute(self, name: str | None, network: str | None) -> Any:
         """Return a compute backend that uses ports of this network backend; None for the defaults.
@@ -121,11 +111,7 @@ class Catalogue:
         for name in self._names(group):
             try:
                 backend = self._type(f"amphora_driver.{group}", name)
-                found[name] = Backend(
-                    name=name,
-                    supports=frozenset(backend.supports),
-                    wiring=backend.wiring,
-                )
+                found[name] = Backend(name=name, supports=frozenset(backend.supports), wiring=backend.wiring)
             except (ConfigurationError, AttributeError) as error:
                 LOG.error("not offering the %s backend %s: %s", group, name, error)  # noqa: TRY400 - the message is complete
         return found
@@ -168,11 +154,8 @@ def _load(group: str, name: str) -> Any:
     try:
         return DriverManager(group, name, on_load_failure_callback=_failed).driver
     except NoMatches as error:
-        raise ConfigurationError(
-            wanted,
-            "no entry point of this name is installed",
-            f"Install the package that provides it, or correct {group}.",
-        ) from error
+        remedy = f"Install the package that provides it, or correct {group}."
+        raise ConfigurationError(wanted, "no entry point of this name is installed", remedy) from error
     except MultipleMatches as error:
         raise ConfigurationError(wanted, f"several packages provide it: {error}", "Remove all but one.") from error
     except AmphoraDriverError:

@@ -75,7 +75,7 @@ _IN_TRANSACTION = 1
 
 
 def set_commit_marker(connection: sa.Connection, statement: sa.Select[Any], parameters: dict[str, Any]) -> None:
-    """Set the query that returns a row if and only if the running transaction of `Database.write` was committed."""
+    """Set the query that returns a row if and only if the transaction of `write` was committed."""
     connection.info[_COMMIT_MARKER] = (statement, parameters)
 
 
@@ -274,7 +274,7 @@ class Database:
         return self._url.startswith("sqlite")
 
     def _check_schema(self, connection: sa.Connection) -> None:
-        """Check the schema every few seconds, because an operator may upgrade the database while a process runs."""
+        """Check the schema every few seconds, because an operator may upgrade it at any time."""
         now = time.monotonic()
         if self._schema_checked_at is None or now - self._schema_checked_at > _SCHEMA_VALID_SECONDS:
             self._schema_checked_at = None

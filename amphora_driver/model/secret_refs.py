@@ -17,13 +17,14 @@ from amphora_driver.secret import Secret
 
 
 class Purpose(StringEnum):
-    """Purpose of a secret."""
+    """Purpose of a secret; a certificate includes intermediates and private key.
 
-    # Certificate, intermediates and private key.
+    The driver creates the secret from which a load balancer's TLS ticket keys are derived.
+    """
+
     CERTIFICATE = "certificate"
     CA = "ca"
     CRL = "crl"
-    # The secret from which a load balancer's TLS ticket keys are derived; created by the driver.
     TICKETS = "tickets"
 
 
@@ -38,10 +39,8 @@ class SecretName(msgspec.Struct, frozen=True, order=True, cache_hash=True):
 class SecretMaterial(msgspec.Struct, frozen=True, kw_only=True):
     """The content of one secret as delivered by Octavia: PEM, not validated.
 
-    Attributes:
-        option: name of the API option in error messages.
-        text: the certificate, the CA certificates, or the revocation list.
-        intermediates: certificates between the certificate and its CA.
+    `option` is the name of the API option in error messages, `text` the certificate, the CA certificates, or the
+    revocation list.
     """
 
     option: str
@@ -67,7 +66,7 @@ _POOL_FIELDS = (
     ("ca_tls_container_ref", Purpose.CA),
     ("crl_container_ref", Purpose.CRL),
 )
-# The fields that refer to secrets, by model class.
+# These fields of a model class refer to secrets.
 SECRET_FIELDS: dict[type, tuple[tuple[str, Purpose], ...]] = {Listener: _LISTENER_FIELDS, Pool: _POOL_FIELDS}
 
 

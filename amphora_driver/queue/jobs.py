@@ -53,7 +53,7 @@ def process_name() -> str:
 
 
 class Jobs:
-    """The jobs of a database, for the process with this `process_name()`; `seconds` is the length of a lease."""
+    """The jobs of a database, for one process; a lease lasts for `seconds`."""
 
     def __init__(self, database: Database, owner: str, seconds: float) -> None:
         self._database = database

@@ -15,11 +15,10 @@ from pathlib import Path
 
 from amphora_driver.errors import ConfigurationError
 
-# Roles of processes that have a socket.
 CONTROLLER = "controller"
 REPORTER = "reporter"
 
-# sun_path is 108 bytes including the terminating zero.
+# A path has at most 108 bytes including the terminating zero (unix(7)).
 _LONGEST_PATH = 107
 
 
@@ -69,11 +68,9 @@ class WakeupSocket:
 
     def wake(self) -> None:
         """Wake up the waiting thread, from another thread of the same process."""
-        # An error is ignored: the process may have no free descriptor.
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender,
-        ):
+        # The process may have no free descriptor.
+        kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, kind) as sender:
             sender.sendto(b"!", str(self._path))
 
     def close(self) -> None:

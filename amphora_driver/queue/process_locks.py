@@ -20,18 +20,12 @@ from urllib.parse import quote, unquote
 
 _SUFFIX = ".lives"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-# Digits of the boot id in a file name; enough to distinguish the hosts of a deployment.
+# This number of digits of the boot id distinguishes the hosts of a deployment.
 _BOOT_DIGITS = 13
 
 
 class ProcessLock:
-    """The lock file of one process; a context manager.
-
-    Args:
-        directory: of the lock files of this host.
-        name: `process_name()` of this process.
-        boot: boot id of the kernel; None to read it.
-    """
+    """The lock file of the process `name`, as a context manager; `boot` is the kernel's boot id."""
 
     def __init__(self, directory: str, name: str, boot: str | None = None) -> None:
         Path(directory).mkdir(parents=True, exist_ok=True)
@@ -39,7 +33,7 @@ class ProcessLock:
         # The boot id is the same in all containers of a host and differs between hosts.
         self._ours = f".{(boot or _BOOT.read_text(encoding='ascii').strip())[:_BOOT_DIGITS]}{_SUFFIX}"
         self._path = Path(directory, quote(name, safe=":") + self._ours)
-        # The lock precedes the final name, so that no process finds the file unlocked.
+        # The file is locked before it gets the final name, so that no process finds it unlocked.
         fresh = self._path.with_suffix(".new")
         self._descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)

@@ -30,7 +30,7 @@ _MAX_VERSION_TEXT = 64
 
 
 class ServingState(msgspec.Struct, kw_only=True):
-    """A load balancer's state, with its amphorae's states and confirmed generations, the oldest amphora first."""
+    """A load balancer's state, with its amphorae and confirmed generations, the oldest first."""
 
     generation: int
     operating: str | None = None

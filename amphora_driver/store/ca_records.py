@@ -122,7 +122,7 @@ def list_cas(connection: sa.Connection, *, gone: bool = False) -> tuple[CaRecord
 
 
 def begin_ca_rotation(connection: sa.Connection, kind: CaKind, configured: NewCa, new: NewCa, now: float) -> int:
-    """Insert a new CA as trusted and return its id. Amphorae and controllers then add it to their trust stores.
+    """Insert a new CA as trusted, which amphorae and controllers then trust; return its id.
 
     The first rotation also inserts the CA of the configured files as the current one.
 

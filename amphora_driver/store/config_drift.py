@@ -26,7 +26,7 @@ _READY = amphora.c.state == AmphoraState.READY.value
 
 
 class AuditCandidate(msgspec.Struct, frozen=True, kw_only=True):
-    """An amphora that serves its idle load balancer's newest generation; `waited`: its last audit, 0 for never."""
+    """An amphora that serves the newest generation; `waited`: time of the last audit, 0 for never."""
 
     amphora_id: str
     load_balancer_id: str
@@ -91,7 +91,7 @@ def lock_work_of_amphorae(connection: sa.Connection, amphora_ids: Collection[str
 def revoke_confirmation(
     connection: sa.Connection, amphora_id: str, confirmed: int, drift: str, *, replug: bool = False
 ) -> bool:
-    """Revoke an amphora's confirmation, so that its configuration is pushed again; see `replace_confirmation`.
+    """Revoke an amphora's confirmation for a new push; see `replace_confirmation`.
 
     With `replug`, the controller also attaches the amphora's ports again, because an interface is missing.
     """
@@ -115,7 +115,7 @@ def revoke_all_confirmations(connection: sa.Connection, load_balancer_id: str, d
 
 
 def advance_generation_beyond(connection: sa.Connection, load_balancer_id: str, generation: int, beyond: int) -> bool:
-    """Advance a load balancer's generation beyond the one of an amphora, because an agent refuses older generations.
+    """Advance a generation beyond the one of an amphora, because an agent refuses older ones.
 
     No object waits for the new generation, and Octavia's commit state does not change.
     Return False if the load balancer has changed since the audit.

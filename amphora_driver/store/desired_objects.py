@@ -96,7 +96,7 @@ _REMOVE = (
 
 
 class ObjectChange(msgspec.Struct, frozen=True, kw_only=True):
-    """An object that the generation `created` created; `node` has no children, and is None if it is removed."""
+    """A new, changed or removed object; `node` has no children, and is None if it is removed."""
 
     id: str
     kind: Kind

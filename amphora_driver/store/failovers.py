@@ -199,7 +199,7 @@ def _finish_failover(
 
 
 def purge_old_failovers(connection: sa.Connection, before: float, limit: int = _PURGE_BATCH) -> bool:
-    """Delete fail-overs that ended before this time, with their time lines. Return whether more may remain."""
+    """Delete fail-overs that ended before this time; return whether more may remain."""
     ended = sa.select(failover.c.id).where(failover.c.ended_at < before).order_by(failover.c.ended_at).limit(limit)
     old = list(connection.execute(ended).scalars())
     if old:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of `job` rows without a user's request: locks, due times, new generations, rotation of TLS ticket keys.
+"""Changes of `job` rows without a user's request: due times, generations, TLS ticket keys.
 
 Invariant: no object waits for such a generation, and Octavia's commit state does not change.
 """
@@ -56,7 +56,7 @@ def start_ticket_rotation(connection: sa.Connection, load_balancer_id: str, due:
 
 
 class DueTickets(msgspec.Struct, frozen=True, kw_only=True):
-    """A load balancer with TLS ticket keys due for rotation: their number, and their encrypted secret if one exists."""
+    """A load balancer with TLS ticket keys due for rotation; `sealed` is their encrypted secret."""
 
     load_balancer_id: str
     number: int

@@ -19,7 +19,7 @@ from amphora_driver.database.tables import amphora, amphora_heartbeat, job, list
 
 
 class OrphanKind(str, Enum):
-    """Resources that may be orphans: machines and ports by the amphora's id, VIPs by the load balancer's id."""
+    """Resources that may be orphans, by amphora id (machines, ports) or load balancer id (VIPs)."""
 
     MACHINE = "machine"
     PORTS = "ports"
@@ -42,7 +42,7 @@ def read_orphans(connection: sa.Connection, kind: OrphanKind, backend: str) -> d
 def update_orphans(
     connection: sa.Connection, kind: OrphanKind, backend: str, found: Collection[str], now: float, grace: float
 ) -> list[str]:
-    """Replace the recorded orphans of a backend; return those that are recorded for at least `grace` seconds."""
+    """Replace the recorded orphans of a backend; return those recorded for `grace` seconds."""
     mine = (orphan.c.kind == kind.value, orphan.c.backend == backend)
     before = read_orphans(connection, kind, backend)
     for one in sorted(before.keys() - set(found)):

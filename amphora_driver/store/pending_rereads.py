@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects that Octavia delivered incompletely; the provider agent reads them again after Octavia's commit.
+"""Objects that Octavia delivered incompletely, to be read again after Octavia's commit.
 
 Invariant: the controller pushes nothing of the load balancer until the read succeeds or is cancelled, because an
 incomplete request must not be served. A reread of the complete tree includes every object.

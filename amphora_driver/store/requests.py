@@ -62,7 +62,7 @@ class RequestRecorder:
         self._validate_load_balancer = validate_fit
 
     def create_load_balancer(self, tree: LoadBalancer, *, read_back: bool, contents: Contents | None = None) -> None:
-        """Record a new load balancer; `read_back`: Octavia delivered an incomplete tree, which is read again later."""
+        """Record a new load balancer; `read_back`: Octavia delivered an incomplete tree."""
         nodes = list(desired_objects.iter_subtree(tree))
         for node in nodes:
             self._validate(node)

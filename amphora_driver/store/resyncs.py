@@ -41,7 +41,7 @@ def request_resyncs(
     *,
     remove_unknown: bool = False,
 ) -> None:
-    """Request resynchronizations of load balancers, which need not be recorded, and delete their earlier results.
+    """Request resynchronizations, also of unrecorded load balancers, and delete earlier results.
 
     With `remove_unknown`, a load balancer that only one side knows is removed.
     """

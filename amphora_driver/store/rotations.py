@@ -83,7 +83,7 @@ class Rotation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RotationItem(msgspec.Struct, frozen=True, kw_only=True):
-    """One load balancer of a rotation: amphorae selected at the request, and the operating status at the start."""
+    """One load balancer of a rotation, with its operating status at the start."""
 
     load_balancer_id: str
     place: int
@@ -213,7 +213,7 @@ def pause_rotation(connection: sa.Connection, rotation_id: int, reason: str) -> 
 
 
 def resume_rotation(connection: sa.Connection, rotation_id: int, *, leave_failed: bool = False) -> None:
-    """Resume a paused rotation, which continues with failed load balancers unless `leave_failed` skips them.
+    """Resume a paused rotation; `leave_failed` skips load balancers that have failed.
 
     Raises:
         UnknownObject: there is no such rotation.

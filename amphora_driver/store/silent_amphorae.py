@@ -194,7 +194,7 @@ def lock_still_silent(
 
 
 def mark_not_served(connection: sa.Connection, load_balancer_id: str, reason: str) -> bool:
-    """Set a load balancer's operating status to ERROR if it is recorded as serving users; return whether it is.
+    """Set the operating status of a load balancer that serves users to ERROR; return whether it did.
 
     The next heartbeat of one of its amphorae updates the status.
     """

@@ -124,7 +124,7 @@ def expect_confirmation(
     objects: Iterable[tuple[Kind, str]],
     new: Iterable[tuple[Kind, str]] = (),
 ) -> None:
-    """Record that objects are PENDING in Octavia until `generation` is confirmed; `new` objects have no row."""
+    """Record that objects are PENDING until `generation` is confirmed; `new` objects have no row."""
     kinds = {object_id: kind for kind, object_id in objects}
     fresh = {object_id: kind for kind, object_id in new}
     # Concurrent writers use the same order: they wait and do not deadlock.
