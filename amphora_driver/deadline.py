@@ -36,11 +36,7 @@ class Deadline:
         return self.left() <= 0
 
     def limit_wait(self, seconds: float) -> float:
-        """Return the shorter of a time-out and the remaining time; more than 0.
-
-        Raises:
-            DeadlinePassed: no time is left.
-        """
+        """Return the shorter of a time-out and the remaining time, or raise `DeadlinePassed`."""
         left = self.left()
         if left <= 0:
             raise DeadlinePassed(self._wanted, self.reason())
@@ -77,10 +73,6 @@ def apply_deadline(deadline: Deadline) -> Iterator[None]:
 
 
 def limit_wait(seconds: float) -> float:
-    """Return the shorter of a time-out and the remaining time of this thread's operation.
-
-    Raises:
-        DeadlinePassed: no time is left.
-    """
+    """Return the shorter of a time-out and the remaining time of this thread, or raise `DeadlinePassed`."""
     current = _CURRENT.get()
     return seconds if current is None else current.limit_wait(seconds)

@@ -151,9 +151,8 @@ def _translate_errors(method: F) -> F:
         except AmphoraDriverError as error:
             # The reference connects a user's question with the lines in both logs.
             reference = secrets.token_hex(4)
-            LOG.exception(
-                "the call %s of Octavia failed; its user receives the reference %s", method.__name__, reference
-            )
+            text = "the driver could not execute the call %s of Octavia (reference %s)"
+            LOG.exception(text, method.__name__, reference)
             raise exceptions.DriverError(**_fault(error, reference)) from error
 
     return call  # type: ignore[return-value]

@@ -42,11 +42,6 @@ def set_generation(generation: int) -> None:
     _fields.set({**_fields.get(), "generation": generation})
 
 
-def current_fields() -> Mapping[str, str | int]:
-    """Return the fields of this thread."""
-    return _fields.get()
-
-
 def setup(conf: Any, name: str) -> None:
     """Configure logging of the program with the context fields."""
     log.setup(conf, name)

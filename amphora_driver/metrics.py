@@ -35,7 +35,7 @@ REPORTS = ("taken", "refused")
 _TRANSACTIONS = ("read", "write")
 _OTHER = "other"
 
-# The function returns the number of accepted heartbeats, and of refused ones by reason.
+# The receiver's function returns the number of accepted heartbeats, and of refused heartbeats by reason.
 HeartbeatCounts = Callable[[], tuple[int, Mapping[str, int]]]
 
 
@@ -143,7 +143,7 @@ class ProcessMetrics:
             try:
                 yield
             except Exception as error:
-                # The names suffice, because this module imports nothing of the project. Other errors are the caller's.
+                # Errors are compared by name, because this module imports nothing of the project.
                 if type(error).__name__ in {"StoreError", "SchemaMismatch"}:
                     self.database_failures.labels(kind).inc()
                 raise
@@ -195,7 +195,6 @@ def _known_label(value: Any, known: tuple[str, ...]) -> str:
     return text if text in known else _OTHER
 
 
-# The metrics of this process.
 OURS = ProcessMetrics()
 job = OURS.job
 step = OURS.step

@@ -44,22 +44,14 @@ class Catalogue:
         return cast("Topology", self._type(TOPOLOGY, name))
 
     def network(self, name: str | None) -> Network:
-        """Return a network backend; None for the default one.
-
-        Raises:
-            ConfigurationError: it is not enabled, not installed, or cannot be created.
-        """
+        """Return a network backend (None: the default one); raise `ConfigurationError` if it is not usable."""
         chosen = name or self._conf.amp_network.driver
         kind = self._enabled("network", chosen)
         made = self._once((kind, chosen), lambda: self._type(kind, chosen)(self._conf, self._database))
         return cast("Network", made)
 
     def compute(self, name: str | None, network: str | None) -> Any:
-        """Return a compute backend that uses ports of this network backend; None for the defaults.
-
-        Raises:
-            ConfigurationError: one of them is not enabled, not installed, or cannot be created.
-        """
+        """Return a compute backend that uses ports of this network backend; see `network`."""
         chosen, source = name or self._conf.amp_compute.driver, network or self._conf.amp_network.driver
         kind = self._enabled("compute", chosen)
         ports = self.network(source)
@@ -85,7 +77,7 @@ class Catalogue:
             try:
                 found[name] = get(name)
             except (ConfigurationError, AttributeError) as error:
-                LOG.warning("skipping the %s backend %s, it cannot be loaded: %s", group, name, error)
+                LOG.warning("skipping the %s backend %s, because it cannot be loaded: %s", group, name, error)
         return found
 
     def deployment(self) -> Deployment:
@@ -113,7 +105,8 @@ class Catalogue:
                 backend = self._type(f"amphora_driver.{group}", name)
                 found[name] = Backend(name=name, supports=frozenset(backend.supports), wiring=backend.wiring)
             except (ConfigurationError, AttributeError) as error:
-                LOG.error("not offering the %s backend %s: %s", group, name, error)  # noqa: TRY400 - the message is complete
+                text = "the %s backend %s cannot be loaded, users cannot choose it: %s"
+                LOG.error(text, group, name, error)  # noqa: TRY400 - the message is complete
         return found
 
     def _names(self, group: str) -> list[str]:

@@ -42,19 +42,18 @@ from amphora_driver.errors import ConfigurationError, ContentRefused, StoreError
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# A retry may succeed after these codes. MySQL and MariaDB: deadlock (or a collision of two Galera nodes), lock wait
-# time-out. PostgreSQL: serialization failure, deadlock, lock not available.
+# `Database` retries after these codes of MariaDB (deadlock, collision of Galera nodes, lock wait time-out) and of
+# PostgreSQL (serialization failure, deadlock, lock not available).
 _RETRY_CODES = {1213, 1205, "40001", "40P01", "55P03"}
-# These codes mean that the server is unavailable. MariaDB: the node is not part of the Galera cluster (1047, or 1180
-# during a commit), server shutdown (1053), connection killed (1927). PostgreSQL: shutdown, crash, start, idle
-# transaction aborted.
+# An unavailable server returns one of these codes. MariaDB: the node is not part of the Galera cluster (1047, or 1180
+# during a commit), shutdown (1053), connection killed (1927). PostgreSQL: shutdown, crash, start, idle transaction.
 _UNAVAILABLE_CODES = {1047, 1180, 1053, 1927, "57P01", "57P02", "57P03", "25P03"}
-# A transaction is retried after collisions for this time. The time is longer than an idle transaction holds its locks,
-# and longer than four hosts need that write the same rows through two Galera nodes.
+# `Database.write` retries a colliding transaction for longer than an idle transaction holds its locks, and for longer
+# than four hosts need to write the same rows through two Galera nodes.
 _RETRY_SECONDS = 20.0
-# The first attempt may have used a stale pooled connection to a server that is available again.
+# The first of two attempts may use a stale pooled connection to a server that is available again.
 _UNAVAILABLE_ATTEMPTS = 2
-# `write` tries for this time to find out whether an unanswered commit succeeded.
+# `Database.write` limits the time to find out whether an unanswered commit succeeded.
 _UNCONFIRMED_SECONDS = 6.0
 _CONNECT_SECONDS = 3
 # The server limits the wait for a lock and the time of an idle transaction.
@@ -62,7 +61,7 @@ _LOCK_SECONDS = 5
 _IDLE_SECONDS = 10
 # A client waits longer for an answer than the server waits for a lock, so that the server's error arrives first.
 _ANSWER_SECONDS = 8.0
-# A writer waits this long for SQLite's write lock: many writers may be queued, and each needs milliseconds.
+# A writer waits for SQLite's write lock for seconds, because many writers may be queued and each needs milliseconds.
 _WRITE_LOCK_SECONDS = 15.0
 # One process has as many connections as it has threads that write at the same time.
 _POOL_OPTIONS = {"pool_size": 5, "max_overflow": 43, "pool_timeout": 5}
@@ -153,17 +152,13 @@ class Database:
         self.now()
         return self._jump_monitor.seconds_since_clock_jump()
 
+    @metrics.transaction("write")
     def write(self, work: Callable[[sa.Connection], T]) -> T:
         """Run `work` in one writing transaction and return its result; retry it after retryable errors.
 
         Raises:
-            StoreError: the transaction was not committed; or the connection was lost during COMMIT and the result is
-                unknown.
+            StoreError: the transaction was not committed, or its result is unknown after a connection loss in COMMIT.
         """
-        with metrics.transaction("write"):
-            return self._write(work)
-
-    def _write(self, work: Callable[[sa.Connection], T]) -> T:
         unconfirmed: list[_UnconfirmedCommit[T]] = []
         unavailable = 0
         begun = time.monotonic()
@@ -189,16 +184,9 @@ class Database:
             time.sleep(random.uniform(0.2, 1.0) * min(0.005 * 2 ** min(attempt, 7), 0.5))  # noqa: S311 - jitter, no secret
         raise AssertionError("unreachable")
 
+    @metrics.transaction("read")
     def read(self, work: Callable[[sa.Connection], T]) -> T:
-        """Run `work` in one reading transaction, which waits for no writer, and return its result.
-
-        Raises:
-            StoreError: the database is unavailable.
-        """
-        with metrics.transaction("read"):
-            return self._read(work)
-
-    def _read(self, work: Callable[[sa.Connection], T]) -> T:
+        """Run `work` in a reading transaction, which waits for no writer; or raise `StoreError`."""
         begun = time.monotonic()
         for attempt in range(1, _UNAVAILABLE_ATTEMPTS + 1):
             try:
@@ -220,11 +208,7 @@ class Database:
             self._engine = None
 
     def _run_once(self, work: Callable[[sa.Connection], T], unconfirmed: list[_UnconfirmedCommit[T]]) -> T:
-        """Run one transaction.
-
-        Raises:
-            _AlreadyCommitted: an earlier, unconfirmed attempt was committed; this one is rolled back.
-        """
+        """Run one transaction, or roll it back and raise `_AlreadyCommitted` for an earlier attempt."""
         with self.engine.connect() as connection:
             connection.info.pop(_COMMIT_MARKER, None)
             transaction = connection.begin()
@@ -236,7 +220,7 @@ class Database:
             except BaseException as error:
                 transaction.rollback()
                 if unconfirmed and isinstance(error, DBAPIError) and not _is_unavailable(error):
-                    # The committed earlier attempt may be the cause, for example by a duplicate key.
+                    # An earlier attempt that was committed may cause the error, by a duplicate key for example.
                     self._raise_if_any_committed(unconfirmed)
                 raise
             # The marker is read before COMMIT, because an invalidated connection does not provide `info`.
@@ -308,11 +292,7 @@ class Database:
 
 
 def parse_url(text: str) -> sa.URL:
-    """Parse a database URL and check that its driver is installed. Errors do not quote the URL's password.
-
-    Raises:
-        ConfigurationError: the URL is invalid, or its driver is not installed.
-    """
+    """Parse a database URL, or raise a `ConfigurationError` that does not quote the password."""
     attempt, remedy = "use the database", "Check [amp_database] connection."
     try:
         url = sa.make_url(text)
@@ -322,7 +302,7 @@ def parse_url(text: str) -> sa.URL:
     except ImportError as error:
         raise ConfigurationError(attempt, f"its driver is not installed ({error})", remedy) from error
     if "@" in (url.host or ""):
-        # The end of the password would become part of the host name, which errors show.
+        # With a second @ the end of the password would become part of the host name, which errors show.
         raise ConfigurationError(attempt, "its URL has more than one @", f"{remedy} Write %40 in a password.")
     return url
 
@@ -385,7 +365,7 @@ def _is_unavailable(error: DBAPIError) -> bool:
     if hasattr(original, "sqlstate"):
         # psycopg: only the server sets a SQLSTATE, so a client-side error has none.
         return isinstance(error, sa.exc.OperationalError) and original.sqlstate is None
-    # Client-side errors of MySQL and MariaDB.
+    # MySQL and MariaDB number the errors of their client libraries from 2000.
     return isinstance(code, int) and 2000 <= code < 2100
 
 

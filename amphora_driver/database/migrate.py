@@ -36,12 +36,12 @@ LOG = logging.getLogger(__name__)
 
 _ATTEMPT = "upgrade the database"
 _ATTEMPTS = 5
-# MariaDB locks by name and PostgreSQL by number. A lock ends with its connection.
+# The lock of an upgrade has a name on MariaDB and a number on PostgreSQL, and ends with its connection.
 _LOCK_NAME = "amphora-driver schema"
 _LOCK_NUMBER = 0x616D_7068
-# An upgrade waits this long for another one, because adding a column to a large table takes minutes.
+# An upgrade waits for another upgrade for minutes, because adding a column to a large table takes minutes.
 _LOCK_SECONDS = 600
-# A process sends a heartbeat every two seconds, and counts as alive for this time after the last one.
+# A process of the control plane sends a heartbeat every two seconds, and counts as alive after two missing ones.
 _PROCESS_ALIVE_SECONDS = 7.0
 
 
@@ -71,7 +71,7 @@ def upgrade(url: str) -> Upgrade:
                 if attempt == _ATTEMPTS:
                     raise StoreError(_ATTEMPT, text, "Remove the cause and run the upgrade again.") from error
                 LOG.info("database upgrade attempt %d failed, retrying: %s", attempt, text)
-                # The pause is random, because another upgrade may run on another node of the Galera cluster.
+                # A random pause separates two upgrades on two nodes of a Galera cluster.
                 time.sleep(random.uniform(0.5, 1.0) * 0.2 * 2**attempt)  # noqa: S311 - jitter, no secret
         raise AssertionError("unreachable")
     finally:
@@ -82,10 +82,6 @@ def active_processes(url: str) -> tuple[str, ...]:
     """Return the processes, of any version, that use a database with an outdated schema.
 
     A crashed process counts until its leases and duties expire.
-
-    Raises:
-        ConfigurationError: the URL is invalid, or its driver is not installed.
-        StoreError: the database refused a query.
     """
     engine = _upgrade_engine(url)
     try:
@@ -94,7 +90,7 @@ def active_processes(url: str) -> tuple[str, ...]:
                 return ()
             there = set(sa.inspect(connection).get_table_names())
             now = clock.now(connection)
-            # These columns exist in every schema revision.
+            # Every schema revision has these columns of owner and time.
             columns = {"job": ("owner", "leased_until", 0.0), "duty": ("owner", "leased_until", 0.0)}
             columns["process"] = ("name", "seen_at", -_PROCESS_ALIVE_SECONDS)
             found: set[str] = set()

@@ -16,7 +16,6 @@ import psycopg
 from psycopg.waiting import Ready, Wait
 
 T = TypeVar("T")
-# Seconds between two checks of the deadline while an answer is awaited.
 _POLL_SECONDS = 0.5
 
 
@@ -40,7 +39,7 @@ class Connection(psycopg.Connection[Any]):
             while True:
                 ready = yield event
                 if not ready and time.monotonic() > deadline:
-                    # A late answer must not be taken for the answer to the next statement.
+                    # A late answer on an open connection would be taken for the answer to the next statement.
                     self.pgconn.finish()
                     raise psycopg.OperationalError(f"no answer in {self.answer_timeout:.0f} s")
                 event = gen.send(ready)

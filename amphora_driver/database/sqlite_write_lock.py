@@ -74,15 +74,11 @@ class LockFile:
     def __init__(self, path: str) -> None:
         self._path = path
         self._mutex = threading.Lock()
-        # A waiter stays after the time-out of its caller. flock() cannot be cancelled, so the next caller reuses it.
+        # flock() cannot be cancelled, so a waiter outlives the time-out of its caller, and the next caller reuses it.
         self._abandoned: list[_Waiter] = []
 
     def acquire(self, timeout: float) -> int:
-        """Wait for the lock at most `timeout` seconds and return its descriptor.
-
-        Raises:
-            StoreError: the time-out passed, or the file system does not support locks.
-        """
+        """Wait for the lock at most `timeout` seconds and return its descriptor, or raise `StoreError`."""
         try:
             return self._acquire(timeout)
         except OSError as error:
@@ -166,7 +162,7 @@ def _lock_holder(path: str) -> str | None:
     with suppress(OSError):
         inode = str(Path(path).stat().st_ino)
         for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
-            # 1: FLOCK  ADVISORY  WRITE 1234 00:1f:5678 0 EOF; a waiting process has an arrow after the number.
+            # A line is like "1: FLOCK  ADVISORY  WRITE 1234 00:1f:5678 0 EOF"; a waiting process has "->" after "1:".
             fields = line.split()
             if fields[1] == "FLOCK" and fields[5].rpartition(":")[2] == inode:
                 name = Path("/proc", fields[4], "comm").read_text(encoding="utf-8", errors="replace").strip()

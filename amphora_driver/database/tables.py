@@ -27,8 +27,8 @@ Sealed = sa.LargeBinary().with_variant(mysql.MEDIUMBLOB(), "mysql", "mariadb")
 # SQLite increments only INTEGER primary keys automatically.
 Serial = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
-# This value of `job.due_at` makes a row due at once and before all other rows. A job that releases its lease never
-# overwrites the value, because another transaction may have written it after the job read the row.
+# `job.due_at` URGENT makes a row due at once and before all other rows. A job that releases its lease never overwrites
+# URGENT, because another transaction may have written it after the job read the row.
 URGENT = -1.0
 
 # One row per object of a load balancer; `body` is the JSON of the model class without children. `refers_to` is the pool
@@ -49,9 +49,8 @@ desired_object = sa.Table(
 )
 
 # One row per load balancer: its desired and applied generation, and the lease of a controller. `committed`: the newest
-# generation for which Octavia's own transaction has ended. `read_back`: some objects arrived incomplete and must be
-# read from Octavia after its commit: the listeners and pools in `reread` (JSON, [kind, id] each), or the complete tree
-# if `reread` is NULL.
+# generation for which Octavia's own transaction has ended. `read_back`: the provider agent must read incomplete objects
+# from Octavia: the listeners and pools in `reread` (JSON), or the complete tree if `reread` is NULL.
 job = sa.Table(
     "job",
     metadata,
@@ -71,8 +70,7 @@ job = sa.Table(
     sa.Column("vip_applied", Body, nullable=True),
     # `omitted`: the objects that an unconfirmed generation omits (JSON: the generation, reasons by object id).
     sa.Column("omitted", Body, nullable=True),
-    # `spare_pool`: the row id of the pool of warm spares that this load balancer uses. `spares`: set in the row of such
-    # a pool, its specification (JSON).
+    # `spare_pool`: the pool of warm spares of a load balancer. `spares`: the specification (JSON) of such a pool.
     sa.Column("spare_pool", Id, nullable=True),
     sa.Column("spares", Body, nullable=True),
     sa.Column("dirty", sa.Boolean, nullable=False, default=True),
@@ -92,7 +90,7 @@ job = sa.Table(
     sa.Column("error", sa.Text, nullable=True),
     sa.Index("ix_job_dirty_due_at", "dirty", "due_at"),
 )
-# This value of `due_at` makes a row due now and keeps URGENT.
+# `job.due_at` DUE_NOW makes a row due at once, and keeps an URGENT row urgent.
 DUE_NOW = sa.case((job.c.due_at < 0.0, URGENT), else_=0.0)
 
 # One row per accepted call: the history of a load balancer, and the commit marker of the call.
@@ -223,8 +221,8 @@ duty = sa.Table(
     sa.Column("leased_until", sa.Double, nullable=False),
 )
 
-# Addresses allocated for a load balancer before Octavia requests its creation. The request may never come: after
-# `create_vip_port`, Octavia may refuse the user's request or crash.
+# One row per load balancer whose VIP addresses are allocated before Octavia requests its creation. Octavia may refuse
+# the user's request after `create_vip_port` or crash, so the request for the creation may never come.
 vip_claim = sa.Table(
     "vip_claim",
     metadata,
@@ -237,8 +235,8 @@ vip_claim = sa.Table(
     sa.Column("reason", sa.Text, nullable=True),
 )
 
-# Machines and ports of a backend that no row owns, with the time of discovery. A recent one may belong to a step in
-# progress, because a step writes to two systems.
+# One row per machine or port of a backend that no row owns. A recent orphan may belong to a step in progress, because a
+# step writes to two systems.
 orphan = sa.Table(
     "orphan",
     metadata,

@@ -34,14 +34,14 @@ _READ_KEYS = "read the encryption keys"
 _OPEN = "open a secret"
 _DOCS = "docs/explanation/secrets.md"
 _REMEDY = "Set [amp_database] encryption_key_file to a file with one Fernet key a line."
-# The prefix makes a fingerprint different from any other hash of the key.
+# The fingerprint of a key has a prefix, so that it differs from any other hash of the key.
 _FINGERPRINT_PREFIX = b"amphora-driver encryption key "
 _FINGERPRINT_DIGITS = 12
-# A removed key still opens for this time, which is longer than writing a file takes.
+# A removed encryption key still opens secrets for a minute, which is longer than writing a key file takes.
 _REMOVED_KEY_SECONDS = 60.0
 # Inode, modification time in nanoseconds, size and mode identify a version of the key file.
 _FileVersion = tuple[int, int, int, int]
-# Encrypted content is this prefix, a digest of the location, and the secret. No PEM text begins with the prefix.
+# Encrypted content consists of a prefix, a digest of the location, and the secret. No PEM text begins with the prefix.
 _BOUND_PREFIX = b"amphora-sealed-1"
 _DIGEST_LENGTH = 32
 
@@ -61,11 +61,7 @@ class SecretLocation(msgspec.Struct, frozen=True):
 
 
 class Vault:
-    """Seals secrets with the first of its Fernet keys and opens them with all keys, from any thread.
-
-    Raises:
-        ValueError: a key is not a Fernet key.
-    """
+    """Seals secrets with the first of its Fernet keys and opens them with all keys, from any thread."""
 
     def __init__(self, keys: list[bytes]) -> None:
         self._path: Path | None = None
@@ -80,7 +76,7 @@ class Vault:
         Raises:
             ConfigurationError: the file is missing, empty, readable by other users, or contains an invalid key.
         """
-        # The vault reads the version before the keys, so that it detects a concurrent change later.
+        # The vault reads the version of the key file before the keys, so that it detects a concurrent change later.
         version = _file_version(Path(path))
         vault = cls(_read_keys(Path(path)))
         vault._path, vault._version = Path(path), version
@@ -96,11 +92,7 @@ class Vault:
         return self._current_ring().cipher.encrypt(_BOUND_PREFIX + location.digest() + secret.reveal())
 
     def open(self, sealed: bytes, location: SecretLocation) -> Secret:
-        """Decrypt a result of `seal`.
-
-        Raises:
-            StoreError: no key opens it, or it is bound to another location.
-        """
+        """Decrypt a result of `seal`; raise `StoreError` if no key opens it, or if it is misplaced."""
         return _require_bound_to(location, self._decrypted(sealed))
 
     def is_misplaced(self, sealed: bytes, location: SecretLocation) -> bool:
@@ -114,17 +106,13 @@ class Vault:
         """Return the index of the sealing key, from 0; None if it is unknown."""
         for index, cipher in enumerate(self._current_ring().ciphers):
             with contextlib.suppress(InvalidToken):
-                # The method verifies the signature and decrypts nothing.
+                # `extract_timestamp` verifies the signature and decrypts nothing.
                 cipher.extract_timestamp(sealed)
                 return index
         return None
 
     def reseal(self, sealed: bytes, location: SecretLocation) -> bytes:
-        """Return the secret sealed with the first key; the same bytes if it is so already.
-
-        Raises:
-            StoreError: no key opens it, or it is bound to another location.
-        """
+        """Return the secret sealed with the first key, the same bytes if it is so already; see `open`."""
         secret = _require_bound_to(location, self._decrypted(sealed))
         return sealed if self.key_index(sealed) == 0 else self.seal(secret, location)
 
@@ -143,7 +131,7 @@ class Vault:
         ring = self._key_ring
         if ring.removed and time.monotonic() > ring.removed_until:
             with self._reload_lock:
-                # Another thread may have replaced the ring.
+                # Another thread may have replaced the key ring.
                 if self._key_ring is ring:
                     self._key_ring = _KeyRing(ring.keys)
         return self._key_ring
@@ -152,7 +140,7 @@ class Vault:
         version = _file_version(path)
         if version == self._version:
             return
-        # The vault tries each version once, so that an unusable file causes one warning.
+        # The vault tries each version of the key file once, so that an unusable file causes one warning.
         self._version = version
         try:
             keys = _read_keys(path)

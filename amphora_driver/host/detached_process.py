@@ -11,14 +11,14 @@ import os
 import select
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
 import msgspec
 
 _BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
-# A process without arguments counts as being in execve(2) for this time.
+# A process without arguments counts as being in execve(2) for half a second.
 _EXEC_SECONDS = 0.5
 # The field `flags` of a kernel thread has this bit, PF_KTHREAD (proc_pid_stat(5)).
 _KERNEL_THREAD = 0x00200000
@@ -116,12 +116,17 @@ def spawn(argv: Sequence[str], environment: Mapping[str, str], log: Path, pass_a
 
 def find_by_last_argument(last_argument: str) -> list[Process]:
     """All processes with this last argument; finds a process whose start was not recorded."""
-    wanted = last_argument.encode()
+    return find(lambda entry: _read_arguments(entry)[-1] == last_argument.encode())
+
+
+def find(matches: Callable[[Path], bool]) -> list[Process]:
+    """All processes with a matching directory in /proc."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
+            # The process may end at the same time.
             with suppress(OSError):
-                if _read_arguments(entry)[-1] == wanted:
+                if matches(entry):
                     found.append(identify(int(entry.name)))
     return [process for process in found if process is not None]
 
@@ -145,7 +150,7 @@ def signal_and_wait(processes: Sequence[Process], number: signal.Signals, second
     deadline = time.monotonic() + seconds
     for process in processes:
         process.signal(number)
-    # The list is complete before all(), because `wait` also reaps each process.
+    # `wait` also reaps a process, so each process is waited for, also after a failure.
     ended = [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
     return all(ended)
 
@@ -155,7 +160,7 @@ def _read_stat(pid: int) -> tuple[str, int] | None:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The name in parentheses may contain spaces and parentheses.
+    # The name of a process in /proc/PID/stat may contain spaces and parentheses.
     fields = text.rpartition(")")[2].split()
     return fields[0], int(fields[19])
 

@@ -34,7 +34,7 @@ from amphora_driver.secret import Secret
 S = TypeVar("S", bound=msgspec.Struct)
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Octavia names the id of an object like this.
+# Octavia's objects contain their own ids under a name for each kind.
 ID_NAMES: dict[Kind, str] = {
     Kind.LOAD_BALANCER: "loadbalancer_id",
     Kind.LISTENER: "listener_id",
@@ -247,7 +247,7 @@ def _text_or_empty(value: Any) -> str:
 
 def _convert(model_class: type[S], fields: Mapping[str, Any]) -> S:
     try:
-        # Not strict: Octavia sends some numbers as text ("redirect_http_code").
+        # The conversion is not strict, because Octavia sends some numbers as text ("redirect_http_code").
         return msgspec.convert(fields, model_class, strict=False)
     except msgspec.ValidationError as error:
         raise ModelError(

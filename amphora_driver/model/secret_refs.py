@@ -66,7 +66,7 @@ _POOL_FIELDS = (
     ("ca_tls_container_ref", Purpose.CA),
     ("crl_container_ref", Purpose.CRL),
 )
-# These fields of a model class refer to secrets.
+# Listeners and pools refer to secrets in these fields.
 SECRET_FIELDS: dict[type, tuple[tuple[str, Purpose], ...]] = {Listener: _LISTENER_FIELDS, Pool: _POOL_FIELDS}
 
 
@@ -81,7 +81,8 @@ def secrets_in_fields(node: Node, fields: Iterable[str]) -> dict[SecretName, str
     found: dict[SecretName, str] = {}
     for field, purpose in SECRET_FIELDS.get(type(node), ()):
         if field in selected:
-            for ref in _refs(getattr(node, field)):
+            refs = getattr(node, field) or ()
+            for ref in (refs,) if isinstance(refs, str) else refs:
                 found.setdefault(SecretName(node.id, purpose, ref), field)
     return found
 
@@ -91,9 +92,3 @@ def secrets_of_tree(tree: LoadBalancer) -> Iterator[SecretName]:
     nodes: tuple[Node, ...] = (*tree.listeners, *tree.pools)
     for node in nodes:
         yield from secrets_of_object(node)
-
-
-def _refs(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    if not value:
-        return ()
-    return (value,) if isinstance(value, str) else value

@@ -27,10 +27,10 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora, duty, job, request
 from amphora_driver.errors import LeaseLost
 
-# The clock was set back if a lease or duty has more than this multiple of its length left, and more than _LEAST
-# seconds. The multiples allow for hosts with different options.
+# The clock was set back if a lease has more than four lengths left, a duty more than ten, and both more than a minute.
+# The multiples allow for hosts with different options.
 _LEASES, _DUTIES, _LEAST = 4, 10, 60.0
-# A load balancer waits for this number of seconds for each process in a row that ended while it worked on it.
+# A load balancer waits half a second for each process in a row that ended while it worked on the load balancer.
 _CRASH_BACKOFF = 0.5
 
 
@@ -82,10 +82,10 @@ class Jobs:
                 owner=self._owner,
                 epoch=row.epoch + 1,
                 attempts=row.attempts,
-                # An owner in the row has not returned the lease.
+                # A process that is still recorded as owner has not returned the lease.
                 crashes=row.crashes + (row.owner is not None),
             )
-            # A due_at that becomes urgent from now on is new to this job.
+            # The claim resets `due_at`, so that the job detects an urgent event after the claim.
             claimed = {"owner": self._owner, "epoch": lease.epoch, "crashes": lease.crashes, "due_at": 0.0}
             _update(connection, row.load_balancer_id, **claimed, leased_until=now + self._seconds)
             return lease
@@ -134,8 +134,8 @@ class Jobs:
 
         def write(connection: sa.Connection) -> None:
             if connection.dialect.name == "postgresql":
-                # A separate statement takes the lock. A PostgreSQL statement that waits for a row lock re-reads only
-                # that row: it would miss an amphora that lost its configuration meanwhile and clear `dirty`.
+                # A PostgreSQL statement that waits for a row lock re-reads only that row. A single statement would miss
+                # an amphora that lost its configuration meanwhile, and would clear `dirty`.
                 connection.execute(_LOCK_ROW, {"of": lease.load_balancer_id})
             # One statement checks the lease, as `guard_lease` does, and writes.
             if connection.execute(statement, bound).rowcount != 1:
@@ -194,7 +194,7 @@ class Jobs:
             connection.execute(
                 job.update()
                 .where(job.c.load_balancer_id == lease.load_balancer_id)
-                # The order matters: MySQL and MariaDB assign from left to right, with the values already assigned.
+                # The order matters: MySQL and MariaDB assign from left to right and use the new values.
                 .ordered_values(
                     (job.c.attempts, sa.case((newer, job.c.attempts), else_=lease.attempts + 1)),
                     (job.c.due_at, sa.case((newer, 0.0), else_=clock.now(connection) + pause)),
@@ -218,7 +218,7 @@ class Jobs:
         def write(connection: sa.Connection) -> int:
             given: list[tuple[Any, Any]] = [(job.c.owner, None), (job.c.leased_until, None)]
             if owner is not None:
-                # The order matters: see `retry_later`.
+                # The order matters: MySQL and MariaDB assign from left to right and use the new values.
                 given.append((job.c.due_at, clock.now(connection) + _CRASH_BACKOFF * job.c.crashes))
                 given.append((job.c.crashes, job.c.crashes + 1))
             leases = job.update().where(job.c.owner == (owner or self._owner))
@@ -292,7 +292,7 @@ _DUE_AGAIN = sa.or_(
 _NOT_OVER = sa.or_(_DUE_AGAIN, sa.and_(_IS_LEAVING, sa.not_(job.c.read_back)))
 _RETURNED = {"owner": None, "leased_until": None, "attempts": 0, "crashes": 0, "error": None}.items()
 _AGAIN = sa.bindparam("again", type_=sa.Double)
-# The order matters: MySQL and MariaDB assign from left to right, with the values already assigned.
+# The order matters: MySQL and MariaDB assign from left to right and use the new values.
 _COMPLETE = job.update().where(*_MINE).ordered_values(("dirty", _NOT_OVER), ("due_at", 0.0), *_RETURNED)
 _COMPLETE_FOR_NOW = (
     job.update()
@@ -320,12 +320,9 @@ _OLDEST_OPEN_REQUEST = sa.select(sa.func.min(request.c.accepted_at)).where(*_IS_
 
 
 def guard_lease(connection: sa.Connection, lease: Lease, applied: int | None = None) -> None:
-    """Check that the lease is valid, and lock it until this transaction ends.
+    """Lock a valid lease until this transaction ends, or raise `LeaseLost`.
 
     Also record `applied`, the generation that every amphora serves, unless it is None.
-
-    Raises:
-        LeaseLost: another process owns the load balancer, or its row is deleted.
     """
     if applied is None:
         changed = connection.execute(_GUARD, _bound(lease)).rowcount
@@ -340,26 +337,19 @@ def _bound(lease: Lease) -> dict[str, Any]:
 
 
 def _lost(lease: Lease) -> LeaseLost:
-    return LeaseLost(
-        f"write under lease {lease.epoch} of load balancer {lease.load_balancer_id}",
-        "another controller has taken it over",
-    )
+    wanted = f"write under lease {lease.epoch} of load balancer {lease.load_balancer_id}"
+    return LeaseLost(wanted, "another controller has taken it over")
 
 
 def check_lease(connection: sa.Connection, lease: Lease) -> tuple[int, str, bool]:
-    """Check that the lease is valid; called before effects that no transaction can roll back.
+    """Raise `LeaseLost` if the lease is not valid, before effects that no transaction can roll back.
 
     Return the newest generation, the recorded `Op`, and whether the job has become urgent since the claim.
-
-    Raises:
-        LeaseLost: another process owns the load balancer, or its row is deleted.
     """
     row = connection.execute(_CHECK, {"of": lease.load_balancer_id}).first()
     if row is None or (row.owner, row.epoch) != (lease.owner, lease.epoch):
-        raise LeaseLost(
-            f"work on load balancer {lease.load_balancer_id} under lease {lease.epoch}",
-            "another controller has taken it over",
-        )
+        wanted = f"work on load balancer {lease.load_balancer_id} under lease {lease.epoch}"
+        raise LeaseLost(wanted, "another controller has taken it over")
     return int(row.generation), str(row.op), row.due_at < 0.0
 
 

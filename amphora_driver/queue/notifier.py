@@ -88,7 +88,7 @@ class Publisher:
     def __init__(self, url: str, most: int = _MOST_WAITING) -> None:
         self._url = url
         self._most = most
-        # The dictionary is used as an ordered set.
+        # The dictionary serves as an ordered set of hints.
         self._waiting: dict[_Hint, None] = {}
         self._news = threading.Condition()
         self._ending = threading.Event()
@@ -116,19 +116,20 @@ class Publisher:
 
     def _run(self) -> None:
         try:
-            # Only engine celery needs the import, which takes half a second.
+            # Only engine celery needs the import of Celery, which takes half a second.
             from amphora_driver.queue.rabbitmq import HintSender  # noqa: PLC0415
         except ImportError as error:
-            LOG.error("cannot publish hints: %s", _not_installed(error))  # noqa: TRY400 - the message is complete
+            text = "hints are not published, other hosts find the work when they poll: %s"
+            LOG.error(text, _not_installed(error))  # noqa: TRY400 - the message is complete
             return
         sender = HintSender(self._url)
         pause = _BACKOFF[0]
         while (hint := self._next()) is not None:
-            # An idle connection may be dead, which only a write shows. The second attempt uses a new connection.
+            # Only a write shows that an idle connection is dead, so the second attempt uses a new connection.
             if self._send(sender, hint) or self._send(sender, hint):
                 pause = _BACKOFF[0]
             else:
-                LOG.warning("the broker is not available, dropping a hint: other hosts find the work when they poll")
+                LOG.warning("the broker is not available, dropping a hint; other hosts find the work when they poll")
                 self._ending.wait(pause)
                 pause = min(2 * pause, _BACKOFF[1])
         sender.discard_connection()
@@ -147,7 +148,7 @@ class Publisher:
         try:
             sender.send(*hint)
         except Exception as error:  # noqa: BLE001 - the library's, broker's and network's errors have no common base
-            LOG.info("could not publish a hint: %s", type(error).__name__)
+            LOG.info("a hint could not be published, discarding the connection to the broker: %s", type(error).__name__)
             sender.discard_connection()
             return False
         return True

@@ -20,7 +20,7 @@ from urllib.parse import quote, unquote
 
 _SUFFIX = ".lives"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-# This number of digits of the boot id distinguishes the hosts of a deployment.
+# Thirteen digits of the kernel's boot id distinguish the hosts of a deployment.
 _BOOT_DIGITS = 13
 
 

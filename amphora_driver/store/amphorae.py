@@ -51,11 +51,11 @@ class LastHeartbeat(msgspec.Struct, frozen=True, kw_only=True):
     agent_version: str | None = None
 
 
-# Statements are built once, because building one costs more than running it.
+# Each statement is built once, because building it costs more than running it.
 _JSON_COLUMNS = ("plugged", "partners")
 _IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
 _LOAD_BALANCER_IDS = sa.select(amphora.c.id, amphora.c.load_balancer_id)
-# The joined query omits these columns for speed. For a name in both tables, the query reads the column of `job`.
+# The query of a job and its amphorae omits columns for speed. For a name in both tables, it reads the column of `job`.
 _UNREAD_COLUMNS = {
     *("project_id", "reread", "tickets_due", "owner", "writes", "leased_until", "due_at", "error"),
     *("heartbeat_key", "created_at", "ready_at", "reason", "image", "audited_at", "drift", "drifts"),
@@ -63,7 +63,7 @@ _UNREAD_COLUMNS = {
 _OF_WORK = [column for column in job.c if column.name not in _UNREAD_COLUMNS]
 _OF_HEARTBEAT = (amphora_heartbeat.c.seen_at.label("heard_at"), amphora_heartbeat.c.holds_vip)
 _OF_AMPHORA = [column for column in amphora.c if column.name not in {*_UNREAD_COLUMNS, *(one.name for one in job.c)}]
-# These causes of a fail-over mean a dead amphora.
+# An open fail-over with one of two causes means a dead amphora.
 _DEATH_CAUSES = ("silent", "never_spoke")
 _IS_OPEN = failover.c.ended_at.is_(None)
 _HAS_DEATH = sa.exists().where(
@@ -105,16 +105,12 @@ _WITH_HEARTBEAT = (
     .outerjoin(amphora_heartbeat, amphora_heartbeat.c.amphora_id == amphora.c.id)
     .where(amphora.c.id.in_(_IDS))
 )
-_NEW_EPOCH = sa.bindparam("new_epoch", type_=sa.BigInteger)
-_NEW_SEQUENCE = sa.bindparam("new_sequence", type_=sa.BigInteger)
-_VALUES = {
-    "seen_at": sa.bindparam("new_at"),
-    "generation": sa.bindparam("new_generation"),
-    "epoch": _NEW_EPOCH,
-    "sequence": _NEW_SEQUENCE,
-    "holds_vip": sa.bindparam("new_holds_vip", type_=sa.Boolean),
-    "agent_version": sa.bindparam("new_agent_version"),
+_VALUES: dict[str, sa.BindParameter[Any]] = {
+    column.name: sa.bindparam(f"new_{column.name}", type_=column.type)
+    for column in amphora_heartbeat.c
+    if column.name != "amphora_id"
 }
+_NEW_EPOCH, _NEW_SEQUENCE = _VALUES["epoch"], _VALUES["sequence"]
 _INSERT_SEEN = amphora_heartbeat.insert().values(amphora_id=sa.bindparam("of"), **_VALUES)
 _UPDATE_SEEN = (
     amphora_heartbeat.update()
@@ -280,12 +276,6 @@ def record_heartbeats(connection: sa.Connection, heard: Sequence[LastHeartbeat])
 
 
 def _parameters(one: LastHeartbeat) -> dict[str, Any]:
-    return {
-        "of": one.amphora_id,
-        "new_at": one.at,
-        "new_generation": one.generation,
-        "new_epoch": one.epoch,
-        "new_sequence": one.sequence,
-        "new_holds_vip": one.holds_vip,
-        "new_agent_version": None if one.agent_version is None else one.agent_version[:_MAX_VERSION_TEXT],
-    }
+    same = {f"new_{name}": getattr(one, name) for name in ("generation", "epoch", "sequence", "holds_vip")}
+    version = None if one.agent_version is None else one.agent_version[:_MAX_VERSION_TEXT]
+    return {**same, "of": one.amphora_id, "new_seen_at": one.at, "new_agent_version": version}

@@ -19,7 +19,7 @@ from amphora_driver.database.tables_fleet import circuit_breaker
 
 AUTOMATIC = "automatic"
 OPERATOR = "operator"
-# The state of this row says whether the failure detector receives heartbeats.
+# The row `sight` says whether the failure detector receives heartbeats.
 SIGHT = "sight"
 SEEING, BLIND = "seeing", "blind"
 CLOSED, OPEN = "closed", "open"

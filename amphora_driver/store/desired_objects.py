@@ -126,11 +126,7 @@ def iter_subtree(node: Node) -> Iterator[Node]:
 
 
 def load_balancer_id_of(connection: sa.Connection, object_id: str) -> str:
-    """Return the id of an object's load balancer.
-
-    Raises:
-        UnknownObject: nothing is recorded under this id, or it is removed.
-    """
+    """Return the id of an object's load balancer; raise `UnknownObject` if the object is not recorded."""
     found = connection.execute(LOAD_BALANCER_ID_OF_OBJECT, {"of": object_id}).scalar()
     if found is None:
         raise UnknownObject(f"find the load balancer of {object_id}", "nothing is recorded under this id")
@@ -145,11 +141,7 @@ def insert_objects(connection: sa.Connection, load_balancer_id: str, generation:
 
 
 def load_object(connection: sa.Connection, kind: Kind, object_id: str) -> Any:
-    """Return one object without its children.
-
-    Raises:
-        UnknownObject: nothing is recorded under this id, or it is removed.
-    """
+    """Return one object without its children; raise `UnknownObject` if it is not recorded."""
     body = connection.execute(_ONE, {"of": object_id, "of_kind": kind.value}).scalar()
     if body is None:
         raise UnknownObject(f"find {kind.value[:-1]} {object_id}", "nothing is recorded under this id")
@@ -221,9 +213,6 @@ def load_l4_context(
 
     Only UDP and SCTP listeners and pools have such children: the default pool of a listener with its members, or the
     listeners of a pool. A `known_pool` is not read, because it was validated behind this listener before.
-
-    Raises:
-        UnknownObject: the load balancer is not recorded, or it is removed.
     """
     found: LoadBalancer = load_object(connection, Kind.LOAD_BALANCER, load_balancer_id)
     if isinstance(node, Pool):
@@ -241,11 +230,7 @@ def load_l4_context(
 
 
 def load_tree(connection: sa.Connection, load_balancer_id: str) -> LoadBalancer:
-    """Return the complete desired state of a load balancer, children in the order of creation.
-
-    Raises:
-        UnknownObject: nothing is recorded under this id, or it is removed.
-    """
+    """Return a complete load balancer, children in the order of creation; see `load_object`."""
     by_parent: dict[tuple[Kind, str | None], list[Any]] = defaultdict(list)
     for row in connection.execute(_TREE, {"of": load_balancer_id}):
         kind = Kind(row.kind)

@@ -22,7 +22,7 @@ from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.store.generations import update_job
 
 _MAX_TEXT = 1000
-# One transaction deletes at most this number of rows, because a longer transaction would delay others.
+# One transaction deletes at most 500 fail-overs, because a longer transaction would delay others.
 _PURGE_BATCH = 500
 _IS_OPEN = failover.c.ended_at.is_(None)
 

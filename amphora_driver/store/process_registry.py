@@ -20,7 +20,7 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import duty
 from amphora_driver.database.tables_fleet import drained_host, process
 
-# The rows of crashed processes are deleted at this age in seconds.
+# The row of a crashed process is deleted after an hour without heartbeats.
 HEARTBEAT_INTERVAL = 2.0
 _PURGED_AFTER = 3600.0
 
@@ -41,7 +41,7 @@ class ProcessRegistration:
         self._name = name
         self._kind = kind
         self._beat = 0
-        # The last known value restores a row that another process has deleted.
+        # The process knows whether it is drained, and so restores a row that another process has deleted.
         self._draining = False
 
     def heartbeat(self, *, jobs: int = 0, working: bool = True) -> bool:

@@ -31,7 +31,7 @@ Validate = Callable[[Node], None]
 ValidateFit = Callable[[Node, LoadBalancer], None]
 Contents = Mapping[SecretName, SealedSecret]
 
-# The history names the kinds like this.
+# The history of requests names kinds in the singular, without an underscore.
 _KIND_NAMES = {kind: kind.value[:-1] for kind in Kind} | {Kind.L7POLICY: "l7policy"}
 LOG = logging.getLogger(__name__)
 # The history of a load balancer has about 200 requests; every 50th request deletes older ones.
@@ -295,7 +295,7 @@ def _advance_owner(connection: sa.Connection, object_id: str) -> tuple[str, int]
     """Make the job of an object's load balancer due; return the load balancer's id and its new generation."""
     row = connection.execute(_LOCK_OWNER, {"of": object_id}).first()
     if row is None:
-        # The object or its load balancer does not exist, and these functions raise the matching error.
+        # The object or its load balancer does not exist, and the lookups raise the matching error.
         load_balancer_id = desired_objects.load_balancer_id_of(connection, object_id)
         return load_balancer_id, _advance(connection, load_balancer_id)
     return row.load_balancer_id, _write_generation(connection, row.load_balancer_id, row, Op.APPLY)
@@ -352,7 +352,9 @@ def _affected_by_new(connection: sa.Connection, generation: int, node: Node) -> 
         return desired_objects.list_ancestors(connection, node)
     listeners, stale = desired_objects.load_member_context(connection, node)
     for member_id in stale:
-        LOG.warning("member %s replaces member %s, which Octavia rolled back; removing the latter", node.id, member_id)
+        LOG.warning(
+            "member %s has the address of member %s, removing the latter: Octavia rolled it back", node.id, member_id
+        )
     desired_objects.mark_removed(connection, generation, stale)
     found = [(Kind.POOL, node.pool_id), *((Kind.LISTENER, listener) for listener in listeners)]
     return [*found, *((Kind.MEMBER, member_id) for member_id in stale)]

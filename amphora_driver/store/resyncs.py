@@ -17,7 +17,7 @@ from amphora_driver.database.rows import chunks
 from amphora_driver.database.tables import object_status
 from amphora_driver.database.tables_fleet import resync
 
-# A finished resynchronization is kept for this time.
+# The row of a finished resynchronization is kept for 30 days.
 _KEPT_SECONDS = 30 * 86400.0
 
 

@@ -135,11 +135,7 @@ def request_rotation(
 
 
 def select_amphorae(connection: sa.Connection, wanted: Selection, now: float) -> dict[str, tuple[str, ...]]:
-    """Return the selected amphorae by load balancer, in the order of their replacement.
-
-    Raises:
-        UnknownObject: a selected load balancer or the rotation `left_of` is not recorded.
-    """
+    """Return the selected amphorae by load balancer, in the order of their replacement."""
     found: dict[str, list[str]] = {}
     for row in connection.execute(_selection_query(wanted, now)):
         found.setdefault(row.load_balancer_id, []).append(row.id)
@@ -158,11 +154,7 @@ def select_amphorae(connection: sa.Connection, wanted: Selection, now: float) ->
 
 
 def get_rotation(connection: sa.Connection, rotation_id: int, *, lock: bool = False) -> Rotation:
-    """Return one rotation; with `lock`, lock its row until the end of the transaction.
-
-    Raises:
-        UnknownObject: there is no such rotation.
-    """
+    """Return one rotation, or raise `UnknownObject`; `lock` locks the row in this transaction."""
     query = sa.select(rotation).where(rotation.c.id == rotation_id)
     row = connection.execute(query.with_for_update() if lock else query).first()
     if row is None:
@@ -202,23 +194,13 @@ def count_items(connection: sa.Connection, rotation_id: int) -> dict[str, int]:
 
 
 def pause_rotation(connection: sa.Connection, rotation_id: int, reason: str) -> None:
-    """Pause a rotation: it starts no load balancer, and finishes those in progress.
-
-    Raises:
-        UnknownObject: there is no such rotation.
-        Conflict: it is not running.
-    """
+    """Pause a running rotation: it starts no load balancer, and finishes those in progress."""
     _lock_rotation(connection, rotation_id, "pause", RotationState.RUNNING)
     set_rotation_state(connection, rotation_id, RotationState.PAUSED, reason)
 
 
 def resume_rotation(connection: sa.Connection, rotation_id: int, *, leave_failed: bool = False) -> None:
-    """Resume a paused rotation; `leave_failed` skips load balancers that have failed.
-
-    Raises:
-        UnknownObject: there is no such rotation.
-        Conflict: it is not paused.
-    """
+    """Resume a paused rotation; `leave_failed` skips load balancers that have failed."""
     found = _lock_rotation(connection, rotation_id, "resume", RotationState.PAUSED)
     for item in list_items(connection, rotation_id, [ItemState.FAILED]):
         if leave_failed:
@@ -229,12 +211,7 @@ def resume_rotation(connection: sa.Connection, rotation_id: int, *, leave_failed
 
 
 def abort_rotation(connection: sa.Connection, rotation_id: int) -> None:
-    """Abort a rotation: it skips waiting load balancers, and finishes those in progress.
-
-    Raises:
-        UnknownObject: there is no such rotation.
-        Conflict: it has ended, or was aborted already.
-    """
+    """Abort an open rotation: it skips waiting load balancers, and finishes those in progress."""
     found = _lock_rotation(connection, rotation_id, "abort", RotationState.RUNNING, RotationState.PAUSED)
     mine = rotation_item.c.rotation_id == rotation_id, rotation_item.c.state == ItemState.WAITING.value
     skipped = {"state": ItemState.SKIPPED.value, "ended_at": clock.now(connection)}
@@ -245,7 +222,7 @@ def abort_rotation(connection: sa.Connection, rotation_id: int) -> None:
 
 
 def _lock_rotation(connection: sa.Connection, rotation_id: int, action: str, *states: RotationState) -> Rotation:
-    """Lock a rotation in one of these states and return it."""
+    """Lock a rotation and return it; raise `Conflict` if the rotation has none of these states."""
     found = get_rotation(connection, rotation_id, lock=True)
     if found.state not in states:
         raise Conflict(f"{action} rotation {rotation_id}", f"it is {found.state.value}")

@@ -29,9 +29,9 @@ DUTY = "detection"
 AUTOMATIC_CAUSES = (Cause.SILENT, Cause.MUTE, Cause.NEVER_SPOKE)
 _AUTOMATIC_VALUES = [cause.value for cause in AUTOMATIC_CAUSES]
 _MAX_TEXT = 1000
-# The detector searches this number of the newest rows for recent fail-overs.
+# The failure detector searches the newest 20,000 rows for recent fail-overs.
 _RECENT_ROWS = 20_000
-# A load balancer with one of these operating statuses serves users.
+# A load balancer serves users if its operating status is ONLINE, DEGRADED, NO_MONITOR or DRAINING.
 _SERVED = (Operating.ONLINE.value, Operating.DEGRADED.value, Operating.NO_MONITOR.value, Operating.DRAINING.value)
 
 

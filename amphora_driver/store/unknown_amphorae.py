@@ -23,7 +23,7 @@ from amphora_driver.store.orphans import OrphanKind
 MAX_ROWS = 100
 # Each amphora has its own address, so more rows of one address are a mistake or an attack.
 MAX_ROWS_PER_ADDRESS = 5
-# A row without heartbeats is deleted after the first time. A new id may replace it after the second time.
+# A row without heartbeats is deleted after a day. A new id may replace the row after five minutes.
 _PURGED_AFTER = 86_400.0
 _REPLACED_AFTER = 300.0
 _LONGEST_ADDRESS = 64
