@@ -218,8 +218,8 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
     def loadbalancer_create(self, loadbalancer: data_models.LoadBalancer) -> None:
         """Create a load balancer, alone or fully populated.
 
-        Octavia passes a fully populated one without its L7 policies and with half of its nested lists. It is read from
-        Octavia after Octavia's commit.
+        Octavia passes a fully populated load balancer without its L7 policies and with half of its nested lists. The
+        provider agent reads it from Octavia after Octavia's commit.
         """
         shared = _shared()
         network, answered = shared.vip_network(from_octavia.get_id(Kind.LOAD_BALANCER, loadbalancer))

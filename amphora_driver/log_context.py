@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log context: load balancer, amphora and generation as fields of each log line.
 
-Invariant: the start of a job sets the fields once. All log lines of this thread have them until the end of the job.
-Threads that a job starts set them again. This module imports no other module of the project.
+Invariant: the start of a job sets the fields once. All log lines of the thread have the fields until the job ends.
+Threads that a job starts set the fields again. This module imports no other module of the project.
 
-The plain format shows `[lb=… amphora=… gen=…]` before the message; oslo.log's JSON formatter has them as keys of
-`extra`.
+The plain format shows `[lb=… amphora=… gen=…]` before the message. oslo.log's JSON formatter has a key for each field.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import GenericFunction
 
 LOG = logging.getLogger(__name__)
-# A measured clock offset stays valid for this time, in which two clocks drift apart by microseconds.
+# A measured clock offset stays valid for 30 seconds, in which two clocks drift apart by microseconds.
 OFFSET_VALID_SECONDS = 30.0
-# A larger change of the offset is a jump. A slewed clock changes by at most 500 ppm, which is far less.
+# A change of the clock offset by more than two seconds is a jump; a slewed clock changes by at most 500 ppm.
 _JUMP_SECONDS = 2.0
 
 

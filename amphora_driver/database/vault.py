@@ -5,9 +5,9 @@ Invariant: a table holds a secret only as a result of `Vault.seal`. A sealed val
 purpose), which is part of the authenticated content. A copy in another location does not open. The first key seals and
 all keys open. A new first key therefore starts a key rotation (docs/explanation/secrets.md).
 
-Running processes reload a changed key file. They keep their keys if the new file is unusable. A removed key still opens
-for a minute, because a file that is being written in place may look truncated. The vault refuses a key file that other
-users can read. Logs identify keys by line and fingerprint, never by content.
+Running processes reload a changed key file, and keep their keys if the new file is unusable. A removed key still opens
+secrets for a minute, because a file that is being written in place may look truncated. The vault refuses a key file
+that other users can read. Logs identify keys by line and fingerprint, never by content.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Vault:
 
     @property
     def fingerprints(self) -> tuple[str, ...]:
-        """The fingerprints of the keys, the sealing key first. They reveal nothing about the keys."""
+        """The fingerprints of the keys, which reveal nothing about the keys; the sealing key comes first."""
         return self._current_ring().fingerprints
 
     def seal(self, secret: Secret, location: SecretLocation) -> bytes:

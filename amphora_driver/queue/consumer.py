@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Consumers of hints from other hosts.
 
-Invariant: each consumer has its own thread, and no other thread depends on it. While the broker is not available, hangs
-or has lost its queues, the thread retries, and processes find the work when they poll the rows.
+Invariant: each consumer has a thread on which no other thread depends. While the broker is not available, the thread
+retries, and processes find the work when they poll the rows.
 
 A controller runs a Celery worker in its own process, with Celery's solo pool. The worker's thread consumes one hint at
 a time and passes it to the controller's worker pool. A hint is consumed only when a worker slot is free, so that hints

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs of controllers: rows with leases and fencing.
 
-Invariant: at most one process holds the lease of a load balancer, and the *epoch* of a lease is greater than the epochs
-of all earlier leases. A write under a lease checks owner and epoch in the same transaction (`guard_lease`). A process
-that was stopped, lost its lease and continues therefore changes nothing. A job is "make load balancer X as recorded":
-it has no arguments and may run any number of times. It runs again while a newer generation is recorded, or if it became
-urgent (`tables.URGENT`) while it ran: the end of a job never discards a change that the job has not seen. The
-database's clock measures leases and pauses for all controllers (database/clock.py). If that clock is set back,
-`clamp_due_times` shortens them.
+Invariant: at most one process holds the lease of a load balancer. The *epoch* of a lease is greater than the epochs of
+all earlier leases. A write under a lease checks owner and epoch in the same transaction (`guard_lease`). A process that
+was stopped, lost its lease and continues therefore changes nothing.
+
+A job is "make load balancer X as recorded", has no arguments, and may run any number of times. A job runs again if a
+newer generation was recorded, or if the row became urgent (`tables.URGENT`) while the job ran. The database's clock
+measures leases and pauses (database/clock.py); `clamp_due_times` shortens both after the clock was set back.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class Jobs:
     def renew_leases(self, load_balancer_ids: Collection[str]) -> None:
         """Renew the leases of these load balancers that this process owns.
 
-        The caller names only jobs that are running: a lease that could not be returned must expire. On a database
-        server, this skips locked rows until the next call, so that one locked row does not delay the others.
+        The caller names only running jobs, because a lease that could not be returned must expire. On a database
+        server, the renewal skips locked rows until the next call, so that one locked row does not delay the others.
         """
 
         def write(connection: sa.Connection) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of amphorae and their last heartbeats.
 
-Invariant: an amphora's row is inserted before any resource is created for it, and deleted after its last resource. So
-every resource in a backend has a row.
+Invariant: the controller inserts an amphora's row before it creates a resource, and deletes the row after the last
+resource. Every resource in a backend therefore has a row.
 """
 
 from __future__ import annotations
@@ -66,12 +66,8 @@ _OF_AMPHORA = [column for column in amphora.c if column.name not in {*_UNREAD_CO
 # An open fail-over with one of two causes means a dead amphora.
 _DEATH_CAUSES = ("silent", "never_spoke")
 _IS_OPEN = failover.c.ended_at.is_(None)
-_HAS_DEATH = sa.exists().where(
-    failover.c.load_balancer_id == amphora.c.load_balancer_id,
-    failover.c.amphora_id == amphora.c.id,
-    failover.c.cause.in_(_DEATH_CAUSES),
-    _IS_OPEN,
-)
+_OF_AN_AMPHORA = failover.c.load_balancer_id == amphora.c.load_balancer_id, failover.c.amphora_id == amphora.c.id
+_HAS_DEATH = sa.exists().where(*_OF_AN_AMPHORA, failover.c.cause.in_(_DEATH_CAUSES), _IS_OPEN)
 # Only a retiring amphora can have an open fail-over, so the database skips the subquery for all others.
 _IS_DEAD = sa.and_(amphora.c.state == AmphoraState.RETIRING.value, _HAS_DEATH.correlate(amphora)).label("dead")
 _IS_REPLACING = (
@@ -129,23 +125,15 @@ def insert_amphora(
     connection: sa.Connection, amphora_id: str, load_balancer_id: str, role: str, sealed_key: bytes
 ) -> None:
     """Insert the row of an amphora before its boot."""
-    connection.execute(
-        amphora.insert().values(
-            id=amphora_id,
-            load_balancer_id=load_balancer_id,
-            role=role,
-            state=AmphoraState.BOOTING.value,
-            confirmed=0,
-            heartbeat_key=sealed_key,
-            created_at=time.time(),
-        )
-    )
+    row: dict[str, Any] = {"id": amphora_id, "load_balancer_id": load_balancer_id, "role": role}
+    row |= {"state": AmphoraState.BOOTING.value, "heartbeat_key": sealed_key, "created_at": time.time()}
+    connection.execute(amphora.insert().values(**row))
 
 
 def load_with_work(connection: sa.Connection, load_balancer_id: str) -> tuple[Any, tuple[Amphora, ...]]:
     """Return a load balancer's `job` row (or None) and its amphorae, the oldest first.
 
-    The row lacks the lease columns. Its additional column `replacing` says whether a fail-over is open.
+    The row lacks the lease columns. The additional column `replacing` says whether a fail-over is open.
     """
     rows = connection.execute(_WITH_WORK, {"of": load_balancer_id}).all()
     return (rows[0] if rows else None), _to_amphorae(rows)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of rotated CAs, and the certificates and trust stores of amphorae.
 
-Invariant: before the first rotation of a kind there is no row, and the configured files are used. After it exactly one
-CA of the kind is current. A state change is conditional on the state that the decision used. An amphora's row never
-claims more trust than the amphora has: it is reduced before the amphora loses a CA, and extended after the amphora has
-confirmed one. Private keys are encrypted, and erased when their CA is gone.
+Invariant: before the first rotation of a kind there is no row, and the configured files are used. After the rotation
+exactly one CA of the kind is current. A state change is conditional on the state that the decision used. An amphora's
+row never claims more trust than the amphora has: a CA leaves the row before it leaves the amphora, and enters the row
+after the amphora has confirmed it. Private keys are encrypted, and erased when their CA is gone.
 """
 
 from __future__ import annotations
@@ -93,10 +93,9 @@ class AmphoraCertificate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CertificateExpiries(msgspec.Struct, frozen=True, kw_only=True):
-    """Expiry times (seconds since 1970) for monitoring.
+    """Expiry times for monitoring; `authorities` has kind, state, id and expiry of each trusted CA.
 
-    `authorities` holds kind, state, id and expiry of each trusted CA, `amphorae` the earliest expiry of an amphora's
-    certificate, and `expired` the number of expired ones.
+    `amphorae` is the earliest expiry of an amphora's certificate, `expired` the number of expired certificates.
     """
 
     authorities: tuple[tuple[str, str, int, float], ...]
@@ -199,7 +198,7 @@ def list_amphora_certificates(connection: sa.Connection) -> tuple[AmphoraCertifi
 def make_load_balancers_due(connection: sa.Connection, load_balancer_ids: Collection[str], now: float) -> int:
     """Make idle load balancers due, after all rows that already wait. Return their number.
 
-    A load balancer with a job or a lease needs no change: its job runs anyway.
+    A load balancer with a job or a lease needs no change, because the job runs anyway.
     """
     idle = (~job.c.dirty, job.c.owner.is_(None))
     return sum(update_job(connection, one, *idle, dirty=True, due_at=now) for one in sorted(load_balancer_ids))

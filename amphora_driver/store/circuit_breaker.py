@@ -3,8 +3,9 @@
 
 `automatic` holds the failure detector's state, `operator` the operator's, `sight` the detector's ability to detect.
 
-Invariant: only operators write `operator`; it exists only while an operator holds the breaker open. The failure
-detector writes `automatic`. An operator may close it, so the detector adopts a row that differs from its own state.
+Invariant: only operators write `operator`, a row that exists only while an operator holds the breaker open. The failure
+detector writes `automatic`. An operator may close the breaker, so the detector adopts a row that differs from its own
+state.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drift of amphorae from their confirmed configuration: findings, and revocation of confirmations.
 
-Invariant: this module pushes nothing. It revokes an amphora's confirmation, on condition that it is still the audited
-one, and makes the load balancer due. The plan then pushes the configuration again. `amphora.drift` describes the last
-finding and its source. `amphora.drifts` says whether it still exists; an audit without findings, a confirmed push, or
-an agent without complaints resets it. Both columns are for operators: no decision depends on them.
+Invariant: this module pushes nothing. It revokes an amphora's confirmation if the amphora still confirms the audited
+generation, and makes the load balancer due. The plan then pushes the configuration again. `amphora.drift` describes the
+last finding and its source, `amphora.drifts` says whether the drift still exists. An audit without findings, a
+confirmed push, or an agent without complaints resets `drifts`. Both columns are for operators only.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cause and time line of every fail-over.
 
-Invariant: an amphora that is being replaced has exactly one open row, inserted in the transaction that retires it. A
-step on a load balancer records its event in every open row of that load balancer, in the same transaction. So a crash
-neither loses nor invents a fail-over.
+Invariant: an amphora that is being replaced has exactly one open row, from the transaction that retires the amphora. A
+step on a load balancer records an event in every open row of the load balancer, in the transaction of the step. A crash
+therefore neither loses nor invents a fail-over.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Orphans: machines and ports of a backend that no row owns.
 
-Invariant: a row is inserted before the backend creates a resource, and deleted after the backend has deleted it. A
+Invariant: a row exists before the backend creates a resource, and until the backend has deleted the resource. A
 resource that was listed *before* the rows were read, and that no row owns, is an orphan. The usual cause is a stopped
-controller that continued its step after another controller had finished the job. Cleanup waits until the resource has
-been recorded here for long enough. If it gets an owner or disappears, its row is deleted.
+controller that continued its step after another controller had finished the job. Cleanup waits until the orphan has
+been recorded here for long enough. The record of a resource that gets an owner or disappears is deleted.
 """
 
 from __future__ import annotations

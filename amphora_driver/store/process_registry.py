@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Registry of the control plane's processes: each process updates its own row.
 
-Invariant: a row is a heartbeat, never a lease. No decision that two processes could make at the same time depends on
-it. `beat` grows only while its process works; compare it with an earlier value, not with a clock.
+Invariant: a row is a heartbeat, never a lease. No decision that two processes could make at the same time depends on a
+row. `beat` grows only while the process works, and is compared with an earlier value, not with a clock.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resynchronizations: read a load balancer from Octavia completely, and report all its statuses.
 
-Invariant: a request stays open until its outcome is written, in the transaction that stores the data from Octavia. A
-crash before that only repeats the work.
+Invariant: a request stays open until the transaction that stores the data from Octavia also writes the outcome. A crash
+before the commit of this transaction only repeats the work.
 """
 
 from __future__ import annotations

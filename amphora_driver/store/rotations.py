@@ -2,8 +2,7 @@
 """Image rotations over many load balancers: requests and progress.
 
 Invariant: the rows hold the complete state. A request stores the ids of the amphorae to replace, so no clock decides
-later which amphora is new. At most one rotation is open. Every transaction that advances, pauses, resumes or aborts a
-rotation locks its row first.
+later which amphora is new. At most one rotation is open. Every transaction that changes a rotation locks its row first.
 """
 
 from __future__ import annotations
@@ -51,11 +50,8 @@ class ItemState(str, Enum):
 class Selection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Selects the amphorae to replace, which satisfy all conditions.
 
-    Attributes:
-        image: booted from another image; the replacements must be booted from this one.
-        older_than: booted more than this number of seconds ago.
-        left_of: selected by this earlier rotation, but not replaced.
-        load_balancers: of these load balancers; empty for all.
+    `image`: the image of the replacements, which the amphorae do not have yet. `older_than`: age in seconds. `left_of`:
+    id of an earlier rotation that selected the amphorae but did not replace them. No `load_balancers` means all.
     """
 
     image: str | None = None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Database access of the failure detector: heartbeats, health managers' beats, silent amphorae.
 
-Invariant: one transaction reads a snapshot, so it is consistent. `silent_amphora` rows are findings: only the detector
-writes them, only on a change, and their loss has no effect.
+Invariant: one transaction reads a consistent snapshot. `silent_amphora` rows are findings of the failure detector,
+which writes a row only on a change. The loss of a row has no effect.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _SERVED = (Operating.ONLINE.value, Operating.DEGRADED.value, Operating.NO_MONITO
 class AmphoraLiveness(msgspec.Struct, frozen=True, kw_only=True):
     """One amphora's liveness.
 
-    `order` is epoch and sequence of the last heartbeat, `heard_at` its time, or the time of readiness before the first
-    one.
+    `order` is epoch and sequence of the last heartbeat. `heard_at` is the time of the last heartbeat, or the time of
+    readiness before the first heartbeat.
     """
 
     amphora_id: str

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pools of warm spares: amphorae that boot in advance and belong to no load balancer yet.
 
-Invariant: a pool is a row of `job` (op `spares`), so it has a lease, a job and failures like a load balancer. Its id
-is a hash of its specification. A spare belongs to its pool or to one load balancer, never to both: one transaction
-assigns it, and only while it is ready. The pool sets a spare RETIRING, under the same condition, before it removes it.
-Transactions lock rows in the order load balancer, pool, amphora.
+Invariant: a pool is a row of `job` (op `spares`), and has a lease, a job and failures like a load balancer. The id of a
+pool is a hash of its specification. A spare belongs to a pool or to one load balancer, never to both: one transaction
+assigns a spare, and only a ready one. The pool sets a ready spare RETIRING before the removal. Transactions lock rows
+in the order load balancer, pool, amphora.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Claims on VIP addresses of load balancers that Octavia has not created yet.
 
-Invariant: a claim is written before the first address is allocated. So cleanup finds the addresses of a load balancer
-that Octavia never created, also after a crash. A claim keeps a pending request until the network backend has answered.
+Invariant: the driver writes a claim before the first address is allocated. Cleanup therefore finds the addresses of a
+load balancer that Octavia never created, also after a crash. A claim keeps a pending request until the network backend
+has answered.
 """
 
 from __future__ import annotations
