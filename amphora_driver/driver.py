@@ -275,7 +275,7 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
         self._delete(Kind.LISTENER, listener)
 
     def pool_create(self, pool: data_models.Pool) -> None:
-        """Create a pool; with a listener it becomes its default pool (Octavia makes no other call for that)."""
+        """Create a pool, which becomes the default pool of the listener that the call names."""
         self._create(Kind.POOL, pool, for_listener=from_octavia.get_value(pool, "listener_id") or None)
 
     def pool_update(self, old_pool: data_models.Pool, new_pool: data_models.Pool) -> None:

@@ -62,13 +62,13 @@ class Moment(Enum):
 
 
 def reach(point: Point) -> None:
-    """Act on the failpoint if a test has armed it."""
+    """Kill or stop this process if a test has armed the failpoint."""
     if _DIRECTORY is not None:
         _stop(Path(_DIRECTORY, point.value))
 
 
 def reach_step(step: str, moment: Moment) -> None:
-    """Act on the failpoint of a kind of step if a test has armed it; its name is like ``Boot-done``."""
+    """Kill or stop this process if a test has armed the failpoint of a step, ``Boot-done`` for example."""
     if _DIRECTORY is not None:
         _stop(Path(_DIRECTORY, f"{step}-{moment.value}"))
 

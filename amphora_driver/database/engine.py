@@ -2,19 +2,16 @@
 """A database and its transactions.
 
 Invariant: `Database.write()` is one atomic transaction. This module alone retries retryable errors: deadlocks, Galera
-certification failures, a locked file, a connection lost before COMMIT. Therefore the function given to `write` may run
-more than once, and its SQL must be its only effect. The transaction never commits twice. If the connection is lost
-during COMMIT, the result is unknown. `write` then retries only if the transaction has set a commit marker
-(`set_commit_marker`) and the marker shows that it is not committed.
+certification failures, a locked file, a connection lost before COMMIT. The function given to `write` may run more than
+once, so SQL must be its only effect. A transaction never commits twice. If the connection is lost during COMMIT, the
+result is unknown, and `write` retries only if a commit marker (`set_commit_marker`) shows that nothing was committed.
 
-Servers use READ COMMITTED. A transaction that writes rows it has read before locks them (`with_for_update`) or adds a
-condition to the write.
+Servers use READ COMMITTED. A transaction locks rows that it reads and then writes (`with_for_update`), or adds a
+condition to the write. SQLite writers queue for a file lock, see `sqlite_write_lock`.
 
-SQLite writers queue for a file lock, see `sqlite_write_lock`.
-
-Every answer has a time-out. The server aborts the transaction of a client that stopped, which releases its row locks.
-Galera: no code relies on locks being visible on other nodes, and GET_LOCK() is not used. Colliding writes of two nodes
-fail at COMMIT with error 1213, which is retried.
+Every answer has a time-out. The server aborts the transaction of a stopped client, which releases the row locks. No
+code relies on locks that are visible on other Galera nodes. Colliding writes of two nodes fail at COMMIT with error
+1213, and `write` retries.
 """
 
 from __future__ import annotations

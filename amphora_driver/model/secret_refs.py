@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """References to secrets: the object that uses a secret, its purpose, and the user's reference.
 
-Invariant: a `SecretName` contains no secret, so rendered configurations, comparisons and logs may contain it. Content
-is passed as `SecretMaterial` (as delivered by Octavia) or `Secret` (one PEM text for HAProxy). Neither prints it.
+Invariant: a `SecretName` contains no secret, so rendered configurations and logs may contain it. The content is a
+`SecretMaterial` (as delivered by Octavia) or a `Secret` (one PEM text for HAProxy), which do not print it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 
 Invariant: a live process holds the lock of a file with its name. The kernel releases the lock when the process ends for
 any reason. A file that another process can lock belongs to a dead process, whose leases are released before they
-expire. This is only a hint: if the process is alive after all, the epochs of the leases refuse its writes.
+expire. A free lock is only a hint: if the process is alive after all, the epochs of the leases refuse its writes.
 
 A file name includes the boot id of the kernel, and a process reads only files with its own boot id. Another host may
 mount the same directory without shared locks. Files of an earlier boot stay; those leases expire.

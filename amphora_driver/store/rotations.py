@@ -290,7 +290,7 @@ def _restart_item(connection: sa.Connection, found: Rotation, item: RotationItem
 
 
 def _lock_requests(connection: sa.Connection) -> None:
-    """Serialize requests: a concurrent one waits here, and then finds the first one's rotation."""
+    """Serialize requests: a concurrent request waits, and then finds the rotation of the first one."""
     mine = duty.c.name == _REQUEST_LOCK
     if not connection.execute(duty.update().where(mine).values(epoch=duty.c.epoch + 1)).rowcount:
         connection.execute(duty.insert().values(name=_REQUEST_LOCK, owner="", epoch=1, leased_until=0.0))

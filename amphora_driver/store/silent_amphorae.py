@@ -194,7 +194,7 @@ def lock_still_silent(
 
 
 def mark_not_served(connection: sa.Connection, load_balancer_id: str, reason: str) -> bool:
-    """Set the operating status of a load balancer that serves users to ERROR; return whether it did.
+    """Set a load balancer that serves users to operating status ERROR; return whether it changed.
 
     The next heartbeat of one of its amphorae updates the status.
     """
