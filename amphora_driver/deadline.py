@@ -8,31 +8,23 @@ shorter of its own time-out and the remaining time. Any thread may bring a deadl
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
 
 from amphora_driver.errors import DeadlinePassed
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class Deadline:
     """A moment on the monotonic clock.
 
-    Args:
-        seconds: from now.
-        wanted: the purpose of the operation, as an infinitive, for the error.
-        part_of: deadline of the enclosing operation, which also limits this one.
+    `wanted` is the purpose of the operation, as an infinitive, for the error. `part_of` is the deadline of the
+    enclosing operation, which also limits this one.
     """
 
     def __init__(self, seconds: float, wanted: str = "finish", part_of: Deadline | None = None) -> None:
-        self._wanted = wanted
-        self._whole = part_of
-        self._seconds = seconds
+        self._wanted, self._whole, self._seconds = wanted, part_of, seconds
         self._at = time.monotonic() + seconds
-        # Why the deadline was brought forward.
         self._reason = ""
 
     def left(self) -> float:
@@ -41,15 +33,10 @@ class Deadline:
         return own if self._whole is None else min(own, self._whole.left())
 
     def passed(self) -> bool:
-        """Whether the deadline has passed."""
         return self.left() <= 0
 
     def limit_wait(self, seconds: float) -> float:
-        """Return the shorter of a time-out and the remaining time; more than 0.
-
-        Raises:
-            DeadlinePassed: no time is left.
-        """
+        """Return the shorter of a time-out and the remaining time, or raise `DeadlinePassed`."""
         left = self.left()
         if left <= 0:
             raise DeadlinePassed(self._wanted, self.reason())
@@ -65,7 +52,6 @@ class Deadline:
         self._at = min(self._at, time.monotonic() + grace)
 
     def reason(self) -> str:
-        """Return why the deadline has passed."""
         if self._reason:
             return self._reason
         if self._whole is not None and self._whole.passed():
@@ -87,10 +73,6 @@ def apply_deadline(deadline: Deadline) -> Iterator[None]:
 
 
 def limit_wait(seconds: float) -> float:
-    """Return the shorter of a time-out and the remaining time of this thread's operation.
-
-    Raises:
-        DeadlinePassed: no time is left.
-    """
+    """Return the shorter of a time-out and the remaining time of this thread, or raise `DeadlinePassed`."""
     current = _CURRENT.get()
     return seconds if current is None else current.limit_wait(seconds)

@@ -14,11 +14,13 @@ from __future__ import annotations
 import functools
 import logging
 import secrets
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
+import sqlalchemy as sa
 from octavia_lib.api.drivers import data_models, exceptions, provider_base
+from oslo_config.cfg import ConfigOpts
 
 from amphora_driver import config, failpoints
 from amphora_driver.database.engine import Database
@@ -55,16 +57,13 @@ from amphora_driver.validation import (
     udp,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from oslo_config.cfg import ConfigOpts
-
 LOG = logging.getLogger(__name__)
+C = TypeVar("C")
 F = TypeVar("F", bound="Callable[..., Any]")
 _UNSPECIFIC = "The load balancer provider {}. Try again later, or tell the operator this reference: {}"
-
-
+# Octavia's keys of a VIP and of an additional VIP, with the fields of the model.
+_VIP_KEYS = {f"vip_{name}": name for name in ("address", "network_id", "port_id", "subnet_id")}
+_ADDITIONAL_VIP_KEYS = {"ip_address": "address"} | {name: name for name in ("network_id", "port_id", "subnet_id")}
 _CHECKS: dict[Kind, Callable[[Any], None]] = {
     Kind.LOAD_BALANCER: options.check_loadbalancer,
     Kind.LISTENER: options.check_listener,
@@ -121,12 +120,12 @@ class _Shared:
 
     def vip_network(self, load_balancer_id: str) -> tuple[str, bool]:
         """Return the network backend of a load balancer's VIPs, and whether it has allocated them."""
-        noted, wish = self.database.read(
-            lambda connection: (
-                vip_claims.network_of_claim(connection, load_balancer_id),
-                vip_claims.read_pending_request(connection, load_balancer_id),
-            )
-        )
+
+        def read(connection: sa.Connection) -> tuple[str | None, vip_claims.PendingVipRequest | None]:
+            wish = vip_claims.read_pending_request(connection, load_balancer_id)
+            return vip_claims.network_of_claim(connection, load_balancer_id), wish
+
+        noted, wish = self.database.read(read)
         return noted or str(self.conf.amp_network.driver), wish is None
 
 
@@ -143,18 +142,17 @@ def _translate_errors(method: F) -> F:
         try:
             with cost_budget.request_budget():
                 return method(*args, **kwargs)
-        except UnsupportedOption as error:
+        except (UnsupportedOption, ModelError) as error:
             raise exceptions.UnsupportedOptionError(**_fault(error)) from error
         except Conflict as error:
             raise exceptions.Conflict(**_fault(error)) from error
-        except ModelError as error:
-            raise exceptions.UnsupportedOptionError(**_fault(error)) from error
         except UnknownObject as error:
             raise exceptions.NotFound(**_fault(error)) from error
         except AmphoraDriverError as error:
             # The reference connects a user's question with the lines in both logs.
             reference = secrets.token_hex(4)
-            LOG.exception("%s failed (reference %s)", method.__name__, reference)
+            text = "the driver could not execute the call %s of Octavia (reference %s)"
+            LOG.exception(text, method.__name__, reference)
             raise exceptions.DriverError(**_fault(error, reference)) from error
 
     return call  # type: ignore[return-value]
@@ -163,27 +161,29 @@ def _translate_errors(method: F) -> F:
 def _fault(error: AmphoraDriverError, reference: str = "") -> dict[str, str]:
     """Return the fault texts for the user and for the operator.
 
-    Args:
-        reference: shown to the user instead of the error. Octavia passes the text to tenants, and errors of a database
-            or another service name hosts, accounts and paths.
+    A user receives the reference instead of the error, because errors of a database or another service name hosts,
+    accounts and paths.
     """
     operator = f"{type(error).__name__}: {error}"
     if not reference or (isinstance(error, NetworkError) and error.final):
         return {"user_fault_string": str(error), "operator_fault_string": operator}
-    return {
-        "user_fault_string": _UNSPECIFIC.format(
-            "could not use its database" if isinstance(error, StoreError) else "failed", reference
-        ),
-        "operator_fault_string": f"{operator} (reference {reference})",
-    }
+    happened = "could not use its database" if isinstance(error, StoreError) else "failed"
+    user = _UNSPECIFIC.format(happened, reference)
+    return {"user_fault_string": user, "operator_fault_string": f"{operator} (reference {reference})"}
 
 
+def _translate_all_errors(driver: type[C]) -> type[C]:
+    """Apply `_translate_errors` to every public method of a class."""
+    for name, method in list(vars(driver).items()):
+        if callable(method) and not name.startswith("_"):
+            setattr(driver, name, _translate_errors(method))
+    return driver
+
+
+@_translate_all_errors
 class AmphoraProviderDriver(provider_base.ProviderDriver):
     """The provider ``haproxy``; implements `ProviderDriver` of octavia_lib 3.12."""
 
-    # --- load balancers -----------------------------------------------------------------------------------------------
-
-    @_translate_errors
     def create_vip_port(
         self,
         loadbalancer_id: str,
@@ -196,27 +196,14 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
         Octavia calls this before the flavor is known, so the default network backend allocates. If the backend needs
         time, the user's request is returned without the unknown addresses and ports; the controller continues.
         """
-        primary = VipRequest(
-            subnet_id=vip_dictionary.get("vip_subnet_id"),
-            network_id=vip_dictionary.get("vip_network_id"),
-            address=vip_dictionary.get("vip_address"),
-            port_id=vip_dictionary.get("vip_port_id"),
-        )
-        more = [
-            VipRequest(
-                subnet_id=one.get("subnet_id"),
-                network_id=one.get("network_id"),
-                address=one.get("ip_address"),
-                port_id=one.get("port_id"),
-            )
-            for one in additional_vip_dicts or ()
-        ]
+        given = [(vip_dictionary, _VIP_KEYS), *((one, _ADDITIONAL_VIP_KEYS) for one in additional_vip_dicts or ())]
+        vips = tuple(VipRequest(**{ours: one.get(key) for key, ours in keys.items()}) for one, keys in given)
         shared = _shared()
         name = shared.database.write(
             lambda connection: vip_claims.record_claim(connection, loadbalancer_id, shared.conf.amp_network.driver)
         )
         failpoints.reach(failpoints.Point.CLAIM_NOTED)
-        wish = vip_claims.PendingVipRequest(project_id=project_id, vips=(primary, *more), since=shared.database.now())
+        wish = vip_claims.PendingVipRequest(project_id=project_id, vips=vips, since=shared.database.now())
         found = shared.catalogue.network(name).allocate_vip(loadbalancer_id, project_id, wish.vips)
         failpoints.reach(failpoints.Point.ADDRESSES_TAKEN)
         if isinstance(found, NotYet):
@@ -225,29 +212,14 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
                 lambda connection: vip_claims.write_pending_request(connection, loadbalancer_id, name, later)
             )
         first, *others = wish.vips if isinstance(found, NotYet) else found
-        answer = {
-            **vip_dictionary,
-            "vip_address": first.address,
-            "vip_network_id": first.network_id,
-            "vip_port_id": first.port_id,
-            "vip_subnet_id": first.subnet_id,
-        }
-        return answer, [
-            {
-                "ip_address": one.address,
-                "network_id": one.network_id,
-                "port_id": one.port_id,
-                "subnet_id": one.subnet_id,
-            }
-            for one in others
-        ]
+        answer = {**vip_dictionary, **{key: getattr(first, ours) for key, ours in _VIP_KEYS.items()}}
+        return answer, [{key: getattr(one, ours) for key, ours in _ADDITIONAL_VIP_KEYS.items()} for one in others]
 
-    @_translate_errors
     def loadbalancer_create(self, loadbalancer: data_models.LoadBalancer) -> None:
         """Create a load balancer, alone or fully populated.
 
-        Octavia passes a fully populated one without its L7 policies and with half of its nested lists. It is read from
-        Octavia after Octavia's commit.
+        Octavia passes a fully populated load balancer without its L7 policies and with half of its nested lists. The
+        provider agent reads it from Octavia after Octavia's commit.
         """
         shared = _shared()
         network, answered = shared.vip_network(from_octavia.get_id(Kind.LOAD_BALANCER, loadbalancer))
@@ -256,35 +228,30 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
             chosen = profile.choose_profile(flavor, zone, shared.catalogue.deployment(), vip_network=network)
             tree = msgspec.structs.replace(from_octavia.load_balancer(loadbalancer), profile=chosen)
             tree = tree if answered else without_addresses(tree)
-            # Only validated: the later read from Octavia includes them.
+            # The driver only validates the secrets here, because the later read from Octavia includes them.
             certificates.prepare_secrets(from_octavia.read_secrets(Kind.LOAD_BALANCER, loadbalancer))
             availability_zones.check_zone_vips(zone, tree.vips)
             shared.recorder.create_load_balancer(tree, read_back=bool(tree.listeners or tree.pools))
         except StoreError:
-            # The commit may have succeeded. If it has not, housekeeping releases the claimed addresses.
+            # The commit may have succeeded. If the commit has failed, housekeeping releases the claimed addresses.
             raise
         except AmphoraDriverError:
-            # Octavia drops the load balancer, so release its addresses.
-            shared.catalogue.network(network).release_load_balancer(
-                from_octavia.get_id(Kind.LOAD_BALANCER, loadbalancer)
-            )
+            # Octavia drops the load balancer, so the driver releases the addresses.
+            shared.catalogue.network(network).release_load_balancer(from_octavia.get_id(Kind.LOAD_BALANCER, loadbalancer))
             raise
         _notify(tree.id)
 
-    @_translate_errors
     def loadbalancer_delete(self, loadbalancer: data_models.LoadBalancer, cascade: bool = False) -> None:
         """Delete a load balancer with all children. Without `cascade` Octavia has checked that it has none."""
         load_balancer_id = from_octavia.get_id(Kind.LOAD_BALANCER, loadbalancer)
         _shared().recorder.delete_load_balancer(load_balancer_id)
         _notify(load_balancer_id)
 
-    @_translate_errors
     def loadbalancer_failover(self, loadbalancer_id: str) -> None:
         """Replace every amphora of a load balancer."""
         _shared().recorder.fail_over(loadbalancer_id)
         _notify(loadbalancer_id)
 
-    @_translate_errors
     def loadbalancer_failover_with_flavor(self, loadbalancer_id: str, flavor_id: str) -> None:
         """Refuse resizing by fail-over."""
         raise UnsupportedOption(
@@ -293,157 +260,89 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
             "Fail over without a flavor, or create a load balancer with the flavor you want.",
         )
 
-    @_translate_errors
     def loadbalancer_update(
         self, old_loadbalancer: data_models.LoadBalancer, new_loadbalancer: data_models.LoadBalancer
     ) -> None:
-        """Update attributes of a load balancer."""
         self._update(Kind.LOAD_BALANCER, new_loadbalancer)
 
-    # --- listeners ----------------------------------------------------------------------------------------------------
-
-    @_translate_errors
     def listener_create(self, listener: data_models.Listener) -> None:
-        """Create a listener."""
         self._create(Kind.LISTENER, listener)
 
-    @_translate_errors
     def listener_update(self, old_listener: data_models.Listener, new_listener: data_models.Listener) -> None:
-        """Update attributes of a listener."""
         self._update(Kind.LISTENER, new_listener)
 
-    @_translate_errors
     def listener_delete(self, listener: data_models.Listener) -> None:
-        """Delete a listener with its policies."""
         self._delete(Kind.LISTENER, listener)
 
-    # --- pools --------------------------------------------------------------------------------------------------------
-
-    @_translate_errors
     def pool_create(self, pool: data_models.Pool) -> None:
-        """Create a pool; with a listener it becomes its default pool (Octavia makes no other call for that)."""
+        """Create a pool, which becomes the default pool of the listener that the call names."""
         self._create(Kind.POOL, pool, for_listener=from_octavia.get_value(pool, "listener_id") or None)
 
-    @_translate_errors
     def pool_update(self, old_pool: data_models.Pool, new_pool: data_models.Pool) -> None:
-        """Update attributes of a pool."""
         self._update(Kind.POOL, new_pool)
 
-    @_translate_errors
     def pool_delete(self, pool: data_models.Pool) -> None:
-        """Delete a pool with its members and health monitor."""
         self._delete(Kind.POOL, pool)
 
-    # --- members ------------------------------------------------------------------------------------------------------
-
-    @_translate_errors
     def member_create(self, member: data_models.Member) -> None:
-        """Create a member."""
         self._create(Kind.MEMBER, member)
 
-    @_translate_errors
     def member_update(self, old_member: data_models.Member, new_member: data_models.Member) -> None:
-        """Update attributes of a member."""
         self._update(Kind.MEMBER, new_member)
 
-    @_translate_errors
     def member_delete(self, member: data_models.Member) -> None:
-        """Delete a member."""
         self._delete(Kind.MEMBER, member)
 
-    @_translate_errors
     def member_batch_update(self, pool_id: str, members: Sequence[data_models.Member]) -> None:
         """Replace the members of a pool by exactly these; known members have only their changed fields."""
-        load_balancer_id = _shared().recorder.set_members(
-            pool_id,
-            [
-                (
-                    from_octavia.get_id(Kind.MEMBER, one),
-                    functools.partial(_member_of, pool_id, one),
-                    from_octavia.changed_fields(Kind.MEMBER, one),
-                )
-                for one in members
-            ],
-        )
-        _notify(load_balancer_id)
+        ids = [from_octavia.get_id(Kind.MEMBER, one) for one in members]
+        builders = [functools.partial(_member_of, pool_id, one) for one in members]
+        fields = [from_octavia.changed_fields(Kind.MEMBER, one) for one in members]
+        _notify(_shared().recorder.set_members(pool_id, list(zip(ids, builders, fields, strict=True))))
 
-    # --- health monitors ----------------------------------------------------------------------------------------------
-
-    @_translate_errors
     def health_monitor_create(self, healthmonitor: data_models.HealthMonitor) -> None:
-        """Create a health monitor."""
         self._create(Kind.HEALTH_MONITOR, healthmonitor)
 
-    @_translate_errors
     def health_monitor_update(
         self, old_healthmonitor: data_models.HealthMonitor, new_healthmonitor: data_models.HealthMonitor
     ) -> None:
-        """Update attributes of a health monitor."""
         self._update(Kind.HEALTH_MONITOR, new_healthmonitor)
 
-    @_translate_errors
     def health_monitor_delete(self, healthmonitor: data_models.HealthMonitor) -> None:
-        """Delete a health monitor."""
         self._delete(Kind.HEALTH_MONITOR, healthmonitor)
 
-    # --- L7 -----------------------------------------------------------------------------------------------------------
-
-    @_translate_errors
     def l7policy_create(self, l7policy: data_models.L7Policy) -> None:
-        """Create an L7 policy."""
         self._create(Kind.L7POLICY, l7policy)
 
-    @_translate_errors
     def l7policy_update(self, old_l7policy: data_models.L7Policy, new_l7policy: data_models.L7Policy) -> None:
-        """Update attributes of an L7 policy."""
         self._update(Kind.L7POLICY, new_l7policy)
 
-    @_translate_errors
     def l7policy_delete(self, l7policy: data_models.L7Policy) -> None:
-        """Delete an L7 policy with its rules."""
         self._delete(Kind.L7POLICY, l7policy)
 
-    @_translate_errors
     def l7rule_create(self, l7rule: data_models.L7Rule) -> None:
-        """Create an L7 rule."""
         self._create(Kind.L7RULE, l7rule)
 
-    @_translate_errors
     def l7rule_update(self, old_l7rule: data_models.L7Rule, new_l7rule: data_models.L7Rule) -> None:
-        """Update attributes of an L7 rule."""
         self._update(Kind.L7RULE, new_l7rule)
 
-    @_translate_errors
     def l7rule_delete(self, l7rule: data_models.L7Rule) -> None:
-        """Delete an L7 rule."""
         self._delete(Kind.L7RULE, l7rule)
 
-    # --- flavors and availability zones -------------------------------------------------------------------------------
-
-    @_translate_errors
     def get_supported_flavor_metadata(self) -> dict[str, str]:
-        """Return the supported flavor keys, with descriptions."""
         return flavors.list_supported_keys(_shared().catalogue.deployment())
 
-    @_translate_errors
     def validate_flavor(self, flavor_metadata: dict[str, Any]) -> None:
-        """Refuse unsupported flavor keys or values."""
         flavors.validate_metadata(flavor_metadata, _shared().catalogue.deployment())
 
-    @_translate_errors
     def get_supported_availability_zone_metadata(self) -> dict[str, str]:
-        """Return the supported availability-zone keys, with descriptions."""
         return availability_zones.list_supported_keys(_shared().catalogue.deployment())
 
-    @_translate_errors
     def validate_availability_zone(self, availability_zone_metadata: dict[str, Any]) -> None:
-        """Refuse unsupported availability-zone keys or values."""
         availability_zones.validate_metadata(availability_zone_metadata, _shared().catalogue.deployment())
 
-    # --- create, update and delete of child objects -------------------------------------------------------------------
-
     def _create(self, kind: Kind, source: object, *, for_listener: str | None = None) -> None:
-        # octavia-lib returns SNI contents in DB order; do not pair by position.
+        # octavia-lib returns SNI contents in the order of its database, so a pairing by position would be wrong.
         contents = _validate_and_seal(from_octavia.read_secrets(kind, source, paired=False))
         node = from_octavia.node(kind, source)
         _notify(_shared().recorder.create_object(kind, node, for_listener=for_listener, contents=contents))
@@ -461,11 +360,8 @@ def _validate_and_seal(given: Mapping[SecretName, SecretMaterial]) -> dict[Secre
     """Validate the secrets and return them sealed for the database."""
     if not given:
         return {}
-    vault = _shared().vault
-    return {
-        name: SealedSecret(content=vault.seal(one, secret_location(name)))
-        for name, one in certificates.prepare_secrets(given).items()
-    }
+    vault, prepared = _shared().vault, certificates.prepare_secrets(given)
+    return {name: SealedSecret(content=vault.seal(one, secret_location(name))) for name, one in prepared.items()}
 
 
 def _member_of(pool_id: str, source: data_models.Member) -> Any:

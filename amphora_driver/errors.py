@@ -1,29 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exceptions of the control plane.
-
-AmphoraDriverError              base; has the attempted operation, the failure and the remedy
-├── ConfigurationError          an option of the operator is missing or contradicts another one
-├── RequestError                a user's request cannot be served
-│   ├── UnsupportedOption       this provider does not support the option or its value
-│   └── Conflict                the request conflicts with an existing object
-├── ModelError                  a recorded load balancer cannot be rendered (names the object)
-│   └── QuotingError            HAProxy has no quoting for a value
-├── StoreError                  the database refused or did not answer
-│   ├── UnknownObject           no object with this id is recorded
-│   ├── SchemaMismatch          the database schema does not fit this version
-│   └── LeaseLost               another process owns the load balancer; stop without further writes
-├── NetworkError                an address, port or subnet is not available
-├── ComputeError                an amphora could not be booted, found or removed
-├── CertificateError            a certificate could not be issued or read
-├── DeadlinePassed              an operation has exceeded its deadline
-├── CrashLoop                   several processes ended while they worked on a load balancer
-├── Superseded                  a request of higher priority preempts the job
-├── HeartbeatRefused            a datagram is not a heartbeat of the amphora it names
-└── AgentError                  an agent did not execute a call
-    ├── AgentUnreachable        no response in time: try again later
-    ├── AgentRefused            the agent refused the call with a reason (an invalid configuration, for example)
-    └── AgentUntrusted          the peer is not the intended amphora
-"""
+"""Exceptions of the control plane. A class with `final` means that a retry is not expected to succeed."""
 
 from __future__ import annotations
 
@@ -35,18 +11,13 @@ class AmphoraDriverError(Exception):
         wanted: the attempted operation, as an infinitive ("boot amphora 1234").
         happened: the failure, as the failing component describes it.
         remedy: what the reader can do; empty if a retry may help.
-
-    Attributes:
-        final: a retry is not expected to succeed, so the user is informed at once.
     """
 
     final = False
 
     def __init__(self, wanted: str, happened: str, remedy: str = "") -> None:
         super().__init__(wanted, happened, remedy)
-        self.wanted = wanted
-        self.happened = happened
-        self.remedy = remedy
+        self.wanted, self.happened, self.remedy = wanted, happened, remedy
 
     def __str__(self) -> str:
         tail = f" {self.remedy}" if self.remedy else ""
@@ -74,11 +45,7 @@ class Conflict(RequestError):
 
 
 class ModelError(AmphoraDriverError):
-    """A recorded load balancer cannot be rendered.
-
-    Args:
-        object_id: the faulty object; the other objects of the load balancer are valid.
-    """
+    """A recorded load balancer cannot be rendered; the objects other than `object_id` are valid."""
 
     final = True
 
@@ -111,28 +78,20 @@ class LeaseLost(StoreError):
     """Another process owns the load balancer now."""
 
 
-class NetworkError(AmphoraDriverError):
-    """An address, port or subnet is not available.
-
-    Args:
-        final: a retry cannot succeed without a change: a quota, for example.
-    """
+class BackendError(AmphoraDriverError):
+    """A network or compute backend failed; `final` if a retry needs a change, of a quota for example."""
 
     def __init__(self, wanted: str, happened: str, remedy: str = "", *, final: bool = False) -> None:
         super().__init__(wanted, happened, remedy)
         self.final = final
 
 
-class ComputeError(AmphoraDriverError):
-    """An amphora could not be booted, found or removed.
+class NetworkError(BackendError):
+    """An address, port or subnet is not available."""
 
-    Args:
-        final: a retry cannot succeed without a change: a quota or a missing flavor, for example.
-    """
 
-    def __init__(self, wanted: str, happened: str, remedy: str = "", *, final: bool = False) -> None:
-        super().__init__(wanted, happened, remedy)
-        self.final = final
+class ComputeError(BackendError):
+    """An amphora could not be booted, found or removed."""
 
 
 class CertificateError(AmphoraDriverError):
@@ -148,11 +107,7 @@ class Superseded(AmphoraDriverError):
 
 
 class HeartbeatRefused(AmphoraDriverError):
-    """A datagram is not a heartbeat of the amphora it names.
-
-    Args:
-        reason: one word for the metric of refusals.
-    """
+    """A datagram is not a heartbeat of the amphora it names; `reason` is a word for the metric."""
 
     def __init__(self, wanted: str, happened: str, remedy: str = "", *, reason: str = "") -> None:
         super().__init__(wanted, happened, remedy)
@@ -193,9 +148,7 @@ class AgentRefused(AgentError):
         generation: int | None = None,
     ) -> None:
         super().__init__(wanted, happened, remedy)
-        self.object_id = object_id
-        self.status = status
-        self.generation = generation
+        self.object_id, self.status, self.generation = object_id, status, generation
         # A retry may succeed after a server error (5xx), but not after a refusal (4xx).
         self.final = 400 <= status < 500
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log context: load balancer, amphora and generation as fields of each log line.
 
-Invariant: the start of a job sets the fields once. All log lines of this thread have them until the end of the job.
-Threads that a job starts set them again. This module imports no other module of the project.
+Invariant: the start of a job sets the fields once. All log lines of the thread have the fields until the job ends.
+Threads that a job starts set the fields again. This module imports no other module of the project.
 
-The plain format shows `[lb=… amphora=… gen=…]` before the message; oslo.log's JSON formatter has them as keys of
-`extra`.
+The plain format shows `[lb=… amphora=… gen=…]` before the message. oslo.log's JSON formatter has a key for each field.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 
 from oslo_log import log
 
-# Names of the fields in JSON, and their short forms in the plain format.
+# The plain format uses short forms of the field names in JSON.
 _SHORT = {"load_balancer": "lb", "amphora": "amphora", "generation": "gen"}
 _NOTHING: Mapping[str, str | int] = {}
 _fields: ContextVar[Mapping[str, str | int]] = ContextVar("amphora_log_fields", default=_NOTHING)
@@ -42,18 +41,8 @@ def set_generation(generation: int) -> None:
     _fields.set({**_fields.get(), "generation": generation})
 
 
-def current_fields() -> Mapping[str, str | int]:
-    """Return the fields of this thread."""
-    return _fields.get()
-
-
 def setup(conf: Any, name: str) -> None:
-    """Configure logging with the context fields.
-
-    Args:
-        conf: options, including those of oslo.log.
-        name: of the program.
-    """
+    """Configure logging of the program with the context fields."""
     log.setup(conf, name)
     add_context_filter(logging.getLogger())
 

@@ -10,35 +10,26 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, cast
 
+from oslo_config.cfg import ConfigOpts
 from stevedore import DriverManager, ExtensionManager
 from stevedore.exception import MultipleMatches, NoMatches
 
+from amphora_driver.database.engine import Database
 from amphora_driver.errors import AmphoraDriverError, ConfigurationError
 from amphora_driver.model.enums import Topology as Name
+from amphora_driver.network.interface import Network
+from amphora_driver.topology import Topology
 from amphora_driver.validation.backend_capabilities import Backend, Deployment
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from oslo_config.cfg import ConfigOpts
-
-    from amphora_driver.database.engine import Database
-    from amphora_driver.network.interface import Network
-    from amphora_driver.topology import Topology
 
 LOG = logging.getLogger(__name__)
 TOPOLOGY, COMPUTE, NETWORK = (f"amphora_driver.{kind}" for kind in ("topology", "compute", "network"))
 
 
 class Catalogue:
-    """Topologies, compute and network backends.
-
-    Args:
-        conf: our options, with the enabled and the default backends.
-        database: passed to network backends.
-    """
+    """Topologies, compute and network backends."""
 
     def __init__(self, conf: ConfigOpts, database: Database) -> None:
         self._conf = conf
@@ -49,31 +40,18 @@ class Catalogue:
         self._topologies: tuple[str, ...] | None = None
 
     def topology(self, name: str) -> Topology:
-        """Return a topology.
-
-        Raises:
-            ConfigurationError: no topology of this name is installed.
-        """
-        found: Topology = self._type(TOPOLOGY, name)
-        return found
+        """Return a topology; raise `ConfigurationError` if no topology of this name is installed."""
+        return cast("Topology", self._type(TOPOLOGY, name))
 
     def network(self, name: str | None) -> Network:
-        """Return a network backend; None for the default one.
-
-        Raises:
-            ConfigurationError: it is not enabled, not installed, or cannot be created.
-        """
+        """Return a network backend (None: the default one); raise `ConfigurationError` if it is not usable."""
         chosen = name or self._conf.amp_network.driver
         kind = self._enabled("network", chosen)
-        made: Network = self._once((kind, chosen), lambda: self._type(kind, chosen)(self._conf, self._database))
-        return made
+        made = self._once((kind, chosen), lambda: self._type(kind, chosen)(self._conf, self._database))
+        return cast("Network", made)
 
     def compute(self, name: str | None, network: str | None) -> Any:
-        """Return a compute backend that uses ports of this network backend; None for the defaults.
-
-        Raises:
-            ConfigurationError: one of them is not enabled, not installed, or cannot be created.
-        """
+        """Return a compute backend that uses ports of this network backend; see `network`."""
         chosen, source = name or self._conf.amp_compute.driver, network or self._conf.amp_network.driver
         kind = self._enabled("compute", chosen)
         ports = self.network(source)
@@ -99,7 +77,7 @@ class Catalogue:
             try:
                 found[name] = get(name)
             except (ConfigurationError, AttributeError) as error:
-                LOG.warning("skipping the %s backend %s, it cannot be loaded: %s", group, name, error)
+                LOG.warning("skipping the %s backend %s, because it cannot be loaded: %s", group, name, error)
         return found
 
     def deployment(self) -> Deployment:
@@ -125,13 +103,10 @@ class Catalogue:
         for name in self._names(group):
             try:
                 backend = self._type(f"amphora_driver.{group}", name)
-                found[name] = Backend(
-                    name=name,
-                    supports=frozenset(backend.supports),
-                    wiring=backend.wiring,
-                )
+                found[name] = Backend(name=name, supports=frozenset(backend.supports), wiring=backend.wiring)
             except (ConfigurationError, AttributeError) as error:
-                LOG.error("not offering the %s backend %s: %s", group, name, error)  # noqa: TRY400 - the message is complete
+                text = "the %s backend %s cannot be loaded, users cannot choose it: %s"
+                LOG.error(text, group, name, error)  # noqa: TRY400 - the message is complete
         return found
 
     def _names(self, group: str) -> list[str]:
@@ -172,11 +147,8 @@ def _load(group: str, name: str) -> Any:
     try:
         return DriverManager(group, name, on_load_failure_callback=_failed).driver
     except NoMatches as error:
-        raise ConfigurationError(
-            wanted,
-            "no entry point of this name is installed",
-            f"Install the package that provides it, or correct {group}.",
-        ) from error
+        remedy = f"Install the package that provides it, or correct {group}."
+        raise ConfigurationError(wanted, "no entry point of this name is installed", remedy) from error
     except MultipleMatches as error:
         raise ConfigurationError(wanted, f"several packages provide it: {error}", "Remove all but one.") from error
     except AmphoraDriverError:

@@ -14,11 +14,8 @@ from typing import ClassVar, Protocol
 class Topology(Protocol):
     """A topology; its entry point (group amphora_driver.topology) has its name.
 
-    Attributes:
-        name: the value of `loadbalancer_topology` that selects it.
-        roles: one role for each amphora of a load balancer. The first role is taken as the VIP holder while no amphora
-            reports that it holds the VIPs.
-        priorities: the VRRP priority of each role (RFC 9568); empty for a topology without take-over.
+    `roles` has one role for each amphora of a load balancer. The first role counts as the VIP holder while no amphora
+    reports that it holds the VIPs. `priorities` has the VRRP priority of each role (RFC 9568).
     """
 
     name: ClassVar[str]

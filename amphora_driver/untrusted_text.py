@@ -11,13 +11,8 @@ _CUT = " (cut)"
 
 
 def printable(text: str, most: int) -> str:
-    """Return a text in printable ASCII, cut to a maximum length.
-
-    Args:
-        text: any text; line breaks become `; `.
-        most: maximum number of characters of the result.
-    """
-    # Limits the work for a large text.
+    """Return a text in printable ASCII, cut to `most` characters; line breaks become `; `."""
+    # The cut limits the work for a large text.
     head = text[: most + 1]
     line = "; ".join(part.strip() for part in head.splitlines() if part.strip())
     plain = line if line.isascii() and line.isprintable() else ascii(line)[1:-1]

@@ -13,27 +13,22 @@ from __future__ import annotations
 import logging
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import GenericFunction
 
-if TYPE_CHECKING:
-    from sqlalchemy.sql.compiler import SQLCompiler
-
 LOG = logging.getLogger(__name__)
-# Seconds for which a measured clock offset stays valid: two clocks drift apart by microseconds in this time.
+# A measured clock offset stays valid for 30 seconds, in which two clocks drift apart by microseconds.
 OFFSET_VALID_SECONDS = 30.0
-# A larger change of the offset is a jump. A slewed clock changes by at most 500 ppm, which is far less.
+# A change of the clock offset by more than two seconds is a jump; a slewed clock changes by at most 500 ppm.
 _JUMP_SECONDS = 2.0
 
 
 class server_time(GenericFunction[float]):  # noqa: N801 - it is written like a function in a statement
-    """Database time in seconds since 1970 at the start of the statement.
-
-    It is constant during the statement, so indexes apply.
-    """
+    """Database time in seconds since 1970; the time is constant during a statement, so indexes apply."""
 
     type = sa.Double()
     inherit_cache = True
@@ -42,7 +37,7 @@ class server_time(GenericFunction[float]):  # noqa: N801 - it is written like a 
 @compiles(server_time, "mysql")
 @compiles(server_time, "mariadb")
 def _mysql(_element: server_time, _compiler: SQLCompiler, **_: Any) -> str:
-    # engine.py sets the session's time zone to UTC: other zones repeat an hour once a year.
+    # engine.py sets the session's time zone to UTC, because other zones repeat an hour once a year.
     return "(UNIX_TIMESTAMP(NOW(6)) + 0e0)"
 
 
@@ -62,11 +57,9 @@ class ClockJumpMonitor:
         self._jumped_at: float | None = None
 
     def record_offset(self, offset: float, uncertainty: float = 0.0) -> None:
-        """Record a measurement of the clock and log a jump.
+        """Record how many seconds the clock is ahead of `time.monotonic()`, and log a jump.
 
-        Args:
-            offset: seconds that the clock is ahead of `time.monotonic()`.
-            uncertainty: possible error in seconds, caused by the duration of the measurement.
+        The duration of the measurement causes an `uncertainty` in seconds.
         """
         before, self._offset = self._offset, offset
         if before is None or abs(offset - before) <= _JUMP_SECONDS + uncertainty:

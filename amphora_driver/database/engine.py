@@ -2,19 +2,16 @@
 """A database and its transactions.
 
 Invariant: `Database.write()` is one atomic transaction. This module alone retries retryable errors: deadlocks, Galera
-certification failures, a locked file, a connection lost before COMMIT. Therefore the function given to `write` may run
-more than once, and its SQL must be its only effect. The transaction never commits twice. If the connection is lost
-during COMMIT, the result is unknown. `write` then retries only if the transaction has set a commit marker
-(`set_commit_marker`) and the marker shows that it is not committed.
+certification failures, a locked file, a connection lost before COMMIT. The function given to `write` may run more than
+once, so SQL must be its only effect. A transaction never commits twice. If the connection is lost during COMMIT, the
+result is unknown, and `write` retries only if a commit marker (`set_commit_marker`) shows that nothing was committed.
 
-Servers use READ COMMITTED. A transaction that writes rows it has read before locks them (`with_for_update`) or adds a
-condition to the write.
+Servers use READ COMMITTED. A transaction locks rows that it reads and then writes (`with_for_update`), or adds a
+condition to the write. SQLite writers queue for a file lock, see `sqlite_write_lock`.
 
-SQLite writers queue for a file lock, see `sqlite_write_lock`.
-
-Every answer has a time-out. The server aborts the transaction of a client that stopped, which releases its row locks.
-Galera: no code relies on locks being visible on other nodes, and GET_LOCK() is not used. Colliding writes of two nodes
-fail at COMMIT with error 1213, which is retried.
+Every answer has a time-out. The server aborts the transaction of a stopped client, which releases the row locks. No
+code relies on locks that are visible on other Galera nodes. Colliding writes of two nodes fail at COMMIT with error
+1213, and `write` retries.
 """
 
 from __future__ import annotations
@@ -25,66 +22,56 @@ import os
 import random
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+from sqlalchemy.pool import PoolResetState
 
 from amphora_driver import metrics
 from amphora_driver.database import clock, schema_check, sqlite_write_lock
 from amphora_driver.errors import ConfigurationError, ContentRefused, StoreError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from sqlalchemy.pool import PoolResetState
-
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# MySQL/MariaDB: deadlock (or a collision of two Galera nodes), lock wait timeout; PostgreSQL: serialization failure,
-# deadlock, lock not available.
+# `Database` retries after these codes of MariaDB (deadlock, collision of Galera nodes, lock wait time-out) and of
+# PostgreSQL (serialization failure, deadlock, lock not available).
 _RETRY_CODES = {1213, 1205, "40001", "40P01", "55P03"}
-# The server is unavailable. MariaDB: the node is not part of the Galera cluster (1047, or 1180 during a commit), server
-# shutdown (1053), connection killed (1927). PostgreSQL: shutdown, crash, start, idle transaction aborted.
+# An unavailable server returns one of these codes. MariaDB: the node is not part of the Galera cluster (1047, or 1180
+# during a commit), shutdown (1053), connection killed (1927). PostgreSQL: shutdown, crash, start, idle transaction.
 _UNAVAILABLE_CODES = {1047, 1180, 1053, 1927, "57P01", "57P02", "57P03", "25P03"}
-# Seconds in which a transaction is retried after collisions. Longer than an idle transaction holds its locks. Longer
-# than four hosts need that write the same rows through two Galera nodes.
+# `Database.write` retries a colliding transaction for longer than an idle transaction holds its locks, and for longer
+# than four hosts need to write the same rows through two Galera nodes.
 _RETRY_SECONDS = 20.0
-# Attempts while the server is unavailable: the first one may have used a stale pooled connection.
+# The first of two attempts may use a stale pooled connection to a server that is available again.
 _UNAVAILABLE_ATTEMPTS = 2
-# Seconds in which `write` tries to find out whether an unanswered commit succeeded.
+# `Database.write` limits the time to find out whether an unanswered commit succeeded.
 _UNCONFIRMED_SECONDS = 6.0
 _CONNECT_SECONDS = 3
-# Server limits in seconds: waiting for a lock, and an idle transaction.
+# The server limits the wait for a lock and the time of an idle transaction.
 _LOCK_SECONDS = 5
 _IDLE_SECONDS = 10
-# Seconds for an answer: longer than for a lock, so that the server's error arrives first.
+# A client waits longer for an answer than the server waits for a lock, so that the server's error arrives first.
 _ANSWER_SECONDS = 8.0
-# Seconds to wait for SQLite's write lock: many writers may be queued, each needs milliseconds.
+# A writer waits for SQLite's write lock for seconds, because many writers may be queued and each needs milliseconds.
 _WRITE_LOCK_SECONDS = 15.0
-# Connections of one process: as many as it has threads that write at the same time.
+# One process has as many connections as it has threads that write at the same time.
 _POOL_OPTIONS = {"pool_size": 5, "max_overflow": 43, "pool_timeout": 5}
-# Seconds for which a successful schema check stays valid.
 _SCHEMA_VALID_SECONDS = 10.0
 _WRITE, _READ = "write to the database", "read from the database"
 _POOL_EXHAUSTED = "every connection of the pool is in use"
 _COMMIT_MARKER = "amphora_commit_marker"
-# Flag in every MariaDB answer while a transaction is open (SERVER_STATUS_IN_TRANS).
+# Every MariaDB answer has this flag while a transaction is open (SERVER_STATUS_IN_TRANS).
 _IN_TRANSACTION = 1
 
 
 def set_commit_marker(connection: sa.Connection, statement: sa.Select[Any], parameters: dict[str, Any]) -> None:
-    """Set the query that shows whether the running transaction of `Database.write` was committed.
-
-    Args:
-        connection: the connection of the transaction.
-        statement: returns a row if and only if this transaction was committed; other transactions do not matter.
-        parameters: of the statement.
-    """
+    """Set the query that returns a row if and only if the transaction of `write` was committed."""
     connection.info[_COMMIT_MARKER] = (statement, parameters)
 
 
@@ -115,11 +102,11 @@ class Database:
         self._durable = durable
         self._answer_timeout = answer_timeout
         self._engine: sa.Engine | None = None
-        # Time of the last successful schema check, by `time.monotonic()`.
+        # `time.monotonic()` at the last successful schema check.
         self._schema_checked_at: float | None = None
         self._pid = 0
         self._engine_lock = threading.Lock()
-        # Offset of the server's clock to time.monotonic(), and the time of its measurement.
+        # The offset of the server's clock to `time.monotonic()`, and the time of the measurement.
         self._clock_offset: tuple[float, float] | None = None
         self._jump_monitor = clock.ClockJumpMonitor()
 
@@ -130,10 +117,7 @@ class Database:
 
     @property
     def engine(self) -> sa.Engine:
-        """The engine of this process.
-
-        A forked child creates its own one, because processes must not share connections.
-        """
+        """The engine of this process. A forked child creates a new one: processes must not share connections."""
         if self._engine is None or self._pid != os.getpid():
             with self._engine_lock:
                 if self._engine is None or self._pid != os.getpid():
@@ -153,7 +137,7 @@ class Database:
             try:
                 now = self.read(lambda connection: connection.execute(sa.select(clock.now(connection))).scalar_one())
             except StoreError:
-                # The server is unavailable: an old offset is better than the local clock.
+                # If the server is unavailable, an old offset is better than the local clock.
                 return time.time() if known is None else time.monotonic() + known[0]
             ended = time.monotonic()
             known = self._clock_offset = (float(now) - (begun + ended) / 2, ended)
@@ -165,17 +149,13 @@ class Database:
         self.now()
         return self._jump_monitor.seconds_since_clock_jump()
 
+    @metrics.transaction("write")
     def write(self, work: Callable[[sa.Connection], T]) -> T:
         """Run `work` in one writing transaction and return its result; retry it after retryable errors.
 
         Raises:
-            StoreError: the transaction was not committed; or the connection was lost during COMMIT and the result is
-                unknown.
+            StoreError: the transaction was not committed, or its result is unknown after a connection loss in COMMIT.
         """
-        with metrics.transaction("write"):
-            return self._write(work)
-
-    def _write(self, work: Callable[[sa.Connection], T]) -> T:
         unconfirmed: list[_UnconfirmedCommit[T]] = []
         unavailable = 0
         begun = time.monotonic()
@@ -188,29 +168,22 @@ class Database:
                 passed = time.monotonic() - begun
                 if _is_unavailable(error):
                     unavailable += 1
-                    # No retry after a time-out: the caller would wait twice as long.
+                    # After a time-out there is no retry, because the caller would wait twice as long.
                     retry = unavailable < _UNAVAILABLE_ATTEMPTS and passed < self._answer_timeout
                 else:
                     retry = _is_retryable(error) and passed < _RETRY_SECONDS
                 if not retry:
                     refused = isinstance(error, (sa.exc.DataError, sa.exc.IntegrityError))
                     raise (ContentRefused if refused else StoreError)(_WRITE, _error_text(error)) from error
-                LOG.info("transaction attempt %d failed, retrying: %s", attempt, _error_text(error))
+                LOG.info("database transaction failed in attempt %d, retrying: %s", attempt, _error_text(error))
             except PoolTimeoutError as error:
                 raise StoreError(_WRITE, _POOL_EXHAUSTED) from error
             time.sleep(random.uniform(0.2, 1.0) * min(0.005 * 2 ** min(attempt, 7), 0.5))  # noqa: S311 - jitter, no secret
         raise AssertionError("unreachable")
 
+    @metrics.transaction("read")
     def read(self, work: Callable[[sa.Connection], T]) -> T:
-        """Run `work` in one reading transaction, which waits for no writer, and return its result.
-
-        Raises:
-            StoreError: the database is unavailable.
-        """
-        with metrics.transaction("read"):
-            return self._read(work)
-
-    def _read(self, work: Callable[[sa.Connection], T]) -> T:
+        """Run `work` in a reading transaction, which waits for no writer; or raise `StoreError`."""
         begun = time.monotonic()
         for attempt in range(1, _UNAVAILABLE_ATTEMPTS + 1):
             try:
@@ -232,26 +205,22 @@ class Database:
             self._engine = None
 
     def _run_once(self, work: Callable[[sa.Connection], T], unconfirmed: list[_UnconfirmedCommit[T]]) -> T:
-        """Run one transaction.
-
-        Raises:
-            _AlreadyCommitted: an earlier, unconfirmed attempt was committed; this one is rolled back.
-        """
+        """Run one transaction, or roll it back and raise `_AlreadyCommitted` for an earlier attempt."""
         with self.engine.connect() as connection:
             connection.info.pop(_COMMIT_MARKER, None)
             transaction = connection.begin()
             try:
                 self._check_schema(connection)
                 result = work(connection)
-                # After `work`: its locks prevent that an earlier attempt is committed after this check.
+                # The locks of `work` prevent that an earlier attempt is committed after this check.
                 _raise_if_committed(connection, unconfirmed)
             except BaseException as error:
                 transaction.rollback()
                 if unconfirmed and isinstance(error, DBAPIError) and not _is_unavailable(error):
-                    # The committed earlier attempt may be the cause, for example by a duplicate key.
+                    # An earlier attempt that was committed may cause the error, by a duplicate key for example.
                     self._raise_if_any_committed(unconfirmed)
                 raise
-            # An invalidated connection does not provide `info`: read it before COMMIT.
+            # The marker is read before COMMIT, because an invalidated connection does not provide `info`.
             marker = connection.info.get(_COMMIT_MARKER)
             try:
                 transaction.commit()
@@ -272,13 +241,11 @@ class Database:
         deadline = time.monotonic() + _UNCONFIRMED_SECONDS
         while True:
             try:
-                self._raise_if_any_committed(unconfirmed)
+                return self._raise_if_any_committed(unconfirmed)
             except DBAPIError as failure:
                 if not _is_unavailable(failure) or time.monotonic() > deadline:
                     raise
                 time.sleep(0.2)
-            else:
-                return
 
     def _raise_if_any_committed(self, unconfirmed: list[_UnconfirmedCommit[T]]) -> None:
         with self.engine.connect() as connection, connection.begin():
@@ -288,10 +255,7 @@ class Database:
         return self._url.startswith("sqlite")
 
     def _check_schema(self, connection: sa.Connection) -> None:
-        """Check the schema before the first transaction and every few seconds.
-
-        An operator may upgrade the database while an old process still runs.
-        """
+        """Check the schema every few seconds, because an operator may upgrade it at any time."""
         now = time.monotonic()
         if self._schema_checked_at is None or now - self._schema_checked_at > _SCHEMA_VALID_SECONDS:
             self._schema_checked_at = None
@@ -318,20 +282,14 @@ class Database:
         return engine
 
     def _connect_postgresql(self, _dialect: Any, _record: Any, arguments: Any, options: Any) -> Any:
-        # psycopg is installed on hosts that use PostgreSQL only.
+        # Only hosts that use PostgreSQL have psycopg.
         from amphora_driver.database import postgresql  # noqa: PLC0415
 
         return postgresql.connect_with_timeout(self._answer_timeout, tuple(arguments), dict(options))
 
 
 def parse_url(text: str) -> sa.URL:
-    """Parse a database URL and check that its driver is installed.
-
-    Errors do not quote the URL: it may hold a password.
-
-    Raises:
-        ConfigurationError: the URL is invalid, or its driver is not installed.
-    """
+    """Parse a database URL, or raise a `ConfigurationError` that does not quote the password."""
     attempt, remedy = "use the database", "Check [amp_database] connection."
     try:
         url = sa.make_url(text)
@@ -341,7 +299,7 @@ def parse_url(text: str) -> sa.URL:
     except ImportError as error:
         raise ConfigurationError(attempt, f"its driver is not installed ({error})", remedy) from error
     if "@" in (url.host or ""):
-        # The end of the password would become part of the host name, which errors show.
+        # With a second @ the end of the password would become part of the host name, which errors show.
         raise ConfigurationError(attempt, "its URL has more than one @", f"{remedy} Write %40 in a password.")
     return url
 
@@ -404,7 +362,7 @@ def _is_unavailable(error: DBAPIError) -> bool:
     if hasattr(original, "sqlstate"):
         # psycopg: only the server sets a SQLSTATE, so a client-side error has none.
         return isinstance(error, sa.exc.OperationalError) and original.sqlstate is None
-    # Client-side errors of MySQL and MariaDB.
+    # MySQL and MariaDB number the errors of their client libraries from 2000.
     return isinstance(code, int) and 2000 <= code < 2100
 
 

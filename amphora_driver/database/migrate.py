@@ -18,8 +18,8 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import msgspec
 import sqlalchemy as sa
@@ -32,19 +32,16 @@ from amphora_driver.database import clock, schema_check
 from amphora_driver.database.engine import Database, parse_url
 from amphora_driver.errors import SchemaMismatch, StoreError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 LOG = logging.getLogger(__name__)
 
 _ATTEMPT = "upgrade the database"
 _ATTEMPTS = 5
-# Locks by name (MariaDB) and by number (PostgreSQL), held until their connection ends.
+# The lock of an upgrade has a name on MariaDB and a number on PostgreSQL, and ends with its connection.
 _LOCK_NAME = "amphora-driver schema"
 _LOCK_NUMBER = 0x616D_7068
-# Seconds to wait for another upgrade: adding a column to a large table takes minutes.
+# An upgrade waits for another upgrade for minutes, because adding a column to a large table takes minutes.
 _LOCK_SECONDS = 600
-# Seconds after its last heartbeat for which a process counts as alive: it sends one every two seconds.
+# A process of the control plane sends a heartbeat every two seconds, and counts as alive after two missing ones.
 _PROCESS_ALIVE_SECONDS = 7.0
 
 
@@ -74,7 +71,7 @@ def upgrade(url: str) -> Upgrade:
                 if attempt == _ATTEMPTS:
                     raise StoreError(_ATTEMPT, text, "Remove the cause and run the upgrade again.") from error
                 LOG.info("database upgrade attempt %d failed, retrying: %s", attempt, text)
-                # Another upgrade may run on another node of the Galera cluster.
+                # A random pause separates two upgrades on two nodes of a Galera cluster.
                 time.sleep(random.uniform(0.5, 1.0) * 0.2 * 2**attempt)  # noqa: S311 - jitter, no secret
         raise AssertionError("unreachable")
     finally:
@@ -85,10 +82,6 @@ def active_processes(url: str) -> tuple[str, ...]:
     """Return the processes, of any version, that use a database with an outdated schema.
 
     A crashed process counts until its leases and duties expire.
-
-    Raises:
-        ConfigurationError: the URL is invalid, or its driver is not installed.
-        StoreError: the database refused a query.
     """
     engine = _upgrade_engine(url)
     try:
@@ -97,7 +90,7 @@ def active_processes(url: str) -> tuple[str, ...]:
                 return ()
             there = set(sa.inspect(connection).get_table_names())
             now = clock.now(connection)
-            # These columns exist in every schema revision.
+            # Every schema revision has these columns of owner and time.
             columns = {"job": ("owner", "leased_until", 0.0), "duty": ("owner", "leased_until", 0.0)}
             columns["process"] = ("name", "seen_at", -_PROCESS_ALIVE_SECONDS)
             found: set[str] = set()
@@ -123,7 +116,7 @@ def alembic_config(connection: sa.Connection) -> Config:
 
 
 def _upgrade_engine(url: str) -> sa.Engine:
-    # A statement of an upgrade may take minutes; `Database` limits an answer to seconds.
+    # A statement of an upgrade may take minutes, and `Database` limits an answer to seconds.
     found = parse_url(url)
     return Database(url).engine if found.get_backend_name() == "sqlite" else sa.create_engine(found)
 
@@ -136,7 +129,7 @@ def _run_migrations(engine: sa.Engine) -> Upgrade:
             happened, remedy = schema_check.describe_mismatch(found) or ("", "")
             raise SchemaMismatch(_ATTEMPT, happened, remedy)
         if len(found) > 1:
-            # Two concurrent upgrades on two Galera nodes. Every step is repeatable, so the later revision is correct.
+            # Two upgrades have run on two Galera nodes. Every step is repeatable, so the later revision is correct.
             behind = sa.text(f"DELETE FROM {schema_check.VERSION_TABLE} WHERE version_num <> :newest")  # noqa: S608 - a constant
             connection.execute(behind, {"newest": found[-1]})
         if found != (newest,):
@@ -152,15 +145,14 @@ def _upgrade_lock(engine: sa.Engine) -> Iterator[None]:
     if name not in ("mysql", "mariadb", "postgresql"):
         yield
         return
-    # On a separate connection: statements that change a schema end the transaction of theirs.
+    # The lock has a separate connection, because a statement that changes the schema ends its transaction.
     with engine.connect() as connection:
         if name == "postgresql":
             connection.execute(sa.select(sa.func.pg_advisory_lock(_LOCK_NUMBER)))
             connection.commit()
         elif not _take_mariadb_lock(connection):
-            raise StoreError(
-                _ATTEMPT, f"another upgrade has been running for {_LOCK_SECONDS} s", "Check the other upgrade."
-            )
+            happened = f"another upgrade has been running for {_LOCK_SECONDS} s"
+            raise StoreError(_ATTEMPT, happened, "Check the other upgrade.")
         try:
             yield
         finally:

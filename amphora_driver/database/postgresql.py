@@ -9,17 +9,13 @@ with a stopped server process still acknowledges every packet.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Generator
+from typing import Any, TypeVar, cast
 
 import psycopg
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
-
-    from psycopg.waiting import Ready, Wait
+from psycopg.waiting import Ready, Wait
 
 T = TypeVar("T")
-# Seconds between two checks of the deadline while an answer is awaited.
 _POLL_SECONDS = 0.5
 
 
@@ -43,7 +39,7 @@ class Connection(psycopg.Connection[Any]):
             while True:
                 ready = yield event
                 if not ready and time.monotonic() > deadline:
-                    # A late answer must not be taken for the answer to the next statement.
+                    # A late answer on an open connection would be taken for the answer to the next statement.
                     self.pgconn.finish()
                     raise psycopg.OperationalError(f"no answer in {self.answer_timeout:.0f} s")
                 event = gen.send(ready)

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 MIGRATIONS = Path(__file__).parent / "migrations"
-# Alembic's own table, with the revision of the database.
 VERSION_TABLE = "alembic_version"
 _VERSIONS = sa.table(VERSION_TABLE, sa.column("version_num"))
 _ATTEMPT = "use the database"
@@ -45,24 +44,17 @@ def read_revisions(connection: sa.Connection) -> tuple[str, ...]:
 
 
 def require_known_schema(connection: sa.Connection) -> None:
-    """Raise an error unless the database has the schema of this version.
-
-    Raises:
-        SchemaMismatch: the schema differs; the text says what to do.
-    """
+    """Raise `SchemaMismatch` unless the database has the schema of this version."""
     reason = describe_mismatch(read_revisions(connection))
     if reason is not None:
         raise SchemaMismatch(_ATTEMPT, *reason)
 
 
 def require_utf8mb4(connection: sa.Connection) -> None:
-    """Raise an error unless the database can store every Unicode character.
+    """Raise `SchemaMismatch` unless the database can store every Unicode character.
 
     MariaDB refuses a transaction that writes a character beyond the BMP to a table in utf8mb3, its former default. The
     other databases store all characters.
-
-    Raises:
-        SchemaMismatch: tables are not in utf8mb4; the text says what to do.
     """
     if connection.dialect.name != "mysql":
         return
@@ -81,11 +73,7 @@ def require_utf8mb4(connection: sa.Connection) -> None:
 
 
 def describe_mismatch(found: tuple[str, ...]) -> tuple[str, str] | None:
-    """Return what is wrong with a schema, and what to do; None if this version works with it.
-
-    Args:
-        found: the result of `read_revisions`.
-    """
+    """Return what is wrong with a schema, and what to do; None if this version works with it."""
     required = known_revisions()[-1]
     command = "Stop the controllers and health managers and run: amphoractl database upgrade."
     if found == (required,):
@@ -102,18 +90,17 @@ def describe_mismatch(found: tuple[str, ...]) -> tuple[str, str] | None:
 
 
 def is_usable(database: Database) -> bool:
-    """Return whether a service may start with this database; a reason against it is logged.
+    """Return whether a service may start with this database; log a reason against the start.
 
-    An unreachable database does not prevent the start: `Database` checks the schema once it answers. All connections
-    are closed before the return.
+    An unreachable database does not prevent the start: `Database` checks the schema once it answers.
     """
     try:
         database.read(require_utf8mb4)
     except (SchemaMismatch, ConfigurationError) as error:
-        LOG.critical("%s", error)
+        LOG.critical("the service does not start, because its database is not usable: %s", error)
         return False
     except StoreError as error:
-        LOG.warning("starting although the database does not answer: %s", error)
+        LOG.warning("the service starts although its database does not answer: %s", error)
     finally:
         database.dispose()
     return True

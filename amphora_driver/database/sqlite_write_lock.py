@@ -16,27 +16,19 @@ import os
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import sqlalchemy as sa
 from sqlalchemy import event
 
 from amphora_driver.errors import StoreError
-
-if TYPE_CHECKING:
-    import sqlalchemy as sa
 
 _LOCK_KEY = "amphora_write_lock"
 _ATTEMPT = "write to the database"
 
 
 class SqliteWriteLock:
-    """Serializes the writers of one SQLite file.
-
-    Args:
-        path: the database file.
-        durable: whether a commit must survive a power failure.
-        timeout: seconds a writer waits for the lock.
-    """
+    """Serializes the writers of one SQLite file; a `durable` commit survives a power failure."""
 
     def __init__(self, path: str, *, durable: bool, timeout: float) -> None:
         self._lock_file = LockFile(f"{path}.lock")
@@ -48,11 +40,11 @@ class SqliteWriteLock:
         """Make every writing transaction of an engine take the lock."""
         event.listen(engine, "connect", self._connect)
         event.listen(engine, "begin", self._begin)
-        # SQLAlchemy returns a connection to the pool right after COMMIT or ROLLBACK: release the lock then.
+        # SQLAlchemy returns a connection to the pool right after COMMIT or ROLLBACK, which releases the lock.
         event.listen(engine, "checkin", self._checkin)
 
     def _connect(self, dbapi_connection: Any, _record: Any) -> None:
-        # The driver must not begin transactions itself: `_begin` does.
+        # `_begin` begins the transactions, so the driver must not do it.
         dbapi_connection.isolation_level = None
         cursor = dbapi_connection.cursor()
         cursor.execute("PRAGMA busy_timeout=30000")
@@ -66,7 +58,7 @@ class SqliteWriteLock:
             connection.exec_driver_sql("BEGIN DEFERRED")
             return
         if _LOCK_KEY not in connection.info:
-            # Consecutive transactions of one connection (one per migration) share one lock.
+            # Consecutive transactions of one connection (one for each migration) share one lock.
             connection.info[_LOCK_KEY] = self._lock_file.acquire(self._timeout)
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
@@ -82,18 +74,11 @@ class LockFile:
     def __init__(self, path: str) -> None:
         self._path = path
         self._mutex = threading.Lock()
-        # Waiters after their caller's time-out. flock() cannot be cancelled, so the next caller reuses the waiter.
+        # flock() cannot be cancelled, so a waiter outlives the time-out of its caller, and the next caller reuses it.
         self._abandoned: list[_Waiter] = []
 
     def acquire(self, timeout: float) -> int:
-        """Wait for the lock and return its descriptor.
-
-        Args:
-            timeout: seconds.
-
-        Raises:
-            StoreError: the time-out passed, or the file system does not support locks.
-        """
+        """Wait for the lock at most `timeout` seconds and return its descriptor, or raise `StoreError`."""
         try:
             return self._acquire(timeout)
         except OSError as error:
@@ -111,7 +96,7 @@ class LockFile:
         return descriptor
 
     def _wait(self, descriptor: int, timeout: float) -> int:
-        """Wait with a limit: flock() has none, so a thread calls it."""
+        """Wait with a limit: flock() has no limit, so a thread calls it."""
         with self._mutex:
             waiter = self._abandoned.pop() if self._abandoned else None
         if waiter is None:
@@ -177,7 +162,7 @@ def _lock_holder(path: str) -> str | None:
     with suppress(OSError):
         inode = str(Path(path).stat().st_ino)
         for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
-            # 1: FLOCK  ADVISORY  WRITE 1234 00:1f:5678 0 EOF; a waiting process has an arrow after the number.
+            # A line is like "1: FLOCK  ADVISORY  WRITE 1234 00:1f:5678 0 EOF"; a waiting process has "->" after "1:".
             fields = line.split()
             if fields[1] == "FLOCK" and fields[5].rpartition(":")[2] == inode:
                 name = Path("/proc", fields[4], "comm").read_text(encoding="utf-8", errors="replace").strip()

@@ -7,182 +7,165 @@ Invariant: as in `tables`, the rows are authoritative. Findings (`silent_amphora
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Boolean, Column, Double, Index, Integer, String, Table, Text
+import sqlalchemy as sa
 
 from amphora_driver.database.tables import Body, Id, Sealed, Serial, metadata
 
-__all__ = [
-    "certificate_authority",
-    "circuit_breaker",
-    "drained_host",
-    "failover",
-    "failover_event",
-    "metadata",
-    "process",
-    "resync",
-    "rotation",
-    "rotation_item",
-    "silent_amphora",
-    "unknown_amphora",
-]
+__all__ = ["metadata"]
 
 # One row per replacement of an amphora (`amphora_id`; NULL: all amphorae of the load balancer).
 # `cause`: silent, never_spoke, mute, asked (by Octavia), operator, rotation, drift, machine.
 # `silent_since`: time of the last heartbeat. `served_at`: time from which all desired amphorae served users again.
 # `ended_at`: time of the end of all work. `outcome`: done, gone (load balancer deleted), superseded, recovered.
-failover = Table(
+failover = sa.Table(
     "failover",
     metadata,
-    Column("id", Serial, primary_key=True, autoincrement=True),
-    Column("load_balancer_id", Id, nullable=False),
-    Column("amphora_id", Id, nullable=True),
-    Column("cause", String(32), nullable=False),
-    Column("reason", Text, nullable=True),
-    Column("asked_by", String(128), nullable=True),
-    Column("rotation_id", BigInteger, nullable=True),
-    Column("silent_since", Double, nullable=True),
-    Column("begun_at", Double, nullable=False),
-    Column("served_at", Double, nullable=True),
-    Column("ended_at", Double, nullable=True),
-    Column("outcome", String(16), nullable=True),
-    Index("ix_failover_load_balancer_id", "load_balancer_id"),
-    Index("ix_failover_ended_at", "ended_at"),
-    Index("ix_failover_begun_at", "begun_at"),
+    sa.Column("id", Serial, primary_key=True, autoincrement=True),
+    sa.Column("load_balancer_id", Id, nullable=False, index=True),
+    sa.Column("amphora_id", Id, nullable=True),
+    sa.Column("cause", sa.String(32), nullable=False),
+    sa.Column("reason", sa.Text, nullable=True),
+    sa.Column("asked_by", sa.String(128), nullable=True),
+    sa.Column("rotation_id", sa.BigInteger, nullable=True),
+    sa.Column("silent_since", sa.Double, nullable=True),
+    sa.Column("begun_at", sa.Double, nullable=False, index=True),
+    sa.Column("served_at", sa.Double, nullable=True),
+    sa.Column("ended_at", sa.Double, nullable=True, index=True),
+    sa.Column("outcome", sa.String(16), nullable=True),
 )
 
-# The time line of a fail-over: time, event (`word`), amphora.
-failover_event = Table(
+# One row per event (`word`) in the time line of a fail-over.
+failover_event = sa.Table(
     "failover_event",
     metadata,
-    Column("id", Serial, primary_key=True, autoincrement=True),
-    Column("failover_id", BigInteger, nullable=False),
-    Column("at", Double, nullable=False),
-    Column("word", String(32), nullable=False),
-    Column("amphora_id", Id, nullable=True),
-    Column("detail", Text, nullable=True),
-    Index("ix_failover_event_failover_id", "failover_id"),
+    sa.Column("id", Serial, primary_key=True, autoincrement=True),
+    sa.Column("failover_id", sa.BigInteger, nullable=False, index=True),
+    sa.Column("at", sa.Double, nullable=False),
+    sa.Column("word", sa.String(32), nullable=False),
+    sa.Column("amphora_id", Id, nullable=True),
+    sa.Column("detail", sa.Text, nullable=True),
 )
 
 # Amphorae without heartbeats, as the failure detector sees them now. `kind`: silent, mute (its agent answers),
 # never_spoke. `verdict`: the action that follows, or the reason for no action, as text.
-silent_amphora = Table(
+silent_amphora = sa.Table(
     "silent_amphora",
     metadata,
-    Column("amphora_id", Id, primary_key=True),
-    Column("load_balancer_id", Id, nullable=False),
-    Column("kind", String(16), nullable=False),
-    Column("since", Double, nullable=False),
-    Column("verdict", Text, nullable=True),
+    sa.Column("amphora_id", Id, primary_key=True),
+    sa.Column("load_balancer_id", Id, nullable=False),
+    sa.Column("kind", sa.String(16), nullable=False),
+    sa.Column("since", sa.Double, nullable=False),
+    sa.Column("verdict", sa.Text, nullable=True),
 )
 
-# Senders of heartbeats with an unknown amphora id. No known key signs them: hints for an operator, never proof.
-unknown_amphora = Table(
+# One row per sender of heartbeats with an unknown amphora id. The rows are hints for an operator, never proof, because
+# no known key signs these heartbeats.
+unknown_amphora = sa.Table(
     "unknown_amphora",
     metadata,
-    Column("amphora_id", Id, primary_key=True),
-    Column("address", String(64), nullable=False),
-    Column("first_at", Double, nullable=False),
-    Column("last_at", Double, nullable=False),
-    Column("verdict", Text, nullable=True),
+    sa.Column("amphora_id", Id, primary_key=True),
+    sa.Column("address", sa.String(64), nullable=False),
+    sa.Column("first_at", sa.Double, nullable=False),
+    sa.Column("last_at", sa.Double, nullable=False),
+    sa.Column("verdict", sa.Text, nullable=True),
 )
 
 # The circuit breaker of automatic fail-overs. `state`: closed, open, trial.
-circuit_breaker = Table(
+circuit_breaker = sa.Table(
     "circuit_breaker",
     metadata,
-    Column("name", String(32), primary_key=True),
-    Column("state", String(16), nullable=False),
-    Column("since", Double, nullable=False),
-    Column("silent", Integer, nullable=False),
-    Column("watched", Integer, nullable=False),
-    Column("trial_at", Double, nullable=True),
-    Column("reason", Text, nullable=True),
+    sa.Column("name", sa.String(32), primary_key=True),
+    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("since", sa.Double, nullable=False),
+    sa.Column("silent", sa.Integer, nullable=False),
+    sa.Column("watched", sa.Integer, nullable=False),
+    sa.Column("trial_at", sa.Double, nullable=True),
+    sa.Column("reason", sa.Text, nullable=True),
 )
 
 # An image rotation over many load balancers. `wanted` (JSON): the selection. `state`: running, paused, aborted, done.
-rotation = Table(
+rotation = sa.Table(
     "rotation",
     metadata,
-    Column("id", Serial, primary_key=True, autoincrement=True),
-    Column("state", String(16), nullable=False),
-    Column("wanted", Body, nullable=False),
-    Column("max_unavailable", Integer, nullable=False),
-    Column("asked_by", String(128), nullable=True),
-    Column("created_at", Double, nullable=False),
-    Column("changed_at", Double, nullable=False),
-    Column("ended_at", Double, nullable=True),
-    Column("reason", Text, nullable=True),
+    sa.Column("id", Serial, primary_key=True, autoincrement=True),
+    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("wanted", Body, nullable=False),
+    sa.Column("max_unavailable", sa.Integer, nullable=False),
+    sa.Column("asked_by", sa.String(128), nullable=True),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("changed_at", sa.Double, nullable=False),
+    sa.Column("ended_at", sa.Double, nullable=True),
+    sa.Column("reason", sa.Text, nullable=True),
 )
 
 # The load balancers of a rotation, in order of `place`. `state`: waiting, running, done, failed, skipped. `amphorae`
 # (JSON): amphorae to replace, selected at the request. `operating`: the load balancer's status at its start.
-rotation_item = Table(
+rotation_item = sa.Table(
     "rotation_item",
     metadata,
-    Column("rotation_id", BigInteger, primary_key=True, autoincrement=False),
-    Column("load_balancer_id", Id, primary_key=True),
-    Column("place", Integer, nullable=False),
-    Column("state", String(16), nullable=False),
-    Column("amphorae", Body, nullable=False),
-    Column("operating", String(16), nullable=True),
-    Column("begun_at", Double, nullable=True),
-    Column("ended_at", Double, nullable=True),
-    Column("reason", Text, nullable=True),
+    sa.Column("rotation_id", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("load_balancer_id", Id, primary_key=True),
+    sa.Column("place", sa.Integer, nullable=False),
+    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("amphorae", Body, nullable=False),
+    sa.Column("operating", sa.String(16), nullable=True),
+    sa.Column("begun_at", sa.Double, nullable=True),
+    sa.Column("ended_at", sa.Double, nullable=True),
+    sa.Column("reason", sa.Text, nullable=True),
 )
 
 # Processes of the control plane; each updates its own row every few seconds. `beat` grows only while the process works:
 # a health manager's while it receives its own test heartbeats. `draining`: it accepts no new jobs.
-process = Table(
+process = sa.Table(
     "process",
     metadata,
-    Column("name", String(128), primary_key=True),
-    Column("kind", String(32), nullable=False),
-    Column("host", String(255), nullable=False),
-    Column("version", String(64), nullable=True),
-    Column("started_at", Double, nullable=False),
-    Column("seen_at", Double, nullable=False),
-    Column("beat", BigInteger, nullable=False, default=0),
-    Column("draining", Boolean, nullable=False, default=False),
-    Column("jobs", Integer, nullable=False, default=0),
+    sa.Column("name", sa.String(128), primary_key=True),
+    sa.Column("kind", sa.String(32), nullable=False),
+    sa.Column("host", sa.String(255), nullable=False),
+    sa.Column("version", sa.String(64), nullable=True),
+    sa.Column("started_at", sa.Double, nullable=False),
+    sa.Column("seen_at", sa.Double, nullable=False),
+    sa.Column("beat", sa.BigInteger, nullable=False, default=0),
+    sa.Column("draining", sa.Boolean, nullable=False, default=False),
+    sa.Column("jobs", sa.Integer, nullable=False, default=0),
 )
 
 # Drained hosts: their controllers accept no new jobs, also controllers that start later.
-drained_host = Table(
+drained_host = sa.Table(
     "drained_host",
     metadata,
-    Column("host", String(255), primary_key=True),
-    Column("since", Double, nullable=False),
-    Column("asked_by", String(128), nullable=True),
+    sa.Column("host", sa.String(255), primary_key=True),
+    sa.Column("since", sa.Double, nullable=False),
+    sa.Column("asked_by", sa.String(128), nullable=True),
 )
 
 # CAs for amphorae (`kind` amphora) or for controllers (controller). Before the first rotation of a kind there is no
 # row, and the configured files are used. `state`: next (trusted, signs nothing), current (signs), former (still
 # trusted), leaving (being removed from the amphorae's trust stores), gone.
-certificate_authority = Table(
+certificate_authority = sa.Table(
     "certificate_authority",
     metadata,
-    Column("id", Serial, primary_key=True, autoincrement=True),
-    Column("kind", String(16), nullable=False),
-    Column("state", String(16), nullable=False),
-    Column("certificate", Body, nullable=False),
-    Column("sealed_key", Sealed, nullable=True),
-    Column("created_at", Double, nullable=False),
-    Column("changed_at", Double, nullable=False),
-    Column("expires_at", Double, nullable=False),
+    sa.Column("id", Serial, primary_key=True, autoincrement=True),
+    sa.Column("kind", sa.String(16), nullable=False),
+    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("certificate", Body, nullable=False),
+    sa.Column("sealed_key", Sealed, nullable=True),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("changed_at", sa.Double, nullable=False),
+    sa.Column("expires_at", sa.Double, nullable=False),
 )
 
 # The last resynchronization of each load balancer: read it from Octavia completely, report all statuses to Octavia.
 # `outcome` (store/resyncs.py) is NULL until the end. `detail`: the differences, or the reason for waiting.
 # `remove_unknown`: remove a load balancer that Octavia does not know.
-resync = Table(
+resync = sa.Table(
     "resync",
     metadata,
-    Column("load_balancer_id", Id, primary_key=True),
-    Column("asked_at", Double, nullable=False),
-    Column("asked_by", String(128), nullable=True),
-    Column("remove_unknown", Boolean, nullable=False, default=False),
-    Column("ended_at", Double, nullable=True),
-    Column("outcome", String(16), nullable=True),
-    Column("detail", Text, nullable=True),
-    Index("ix_resync_ended_at", "ended_at"),
+    sa.Column("load_balancer_id", Id, primary_key=True),
+    sa.Column("asked_at", sa.Double, nullable=False),
+    sa.Column("asked_by", sa.String(128), nullable=True),
+    sa.Column("remove_unknown", sa.Boolean, nullable=False, default=False),
+    sa.Column("ended_at", sa.Double, nullable=True, index=True),
+    sa.Column("outcome", sa.String(16), nullable=True),
+    sa.Column("detail", sa.Text, nullable=True),
 )

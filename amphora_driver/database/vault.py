@@ -5,9 +5,9 @@ Invariant: a table holds a secret only as a result of `Vault.seal`. A sealed val
 purpose), which is part of the authenticated content. A copy in another location does not open. The first key seals and
 all keys open. A new first key therefore starts a key rotation (docs/explanation/secrets.md).
 
-Running processes reload a changed key file. They keep their keys if the new file is unusable. A removed key still opens
-for a minute, because a file that is being written in place may look truncated. The vault refuses a key file that other
-users can read. Logs identify keys by line and fingerprint, never by content.
+Running processes reload a changed key file, and keep their keys if the new file is unusable. A removed key still opens
+secrets for a minute, because a file that is being written in place may look truncated. The vault refuses a key file
+that other users can read. Logs identify keys by line and fingerprint, never by content.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import logging
 import stat
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 from cryptography.fernet import Fernet, InvalidToken, MultiFernet
@@ -28,23 +28,20 @@ from cryptography.fernet import Fernet, InvalidToken, MultiFernet
 from amphora_driver.errors import ConfigurationError, StoreError
 from amphora_driver.secret import Secret
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 LOG = logging.getLogger(__name__)
 
 _READ_KEYS = "read the encryption keys"
 _OPEN = "open a secret"
 _DOCS = "docs/explanation/secrets.md"
 _REMEDY = "Set [amp_database] encryption_key_file to a file with one Fernet key a line."
-# Prefix of the hashed content of a fingerprint, so that it equals no other hash of the key.
+# The fingerprint of a key has a prefix, so that it differs from any other hash of the key.
 _FINGERPRINT_PREFIX = b"amphora-driver encryption key "
 _FINGERPRINT_DIGITS = 12
-# Seconds for which a removed key still opens: longer than writing a file.
+# A removed encryption key still opens secrets for a minute, which is longer than writing a key file takes.
 _REMOVED_KEY_SECONDS = 60.0
 # Inode, modification time in nanoseconds, size and mode identify a version of the key file.
 _FileVersion = tuple[int, int, int, int]
-# Encrypted content: this prefix, a digest of the location, the secret. No PEM text begins with the prefix.
+# Encrypted content consists of a prefix, a digest of the location, and the secret. No PEM text begins with the prefix.
 _BOUND_PREFIX = b"amphora-sealed-1"
 _DIGEST_LENGTH = 32
 
@@ -52,9 +49,7 @@ _DIGEST_LENGTH = 32
 class SecretLocation(msgspec.Struct, frozen=True):
     """Location of a sealed secret in the database.
 
-    Attributes:
-        table: its table.
-        row: identifies row and purpose; the same parts in the same order for all rows of a table.
+    `row` identifies row and purpose, by the same parts in the same order for all rows of a table.
     """
 
     table: str
@@ -66,14 +61,7 @@ class SecretLocation(msgspec.Struct, frozen=True):
 
 
 class Vault:
-    """Seals and opens secrets with the keys of one file (one Fernet key a line), from any thread.
-
-    Args:
-        keys: Fernet keys; the first one seals.
-
-    Raises:
-        ValueError: a key is not a Fernet key.
-    """
+    """Seals secrets with the first of its Fernet keys and opens them with all keys, from any thread."""
 
     def __init__(self, keys: list[bytes]) -> None:
         self._path: Path | None = None
@@ -88,7 +76,7 @@ class Vault:
         Raises:
             ConfigurationError: the file is missing, empty, readable by other users, or contains an invalid key.
         """
-        # Read the version before the keys, so that a concurrent change is detected later.
+        # The vault reads the version of the key file before the keys, so that it detects a concurrent change later.
         version = _file_version(Path(path))
         vault = cls(_read_keys(Path(path)))
         vault._path, vault._version = Path(path), version
@@ -96,7 +84,7 @@ class Vault:
 
     @property
     def fingerprints(self) -> tuple[str, ...]:
-        """The fingerprints of the keys, the sealing key first. They reveal nothing about the keys."""
+        """The fingerprints of the keys, which reveal nothing about the keys; the sealing key comes first."""
         return self._current_ring().fingerprints
 
     def seal(self, secret: Secret, location: SecretLocation) -> bytes:
@@ -104,15 +92,7 @@ class Vault:
         return self._current_ring().cipher.encrypt(_BOUND_PREFIX + location.digest() + secret.reveal())
 
     def open(self, sealed: bytes, location: SecretLocation) -> Secret:
-        """Decrypt a secret.
-
-        Args:
-            sealed: a result of `seal`.
-            location: its location in the database.
-
-        Raises:
-            StoreError: no key opens it, or it is bound to another location.
-        """
+        """Decrypt a result of `seal`; raise `StoreError` if no key opens it, or if it is misplaced."""
         return _require_bound_to(location, self._decrypted(sealed))
 
     def is_misplaced(self, sealed: bytes, location: SecretLocation) -> bool:
@@ -123,24 +103,16 @@ class Vault:
             return False
 
     def key_index(self, sealed: bytes) -> int | None:
-        """Return the index of the sealing key, from 0; None if it is unknown. Decrypts nothing."""
+        """Return the index of the sealing key, from 0; None if it is unknown."""
         for index, cipher in enumerate(self._current_ring().ciphers):
             with contextlib.suppress(InvalidToken):
-                # Verifies the signature and decrypts nothing.
+                # `extract_timestamp` verifies the signature and decrypts nothing.
                 cipher.extract_timestamp(sealed)
                 return index
         return None
 
     def reseal(self, sealed: bytes, location: SecretLocation) -> bytes:
-        """Return the secret sealed with the first key; the same bytes if it is so already.
-
-        Args:
-            sealed: the stored value.
-            location: its location in the database.
-
-        Raises:
-            StoreError: no key opens it, or it is bound to another location.
-        """
+        """Return the secret sealed with the first key, the same bytes if it is so already; see `open`."""
         secret = _require_bound_to(location, self._decrypted(sealed))
         return sealed if self.key_index(sealed) == 0 else self.seal(secret, location)
 
@@ -148,20 +120,18 @@ class Vault:
         with contextlib.suppress(InvalidToken):
             return self._current_ring().opening.decrypt(sealed)
         raise StoreError(
-            _OPEN,
-            "none of the encryption keys opens it",
-            "Add the key that sealed it to the key file again.",
+            _OPEN, "none of the encryption keys opens it", "Add the key that sealed it to the key file again."
         )
 
     def _current_ring(self) -> _KeyRing:
-        """Return the keys; reload them if the file has changed. The check takes microseconds."""
+        """Return the keys; reload them if the file has changed. The comparison takes microseconds."""
         if self._path is not None and _file_version(self._path) != self._version:
             with self._reload_lock:
                 self._reload(self._path)
         ring = self._key_ring
         if ring.removed and time.monotonic() > ring.removed_until:
             with self._reload_lock:
-                # Another thread may have replaced the ring.
+                # Another thread may have replaced the key ring.
                 if self._key_ring is ring:
                     self._key_ring = _KeyRing(ring.keys)
         return self._key_ring
@@ -170,7 +140,7 @@ class Vault:
         version = _file_version(path)
         if version == self._version:
             return
-        # Try each version once, so that an unusable file causes one warning.
+        # The vault tries each version of the key file once, so that an unusable file causes one warning.
         self._version = version
         try:
             keys = _read_keys(path)
@@ -182,11 +152,8 @@ class Vault:
         self._key_ring = _KeyRing(keys, removed)
         LOG.info("encryption keys reloaded; key %s encrypts", self._key_ring.fingerprints[0])
         if removed:
-            LOG.info(
-                "%d encryption keys were removed from the file and decrypt for another %.0f s",
-                len(removed),
-                _REMOVED_KEY_SECONDS,
-            )
+            text = "%d encryption keys were removed from the file and decrypt for another %.0f s"
+            LOG.info(text, len(removed), _REMOVED_KEY_SECONDS)
 
 
 def _is_bound_to(location: SecretLocation, content: bytes) -> bool:
@@ -205,12 +172,7 @@ def _require_bound_to(location: SecretLocation, content: bytes) -> Secret:
 
 
 class _KeyRing:
-    """An immutable set of keys, which a reload replaces as a whole.
-
-    Args:
-        keys: the keys of the file.
-        removed: removed keys, which only open, and only for some time.
-    """
+    """A set of keys, which a reload replaces as a whole; `removed` keys only open, and only for some time."""
 
     def __init__(self, keys: list[bytes], removed: Sequence[bytes] = ()) -> None:
         self.keys, self.removed = keys, removed
@@ -218,9 +180,8 @@ class _KeyRing:
         self.ciphers = [Fernet(key) for key in keys]
         self.cipher = MultiFernet(self.ciphers)
         self.opening = MultiFernet([*self.ciphers, *map(Fernet, removed)])
-        self.fingerprints = tuple(
-            hashlib.sha256(_FINGERPRINT_PREFIX + key).hexdigest()[:_FINGERPRINT_DIGITS] for key in keys
-        )
+        digests = (hashlib.sha256(_FINGERPRINT_PREFIX + key).hexdigest() for key in keys)
+        self.fingerprints = tuple(digest[:_FINGERPRINT_DIGITS] for digest in digests)
 
 
 def _file_version(path: Path) -> _FileVersion | None:
@@ -249,6 +210,6 @@ def _read_keys(path: Path) -> list[bytes]:
         try:
             Fernet(key)
         except ValueError:
-            # No exception chaining: its traceback would contain a frame with the key.
+            # The error has no cause, because the traceback of the cause would contain a frame with the key.
             raise ConfigurationError(_READ_KEYS, f"line {line} of {path} is not a Fernet key", _REMEDY) from None
     return keys

@@ -11,16 +11,16 @@ import os
 import select
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
 import msgspec
 
 _BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
-# Longest time in seconds for which a process without arguments is taken to be in execve(2).
+# A process without arguments counts as being in execve(2) for half a second.
 _EXEC_SECONDS = 0.5
-# PF_KTHREAD of the field `flags` in proc_pid_stat(5).
+# The field `flags` of a kernel thread has this bit, PF_KTHREAD (proc_pid_stat(5)).
 _KERNEL_THREAD = 0x00200000
 
 
@@ -40,7 +40,7 @@ class Process(msgspec.Struct, frozen=True):
     def children(self) -> list[Process]:
         """The child processes. The kernel has a list of children for each thread."""
         numbers: list[str] = []
-        # The process or a thread may end at the same time.
+        # The process or a thread of it may end at the same time.
         with suppress(FileNotFoundError, ProcessLookupError):
             for thread in Path(f"/proc/{self.pid}/task").iterdir():
                 with suppress(FileNotFoundError, ProcessLookupError):
@@ -79,7 +79,8 @@ class Process(msgspec.Struct, frozen=True):
     def _open_pidfd(self) -> int | None:
         try:
             descriptor = os.pidfd_open(self.pid)
-        except (ProcessLookupError, FileNotFoundError):  # both errors mean that the process has ended (Linux 6.16)
+        # Both errors mean that the process has ended (Linux 6.16).
+        except (ProcessLookupError, FileNotFoundError):
             return None
         if self.alive():
             return descriptor
@@ -94,13 +95,10 @@ def identify(pid: int) -> Process | None:
 
 
 def spawn(argv: Sequence[str], environment: Mapping[str, str], log: Path, pass_as_3: int | None = None) -> Process:
-    """Start a program in its own session, with its output appended to a log.
+    """Start a program, searched on PATH, in its own session, with its output appended to a log.
 
-    Args:
-        argv: the program, which is searched on PATH, and its arguments.
-        environment: the complete environment; the program inherits no other variable.
-        log: the file for standard output and standard error.
-        pass_as_3: a descriptor that the program gets as descriptor 3.
+    The environment is complete: the program inherits no other variable. The program gets the descriptor `pass_as_3` as
+    descriptor 3.
     """
     actions: list[tuple[int, ...] | tuple[int, int, str, int, int]] = [
         (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
@@ -118,12 +116,17 @@ def spawn(argv: Sequence[str], environment: Mapping[str, str], log: Path, pass_a
 
 def find_by_last_argument(last_argument: str) -> list[Process]:
     """All processes with this last argument; finds a process whose start was not recorded."""
-    wanted = last_argument.encode()
+    return find(lambda entry: _read_arguments(entry)[-1] == last_argument.encode())
+
+
+def find(matches: Callable[[Path], bool]) -> list[Process]:
+    """All processes with a matching directory in /proc."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
+            # The process may end at the same time.
             with suppress(OSError):
-                if _read_arguments(entry)[-1] == wanted:
+                if matches(entry):
                     found.append(identify(int(entry.name)))
     return [process for process in found if process is not None]
 
@@ -147,7 +150,7 @@ def signal_and_wait(processes: Sequence[Process], number: signal.Signals, second
     deadline = time.monotonic() + seconds
     for process in processes:
         process.signal(number)
-    # No short circuit: `wait` also reaps each process.
+    # `wait` also reaps a process, so each process is waited for, also after a failure.
     ended = [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
     return all(ended)
 
@@ -157,7 +160,7 @@ def _read_stat(pid: int) -> tuple[str, int] | None:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The name in parentheses may contain spaces and parentheses.
+    # The name of a process in /proc/PID/stat may contain spaces and parentheses.
     fields = text.rpartition(")")[2].split()
     return fields[0], int(fields[19])
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from pyroute2 import IPRoute
 
 from amphora_driver.errors import NetworkError
-from amphora_driver.host.detached_process import Process, identify
+from amphora_driver.host.detached_process import Process, find
 
 T = TypeVar("T")
 
@@ -81,13 +81,7 @@ def processes(name: str) -> list[Process]:
     if not exists(name):
         return []
     wanted = path(name).stat()
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError):
-                if os.path.samestat((entry / "ns/net").stat(), wanted):
-                    found.append(identify(int(entry.name)))
-    return [process for process in found if process is not None]
+    return find(lambda entry: os.path.samestat((entry / "ns/net").stat(), wanted))
 
 
 def run_inside(place: str | Path, work: Callable[[], T]) -> T:
@@ -100,7 +94,8 @@ def run_inside(place: str | Path, work: Callable[[], T]) -> T:
 
     def enter() -> T:
         if _LIBC.setns(descriptor, _CLONE_NEWNET) != 0:
-            if ctypes.get_errno() == errno.EINVAL:  # setns(2): the descriptor is not a namespace of this kind
+            # setns(2): the descriptor is not a network namespace.
+            if ctypes.get_errno() == errno.EINVAL:
                 raise FileNotFoundError(errno.ENOENT, "no network namespace is mounted here", str(place))
             _check_result(-1, f"enter the network namespace {place}")
         return work()

@@ -33,20 +33,10 @@ class Partner(msgspec.Struct, frozen=True, kw_only=True, order=True):
 
 
 class Amphora(msgspec.Struct, frozen=True, kw_only=True):
-    """One recorded amphora, without its heartbeat key; times are seconds since 1970.
+    """One recorded amphora, see `tables.amphora`; times are seconds since 1970.
 
-    Attributes:
-        booted_at: time of the boot request.
-        confirmed: the newest generation it has confirmed.
-        confirmed_at: time of that confirmation.
-        partners: its VRRP peers at that confirmation.
-        heard_at: time of the last heartbeat; None if never.
-        holds_vip: its report in that heartbeat; None if it made none.
-        handed_over: it was asked to hand its VIPs over before its removal.
-        drains_until: end of the connection drain after the handover; None while it may still hold VIPs.
-        dead: it is being replaced because it sends no heartbeats and does not answer. No step depends on it.
-        certificate_authority: id of the CA that issued its certificate; None for the configured files.
-        trusts: the CAs of client certificates that it accepts (see `certificates.ca_rotation`).
+    `heard_at` and `holds_vip` are from the last heartbeat. A `dead` amphora is being replaced because it sends no
+    heartbeats and does not answer; no step depends on it.
     """
 
     id: str

@@ -9,7 +9,7 @@ and nested plain dictionaries. Both forms result in the same model.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -19,10 +19,9 @@ from amphora_driver.errors import ModelError
 from amphora_driver.model import l7policy_positions
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import (
+    CHILDREN,
     MODEL_CLASSES,
-    HealthMonitor,
     L7Policy,
-    L7Rule,
     Listener,
     LoadBalancer,
     Member,
@@ -35,7 +34,7 @@ from amphora_driver.secret import Secret
 S = TypeVar("S", bound=msgspec.Struct)
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Octavia's name of an object's own id.
+# Octavia's objects contain their own ids under a name for each kind.
 ID_NAMES: dict[Kind, str] = {
     Kind.LOAD_BALANCER: "loadbalancer_id",
     Kind.LISTENER: "listener_id",
@@ -45,13 +44,9 @@ ID_NAMES: dict[Kind, str] = {
     Kind.L7POLICY: "l7policy_id",
     Kind.L7RULE: "l7rule_id",
 }
-_CHILDREN = {"listeners", "pools", "members", "healthmonitor", "l7policies", "rules"}
-_VIP_FIELDS = {
-    "address": "vip_address",
-    "network_id": "vip_network_id",
-    "port_id": "vip_port_id",
-    "subnet_id": "vip_subnet_id",
-}
+_CHILDREN = {name for children in CHILDREN.values() for name in children}
+_CONVERTED_SEPARATELY = {*_CHILDREN, "id", "vip", "additional_vips", "profile"}
+_VIP_FIELDS = ("address", "network_id", "port_id", "subnet_id")
 
 
 def _type_errors_as_model_errors(read: F) -> F:
@@ -86,7 +81,7 @@ def changed_fields(kind: Kind, new: Any) -> dict[str, Any]:
     """
     named: dict[str, Any] = {}
     for field in msgspec.structs.fields(MODEL_CLASSES[kind]):
-        if field.name in _CHILDREN or field.name in ("id", "vip", "additional_vips", "profile"):
+        if field.name in _CONVERTED_SEPARATELY:
             continue
         value = _get(new, field.name)
         if value is data_models.Unset:
@@ -112,18 +107,13 @@ def apply_changes(node: S, named: Mapping[str, Any]) -> S:
 def read_secrets(kind: Kind, source: Any, *, paired: bool = True) -> dict[SecretName, SecretMaterial]:
     """Return the delivered secrets of an object; of a load balancer, those of its listeners and pools.
 
-    Octavia does not deliver the content of every reference.
-
-    Args:
-        kind: kind of the object.
-        source: the object from Octavia.
-        paired: the contents of SNI certificates have the order of their references. False for a new listener:
-            octavia-lib returns the contents in database order, the references in the user's order.
+    Octavia does not deliver the content of every reference. Of a new listener, the contents of SNI certificates are not
+    `paired` with the references: octavia-lib returns contents in database order, references in the user's order.
     """
     if kind is Kind.LOAD_BALANCER:
         found: dict[SecretName, SecretMaterial] = {}
         for name, child_kind in (("listeners", Kind.LISTENER), ("pools", Kind.POOL)):
-            for child in _items(source, name):
+            for child in get_value(source, name) or ():
                 found |= read_secrets(child_kind, child, paired=paired)
         return found
     return _read_own_secrets(kind, source, paired=paired)
@@ -167,88 +157,54 @@ def _to_secret(option: str, value: Any) -> Secret:
     return Secret(value)
 
 
-@_type_errors_as_model_errors
 def load_balancer(source: Any) -> LoadBalancer:
     """Convert a load balancer with all delivered children."""
-    fields = _given_fields(Kind.LOAD_BALANCER, source)
-    fields["vip"] = {name: _text_or_empty(get_value(source, theirs)) for name, theirs in _VIP_FIELDS.items()}
+    return cast("LoadBalancer", node(Kind.LOAD_BALANCER, source))
+
+
+def listener(source: Any) -> Listener:
+    """Convert a listener with its delivered L7 policies."""
+    return cast("Listener", node(Kind.LISTENER, source))
+
+
+def pool(source: Any) -> Pool:
+    """Convert a pool with its delivered members and health monitor."""
+    return cast("Pool", node(Kind.POOL, source))
+
+
+def member(source: Any) -> Member:
+    """Convert a member."""
+    return cast("Member", node(Kind.MEMBER, source))
+
+
+@_type_errors_as_model_errors
+def node(kind: Kind, source: Any) -> Node:
+    """Convert an object of any kind with its delivered children."""
+    fields = _given_fields(kind, source)
+    if kind is Kind.LOAD_BALANCER:
+        _add_load_balancer_fields(fields, source)
+    built: Any = _convert(MODEL_CLASSES[kind], fields)
+    if isinstance(built, L7Policy):
+        built = l7policy_positions.clear_unused_redirects(built)
+    children: dict[str, Any] = {}
+    for name, child_kind in CHILDREN.get(kind, {}).items():
+        given = get_value(source, name)
+        if child_kind is Kind.HEALTH_MONITOR:
+            children[name] = node(child_kind, given) if given else None
+        else:
+            children[name] = tuple(node(child_kind, child) for child in given or ())
+    return cast("Node", msgspec.structs.replace(built, **children))
+
+
+def _add_load_balancer_fields(fields: dict[str, Any], source: Any) -> None:
+    fields["vip"] = {name: _text_or_empty(get_value(source, f"vip_{name}")) for name in _VIP_FIELDS}
     fields["additional_vips"] = [
-        {
-            "address": _text_or_empty(vip.get("ip_address")),
-            "network_id": _text_or_empty(vip.get("network_id")),
-            "port_id": _text_or_empty(vip.get("port_id")),
-            "subnet_id": _text_or_empty(vip.get("subnet_id")),
-        }
+        {name: _text_or_empty(vip.get("ip_address" if name == "address" else name)) for name in _VIP_FIELDS}
         for vip in get_value(source, "additional_vips") or ()
     ]
     # A call delivers the zone as a dictionary. `DriverLibrary.get_*` delivers only its name, which is not used.
     if not isinstance(fields.get("availability_zone"), dict):
         fields.pop("availability_zone", None)
-    whole = _convert(LoadBalancer, fields)
-    return msgspec.structs.replace(
-        whole,
-        listeners=tuple(listener(child) for child in _items(source, "listeners")),
-        pools=tuple(pool(child) for child in _items(source, "pools")),
-    )
-
-
-@_type_errors_as_model_errors
-def listener(source: Any) -> Listener:
-    """Convert a listener with its delivered L7 policies."""
-    built = _convert(Listener, _given_fields(Kind.LISTENER, source))
-    return msgspec.structs.replace(built, l7policies=tuple(l7policy(child) for child in _items(source, "l7policies")))
-
-
-@_type_errors_as_model_errors
-def pool(source: Any) -> Pool:
-    """Convert a pool with its delivered members and health monitor."""
-    built = _convert(Pool, _given_fields(Kind.POOL, source))
-    monitor = get_value(source, "healthmonitor")
-    return msgspec.structs.replace(
-        built,
-        members=tuple(member(child) for child in _items(source, "members")),
-        healthmonitor=healthmonitor(monitor) if monitor else None,
-    )
-
-
-@_type_errors_as_model_errors
-def member(source: Any) -> Member:
-    """Convert a member."""
-    return _convert(Member, _given_fields(Kind.MEMBER, source))
-
-
-def healthmonitor(source: Any) -> HealthMonitor:
-    """Convert a health monitor."""
-    return _convert(HealthMonitor, _given_fields(Kind.HEALTH_MONITOR, source))
-
-
-@_type_errors_as_model_errors
-def l7policy(source: Any) -> L7Policy:
-    """Convert an L7 policy with its delivered rules."""
-    built = l7policy_positions.clear_unused_redirects(_convert(L7Policy, _given_fields(Kind.L7POLICY, source)))
-    return msgspec.structs.replace(built, rules=tuple(l7rule(child) for child in _items(source, "rules")))
-
-
-def l7rule(source: Any) -> L7Rule:
-    """Convert an L7 rule."""
-    return _convert(L7Rule, _given_fields(Kind.L7RULE, source))
-
-
-@_type_errors_as_model_errors
-def node(kind: Kind, source: Any) -> Node:
-    """Convert an object of any kind."""
-    return cast("Node", _BUILDERS[kind](source))
-
-
-_BUILDERS: dict[Kind, Any] = {
-    Kind.LOAD_BALANCER: load_balancer,
-    Kind.LISTENER: listener,
-    Kind.POOL: pool,
-    Kind.MEMBER: member,
-    Kind.HEALTH_MONITOR: healthmonitor,
-    Kind.L7POLICY: l7policy,
-    Kind.L7RULE: l7rule,
-}
 
 
 def _get(source: Any, name: str) -> Any:
@@ -257,15 +213,11 @@ def _get(source: Any, name: str) -> Any:
     return getattr(source, name, data_models.Unset)
 
 
-def _items(source: Any, name: str) -> Iterable[Any]:
-    return get_value(source, name) or ()
-
-
 def _given_fields(kind: Kind, source: Any) -> dict[str, Any]:
     """Return the fields with a value; in a complete object, None and Unset both mean the default."""
     fields = {"id": get_id(kind, source)}
     for field in MODEL_CLASSES[kind].__struct_fields__:
-        if field in _CHILDREN or field in ("id", "vip", "additional_vips", "profile"):
+        if field in _CONVERTED_SEPARATELY:
             continue
         value = get_value(source, field)
         if value is not None:
@@ -295,7 +247,7 @@ def _text_or_empty(value: Any) -> str:
 
 def _convert(model_class: type[S], fields: Mapping[str, Any]) -> S:
     try:
-        # Not strict: Octavia sends some numbers as text ("redirect_http_code").
+        # The conversion is not strict, because Octavia sends some numbers as text ("redirect_http_code").
         return msgspec.convert(fields, model_class, strict=False)
     except msgspec.ValidationError as error:
         raise ModelError(

@@ -254,6 +254,13 @@ def without_addresses(tree: LoadBalancer) -> LoadBalancer:
 
 Node = LoadBalancer | Listener | Pool | Member | HealthMonitor | L7Policy | L7Rule
 
+# The fields that contain the children of an object, with the kind of these children.
+CHILDREN: dict[Kind, dict[str, Kind]] = {
+    Kind.LOAD_BALANCER: {"listeners": Kind.LISTENER, "pools": Kind.POOL},
+    Kind.LISTENER: {"l7policies": Kind.L7POLICY},
+    Kind.POOL: {"members": Kind.MEMBER, "healthmonitor": Kind.HEALTH_MONITOR},
+    Kind.L7POLICY: {"rules": Kind.L7RULE},
+}
 MODEL_CLASSES: dict[Kind, type[Node]] = {
     Kind.LOAD_BALANCER: LoadBalancer,
     Kind.LISTENER: Listener,

@@ -1,34 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """References to secrets: the object that uses a secret, its purpose, and the user's reference.
 
-Invariant: a `SecretName` contains no secret, so rendered configurations, comparisons and logs may contain it. Content
-is passed as `SecretMaterial` (as delivered by Octavia) or `Secret` (one PEM text for HAProxy). Neither prints it.
+Invariant: a `SecretName` contains no secret, so rendered configurations and logs may contain it. The content is a
+`SecretMaterial` (as delivered by Octavia) or a `Secret` (one PEM text for HAProxy), which do not print it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
 from amphora_driver.model.enums import StringEnum
-from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Pool
+from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Node, Pool
 from amphora_driver.secret import Secret
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from amphora_driver.model.loadbalancer import Node
 
 
 class Purpose(StringEnum):
-    """Purpose of a secret."""
+    """Purpose of a secret; a certificate includes intermediates and private key.
 
-    # Certificate, intermediates and private key.
+    The driver creates the secret from which a load balancer's TLS ticket keys are derived.
+    """
+
     CERTIFICATE = "certificate"
     CA = "ca"
     CRL = "crl"
-    # The secret from which a load balancer's TLS ticket keys are derived; created by the driver.
     TICKETS = "tickets"
 
 
@@ -43,10 +39,8 @@ class SecretName(msgspec.Struct, frozen=True, order=True, cache_hash=True):
 class SecretMaterial(msgspec.Struct, frozen=True, kw_only=True):
     """The content of one secret as delivered by Octavia: PEM, not validated.
 
-    Attributes:
-        option: name of the API option in error messages.
-        text: the certificate, the CA certificates, or the revocation list.
-        intermediates: certificates between the certificate and its CA.
+    `option` is the name of the API option in error messages, `text` the certificate, the CA certificates, or the
+    revocation list.
     """
 
     option: str
@@ -72,7 +66,7 @@ _POOL_FIELDS = (
     ("ca_tls_container_ref", Purpose.CA),
     ("crl_container_ref", Purpose.CRL),
 )
-# The fields that refer to secrets, by model class.
+# Listeners and pools refer to secrets in these fields.
 SECRET_FIELDS: dict[type, tuple[tuple[str, Purpose], ...]] = {Listener: _LISTENER_FIELDS, Pool: _POOL_FIELDS}
 
 
@@ -87,7 +81,8 @@ def secrets_in_fields(node: Node, fields: Iterable[str]) -> dict[SecretName, str
     found: dict[SecretName, str] = {}
     for field, purpose in SECRET_FIELDS.get(type(node), ()):
         if field in selected:
-            for ref in _refs(getattr(node, field)):
+            refs = getattr(node, field) or ()
+            for ref in (refs,) if isinstance(refs, str) else refs:
                 found.setdefault(SecretName(node.id, purpose, ref), field)
     return found
 
@@ -97,9 +92,3 @@ def secrets_of_tree(tree: LoadBalancer) -> Iterator[SecretName]:
     nodes: tuple[Node, ...] = (*tree.listeners, *tree.pools)
     for node in nodes:
         yield from secrets_of_object(node)
-
-
-def _refs(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    if not value:
-        return ()
-    return (value,) if isinstance(value, str) else value

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs of controllers: rows with leases and fencing.
 
-Invariant: at most one process holds the lease of a load balancer, and the *epoch* of a lease is greater than the epochs
-of all earlier leases. A write under a lease checks owner and epoch in the same transaction (`guard_lease`). A process
-that was stopped, lost its lease and continues therefore changes nothing. A job is "make load balancer X as recorded":
-it has no arguments and may run any number of times. It runs again while a newer generation is recorded, or if it became
-urgent (`tables.URGENT`) while it ran: the end of a job never discards a change that the job has not seen. The
-database's clock measures leases and pauses for all controllers (database/clock.py). If that clock is set back,
-`clamp_due_times` shortens them.
+Invariant: at most one process holds the lease of a load balancer. The *epoch* of a lease is greater than the epochs of
+all earlier leases. A write under a lease checks owner and epoch in the same transaction (`guard_lease`). A process that
+was stopped, lost its lease and continues therefore changes nothing.
+
+A job is "make load balancer X as recorded", has no arguments, and may run any number of times. A job runs again if a
+newer generation was recorded, or if the row became urgent (`tables.URGENT`) while the job ran. The database's clock
+measures leases and pauses (database/clock.py); `clamp_due_times` shortens both after the clock was set back.
 """
 
 from __future__ import annotations
@@ -16,33 +16,28 @@ import os
 import socket
 import time
 import uuid
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.database import clock
+from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora, duty, job, request
 from amphora_driver.errors import LeaseLost
 
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from amphora_driver.database.engine import Database
-
-# A lease or duty with more than this multiple of its length left, and more than _LEAST seconds, dates from before the
-# clock was set back. The multiples allow for hosts with different options.
+# The clock was set back if a lease has more than four lengths left, a duty more than ten, and both more than a minute.
+# The multiples allow for hosts with different options.
 _LEASES, _DUTIES, _LEAST = 4, 10, 60.0
-# Seconds of back-off for each process in a row that ended while it worked on a load balancer.
+# A load balancer waits half a second for each process in a row that ended while it worked on the load balancer.
 _CRASH_BACKOFF = 0.5
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """The right to work on one load balancer.
 
-    Attributes:
-        attempts: number of failed attempts.
-        crashes: number of processes that ended or lost their lease since the last progress.
+    `crashes` counts the processes that ended or lost their lease since the last progress.
     """
 
     load_balancer_id: str
@@ -58,13 +53,7 @@ def process_name() -> str:
 
 
 class Jobs:
-    """The jobs of a database, for one process.
-
-    Args:
-        database: of the jobs.
-        owner: `process_name()` of this process.
-        seconds: length of a lease.
-    """
+    """The jobs of a database, for one process; a lease lasts for `seconds`."""
 
     def __init__(self, database: Database, owner: str, seconds: float) -> None:
         self._database = database
@@ -72,11 +61,9 @@ class Jobs:
         self._seconds = seconds
 
     def claim(self, load_balancer_id: str | None = None, *, fresh: bool = False) -> Lease | None:
-        """Claim the lease of the load balancer that has waited longest; None if no job is due.
+        """Claim the lease of this load balancer, or of the one that has waited longest; None if no job is due.
 
-        Args:
-            load_balancer_id: claim only the lease of this load balancer.
-            fresh: claim only a job whose last attempt did not fail.
+        With `fresh`, claim only a job whose last attempt did not fail.
         """
 
         def write(connection: sa.Connection) -> Lease | None:
@@ -95,47 +82,33 @@ class Jobs:
                 owner=self._owner,
                 epoch=row.epoch + 1,
                 attempts=row.attempts,
-                # The previous owner did not return the lease.
+                # A process that is still recorded as owner has not returned the lease.
                 crashes=row.crashes + (row.owner is not None),
             )
-            connection.execute(
-                job.update()
-                .where(job.c.load_balancer_id == row.load_balancer_id)
-                # A due_at that becomes urgent from now on is new to this job.
-                .values(
-                    owner=self._owner,
-                    epoch=lease.epoch,
-                    leased_until=now + self._seconds,
-                    due_at=0.0,
-                    crashes=lease.crashes,
-                )
-            )
+            # The claim resets `due_at`, so that the job detects an urgent event after the claim.
+            claimed = {"owner": self._owner, "epoch": lease.epoch, "crashes": lease.crashes, "due_at": 0.0}
+            _update(connection, row.load_balancer_id, **claimed, leased_until=now + self._seconds)
             return lease
 
         # A read costs less than a lock, and most reads find no job.
-        anything = self._database.read(lambda connection: self._anything_due(connection, load_balancer_id, fresh=fresh))
+        anything = self._database.read(
+            lambda connection: connection.execute(
+                sa.select(job.c.epoch).where(*_due(clock.now(connection), load_balancer_id, fresh=fresh)).limit(1)
+            ).first()
+        )
         return self._database.write(write) if anything else None
 
     def next_due(self) -> float | None:
         """Return when the next job becomes due (on `Database.now()`'s clock); None if no job waits."""
-        return self._database.read(
-            lambda connection: connection.execute(
-                sa.select(
-                    sa.func.min(
-                        sa.case(
-                            (job.c.owner.is_(None), job.c.due_at),
-                            else_=job.c.leased_until,
-                        )
-                    )
-                ).where(job.c.dirty)
-            ).scalar()
-        )
+        due = sa.case((job.c.owner.is_(None), job.c.due_at), else_=job.c.leased_until)
+        first = sa.select(sa.func.min(due)).where(job.c.dirty)
+        return self._database.read(lambda connection: connection.execute(first).scalar())
 
     def renew_leases(self, load_balancer_ids: Collection[str]) -> None:
         """Renew the leases of these load balancers that this process owns.
 
-        The caller names only jobs that are running: a lease that could not be returned must expire. On a database
-        server, this skips locked rows until the next call, so that one locked row does not delay the others.
+        The caller names only running jobs, because a lease that could not be returned must expire. On a database
+        server, the renewal skips locked rows until the next call, so that one locked row does not delay the others.
         """
 
         def write(connection: sa.Connection) -> None:
@@ -151,23 +124,18 @@ class Jobs:
         """Return a lease after a successful job.
 
         Args:
-            lease: of the job.
+            lease: the lease of the job.
             generation: the newest one that the job has seen.
             again_at: when the next job is due at the latest (on `Database.now()`'s clock); None if no work is left.
         """
-        found: dict[str, Any] = {
-            "of": lease.load_balancer_id,
-            "whose": lease.owner,
-            "under": lease.epoch,
-            "seen": generation,
-        }
+        found = {**_bound(lease), "seen": generation}
         statement = _COMPLETE if again_at is None else _COMPLETE_FOR_NOW
         bound = found if again_at is None else {**found, "again": again_at}
 
         def write(connection: sa.Connection) -> None:
             if connection.dialect.name == "postgresql":
-                # A separate statement takes the lock. A PostgreSQL statement that waits for a row lock re-reads only
-                # that row: it would miss an amphora that lost its configuration meanwhile and clear `dirty`.
+                # A PostgreSQL statement that waits for a row lock re-reads only that row. A single statement would miss
+                # an amphora that lost its configuration meanwhile, and would clear `dirty`.
                 connection.execute(_LOCK_ROW, {"of": lease.load_balancer_id})
             # One statement checks the lease, as `guard_lease` does, and writes.
             if connection.execute(statement, bound).rowcount != 1:
@@ -179,7 +147,7 @@ class Jobs:
         """Return a lease because the job waits for an external event; this is not a failed attempt.
 
         Args:
-            lease: of the job.
+            lease: the lease of the job.
             generation: the newest one that the job has seen.
             pause: seconds after which the job is due, unless `make_due` is called before.
             readable: the recorded load balancer was complete; if not, the job is due as soon as it is.
@@ -192,11 +160,7 @@ class Jobs:
             if not readable:
                 came = sa.or_(came, sa.not_(job.c.read_back))
             again = sa.case((came, 0.0), else_=clock.now(connection) + pause)
-            connection.execute(
-                job.update()
-                .where(job.c.load_balancer_id == lease.load_balancer_id)
-                .values(owner=None, leased_until=None, dirty=True, due_at=again)
-            )
+            _update(connection, lease.load_balancer_id, owner=None, leased_until=None, dirty=True, due_at=again)
 
         self._database.write(write)
 
@@ -205,35 +169,23 @@ class Jobs:
 
         def write(connection: sa.Connection) -> None:
             guard_lease(connection, lease)
-            connection.execute(
-                job.update()
-                .where(job.c.load_balancer_id == lease.load_balancer_id)
-                .values(owner=None, leased_until=None, dirty=True, due_at=0.0)
-            )
+            _update(connection, lease.load_balancer_id, owner=None, leased_until=None, dirty=True, due_at=0.0)
 
         self._database.write(write)
 
     def make_due(self, load_balancer_ids: Collection[str]) -> None:
         """Make waiting jobs due at once."""
-        self._database.write(
-            lambda connection: connection.execute(
-                job.update()
-                .where(job.c.load_balancer_id.in_(list(load_balancer_ids)), job.c.dirty, job.c.due_at > 0.0)
-                .values(due_at=0.0)
-            )
-        )
+        waiting = job.c.load_balancer_id.in_(list(load_balancer_ids)), job.c.dirty, job.c.due_at > 0.0
+        due = job.update().where(*waiting).values(due_at=0.0)
+        self._database.write(lambda connection: connection.execute(due))
 
     def retry_later(
         self, lease: Lease, pause: float, reason: str, generation: int | None = None, *, crashes: int = 0
     ) -> None:
         """Return a lease after a failure; the job is due again after `pause` seconds.
 
-        Args:
-            lease: of the job.
-            pause: seconds.
-            reason: of the failure.
-            generation: the newest one that the job has seen; a newer request is due at once.
-            crashes: new value of `Lease.crashes`.
+        A request that is newer than `generation`, the newest one that the job has seen, is due at once. `crashes` is
+        the new value of `Lease.crashes`.
         """
         newer = _URGENT if generation is None else sa.or_(job.c.generation > generation, _URGENT)
 
@@ -242,7 +194,7 @@ class Jobs:
             connection.execute(
                 job.update()
                 .where(job.c.load_balancer_id == lease.load_balancer_id)
-                # The order matters: MySQL and MariaDB assign from left to right, with the values already assigned.
+                # The order matters: MySQL and MariaDB assign from left to right and use the new values.
                 .ordered_values(
                     (job.c.attempts, sa.case((newer, job.c.attempts), else_=lease.attempts + 1)),
                     (job.c.due_at, sa.case((newer, 0.0), else_=clock.now(connection) + pause)),
@@ -260,16 +212,13 @@ class Jobs:
         """Return all leases of this process at its end, or the leases of a dead process.
 
         A job may have crashed the dead process. Its load balancer is therefore due after all jobs that wait already,
-        and after a back-off if earlier processes crashed on it too.
-
-        Returns:
-            The number of leases.
+        and after a back-off if earlier processes crashed on it too. Return the number of leases.
         """
 
         def write(connection: sa.Connection) -> int:
             given: list[tuple[Any, Any]] = [(job.c.owner, None), (job.c.leased_until, None)]
             if owner is not None:
-                # The order matters: see `retry_later`.
+                # The order matters: MySQL and MariaDB assign from left to right and use the new values.
                 given.append((job.c.due_at, clock.now(connection) + _CRASH_BACKOFF * job.c.crashes))
                 given.append((job.c.crashes, job.c.crashes + 1))
             leases = job.update().where(job.c.owner == (owner or self._owner))
@@ -280,13 +229,8 @@ class Jobs:
     def clamp_due_times(self, longest: float) -> int:
         """Bring forward implausibly late due times and leases: the clock was set back after they were written.
 
-        A live owner renews such a lease. The lease of a dead owner expires.
-
-        Args:
-            longest: seconds of the longest possible pause.
-
-        Returns:
-            The number of changed load balancers.
+        A live owner renews such a lease. The lease of a dead owner expires. `longest` is the longest possible pause in
+        seconds. Return the number of changed load balancers.
         """
         lease = max(_LEASES * self._seconds, _LEAST)
         pauses, leases = job.c.due_at, job.c.leased_until
@@ -308,23 +252,9 @@ class Jobs:
         # A read costs less than a lock and almost never finds a row.
         return self._database.write(write) if self._database.read(look) else 0
 
-    def _anything_due(self, connection: sa.Connection, load_balancer_id: str | None, *, fresh: bool) -> bool:
-        due = _due(clock.now(connection), load_balancer_id, fresh=fresh)
-        return connection.execute(sa.select(job.c.load_balancer_id).where(*due).limit(1)).first() is not None
 
-
-def _behind() -> sa.ColumnElement[bool]:
-    """Return the condition that an amphora is behind: it lost its configuration, perhaps during this job."""
-    return sa.exists().where(
-        amphora.c.load_balancer_id == job.c.load_balancer_id,
-        amphora.c.state == "ready",
-        amphora.c.confirmed < job.c.generation,
-    )
-
-
-def _leaving() -> sa.ColumnElement[bool]:
-    """Return the condition that an amphora is being replaced and still exists."""
-    return sa.exists().where(amphora.c.load_balancer_id == job.c.load_balancer_id, amphora.c.state == "retiring")
+def _update(connection: sa.Connection, load_balancer_id: str, **values: Any) -> None:
+    connection.execute(job.update().where(job.c.load_balancer_id == load_balancer_id).values(**values))
 
 
 def _due(
@@ -339,118 +269,93 @@ def _due(
     return tuple(due)
 
 
-# Every job needs these statements. They are built once, because building one costs more than running it.
+# Each statement is built once, because building it costs more than running it.
+_OF: sa.BindParameter[Any] = sa.bindparam("of")
 _MINE = (
-    job.c.load_balancer_id == sa.bindparam("of"),
+    job.c.load_balancer_id == _OF,
     job.c.owner == sa.bindparam("whose"),
     job.c.epoch == sa.bindparam("under"),
 )
+_THEIRS = amphora.c.load_balancer_id == job.c.load_balancer_id
+# An amphora is behind if it lost its configuration, perhaps during this job.
+_IS_BEHIND = sa.exists().where(_THEIRS, amphora.c.state == "ready", amphora.c.confirmed < job.c.generation)
+_IS_LEAVING = sa.exists().where(_THEIRS, amphora.c.state == "retiring")
 _SEEN = sa.bindparam("seen", type_=sa.BigInteger)
 _URGENT = job.c.due_at < 0.0
-# Due again if a newer generation is recorded, or the event that this job waited for has happened.
+# A job is due again if a newer generation is recorded, or the event that the job waited for has happened.
 _DUE_AGAIN = sa.or_(
     job.c.generation > _SEEN,
     _URGENT,
-    sa.and_(sa.or_(job.c.applied < job.c.generation, _behind()), sa.not_(job.c.read_back)),
+    sa.and_(sa.or_(job.c.applied < job.c.generation, _IS_BEHIND), sa.not_(job.c.read_back)),
 )
 # A job with a retiring amphora is not finished, even if another write has replaced its `URGENT` due time.
-_NOT_OVER = sa.or_(_DUE_AGAIN, sa.and_(_leaving(), sa.not_(job.c.read_back)))
-_RETURNED: list[tuple[Any, Any]] = [
-    ("owner", None),
-    ("leased_until", None),
-    ("attempts", 0),
-    ("crashes", 0),
-    ("error", None),
-]
+_NOT_OVER = sa.or_(_DUE_AGAIN, sa.and_(_IS_LEAVING, sa.not_(job.c.read_back)))
+_RETURNED = {"owner": None, "leased_until": None, "attempts": 0, "crashes": 0, "error": None}.items()
 _AGAIN = sa.bindparam("again", type_=sa.Double)
-# The order matters: MySQL and MariaDB assign from left to right, with the values already assigned.
+# The order matters: MySQL and MariaDB assign from left to right and use the new values.
 _COMPLETE = job.update().where(*_MINE).ordered_values(("dirty", _NOT_OVER), ("due_at", 0.0), *_RETURNED)
 _COMPLETE_FOR_NOW = (
     job.update()
     .where(*_MINE)
     .ordered_values(("due_at", sa.case((_DUE_AGAIN, 0.0), else_=_AGAIN)), ("dirty", True), *_RETURNED)
 )
-# A write proves progress and resets `crashes`. Galera certifies the count: see `tables.job`.
+# A write proves progress and resets `crashes`. Galera certifies the number of writes, see `tables.job`.
 _GUARD = job.update().where(*_MINE).values(writes=job.c.writes + 1, crashes=0)
 _GUARD_APPLIED = _GUARD.values(applied=sa.bindparam("new_applied", type_=sa.BigInteger))
-_LOCK_ROW = sa.select(job.c.epoch).where(job.c.load_balancer_id == sa.bindparam("of")).with_for_update()
+_LOCK_ROW = sa.select(job.c.epoch).where(job.c.load_balancer_id == _OF).with_for_update()
 _CHECK = sa.select(job.c.owner, job.c.epoch, job.c.generation, job.c.op, job.c.due_at).where(
-    job.c.load_balancer_id == sa.bindparam("of")
+    job.c.load_balancer_id == _OF
 )
-_RECORD_OUTCOME = (
-    request.update()
-    .where(
-        request.c.load_balancer_id == sa.bindparam("of"),
-        request.c.generation <= sa.bindparam("upto", type_=sa.BigInteger),
-        request.c.applied_at.is_(None),
-    )
-    .values(applied_at=sa.bindparam("now", type_=sa.Double), outcome=sa.bindparam("what", type_=sa.Text))
-)
-
-_OLDEST_OPEN_REQUEST = sa.select(sa.func.min(request.c.accepted_at)).where(
-    request.c.load_balancer_id == sa.bindparam("of"),
+_IS_OPEN_REQUEST = (
+    request.c.load_balancer_id == _OF,
     request.c.generation <= sa.bindparam("upto", type_=sa.BigInteger),
     request.c.applied_at.is_(None),
 )
-_OPEN_REQUEST = (
-    sa.select(request.c.id)
-    .where(
-        request.c.load_balancer_id == sa.bindparam("of"),
-        request.c.generation <= sa.bindparam("upto", type_=sa.BigInteger),
-        request.c.applied_at.is_(None),
-    )
-    .limit(1)
+_RECORD_OUTCOME = (
+    request.update()
+    .where(*_IS_OPEN_REQUEST)
+    .values(applied_at=sa.bindparam("now", type_=sa.Double), outcome=sa.bindparam("what", type_=sa.Text))
 )
+_OLDEST_OPEN_REQUEST = sa.select(sa.func.min(request.c.accepted_at)).where(*_IS_OPEN_REQUEST)
 
 
 def guard_lease(connection: sa.Connection, lease: Lease, applied: int | None = None) -> None:
-    """Check that the lease is valid, and lock it until this transaction ends.
+    """Lock a valid lease until this transaction ends, or raise `LeaseLost`.
 
-    Args:
-        connection: of a writing transaction.
-        lease: of the caller's job.
-        applied: the generation that every amphora serves, to be recorded too; None to record none.
-
-    Raises:
-        LeaseLost: another process owns the load balancer, or its row is deleted.
+    Also record `applied`, the generation that every amphora serves, unless it is None.
     """
-    bound: dict[str, Any] = {"of": lease.load_balancer_id, "whose": lease.owner, "under": lease.epoch}
     if applied is None:
-        changed = connection.execute(_GUARD, bound).rowcount
+        changed = connection.execute(_GUARD, _bound(lease)).rowcount
     else:
-        changed = connection.execute(_GUARD_APPLIED, {**bound, "new_applied": applied}).rowcount
+        changed = connection.execute(_GUARD_APPLIED, {**_bound(lease), "new_applied": applied}).rowcount
     if changed != 1:
         raise _lost(lease)
 
 
+def _bound(lease: Lease) -> dict[str, Any]:
+    return {"of": lease.load_balancer_id, "whose": lease.owner, "under": lease.epoch}
+
+
 def _lost(lease: Lease) -> LeaseLost:
-    return LeaseLost(
-        f"write under lease {lease.epoch} of load balancer {lease.load_balancer_id}",
-        "another controller has taken it over",
-    )
+    wanted = f"write under lease {lease.epoch} of load balancer {lease.load_balancer_id}"
+    return LeaseLost(wanted, "another controller has taken it over")
 
 
 def check_lease(connection: sa.Connection, lease: Lease) -> tuple[int, str, bool]:
-    """Check that the lease is valid; called before effects that no transaction can roll back.
+    """Raise `LeaseLost` if the lease is not valid, before effects that no transaction can roll back.
 
-    Returns:
-        The newest generation, the recorded `Op`, and whether the job has become urgent since the claim.
-
-    Raises:
-        LeaseLost: another process owns the load balancer, or its row is deleted.
+    Return the newest generation, the recorded `Op`, and whether the job has become urgent since the claim.
     """
     row = connection.execute(_CHECK, {"of": lease.load_balancer_id}).first()
     if row is None or (row.owner, row.epoch) != (lease.owner, lease.epoch):
-        raise LeaseLost(
-            f"work on load balancer {lease.load_balancer_id} under lease {lease.epoch}",
-            "another controller has taken it over",
-        )
+        wanted = f"work on load balancer {lease.load_balancer_id} under lease {lease.epoch}"
+        raise LeaseLost(wanted, "another controller has taken it over")
     return int(row.generation), str(row.op), row.due_at < 0.0
 
 
 def has_open_request(connection: sa.Connection, load_balancer_id: str, generation: int) -> bool:
     """Whether a request up to a generation has no recorded outcome."""
-    return connection.execute(_OPEN_REQUEST, {"of": load_balancer_id, "upto": generation}).first() is not None
+    return oldest_open_request(connection, load_balancer_id, generation) is not None
 
 
 def oldest_open_request(connection: sa.Connection, load_balancer_id: str, generation: int) -> float | None:
@@ -479,11 +384,8 @@ def acquire_duty(database: Database, name: str, owner: str, seconds: float) -> b
             return True
         if row.owner != owner and row.held:
             return False
-        connection.execute(
-            duty.update()
-            .where(duty.c.name == name)
-            .values(owner=owner, epoch=row.epoch + (row.owner != owner), leased_until=now + seconds)
-        )
+        values = {"owner": owner, "epoch": row.epoch + (row.owner != owner), "leased_until": now + seconds}
+        connection.execute(duty.update().where(duty.c.name == name).values(**values))
         return True
 
     return database.write(write)
@@ -491,8 +393,5 @@ def acquire_duty(database: Database, name: str, owner: str, seconds: float) -> b
 
 def release_duty(database: Database, name: str, owner: str) -> None:
     """Release a duty, so that another process can acquire it at once."""
-    database.write(
-        lambda connection: connection.execute(
-            duty.update().where(duty.c.name == name, duty.c.owner == owner).values(leased_until=0.0)
-        )
-    )
+    mine = duty.update().where(duty.c.name == name, duty.c.owner == owner)
+    database.write(lambda connection: connection.execute(mine.values(leased_until=0.0)))

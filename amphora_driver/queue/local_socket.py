@@ -15,11 +15,10 @@ from pathlib import Path
 
 from amphora_driver.errors import ConfigurationError
 
-# Roles of processes that have a socket.
 CONTROLLER = "controller"
 REPORTER = "reporter"
 
-# sun_path is 108 bytes including the terminating zero.
+# A path has at most 108 bytes including the terminating zero (unix(7)).
 _LONGEST_PATH = 107
 
 
@@ -33,11 +32,11 @@ def wake_role(directory: str, role: str) -> None:
                 try:
                     sender.sendto(b"!", entry.path)
                 except ConnectionRefusedError:
-                    # The owner died without removing its socket.
+                    # The owner of the socket died without removing it.
                     with contextlib.suppress(OSError):
                         os.unlink(entry.path)  # noqa: PTH108 - scandir returns paths
                 except OSError:
-                    # The socket is full: a wake-up is already pending.
+                    # A wake-up is already pending in a full socket.
                     continue
 
 
@@ -69,11 +68,9 @@ class WakeupSocket:
 
     def wake(self) -> None:
         """Wake up the waiting thread, from another thread of the same process."""
-        # An error is ignored: the process may have no free descriptor.
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender,
-        ):
+        # A process without a free descriptor cannot open a socket, and finds the work at its next poll.
+        kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, kind) as sender:
             sender.sendto(b"!", str(self._path))
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from amphora_driver.queue import local_socket
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import ModuleType
+    from contextlib import AbstractContextManager
 
     from oslo_config.cfg import ConfigOpts
 
@@ -27,22 +27,18 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 CELERY = "celery"
-# Hints in the queue; each load balancer has at most one.
+# Each load balancer has at most one hint in the queue.
 _MOST_WAITING = 1000
-# Seconds of the first and the longest back-off while the broker is not available.
+# The first and the longest back-off in seconds while the broker is not available.
 _BACKOFF = (0.2, 5.0)
-# Seconds a stopping process waits for its consumer thread.
 _STOP_SECONDS = 5.0
 _Hint = tuple[str, str | None]
 
 
 def notify(conf: ConfigOpts, role: str, load_balancer_id: str | None = None) -> None:
-    """Notify processes of new work. Called after the commit of the transaction that records the work.
+    """Notify the processes of a role of work on one or several (None) load balancers.
 
-    Args:
-        conf: our options.
-        role: of the processes: `local_socket.CONTROLLER` or `local_socket.REPORTER`.
-        load_balancer_id: of the work; None for several.
+    The caller has committed the transaction that records the work.
     """
     local_socket.wake_role(conf.amp_queue.socket_dir, role)
     if conf.amp_queue.engine == CELERY:
@@ -50,46 +46,34 @@ def notify(conf: ConfigOpts, role: str, load_balancer_id: str | None = None) -> 
         (_publishers.get(url) or _publishers.setdefault(url, Publisher(url))).enqueue(role, load_balancer_id)
 
 
-@contextlib.contextmanager
-def reporter_hints(conf: ConfigOpts, on_hint: Callable[[], None]) -> Iterator[None]:
+def reporter_hints(conf: ConfigOpts, on_hint: Callable[[], None]) -> AbstractContextManager[None]:
     """While the block runs, call `on_hint` for every hint to reporters, from all hosts."""
-    if conf.amp_queue.engine != CELERY:
-        yield
-        return
-    consumer = _consumer_module().ReporterConsumer(conf.amp_queue.broker_url, on_hint)
-    consumer.start()
-    try:
-        yield
-    finally:
-        consumer.stop(_STOP_SECONDS)
+    return _consume_hints(conf, "ReporterConsumer", on_hint)
 
 
-@contextlib.contextmanager
-def controller_hints(conf: ConfigOpts, on_hint: Callable[[str | None], None]) -> Iterator[None]:
+def controller_hints(conf: ConfigOpts, on_hint: Callable[[str | None], None]) -> AbstractContextManager[None]:
     """While the block runs, consume hints to controllers.
 
-    Args:
-        conf: our options.
-        on_hint: called for each hint, one at a time, with a load balancer, or None for all. The next hint is consumed
-            after it returns.
+    Each hint is a call of `on_hint` with a load balancer, or None for all. The next hint is consumed after the call.
     """
+    return _consume_hints(conf, "ControllerConsumer", on_hint)
+
+
+@contextlib.contextmanager
+def _consume_hints(conf: ConfigOpts, name: str, on_hint: Callable[..., None]) -> Iterator[None]:
     if conf.amp_queue.engine != CELERY:
         yield
         return
-    consumer = _consumer_module().ControllerConsumer(conf.amp_queue.broker_url, on_hint)
-    consumer.start()
-    try:
-        yield
-    finally:
-        consumer.stop(_STOP_SECONDS)
-
-
-def _consumer_module() -> ModuleType:
     try:
         from amphora_driver.queue import consumer  # noqa: PLC0415 - only with engine celery, as in `Publisher`
     except ImportError as error:
         raise _not_installed(error) from error
-    return consumer
+    thread = getattr(consumer, name)(conf.amp_queue.broker_url, on_hint)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.stop(_STOP_SECONDS)
 
 
 def _not_installed(error: ImportError) -> ConfigurationError:
@@ -99,17 +83,12 @@ def _not_installed(error: ImportError) -> ConfigurationError:
 
 
 class Publisher:
-    """Publishes hints from its own thread, which the first hint starts.
-
-    Args:
-        url: of the broker.
-        most: hints in the queue; further ones are dropped.
-    """
+    """Publishes hints from a thread, which the first hint starts; drops hints beyond `most`."""
 
     def __init__(self, url: str, most: int = _MOST_WAITING) -> None:
         self._url = url
         self._most = most
-        # An ordered set.
+        # The dictionary serves as an ordered set of hints.
         self._waiting: dict[_Hint, None] = {}
         self._news = threading.Condition()
         self._ending = threading.Event()
@@ -137,22 +116,23 @@ class Publisher:
 
     def _run(self) -> None:
         try:
-            # Imported late and only with engine celery: the import takes half a second.
+            # Only engine celery needs the import of Celery, which takes half a second.
             from amphora_driver.queue.rabbitmq import HintSender  # noqa: PLC0415
         except ImportError as error:
-            LOG.error("cannot publish hints: %s", _not_installed(error))  # noqa: TRY400 - the message is complete
+            text = "hints are not published, other hosts find the work when they poll: %s"
+            LOG.error(text, _not_installed(error))  # noqa: TRY400 - the message is complete
             return
         sender = HintSender(self._url)
         pause = _BACKOFF[0]
         while (hint := self._next()) is not None:
-            # A second attempt on a new connection: an idle connection may be dead, which only a write shows.
+            # Only a write shows that an idle connection is dead, so the second attempt uses a new connection.
             if self._send(sender, hint) or self._send(sender, hint):
                 pause = _BACKOFF[0]
             else:
-                LOG.warning("the broker is not available, dropping a hint: other hosts find the work when they poll")
+                LOG.warning("the broker is not available, dropping a hint; other hosts find the work when they poll")
                 self._ending.wait(pause)
                 pause = min(2 * pause, _BACKOFF[1])
-        sender.close()
+        sender.discard_connection()
 
     def _next(self) -> _Hint | None:
         with self._news:
@@ -168,7 +148,7 @@ class Publisher:
         try:
             sender.send(*hint)
         except Exception as error:  # noqa: BLE001 - the library's, broker's and network's errors have no common base
-            LOG.info("could not publish a hint: %s", type(error).__name__)
+            LOG.info("a hint could not be published, discarding the connection to the broker: %s", type(error).__name__)
             sender.discard_connection()
             return False
         return True

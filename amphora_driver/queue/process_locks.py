@@ -3,7 +3,7 @@
 
 Invariant: a live process holds the lock of a file with its name. The kernel releases the lock when the process ends for
 any reason. A file that another process can lock belongs to a dead process, whose leases are released before they
-expire. This is only a hint: if the process is alive after all, the epochs of the leases refuse its writes.
+expire. A free lock is only a hint: if the process is alive after all, the epochs of the leases refuse its writes.
 
 A file name includes the boot id of the kernel, and a process reads only files with its own boot id. Another host may
 mount the same directory without shared locks. Files of an earlier boot stay; those leases expire.
@@ -14,27 +14,18 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _SUFFIX = ".lives"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-# Digits of the boot id in a file name; enough to distinguish the hosts of a deployment.
+# Thirteen digits of the kernel's boot id distinguish the hosts of a deployment.
 _BOOT_DIGITS = 13
 
 
 class ProcessLock:
-    """The lock file of one process; a context manager.
-
-    Args:
-        directory: of the lock files of this host.
-        name: `process_name()` of this process.
-        boot: boot id of the kernel; None to read it.
-    """
+    """The lock file of the process `name`, as a context manager; `boot` is the kernel's boot id."""
 
     def __init__(self, directory: str, name: str, boot: str | None = None) -> None:
         Path(directory).mkdir(parents=True, exist_ok=True)
@@ -42,7 +33,7 @@ class ProcessLock:
         # The boot id is the same in all containers of a host and differs between hosts.
         self._ours = f".{(boot or _BOOT.read_text(encoding='ascii').strip())[:_BOOT_DIGITS]}{_SUFFIX}"
         self._path = Path(directory, quote(name, safe=":") + self._ours)
-        # The lock precedes the final name, so that no process finds the file unlocked.
+        # The file is locked before it gets the final name, so that no process finds it unlocked.
         fresh = self._path.with_suffix(".new")
         self._descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)

@@ -14,40 +14,33 @@ import kombu
 
 from amphora_driver.queue import local_socket
 
-# Each message goes to one controller with a free worker slot.
+# One controller with a free worker slot receives each message.
 CONTROLLERS = "amphora-driver.controllers"
 TASK = "amphora_driver.look"
 # Every provider agent receives the message; the one with the reporter duty acts.
 REPORTERS = kombu.Exchange("amphora-driver.reporters", type="fanout", durable=True)
-# Time-outs of a connection and of every response, in seconds.
 CONNECT_SECONDS = 3.0
 _ANSWER_SECONDS = 3.0
-# Seconds between heartbeats; a peer that misses two counts as dead.
+# A peer that misses two heartbeats counts as dead.
 HEARTBEAT_SECONDS = 10
 
 
 def create_celery_app(url: str) -> celery.Celery:
     """Return the Celery application; publisher and consumer share this definition of the queue.
 
-    Args:
-        url: of the broker; several URLs, separated by semicolons, are tried in order.
+    Celery tries several URLs, separated by semicolons, in order.
     """
     app = celery.Celery("amphora-driver", broker=url, set_as_current=False)
+    # The limits apply while no controller runs, because old hints are worthless.
+    limits = {"x-queue-type": "quorum", "x-max-length": 100_000, "x-message-ttl": 600_000}
+    exchange = kombu.Exchange("")
+    queue = kombu.Queue(CONTROLLERS, exchange, routing_key=CONTROLLERS, durable=True, queue_arguments=limits)
     app.conf.update(
-        task_queues=[
-            kombu.Queue(
-                CONTROLLERS,
-                kombu.Exchange(""),
-                routing_key=CONTROLLERS,
-                durable=True,
-                # Limits for the time without a controller: old hints are worthless.
-                queue_arguments={"x-queue-type": "quorum", "x-max-length": 100_000, "x-message-ttl": 600_000},
-            )
-        ],
+        task_queues=[queue],
         task_default_queue=CONTROLLERS,
         task_create_missing_queues=False,
         task_ignore_result=True,
-        # Acknowledged early: if the controller dies, the job is due after the lease expires.
+        # Celery acknowledges early: if the controller dies, the job is due after the lease expires.
         task_acks_late=False,
         worker_prefetch_multiplier=1,
         worker_enable_remote_control=False,
@@ -89,7 +82,3 @@ class HintSender:
         if self._connection is not None:
             self._connection.collect()
         self._connection = self._producer = None
-
-    def close(self) -> None:
-        """Close the connection."""
-        self.discard_connection()

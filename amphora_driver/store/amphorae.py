@@ -1,44 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of amphorae and their last heartbeats.
 
-Invariant: an amphora's row is inserted before any resource is created for it, and deleted after its last resource. So
-every resource in a backend has a row.
+Invariant: the controller inserts an amphora's row before it creates a resource, and deletes the row after the last
+resource. Every resource in a backend therefore has a row.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
+from amphora_driver.database.rows import chunks, to_struct
 from amphora_driver.database.tables import DUE_NOW, amphora, amphora_heartbeat, job, object_status
 from amphora_driver.database.tables_fleet import failover
-from amphora_driver.database.vault import SecretLocation
+from amphora_driver.database.vault import SecretLocation, Vault
 from amphora_driver.errors import StoreError
-from amphora_driver.model.amphora import Amphora, AmphoraState, AttachedPort, Partner
+from amphora_driver.model.amphora import Amphora, AmphoraState
+from amphora_driver.secret import Secret
+from amphora_driver.store.generations import lock_jobs, update_job
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from collections.abc import Set as AbstractSet
-
-    from amphora_driver.database.vault import Vault
-    from amphora_driver.secret import Secret
-
-# Databases limit the number of values in one IN (...).
-_CHUNK = 500
 _MAX_VERSION_TEXT = 64
 
 
 class ServingState(msgspec.Struct, kw_only=True):
-    """Newest generation, operating status and amphorae of a load balancer, the oldest amphora first.
-
-    `confirmed` holds the confirmed generations, `drifting` the amphorae with recorded drift.
-    """
+    """A load balancer's state, with its amphorae and confirmed generations, the oldest first."""
 
     generation: int
     operating: str | None = None
@@ -48,10 +40,7 @@ class ServingState(msgspec.Struct, kw_only=True):
 
 
 class LastHeartbeat(msgspec.Struct, frozen=True, kw_only=True):
-    """The last heartbeat of an amphora: time (seconds since 1970), served generation, epoch and sequence.
-
-    `holds_vip` and `agent_version` are None if the heartbeat does not contain them.
-    """
+    """The last heartbeat of an amphora; a field that the heartbeat does not contain is None."""
 
     amphora_id: str
     at: float
@@ -62,43 +51,36 @@ class LastHeartbeat(msgspec.Struct, frozen=True, kw_only=True):
     agent_version: str | None = None
 
 
-# Statements are built once, because building one costs more than running it.
+# Each statement is built once, because building it costs more than running it.
+_JSON_COLUMNS = ("plugged", "partners")
 _IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
 _LOAD_BALANCER_IDS = sa.select(amphora.c.id, amphora.c.load_balancer_id)
-# Columns that the joined query omits for speed. For a name in both tables, it reads the column of `job`.
+# The query of a job and its amphorae omits columns for speed. For a name in both tables, it reads the column of `job`.
 _UNREAD_COLUMNS = {
     *("project_id", "reread", "tickets_due", "owner", "writes", "leased_until", "due_at", "error"),
-    *("heartbeat_key", "created_at", "ready_at", "reason"),
-    *("image", "audited_at", "drift", "drifts"),
+    *("heartbeat_key", "created_at", "ready_at", "reason", "image", "audited_at", "drift", "drifts"),
 }
 _OF_WORK = [column for column in job.c if column.name not in _UNREAD_COLUMNS]
+_OF_HEARTBEAT = (amphora_heartbeat.c.seen_at.label("heard_at"), amphora_heartbeat.c.holds_vip)
 _OF_AMPHORA = [column for column in amphora.c if column.name not in {*_UNREAD_COLUMNS, *(one.name for one in job.c)}]
-# Causes of a fail-over that mean a dead amphora: it sends no heartbeats, and its agent does not answer.
+# An open fail-over with one of two causes means a dead amphora.
 _DEATH_CAUSES = ("silent", "never_spoke")
 _IS_OPEN = failover.c.ended_at.is_(None)
-_HAS_DEATH = sa.exists().where(
-    failover.c.load_balancer_id == amphora.c.load_balancer_id,
-    failover.c.amphora_id == amphora.c.id,
-    failover.c.cause.in_(_DEATH_CAUSES),
-    _IS_OPEN,
-)
-# Only retiring amphorae can have an open fail-over: skip the subquery for all others.
+_OF_AN_AMPHORA = failover.c.load_balancer_id == amphora.c.load_balancer_id, failover.c.amphora_id == amphora.c.id
+_HAS_DEATH = sa.exists().where(*_OF_AN_AMPHORA, failover.c.cause.in_(_DEATH_CAUSES), _IS_OPEN)
+# Only a retiring amphora can have an open fail-over, so the database skips the subquery for all others.
 _IS_DEAD = sa.and_(amphora.c.state == AmphoraState.RETIRING.value, _HAS_DEATH.correlate(amphora)).label("dead")
 _IS_REPLACING = (
     sa.exists().where(failover.c.load_balancer_id == job.c.load_balancer_id, _IS_OPEN).correlate(job).label("replacing")
 )
 _OF_LOAD_BALANCER = (
-    sa.select(
-        *_OF_AMPHORA, amphora.c.load_balancer_id, amphora_heartbeat.c.seen_at, amphora_heartbeat.c.holds_vip, _IS_DEAD
-    )
+    sa.select(*_OF_AMPHORA, amphora.c.load_balancer_id, *_OF_HEARTBEAT, _IS_DEAD)
     .outerjoin(amphora_heartbeat, amphora_heartbeat.c.amphora_id == amphora.c.id)
     .where(amphora.c.load_balancer_id == sa.bindparam("of"))
     .order_by(amphora.c.created_at, amphora.c.id)
 )
 _WITH_WORK = (
-    sa.select(
-        *_OF_WORK, *_OF_AMPHORA, amphora_heartbeat.c.seen_at, amphora_heartbeat.c.holds_vip, _IS_DEAD, _IS_REPLACING
-    )
+    sa.select(*_OF_WORK, *_OF_AMPHORA, *_OF_HEARTBEAT, _IS_DEAD, _IS_REPLACING)
     .outerjoin(amphora, amphora.c.load_balancer_id == job.c.load_balancer_id)
     .outerjoin(amphora_heartbeat, amphora_heartbeat.c.amphora_id == amphora.c.id)
     .where(job.c.load_balancer_id == sa.bindparam("of"))
@@ -119,16 +101,12 @@ _WITH_HEARTBEAT = (
     .outerjoin(amphora_heartbeat, amphora_heartbeat.c.amphora_id == amphora.c.id)
     .where(amphora.c.id.in_(_IDS))
 )
-_NEW_EPOCH = sa.bindparam("new_epoch", type_=sa.BigInteger)
-_NEW_SEQUENCE = sa.bindparam("new_sequence", type_=sa.BigInteger)
-_VALUES = {
-    "seen_at": sa.bindparam("new_at"),
-    "generation": sa.bindparam("new_generation"),
-    "epoch": _NEW_EPOCH,
-    "sequence": _NEW_SEQUENCE,
-    "holds_vip": sa.bindparam("new_holds_vip", type_=sa.Boolean),
-    "agent_version": sa.bindparam("new_agent_version"),
+_VALUES: dict[str, sa.BindParameter[Any]] = {
+    column.name: sa.bindparam(f"new_{column.name}", type_=column.type)
+    for column in amphora_heartbeat.c
+    if column.name != "amphora_id"
 }
+_NEW_EPOCH, _NEW_SEQUENCE = _VALUES["epoch"], _VALUES["sequence"]
 _INSERT_SEEN = amphora_heartbeat.insert().values(amphora_id=sa.bindparam("of"), **_VALUES)
 _UPDATE_SEEN = (
     amphora_heartbeat.update()
@@ -147,23 +125,15 @@ def insert_amphora(
     connection: sa.Connection, amphora_id: str, load_balancer_id: str, role: str, sealed_key: bytes
 ) -> None:
     """Insert the row of an amphora before its boot."""
-    connection.execute(
-        amphora.insert().values(
-            id=amphora_id,
-            load_balancer_id=load_balancer_id,
-            role=role,
-            state=AmphoraState.BOOTING.value,
-            confirmed=0,
-            heartbeat_key=sealed_key,
-            created_at=time.time(),
-        )
-    )
+    row: dict[str, Any] = {"id": amphora_id, "load_balancer_id": load_balancer_id, "role": role}
+    row |= {"state": AmphoraState.BOOTING.value, "heartbeat_key": sealed_key, "created_at": time.time()}
+    connection.execute(amphora.insert().values(**row))
 
 
 def load_with_work(connection: sa.Connection, load_balancer_id: str) -> tuple[Any, tuple[Amphora, ...]]:
     """Return a load balancer's `job` row (or None) and its amphorae, the oldest first.
 
-    The row lacks the lease columns. Its additional column `replacing` says whether a fail-over is open.
+    The row lacks the lease columns. The additional column `replacing` says whether a fail-over is open.
     """
     rows = connection.execute(_WITH_WORK, {"of": load_balancer_id}).all()
     return (rows[0] if rows else None), _to_amphorae(rows)
@@ -175,47 +145,14 @@ def load_amphorae(connection: sa.Connection, load_balancer_id: str) -> tuple[Amp
 
 
 def _to_amphorae(rows: Sequence[Any]) -> tuple[Amphora, ...]:
-    return tuple(
-        Amphora(
-            id=row.id,
-            load_balancer_id=row.load_balancer_id,
-            role=row.role,
-            state=AmphoraState(row.state),
-            compute_id=row.compute_id,
-            management_address=row.management_address,
-            confirmed=row.confirmed,
-            plugged=_decode_ports(row.plugged),
-            booted_at=row.booted_at,
-            confirmed_at=row.confirmed_at,
-            partners=_decode_partners(row.partners),
-            heard_at=row.seen_at,
-            holds_vip=row.holds_vip,
-            handed_over=row.handed_over,
-            drains_until=row.drains_until,
-            dead=bool(row.dead),
-            certificate_issued_at=row.certificate_issued_at,
-            certificate_expires_at=row.certificate_expires_at,
-            certificate_authority=row.certificate_authority,
-            trusts=row.trusts,
-        )
-        for row in rows
-        if row.id is not None
-    )
-
-
-@lru_cache(maxsize=1024)
-def _decode_ports(text: str | None) -> tuple[AttachedPort, ...]:
-    return msgspec.json.decode(text, type=tuple[AttachedPort, ...]) if text else ()
-
-
-@lru_cache(maxsize=1024)
-def _decode_partners(text: str | None) -> tuple[Partner, ...]:
-    return msgspec.json.decode(text, type=tuple[Partner, ...]) if text else ()
+    found = [row for row in rows if row.id is not None]
+    lists = [{name: msgspec.json.decode(getattr(row, name) or "[]") for name in _JSON_COLUMNS} for row in found]
+    return tuple(to_struct(row, Amphora, **more) for row, more in zip(found, lists, strict=True))
 
 
 def update_amphora(connection: sa.Connection, amphora_id: str, **values: Any) -> None:
     """Update columns of an amphora's row; a retiring amphora stays retiring."""
-    for name in ("plugged", "partners"):
+    for name in _JSON_COLUMNS:
         if name in values:
             values[name] = msgspec.json.encode(values[name]).decode()
     state = values.pop("state", None)
@@ -230,28 +167,23 @@ def update_amphora(connection: sa.Connection, amphora_id: str, **values: Any) ->
 
 
 def lower_confirmed(connection: sa.Connection, amphora_id: str, confirmed: int, serves: int) -> bool:
-    """Lower an amphora's confirmed generation to the served one, and make its load balancer due.
+    """Lower an amphora's confirmed generation to the served one; see `replace_confirmation`."""
+    reason = f"it confirmed generation {confirmed} and serves {serves}"
+    return replace_confirmation(connection, amphora_id, confirmed, {"confirmed": serves, "reason": reason})
 
-    Returns:
-        False if the amphora has confirmed another generation since.
+
+def replace_confirmation(connection: sa.Connection, amphora_id: str, confirmed: int, values: Mapping[str, Any]) -> bool:
+    """Update an amphora's row and make its load balancer due.
+
+    Return False if the amphora has confirmed another generation since, or is being removed.
     """
-    owner = connection.execute(sa.select(amphora.c.load_balancer_id).where(amphora.c.id == amphora_id)).scalar()
-    mine = job.c.load_balancer_id == owner
-    # Lock `job` before `amphora`, as every transaction does, otherwise two may deadlock.
-    connection.execute(sa.select(job.c.epoch).where(mine).with_for_update())
-    changed = connection.execute(
-        amphora.update()
-        .where(
-            amphora.c.id == amphora_id,
-            amphora.c.load_balancer_id == owner,
-            amphora.c.confirmed == confirmed,
-            amphora.c.state == AmphoraState.READY.value,
-        )
-        .values(confirmed=serves, reason=f"it confirmed generation {confirmed} and serves {serves}")
-    ).rowcount
-    if changed:
-        connection.execute(job.update().where(mine).values(dirty=True, due_at=DUE_NOW))
-    return bool(changed)
+    owner = connection.execute(sa.select(amphora.c.load_balancer_id).where(amphora.c.id == amphora_id)).scalar() or ""
+    lock_jobs(connection, [owner])
+    mine = amphora.c.id == amphora_id, amphora.c.load_balancer_id == owner, amphora.c.confirmed == confirmed
+    ready = amphora.update().where(*mine, amphora.c.state == AmphoraState.READY.value)
+    if not connection.execute(ready.values(**values)).rowcount:
+        return False
+    return update_job(connection, owner, dirty=True, due_at=DUE_NOW)
 
 
 def delete_amphora(connection: sa.Connection, amphora_id: str) -> None:
@@ -274,28 +206,21 @@ def read_heartbeat_key(connection: sa.Connection, vault: Vault, amphora_id: str)
 def read_heartbeat_keys(
     connection: sa.Connection, vault: Vault, known: AbstractSet[str] = frozenset()
 ) -> dict[str, Secret]:
-    """Return the heartbeat keys of all amphorae that are not in `known`, by amphora id.
-
-    Keys that cannot be decrypted are not included.
-    """
+    """Return by amphora id all heartbeat keys that can be decrypted, except of the amphorae in `known`."""
     new = sorted(set(connection.execute(sa.select(amphora.c.id)).scalars()) - known)
     keys = {}
-    for start in range(0, len(new), _CHUNK):
-        some = amphora.c.id.in_(new[start : start + _CHUNK])
-        for row in connection.execute(sa.select(amphora.c.id, amphora.c.heartbeat_key).where(some)):
+    for ids in chunks(new):
+        for row in connection.execute(sa.select(amphora.c.id, amphora.c.heartbeat_key).where(amphora.c.id.in_(ids))):
             with contextlib.suppress(StoreError):
                 keys[row.id] = vault.open(row.heartbeat_key, key_location(row.id))
     return keys
 
 
 def load_serving_states(connection: sa.Connection, amphora_ids: Sequence[str]) -> dict[str, ServingState]:
-    """Return the load balancers of these amphorae with all their amphorae, by load balancer id.
-
-    Amphorae and load balancers without a row are not included.
-    """
+    """Return the recorded load balancers of these amphorae with all their amphorae, by load balancer id."""
     found: dict[str, ServingState] = {}
-    for start in range(0, len(amphora_ids), _CHUNK):
-        for row in connection.execute(_SERVING, {"ids": amphora_ids[start : start + _CHUNK]}):
+    for ids in chunks(amphora_ids):
+        for row in connection.execute(_SERVING, {"ids": ids}):
             known = ServingState(generation=row.generation, operating=row.operating)
             one = found.setdefault(row.load_balancer_id, known)
             one.amphorae[row.id] = AmphoraState(row.state)
@@ -313,48 +238,32 @@ def load_balancer_ids(connection: sa.Connection) -> dict[str, str]:
 def last_heartbeats(connection: sa.Connection, amphora_ids: Sequence[str] | None = None) -> dict[str, tuple[int, int]]:
     """Return (epoch, sequence) of the last recorded heartbeat, of these amphorae or of all."""
     statement = sa.select(amphora_heartbeat.c.amphora_id, amphora_heartbeat.c.epoch, amphora_heartbeat.c.sequence)
-    if amphora_ids is None:
-        return {row.amphora_id: (row.epoch, row.sequence) for row in connection.execute(statement)}
-    found = {}
-    for start in range(0, len(amphora_ids), _CHUNK):
-        some = amphora_heartbeat.c.amphora_id.in_(amphora_ids[start : start + _CHUNK])
-        for row in connection.execute(statement.where(some)):
-            found[row.amphora_id] = (row.epoch, row.sequence)
-    return found
+    every = [statement]
+    if amphora_ids is not None:
+        every = [statement.where(amphora_heartbeat.c.amphora_id.in_(ids)) for ids in chunks(amphora_ids)]
+    return {row.amphora_id: (row.epoch, row.sequence) for one in every for row in connection.execute(one)}
 
 
 def record_heartbeats(connection: sa.Connection, heard: Sequence[LastHeartbeat]) -> None:
     """Record heartbeats in bulk; a newer heartbeat, recorded by another health manager, stays."""
-    # A fixed order, so that concurrent writers wait instead of deadlocking.
-    ordered = sorted(heard, key=lambda one: one.amphora_id)
-    for start in range(0, len(ordered), _CHUNK):
-        _record_chunk(connection, ordered[start : start + _CHUNK])
-
-
-def _record_chunk(connection: sa.Connection, heard: Sequence[LastHeartbeat]) -> None:
-    # A deleted amphora gets no row, because no code would delete that row later.
-    rows = connection.execute(_WITH_HEARTBEAT, {"ids": [one.amphora_id for one in heard]})
-    known = {row.id: row.amphora_id is not None for row in rows}
-    old = [_parameters(one) for one in heard if known.get(one.amphora_id) is True]
-    new = [one for one in heard if known.get(one.amphora_id) is False]
-    if old:
-        connection.execute(_UPDATE_SEEN, old)
-    for one in new:
-        try:
-            with connection.begin_nested():
-                connection.execute(_INSERT_SEEN, _parameters(one))
-        except IntegrityError:
-            # Another health manager has inserted the row at the same time.
-            connection.execute(_UPDATE_SEEN, _parameters(one))
+    # Concurrent writers use the same order: they wait and do not deadlock.
+    for some in chunks(sorted(heard, key=lambda one: one.amphora_id)):
+        # A deleted amphora gets no row, because no code would delete that row later.
+        rows = connection.execute(_WITH_HEARTBEAT, {"ids": [one.amphora_id for one in some]})
+        known = {row.id: row.amphora_id is not None for row in rows}
+        old = [_parameters(one) for one in some if known.get(one.amphora_id) is True]
+        if old:
+            connection.execute(_UPDATE_SEEN, old)
+        for new in [_parameters(one) for one in some if known.get(one.amphora_id) is False]:
+            try:
+                with connection.begin_nested():
+                    connection.execute(_INSERT_SEEN, new)
+            except IntegrityError:
+                # Another health manager has inserted the row at the same time.
+                connection.execute(_UPDATE_SEEN, new)
 
 
 def _parameters(one: LastHeartbeat) -> dict[str, Any]:
-    return {
-        "of": one.amphora_id,
-        "new_at": one.at,
-        "new_generation": one.generation,
-        "new_epoch": one.epoch,
-        "new_sequence": one.sequence,
-        "new_holds_vip": one.holds_vip,
-        "new_agent_version": None if one.agent_version is None else one.agent_version[:_MAX_VERSION_TEXT],
-    }
+    same = {f"new_{name}": getattr(one, name) for name in ("generation", "epoch", "sequence", "holds_vip")}
+    version = None if one.agent_version is None else one.agent_version[:_MAX_VERSION_TEXT]
+    return {**same, "of": one.amphora_id, "new_seen_at": one.at, "new_agent_version": version}

@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of rotated CAs, and the certificates and trust stores of amphorae.
 
-Invariant: before the first rotation of a kind there is no row, and the configured files are used. After it exactly one
-CA of the kind is current. A state change is conditional on the state that the decision used. An amphora's row never
-claims more trust than the amphora has: it is reduced before the amphora loses a CA, and extended after the amphora has
-confirmed one. Private keys are encrypted, and erased when their CA is gone.
+Invariant: before the first rotation of a kind there is no row, and the configured files are used. After the rotation
+exactly one CA of the kind is current. A state change is conditional on the state that the decision used. An amphora's
+row never claims more trust than the amphora has: a CA leaves the row before it leaves the amphora, and enters the row
+after the amphora has confirmed it. Private keys are encrypted, and erased when their CA is gone.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection, Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver.database.rows import load_as, to_struct
 from amphora_driver.database.tables import amphora, amphora_heartbeat, job
 from amphora_driver.database.tables_fleet import certificate_authority
 from amphora_driver.database.vault import SecretLocation
 from amphora_driver.errors import Conflict
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+from amphora_driver.store.generations import update_job
 
 
 class CaKind(str, Enum):
@@ -51,11 +51,10 @@ _ROTATING_STATES = (CaState.NEXT, CaState.FORMER, CaState.LEAVING)
 
 
 class CaRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One recorded CA; times are seconds since 1970.
+    """One recorded CA.
 
-    Attributes:
-        certificate: PEM; an import from files may contain several certificates.
-        sealed_key: the encrypted private key; None if it is in the configured files only, or unknown.
+    `certificate` is PEM; an import from files may contain several certificates. `sealed_key` is None if the private
+    key is in the configured files only, or unknown.
     """
 
     id: int
@@ -79,11 +78,8 @@ class NewCa(msgspec.Struct, frozen=True, kw_only=True):
 class AmphoraCertificate(msgspec.Struct, frozen=True, kw_only=True):
     """The certificate of an amphora, and the CAs of client certificates that it accepts.
 
-    Attributes:
-        ready: its agent has answered once.
-        authority: id of the issuing CA; None for the configured files, or if unknown.
-        trusts: see `certificates.ca_rotation`.
-        heard_at: time of the last heartbeat.
+    `ready`: the agent has answered once. `authority`: id of the issuing CA; None for the configured files, or if
+    unknown. `trusts`: see `certificates.ca_rotation`.
     """
 
     amphora_id: str
@@ -97,12 +93,9 @@ class AmphoraCertificate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CertificateExpiries(msgspec.Struct, frozen=True, kw_only=True):
-    """Expiry times (seconds since 1970) for monitoring.
+    """Expiry times for monitoring; `authorities` has kind, state, id and expiry of each trusted CA.
 
-    Attributes:
-        authorities: trusted CAs: kind, state, id, expiry.
-        amphorae: the earliest expiry of an amphora's certificate; None if there is no certificate.
-        expired: number of expired amphora certificates.
+    `amphorae` is the earliest expiry of an amphora's certificate, `expired` the number of expired certificates.
     """
 
     authorities: tuple[tuple[str, str, int, float], ...]
@@ -123,35 +116,14 @@ def list_cas(connection: sa.Connection, *, gone: bool = False) -> tuple[CaRecord
     query = sa.select(certificate_authority).order_by(certificate_authority.c.id)
     if not gone:
         query = query.where(certificate_authority.c.state != CaState.GONE.value)
-    return tuple(
-        CaRecord(
-            id=int(row.id),
-            kind=CaKind(row.kind),
-            state=CaState(row.state),
-            certificate=row.certificate.encode(),
-            sealed_key=None if row.sealed_key is None else bytes(row.sealed_key),
-            created_at=row.created_at,
-            changed_at=row.changed_at,
-            expires_at=row.expires_at,
-        )
-        for row in connection.execute(query)
-    )
+    rows = connection.execute(query)
+    return tuple(to_struct(row, CaRecord, certificate=row.certificate.encode()) for row in rows)
 
 
 def begin_ca_rotation(connection: sa.Connection, kind: CaKind, configured: NewCa, new: NewCa, now: float) -> int:
-    """Begin a CA rotation: insert the new CA as trusted.
+    """Insert a new CA as trusted, which amphorae and controllers then trust; return its id.
 
-    Amphorae and controllers then add it to their trust stores.
-
-    Args:
-        connection: of a writing transaction.
-        kind: kind of CA.
-        configured: the CA of the configured files; inserted as the current one if there is no row.
-        new: the new CA.
-        now: seconds since 1970, by the database's clock.
-
-    Returns:
-        The id of the new CA.
+    The first rotation also inserts the CA of the configured files as the current one.
 
     Raises:
         Conflict: the last rotation of this kind has not ended.
@@ -176,24 +148,16 @@ def begin_ca_rotation(connection: sa.Connection, kind: CaKind, configured: NewCa
 
 
 def _insert_ca(connection: sa.Connection, kind: CaKind, state: CaState, one: NewCa, now: float) -> int:
-    row: dict[str, Any] = {
-        "kind": kind.value,
-        "state": state.value,
-        "certificate": one.certificate.decode(),
-        "sealed_key": one.sealed_key,
-        "created_at": now,
-        "changed_at": now,
-        "expires_at": one.expires_at,
-    }
-    key = connection.execute(certificate_authority.insert().values(**row)).inserted_primary_key
+    row = {**msgspec.structs.asdict(one), "certificate": one.certificate.decode(), "created_at": now, "changed_at": now}
+    insert = certificate_authority.insert().values(**row, kind=kind.value, state=state.value)
+    key = connection.execute(insert).inserted_primary_key
     return int(key[0]) if key else 0
 
 
 def change_ca_states(connection: sa.Connection, moves: Mapping[CaRecord, CaState], now: float) -> bool:
-    """Change the states of CAs, all or none, and erase the keys of CAs that become `gone`.
+    """Change the states of CAs, and erase the keys of CAs that become `gone`.
 
-    Returns:
-        False if another transaction has changed the state of one of them.
+    Return False without a change if another transaction has changed the state of one of them.
     """
     seen = [
         sa.and_(certificate_authority.c.id == one.id, certificate_authority.c.state == one.state.value) for one in moves
@@ -212,68 +176,43 @@ def change_ca_states(connection: sa.Connection, moves: Mapping[CaRecord, CaState
 def list_amphora_certificates(connection: sa.Connection) -> tuple[AmphoraCertificate, ...]:
     """Return the certificates of all amphorae that have one or will get one."""
     has_any = sa.or_(amphora.c.management_address.is_not(None), amphora.c.certificate_issued_at.is_not(None))
+    columns = {
+        "amphora_id": amphora.c.id,
+        "load_balancer_id": amphora.c.load_balancer_id,
+        "ready": amphora.c.ready_at.is_not(None),
+        "issued_at": amphora.c.certificate_issued_at,
+        "expires_at": amphora.c.certificate_expires_at,
+        "authority": amphora.c.certificate_authority,
+        "trusts": amphora.c.trusts,
+        "heard_at": amphora_heartbeat.c.seen_at,
+    }
     query = (
-        sa.select(
-            amphora.c.id,
-            amphora.c.load_balancer_id,
-            amphora.c.ready_at,
-            amphora.c.certificate_issued_at,
-            amphora.c.certificate_expires_at,
-            amphora.c.certificate_authority,
-            amphora.c.trusts,
-            amphora_heartbeat.c.seen_at,
-        )
+        sa.select(*(column.label(name) for name, column in columns.items()))
         .outerjoin(amphora_heartbeat, amphora_heartbeat.c.amphora_id == amphora.c.id)
         .where(has_any)
         .order_by(amphora.c.certificate_expires_at, amphora.c.id)
     )
-    return tuple(
-        AmphoraCertificate(
-            amphora_id=row.id,
-            load_balancer_id=row.load_balancer_id,
-            ready=row.ready_at is not None,
-            issued_at=row.certificate_issued_at,
-            expires_at=row.certificate_expires_at,
-            authority=row.certificate_authority,
-            trusts=row.trusts,
-            heard_at=row.seen_at,
-        )
-        for row in connection.execute(query)
-    )
+    return tuple(load_as(connection, AmphoraCertificate, query))
 
 
 def make_load_balancers_due(connection: sa.Connection, load_balancer_ids: Collection[str], now: float) -> int:
     """Make idle load balancers due, after all rows that already wait. Return their number.
 
-    A load balancer with a job or a lease needs no change: its job runs anyway.
+    A load balancer with a job or a lease needs no change, because the job runs anyway.
     """
     idle = (~job.c.dirty, job.c.owner.is_(None))
-    return sum(
-        connection.execute(
-            job.update().where(job.c.load_balancer_id == one, *idle).values(dirty=True, due_at=now)
-        ).rowcount
-        for one in sorted(load_balancer_ids)
-    )
+    return sum(update_job(connection, one, *idle, dirty=True, due_at=now) for one in sorted(load_balancer_ids))
 
 
 def read_certificate_expiries(connection: sa.Connection, now: float) -> CertificateExpiries:
     """Return the expiry times of recorded CAs and of certificates. CAs in files only are not included."""
-    rows = connection.execute(
-        sa.select(
-            certificate_authority.c.kind,
-            certificate_authority.c.state,
-            certificate_authority.c.id,
-            certificate_authority.c.expires_at,
-        )
-        .where(certificate_authority.c.state.in_([one.value for one in TRUSTED_STATES]))
-        .order_by(certificate_authority.c.id)
-    )
+    trusted = [one for one in list_cas(connection) if one.state in TRUSTED_STATES]
     ends = amphora.c.certificate_expires_at
     first, ended = connection.execute(
         sa.select(sa.func.min(ends), sa.func.count(sa.case((ends <= now, amphora.c.id)))).where(ends.is_not(None))
     ).one()
     return CertificateExpiries(
-        authorities=tuple((row.kind, row.state, int(row.id), float(row.expires_at)) for row in rows),
+        authorities=tuple((one.kind.value, one.state.value, one.id, one.expires_at) for one in trusted),
         amphorae=None if first is None else float(first),
         expired=int(ended),
     )

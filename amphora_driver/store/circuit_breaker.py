@@ -3,25 +3,24 @@
 
 `automatic` holds the failure detector's state, `operator` the operator's, `sight` the detector's ability to detect.
 
-Invariant: only operators write `operator`; it exists only while an operator holds the breaker open. The failure
-detector writes `automatic`. An operator may close it, so the detector adopts a row that differs from its own state.
+Invariant: only operators write `operator`, a row that exists only while an operator holds the breaker open. The failure
+detector writes `automatic`. An operator may close the breaker, so the detector adopts a row that differs from its own
+state.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.database.tables_fleet import circuit_breaker
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 AUTOMATIC = "automatic"
 OPERATOR = "operator"
-# Row for the detector's own ability to receive heartbeats; its `state` is `seeing` or `blind`.
+# The row `sight` says whether the failure detector receives heartbeats.
 SIGHT = "sight"
 SEEING, BLIND = "seeing", "blind"
 CLOSED, OPEN = "closed", "open"
@@ -29,7 +28,7 @@ _MAX_REASON = 1000
 
 
 class BreakerRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One row; times are seconds since 1970. An open breaker permits one trial fail-over at `trial_at`."""
+    """One row. An open breaker permits one trial fail-over at `trial_at`."""
 
     name: str
     state: str

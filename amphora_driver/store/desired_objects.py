@@ -12,20 +12,25 @@ ones, which `load_changes_since` returns.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
 
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver.database.rows import CHUNK, chunks
 from amphora_driver.database.tables import desired_object
 from amphora_driver.errors import UnknownObject
 from amphora_driver.model.enums import Kind
-from amphora_driver.model.loadbalancer import MODEL_CLASSES, L7Policy, L7Rule, Listener, LoadBalancer, Member, Pool
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from amphora_driver.model.loadbalancer import HealthMonitor, Node
+from amphora_driver.model.loadbalancer import (
+    CHILDREN,
+    MODEL_CLASSES,
+    Listener,
+    LoadBalancer,
+    Member,
+    Node,
+    Pool,
+)
 
 _KIND_OF: dict[type, Kind] = {shape: kind for kind, shape in MODEL_CLASSES.items()}
 _PARENT_FIELD: dict[Kind, str] = {
@@ -41,96 +46,57 @@ _ENCODER = msgspec.json.Encoder()
 _DECODERS: dict[Kind, msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(cast("type[Any]", shape)) for kind, shape in MODEL_CLASSES.items()
 }
-# Databases limit the number of values in one IN (...).
-_CHUNK = 500
 
-# Statements are built once, because building one costs more than running it. Other modules use
+_OBJECT = desired_object.c
+# Each statement is built once, because building it costs more than running it. Other modules use
 # `LOAD_BALANCER_ID_OF_OBJECT` in their statements.
 _IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
-LOAD_BALANCER_ID_OF_OBJECT = sa.select(desired_object.c.load_balancer_id).where(
-    desired_object.c.id == sa.bindparam("of"), ~desired_object.c.removed
+_OF: sa.BindParameter[Any] = sa.bindparam("of")
+_OF_KIND: sa.BindParameter[Any] = sa.bindparam("of_kind")
+_NEW_GENERATION: sa.BindParameter[Any] = sa.bindparam("new_generation")
+LOAD_BALANCER_ID_OF_OBJECT = sa.select(_OBJECT.load_balancer_id).where(_OBJECT.id == _OF, ~_OBJECT.removed)
+_ONE = sa.select(_OBJECT.body).where(_OBJECT.id == _OF, _OBJECT.kind == _OF_KIND, ~_OBJECT.removed)
+_CHILDREN = sa.select(_OBJECT.id, _OBJECT.body).where(
+    _OBJECT.parent_id == sa.bindparam("under"), _OBJECT.kind == _OF_KIND, ~_OBJECT.removed
 )
-_ONE = sa.select(desired_object.c.body).where(
-    desired_object.c.id == sa.bindparam("of"),
-    desired_object.c.kind == sa.bindparam("of_kind"),
-    ~desired_object.c.removed,
-)
-_CHILDREN = sa.select(desired_object.c.id, desired_object.c.body).where(
-    desired_object.c.parent_id == sa.bindparam("under"),
-    desired_object.c.kind == sa.bindparam("of_kind"),
-    ~desired_object.c.removed,
-)
-_BELOW = sa.select(desired_object.c.kind, desired_object.c.id).where(
-    desired_object.c.parent_id.in_(_IDS), ~desired_object.c.removed
-)
-_USERS = sa.select(desired_object.c.kind, desired_object.c.id, desired_object.c.parent_id).where(
-    desired_object.c.refers_to == sa.bindparam("pool"), ~desired_object.c.removed
+_BELOW = sa.select(_OBJECT.kind, _OBJECT.id).where(_OBJECT.parent_id.in_(_IDS), ~_OBJECT.removed)
+_USERS = sa.select(_OBJECT.kind, _OBJECT.id, _OBJECT.parent_id).where(
+    _OBJECT.refers_to == sa.bindparam("pool"), ~_OBJECT.removed
 )
 _TREE = (
-    sa.select(desired_object.c.kind, desired_object.c.parent_id, desired_object.c.body)
-    .where(desired_object.c.load_balancer_id == sa.bindparam("of"), ~desired_object.c.removed)
-    .order_by(desired_object.c.created, desired_object.c.id)
+    sa.select(_OBJECT.kind, _OBJECT.parent_id, _OBJECT.body)
+    .where(_OBJECT.load_balancer_id == _OF, ~_OBJECT.removed)
+    .order_by(_OBJECT.created, _OBJECT.id)
 )
 _ALIVE = (
-    sa.select(sa.func.count())
-    .select_from(desired_object)
-    .where(desired_object.c.load_balancer_id == sa.bindparam("of"), ~desired_object.c.removed)
-    .scalar_subquery()
-)
-# Always includes the load balancer's own row, so that the number of objects is from the same moment.
+    sa.select(sa.func.count()).select_from(desired_object).where(_OBJECT.load_balancer_id == _OF, ~_OBJECT.removed)
+).scalar_subquery()
+# The result always includes the load balancer's own row, so that the number of objects is from the same moment.
 _SINCE = sa.select(
-    desired_object.c.id,
-    desired_object.c.kind,
-    desired_object.c.parent_id,
-    desired_object.c.created,
-    desired_object.c.removed,
-    desired_object.c.body,
+    *(_OBJECT.id, _OBJECT.kind, _OBJECT.parent_id, _OBJECT.created, _OBJECT.removed, _OBJECT.body),
     _ALIVE.label("alive"),
-).where(
-    desired_object.c.load_balancer_id == sa.bindparam("of"),
-    sa.or_(desired_object.c.generation >= sa.bindparam("known"), desired_object.c.id == sa.bindparam("of")),
-)
-# In one query: the objects that refer to a pool, and the pool's members with one address and port.
+).where(_OBJECT.load_balancer_id == _OF, sa.or_(_OBJECT.generation >= sa.bindparam("known"), _OBJECT.id == _OF))
+# One query reads the objects that refer to a pool, and the pool's members with one address and port. In the JSON,
+# another field follows the port, or the object ends.
 _AROUND = sa.union_all(
     _USERS,
-    sa.select(desired_object.c.kind, desired_object.c.id, desired_object.c.parent_id).where(
-        desired_object.c.parent_id == sa.bindparam("pool"),
-        desired_object.c.kind == Kind.MEMBER.value,
-        ~desired_object.c.removed,
-        # In the JSON, another field follows the port, or the object ends.
-        sa.or_(
-            *(
-                desired_object.c.body.contains(sa.bindparam(name, type_=sa.Text()))
-                for name in ("endpoint", "at_the_end")
-            )
-        ),
+    sa.select(_OBJECT.kind, _OBJECT.id, _OBJECT.parent_id).where(
+        *(_OBJECT.parent_id == sa.bindparam("pool"), _OBJECT.kind == Kind.MEMBER.value, ~_OBJECT.removed),
+        sa.or_(*(_OBJECT.body.contains(sa.bindparam(name, type_=sa.Text())) for name in ("endpoint", "at_the_end"))),
     ),
 )
-_INSERT = desired_object.insert()
 _UPDATE = (
     desired_object.update()
-    .where(desired_object.c.id == sa.bindparam("of"))
-    .values(
-        body=sa.bindparam("new_body"),
-        generation=sa.bindparam("new_generation"),
-        refers_to=sa.bindparam("new_reference"),
-    )
+    .where(_OBJECT.id == _OF)
+    .values(body=sa.bindparam("new_body"), generation=_NEW_GENERATION, refers_to=sa.bindparam("new_reference"))
 )
 _REMOVE = (
-    desired_object.update()
-    .where(desired_object.c.id.in_(_IDS))
-    .values(removed=True, generation=sa.bindparam("new_generation"), refers_to=None)
+    desired_object.update().where(_OBJECT.id.in_(_IDS)).values(removed=True, generation=_NEW_GENERATION, refers_to=None)
 )
-_PURGE = desired_object.delete().where(desired_object.c.id.in_(_IDS))
 
 
 class ObjectChange(msgspec.Struct, frozen=True, kw_only=True):
-    """A new, changed or removed object.
-
-    Attributes:
-        created: the generation that created it.
-        node: the object without its children; None if it is removed.
-    """
+    """A new, changed or removed object; `node` has no children, and is None if it is removed."""
 
     id: str
     kind: Kind
@@ -153,25 +119,14 @@ def parent_id(node: Node) -> str | None:
 def iter_subtree(node: Node) -> Iterator[Node]:
     """Yield an object and all its descendants, parents first."""
     yield node
-    children: Sequence[Node] = ()
-    if isinstance(node, LoadBalancer):
-        children = (*node.listeners, *node.pools)
-    elif isinstance(node, Listener):
-        children = node.l7policies
-    elif isinstance(node, L7Policy):
-        children = node.rules
-    elif isinstance(node, Pool):
-        children = (*node.members, *((node.healthmonitor,) if node.healthmonitor else ()))
-    for child in children:
-        yield from iter_subtree(child)
+    for field in CHILDREN.get(kind_of(node), ()):
+        children = getattr(node, field) or ()
+        for child in children if isinstance(children, tuple) else (children,):
+            yield from iter_subtree(child)
 
 
 def load_balancer_id_of(connection: sa.Connection, object_id: str) -> str:
-    """Return the id of an object's load balancer.
-
-    Raises:
-        UnknownObject: nothing is recorded under this id, or it is removed.
-    """
+    """Return the id of an object's load balancer; raise `UnknownObject` if the object is not recorded."""
     found = connection.execute(LOAD_BALANCER_ID_OF_OBJECT, {"of": object_id}).scalar()
     if found is None:
         raise UnknownObject(f"find the load balancer of {object_id}", "nothing is recorded under this id")
@@ -181,16 +136,12 @@ def load_balancer_id_of(connection: sa.Connection, object_id: str) -> str:
 def insert_objects(connection: sa.Connection, load_balancer_id: str, generation: int, nodes: Iterable[Node]) -> None:
     """Insert new objects. Children are not included: pass them too, see `iter_subtree`."""
     rows = [_row(load_balancer_id, generation, node) for node in nodes]
-    for start in range(0, len(rows), _CHUNK):
-        connection.execute(_INSERT, rows[start : start + _CHUNK])
+    for some in chunks(rows):
+        connection.execute(desired_object.insert(), some)
 
 
 def load_object(connection: sa.Connection, kind: Kind, object_id: str) -> Any:
-    """Return one object without its children.
-
-    Raises:
-        UnknownObject: nothing is recorded under this id, or it is removed.
-    """
+    """Return one object without its children; raise `UnknownObject` if it is not recorded."""
     body = connection.execute(_ONE, {"of": object_id, "of_kind": kind.value}).scalar()
     if body is None:
         raise UnknownObject(f"find {kind.value[:-1]} {object_id}", "nothing is recorded under this id")
@@ -231,22 +182,22 @@ def list_descendants(connection: sa.Connection, object_ids: Sequence[str]) -> li
     found: list[tuple[Kind, str]] = []
     parents = list(object_ids)
     while parents:
-        rows = connection.execute(_BELOW, {"ids": parents[:_CHUNK]}).all()
-        parents = parents[_CHUNK:] + [row.id for row in rows]
+        rows = connection.execute(_BELOW, {"ids": parents[:CHUNK]}).all()
+        parents = parents[CHUNK:] + [row.id for row in rows]
         found += [(Kind(row.kind), row.id) for row in rows]
     return found
 
 
 def mark_removed(connection: sa.Connection, generation: int, object_ids: Sequence[str]) -> None:
     """Mark objects as removed. The rows stay until the removal is confirmed and reported."""
-    for start in range(0, len(object_ids), _CHUNK):
-        connection.execute(_REMOVE, {"ids": object_ids[start : start + _CHUNK], "new_generation": generation})
+    for ids in chunks(object_ids):
+        connection.execute(_REMOVE, {"ids": ids, "new_generation": generation})
 
 
 def purge_objects(connection: sa.Connection, object_ids: Sequence[str]) -> None:
     """Delete the rows of removed objects."""
-    for start in range(0, len(object_ids), _CHUNK):
-        connection.execute(_PURGE, {"ids": object_ids[start : start + _CHUNK]})
+    for ids in chunks(object_ids):
+        connection.execute(desired_object.delete().where(_OBJECT.id.in_(ids)))
 
 
 def users_of_pool(connection: sa.Connection, pool_id: str) -> list[tuple[Kind, str, str]]:
@@ -260,17 +211,8 @@ def load_l4_context(
 ) -> LoadBalancer:
     """Return a load balancer with only the children that are validated together with a listener or pool.
 
-    Only UDP and SCTP listeners and pools have such children.
-
-    Args:
-        node: a listener, or a pool with the members to validate.
-        known_pool: a pool that is not read, because it was validated behind this listener before.
-
-    Returns:
-        The load balancer with the listener's default pool and its members, or with the pool's listeners.
-
-    Raises:
-        UnknownObject: the load balancer is not recorded, or it is removed.
+    Only UDP and SCTP listeners and pools have such children: the default pool of a listener with its members, or the
+    listeners of a pool. A `known_pool` is not read, because it was validated behind this listener before.
     """
     found: LoadBalancer = load_object(connection, Kind.LOAD_BALANCER, load_balancer_id)
     if isinstance(node, Pool):
@@ -288,39 +230,25 @@ def load_l4_context(
 
 
 def load_tree(connection: sa.Connection, load_balancer_id: str) -> LoadBalancer:
-    """Return the complete desired state of a load balancer, children in the order of creation.
-
-    Raises:
-        UnknownObject: nothing is recorded under this id, or it is removed.
-    """
-    rows = connection.execute(_TREE, {"of": load_balancer_id})
+    """Return a complete load balancer, children in the order of creation; see `load_object`."""
     by_parent: dict[tuple[Kind, str | None], list[Any]] = defaultdict(list)
-    for row in rows:
+    for row in connection.execute(_TREE, {"of": load_balancer_id}):
         kind = Kind(row.kind)
         by_parent[kind, row.parent_id].append(_DECODERS[kind].decode(row.body))
     roots = by_parent[Kind.LOAD_BALANCER, None]
     if not roots:
         raise UnknownObject(f"read load balancer {load_balancer_id}", "nothing is recorded under this id")
 
-    def policy(bare: L7Policy) -> L7Policy:
-        rules: list[L7Rule] = by_parent[Kind.L7RULE, bare.id]
-        return msgspec.structs.replace(bare, rules=tuple(rules))
+    def with_children(node: Any) -> Any:
+        fields: dict[str, Any] = {}
+        for field, kind in CHILDREN.get(kind_of(node), {}).items():
+            found = tuple(with_children(child) for child in by_parent[kind, node.id])
+            fields[field] = next(iter(found), None) if kind is Kind.HEALTH_MONITOR else found
+        if isinstance(node, Listener):
+            fields["l7policies"] = tuple(sorted(fields["l7policies"], key=lambda one: one.position))
+        return msgspec.structs.replace(node, **fields) if fields else node
 
-    def listener(bare: Listener) -> Listener:
-        policies = [policy(child) for child in by_parent[Kind.L7POLICY, bare.id]]
-        return msgspec.structs.replace(bare, l7policies=tuple(sorted(policies, key=lambda one: one.position)))
-
-    def pool(bare: Pool) -> Pool:
-        members: list[Member] = by_parent[Kind.MEMBER, bare.id]
-        monitors: list[HealthMonitor] = by_parent[Kind.HEALTH_MONITOR, bare.id]
-        return msgspec.structs.replace(bare, members=tuple(members), healthmonitor=monitors[0] if monitors else None)
-
-    root: LoadBalancer = roots[0]
-    return msgspec.structs.replace(
-        root,
-        listeners=tuple(listener(bare) for bare in by_parent[Kind.LISTENER, load_balancer_id]),
-        pools=tuple(pool(bare) for bare in by_parent[Kind.POOL, load_balancer_id]),
-    )
+    return cast("LoadBalancer", with_children(roots[0]))
 
 
 def load_changes_since(
@@ -341,11 +269,8 @@ def load_changes_since(
 
 def replace_tree(connection: sa.Connection, generation: int, tree: LoadBalancer) -> list[Node]:
     """Replace the rows by those of this tree. Return the objects that were not recorded before."""
-    rows = connection.execute(
-        sa.select(desired_object.c.id, desired_object.c.body, desired_object.c.removed).where(
-            desired_object.c.load_balancer_id == tree.id
-        )
-    ).all()
+    query = sa.select(_OBJECT.id, _OBJECT.body, _OBJECT.removed).where(_OBJECT.load_balancer_id == tree.id)
+    rows = connection.execute(query).all()
     recorded = {row.id: row.body for row in rows if not row.removed}
     # Octavia also returns objects that are being deleted, without marking them.
     removed = {row.id for row in rows if row.removed}
@@ -353,9 +278,7 @@ def replace_tree(connection: sa.Connection, generation: int, tree: LoadBalancer)
     purge_objects(connection, [object_id for object_id in recorded if object_id not in nodes])
     added = [node for object_id, node in nodes.items() if object_id not in recorded]
     insert_objects(connection, tree.id, generation, added)
-    known = [
-        _with_local_fields(node, recorded[object_id]) for object_id, node in nodes.items() if object_id in recorded
-    ]
+    known = [_with_local_fields(node, recorded[one]) for one, node in nodes.items() if one in recorded]
     update_objects(connection, generation, [node for node in known if _body(node) != recorded[node.id]])
     return added
 
@@ -374,20 +297,14 @@ def refresh_object(connection: sa.Connection, generation: int, node: LoadBalance
 def _with_local_fields(node: Node, recorded: str) -> Node:
     """Return an object read from Octavia with the fields that only this driver keeps.
 
-    They are the choices at a load balancer's creation, and the order of SNI certificates. Octavia's database keeps no
-    order, and clients that send no host name receive the first certificate.
+    These fields are the choices at a load balancer's creation, and the order of SNI certificates. Octavia's database
+    keeps no order, and clients that send no host name receive the first certificate.
     """
     if isinstance(node, LoadBalancer):
         whole: LoadBalancer = _DECODERS[Kind.LOAD_BALANCER].decode(recorded)
-        # Octavia receives addresses once, on request: later allocations are recorded only here.
-        return msgspec.structs.replace(
-            node,
-            profile=whole.profile,
-            flavor=whole.flavor,
-            availability_zone=whole.availability_zone,
-            vip=whole.vip,
-            additional_vips=whole.additional_vips,
-        )
+        # Octavia receives addresses only once, so later allocations are recorded only here.
+        kept = ("profile", "flavor", "availability_zone", "vip", "additional_vips")
+        return msgspec.structs.replace(node, **{name: getattr(whole, name) for name in kept})
     if not isinstance(node, Listener) or not node.sni_container_refs:
         return node
     before: Listener = _DECODERS[Kind.LISTENER].decode(recorded)
@@ -413,16 +330,9 @@ def list_ancestors(connection: sa.Connection, node: Node) -> list[tuple[Kind, st
 
 
 def _body(node: Node) -> str:
-    bare: Any = node
-    if isinstance(node, LoadBalancer):
-        bare = msgspec.structs.replace(node, listeners=(), pools=())
-    elif isinstance(node, Listener):
-        bare = msgspec.structs.replace(node, l7policies=())
-    elif isinstance(node, Pool):
-        bare = msgspec.structs.replace(node, members=(), healthmonitor=None)
-    elif isinstance(node, L7Policy):
-        bare = msgspec.structs.replace(node, rules=())
-    return _ENCODER.encode(bare).decode()
+    children = CHILDREN.get(kind_of(node), {}).items()
+    nothing: dict[str, Any] = {field: None if kind is Kind.HEALTH_MONITOR else () for field, kind in children}
+    return _ENCODER.encode(msgspec.structs.replace(node, **nothing) if nothing else node).decode()
 
 
 def _reference(node: Node) -> str | None:

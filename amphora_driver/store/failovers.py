@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cause and time line of every fail-over.
 
-Invariant: an amphora that is being replaced has exactly one open row, inserted in the transaction that retires it. A
-step on a load balancer records its event in every open row of that load balancer, in the same transaction. So a crash
-neither loses nor invents a fail-over.
+Invariant: an amphora that is being replaced has exactly one open row, from the transaction that retires the amphora. A
+step on a load balancer records an event in every open row of the load balancer, in the transaction of the step. A crash
+therefore neither loses nor invents a fail-over.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
@@ -18,13 +19,12 @@ from amphora_driver import failpoints
 from amphora_driver.database.tables import URGENT, amphora, job
 from amphora_driver.database.tables_fleet import failover, failover_event
 from amphora_driver.model.amphora import AmphoraState
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+from amphora_driver.store.generations import update_job
 
 _MAX_TEXT = 1000
-# Rows deleted in one transaction: a longer transaction would delay others.
+# One transaction deletes at most 500 fail-overs, because a longer transaction would delay others.
 _PURGE_BATCH = 500
+_IS_OPEN = failover.c.ended_at.is_(None)
 
 
 class Cause(str, Enum):
@@ -65,14 +65,7 @@ class FailoverOutcome(str, Enum):
 
 
 class FailoverTrigger(msgspec.Struct, frozen=True, kw_only=True):
-    """Cause of a fail-over with its details.
-
-    Attributes:
-        reason: the cause as text.
-        asked_by: the operator, if one requested it.
-        rotation_id: the rotation, if it is the cause.
-        silent_since: time of the last heartbeat (seconds since 1970), if silence is the cause.
-    """
+    """Cause of a fail-over with its details; `silent_since` is the time of the last heartbeat."""
 
     cause: Cause
     reason: str
@@ -91,19 +84,10 @@ def open_failovers(
     """Retire amphorae of one load balancer, make it due, and record the cause.
 
     Amphorae of other load balancers and amphorae that are being replaced are ignored. Nothing happens to a load
-    balancer that is being deleted, or to a pool of spares, which replaces its own amphorae.
-
-    Args:
-        connection: of a writing transaction.
-        load_balancer_id: the load balancer.
-        amphora_ids: amphorae to replace; None for all.
-        trigger: the cause.
-        now: seconds since 1970, by the database's clock.
-
-    Returns:
-        The number of fail-overs opened.
+    balancer that is being deleted, or to a pool of spares, which replaces its own amphorae. `amphora_ids` None means
+    all. Return the number of fail-overs opened.
     """
-    # Lock `job` before `amphora`, as every transaction does, otherwise two may deadlock.
+    # Every transaction locks `job` before `amphora`, otherwise two transactions may deadlock.
     op = connection.execute(sa.select(job.c.op).where(job.c.load_balancer_id == load_balancer_id).with_for_update())
     if op.scalar() != "apply":
         return 0
@@ -112,16 +96,12 @@ def open_failovers(
         chosen.append(amphora.c.id.in_(list(amphora_ids)))
     found = [row.id for row in connection.execute(sa.select(amphora.c.id).where(*chosen).with_for_update())]
     for amphora_id in found:
-        connection.execute(
-            amphora.update()
-            .where(amphora.c.id == amphora_id)
-            .values(state=AmphoraState.RETIRING.value, reason=trigger.reason[:_MAX_TEXT])
-        )
+        retired = {"state": AmphoraState.RETIRING.value, "reason": trigger.reason[:_MAX_TEXT]}
+        connection.execute(amphora.update().where(amphora.c.id == amphora_id).values(**retired))
         _insert_failover(connection, load_balancer_id, amphora_id, trigger, now)
     if found:
-        # Reset the back-off: these amphorae may have caused the earlier failures.
-        due = {"dirty": True, "due_at": URGENT, "attempts": 0}
-        connection.execute(job.update().where(job.c.load_balancer_id == load_balancer_id).values(**due))
+        # The back-off starts again, because these amphorae may have caused the earlier failures.
+        update_job(connection, load_balancer_id, dirty=True, due_at=URGENT, attempts=0)
         failpoints.reach(failpoints.Point.FAILOVER_WRITTEN)
     return len(found)
 
@@ -129,16 +109,8 @@ def open_failovers(
 def _insert_failover(
     connection: sa.Connection, load_balancer_id: str, amphora_id: str, trigger: FailoverTrigger, now: float
 ) -> None:
-    row = {
-        "load_balancer_id": load_balancer_id,
-        "amphora_id": amphora_id,
-        "cause": trigger.cause.value,
-        "reason": trigger.reason[:_MAX_TEXT],
-        "asked_by": trigger.asked_by,
-        "rotation_id": trigger.rotation_id,
-        "silent_since": trigger.silent_since,
-        "begun_at": now,
-    }
+    row = {**msgspec.structs.asdict(trigger), "cause": trigger.cause.value, "reason": trigger.reason[:_MAX_TEXT]}
+    row |= {"load_balancer_id": load_balancer_id, "amphora_id": amphora_id, "begun_at": now}
     key = connection.execute(failover.insert().values(**row)).inserted_primary_key
     _insert_event(connection, int(key[0]) if key else 0, now, Event.BEGUN, amphora_id, trigger.reason)
 
@@ -152,27 +124,23 @@ def record_event(
     detail: str | None = None,
 ) -> None:
     """Record an event in the time line of each open fail-over of a load balancer."""
-    for failover_id in _open_ids(connection, load_balancer_id):
-        _insert_event(connection, failover_id, now, event, amphora_id, detail)
+    for row in list_open_failovers_of(connection, load_balancer_id):
+        _insert_event(connection, row.id, now, event, amphora_id, detail)
 
 
 def record_failure(connection: sa.Connection, load_balancer_id: str, now: float, reason: str) -> None:
     """Record a failure that will be retried; a repeated failure with the same reason is recorded once."""
     newest = sa.select(failover_event.c.word, failover_event.c.detail).order_by(failover_event.c.id.desc()).limit(1)
-    for failover_id in _open_ids(connection, load_balancer_id):
-        last = connection.execute(newest.where(failover_event.c.failover_id == failover_id)).first()
+    for row in list_open_failovers_of(connection, load_balancer_id):
+        last = connection.execute(newest.where(failover_event.c.failover_id == row.id)).first()
         if last is None or (last.word, last.detail) != (Event.FAILED.value, reason[:_MAX_TEXT]):
-            _insert_event(connection, failover_id, now, Event.FAILED, None, reason)
+            _insert_event(connection, row.id, now, Event.FAILED, None, reason)
 
 
 def record_served(connection: sa.Connection, load_balancer_id: str, now: float, but: Collection[str] = ()) -> None:
     """Record that all desired amphorae serve users again; finish fail-overs of amphorae that are deleted.
 
-    Args:
-        connection: of a writing transaction.
-        load_balancer_id: the load balancer.
-        now: seconds since 1970, by the database's clock.
-        but: amphorae that were healthy when the plan was made: their fail-overs began later and do not count.
+    `but` are amphorae that were healthy when the plan was made: their fail-overs began later and do not count.
     """
     for row in connection.execute(_open_with_amphora(load_balancer_id).where(failover.c.served_at.is_(None))).all():
         if row.amphora_id not in but:
@@ -193,7 +161,7 @@ def _open_with_amphora(load_balancer_id: str) -> sa.Select[Any]:
     """Query the open fail-overs of a load balancer; `there` is NULL if the amphora is deleted."""
     columns = (failover.c.id, failover.c.amphora_id, failover.c.served_at, amphora.c.id.label("there"))
     left = sa.select(*columns).outerjoin(amphora, amphora.c.id == failover.c.amphora_id)
-    return left.where(failover.c.load_balancer_id == load_balancer_id, failover.c.ended_at.is_(None))
+    return left.where(failover.c.load_balancer_id == load_balancer_id, _IS_OPEN)
 
 
 def _set_served(connection: sa.Connection, failover_id: int, now: float) -> None:
@@ -204,8 +172,8 @@ def _set_served(connection: sa.Connection, failover_id: int, now: float) -> None
 def record_release(connection: sa.Connection, load_balancer_id: str, amphora_id: str, now: float) -> None:
     """Record the deletion of an amphora and its resources; finish its fail-over if users are served again."""
     record_event(connection, load_balancer_id, Event.RELEASED, now, amphora_id)
-    is_served = (failover.c.amphora_id == amphora_id, failover.c.ended_at.is_(None), failover.c.served_at.is_not(None))
-    for row in connection.execute(sa.select(failover.c.id).where(*is_served)).all():
+    is_served = sa.select(failover.c.id).where(failover.c.amphora_id == amphora_id, _IS_OPEN)
+    for row in connection.execute(is_served.where(failover.c.served_at.is_not(None))).all():
         _finish_failover(connection, row.id, FailoverOutcome.DONE, now, amphora_id)
 
 
@@ -217,11 +185,9 @@ def finish_failovers(
     amphora_id: str | None = None,
 ) -> None:
     """Finish the open fail-over of one amphora, or all open ones of a load balancer."""
-    mine = [failover.c.load_balancer_id == load_balancer_id, failover.c.ended_at.is_(None)]
-    if amphora_id is not None:
-        mine.append(failover.c.amphora_id == amphora_id)
-    for row in connection.execute(sa.select(failover.c.id).where(*mine)).all():
-        _finish_failover(connection, row.id, outcome, now, amphora_id)
+    for row in list_open_failovers_of(connection, load_balancer_id):
+        if amphora_id in (None, row.amphora_id):
+            _finish_failover(connection, row.id, outcome, now, amphora_id)
 
 
 def _finish_failover(
@@ -233,20 +199,11 @@ def _finish_failover(
 
 
 def purge_old_failovers(connection: sa.Connection, before: float, limit: int = _PURGE_BATCH) -> bool:
-    """Delete old fail-overs with their time lines, the oldest first.
-
-    Args:
-        connection: of a writing transaction.
-        before: delete fail-overs that ended before this time (seconds since 1970).
-        limit: maximum number.
-
-    Returns:
-        Whether more may remain.
-    """
+    """Delete fail-overs that ended before this time; return whether more may remain."""
     ended = sa.select(failover.c.id).where(failover.c.ended_at < before).order_by(failover.c.ended_at).limit(limit)
     old = list(connection.execute(ended).scalars())
     if old:
-        # Events first: an event without its fail-over would never be deleted.
+        # The events go first, because an event without its fail-over would never be deleted.
         connection.execute(failover_event.delete().where(failover_event.c.failover_id.in_(old)))
         connection.execute(failover.delete().where(failover.c.id.in_(old)))
     return len(old) == limit
@@ -254,13 +211,13 @@ def purge_old_failovers(connection: sa.Connection, before: float, limit: int = _
 
 def list_open_failovers_of(connection: sa.Connection, load_balancer_id: str) -> Sequence[sa.Row[Any]]:
     """Return the open fail-overs of one load balancer, the oldest first."""
-    mine = (failover.c.load_balancer_id == load_balancer_id, failover.c.ended_at.is_(None))
-    return connection.execute(sa.select(failover).where(*mine).order_by(failover.c.id)).all()
+    mine = sa.select(failover).where(failover.c.load_balancer_id == load_balancer_id, _IS_OPEN)
+    return connection.execute(mine.order_by(failover.c.id)).all()
 
 
 def list_open_failovers(connection: sa.Connection) -> Sequence[sa.Row[Any]]:
     """Return all open fail-overs, the oldest first."""
-    return connection.execute(sa.select(failover).where(failover.c.ended_at.is_(None)).order_by(failover.c.id)).all()
+    return connection.execute(sa.select(failover).where(_IS_OPEN).order_by(failover.c.id)).all()
 
 
 def list_failover_events(connection: sa.Connection, failover_id: int) -> Sequence[sa.Row[Any]]:
@@ -269,22 +226,9 @@ def list_failover_events(connection: sa.Connection, failover_id: int) -> Sequenc
     return connection.execute(query.order_by(failover_event.c.id)).all()
 
 
-def _open_ids(connection: sa.Connection, load_balancer_id: str) -> list[int]:
-    query = sa.select(failover.c.id).where(
-        failover.c.load_balancer_id == load_balancer_id, failover.c.ended_at.is_(None)
-    )
-    return [int(row.id) for row in connection.execute(query)]
-
-
 def _insert_event(
     connection: sa.Connection, failover_id: int, now: float, event: Event, amphora_id: str | None, detail: str | None
 ) -> None:
-    connection.execute(
-        failover_event.insert().values(
-            failover_id=failover_id,
-            at=now,
-            word=event.value,
-            amphora_id=amphora_id,
-            detail=None if detail is None else detail[:_MAX_TEXT],
-        )
-    )
+    row = {"failover_id": failover_id, "at": now, "word": event.value, "amphora_id": amphora_id}
+    text = None if detail is None else detail[:_MAX_TEXT]
+    connection.execute(failover_event.insert().values(**row, detail=text))

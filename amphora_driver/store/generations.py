@@ -1,57 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generations without a user's request, and the rotation of TLS ticket keys.
+"""Changes of `job` rows without a user's request: due times, generations, TLS ticket keys.
 
 Invariant: no object waits for such a generation, and Octavia's commit state does not change.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver.database.rows import load_as
 from amphora_driver.database.tables import job, secret
 from amphora_driver.model.secret_refs import Purpose
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from typing import Any
-
-_ALL_COMMITTED = job.c.committed >= job.c.generation
-# The order matters: MySQL and MariaDB assign from left to right and use the new values.
-_INCREMENT: list[tuple[Any, Any]] = [
-    (job.c.committed, sa.case((_ALL_COMMITTED, job.c.generation + 1), else_=job.c.committed)),
-    (job.c.generation, job.c.generation + 1),
-]
-_SETTLED = (~job.c.dirty, job.c.owner.is_(None), job.c.op == "apply", job.c.applied >= job.c.generation)
+# Conditions of an idle load balancer that is served as recorded.
+SETTLED: tuple[Any, ...] = (~job.c.dirty, job.c.owner.is_(None), job.c.op == "apply", job.c.applied >= job.c.generation)
 # The secret from which TLS ticket keys are derived: see `secret_refs.ticket_secret_name`.
 _IS_TICKET_SECRET = (secret.c.purpose == Purpose.TICKETS.value, secret.c.ref == "")
 
 
+def update_job(connection: sa.Connection, load_balancer_id: str, *conditions: Any, **values: Any) -> bool:
+    """Update columns of a load balancer's `job` row; return False if a condition does not hold."""
+    changed = job.update().where(job.c.load_balancer_id == load_balancer_id, *conditions).values(**values)
+    return bool(connection.execute(changed).rowcount)
+
+
+def lock_jobs(connection: sa.Connection, load_balancer_ids: Collection[str]) -> None:
+    """Lock `job` rows until the end of the transaction, in a fixed order.
+
+    Every transaction locks `job` before `amphora`, otherwise two transactions may deadlock.
+    """
+    for one in sorted(load_balancer_ids):
+        connection.execute(sa.select(job.c.epoch).where(job.c.load_balancer_id == one).with_for_update())
+
+
+def advance_to(following: Any) -> list[tuple[Any, Any]]:
+    """Return the assignments of a new generation that is committed if all earlier ones are."""
+    # The order matters: MySQL and MariaDB assign from left to right and use the new values.
+    committed = sa.case((job.c.committed >= job.c.generation, following), else_=job.c.committed)
+    return [(job.c.committed, committed), (job.c.generation, following)]
+
+
 def bump_generation(connection: sa.Connection, load_balancer_id: str, generation: int) -> None:
     """Increment the generation, unless another transaction has done so."""
-    connection.execute(
-        job.update()
-        .where(job.c.load_balancer_id == load_balancer_id, job.c.generation == generation)
-        .ordered_values(*_INCREMENT)
-    )
+    mine = job.update().where(job.c.load_balancer_id == load_balancer_id, job.c.generation == generation)
+    connection.execute(mine.ordered_values(*advance_to(job.c.generation + 1)))
 
 
 def start_ticket_rotation(connection: sa.Connection, load_balancer_id: str, due: float) -> None:
     """Record a load balancer's first TLS ticket keys and the time of their rotation (seconds since 1970)."""
-    connection.execute(
-        job.update().where(job.c.load_balancer_id == load_balancer_id).values(tickets=1, tickets_due=due)
-    )
+    update_job(connection, load_balancer_id, tickets=1, tickets_due=due)
 
 
 class DueTickets(msgspec.Struct, frozen=True, kw_only=True):
-    """A load balancer with TLS ticket keys due for rotation.
-
-    Attributes:
-        number: number of the current keys.
-        sealed: the encrypted secret of the keys; None if there is none.
-    """
+    """A load balancer with TLS ticket keys due for rotation; `sealed` is their encrypted secret."""
 
     load_balancer_id: str
     number: int
@@ -59,23 +64,17 @@ class DueTickets(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_due_tickets(connection: sa.Connection, now: float, limit: int) -> tuple[DueTickets, ...]:
-    """Return load balancers with TLS ticket keys due for rotation, the longest wait first.
+    """Return idle load balancers with TLS ticket keys due for rotation, the longest wait first.
 
-    A load balancer that is being changed is not included.
-
-    Args:
-        connection: of `Database.read`.
-        now: seconds since 1970.
-        limit: maximum number, because each rotation is a push.
+    The caller limits the number, because each rotation is a push.
     """
-    rows = connection.execute(
-        sa.select(job.c.load_balancer_id, job.c.tickets, secret.c.sealed)
+    query = (
+        sa.select(job.c.load_balancer_id, job.c.tickets.label("number"), secret.c.sealed)
         .outerjoin(secret, sa.and_(secret.c.object_id == job.c.load_balancer_id, *_IS_TICKET_SECRET))
-        .where(job.c.tickets_due <= now, *_SETTLED)
+        .where(job.c.tickets_due <= now, *SETTLED)
         .order_by(job.c.tickets_due)
-        .limit(limit)
     )
-    return tuple(DueTickets(load_balancer_id=row[0], number=row[1], sealed=row[2]) for row in rows)
+    return tuple(load_as(connection, DueTickets, query.limit(limit)))
 
 
 def rotate_tickets(
@@ -86,23 +85,16 @@ def rotate_tickets(
     The same transaction overwrites the old secret, so the table keeps no copy of it.
 
     Args:
-        connection: of `Database.write`.
         due: results of `list_due_tickets`, each with the next encrypted secret; None keeps the secret.
-        now: seconds since 1970.
         period: seconds until the next rotation.
     """
-    rotation: list[tuple[Any, Any]] = [
-        (job.c.tickets, job.c.tickets + 1),
-        (job.c.tickets_due, now + period),
-        (job.c.dirty, True),
-        (job.c.due_at, 0.0),
-    ]
+    rotation = {job.c.tickets: job.c.tickets + 1, job.c.tickets_due: now + period, job.c.dirty: True, job.c.due_at: 0.0}
     rotated = 0
     for one, following in due:
         unchanged = job.c.load_balancer_id == one.load_balancer_id, job.c.tickets == one.number
         # A change since `list_due_tickets` may have created new keys, which are due later.
-        query = job.update().where(*unchanged, job.c.tickets_due <= now, *_SETTLED)
-        if connection.execute(query.ordered_values(*_INCREMENT, *rotation)).rowcount:
+        query = job.update().where(*unchanged, job.c.tickets_due <= now, *SETTLED)
+        if connection.execute(query.ordered_values(*advance_to(job.c.generation + 1), *rotation.items())).rowcount:
             rotated += 1
             if following is not None:
                 kept = secret.update().where(secret.c.object_id == one.load_balancer_id, *_IS_TICKET_SECRET)

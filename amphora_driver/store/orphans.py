@@ -1,37 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Orphans: machines and ports of a backend that no row owns.
 
-Invariant: a row is inserted before the backend creates a resource, and deleted after the backend has deleted it. A
+Invariant: a row exists before the backend creates a resource, and until the backend has deleted the resource. A
 resource that was listed *before* the rows were read, and that no row owns, is an orphan. The usual cause is a stopped
-controller that continued its step after another controller had finished the job. Cleanup waits until the resource has
-been recorded here for long enough. If it gets an owner or disappears, its row is deleted.
+controller that continued its step after another controller had finished the job. Cleanup waits until the orphan has
+been recorded here for long enough. The record of a resource that gets an owner or disappears is deleted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import Enum
-from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
 
+from amphora_driver.database.rows import chunks
 from amphora_driver.database.tables import amphora, amphora_heartbeat, job, listener_statistics, orphan, vip_claim
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-# Databases limit the number of values in one IN (...).
-_CHUNK = 500
 
 
 class OrphanKind(str, Enum):
-    """Kinds of resources that may be orphans."""
+    """Resources that may be orphans, by amphora id (machines, ports) or load balancer id (VIPs)."""
 
     MACHINE = "machine"
-    """An amphora's machine, by the amphora's id."""
     PORTS = "ports"
-    """An amphora's ports, by the amphora's id."""
     VIP = "vip"
-    """A load balancer's VIPs, by the load balancer's id."""
 
 
 def find_unowned(connection: sa.Connection, kind: OrphanKind, found: Collection[str]) -> set[str]:
@@ -50,19 +42,7 @@ def read_orphans(connection: sa.Connection, kind: OrphanKind, backend: str) -> d
 def update_orphans(
     connection: sa.Connection, kind: OrphanKind, backend: str, found: Collection[str], now: float, grace: float
 ) -> list[str]:
-    """Replace the recorded orphans of a backend.
-
-    Args:
-        connection: of `Database.write`.
-        kind: kind of the resources.
-        backend: name of the backend.
-        found: ids of its orphans now.
-        now: seconds since 1970.
-        grace: seconds for which an orphan must be recorded before cleanup.
-
-    Returns:
-        The orphans that are due for cleanup.
-    """
+    """Replace the recorded orphans of a backend; return those recorded for `grace` seconds."""
     mine = (orphan.c.kind == kind.value, orphan.c.backend == backend)
     before = read_orphans(connection, kind, backend)
     for one in sorted(before.keys() - set(found)):
@@ -88,7 +68,6 @@ def _missing(connection: sa.Connection, column: sa.Column[str], ids: Collection[
     """Return the ids that are not in a column."""
     asked = sorted(ids)
     known: set[str] = set()
-    for start in range(0, len(asked), _CHUNK):
-        chunk = asked[start : start + _CHUNK]
+    for chunk in chunks(asked):
         known.update(connection.execute(sa.select(column).where(column.in_(chunk))).scalars())
     return set(asked) - known

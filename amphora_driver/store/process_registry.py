@@ -1,29 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Registry of the control plane's processes: each process updates its own row.
 
-Invariant: a row is a heartbeat, never a lease. No decision that two processes could make at the same time depends on
-it. `beat` grows only while its process works; compare it with an earlier value, not with a clock.
+Invariant: a row is a heartbeat, never a lease. No decision that two processes could make at the same time depends on a
+row. `beat` grows only while the process works, and is compared with an earlier value, not with a clock.
 """
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from enum import Enum
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sqlalchemy as sa
 
 from amphora_driver.database import clock
+from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import duty
 from amphora_driver.database.tables_fleet import drained_host, process
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from amphora_driver.database.engine import Database
-
-# Seconds between two heartbeats, and age in seconds at which the row of a crashed process is deleted.
+# The row of a crashed process is deleted after an hour without heartbeats.
 HEARTBEAT_INTERVAL = 2.0
 _PURGED_AFTER = 3600.0
 
@@ -37,31 +34,20 @@ class ProcessKind(str, Enum):
 
 
 class ProcessRegistration:
-    """The registry row of this process.
-
-    Args:
-        database: the database.
-        name: `process_name()` of this process.
-        kind: kind of this process.
-    """
+    """The registry row of this process; `name` is its `process_name()`."""
 
     def __init__(self, database: Database, name: str, kind: ProcessKind) -> None:
         self._database = database
         self._name = name
         self._kind = kind
         self._beat = 0
-        # Last known value, to restore a row that another process has deleted.
+        # The process knows whether it is drained, and so restores a row that another process has deleted.
         self._draining = False
 
     def heartbeat(self, *, jobs: int = 0, working: bool = True) -> bool:
-        """Update the row of this process; return whether it is drained and must not accept new jobs.
+        """Update the row of this process; return whether the process is drained and must not accept new jobs.
 
-        Args:
-            jobs: number of its running jobs.
-            working: whether to increment `beat`.
-
-        Raises:
-            StoreError: the database is unavailable.
+        `beat` increases only if the process is `working`.
         """
         self._beat += working
 
@@ -76,20 +62,14 @@ class ProcessRegistration:
             self._draining = bool(connection.execute(sa.select(process.c.draining).where(is_own)).scalar())
             if self._draining:
                 return True
-            asked = sa.select(drained_host.c.host).where(drained_host.c.host == host)
-            return connection.execute(asked).first() is not None
+            return host in list_drained_hosts(connection)
 
         return self._database.write(write)
 
     def deregister(self) -> None:
-        """Delete the row, because the process ends.
-
-        Raises:
-            StoreError: the database is unavailable.
-        """
-        self._database.write(
-            lambda connection: connection.execute(process.delete().where(process.c.name == self._name))
-        )
+        """Delete the row, because the process ends."""
+        mine = process.delete().where(process.c.name == self._name)
+        self._database.write(lambda connection: connection.execute(mine))
 
 
 def list_processes(connection: sa.Connection, kind: ProcessKind | None = None) -> Sequence[sa.Row[Any]]:
@@ -107,23 +87,16 @@ def set_process_draining(connection: sa.Connection, name: str, *, draining: bool
 def set_host_draining(connection: sa.Connection, host: str, asked_by: str | None, *, draining: bool) -> bool:
     """Drain or resume all controllers of a host, also controllers that start later.
 
-    Args:
-        connection: of a writing transaction.
-        host: host name as its processes report it.
-        asked_by: the operator.
-        draining: True drains. False resumes, also controllers that were drained one by one.
-
-    Returns:
-        Whether this changed anything.
+    A resumption includes controllers that were drained one by one. Return whether anything changed.
     """
-    known = connection.execute(sa.select(drained_host.c.host).where(drained_host.c.host == host)).first()
-    if draining and known is None:
+    is_drained = host in list_drained_hosts(connection)
+    if draining and not is_drained:
         connection.execute(drained_host.insert().values(host=host, since=clock.now(connection), asked_by=asked_by))
-    elif known is not None and not draining:
+    elif is_drained and not draining:
         connection.execute(drained_host.delete().where(drained_host.c.host == host))
     theirs = process.c.host == host, process.c.kind == ProcessKind.CONTROLLER.value, process.c.draining != draining
     changed = connection.execute(process.update().where(*theirs).values(draining=draining)).rowcount
-    return bool(changed) or (known is None) == draining
+    return bool(changed) or is_drained != draining
 
 
 def list_drained_hosts(connection: sa.Connection) -> dict[str, float]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 
 from amphora_driver import failpoints
-from amphora_driver.database.engine import set_commit_marker
+from amphora_driver.database.engine import Database, set_commit_marker
 from amphora_driver.database.tables import DUE_NOW, job, request
 from amphora_driver.errors import UnknownObject
 from amphora_driver.model import from_octavia, l7policy_positions
@@ -26,30 +27,23 @@ from amphora_driver.model.secret_refs import SECRET_FIELDS, SecretName, secrets_
 from amphora_driver.store import desired_objects, failovers, pending_rereads, sealed_secrets, status_outbox
 from amphora_driver.store.sealed_secrets import SealedSecret
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+Validate = Callable[[Node], None]
+ValidateFit = Callable[[Node, LoadBalancer], None]
+Contents = Mapping[SecretName, SealedSecret]
 
-    from amphora_driver.database.engine import Database
-
-    Validate = Callable[[Node], None]
-    ValidateFit = Callable[[Node, LoadBalancer], None]
-    Contents = Mapping[SecretName, SealedSecret]
-
-
-# Names of the kinds in the history.
+# The history of requests names kinds in the singular, without an underscore.
 _KIND_NAMES = {kind: kind.value[:-1] for kind in Kind} | {Kind.L7POLICY: "l7policy"}
 LOG = logging.getLogger(__name__)
-# Approximate number of requests in the history of a load balancer, and the number of requests between purges.
+# The history of a load balancer has about 200 requests; every 50th request deletes older ones.
 _HISTORY_LENGTH = 200
 _PURGE_INTERVAL = 50
 
 
 class Op:
-    """Operation of a job. DELETE is final: later requests do not replace it."""
+    """Operation of a job. DELETE is final: later requests do not replace it. SPARES: see `spare_pools`."""
 
     APPLY = "apply"
     DELETE = "delete"
-    # The row is a pool of warm spares (store/spare_pools.py).
     SPARES = "spares"
 
 
@@ -57,7 +51,6 @@ class RequestRecorder:
     """Records users' requests.
 
     Args:
-        database: the database.
         validate: raises `UnsupportedOption` for an unsupported object. It receives the *changed* object, together with
             its parent if the result depends on both.
         validate_fit: the same for a listener or pool in its load balancer (see `desired_objects.load_l4_context`).
@@ -69,44 +62,22 @@ class RequestRecorder:
         self._validate_load_balancer = validate_fit
 
     def create_load_balancer(self, tree: LoadBalancer, *, read_back: bool, contents: Contents | None = None) -> None:
-        """Record a new load balancer.
-
-        Args:
-            tree: the load balancer.
-            read_back: the tree is incomplete and must be read from Octavia after its commit.
-            contents: the delivered secrets.
-        """
+        """Record a new load balancer; `read_back`: Octavia delivered an incomplete tree."""
         nodes = list(desired_objects.iter_subtree(tree))
         for node in nodes:
             self._validate(node)
             if self._validate_load_balancer:
                 self._validate_load_balancer(node, tree)
 
+        row: dict[str, Any] = {"compute": tree.profile.compute, "network": tree.profile.network}
+        row |= {"load_balancer_id": tree.id, "project_id": tree.project_id, "topology": tree.profile.topology.value}
+
         def write(connection: sa.Connection) -> None:
-            connection.execute(
-                job.insert().values(
-                    load_balancer_id=tree.id,
-                    project_id=tree.project_id,
-                    topology=tree.profile.topology.value,
-                    compute=tree.profile.compute,
-                    network=tree.profile.network,
-                    op=Op.APPLY,
-                    generation=1,
-                    committed=0,
-                    applied=0,
-                    read_back=read_back,
-                    dirty=True,
-                    due_at=0.0,
-                    attempts=0,
-                    epoch=0,
-                )
-            )
+            connection.execute(job.insert().values(**row, op=Op.APPLY, generation=1, read_back=read_back))
             desired_objects.insert_objects(connection, tree.id, 1, nodes)
             sealed_secrets.replace_secrets(connection, tree.id, contents or {})
-            status_outbox.expect_confirmation(
-                connection, tree.id, 1, [(desired_objects.kind_of(node), node.id) for node in nodes]
-            )
-            _record_request(connection, tree.id, 1, "create loadbalancer", tree.id)
+            pending = [(desired_objects.kind_of(node), node.id) for node in nodes]
+            _finish(connection, tree.id, 1, pending, "create loadbalancer", tree.id)
 
         self._database.write(write)
 
@@ -116,16 +87,12 @@ class RequestRecorder:
 
         def write(connection: sa.Connection) -> None:
             generation = _advance(connection, load_balancer_id, op=Op.DELETE)
-            everything = [
-                (Kind.LOAD_BALANCER, load_balancer_id),
-                *desired_objects.list_descendants(connection, [load_balancer_id]),
-            ]
-            desired_objects.mark_removed(connection, generation, [object_id for _, object_id in everything])
+            below = desired_objects.list_descendants(connection, [load_balancer_id])
+            desired_objects.mark_removed(connection, generation, [load_balancer_id, *(one for _, one in below)])
             sealed_secrets.delete_secrets_of_load_balancer(connection, load_balancer_id)
             pending_rereads.cancel_reread(connection, load_balancer_id)
             failovers.finish_failovers(connection, load_balancer_id, failovers.FailoverOutcome.GONE, now)
-            status_outbox.expect_confirmation(connection, load_balancer_id, generation, everything)
-            _record_request(connection, load_balancer_id, generation, "delete loadbalancer", load_balancer_id)
+            _finish(connection, load_balancer_id, generation, below, "delete loadbalancer", load_balancer_id)
 
         self._database.write(write)
 
@@ -137,23 +104,17 @@ class RequestRecorder:
             generation = _advance(connection, load_balancer_id)
             trigger = failovers.FailoverTrigger(cause=failovers.Cause.ASKED, reason="Octavia requested a fail-over")
             failovers.open_failovers(connection, load_balancer_id, None, trigger, now)
-            status_outbox.expect_confirmation(
-                connection, load_balancer_id, generation, [(Kind.LOAD_BALANCER, load_balancer_id)]
-            )
-            _record_request(connection, load_balancer_id, generation, "failover loadbalancer", load_balancer_id)
+            _finish(connection, load_balancer_id, generation, (), "failover loadbalancer", load_balancer_id)
 
         self._database.write(write)
 
     def create_object(
         self, kind: Kind, node: Node, *, for_listener: str | None = None, contents: Contents | None = None
     ) -> str:
-        """Record a new object and return its load balancer's id.
+        """Record a new object with its children and return its load balancer's id.
 
-        Args:
-            kind: kind of the object.
-            node: the object with its children.
-            for_listener: a listener that gets the new pool as default pool.
-            contents: the delivered secrets; the others are read from Octavia after its commit.
+        `for_listener` is a listener that gets the new pool as default pool. Secrets that are not in `contents` are read
+        from Octavia after its commit.
         """
         nodes = list(desired_objects.iter_subtree(node))
         for one in nodes:
@@ -179,9 +140,7 @@ class RequestRecorder:
                 desired_objects.update_objects(connection, generation, [served])
                 touched.append((Kind.LISTENER, for_listener))
             new = [(desired_objects.kind_of(one), one.id) for one in nodes]
-            self._finish(
-                connection, load_balancer_id, generation, touched, f"create {_KIND_NAMES[kind]}", node.id, new=new
-            )
+            _finish(connection, load_balancer_id, generation, touched, f"create {_KIND_NAMES[kind]}", node.id, new)
             return load_balancer_id
 
         return self._database.write(write)
@@ -189,16 +148,12 @@ class RequestRecorder:
     def update_object(
         self, kind: Kind, object_id: str, fields: Mapping[str, Any], *, contents: Contents | None = None
     ) -> str:
-        """Record changed fields of an object and return its load balancer's id.
+        """Record new values of an object's fields and return its load balancer's id.
 
-        Args:
-            kind: kind of the object.
-            object_id: its id.
-            fields: new values by the model's field names.
-            contents: the delivered secrets of these fields; the others are read from Octavia after its commit.
+        Secrets that are not in `contents` are read from Octavia after its commit.
         """
         if kind is Kind.L7RULE:
-            # Validate a regular expression before the transaction takes locks, which then finds the result in a cache.
+            # A regular expression is validated before the transaction takes locks; the transaction uses the cache.
             rule = self._database.read(lambda connection: desired_objects.load_object(connection, kind, object_id))
             self._validate(from_octavia.apply_changes(rule, fields))
 
@@ -217,7 +172,7 @@ class RequestRecorder:
             _sync_secrets(connection, load_balancer_id, before, after, fields, contents or {})
             _reread_unread_listeners(connection, load_balancer_id, before)
             touched = [(kind, object_id), *desired_objects.list_ancestors(connection, after)]
-            self._finish(connection, load_balancer_id, generation, touched, f"update {_KIND_NAMES[kind]}", object_id)
+            _finish(connection, load_balancer_id, generation, touched, f"update {_KIND_NAMES[kind]}", object_id)
             return load_balancer_id
 
         return self._database.write(write)
@@ -238,7 +193,7 @@ class RequestRecorder:
             if type(node) in SECRET_FIELDS:
                 sealed_secrets.delete_secrets_of_objects(connection, [object_id])
                 _reread_unread_listeners(connection, load_balancer_id, node)
-            self._finish(connection, load_balancer_id, generation, touched, f"delete {_KIND_NAMES[kind]}", object_id)
+            _finish(connection, load_balancer_id, generation, touched, f"delete {_KIND_NAMES[kind]}", object_id)
             return load_balancer_id
 
         return self._database.write(write)
@@ -246,9 +201,7 @@ class RequestRecorder:
     def set_members(self, pool_id: str, members: Sequence[tuple[str, Callable[[], Member], Mapping[str, Any]]]) -> str:
         """Replace the members of a pool and return the load balancer's id.
 
-        Args:
-            pool_id: the pool.
-            members: for each member its id, a function that builds a new member, and the fields for an existing one.
+        `members` has for each member its id, a function that builds a new member, and the fields for an existing one.
         """
 
         def write(connection: sa.Connection) -> str:
@@ -277,7 +230,7 @@ class RequestRecorder:
             touched = [(Kind.MEMBER, one) for one in (*kept, *gone) if one in before]
             touched += [*desired_objects.list_ancestors(connection, pool), (Kind.POOL, pool_id)]
             new = [(Kind.MEMBER, node.id) for node in added]
-            self._finish(connection, load_balancer_id, generation, touched, "set members", pool_id, new=new)
+            _finish(connection, load_balancer_id, generation, touched, "set members", pool_id, new)
             return load_balancer_id
 
         return self._database.write(write)
@@ -315,25 +268,10 @@ class RequestRecorder:
         elif validate and isinstance(node, (Listener, Pool)):
             validate(node, desired_objects.load_l4_context(connection, load_balancer_id, node, known))
 
-    def _finish(
-        self,
-        connection: sa.Connection,
-        load_balancer_id: str,
-        generation: int,
-        touched: Iterable[tuple[Kind, str]],
-        action: str,
-        object_id: str,
-        *,
-        new: Iterable[tuple[Kind, str]] = (),
-    ) -> None:
-        everything = [*touched, (Kind.LOAD_BALANCER, load_balancer_id)]
-        status_outbox.expect_confirmation(connection, load_balancer_id, generation, everything, new)
-        _record_request(connection, load_balancer_id, generation, action, object_id)
 
-
-# Statements are built once, because building one costs more than running it.
+# Each statement is built once, because building it costs more than running it.
 _LOCK = sa.select(job.c.generation, job.c.op).where(job.c.load_balancer_id == sa.bindparam("of")).with_for_update()
-# A lock of the `job` row suffices: every change of a load balancer takes it first.
+# A lock of the `job` row suffices, because every change of a load balancer takes this lock first.
 _LOCK_OWNER = (
     sa.select(job.c.load_balancer_id, job.c.generation, job.c.op)
     .where(job.c.load_balancer_id == desired_objects.LOAD_BALANCER_ID_OF_OBJECT.scalar_subquery())
@@ -342,16 +280,9 @@ _LOCK_OWNER = (
 _ADVANCE = (
     job.update()
     .where(job.c.load_balancer_id == sa.bindparam("of"))
-    .values(
-        generation=sa.bindparam("new_generation"),
-        op=sa.bindparam("new_op"),
-        dirty=True,
-        due_at=DUE_NOW,
-        attempts=0,
-        error=None,
-    )
+    .values(generation=sa.bindparam("new_generation"), op=sa.bindparam("new_op"))
+    .values(dirty=True, due_at=DUE_NOW, attempts=0, error=None)
 )
-_INSERT_REQUEST = request.insert()
 _REQUEST_MARKER = sa.select(request.c.id).where(
     request.c.id == sa.bindparam("row"), request.c.load_balancer_id == sa.bindparam("of")
 )
@@ -361,24 +292,17 @@ _PURGE_REQUESTS = request.delete().where(
 
 
 def _advance_owner(connection: sa.Connection, object_id: str) -> tuple[str, int]:
-    """Increment the generation of an object's load balancer and make its job due.
-
-    Returns:
-        The load balancer's id and its new generation.
-
-    Raises:
-        UnknownObject: nothing is recorded under this id, or it is removed.
-    """
+    """Make the job of an object's load balancer due; return the load balancer's id and its new generation."""
     row = connection.execute(_LOCK_OWNER, {"of": object_id}).first()
     if row is None:
-        # The object or its load balancer does not exist: the next two lines raise the matching error.
+        # The object or its load balancer does not exist, and the lookups raise the matching error.
         load_balancer_id = desired_objects.load_balancer_id_of(connection, object_id)
         return load_balancer_id, _advance(connection, load_balancer_id)
     return row.load_balancer_id, _write_generation(connection, row.load_balancer_id, row, Op.APPLY)
 
 
 def _advance(connection: sa.Connection, load_balancer_id: str, op: str = Op.APPLY) -> int:
-    """Increment the generation of a load balancer and make its job due; return the generation."""
+    """Make the job of a load balancer due; return its new generation."""
     row = connection.execute(_LOCK, {"of": load_balancer_id}).first()
     if row is None:
         raise UnknownObject(
@@ -396,19 +320,20 @@ def _write_generation(connection: sa.Connection, load_balancer_id: str, row: Any
     return generation
 
 
-def _record_request(
-    connection: sa.Connection, load_balancer_id: str, generation: int, action: str, object_id: str
+def _finish(
+    connection: sa.Connection,
+    load_balancer_id: str,
+    generation: int,
+    touched: Iterable[tuple[Kind, str]],
+    action: str,
+    object_id: str,
+    new: Iterable[tuple[Kind, str]] = (),
 ) -> None:
-    added = connection.execute(
-        _INSERT_REQUEST,
-        {
-            "load_balancer_id": load_balancer_id,
-            "generation": generation,
-            "action": action,
-            "object_id": object_id,
-            "accepted_at": time.time(),
-        },
-    )
+    """Record that Octavia's PENDING objects wait for the generation, and the request in the history."""
+    everything = [*touched, (Kind.LOAD_BALANCER, load_balancer_id)]
+    status_outbox.expect_confirmation(connection, load_balancer_id, generation, everything, new)
+    accepted = {"load_balancer_id": load_balancer_id, "generation": generation, "accepted_at": time.time()}
+    added = connection.execute(request.insert(), {**accepted, "action": action, "object_id": object_id})
     # Each call inserts its own row, so the row identifies the transaction.
     (row,) = added.inserted_primary_key or (None,)
     set_commit_marker(connection, _REQUEST_MARKER, {"row": row, "of": load_balancer_id})
@@ -420,14 +345,16 @@ def _record_request(
 def _affected_by_new(connection: sa.Connection, generation: int, node: Node) -> list[tuple[Kind, str]]:
     """Return the objects affected by a new one: its ancestors, and members it replaces.
 
-    Octavia accepts an address and port once per pool. A recorded member with the same address and port was rolled back
-    by Octavia after the driver's answer, so it is removed here.
+    Octavia accepts an address and port once per pool. A recorded member with the same address and port is stale,
+    because Octavia rolled the member back after the driver's answer. The driver removes it.
     """
     if not isinstance(node, Member):
         return desired_objects.list_ancestors(connection, node)
     listeners, stale = desired_objects.load_member_context(connection, node)
     for member_id in stale:
-        LOG.warning("member %s replaces member %s, which Octavia rolled back; removing the latter", node.id, member_id)
+        LOG.warning(
+            "member %s has the address of member %s, removing the latter: Octavia rolled it back", node.id, member_id
+        )
     desired_objects.mark_removed(connection, generation, stale)
     found = [(Kind.POOL, node.pool_id), *((Kind.LISTENER, listener) for listener in listeners)]
     return [*found, *((Kind.MEMBER, member_id) for member_id in stale)]
@@ -443,9 +370,7 @@ def _sync_secrets(
 ) -> None:
     """Store the secrets an object uses, and request a reread of missing ones from Octavia.
 
-    Args:
-        before: the object before the change; None for a new one.
-        fields: the updated fields: a user may change a secret's content and set the same reference again.
+    `fields` are the updated fields: a user may change a secret's content and set the same reference again.
     """
     if type(after) not in SECRET_FIELDS:
         return
@@ -453,18 +378,14 @@ def _sync_secrets(
     if not used and not used_before:
         return
     missing = sealed_secrets.sync_object_secrets(connection, load_balancer_id, after.id, used, contents)
-    # Octavia omits the field if a user removes the last SNI certificate, so its absence may mean removal.
+    # Octavia omits the field if a user removes the last SNI certificate, so a missing field may mean removal.
     is_unclear = isinstance(before, Listener) and before.sni_container_refs and "sni_container_refs" not in fields
     if missing or is_unclear or secrets_in_fields(after, fields).keys() - contents.keys():
         pending_rereads.request_object_reread(connection, load_balancer_id, desired_objects.kind_of(after), after.id)
 
 
 def _reread_unread_listeners(connection: sa.Connection, load_balancer_id: str, changed: Node) -> None:
-    """Request a reread of the tree if this change may have removed the reason for unread listeners.
-
-    Args:
-        changed: the object before its update or removal.
-    """
+    """Request a reread of the tree if this change may have removed the reason for unread listeners."""
     listeners: Collection[Any] = ()
     if isinstance(changed, Listener):
         listeners = (changed,)
@@ -486,9 +407,8 @@ def _shift_policies(connection: sa.Connection, generation: int, policy: L7Policy
 def _renumber_policies(connection: sa.Connection, generation: int, listener_id: str) -> None:
     """Close the gap in the positions of a listener's policies."""
     before: dict[str, L7Policy] = desired_objects.load_children(connection, listener_id, Kind.L7POLICY)
-    desired_objects.update_objects(
-        connection, generation, [one for one in l7policy_positions.renumber(before.values()) if one != before[one.id]]
-    )
+    now = l7policy_positions.renumber(before.values())
+    desired_objects.update_objects(connection, generation, [one for one in now if one != before[one.id]])
 
 
 def _clear_pool_references(connection: sa.Connection, generation: int, pool: Pool) -> None:

@@ -1,46 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resynchronizations: read a load balancer from Octavia completely, and report all its statuses.
 
-Invariant: a request stays open until its outcome is written, in the transaction that stores the data from Octavia. A
-crash before that only repeats the work.
+Invariant: a request stays open until the transaction that stores the data from Octavia also writes the outcome. A crash
+before the commit of this transaction only repeats the work.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sqlalchemy as sa
 
+from amphora_driver.database.rows import chunks
 from amphora_driver.database.tables import object_status
 from amphora_driver.database.tables_fleet import resync
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-# Databases limit the number of values in one IN (...).
-_CHUNK = 500
-# Seconds for which a finished resynchronization is kept.
+# The row of a finished resynchronization is kept for 30 days.
 _KEPT_SECONDS = 30 * 86400.0
 
 
 class ResyncOutcome(str, Enum):
     """Result of a resynchronization."""
 
-    DONE = "done"
-    """Read from Octavia and compared; all statuses are reported again."""
-    UNREAD = "unread"
-    """Octavia does not deliver it; all recorded statuses are reported again."""
-    UNKNOWN = "unknown"
-    """Recorded here, unknown to Octavia."""
-    REMOVED = "removed"
-    """Known to one side only, and removed there as requested."""
-    UNRECORDED = "unrecorded"
-    """Known to Octavia, not recorded here."""
-    NOWHERE = "nowhere"
-    """Unknown to both."""
-    GOING = "going"
-    """It is being deleted: nothing is read, Octavia receives DELETED at the end."""
+    DONE = "done"  # The load balancer was read from Octavia, and all statuses are reported again.
+    UNREAD = "unread"  # Octavia does not deliver the load balancer; all recorded statuses are reported again.
+    UNKNOWN = "unknown"  # The load balancer is recorded here and unknown to Octavia.
+    REMOVED = "removed"  # One side alone knew the load balancer, which was removed there as requested.
+    UNRECORDED = "unrecorded"  # Octavia knows the load balancer, which is not recorded here.
+    NOWHERE = "nowhere"  # Neither side knows the load balancer.
+    GOING = "going"  # The load balancer is being deleted, and Octavia receives DELETED at the end.
 
 
 def request_resyncs(
@@ -51,14 +41,9 @@ def request_resyncs(
     *,
     remove_unknown: bool = False,
 ) -> None:
-    """Request resynchronizations. Earlier results of these load balancers are deleted.
+    """Request resynchronizations, also of unrecorded load balancers, and delete earlier results.
 
-    Args:
-        connection: of a writing transaction.
-        load_balancer_ids: ids; they need not be recorded.
-        now: seconds since 1970.
-        asked_by: the operator.
-        remove_unknown: remove a load balancer that only one side knows.
+    With `remove_unknown`, a load balancer that only one side knows is removed.
     """
     connection.execute(resync.delete().where(resync.c.ended_at < now - _KEPT_SECONDS))
     values = {"asked_at": now, "asked_by": asked_by, "remove_unknown": remove_unknown}
@@ -80,11 +65,8 @@ def list_resyncs(connection: sa.Connection, load_balancer_ids: Collection[str] |
     query = sa.select(resync).order_by(resync.c.load_balancer_id)
     if load_balancer_ids is None:
         return list(connection.execute(query))
-    ids = sorted(load_balancer_ids)
-    found: list[sa.Row[Any]] = []
-    for start in range(0, len(ids), _CHUNK):
-        found += connection.execute(query.where(resync.c.load_balancer_id.in_(ids[start : start + _CHUNK]))).all()
-    return found
+    some = (query.where(resync.c.load_balancer_id.in_(ids)) for ids in chunks(sorted(load_balancer_ids)))
+    return [row for one in some for row in connection.execute(one)]
 
 
 def set_resync_detail(connection: sa.Connection, load_balancer_id: str, detail: str) -> None:
@@ -109,9 +91,6 @@ def report_again(connection: sa.Connection, load_balancer_id: str) -> None:
     provisioning status could overwrite the PENDING of a newer request.
     """
     # The order matters: MySQL and MariaDB assign from left to right and use the new values.
-    again: list[tuple[Any, Any]] = [
-        (object_status.c.settled, object_status.c.version + 1),
-        (object_status.c.version, object_status.c.version + 1),
-    ]
+    again: list[tuple[Any, Any]] = [(column, object_status.c.version + 1) for column in ("settled", "version")]
     mine = object_status.c.load_balancer_id == load_balancer_id
     connection.execute(object_status.update().where(mine).ordered_values(*again))

@@ -2,33 +2,30 @@
 """Image rotations over many load balancers: requests and progress.
 
 Invariant: the rows hold the complete state. A request stores the ids of the amphorae to replace, so no clock decides
-later which amphora is new. At most one rotation is open. Every transaction that advances, pauses, resumes or aborts a
-rotation locks its row first.
+later which amphora is new. At most one rotation is open. Every transaction that changes a rotation locks its row first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.database import clock
+from amphora_driver.database.rows import CHUNK, chunks, to_struct
 from amphora_driver.database.tables import URGENT, amphora, desired_object, duty, job
 from amphora_driver.database.tables_fleet import rotation, rotation_item
 from amphora_driver.errors import Conflict, UnknownObject
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.store import spare_pools
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+from amphora_driver.store.generations import update_job
 
 _MAX_TEXT = 1000
-# A row of `duty` without owner; its lock serializes requests for rotations.
+# The lock of this row of `duty`, which has no owner, serializes requests for rotations.
 _REQUEST_LOCK = "rotation request"
-# Databases limit the number of values in one IN (...).
-_CHUNK = 500
 
 
 class RotationState(str, Enum):
@@ -51,17 +48,10 @@ class ItemState(str, Enum):
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Selects amphorae to replace: those that satisfy all conditions.
+    """Selects the amphorae to replace, which satisfy all conditions.
 
-    Attributes:
-        image: booted from another image; the replacements must be booted from this one.
-        older_than: booted more than this number of seconds ago.
-        everything: all amphorae.
-        left_of: selected by this earlier rotation, but not replaced.
-        load_balancers: of these load balancers; empty for all.
-        compute_flavor: of load balancers with this compute flavor.
-        project: of this project's load balancers.
-        topology: of load balancers with this topology.
+    `image`: the image of the replacements, which the amphorae do not have yet. `older_than`: age in seconds. `left_of`:
+    id of an earlier rotation that selected the amphorae but did not replace them. No `load_balancers` means all.
     """
 
     image: str | None = None
@@ -75,7 +65,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Rotation(msgspec.Struct, frozen=True, kw_only=True):
-    """A recorded rotation; times are seconds since 1970."""
+    """A recorded rotation."""
 
     id: int
     state: RotationState
@@ -89,12 +79,7 @@ class Rotation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RotationItem(msgspec.Struct, frozen=True, kw_only=True):
-    """One load balancer of a rotation.
-
-    Attributes:
-        amphorae: ids selected at the request.
-        operating: the load balancer's operating status at its start.
-    """
+    """One load balancer of a rotation, with its operating status at the start."""
 
     load_balancer_id: str
     place: int
@@ -111,11 +96,7 @@ def request_rotation(
 ) -> Rotation:
     """Insert a rotation, which a controller starts within two seconds.
 
-    Args:
-        connection: of a writing transaction.
-        wanted: selection of the amphorae.
-        max_unavailable: maximum number of load balancers in progress.
-        asked_by: the operator.
+    At most `max_unavailable` load balancers are in progress at a time.
 
     Raises:
         Conflict: another rotation is open, or the selection is empty.
@@ -135,25 +116,14 @@ def request_rotation(
     chosen = select_amphorae(connection, wanted, now)
     if not chosen:
         raise Conflict("start a rotation", "the selection contains no amphora to replace")
-    row = {
-        "state": RotationState.RUNNING.value,
-        "wanted": msgspec.json.encode(wanted).decode(),
-        "max_unavailable": max_unavailable,
-        "asked_by": asked_by,
-        "created_at": now,
-        "changed_at": now,
-    }
-    key = connection.execute(rotation.insert().values(**row)).inserted_primary_key
+    row = {"wanted": msgspec.json.encode(wanted).decode(), "max_unavailable": max_unavailable, "asked_by": asked_by}
+    insert = rotation.insert().values(**row, state=RotationState.RUNNING.value, created_at=now, changed_at=now)
+    key = connection.execute(insert).inserted_primary_key
     rotation_id = int(key[0]) if key else 0
+    common = {"rotation_id": rotation_id, "state": ItemState.WAITING.value}
     items = [
-        {
-            "rotation_id": rotation_id,
-            "load_balancer_id": load_balancer_id,
-            "place": place,
-            "state": ItemState.WAITING.value,
-            "amphorae": msgspec.json.encode(found).decode(),
-        }
-        for place, (load_balancer_id, found) in enumerate(chosen.items(), 1)
+        {**common, "load_balancer_id": one, "place": place, "amphorae": msgspec.json.encode(found).decode()}
+        for place, (one, found) in enumerate(chosen.items(), 1)
     ]
     connection.execute(rotation_item.insert(), items)
     _retire_spares(connection, rotation_id, wanted, now)
@@ -161,33 +131,26 @@ def request_rotation(
 
 
 def select_amphorae(connection: sa.Connection, wanted: Selection, now: float) -> dict[str, tuple[str, ...]]:
-    """Return the selected amphorae by load balancer, in the order of their replacement.
-
-    Raises:
-        UnknownObject: a selected load balancer or the rotation `left_of` is not recorded.
-    """
+    """Return the selected amphorae by load balancer, in the order of their replacement."""
     found: dict[str, list[str]] = {}
     for row in connection.execute(_selection_query(wanted, now)):
         found.setdefault(row.load_balancer_id, []).append(row.id)
     if wanted.left_of is not None:
-        left = _remaining_amphorae(connection, wanted.left_of)
+        get_rotation(connection, wanted.left_of)
+        left = {one.load_balancer_id: one.amphorae for one in list_items(connection, wanted.left_of)}
         found = {one: [each for each in ids if each in left.get(one, ())] for one, ids in found.items()}
     if wanted.compute_flavor is not None:
         fitting = _filter_compute_flavor(connection, list(found), wanted.compute_flavor)
         found = {one: ids for one, ids in found.items() if one in fitting}
     if wanted.load_balancers:
         _require_known(connection, wanted.load_balancers)
-        # In the operator's order.
+        # The rotation follows the operator's order.
         found = {one: found[one] for one in dict.fromkeys(wanted.load_balancers) if one in found}
     return {one: tuple(ids) for one, ids in found.items() if ids}
 
 
 def get_rotation(connection: sa.Connection, rotation_id: int, *, lock: bool = False) -> Rotation:
-    """Return one rotation; with `lock`, lock its row until the end of the transaction.
-
-    Raises:
-        UnknownObject: there is no such rotation.
-    """
+    """Return one rotation, or raise `UnknownObject`; `lock` locks the row in this transaction."""
     query = sa.select(rotation).where(rotation.c.id == rotation_id)
     row = connection.execute(query.with_for_update() if lock else query).first()
     if row is None:
@@ -216,7 +179,8 @@ def list_items(
     query = sa.select(rotation_item).where(rotation_item.c.rotation_id == rotation_id).order_by(rotation_item.c.place)
     if states is not None:
         query = query.where(rotation_item.c.state.in_([one.value for one in states]))
-    return [_to_item(row) for row in connection.execute(query if limit is None else query.limit(limit))]
+    rows = connection.execute(query if limit is None else query.limit(limit))
+    return [to_struct(row, RotationItem, amphorae=msgspec.json.decode(row.amphorae)) for row in rows]
 
 
 def count_items(connection: sa.Connection, rotation_id: int) -> dict[str, int]:
@@ -226,33 +190,14 @@ def count_items(connection: sa.Connection, rotation_id: int) -> dict[str, int]:
 
 
 def pause_rotation(connection: sa.Connection, rotation_id: int, reason: str) -> None:
-    """Pause a rotation: it starts no load balancer, and finishes those in progress.
-
-    Raises:
-        UnknownObject: there is no such rotation.
-        Conflict: it is not running.
-    """
-    found = get_rotation(connection, rotation_id, lock=True)
-    if found.state is not RotationState.RUNNING:
-        raise Conflict(f"pause rotation {rotation_id}", f"it is {found.state.value}")
+    """Pause a running rotation: it starts no load balancer, and finishes those in progress."""
+    _lock_rotation(connection, rotation_id, "pause", RotationState.RUNNING)
     set_rotation_state(connection, rotation_id, RotationState.PAUSED, reason)
 
 
 def resume_rotation(connection: sa.Connection, rotation_id: int, *, leave_failed: bool = False) -> None:
-    """Resume a paused rotation.
-
-    Args:
-        connection: of a writing transaction.
-        rotation_id: the rotation.
-        leave_failed: skip failed load balancers; otherwise the rotation continues with them.
-
-    Raises:
-        UnknownObject: there is no such rotation.
-        Conflict: it is not paused.
-    """
-    found = get_rotation(connection, rotation_id, lock=True)
-    if found.state is not RotationState.PAUSED:
-        raise Conflict(f"resume rotation {rotation_id}", f"it is {found.state.value}")
+    """Resume a paused rotation; `leave_failed` skips load balancers that have failed."""
+    found = _lock_rotation(connection, rotation_id, "resume", RotationState.PAUSED)
     for item in list_items(connection, rotation_id, [ItemState.FAILED]):
         if leave_failed:
             finish_item(connection, rotation_id, item, ItemState.SKIPPED, f"skipped after a failure: {item.reason}")
@@ -262,36 +207,33 @@ def resume_rotation(connection: sa.Connection, rotation_id: int, *, leave_failed
 
 
 def abort_rotation(connection: sa.Connection, rotation_id: int) -> None:
-    """Abort a rotation: it skips waiting load balancers, and finishes those in progress.
-
-    Raises:
-        UnknownObject: there is no such rotation.
-        Conflict: it has ended, or was aborted already.
-    """
-    found = get_rotation(connection, rotation_id, lock=True)
-    if found.state not in (RotationState.RUNNING, RotationState.PAUSED):
-        raise Conflict(f"abort rotation {rotation_id}", f"it is {found.state.value}")
+    """Abort an open rotation: it skips waiting load balancers, and finishes those in progress."""
+    found = _lock_rotation(connection, rotation_id, "abort", RotationState.RUNNING, RotationState.PAUSED)
     mine = rotation_item.c.rotation_id == rotation_id, rotation_item.c.state == ItemState.WAITING.value
-    skipped = {
-        "state": ItemState.SKIPPED.value,
-        "ended_at": clock.now(connection),
-        "reason": "the rotation was aborted",
-    }
-    connection.execute(rotation_item.update().where(*mine).values(**skipped))
+    skipped = {"state": ItemState.SKIPPED.value, "ended_at": clock.now(connection)}
+    connection.execute(rotation_item.update().where(*mine).values(**skipped, reason="the rotation was aborted"))
     set_rotation_state(connection, rotation_id, RotationState.ABORTED, found.reason)
     if not list_items(connection, rotation_id, [ItemState.RUNNING], 1):
         finish_rotation(connection, rotation_id, RotationState.ABORTED)
 
 
+def _lock_rotation(connection: sa.Connection, rotation_id: int, action: str, *states: RotationState) -> Rotation:
+    """Lock a rotation and return it; raise `Conflict` if the rotation has none of these states."""
+    found = get_rotation(connection, rotation_id, lock=True)
+    if found.state not in states:
+        raise Conflict(f"{action} rotation {rotation_id}", f"it is {found.state.value}")
+    return found
+
+
 def set_rotation_state(connection: sa.Connection, rotation_id: int, state: RotationState, reason: str | None) -> None:
     """Set the state of a rotation and its reason."""
-    values = {"state": state.value, "reason": _truncate(reason), "changed_at": clock.now(connection)}
-    connection.execute(rotation.update().where(rotation.c.id == rotation_id).values(**values))
+    now = clock.now(connection)
+    _update_rotation(connection, rotation_id, state=state.value, reason=_truncate(reason), changed_at=now)
 
 
 def set_rotation_reason(connection: sa.Connection, rotation_id: int, reason: str | None) -> None:
     """Set the reason for which a rotation waits."""
-    connection.execute(rotation.update().where(rotation.c.id == rotation_id).values(reason=_truncate(reason)))
+    _update_rotation(connection, rotation_id, reason=_truncate(reason))
 
 
 def finish_rotation(connection: sa.Connection, rotation_id: int, state: RotationState) -> None:
@@ -300,15 +242,13 @@ def finish_rotation(connection: sa.Connection, rotation_id: int, state: Rotation
     ended: dict[str, Any] = {"state": state.value, "ended_at": now, "changed_at": now}
     if state is RotationState.DONE:
         ended["reason"] = None
-    connection.execute(rotation.update().where(rotation.c.id == rotation_id).values(**ended))
+    _update_rotation(connection, rotation_id, **ended)
 
 
 def begin_item(connection: sa.Connection, rotation_id: int, item: RotationItem, operating: str | None) -> None:
     """Record that the rotation starts with a load balancer."""
-    now = clock.now(connection)
-    _update_item(
-        connection, rotation_id, item, state=ItemState.RUNNING.value, operating=operating, begun_at=now, reason=None
-    )
+    values = {"state": ItemState.RUNNING.value, "operating": operating, "begun_at": clock.now(connection)}
+    _update_item(connection, rotation_id, item, **values, reason=None)
 
 
 def finish_item(
@@ -345,43 +285,38 @@ def _restart_item(connection: sa.Connection, found: Rotation, item: RotationItem
         amphorae = msgspec.json.encode([*item.amphorae, *wrong]).decode()
         values = {"state": ItemState.WAITING.value, "amphorae": amphorae, "begun_at": None}
     _update_item(connection, found.id, item, ended_at=None, reason=None, **values)
-    # Reset the back-off of the failed job.
-    due = {"dirty": True, "due_at": URGENT, "attempts": 0}
-    theirs = job.c.load_balancer_id == item.load_balancer_id, job.c.op == "apply"
-    connection.execute(job.update().where(*theirs).values(**due))
+    # The back-off of the failed job starts again.
+    update_job(connection, item.load_balancer_id, job.c.op == "apply", dirty=True, due_at=URGENT, attempts=0)
 
 
 def _lock_requests(connection: sa.Connection) -> None:
-    """Serialize requests: a concurrent one waits here, and then finds the first one's rotation."""
+    """Serialize requests: a concurrent request waits, and then finds the rotation of the first one."""
     mine = duty.c.name == _REQUEST_LOCK
     if not connection.execute(duty.update().where(mine).values(epoch=duty.c.epoch + 1)).rowcount:
         connection.execute(duty.insert().values(name=_REQUEST_LOCK, owner="", epoch=1, leased_until=0.0))
 
 
 def _retire_spares(connection: sa.Connection, rotation_id: int, wanted: Selection, now: float) -> None:
-    """Retire old spares, so that they replace no amphora. Pools check their spares' image themselves."""
+    """Retire old spares, so that they replace no amphora. Pools check the images of spares themselves."""
     if not wanted.everything and wanted.older_than is None:
         return
     for pool in spare_pools.list_pools(connection):
         spare_pools.make_pool_due(connection, pool.load_balancer_id)
-        old = amphora.update().where(
-            amphora.c.load_balancer_id == pool.load_balancer_id,
-            amphora.c.state == AmphoraState.READY.value,
-            amphora.c.created_at < now - (wanted.older_than or 0.0),
-        )
+        mine = amphora.c.load_balancer_id == pool.load_balancer_id, amphora.c.state == AmphoraState.READY.value
+        old = amphora.update().where(*mine, amphora.c.created_at < now - (wanted.older_than or 0.0))
         reason = f"rotation {rotation_id} replaces amphorae of this age"
         connection.execute(old.values(state=AmphoraState.RETIRING.value, reason=reason))
 
 
 def _selection_query(wanted: Selection, now: float) -> sa.Select[Any]:
     columns = (amphora.c.id, amphora.c.load_balancer_id)
-    # Amphorae that are being replaced already are not selected.
+    # The rotation does not select amphorae that are being replaced already.
     conditions = [amphora.c.state != AmphoraState.RETIRING.value, job.c.op == "apply"]
     if wanted.image is not None:
         conditions.append(sa.or_(amphora.c.image.is_(None), amphora.c.image != wanted.image))
     if wanted.older_than is not None:
         conditions.append(amphora.c.created_at < now - wanted.older_than)
-    if wanted.load_balancers and len(wanted.load_balancers) <= _CHUNK:
+    if wanted.load_balancers and len(wanted.load_balancers) <= CHUNK:
         conditions.append(amphora.c.load_balancer_id.in_(wanted.load_balancers))
     if wanted.project is not None:
         conditions.append(job.c.project_id == wanted.project)
@@ -392,20 +327,13 @@ def _selection_query(wanted: Selection, now: float) -> sa.Select[Any]:
     return sa.select(*columns).select_from(joined).where(*conditions).order_by(*ordered)
 
 
-def _remaining_amphorae(connection: sa.Connection, rotation_id: int) -> dict[str, tuple[str, ...]]:
-    get_rotation(connection, rotation_id)
-    return {one.load_balancer_id: one.amphorae for one in list_items(connection, rotation_id)}
-
-
 def _filter_compute_flavor(
     connection: sa.Connection, load_balancer_ids: Sequence[str], compute_flavor: str
 ) -> set[str]:
     """Return the load balancers with this compute flavor in their profile, which is in the JSON body."""
     found = set()
-    for start in range(0, len(load_balancer_ids), _CHUNK):
-        query = sa.select(desired_object.c.id, desired_object.c.body).where(
-            desired_object.c.id.in_(load_balancer_ids[start : start + _CHUNK])
-        )
+    for ids in chunks(load_balancer_ids):
+        query = sa.select(desired_object.c.id, desired_object.c.body).where(desired_object.c.id.in_(ids))
         for row in connection.execute(query):
             profile = msgspec.json.decode(row.body).get("profile", {})
             if profile.get("compute_flavor") == compute_flavor:
@@ -421,39 +349,16 @@ def _require_known(connection: sa.Connection, load_balancer_ids: Sequence[str]) 
 
 
 def _update_item(connection: sa.Connection, rotation_id: int, item: RotationItem, **values: Any) -> None:
-    mine = (
-        rotation_item.c.rotation_id == rotation_id,
-        rotation_item.c.load_balancer_id == item.load_balancer_id,
-    )
+    mine = rotation_item.c.rotation_id == rotation_id, rotation_item.c.load_balancer_id == item.load_balancer_id
     connection.execute(rotation_item.update().where(*mine).values(**values))
 
 
+def _update_rotation(connection: sa.Connection, rotation_id: int, **values: Any) -> None:
+    connection.execute(rotation.update().where(rotation.c.id == rotation_id).values(**values))
+
+
 def _to_rotation(row: Any) -> Rotation:
-    wanted = msgspec.json.decode(row.wanted, type=Selection)
-    return Rotation(
-        id=row.id,
-        state=RotationState(row.state),
-        wanted=wanted,
-        max_unavailable=row.max_unavailable,
-        asked_by=row.asked_by,
-        created_at=row.created_at,
-        changed_at=row.changed_at,
-        ended_at=row.ended_at,
-        reason=row.reason,
-    )
-
-
-def _to_item(row: Any) -> RotationItem:
-    return RotationItem(
-        load_balancer_id=row.load_balancer_id,
-        place=row.place,
-        state=ItemState(row.state),
-        amphorae=msgspec.json.decode(row.amphorae, type=tuple[str, ...]),
-        operating=row.operating,
-        begun_at=row.begun_at,
-        ended_at=row.ended_at,
-        reason=row.reason,
-    )
+    return to_struct(row, Rotation, wanted=msgspec.json.decode(row.wanted))
 
 
 def _truncate(reason: str | None) -> str | None:
@@ -463,8 +368,7 @@ def _truncate(reason: str | None) -> str | None:
 def estimate_remaining_seconds(everything: Iterable[RotationItem], max_unavailable: int) -> float | None:
     """Return the estimated seconds until the end, from finished load balancers; None before the first one."""
     known = list(everything)
-    durations = [
-        one.ended_at - one.begun_at for one in known if one.state is ItemState.DONE and one.ended_at and one.begun_at
-    ]
+    done = [one for one in known if one.state is ItemState.DONE]
+    durations = [one.ended_at - one.begun_at for one in done if one.ended_at and one.begun_at]
     remaining = sum(one.state in (ItemState.WAITING, ItemState.RUNNING) for one in known)
     return sum(durations) / len(durations) * remaining / max_unavailable if durations else None

@@ -7,35 +7,27 @@ them. All functions work inside the caller's transaction; encryption takes time,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver.database.rows import chunks
 from amphora_driver.database.tables import secret
 from amphora_driver.database.vault import SecretLocation
 from amphora_driver.model.secret_refs import Purpose, SecretName
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
-
-# Databases limit the number of values in one IN (...).
-_CHUNK = 500
-
-# Statements are built once, because building one costs more than running it.
-_IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
+# Each statement is built once, because building it costs more than running it.
 _OF_LOAD_BALANCER = secret.select().where(secret.c.load_balancer_id == sa.bindparam("of"))
 _NAMES = sa.select(secret.c.purpose, secret.c.ref, secret.c.sealed.is_not(None).label("known")).where(
     secret.c.object_id == sa.bindparam("of")
 )
-_INSERT = secret.insert()
 _DELETE = secret.delete().where(
     secret.c.object_id == sa.bindparam("of"),
     secret.c.purpose == sa.bindparam("for_purpose"),
     secret.c.ref == sa.bindparam("under_ref"),
 )
-_DELETE_OF = secret.delete().where(secret.c.object_id.in_(_IDS))
-_DELETE_ALL = secret.delete().where(secret.c.load_balancer_id == sa.bindparam("of"))
 
 
 class SealedSecret(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,12 +44,10 @@ def secret_location(name: SecretName) -> SecretLocation:
 
 def load_secrets(connection: sa.Connection, load_balancer_id: str) -> dict[SecretName, SealedSecret]:
     """Return all secrets of a load balancer."""
-    return {
-        SecretName(row.object_id, Purpose(row.purpose), row.ref): SealedSecret(
-            content=row.sealed, reason=row.reason or ""
-        )
-        for row in connection.execute(_OF_LOAD_BALANCER, {"of": load_balancer_id})
-    }
+    rows = connection.execute(_OF_LOAD_BALANCER, {"of": load_balancer_id}).all()
+    names = [SecretName(row.object_id, Purpose(row.purpose), row.ref) for row in rows]
+    contents = [SealedSecret(content=row.sealed, reason=row.reason or "") for row in rows]
+    return dict(zip(names, contents, strict=True))
 
 
 def list_secret_names(connection: sa.Connection, object_id: str) -> dict[SecretName, bool]:
@@ -71,20 +61,12 @@ def replace_secrets(connection: sa.Connection, load_balancer_id: str, given: Map
     if not given:
         return
     delete_secrets(connection, given)
-    connection.execute(
-        _INSERT,
-        [
-            {
-                "object_id": name.object_id,
-                "purpose": name.purpose.value,
-                "ref": name.ref,
-                "load_balancer_id": load_balancer_id,
-                "sealed": one.content,
-                "reason": one.reason or None,
-            }
-            for name, one in given.items()
-        ],
-    )
+    rows: list[dict[str, Any]] = [
+        {"object_id": name.object_id, "purpose": name.purpose.value, "ref": name.ref}
+        | {"load_balancer_id": load_balancer_id, "sealed": one.content, "reason": one.reason or None}
+        for name, one in given.items()
+    ]
+    connection.execute(secret.insert(), rows)
 
 
 def delete_secrets(connection: sa.Connection, unwanted: Iterable[SecretName]) -> None:
@@ -96,13 +78,13 @@ def delete_secrets(connection: sa.Connection, unwanted: Iterable[SecretName]) ->
 
 def delete_secrets_of_objects(connection: sa.Connection, object_ids: Sequence[str]) -> None:
     """Delete all secrets of deleted objects."""
-    for start in range(0, len(object_ids), _CHUNK):
-        connection.execute(_DELETE_OF, {"ids": object_ids[start : start + _CHUNK]})
+    for ids in chunks(object_ids):
+        connection.execute(secret.delete().where(secret.c.object_id.in_(ids)))
 
 
 def delete_secrets_of_load_balancer(connection: sa.Connection, load_balancer_id: str) -> None:
     """Delete all secrets of a load balancer."""
-    connection.execute(_DELETE_ALL, {"of": load_balancer_id})
+    connection.execute(secret.delete().where(secret.c.load_balancer_id == load_balancer_id))
 
 
 def sync_object_secrets(

@@ -1,43 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
 """Database access of the failure detector: heartbeats, health managers' beats, silent amphorae.
 
-Invariant: one transaction reads a snapshot, so it is consistent. `silent_amphora` rows are findings: only the detector
-writes them, only on a change, and their loss has no effect.
+Invariant: one transaction reads a consistent snapshot. `silent_amphora` rows are findings of the failure detector,
+which writes a row only on a change. The loss of a row has no effect.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.database import clock
+from amphora_driver.database.rows import chunks, load_as, to_struct
 from amphora_driver.database.tables import amphora, amphora_heartbeat, duty, job, object_status
 from amphora_driver.database.tables_fleet import failover, failover_event, process, silent_amphora
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.enums import Kind, Operating
 from amphora_driver.store import status_outbox
 from amphora_driver.store.failovers import Cause, Event
+from amphora_driver.store.generations import lock_jobs
 from amphora_driver.store.process_registry import ProcessKind
 from amphora_driver.store.requests import Op
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-
 DUTY = "detection"
-# Causes of automatic fail-overs.
 AUTOMATIC_CAUSES = (Cause.SILENT, Cause.MUTE, Cause.NEVER_SPOKE)
 _AUTOMATIC_VALUES = [cause.value for cause in AUTOMATIC_CAUSES]
 _MAX_TEXT = 1000
-# Newest fail-overs that are searched for recent ones, and load balancers in one statement.
-_RECENT_ROWS, _CHUNK = 20_000, 500
-# Operating statuses of a load balancer that serves users.
+# The failure detector searches the newest 20,000 rows for recent fail-overs.
+_RECENT_ROWS = 20_000
+# A load balancer serves users if its operating status is ONLINE, DEGRADED, NO_MONITOR or DRAINING.
 _SERVED = (Operating.ONLINE.value, Operating.DEGRADED.value, Operating.NO_MONITOR.value, Operating.DRAINING.value)
 
 
 class AmphoraLiveness(msgspec.Struct, frozen=True, kw_only=True):
-    """One amphora's liveness; `heard_at`: last heartbeat, or time of readiness (seconds since 1970)."""
+    """One amphora's liveness.
+
+    `order` is epoch and sequence of the last heartbeat. `heard_at` is the time of the last heartbeat, or the time of
+    readiness before the first heartbeat.
+    """
 
     amphora_id: str
     load_balancer_id: str
@@ -62,9 +65,8 @@ class LivenessSnapshot(msgspec.Struct, frozen=True, kw_only=True):
         epoch: increases with each change of the owner.
         amphorae: all that are not booting, of load balancers that are not being deleted. Pools of spares detect the
             failures of their own amphorae.
-        beats: by health manager, the number of its proofs that it receives heartbeats.
-        unserved: automatic fail-overs in progress.
-        at: time of the snapshot (seconds since 1970, by the database's clock); for display only.
+        beats: by health manager, the number of proofs that it receives heartbeats.
+        at: time of the snapshot by the database's clock; for display only.
     """
 
     owner: str | None
@@ -78,9 +80,8 @@ class LivenessSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 class RecentFailovers(msgspec.Struct, frozen=True, kw_only=True):
     """Recent automatic fail-overs of one load balancer.
 
-    Attributes:
-        ages: seconds since their start, the newest first; fail-overs with the same start are one.
-        present: amphorae that existed before the newest one.
+    `ages` are the seconds since their start, the newest first; fail-overs with the same start are one. `present` are
+    the amphorae that existed before the newest one.
     """
 
     ages: tuple[float, ...]
@@ -88,7 +89,7 @@ class RecentFailovers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SilentAmphora(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of `silent_amphora`; `since` is in seconds since 1970."""
+    """A row of `silent_amphora`."""
 
     amphora_id: str
     load_balancer_id: str
@@ -99,14 +100,10 @@ class SilentAmphora(msgspec.Struct, frozen=True, kw_only=True):
 
 _HEARD = (
     sa.select(
-        amphora.c.id,
-        amphora.c.load_balancer_id,
-        amphora.c.state,
-        amphora.c.management_address,
-        amphora.c.ready_at,
-        amphora_heartbeat.c.epoch,
-        amphora_heartbeat.c.sequence,
-        amphora_heartbeat.c.seen_at,
+        amphora.c.id.label("amphora_id"),
+        *(amphora.c.load_balancer_id, amphora.c.state, amphora.c.management_address.label("address")),
+        *(amphora_heartbeat.c.epoch, amphora_heartbeat.c.sequence),
+        sa.func.coalesce(amphora_heartbeat.c.seen_at, amphora.c.ready_at).label("heard_at"),
     )
     .join(job, job.c.load_balancer_id == amphora.c.load_balancer_id)
     .outerjoin(amphora_heartbeat, amphora_heartbeat.c.amphora_id == amphora.c.id)
@@ -124,26 +121,15 @@ def load_liveness_snapshot(connection: sa.Connection) -> LivenessSnapshot:
     now = clock.now(connection)
     held = sa.select(duty.c.owner, duty.c.epoch, now.label("at")).where(duty.c.name == DUTY, duty.c.leased_until > now)
     mine = connection.execute(held).first()
+    heard = connection.execute(_HEARD).all()
+    orders = (None if row.epoch is None else (row.epoch, row.sequence) for row in heard)
     return LivenessSnapshot(
         owner=None if mine is None else mine.owner,
-        amphorae=tuple(_to_liveness(row) for row in connection.execute(_HEARD)),
+        amphorae=tuple(to_struct(row, AmphoraLiveness, order=order) for row, order in zip(heard, orders, strict=True)),
         beats={row.name: row.beat for row in connection.execute(_BEATS)},
-        unserved=tuple(
-            UnservedFailover(id=row.id, load_balancer_id=row.load_balancer_id) for row in connection.execute(_GOING)
-        ),
+        unserved=tuple(load_as(connection, UnservedFailover, _GOING)),
         at=0.0 if mine is None else float(mine.at),
         epoch=0 if mine is None else mine.epoch,
-    )
-
-
-def _to_liveness(row: Any) -> AmphoraLiveness:
-    return AmphoraLiveness(
-        amphora_id=row.id,
-        load_balancer_id=row.load_balancer_id,
-        state=AmphoraState(row.state),
-        address=row.management_address,
-        order=None if row.epoch is None else (row.epoch, row.sequence),
-        heard_at=row.ready_at if row.seen_at is None else row.seen_at,
     )
 
 
@@ -151,17 +137,11 @@ def load_recent_failovers(connection: sa.Connection, seconds: float) -> dict[str
     """Return the automatic fail-overs of the last `seconds` by load balancer, of the newest rows only."""
     now = connection.execute(sa.select(clock.now(connection))).scalar_one()
     newest = connection.execute(sa.select(sa.func.max(failover.c.id))).scalar() or 0
-    query = (
-        sa.select(failover.c.load_balancer_id, failover.c.begun_at)
-        .where(
-            failover.c.id > newest - _RECENT_ROWS,
-            failover.c.cause.in_(_AUTOMATIC_VALUES),
-            failover.c.begun_at > now - seconds,
-        )
-        .distinct()
-    )
+    recent = failover.c.id > newest - _RECENT_ROWS, failover.c.begun_at > now - seconds
+    query = sa.select(failover.c.load_balancer_id, failover.c.begun_at).distinct()
+    query = query.where(*recent, failover.c.cause.in_(_AUTOMATIC_VALUES)).order_by(failover.c.begun_at.desc())
     moments: dict[str, list[float]] = {}
-    for row in connection.execute(query.order_by(failover.c.begun_at.desc())):
+    for row in connection.execute(query):
         moments.setdefault(row.load_balancer_id, []).append(row.begun_at)
     present = _amphorae_before(connection, {one: known[0] for one, known in moments.items()})
     return {
@@ -176,13 +156,11 @@ def _amphorae_before(connection: sa.Connection, last: Mapping[str, float]) -> di
     A warm spare that the fail-over assigned is older too, but does not count.
     """
     found: dict[str, set[str]] = {}
-    ids = sorted(last)
     came = sa.select(failover.c.load_balancer_id, failover.c.begun_at, failover_event.c.amphora_id).join(
         failover_event, failover_event.c.failover_id == failover.c.id
     )
     words = [Event.RECORDED.value, Event.ADOPTED.value]
-    for start in range(0, len(ids), _CHUNK):
-        chunk = ids[start : start + _CHUNK]
+    for chunk in chunks(sorted(last)):
         older = sa.select(amphora.c.id, amphora.c.load_balancer_id, amphora.c.created_at)
         for row in connection.execute(older.where(amphora.c.load_balancer_id.in_(chunk))):
             if row.created_at < last[row.load_balancer_id]:
@@ -199,19 +177,15 @@ def lock_still_silent(
 ) -> set[str]:
     """Lock amphorae and return those that are ready and have sent no heartbeat since the snapshot.
 
-    Args:
-        connection: of a writing transaction.
-        load_balancer_id: their load balancer.
-        orders: by amphora id, epoch and sequence of its last known heartbeat.
-        owner: the calling process; the result is empty if it has lost the duty.
+    `orders` holds epoch and sequence of the last known heartbeat by amphora id. The result is empty if the calling
+    process, the `owner`, has lost the duty.
     """
     now = clock.now(connection)
     held = sa.select(duty.c.name).where(duty.c.name == DUTY, duty.c.owner == owner, duty.c.leased_until > now)
     if connection.execute(held.with_for_update()).first() is None:
         return set()
     ids = sorted(orders)
-    # Lock `job` before `amphora`, as every transaction does, otherwise two may deadlock.
-    connection.execute(sa.select(job.c.op).where(job.c.load_balancer_id == load_balancer_id).with_for_update()).first()
+    lock_jobs(connection, [load_balancer_id])
     ready = sa.select(amphora.c.id).where(amphora.c.id.in_(ids), amphora.c.state == AmphoraState.READY.value)
     there = set(connection.execute(ready.with_for_update()).scalars())
     seen = sa.select(amphora_heartbeat).where(amphora_heartbeat.c.amphora_id.in_(ids)).with_for_update()
@@ -220,12 +194,9 @@ def lock_still_silent(
 
 
 def mark_not_served(connection: sa.Connection, load_balancer_id: str, reason: str) -> bool:
-    """Set a load balancer's operating status to ERROR, unless it does not serve users anyway.
+    """Set a load balancer that serves users to operating status ERROR; return whether it changed.
 
     The next heartbeat of one of its amphorae updates the status.
-
-    Returns:
-        Whether the status changed.
     """
     known = sa.select(object_status.c.operating).where(object_status.c.object_id == load_balancer_id)
     if connection.execute(known.with_for_update()).scalar() not in _SERVED:
@@ -238,9 +209,8 @@ def mark_not_served(connection: sa.Connection, load_balancer_id: str, reason: st
 
 def list_silent_amphorae(connection: sa.Connection) -> Sequence[sa.Row[Any]]:
     """Return the silent amphorae, the longest silence first."""
-    return connection.execute(
-        sa.select(silent_amphora).order_by(silent_amphora.c.since, silent_amphora.c.amphora_id)
-    ).all()
+    longest_first = silent_amphora.c.since, silent_amphora.c.amphora_id
+    return connection.execute(sa.select(silent_amphora).order_by(*longest_first)).all()
 
 
 def write_silent_amphorae(connection: sa.Connection, changed: Collection[SilentAmphora], gone: Collection[str]) -> None:

@@ -1,37 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pools of warm spares: amphorae that boot in advance and belong to no load balancer yet.
 
-Invariant: a pool is a row of `job` (op `spares`), so it has a lease, a job and failures like a load balancer. Its id
-is a hash of its specification. A spare belongs to its pool or to one load balancer, never to both: one transaction
-assigns it, and only while it is ready. The pool sets a spare RETIRING, under the same condition, before it removes it.
-Transactions lock rows in the order load balancer, pool, amphora.
+Invariant: a pool is a row of `job` (op `spares`), and has a lease, a job and failures like a load balancer. The id of a
+pool is a hash of its specification. A spare belongs to a pool or to one load balancer, never to both: one transaction
+assigns a spare, and only a ready one. The pool sets a ready spare RETIRING before the removal. Transactions lock rows
+in the order load balancer, pool, amphora.
 """
 
 from __future__ import annotations
 
 import uuid
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver.database.rows import load_as
 from amphora_driver.database.tables import URGENT, amphora, amphora_heartbeat, job
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.loadbalancer import Profile
+from amphora_driver.store.generations import update_job
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import Any
-
-# Operation of a pool's job (`job.op`), and role of its amphorae (`amphora.role`).
 OP = "spares"
 ROLE = "SPARE"
-# Namespace of the pools' ids: UUIDs of version 5 (RFC 9562, 5.5).
+# The ids of pools are UUIDs of version 5 in this namespace (RFC 9562, 5.5).
 _NAMESPACE = uuid.UUID("6d0f2a4e-6a55-4f0c-9a0b-0f6a1f5c2b7d")
 
 
 class SparePoolSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Specification of a pool: number (None: as configured) and properties of its machines."""
+    """Specification of a pool: number (None: as configured) and properties of the machines."""
 
     number: int | None = None
     compute: str | None = None
@@ -56,9 +54,8 @@ class SparePoolState(msgspec.Struct, frozen=True, kw_only=True):
     """Input for the plan of a pool.
 
     Attributes:
-        spec: its specification.
         number: desired number of spares now; 0 if no load balancer uses the pool.
-        users: number of load balancers that use it.
+        users: number of load balancers that use the pool.
         unfit: spares that must not be assigned, with the reason.
         last_heartbeat_at: time of the last heartbeat of any amphora, by the health managers' clocks; None if never.
         detection_works: whether silence is meaningful: health managers receive heartbeats, and there is no mass
@@ -74,7 +71,7 @@ class SparePoolState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Spare(msgspec.Struct, frozen=True, kw_only=True):
-    """One spare; times are seconds since 1970."""
+    """One spare; `expires_at` is the end of its certificate, `heard_at` the time of its last heartbeat."""
 
     id: str
     management_address: str | None
@@ -86,34 +83,21 @@ class Spare(msgspec.Struct, frozen=True, kw_only=True):
 def spec_of(profile: Profile, compute: str | None, network: str | None, configured: int) -> SparePoolSpec | None:
     """Return the specification of a load balancer's pool; None if it uses no spares.
 
-    Args:
-        profile: the load balancer's profile.
-        compute: its compute backend.
-        network: its network backend.
-        configured: number of spares for a flavor that sets none.
+    `configured` is the number of spares for a flavor that sets none.
     """
     if not (configured if profile.warm_spares is None else profile.warm_spares):
         return None
-    return SparePoolSpec(
-        number=profile.warm_spares,
-        compute=compute,
-        network=network,
-        compute_flavor=profile.compute_flavor,
-        compute_zone=profile.compute_zone,
-        image_tag=profile.image_tag,
-        volume_zone=profile.volume_zone,
-        management_network=profile.management_network,
-    )
+    names = ("compute_flavor", "compute_zone", "image_tag", "volume_zone", "management_network")
+    machine = {name: getattr(profile, name) for name in names}
+    return SparePoolSpec(number=profile.warm_spares, compute=compute, network=network, **machine)
 
 
 def unfit_reason(spare: Spare, image: str | None, now: float, validity: float) -> str | None:
     """Return the reason for which a spare must not be assigned; None if it may be assigned.
 
     Args:
-        spare: the spare.
         image: image of a machine that boots now; None if the backend does not report it.
-        now: seconds since 1970.
-        validity: seconds for which its certificate must still be valid.
+        validity: seconds for which the certificate must still be valid.
     """
     if image is not None and spare.image is not None and spare.image != image:
         return f"its image is {spare.image}, the current image is {image}"
@@ -124,26 +108,13 @@ def unfit_reason(spare: Spare, image: str | None, now: float, validity: float) -
 
 def list_ready_spares(connection: sa.Connection, pool_id: str) -> tuple[Spare, ...]:
     """Return the ready spares of a pool, the most recent heartbeat first."""
-    columns = (
-        amphora.c.id, amphora.c.management_address, amphora.c.image, amphora.c.certificate_expires_at,
-        amphora_heartbeat.c.seen_at,
-    )  # fmt: skip
-    rows = connection.execute(
-        sa.select(*columns)
+    times = amphora.c.certificate_expires_at.label("expires_at"), amphora_heartbeat.c.seen_at.label("heard_at")
+    query = (
+        sa.select(amphora.c.id, amphora.c.management_address, amphora.c.image, *times)
         .outerjoin(amphora_heartbeat, amphora_heartbeat.c.amphora_id == amphora.c.id)
         .where(amphora.c.load_balancer_id == pool_id, amphora.c.state == AmphoraState.READY.value)
     )
-    found = [
-        Spare(
-            id=row.id,
-            management_address=row.management_address,
-            image=row.image,
-            expires_at=row.certificate_expires_at,
-            heard_at=row.seen_at,
-        )
-        for row in rows
-    ]
-    return tuple(sorted(found, key=lambda one: -(one.heard_at or 0.0)))
+    return tuple(sorted(load_as(connection, Spare, query), key=lambda one: -(one.heard_at or 0.0)))
 
 
 def last_heartbeat_at(connection: sa.Connection) -> float | None:
@@ -168,91 +139,51 @@ def set_spare_pool(
 ) -> None:
     """Set the pool of a load balancer, and insert the pool if it does not exist.
 
-    Args:
-        connection: of a writing transaction, under the load balancer's lease.
-        load_balancer_id: the load balancer.
-        spec: specification of the pool; None for no spares.
-        former: its previous pool.
+    The caller holds the load balancer's lease. `spec` None means no spares, `former` is the previous pool.
     """
     new_pool = None if spec is None else spec.id
     for pool_id in sorted({one for one in (former, new_pool) if one is not None}):
         if not make_pool_due(connection, pool_id) and spec is not None and pool_id == new_pool:
             _insert_pool(connection, spec)
-    connection.execute(job.update().where(job.c.load_balancer_id == load_balancer_id).values(spare_pool=new_pool))
+    update_job(connection, load_balancer_id, spare_pool=new_pool)
 
 
 def _insert_pool(connection: sa.Connection, spec: SparePoolSpec) -> None:
-    # Of two concurrent inserts the second one fails, and its job retries.
-    connection.execute(
-        job.insert().values(
-            load_balancer_id=spec.id,
-            compute=spec.compute,
-            network=spec.network,
-            op=OP,
-            # A pool serves nothing, so its generation never changes.
-            generation=0,
-            committed=0,
-            applied=0,
-            spares=msgspec.json.encode(spec).decode(),
-            dirty=True,
-            due_at=URGENT,
-            attempts=0,
-            epoch=0,
-        )
-    )
+    # The second of two concurrent inserts fails, and its job retries.
+    row = {"load_balancer_id": spec.id, "compute": spec.compute, "network": spec.network, "op": OP, "due_at": URGENT}
+    # A pool serves nothing, so its generation never changes.
+    connection.execute(job.insert().values(**row, generation=0, spares=msgspec.json.encode(spec).decode()))
 
 
 def make_pool_due(connection: sa.Connection, pool_id: str) -> bool:
     """Make a pool due now; return False if it does not exist."""
-    due = job.update().where(job.c.load_balancer_id == pool_id, job.c.op == OP).values(dirty=True, due_at=URGENT)
-    return bool(connection.execute(due).rowcount)
+    return update_job(connection, pool_id, job.c.op == OP, dirty=True, due_at=URGENT)
 
 
 def assign_spare(connection: sa.Connection, amphora_id: str, pool_id: str, load_balancer_id: str, role: str) -> bool:
-    """Assign a spare to a load balancer; return False if it is not available any more.
+    """Assign a spare to a load balancer; return False if the spare is not available any more.
 
-    Args:
-        connection: of a writing transaction, under the load balancer's lease.
-        amphora_id: the spare.
-        pool_id: its pool.
-        load_balancer_id: its new load balancer.
-        role: its new role.
+    The caller holds the load balancer's lease.
     """
     make_pool_due(connection, pool_id)
-    taken = connection.execute(
-        amphora.update()
-        .where(
-            amphora.c.id == amphora_id,
-            amphora.c.load_balancer_id == pool_id,
-            amphora.c.state == AmphoraState.READY.value,
-        )
-        .values(load_balancer_id=load_balancer_id, role=role)
-    )
-    return bool(taken.rowcount)
+    mine = amphora.update().where(amphora.c.id == amphora_id, amphora.c.load_balancer_id == pool_id)
+    ready = mine.where(amphora.c.state == AmphoraState.READY.value)
+    return bool(connection.execute(ready.values(load_balancer_id=load_balancer_id, role=role)).rowcount)
 
 
 def retire_spare(connection: sa.Connection, amphora_id: str, pool_id: str, reason: str) -> None:
-    """Set a spare RETIRING, so that it cannot be assigned; a later step removes it.
+    """Set a spare RETIRING, so that it cannot be assigned; a later step of the pool removes it.
 
-    Args:
-        connection: of a writing transaction, under the pool's lease.
-        amphora_id: the spare; nothing happens if it was assigned in the meantime.
-        pool_id: its pool.
-        reason: text for operators.
+    Nothing happens if the spare was assigned in the meantime. The caller holds the pool's lease.
     """
-    connection.execute(
-        amphora.update()
-        .where(amphora.c.id == amphora_id, amphora.c.load_balancer_id == pool_id)
-        .values(state=AmphoraState.RETIRING.value, reason=reason)
-    )
+    mine = amphora.update().where(amphora.c.id == amphora_id, amphora.c.load_balancer_id == pool_id)
+    connection.execute(mine.values(state=AmphoraState.RETIRING.value, reason=reason))
 
 
 def delete_unused_pool(connection: sa.Connection, pool_id: str) -> bool:
     """Delete a pool without users and amphorae; return False if it has any.
 
-    Args:
-        connection: of a writing transaction, under the pool's lease: `set_spare_pool` waits for the row lock.
-        pool_id: the pool.
+    The caller holds the pool's lease, so `set_spare_pool` waits for the row lock.
     """
     remaining = sa.select(sa.func.count()).where(amphora.c.load_balancer_id == pool_id)
     if count_users(connection, pool_id) or connection.execute(remaining).scalar_one():

@@ -11,18 +11,15 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver.database.rows import chunks, to_struct
 from amphora_driver.database.tables import desired_object, job, listener_statistics, object_status, request, secret
 from amphora_driver.model.enums import Kind, Operating, Provisioning
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-_CHUNK = 500
 
 
 class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,14 +42,15 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-# Statements are built once, because building one costs more than running it.
+# Each statement is built once, because building it costs more than running it.
 _IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
 _KNOWN = sa.select(object_status.c.object_id).where(object_status.c.object_id.in_(_IDS))
 _EXPECT = object_status.update().where(object_status.c.object_id.in_(_IDS)).values(pending=sa.bindparam("new_pending"))
-_INSERT = object_status.insert()
-_RECORDED = sa.select(object_status.c.object_id, object_status.c.operating, object_status.c.provisioning).where(
-    object_status.c.object_id.in_(_IDS), object_status.c.load_balancer_id == sa.bindparam("of")
+_OF_LOAD_BALANCER = object_status.c.load_balancer_id == sa.bindparam("of")
+_RECORDED_OF = sa.select(object_status.c.object_id, object_status.c.operating, object_status.c.provisioning).where(
+    _OF_LOAD_BALANCER
 )
+_RECORDED = _RECORDED_OF.where(object_status.c.object_id.in_(_IDS))
 _OBSERVE = (
     object_status.update()
     .where(object_status.c.object_id == sa.bindparam("at"))
@@ -63,21 +61,15 @@ _OBSERVE = (
         version=object_status.c.version + 1,
     )
 )
-# Condition: no health manager has written a measured status since the status was read.
+# The condition holds while no health manager has written a measured status since the status was read.
 _PREVIOUS = sa.bindparam("was", type_=sa.String)
 _OBSERVE_IF_UNCHANGED = _OBSERVE.where(
     sa.or_(object_status.c.operating == _PREVIOUS, sa.and_(object_status.c.operating.is_(None), _PREVIOUS.is_(None)))
 )
-_RECORDED_OF = sa.select(object_status.c.object_id, object_status.c.operating, object_status.c.provisioning).where(
-    object_status.c.load_balancer_id == sa.bindparam("of")
-)
 
 
 def _provisioning_change(provisioning: Any, reason: Any) -> list[tuple[Any, Any]]:
-    """Return the assignments for a new provisioning status.
-
-    The order matters: MySQL and MariaDB assign from left to right and use the new values.
-    """
+    # The order matters: MySQL and MariaDB assign from left to right and use the new values.
     return [
         ("provisioning", provisioning),
         ("since", sa.bindparam("now", type_=sa.Double)),
@@ -87,9 +79,7 @@ def _provisioning_change(provisioning: Any, reason: Any) -> list[tuple[Any, Any]
     ]
 
 
-_UP_TO = sa.bindparam("upto", type_=sa.BigInteger)
-_OF_LOAD_BALANCER = object_status.c.load_balancer_id == sa.bindparam("of")
-_IS_WAITING = object_status.c.pending <= _UP_TO
+_IS_WAITING = object_status.c.pending <= sa.bindparam("upto", type_=sa.BigInteger)
 _STOP_WAITING: list[tuple[Any, Any]] = [("pending", None)]
 _IS_REMOVED = object_status.c.object_id.in_(
     sa.select(desired_object.c.id).where(
@@ -97,15 +87,11 @@ _IS_REMOVED = object_status.c.object_id.in_(
     )
 )
 # An object in ERROR that is served now becomes ACTIVE again. Objects that wait for a later generation do not change.
+_IS_SETTLED = object_status.c.pending.is_(None)
+_HAS_FAILED = object_status.c.provisioning == Provisioning.ERROR.value
 _SUCCEED = (
     object_status.update()
-    .where(
-        _OF_LOAD_BALANCER,
-        sa.or_(
-            _IS_WAITING,
-            sa.and_(object_status.c.pending.is_(None), object_status.c.provisioning == Provisioning.ERROR.value),
-        ),
-    )
+    .where(_OF_LOAD_BALANCER, sa.or_(_IS_WAITING, sa.and_(_IS_SETTLED, _HAS_FAILED)))
     .ordered_values(
         *_provisioning_change(
             sa.case((_IS_REMOVED, Provisioning.DELETED.value), else_=Provisioning.ACTIVE.value),
@@ -115,31 +101,20 @@ _SUCCEED = (
     )
 )
 _SUCCEED_EXCEPT = _SUCCEED.where(sa.or_(object_status.c.object_id.not_in(_IDS), _IS_REMOVED))
+_TO_ERROR = _provisioning_change(Provisioning.ERROR.value, sa.bindparam("why", type_=sa.Text))
 _FAIL = (
     object_status.update()
-    .where(
-        _OF_LOAD_BALANCER,
-        object_status.c.object_id.in_(_IDS),
-        sa.or_(
-            _IS_WAITING,
-            sa.and_(object_status.c.pending.is_(None), object_status.c.provisioning != Provisioning.ERROR.value),
-        ),
-        ~_IS_REMOVED,
-    )
-    .ordered_values(*_provisioning_change(Provisioning.ERROR.value, sa.bindparam("why", type_=sa.Text)), *_STOP_WAITING)
+    .where(_OF_LOAD_BALANCER, object_status.c.object_id.in_(_IDS), ~_IS_REMOVED)
+    .where(sa.or_(_IS_WAITING, sa.and_(_IS_SETTLED, ~_HAS_FAILED)))
+    .ordered_values(*_TO_ERROR, *_STOP_WAITING)
 )
-_FAIL_AND_WAIT = (
-    object_status.update()
-    .where(_OF_LOAD_BALANCER, _IS_WAITING)
-    .ordered_values(*_provisioning_change(Provisioning.ERROR.value, sa.bindparam("why", type_=sa.Text)))
-)
+_FAIL_AND_WAIT = object_status.update().where(_OF_LOAD_BALANCER, _IS_WAITING).ordered_values(*_TO_ERROR)
+_VERSION = sa.bindparam("told", type_=sa.BigInteger)
 _MARK_REPORTED = (
     object_status.update()
-    .where(object_status.c.object_id.in_(_IDS), object_status.c.reported < sa.bindparam("told", type_=sa.BigInteger))
-    .values(reported=sa.bindparam("told", type_=sa.BigInteger))
+    .where(object_status.c.object_id.in_(_IDS), object_status.c.reported < _VERSION)
+    .values(reported=_VERSION)
 )
-_DELETE = object_status.delete().where(object_status.c.object_id.in_(_IDS))
-_DELETE_OBJECTS = desired_object.delete().where(desired_object.c.id.in_(_IDS))
 
 
 def expect_confirmation(
@@ -149,39 +124,18 @@ def expect_confirmation(
     objects: Iterable[tuple[Kind, str]],
     new: Iterable[tuple[Kind, str]] = (),
 ) -> None:
-    """Record that objects are PENDING in Octavia until `generation` is confirmed.
-
-    Args:
-        connection: of a writing transaction.
-        load_balancer_id: their load balancer.
-        generation: the generation they wait for.
-        objects: objects that usually have a row.
-        new: new objects, which have no row.
-    """
+    """Record that objects are PENDING until `generation` is confirmed; `new` objects have no row."""
     kinds = {object_id: kind for kind, object_id in objects}
     fresh = {object_id: kind for kind, object_id in new}
-    # A fixed order, so that concurrent writers wait instead of deadlocking.
-    ids = sorted(kinds)
-    for start in range(0, len(ids), _CHUNK):
-        chunk = ids[start : start + _CHUNK]
+    # Concurrent writers use the same order: they wait and do not deadlock.
+    for chunk in chunks(sorted(kinds)):
         found = connection.execute(_EXPECT, {"ids": chunk, "new_pending": generation}).rowcount
         if found < len(chunk):
             known = set(connection.execute(_KNOWN, {"ids": chunk}).scalars())
             fresh |= {object_id: kinds[object_id] for object_id in chunk if object_id not in known}
-    rows = [
-        {
-            "object_id": object_id,
-            "kind": kind.value,
-            "load_balancer_id": load_balancer_id,
-            "pending": generation,
-            "version": 0,
-            "reported": 0,
-            "since": time.time(),
-        }
-        for object_id, kind in fresh.items()
-    ]
-    for start in range(0, len(rows), _CHUNK):
-        connection.execute(_INSERT, rows[start : start + _CHUNK])
+    common = {"load_balancer_id": load_balancer_id, "pending": generation, "since": time.time()}
+    for some in chunks([{**common, "object_id": one, "kind": kind.value} for one, kind in fresh.items()]):
+        connection.execute(object_status.insert(), some)
 
 
 def confirm_generation(
@@ -204,8 +158,8 @@ def confirm_generation(
     for object_id, reason in failed.items():
         by_reason[reason].append(object_id)
     for reason, ids in by_reason.items():
-        for start in range(0, len(ids), _CHUNK):
-            connection.execute(_FAIL, {**common, "ids": ids[start : start + _CHUNK], "why": reason})
+        for some in chunks(ids):
+            connection.execute(_FAIL, {**common, "ids": some, "why": reason})
     if failed:
         connection.execute(_SUCCEED_EXCEPT, {**common, "ids": list(failed)})
     else:
@@ -221,20 +175,15 @@ def fail_generation(connection: sa.Connection, load_balancer_id: str, generation
 
 def write_observations(connection: sa.Connection, load_balancer_id: str, seen: Sequence[Observation]) -> int:
     """Write operating statuses that differ from the recorded ones; return their number."""
-    # A fixed order, so that concurrent writers wait instead of deadlocking.
+    # Concurrent writers use the same order: they wait and do not deadlock.
     ordered = sorted(seen, key=lambda one: one.object_id)
-    return sum(
-        _observe_chunk(connection, load_balancer_id, ordered[start : start + _CHUNK])
-        for start in range(0, len(ordered), _CHUNK)
-    )
+    return sum(_observe_chunk(connection, load_balancer_id, some) for some in chunks(ordered))
 
 
 def list_due_reports(connection: sa.Connection, limit: int, after: str = "") -> list[StatusReport]:
     """Return due reports ordered by load balancer; children come before the load balancer itself.
 
-    Args:
-        limit: maximum number of rows.
-        after: the last reported load balancer; later ids come first.
+    Ids after `after`, the last reported load balancer, come first.
     """
     rows = connection.execute(
         sa.select(object_status, job.c.generation.label("wanted"), job.c.applied)
@@ -251,22 +200,12 @@ def list_due_reports(connection: sa.Connection, limit: int, after: str = "") -> 
     found = []
     for row in rows:
         is_waiting = row.pending is not None and row.provisioning != Provisioning.ERROR.value
-        # Report a provisioning status only once. A repetition with a new operating status could arrive after the
-        # user's next request and overwrite its PENDING.
+        # A provisioning status is reported only once. A repetition with a new operating status could arrive after the
+        # user's next request and overwrite the PENDING of that request.
         is_reported = row.settled <= row.reported
         provisioning = None if is_waiting or is_reported or row.provisioning is None else Provisioning(row.provisioning)
-        operating = None if row.operating is None else Operating(row.operating)
-        if provisioning is not None or operating is not None:
-            found.append(
-                StatusReport(
-                    object_id=row.object_id,
-                    kind=Kind(row.kind),
-                    load_balancer_id=row.load_balancer_id,
-                    provisioning=provisioning,
-                    operating=operating,
-                    version=row.version,
-                )
-            )
+        if provisioning is not None or row.operating is not None:
+            found.append(to_struct(row, StatusReport, provisioning=provisioning))
     return found
 
 
@@ -276,48 +215,47 @@ def mark_reported(connection: sa.Connection, reports: Sequence[StatusReport]) ->
     for report in reports:
         by_version[report.version].append(report.object_id)
     for version, told in by_version.items():
-        for start in range(0, len(told), _CHUNK):
-            # A fixed order, so that concurrent writers wait instead of deadlocking.
-            connection.execute(_MARK_REPORTED, {"ids": sorted(told)[start : start + _CHUNK], "told": version})
+        # Concurrent writers use the same order: they wait and do not deadlock.
+        for ids in chunks(sorted(told)):
+            connection.execute(_MARK_REPORTED, {"ids": ids, "told": version})
     deleted = [report for report in reports if report.provisioning is Provisioning.DELETED]
     for report in deleted:
         if report.kind is Kind.LOAD_BALANCER:
             _delete_load_balancer_rows(connection, report.object_id)
-    gone = [report.object_id for report in deleted]
-    for start in range(0, len(gone), _CHUNK):
-        chunk = gone[start : start + _CHUNK]
-        connection.execute(_DELETE, {"ids": chunk})
-        connection.execute(_DELETE_OBJECTS, {"ids": chunk})
+    for ids in chunks([report.object_id for report in deleted]):
+        connection.execute(object_status.delete().where(object_status.c.object_id.in_(ids)))
+        connection.execute(desired_object.delete().where(desired_object.c.id.in_(ids)))
 
 
 def read_operating_statuses(connection: sa.Connection, load_balancer_ids: Sequence[str]) -> dict[str, Operating]:
     """Return the operating statuses of load balancers; OFFLINE, as in Octavia, if none is recorded."""
-    rows = connection.execute(
-        sa.select(object_status.c.object_id, object_status.c.operating).where(
-            object_status.c.object_id.in_(load_balancer_ids)
-        )
-    )
-    known = {row.object_id: Operating(row.operating) for row in rows if row.operating}
+    columns = object_status.c.object_id, object_status.c.operating
+    query = sa.select(*columns).where(object_status.c.object_id.in_(load_balancer_ids))
+    known = {row.object_id: Operating(row.operating) for row in connection.execute(query) if row.operating}
     return {one: known.get(one, Operating.OFFLINE) for one in load_balancer_ids}
 
 
 def _observe_chunk(connection: sa.Connection, load_balancer_id: str, seen: Sequence[Observation]) -> int:
     rows = connection.execute(_RECORDED, {"ids": [one.object_id for one in seen], "of": load_balancer_id})
-    recorded = {row.object_id: row.operating for row in rows if row.provisioning != Provisioning.DELETED.value}
-    now = time.time()
-    differing = [
-        {
-            "at": one.object_id,
-            "new_operating": one.operating.value,
-            "new_reason": one.reason or None,
-            "new_since": now,
-        }
-        for one in seen
-        if one.object_id in recorded and recorded[one.object_id] != one.operating.value
-    ]
+    differing = _differing(_operating(rows), seen)
     if differing:
         connection.execute(_OBSERVE, differing)
     return len(differing)
+
+
+def _operating(rows: Iterable[Any]) -> dict[str, str | None]:
+    """Return the recorded operating statuses by object id, without objects reported as DELETED."""
+    return {row.object_id: row.operating for row in rows if row.provisioning != Provisioning.DELETED.value}
+
+
+def _differing(recorded: Mapping[str, str | None], seen: Iterable[Observation]) -> list[dict[str, Any]]:
+    """Return the parameters of `_OBSERVE` for the statuses that differ from the recorded ones."""
+    now = time.time()
+    return [
+        {"at": one.object_id, "new_operating": one.operating.value, "new_reason": one.reason or None, "new_since": now}
+        for one in seen
+        if one.object_id in recorded and recorded[one.object_id] != one.operating.value
+    ]
 
 
 def _write_confirmed_statuses(
@@ -327,25 +265,13 @@ def _write_confirmed_statuses(
 
     An initial status never replaces a measured one. OFFLINE is not measured, because it means disabled or unused.
     """
-    rows = connection.execute(_RECORDED_OF, {"of": load_balancer_id})
-    recorded = {row.object_id: row.operating for row in rows if row.provisioning != Provisioning.DELETED.value}
+    recorded = _operating(connection.execute(_RECORDED_OF, {"of": load_balancer_id}))
     unmeasured = (None, Operating.OFFLINE.value)
     wanted = [*certain, *(one for one in first if recorded.get(one.object_id) in unmeasured)]
-    now = time.time()
-    differing = [
-        {
-            "at": one.object_id,
-            "was": recorded[one.object_id],
-            "new_operating": one.operating.value,
-            "new_reason": one.reason or None,
-            "new_since": now,
-        }
-        # A fixed order, so that concurrent writers wait instead of deadlocking.
-        for one in sorted(wanted, key=lambda one: one.object_id)
-        if one.object_id in recorded and recorded[one.object_id] != one.operating.value
-    ]
+    # Concurrent writers use the same order: they wait and do not deadlock.
+    differing = _differing(recorded, sorted(wanted, key=lambda one: one.object_id))
     if differing:
-        connection.execute(_OBSERVE_IF_UNCHANGED, differing)
+        connection.execute(_OBSERVE_IF_UNCHANGED, [{**one, "was": recorded[one["at"]]} for one in differing])
 
 
 def _delete_load_balancer_rows(connection: sa.Connection, load_balancer_id: str) -> None:

@@ -9,7 +9,8 @@ compute backend lists.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
@@ -19,13 +20,10 @@ from amphora_driver.database.tables import amphora, orphan
 from amphora_driver.database.tables_fleet import unknown_amphora
 from amphora_driver.store.orphans import OrphanKind
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 MAX_ROWS = 100
-# Rows per sender address. Each amphora has its own address.
+# Each amphora has its own address, so more rows of one address are a mistake or an attack.
 MAX_ROWS_PER_ADDRESS = 5
-# Seconds without heartbeats after which a row is deleted, and after which a new id may replace it.
+# A row without heartbeats is deleted after a day. A new id may replace the row after five minutes.
 _PURGED_AFTER = 86_400.0
 _REPLACED_AFTER = 300.0
 _LONGEST_ADDRESS = 64
@@ -36,7 +34,7 @@ _ONLY_REPORTED = (
 
 
 class UnknownAmphora(msgspec.Struct, frozen=True, kw_only=True):
-    """An unknown id with the sender's address; times are seconds since 1970."""
+    """An unknown id with the sender's address."""
 
     amphora_id: str
     address: str
@@ -48,29 +46,21 @@ def record_unknown_amphorae(connection: sa.Connection, strays: Sequence[UnknownA
     """Insert or update unknown ids; return the number of ids beyond the limits."""
     connection.execute(unknown_amphora.delete().where(unknown_amphora.c.last_at < now - _PURGED_AFTER))
     ids = sorted(one.amphora_id for one in strays)
-    known = set(
-        connection.execute(
-            sa.select(unknown_amphora.c.amphora_id).where(unknown_amphora.c.amphora_id.in_(ids))
-        ).scalars()
-    )
-    # An amphora with this id may have been inserted since.
+    recorded = sa.select(unknown_amphora.c.amphora_id).where(unknown_amphora.c.amphora_id.in_(ids))
+    known = set(connection.execute(recorded).scalars())
+    # The controller may have recorded an amphora with this id since.
     owned = set(connection.execute(sa.select(amphora.c.id).where(amphora.c.id.in_(ids))).scalars())
     new = []
     for one in sorted(strays, key=lambda each: each.amphora_id):
         if one.amphora_id in known:
-            heard = {"address": one.address[:_LONGEST_ADDRESS], "last_at": one.last_at}
-            connection.execute(
-                unknown_amphora.update().where(unknown_amphora.c.amphora_id == one.amphora_id).values(**heard)
-            )
+            _update(connection, one.amphora_id, address=one.address[:_LONGEST_ADDRESS], last_at=one.last_at)
         elif one.amphora_id not in owned:
             new.append(one)
     return _insert_all(connection, new, now) if new else 0
 
 
 def _insert_all(connection: sa.Connection, new: Sequence[UnknownAmphora], now: float) -> int:
-    rows = connection.execute(
-        sa.select(unknown_amphora.c.amphora_id, unknown_amphora.c.address, unknown_amphora.c.last_at)
-    ).all()
+    rows = connection.execute(sa.select(unknown_amphora)).all()
     addresses = Counter(row.address for row in rows)
     replaceable = sorted((row.last_at, row.amphora_id) for row in rows if row.last_at < now - _REPLACED_AFTER)
     free = MAX_ROWS - len(rows)
@@ -100,36 +90,27 @@ def _insert(connection: sa.Connection, one: UnknownAmphora) -> bool:
 
 def list_unknown_amphorae(connection: sa.Connection) -> Sequence[sa.Row[Any]]:
     """Return all rows, the most recent heartbeat first."""
-    return connection.execute(
-        sa.select(unknown_amphora).order_by(unknown_amphora.c.last_at.desc(), unknown_amphora.c.amphora_id)
-    ).all()
+    newest_first = unknown_amphora.c.last_at.desc(), unknown_amphora.c.amphora_id
+    return connection.execute(sa.select(unknown_amphora).order_by(*newest_first)).all()
 
 
 def compute_verdicts(connection: sa.Connection, grace: float) -> dict[str, str]:
-    """Return changed verdicts by amphora id.
-
-    Args:
-        connection: of a reading transaction.
-        grace: [amp_controller] orphan_grace.
-    """
+    """Return changed verdicts by amphora id; `grace` is [amp_controller] orphan_grace."""
     machine = sa.and_(orphan.c.id == unknown_amphora.c.amphora_id, orphan.c.kind == OrphanKind.MACHINE.value)
-    query = sa.select(unknown_amphora.c.amphora_id, unknown_amphora.c.verdict, orphan.c.backend).outerjoin(
-        orphan, machine
-    )
-    changed = {}
-    for row in connection.execute(query):
-        verdict = _ONLY_REPORTED if row.backend is None else _cleanup_verdict(row.backend, grace)
-        if verdict != row.verdict:
-            changed[row.amphora_id] = verdict
-    return changed
+    query = sa.select(unknown_amphora.c.amphora_id, unknown_amphora.c.verdict, orphan.c.backend)
+    rows = connection.execute(query.outerjoin(orphan, machine)).all()
+    verdicts = [_ONLY_REPORTED if row.backend is None else _cleanup_verdict(row.backend, grace) for row in rows]
+    return {row.amphora_id: one for row, one in zip(rows, verdicts, strict=True) if one != row.verdict}
 
 
 def write_verdicts(connection: sa.Connection, verdicts: dict[str, str]) -> None:
     """Write the results of `compute_verdicts`."""
     for amphora_id, verdict in verdicts.items():
-        connection.execute(
-            unknown_amphora.update().where(unknown_amphora.c.amphora_id == amphora_id).values(verdict=verdict)
-        )
+        _update(connection, amphora_id, verdict=verdict)
+
+
+def _update(connection: sa.Connection, amphora_id: str, **values: Any) -> None:
+    connection.execute(unknown_amphora.update().where(unknown_amphora.c.amphora_id == amphora_id).values(**values))
 
 
 def _cleanup_verdict(backend: str, grace: float) -> str:

@@ -1,40 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Claims on VIP addresses of load balancers that Octavia has not created yet.
 
-Invariant: a claim is written before the first address is allocated. So cleanup finds the addresses of a load balancer
-that Octavia never created, also after a crash. A claim keeps a pending request until the network backend has answered.
+Invariant: the driver writes a claim before the first address is allocated. Cleanup therefore finds the addresses of a
+load balancer that Octavia never created, also after a crash. A claim keeps a pending request until the network backend
+has answered.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.database import clock
+from amphora_driver.database.rows import chunks, to_struct
 from amphora_driver.database.tables import job, vip_claim
 from amphora_driver.model.network import VipRequest
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-
-# Back-off in seconds for a backend that sets no retry time: the first one, and the longest.
+# The first and the longest back-off in seconds for a backend that sets no retry time.
 _FIRST_RETRY, _LONGEST_RETRY = 1.0, 30.0
 
 
 class PendingVipRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that the network backend has not answered yet; times are seconds since 1970.
+    """A request that the network backend has not answered yet, the primary VIP first.
 
-    Attributes:
-        project_id: project of the load balancer.
-        vips: requested VIPs, the primary VIP first.
-        since: time of the first request.
-        attempts: number of requests.
-        again_at: time of the next request.
-        pause: seconds between the last request and `again_at`; limits the wait if the clock is set back.
-        reason: reason for the delay.
+    The controller repeats the request at `again_at`, which is `pause` seconds after the last request. `pause` limits
+    the wait if the clock is set back.
     """
 
     project_id: str
@@ -47,29 +40,29 @@ class PendingVipRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def record_claim(connection: sa.Connection, load_balancer_id: str, network: str) -> str:
-    """Write a claim before addresses are allocated; update the time of an existing claim.
+    """Write a claim before addresses are allocated, or update the time of an existing claim.
 
-    Returns:
-        The network backend to use: the given one, or the one of the existing claim.
+    Return the network backend to use, which is the one of the existing claim.
     """
-    changed = connection.execute(
-        vip_claim.update()
-        .where(vip_claim.c.load_balancer_id == load_balancer_id)
-        .values(claimed_at=clock.now(connection))
-    ).rowcount
-    if changed:
+    if _write_claim(connection, load_balancer_id, network):
         return network_of_claim(connection, load_balancer_id) or network
-    connection.execute(
-        vip_claim.insert().values(load_balancer_id=load_balancer_id, network=network, claimed_at=clock.now(connection))
-    )
     return network
+
+
+def _write_claim(connection: sa.Connection, load_balancer_id: str, network: str | None, **values: Any) -> bool:
+    """Update a claim and its time, or insert it; return whether the claim existed."""
+    values["claimed_at"] = clock.now(connection)
+    changed = vip_claim.update().where(vip_claim.c.load_balancer_id == load_balancer_id).values(**values)
+    if connection.execute(changed).rowcount:
+        return True
+    connection.execute(vip_claim.insert().values(load_balancer_id=load_balancer_id, network=network, **values))
+    return False
 
 
 def network_of_claim(connection: sa.Connection, load_balancer_id: str) -> str | None:
     """Return the network backend of a load balancer's claim; None if there is none."""
-    return connection.execute(
-        sa.select(vip_claim.c.network).where(vip_claim.c.load_balancer_id == load_balancer_id)
-    ).scalar()
+    mine = vip_claim.c.load_balancer_id == load_balancer_id
+    return connection.execute(sa.select(vip_claim.c.network).where(mine)).scalar()
 
 
 def read_pending_request(connection: sa.Connection, load_balancer_id: str) -> PendingVipRequest | None:
@@ -77,11 +70,8 @@ def read_pending_request(connection: sa.Connection, load_balancer_id: str) -> Pe
     row = connection.execute(sa.select(vip_claim).where(vip_claim.c.load_balancer_id == load_balancer_id)).first()
     if row is None or row.wanted is None:
         return None
-    return msgspec.structs.replace(
-        msgspec.json.decode(row.wanted, type=PendingVipRequest),
-        project_id=row.project_id or "",
-        reason=row.reason or "",
-    )
+    pending = msgspec.json.decode(row.wanted, type=PendingVipRequest)
+    return msgspec.structs.replace(pending, project_id=row.project_id or "", reason=row.reason or "")
 
 
 def schedule_retry(pending: PendingVipRequest, reason: str, again_in: float | None, now: float) -> PendingVipRequest:
@@ -98,24 +88,15 @@ def write_pending_request(
     connection: sa.Connection, load_balancer_id: str, network: str | None, pending: PendingVipRequest
 ) -> None:
     """Store a pending request, because the backend needs more time."""
-    values = {
-        "project_id": pending.project_id,
-        "wanted": msgspec.json.encode(pending).decode(),
-        "reason": pending.reason,
-        "claimed_at": clock.now(connection),
-    }
-    mine = vip_claim.c.load_balancer_id == load_balancer_id
-    if connection.execute(vip_claim.update().where(mine).values(**values)).rowcount == 0:
-        connection.execute(vip_claim.insert().values(load_balancer_id=load_balancer_id, network=network, **values))
+    wanted = msgspec.json.encode(pending).decode()
+    values = {"project_id": pending.project_id, "wanted": wanted, "reason": pending.reason}
+    _write_claim(connection, load_balancer_id, network, **values)
 
 
 def clear_pending_request(connection: sa.Connection, load_balancer_id: str) -> None:
     """Delete the pending request, because the backend has answered."""
-    connection.execute(
-        vip_claim.update()
-        .where(vip_claim.c.load_balancer_id == load_balancer_id)
-        .values(wanted=None, reason=None, claimed_at=clock.now(connection))
-    )
+    answered = {"wanted": None, "reason": None, "claimed_at": clock.now(connection)}
+    connection.execute(vip_claim.update().where(vip_claim.c.load_balancer_id == load_balancer_id).values(**answered))
 
 
 class OrphanedClaim(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,27 +110,17 @@ def list_settled_claims(connection: sa.Connection, before: float) -> tuple[list[
     """Return old claims: those without a load balancer, and the load balancer ids of the others.
 
     Claims with a pending request of an existing load balancer are not included.
-
-    Args:
-        connection: of a reading transaction.
-        before: latest time of the claims (seconds since 1970).
     """
     rows = connection.execute(
         sa.select(vip_claim.c.load_balancer_id, vip_claim.c.network, job.c.load_balancer_id.label("known"))
         .outerjoin(job, job.c.load_balancer_id == vip_claim.c.load_balancer_id)
         .where(vip_claim.c.claimed_at < before, sa.or_(vip_claim.c.wanted.is_(None), job.c.load_balancer_id.is_(None)))
     ).all()
-    return (
-        [
-            OrphanedClaim(load_balancer_id=row.load_balancer_id, network=row.network)
-            for row in rows
-            if row.known is None
-        ],
-        [row.load_balancer_id for row in rows if row.known is not None],
-    )
+    orphaned = [to_struct(row, OrphanedClaim) for row in rows if row.known is None]
+    return orphaned, [row.load_balancer_id for row in rows if row.known is not None]
 
 
 def delete_claims(connection: sa.Connection, load_balancer_ids: Sequence[str]) -> None:
     """Delete claims."""
-    for load_balancer_id in load_balancer_ids:
-        connection.execute(vip_claim.delete().where(vip_claim.c.load_balancer_id == load_balancer_id))
+    for ids in chunks(load_balancer_ids):
+        connection.execute(vip_claim.delete().where(vip_claim.c.load_balancer_id.in_(ids)))

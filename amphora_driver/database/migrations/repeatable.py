@@ -8,13 +8,11 @@ the beginning.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import sqlalchemy as sa
 from alembic import op
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def create_table(name: str, *columns: sa.schema.SchemaItem) -> None:
@@ -36,5 +34,5 @@ def add_column(table: str, column: sa.Column[Any]) -> None:
 
 
 def _inspector() -> sa.Inspector:
-    # A new inspector each time: an inspector caches its results.
+    # Each step needs a new inspector, because an inspector caches its results.
     return sa.inspect(op.get_bind())

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows as typed objects, and long lists in parts that fit into one statement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import sqlalchemy as sa
+
+T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
+# Databases limit the number of values in one IN (...).
+CHUNK = 500
+
+
+def chunks(values: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Yield the values in parts of at most `CHUNK`."""
+    return (values[start : start + CHUNK] for start in range(0, len(values), CHUNK))
+
+
+def to_struct(row: Any, shape: type[S], **given: Any) -> S:
+    """Return a row as an object: a field has the given value, or the value of the column with its name."""
+    known = {name: getattr(row, name) for name in shape.__struct_fields__ if name not in given}
+    return msgspec.convert({**known, **given}, shape)
+
+
+def load_as(
+    connection: sa.Connection, shape: type[S], query: sa.Select[Any], bound: Mapping[str, Any] | None = None
+) -> list[S]:
+    """Return the rows of a query as objects, see `to_struct`."""
+    return [to_struct(row, shape) for row in connection.execute(query, bound)]
