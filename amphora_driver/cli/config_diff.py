@@ -40,13 +40,7 @@ def from_diagnostics(actual: dict[str, Any]) -> dict[str, Any]:
 
 
 def list_differences(amphora_id: str, desired: dict[str, Any], actual: dict[str, Any]) -> list[str]:
-    """Return lines that describe the differences; none if both sides are equal.
-
-    Args:
-        amphora_id: the amphora.
-        desired: the desired bundle.
-        actual: the agent's answer.
-    """
+    """Return lines that describe the differences between the desired bundle and the agent's answer."""
     lines = []
     if desired["generation"] != actual.get("generation"):
         lines.append(f"generation: wanted {desired['generation']}, amphora {amphora_id} has {actual.get('generation')}")
@@ -65,23 +59,18 @@ def list_differences(amphora_id: str, desired: dict[str, Any], actual: dict[str,
 
 
 def _unified(what: str, amphora_id: str, desired: str, actual: str) -> list[str]:
-    found = difflib.unified_diff(
-        desired.splitlines(), actual.splitlines(), f"{what} wanted", f"{what} of amphora {amphora_id}", lineterm=""
-    )
-    return list(found)
+    names = (f"{what} wanted", f"{what} of amphora {amphora_id}")
+    return list(difflib.unified_diff(desired.splitlines(), actual.splitlines(), *names, lineterm=""))
 
 
 def _as_stored(desired: dict[str, Any]) -> dict[str, Any]:
     """Return the bundle as an agent stores it: with digests in place of contents."""
-    files = [
-        {"name": one["name"], "sha256": hashlib.sha256(one["content"].encode()).hexdigest()} for one in desired["files"]
-    ]
-    return {**desired, "files": files}
+    digests = [(one["name"], hashlib.sha256(one["content"].encode()).hexdigest()) for one in desired["files"]]
+    return {**desired, "files": [{"name": name, "sha256": digest} for name, digest in digests]}
 
 
 def _canonical_text(bundle: dict[str, Any]) -> str:
-    shown = {name: _canonical(bundle.get(name)) for name in _COMPARED}
-    return json.dumps(shown, indent=1, sort_keys=True)
+    return json.dumps({name: _canonical(bundle.get(name)) for name in _COMPARED}, indent=1, sort_keys=True)
 
 
 def _canonical(value: Any) -> Any:

@@ -64,15 +64,11 @@ class Amphoractl(App):
     def build_option_parser(
         self, description: str | None, version: str | None, argparse_kwargs: dict[str, Any] | None = None
     ) -> argparse.ArgumentParser:
-        """Return cliff's parser with --config-file."""
         named = {"prog": self.NAME, **(argparse_kwargs or {})}
         parser: argparse.ArgumentParser = super().build_option_parser(description, version, named)
-        parser.add_argument(
-            "--config-file",
-            action="append",
-            metavar="FILE",
-            help=f"Configuration file; can be repeated. Default: ${config.FILE_VARIABLE} or {config.DEFAULT_FILE}.",
-        )
+        default = f"Default: ${config.FILE_VARIABLE} or {config.DEFAULT_FILE}."
+        words = f"Configuration file; can be repeated. {default}"
+        parser.add_argument("--config-file", action="append", metavar="FILE", help=words)
         return parser
 
     @property
@@ -90,7 +86,6 @@ class Amphoractl(App):
         """Run `work` in one reading transaction.
 
         Raises:
-            ConfigurationError: the configured SQLite file does not exist.
             SchemaMismatch: the schema belongs to another version.
             StoreError: the database refused the transaction.
         """
@@ -100,7 +95,6 @@ class Amphoractl(App):
         """Return the revisions of the database's schema, also of a schema of another version.
 
         Raises:
-            ConfigurationError: the configured SQLite file does not exist.
             StoreError: the database refused the read.
         """
         try:
@@ -110,7 +104,6 @@ class Amphoractl(App):
             raise StoreError("read from the database", str(error.orig or error)) from error
 
     def clean_up(self, cmd: object, result: int, err: BaseException | None) -> None:
-        """Close the connections when a command ends."""
         super().clean_up(cmd, result, err)
         if self._database is not None:
             self._database.dispose()
@@ -118,11 +111,7 @@ class Amphoractl(App):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status.
-
-    Args:
-        argv: arguments without the program's name; None for the arguments of this process.
-    """
+    """Run one command and return the exit status; None for the arguments of this process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     # Without a command, cliff opens an interactive session.
     return int(Amphoractl().run(arguments or ["help"]))

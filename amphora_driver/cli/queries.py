@@ -31,6 +31,8 @@ _UNKNOWN = "unknown"
 # The table `job` also has one row per pool of warm spares, with this operation.
 SPARES = "spares"
 IS_LOAD_BALANCER = job.c.op != SPARES
+# Excludes warm spares. An amphora whose load balancer has no row is included.
+IS_NO_SPARE = sa.or_(job.c.op.is_(None), IS_LOAD_BALANCER)
 # Largest number of ids that the refusal of an ambiguous prefix lists.
 _MAX_LISTED = 10
 
@@ -47,8 +49,8 @@ class LoadBalancerSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One load balancer.
 
     Attributes:
-        work: its row of the table `job`, with `to_report` and `pending` (numbers of objects).
-        status: row of its own status; None before the first report.
+        work: row of the table `job`, with `to_report` and `pending` (numbers of objects).
+        status: row of the load balancer's own status; None before the first report.
         named: name and VIPs; None after the deletion of the load balancer.
         amphorae: rows of `amphora_query`, oldest first.
         since: acceptance time of the oldest request that is not applied (seconds since 1970).
@@ -66,12 +68,7 @@ class LoadBalancerSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_load_balancers(connection: sa.Connection, *conditions: sa.ColumnElement[bool]) -> list[LoadBalancerSummary]:
-    """Return the load balancers, ordered by id.
-
-    Args:
-        connection: of a reading transaction.
-        conditions: on the table `job`.
-    """
+    """Return the load balancers that meet the conditions on the table `job`, ordered by id."""
     chosen = sa.select(job.c.load_balancer_id).where(IS_LOAD_BALANCER, *conditions)
     rows = connection.execute(_work_query(chosen)).all()
 
@@ -131,14 +128,8 @@ def count_unreported() -> sa.ScalarSelect[Any]:
 
 def pending_since() -> sa.ScalarSelect[Any]:
     """Return a subquery for statements about `job`: acceptance time of the oldest pending request."""
-    return (
-        sa.select(sa.func.min(request.c.accepted_at))
-        .where(request.c.load_balancer_id == job.c.load_balancer_id, request.c.applied_at.is_(None))
-        .scalar_subquery()
-    )
-
-
-# --- meaning of the rows --------------------------------------------------------------------------------------------
+    unapplied = (request.c.load_balancer_id == job.c.load_balancer_id, request.c.applied_at.is_(None))
+    return sa.select(sa.func.min(request.c.accepted_at)).where(*unapplied).scalar_subquery()
 
 
 def provisioning_status(one: LoadBalancerSummary) -> str:
@@ -175,26 +166,14 @@ def oldest_heartbeat(machines: Iterable[Any]) -> float | None:
 
 
 def is_stale(machine: Any, before: float) -> bool:
-    """Whether an amphora that has booted has sent no heartbeat since a time.
-
-    Args:
-        machine: a row of `amphora_query`.
-        before: the time in seconds since 1970.
-    """
-    if machine.state == AmphoraState.BOOTING.value:
-        return False
-    return bool((machine.seen_at or 0.0) < before)
-
-
-# --- lookup by the prefix of an id ----------------------------------------------------------------------------------
+    """Whether an amphora that has booted has sent no heartbeat since a time (seconds since 1970)."""
+    return machine.state != AmphoraState.BOOTING.value and bool((machine.seen_at or 0.0) < before)
 
 
 def find_load_balancer_id(connection: sa.Connection, prefix: str, *, deleted: bool = False) -> str:
     """Return the id of the load balancer with this prefix.
 
     Args:
-        connection: of a reading transaction.
-        prefix: an id, or the first characters of one.
         deleted: whether to find deleted load balancers, of which only requests or fail-overs are recorded.
 
     Raises:
@@ -223,17 +202,11 @@ def _find_unique(connection: sa.Connection, sources: list[sa.Select[Any]], noun:
     if prefix in found:
         return prefix
     if not found:
-        raise UnknownObject(
-            f"find {noun} {prefix}",
-            "nothing is recorded under this id",
-            f"List the ids: amphoractl {noun.replace(' ', '')} list.",
-        )
+        remedy = f"List the ids: amphoractl {noun.replace(' ', '')} list."
+        raise UnknownObject(f"find {noun} {prefix}", "nothing is recorded under this id", remedy)
     if len(found) > 1:
-        more = " and others" if len(found) > _MAX_LISTED else ""
-        listed = ", ".join(found[:_MAX_LISTED])
-        raise UnknownObject(
-            f"find {noun} {prefix}", f"{listed}{more} have this prefix", "Give more characters of the id."
-        )
+        listed = ", ".join(found[:_MAX_LISTED]) + (" and others" if len(found) > _MAX_LISTED else "")
+        raise UnknownObject(f"find {noun} {prefix}", f"{listed} have this prefix", "Give more characters of the id.")
     return str(found[0])
 
 
