@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
     from amphora_driver.telemetry.fleet_snapshot import AmphoraInfo, FleetSnapshot, LoadBalancerInfo
 
-# Age in seconds of its last heartbeat at which a process counts as dead.
+# A process counts as dead at this age in seconds of its last heartbeat.
 _DEAD_AFTER = 5 * HEARTBEAT_INTERVAL
-# Delays in seconds of a due job, an unreported status or an unconfirmed change, at which a notice begins and rises.
+# A notice about a due job, an unreported status or an unconfirmed change begins, and rises, at these delays (seconds).
 _LATE = 30.0
 _VERY_LATE = 300.0
 _DAY = 86_400.0
-# Remaining validity of a CA at which its rotation is overdue.
+# The rotation of a CA is overdue at this remaining validity.
 _MONTH = 30 * _DAY
-# Elapsed share of its validity at which the renewal of an amphora certificate is overdue.
+# The renewal of an amphora certificate is overdue at this elapsed share of its validity.
 _RENEWAL_OVERDUE = 0.75
 _WITHOUT_PROCESS = {
     ProcessKind.CONTROLLER.value: "no controller runs: load balancers are not changed, and amphorae not replaced",
@@ -66,13 +66,12 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
     """A condition that an operator should know.
 
     Attributes:
-        level: its severity.
         kind: kind of the affected object: fleet, load balancer, amphora.
         sort: one word for all conditions of the same sort.
         id: id of the affected object, if it has one.
         name: name of the affected object, if it has one.
         text: the condition and its consequence.
-        since: when it began (seconds since 1970), if known.
+        since: start of the condition (seconds since 1970), if known.
     """
 
     level: Level
@@ -85,12 +84,7 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_notices(fleet: FleetSnapshot, interval: float) -> tuple[Notice, ...]:
-    """Return all notices, the most severe first.
-
-    Args:
-        fleet: the snapshot to check.
-        interval: seconds between two heartbeats of an amphora.
-    """
+    """Return all notices, the most severe first; `interval` is the time between two heartbeats in seconds."""
     found = [*_control_plane_notices(fleet), *_queue_notices(fleet)]
     replaced = {one.amphora_id for one in fleet.failovers if one.ended_at is None}
     by_balancer: dict[str, list[AmphoraInfo]] = {}
@@ -140,9 +134,8 @@ def _control_plane_notices(fleet: FleetSnapshot) -> Iterator[Notice]:
     yield from _breaker_notices(fleet)
     if fleet.sight.state == BLIND:
         reason = fleet.sight.reason or "no reason is recorded"
-        yield _fleet_notice(
-            Level.WATCH, f"the failure detector is blind, no automatic fail-overs: {reason}", fleet.sight.since
-        )
+        text = f"the failure detector is blind, no automatic fail-overs: {reason}"
+        yield _fleet_notice(Level.WATCH, text, fleet.sight.since)
     yield from _process_notices(fleet)
     for rotation in fleet.rotations:
         if rotation.state == "paused":
@@ -160,9 +153,8 @@ def _control_plane_notices(fleet: FleetSnapshot) -> Iterator[Notice]:
         if pool.error:
             yield _fleet_notice(Level.WATCH, f"spare pool {pool.id}: {pool.error}")
     if fleet.orphans:
-        yield _fleet_notice(
-            Level.WATCH, f"{fleet.orphans} orphaned machines, ports or VIPs; cleanup deletes them later"
-        )
+        text = f"{fleet.orphans} orphaned machines, ports or VIPs; cleanup deletes them later"
+        yield _fleet_notice(Level.WATCH, text)
 
 
 def _breaker_notices(fleet: FleetSnapshot) -> Iterator[Notice]:
@@ -173,9 +165,8 @@ def _breaker_notices(fleet: FleetSnapshot) -> Iterator[Notice]:
         yield _fleet_notice(Level.WATCH, text, breaker.since)
     elif breaker.state == "open":
         silent = f"{breaker.silent} of {breaker.watched} amphorae are silent"
-        yield _fleet_notice(
-            Level.TROUBLE, f"the circuit breaker is open, no automatic fail-overs: {silent}", breaker.since
-        )
+        text = f"the circuit breaker is open, no automatic fail-overs: {silent}"
+        yield _fleet_notice(Level.TROUBLE, text, breaker.since)
     elif breaker.state != "closed":
         yield _fleet_notice(Level.WATCH, "the circuit breaker permits one automatic fail-over at a time", breaker.since)
 
@@ -220,9 +211,8 @@ def _amphora_notices(amphora: AmphoraInfo, now: float, interval: float, *, repla
         text = "sent no heartbeat for ten intervals"
         yield notice(Level.WATCH, "unheard", text, amphora.heard_at or amphora.created_at)
     if amphora.drifts:
-        yield notice(
-            Level.WATCH, "drift", f"drifts from its configuration: {amphora.drift or 'no details are recorded'}"
-        )
+        details = amphora.drift or "no details are recorded"
+        yield notice(Level.WATCH, "drift", f"drifts from its configuration: {details}")
     expires, issued = amphora.certificate_expires_at, amphora.certificate_issued_at
     if expires is not None and expires <= now:
         yield notice(Level.TROUBLE, "expired", "its certificate has expired: controllers refuse its agent", expires)
@@ -259,9 +249,9 @@ def oldest_due(fleet: FleetSnapshot) -> float | None:
 
     A due time of zero means immediately. Then the time of the oldest unconfirmed request counts, if there is one.
     """
-    since = [
-        one.due_at or one.accepted_at or fleet.at
-        for one in fleet.balancers
-        if one.due and one.owner is None and one.due_at <= fleet.at
-    ]
-    return min(since, default=None)
+    return min((one.due_at or one.accepted_at or fleet.at for one in due_now(fleet)), default=None)
+
+
+def due_now(fleet: FleetSnapshot) -> list[LoadBalancerInfo]:
+    """Return the load balancers that wait for a controller."""
+    return [one for one in fleet.balancers if one.due and one.owner is None and one.due_at <= fleet.at]

@@ -13,7 +13,7 @@ SPARE = "SPARE"
 
 
 class _Info(msgspec.Struct, frozen=True, kw_only=True):
-    """Base class: frozen, with keyword arguments only."""
+    pass
 
 
 class LoadBalancerInfo(_Info, frozen=True):
@@ -26,7 +26,7 @@ class LoadBalancerInfo(_Info, frozen=True):
         accepted_at: time of the oldest unconfirmed request; None if all are confirmed.
         error: error of the last attempt.
         due: whether a job is pending, at `due_at` at the earliest.
-        owner: the controller that runs its job now.
+        owner: the controller that runs the job of the load balancer now.
         holders: the amphorae that report that they hold the VIPs.
     """
 
@@ -54,11 +54,11 @@ class AmphoraInfo(_Info, frozen=True):
     """An amphora, or a spare (`role` is SPARE, and `load_balancer_id` is the id of its pool).
 
     Attributes:
-        wanted: the newest generation of its load balancer; 0 for a spare.
-        confirmed: the newest generation that its agent confirmed.
+        wanted: the newest generation of the load balancer; 0 for a spare.
+        confirmed: the newest generation that the agent confirmed.
         drift: the last detected drift, current or not.
         drifts: whether the amphora drifts now.
-        silence: result of the failure detector: silent, mute or never_spoke; None if it is not silent.
+        silence: result of the failure detector: silent, mute or never_spoke; None for an amphora that is not silent.
         verdict: consequence of the silence.
     """
 
@@ -85,7 +85,7 @@ class AmphoraInfo(_Info, frozen=True):
 
 
 class FailoverInfo(_Info, frozen=True):
-    """A replacement of an amphora. `step` is its newest event; None after its end."""
+    """A replacement of an amphora. `step` is the newest event of an open fail-over."""
 
     id: int
     load_balancer_id: str
@@ -109,7 +109,7 @@ class BreakerInfo(_Info, frozen=True):
         state: closed, trial or open.
         silent: number of silent amphorae at the last decision of the failure detector.
         watched: number of all amphorae at that decision.
-        held: whether an operator holds it open; then `since` and `reason` are the operator's.
+        held: whether an operator holds the circuit breaker open; then `since` and `reason` are the operator's.
     """
 
     state: str = "closed"
@@ -155,7 +155,7 @@ class SparePoolInfo(_Info, frozen=True):
 
 
 class RotationInfo(_Info, frozen=True):
-    """An image rotation, with its numbers of load balancers by state."""
+    """An image rotation, with the numbers of load balancers by state."""
 
     id: int
     state: str

@@ -45,7 +45,10 @@ _COMMON_HEADERS = {
     "Content-Security-Policy": status_page.POLICY,
     "Connection": "close",
 }
-_CHALLENGE = {"WWW-Authenticate": 'Basic realm="amphorae", charset="UTF-8"'}
+_REFUSAL_HEADERS: dict[int, dict[str, str]] = {
+    401: {"WWW-Authenticate": 'Basic realm="amphorae", charset="UTF-8"'},
+    405: {"Allow": "GET, HEAD"},
+}
 
 
 class Response(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,32 +60,19 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     headers: dict[str, str] = {}
 
     def encode(self, method: str, *, accepts_gzip: bool = False) -> bytes:
-        """Return the bytes to send.
-
-        Args:
-            method: method of the request; the response to HEAD has no body.
-            accepts_gzip: whether the client accepts gzip.
-        """
-        body = self.body
-        headers = dict(self.headers)
+        """Return the bytes to send. The response to the method HEAD has no body."""
+        body, headers = self.body, _COMMON_HEADERS | self.headers
         if accepts_gzip and len(body) > _MIN_COMPRESSED:
             body = gzip.compress(body, compresslevel=1, mtime=0)
             headers["Content-Encoding"] = "gzip"
         headers |= {"Vary": "Accept-Encoding", "Content-Type": self.content_type, "Content-Length": str(len(body))}
-        phrase = HTTPStatus(self.status).phrase
-        lines = [
-            f"HTTP/1.1 {self.status} {phrase}",
-            *(f"{name}: {value}" for name, value in (_COMMON_HEADERS | headers).items()),
-        ]
-        return "\r\n".join([*lines, "", ""]).encode() + (b"" if method == "HEAD" else body)
+        lines = [f"{name}: {value}" for name, value in headers.items()]
+        head = [f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}", *lines, "", ""]
+        return "\r\n".join(head).encode() + (b"" if method == "HEAD" else body)
 
 
 class TokenFile:
-    """Reads the token from its file. A changed file takes effect without a restart.
-
-    Args:
-        path: path of the file; None if no token is configured.
-    """
+    """Reads the token from a file; None for no token. A changed file takes effect without a restart."""
 
     def __init__(self, path: str | None) -> None:
         self._path = path
@@ -112,16 +102,13 @@ class TokenFile:
             problem = error.strerror or str(error)
         if self._logged != problem:
             self._logged = problem
-            LOG.error(
-                "the status page refuses all requests: cannot use [amp_status_page] token_file %s: %s",
-                self._path,
-                problem,
-            )
+            words = "the status page refuses all requests: cannot use [amp_status_page] token_file %s: %s"
+            LOG.error(words, self._path, problem)
         raise RequestRefused(503, "The token of this page cannot be read: see the log of its process.")
 
     def _read_file(self, found: os.stat_result) -> Secret:
         """Return the token of a file with this state."""
-        # All four values: two writes in one clock tick, or a clock set back, leave some of them unchanged.
+        # Two writes in one clock tick, or a clock set back, leave some of these four values unchanged.
         mark = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
         if self._known is None or self._known[0] != mark:
             line = Path(str(self._path)).read_bytes().split(b"\n", 1)[0].strip()
@@ -130,14 +117,7 @@ class TokenFile:
 
 
 class RequestHandler:
-    """Answers all paths of the server.
-
-    Args:
-        snapshots: cache of the fleet snapshot.
-        process: the process that answers.
-        tokens: the configured token.
-        is_working: returns the result of the health check.
-    """
+    """Answers all paths of the server. `is_working` returns the result of the health check."""
 
     def __init__(
         self,
@@ -155,7 +135,6 @@ class RequestHandler:
         self._cached_number = 0
 
     def handle(self, request: Request, peer: str) -> Response:
-        """Return the response to a request from an address."""
         try:
             if request.path == "/healthz":
                 working = self._is_working()
@@ -202,9 +181,7 @@ class RequestHandler:
 
 def refusal_response(refusal: RequestRefused) -> Response:
     """Return the response to a refused request."""
-    headers = dict(_CHALLENGE) if refusal.status == HTTPStatus.UNAUTHORIZED else {}
-    if refusal.status == HTTPStatus.METHOD_NOT_ALLOWED:
-        headers["Allow"] = "GET, HEAD"
+    headers = _REFUSAL_HEADERS.get(refusal.status, {})
     return Response(status=refusal.status, body=f"{refusal.reason}\n".encode(), headers=headers)
 
 

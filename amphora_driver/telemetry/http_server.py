@@ -27,12 +27,11 @@ from amphora_driver.telemetry.status_page import ProcessIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
 
     from oslo_config.cfg import ConfigOpts
 
 LOG = logging.getLogger(__name__)
-# Concurrent connections; a further one closes the oldest.
+# Limit of concurrent connections. A further connection closes the oldest one.
 _MAX_CONNECTIONS = 16
 _BACKLOG = 32
 # Seconds for a complete connection, for one read, and for the close after the response.
@@ -49,7 +48,7 @@ class StatusServer:
 
     Args:
         address: IPv4 or IPv6 address.
-        port: TCP port; 0 for any (see the attribute `port`).
+        port: TCP port; 0 for any. The attribute `port` has the chosen one.
         handler: answers the requests.
         certificate: path of certificate and key in one PEM file; None for plain HTTP.
     """
@@ -70,7 +69,6 @@ class StatusServer:
         self._logged = ""
 
     def start(self) -> None:
-        """Start the server thread."""
         self._thread = threading.Thread(target=self._run, name="status", daemon=True)
         self._thread.start()
 
@@ -86,10 +84,8 @@ class StatusServer:
             one.join(_CLOSE_TIMEOUT)
 
     def wait_until_listening(self, seconds: float) -> bool:
-        """Wait until the server has its port, and return whether it has."""
+        """Wait until the server listens on a port, and return whether it does."""
         return self._listening.wait(seconds)
-
-    # --- connections --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -109,7 +105,7 @@ class StatusServer:
 
     def _bind(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-        # Fails while another process of this host uses the port.
+        # The call fails while another process of this host uses the port.
         made = socket.create_server((self._address, self.port), family=family, backlog=_BACKLOG)
         made.setblocking(False)
         self.port = made.getsockname()[1]
@@ -134,9 +130,8 @@ class StatusServer:
             self._number += 1
             number = self._number
             self._open[number] = (connection, time.monotonic())
-            thread = threading.Thread(
-                target=self._serve, args=(number, connection, peer[0]), name="status", daemon=True
-            )
+            work = (number, connection, peer[0])
+            thread = threading.Thread(target=self._serve, args=work, name="status", daemon=True)
             self._threads.add(thread)
         try:
             thread.start()
@@ -161,8 +156,6 @@ class StatusServer:
             self._open.pop(number, None)
         connection.close()
 
-    # --- one connection -----------------------------------------------------------------------------------------------
-
     def _serve(self, number: int, connection: socket.socket, peer: str) -> None:
         try:
             if self._certificate is not None:
@@ -172,7 +165,7 @@ class StatusServer:
             # The client has closed the connection, or uses another protocol.
             LOG.debug("a connection to the status page ended: %s", error)
         except Exception:
-            LOG.exception("could not serve a connection to the status page")
+            LOG.exception("could not serve a connection to the status page, closing it")
         finally:
             self._close(number, connection)
 
@@ -182,7 +175,7 @@ class StatusServer:
             with self._lock:
                 if number in self._open:
                     self._open[number] = (wrapped, self._open[number][1])
-            # Fails if the connection is overdue and shut down already.
+            # The handshake fails if the server has shut down the overdue connection.
             wrapped.do_handshake()
         except BaseException:
             wrapped.close()
@@ -217,7 +210,7 @@ class StatusServer:
         except OSError:
             raise
         except Exception:
-            LOG.exception("could not answer a request to the status page")
+            LOG.exception("could not answer a request to the status page, answering with status 500")
             response = Response(status=500, body=b"Internal error: see the log of this process.\n")
         connection.sendall(response.encode(method, accepts_gzip=accepts_gzip))
         _close_gracefully(connection)
@@ -263,24 +256,10 @@ def _close_gracefully(connection: socket.socket) -> None:
             pass
 
 
-class DisabledServer:
-    """Stands for the server of a process without a configured port."""
-
-    def start(self) -> None:
-        """Do nothing."""
-
-    def stop(self) -> None:
-        """Do nothing."""
-
-
 class Telemetry:
-    """The configured status page of a process; a context manager around the work of the process.
+    """The status page of a process; a context manager around the work of the process.
 
-    Args:
-        conf: options of the driver.
-        kind: kind of the process.
-        name: name of the process.
-        is_working: returns the result of the health check.
+    `is_working` returns the result of the health check. Without a configured port, `server` is None.
     """
 
     def __init__(self, conf: ConfigOpts, kind: ProcessKind, name: str, is_working: Callable[[], bool]) -> None:
@@ -291,7 +270,7 @@ class Telemetry:
         }
         port = ports.get(kind, options.bind_port)
         self._snapshots: SnapshotCache | None = None
-        self.server: StatusServer | DisabledServer = DisabledServer()
+        self.server: StatusServer | None = None
         if not port:
             return
         process = ProcessIdentity(
@@ -303,16 +282,15 @@ class Telemetry:
         )
         database = open_read_only(conf.amp_database.connection)
         self._snapshots = SnapshotCache(database, conf.amp_health.interval, conf.amp_spares.number)
-        handler = RequestHandler(self._snapshots, process, TokenFile(conf.amp_status_page.token_file), is_working)
-        self.server = StatusServer(conf.amp_status_page.bind_address, port, handler, conf.amp_status_page.certificate)
+        handler = RequestHandler(self._snapshots, process, TokenFile(options.token_file), is_working)
+        self.server = StatusServer(options.bind_address, port, handler, options.certificate)
 
     def __enter__(self) -> Telemetry:
-        self.server.start()
+        if self.server is not None:
+            self.server.start()
         return self
 
-    def __exit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
-        self.server.stop()
-        if self._snapshots is not None:
+    def __exit__(self, *_: object) -> None:
+        if self.server is not None and self._snapshots is not None:
+            self.server.stop()
             self._snapshots.close()

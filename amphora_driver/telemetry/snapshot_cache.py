@@ -31,13 +31,12 @@ _DATABASE_TIMEOUT = 3.0
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
-    """The last snapshot with its notices.
+    """The last snapshot and its notices.
 
     Attributes:
         number: number of the read; it identifies results that are derived from this view.
         fleet: the last snapshot; None if no read has succeeded.
-        notices: the notices of the snapshot.
-        trouble: error of the last read; None if it succeeded.
+        trouble: error of the last read; None after a success.
         cpu: CPU time of the read in this process, in seconds.
     """
 
@@ -78,7 +77,6 @@ class SnapshotCache:
     """The shared view of the fleet. Thread-safe.
 
     Args:
-        database: the database to read.
         interval: seconds between two heartbeats of an amphora.
         spares: default number of spares of a pool, for flavors without a number.
         clock: returns monotonic seconds.
@@ -105,7 +103,7 @@ class SnapshotCache:
         if known is None:
             self._lock.acquire()
         elif not self._lock.acquire(blocking=False):
-            # Another thread reads at the moment: return the old view instead of waiting.
+            # Another thread reads at the moment, and a request does not wait for the database.
             return known
         try:
             if self._view is None or self._clock() - self._read_at >= MAX_AGE:
@@ -116,7 +114,6 @@ class SnapshotCache:
             self._lock.release()
 
     def close(self) -> None:
-        """Close the database connections."""
         self._database.dispose()
 
     def _read_view(self, known: View | None) -> View:

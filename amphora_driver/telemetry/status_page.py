@@ -33,7 +33,7 @@ _STYLE = (_HERE / "page.css").read_text(encoding="utf-8")
 _SCRIPT = (_HERE / "page.js").read_text(encoding="utf-8")
 # A value cannot contain these marks, because it is escaped.
 _PART = re.compile(r"<!--(\w+)-->(.*?)<!--/\1-->", re.DOTALL)
-# Limits of the page. The page tells the number of omitted entries.
+# The page tells the number of entries that these limits omit.
 MAX_NOTICES = 40
 MAX_ROWS = 100
 MAX_QUERY = 200
@@ -64,9 +64,6 @@ class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """The process that answers.
 
     Attributes:
-        kind: kind of the process.
-        name: name of the process.
-        version: version of its installation.
         interval: seconds between two heartbeats of an amphora.
         silent_after: seconds without a heartbeat after which an amphora is silent.
     """
@@ -97,41 +94,30 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def render_page(view: View, process: ProcessIdentity, query: str = "") -> bytes:
-    """Return the complete page.
-
-    Args:
-        view: the view to show.
-        process: the process that answers.
-        query: part of a name, id or address of the load balancers to list.
-    """
+    """Return the complete page; `query` is part of a name, id or address of the load balancers to list."""
     return _TEMPLATE.render(**_template_values(view, process, query), style=_STYLE, script=_SCRIPT).encode()
 
 
 def encode_parts(view: View, page: bytes) -> bytes:
     """Return the parts of a complete page as JSON, for the script of the page."""
     parts = dict(_PART.findall(page.decode()))
-    level = _level(view)
-    return msgspec.json.encode({"title": _title(view), "level": level.name.lower(), "parts": parts})
+    return msgspec.json.encode({"title": _title(view), "level": _level(view).name.lower(), "parts": parts})
 
 
 def encode_status(view: View, process: ProcessIdentity) -> bytes:
     """Return the view as JSON, for programs."""
-    level = _level(view)
-    notices = [{**msgspec.to_builtins(one), "level": one.level.name.lower()} for one in view.notices]
     status = {
-        "level": level.name.lower(),
+        "level": _level(view).name.lower(),
         "trouble": view.trouble,
         "answered_by": {"kind": process.kind, "name": process.name, "version": process.version},
-        "notices": notices,
+        "notices": [{**msgspec.to_builtins(one), "level": one.level.name.lower()} for one in view.notices],
         "fleet": view.fleet,
     }
     return msgspec.json.encode(status)
 
 
 def _template_values(view: View, process: ProcessIdentity, query: str) -> dict[str, Any]:
-    """Return the variables of the template."""
-    fleet = view.fleet
-    level = _level(view)
+    fleet, level = view.fleet, _level(view)
     notices, _count = group_notices(view.notices)
     values: dict[str, Any] = {
         "view": view,
@@ -156,9 +142,7 @@ def _template_values(view: View, process: ProcessIdentity, query: str) -> dict[s
             "queue_bar": _queue_bar(fleet),
             "oldest_heartbeat": max((fleet.at - last_heartbeat(one) for one in _ready(fleet)), default=None),
             "oldest_due": oldest_due(fleet),
-            "first_expiry": min(
-                (one.certificate_expires_at for one in fleet.amphorae if one.certificate_expires_at), default=None
-            ),
+            "first_expiry": min(filter(None, (one.certificate_expires_at for one in fleet.amphorae)), default=None),
             "open_failovers": [one for one in fleet.failovers if one.ended_at is None],
             "names": {one.id: one.name for one in fleet.balancers if one.name},
             "versions": Counter(one.agent_version or "unknown" for one in fleet.amphorae),
@@ -287,9 +271,6 @@ def _bar(*segments: BarSegment) -> list[BarSegment]:
     return placed
 
 
-# --- template filters ---------------------------------------------------------------------------------------------
-
-
 def format_age(seconds: float | None) -> str:
     """Return a duration as text: '4 s', '3 min', '2 h', '5 d'."""
     if seconds is None:
@@ -311,13 +292,9 @@ def format_time_of_day(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, timezone.utc).strftime("%H:%M:%S")
 
 
-def _environment() -> Environment:
-    made = Environment(
-        loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    made.filters |= {"age": format_age, "timestamp": format_time, "time_of_day": format_time_of_day}
-    made.globals |= {"Level": Level, "failover_duration": failover_duration, "MARKS": _MARKS}
-    return made
-
-
-_TEMPLATE = _environment().get_template("page.html.j2")
+_ENVIRONMENT = Environment(
+    loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+)
+_ENVIRONMENT.filters |= {"age": format_age, "timestamp": format_time, "time_of_day": format_time_of_day}
+_ENVIRONMENT.globals |= {"Level": Level, "failover_duration": failover_duration, "MARKS": _MARKS}
+_TEMPLATE = _ENVIRONMENT.get_template("page.html.j2")
