@@ -8,87 +8,60 @@ from __future__ import annotations
 
 from oslo_config import cfg
 
-OPTIONS: dict[str, list[cfg.Opt]] = {
-    "amp_compute": [
-        cfg.StrOpt(
-            "driver",
-            default="netns",
-            help="Compute backend of new load balancers whose flavor does not name one. A name of the entry point "
-            "group amphora_driver.compute.",
+OPTIONS: dict[str, dict[cfg.Opt, str]] = {
+    "amp_compute": {
+        cfg.StrOpt("driver", default="netns"): (
+            "Compute backend of new load balancers whose flavor does not name one. A name of the entry point group "
+            "amphora_driver.compute."
         ),
-        cfg.ListOpt(
-            "enabled_drivers",
-            default=[],
-            help="Further compute backends, separated by commas: those that flavors may name, and those of existing "
-            "load balancers. The default is none.",
+        cfg.ListOpt("enabled_drivers", default=[]): (
+            "Further compute backends, separated by commas: those that flavors may name, and those of existing load "
+            "balancers. The default is none."
         ),
-    ],
-    "amp_compute_netns": [
-        cfg.StrOpt(
-            "directory",
-            default="/var/lib/amphora-driver/amphorae",
-            help="Directory with one subdirectory per amphora: its /etc, /var/lib and log.",
+    },
+    "amp_compute_netns": {
+        cfg.StrOpt("directory", default="/var/lib/amphora-driver/amphorae"): (
+            "Directory with one subdirectory per amphora: its /etc, /var/lib and log."
         ),
-        cfg.StrOpt(
-            "prefix", default="amp", help="First part of the names of network namespaces. At most 6 characters."
+        cfg.StrOpt("prefix", default="amp"): "First part of the names of network namespaces. At most 6 characters.",
+        cfg.StrOpt("agent_python", default="/opt/amphora-agent/bin/python"): (
+            "Python interpreter of the environment in which the agent is installed."
         ),
-        cfg.StrOpt(
-            "agent_python",
-            default="/opt/amphora-agent/bin/python",
-            help="Python interpreter of the environment in which the agent is installed.",
+        cfg.StrOpt("management_network", default="management"): (
+            "Id of the network through which the controller reaches the agents."
         ),
-        cfg.StrOpt(
-            "management_network",
-            default="management",
-            help="Id of the network through which the controller reaches the agents.",
+    },
+    "amp_compute_qemu": {
+        cfg.StrOpt("directory", default="/var/lib/amphora-driver/machines"): (
+            "Directory with one subdirectory per amphora: its disk, its config drive and its console log."
         ),
-    ],
-    "amp_compute_qemu": [
-        cfg.StrOpt(
-            "directory",
-            default="/var/lib/amphora-driver/machines",
-            help="Directory with one subdirectory per amphora: its disk, its config drive and its console log.",
+        cfg.StrOpt("prefix", default="amp"): (
+            "Name of this deployment. The backend touches only the amphorae of the directory that have this name."
         ),
-        cfg.StrOpt(
-            "prefix",
-            default="amp",
-            help="Name of this deployment. The backend touches only the amphorae of the directory that have this name.",
+        cfg.StrOpt("management_network", default="management"): (
+            "Id of the network through which the controller reaches the agents."
         ),
-        cfg.StrOpt(
-            "management_network",
-            default="management",
-            help="Id of the network through which the controller reaches the agents.",
+        cfg.StrOpt("image_directory", default="/var/lib/amphora-driver/images"): (
+            "Directory of the images, one TAG.qcow2 per tag. With a file TAG.kernel beside it, qemu boots that kernel "
+            "with TAG.initrd and the arguments in TAG.arguments; without it, the boot loader of the image. To replace "
+            "an image, rename the new file over it: running amphorae keep the old file."
         ),
-        cfg.StrOpt(
-            "image_directory",
-            default="/var/lib/amphora-driver/images",
-            help="Directory of the images, one TAG.qcow2 per tag. With a file TAG.kernel beside it, qemu boots that "
-            "kernel with TAG.initrd and the arguments in TAG.arguments; without it, the boot loader of the image. "
-            "To replace an image, rename the new file over it: running amphorae keep the old file.",
+        cfg.StrOpt("image_tag", default="amphora"): (
+            "Tag of the image for load balancers whose flavor does not name one."
         ),
-        cfg.StrOpt(
-            "image_tag", default="amphora", help="Tag of the image for load balancers whose flavor does not name one."
+        cfg.IntOpt("processors", default=1, min=1, max=64): "Number of virtual processors of an amphora. 1 to 64.",
+        cfg.IntOpt("memory", default=512, min=128): "Memory of an amphora in MiB. At least 128.",
+        cfg.StrOpt("user", default="nobody"): (
+            "System user of the qemu process after it has opened its files. The user must own no file and belong to no "
+            "group. A user for the amphorae alone isolates them from other processes of the default user."
         ),
-        cfg.IntOpt("processors", default=1, min=1, max=64, help="Number of virtual processors of an amphora. 1 to 64."),
-        cfg.IntOpt("memory", default=512, min=128, help="Memory of an amphora in MiB. At least 128."),
-        cfg.StrOpt(
-            "user",
-            default="nobody",
-            help="System user of the qemu process after it has opened its files. The user must own no file and belong "
-            "to no group. A user for the amphorae alone isolates them from other processes of the default user.",
+        cfg.StrOpt("program", default="qemu-system-x86_64"): "Name or path of the qemu program.",
+        cfg.StrOpt("machine", default="pc"): (
+            "Machine type of qemu. Its PCI bus must support hot-plug of network interfaces."
         ),
-        cfg.StrOpt("program", default="qemu-system-x86_64", help="Name or path of the qemu program."),
-        cfg.StrOpt(
-            "machine",
-            default="pc",
-            help="Machine type of qemu. Its PCI bus must support hot-plug of network interfaces.",
+        cfg.StrOpt("accelerator", default="auto", choices=["auto", "kvm", "tcg"]): (
+            "How amphorae execute. kvm: hardware virtualization. tcg: emulation, about twenty times slower. auto: kvm "
+            "if the host supports it, otherwise tcg."
         ),
-        cfg.StrOpt(
-            "accelerator",
-            default="auto",
-            choices=["auto", "kvm", "tcg"],
-            help="How amphorae execute. kvm: hardware virtualization. tcg: emulation, about twenty times slower. auto: "
-            "kvm if the host supports it, otherwise tcg.",
-        ),
-    ],
+    },
 }

@@ -28,7 +28,6 @@ from amphora_driver.config import (
     queue,
     status,
     store,
-    vrrp,
 )
 from amphora_driver.errors import ConfigurationError
 
@@ -39,32 +38,29 @@ DEFAULT_FILE = "/etc/amphora-driver/amphora-driver.conf"
 FILE_VARIABLE = "AMPHORA_DRIVER_CONFIG"
 
 _MODULES = (
-    store,
-    queue,
-    controller,
-    agent,
-    octavia,
-    health,
-    haproxy,
-    vrrp,
-    compute,
-    network,
-    certificates,
-    failover,
-    maintenance,
-    status,
+    *(store, queue, controller, agent, octavia, health, haproxy, compute, network, certificates),
+    *(failover, maintenance, status),
 )
-GROUPS: dict[str, list[cfg.Opt]] = {group: options for one in _MODULES for group, options in one.OPTIONS.items()}
+
+
+def _with_help(options: dict[cfg.Opt, str]) -> list[cfg.Opt]:
+    """Return the options, each with its help text."""
+    for option, text in options.items():
+        option.help = text
+    return list(options)
+
+
+GROUPS = {group: _with_help(options) for one in _MODULES for group, options in one.OPTIONS.items()}
 
 
 def load(files: Sequence[str] | None = None) -> cfg.ConfigOpts:
     """Return the options as the configuration files set them.
 
     Args:
-        files: configuration files; None for the file that the environment names, or the default file.
+        files: configuration files; None for the file in the environment variable, or the default file.
 
     Raises:
-        ConfigurationError: a named file does not exist or is not valid.
+        ConfigurationError: a file does not exist or is not valid.
     """
     conf = cfg.ConfigOpts()
     log.register_options(conf)
