@@ -13,7 +13,6 @@ import secrets
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from amphora_driver.compute.config_drive import build_config_drive
 from amphora_driver.compute.qemu_command import DRIVE, Hardware, manual_boot_command
 from amphora_driver.compute.state_dirs import write_private
 from amphora_driver.model.network import FixedAddress, Port, Subnet
+from sandbox.settings import bind_port
 
 _AGENT_PORT = 9443
 # The guest's network in QEMU (QEMU's documentation, "Using the user mode network stack").
@@ -40,26 +40,18 @@ _QCOW2 = b"QFI\xfb"
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of diskimage/boot."""
-    parser = argparse.ArgumentParser(
-        prog="diskimage/boot", description="Boot an image and print how to reach its agent."
-    )
-    parser.add_argument("image", type=Path, help="disk image; the guest's changes to it are discarded")
-    parser.add_argument("--memory", type=int, default=512, help="memory in MiB")
-    parser.add_argument(
-        "--port", type=int, default=_AGENT_PORT, help="port of 127.0.0.1 that is forwarded to the agent"
-    )
-    parser.add_argument(
-        "--arch", choices=sorted(ARCHITECTURES), help="architecture of the image; default: from the manifest beside it"
-    )
-    parser.add_argument(
-        "--accelerator", choices=["auto", "kvm", "tcg"], default="auto", help="auto always means tcg for arm64"
-    )
-    parser.add_argument(
-        "--firmware",
-        type=Path,
-        help="firmware instead of the default, for example /usr/share/ovmf/OVMF.fd for UEFI on amd64",
-    )
-    parser.add_argument("--keep", type=Path, help="directory to keep certificates and config drive in")
+    words = "Boot an image and print how to reach its agent."
+    parser = argparse.ArgumentParser(prog="diskimage/boot", description=words)
+    add = parser.add_argument
+    add("image", type=Path, help="disk image; the guest's changes to it are discarded")
+    add("--memory", type=int, default=512, help="memory in MiB")
+    add("--port", type=int, default=_AGENT_PORT, help="port of 127.0.0.1 that is forwarded to the agent")
+    words = "architecture of the image; default: from the manifest beside it"
+    add("--arch", choices=sorted(ARCHITECTURES), help=words)
+    add("--accelerator", choices=["auto", "kvm", "tcg"], default="auto", help="auto always means tcg for arm64")
+    words = "firmware instead of the default, for example /usr/share/ovmf/OVMF.fd for UEFI on amd64"
+    add("--firmware", type=Path, help=words)
+    add("--keep", type=Path, help="directory to keep certificates and config drive in")
     chosen = parser.parse_args(arguments)
     for file in (chosen.image, chosen.firmware):
         if file is not None and not file.is_file():
@@ -71,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
         chosen.firmware, package = Path(kind.firmware[0]), kind.firmware[1]
         if not chosen.firmware.is_file():
             parser.error(f"{chosen.firmware} does not exist; apt-get install {package}")
-    if not _free(chosen.port):
+    if not bind_port(chosen.port):
         parser.error(f"port {chosen.port} of 127.0.0.1 is in use; choose another one with --port")
     with ExitStack() as closing:
         folder = chosen.keep or Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="amphora-")))
@@ -85,6 +77,8 @@ def _boot(folder: Path, chosen: argparse.Namespace, kind: Architecture) -> int:
     # The probe runs an amd64 guest.
     found = chosen.accelerator == "auto" and kind is AMD64 and kvm_probe.usable(kind.program)
     accelerated = chosen.accelerator == "kvm" or found
+    with chosen.image.open("rb") as image:
+        disk_format = "qcow2" if image.read(len(_QCOW2)) == _QCOW2 else "raw"
     hardware = Hardware(
         program=kind.program,
         name=f"amphora-{amphora_id}",
@@ -97,7 +91,7 @@ def _boot(folder: Path, chosen: argparse.Namespace, kind: Architecture) -> int:
     argv = manual_boot_command(
         hardware,
         str(chosen.image.absolute()),
-        disk_format="qcow2" if _begins(chosen.image, _QCOW2) else "raw",
+        disk_format=disk_format,
         forward=f"tcp:127.0.0.1:{chosen.port}-:{_AGENT_PORT}",
         mac=_MAC,
         firmware=None if chosen.firmware is None else str(chosen.firmware.absolute()),
@@ -134,26 +128,8 @@ def _run(argv: list[str], folder: Path) -> int:
     return 0 if received else status
 
 
-def _begins(file: Path, with_these: bytes) -> bool:
-    with file.open("rb") as content:
-        return content.read(len(with_these)) == with_these
-
-
-def _free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
-
-
 def _write_drive(folder: Path, amphora_id: str) -> None:
-    amphorae, controllers = (
-        create_authority("amphorae of a manual boot"),
-        create_authority("controllers of a manual boot"),
-    )
+    amphorae, controllers = (create_authority(f"{kind} of a manual boot") for kind in ("amphorae", "controllers"))
     conf = (
         f"[agent]\namphora_id = {amphora_id}\nbind_address = {_ADDRESS}\nbind_port = {_AGENT_PORT}\n"
         "services = systemd\n[heartbeat]\ninterval = 10\ntargets =\n"

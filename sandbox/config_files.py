@@ -34,16 +34,8 @@ _Sections = dict[str, dict[str, str]]
 
 def write(settings: Settings) -> None:
     """Create directories, configuration files, keys and certificates that are missing or outdated."""
-    for folder in (
-        settings.etc,
-        settings.data,
-        settings.run,
-        settings.log,
-        settings.amphorae,
-        settings.machines,
-        settings.tls,
-    ):
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for name in ("etc", "data", "run", "log", "amphorae", "machines", "tls"):
+        Path(settings.state, name).mkdir(parents=True, exist_ok=True, mode=0o700)
     _write(settings.driver_configuration, _ini(_driver_options(settings)))
     _write(settings.octavia_configuration, _ini(_octavia_options(settings)))
     _write(settings.clouds, _clouds(settings))
@@ -57,11 +49,9 @@ def write(settings: Settings) -> None:
 
 
 def _driver_options(settings: Settings) -> _Sections:
+    keys = str(settings.etc / "encryption.keys")
     ours = {
-        "amp_database": {
-            "connection": settings.database_url,
-            "encryption_key_file": str(settings.etc / "encryption.keys"),
-        },
+        "amp_database": {"connection": settings.database_url, "encryption_key_file": keys},
         "amp_queue": {
             "socket_dir": str(settings.run / "sockets"),
             **({"engine": "celery", "broker_url": settings.broker_url} if settings.broker_url else {}),
@@ -101,9 +91,12 @@ def _driver_options(settings: Settings) -> _Sections:
         },
     }
     if settings.compute == "qemu":
-        for group, options in _qemu_options(emulated=uses_emulation(settings)).items():
-            ours[group] = {**ours.get(group, {}), **options}
-    return {group: {**ours.get(group, {}), **settings.options.get(group, {})} for group in {**ours, **settings.options}}
+        ours = _merged(ours, _qemu_options(emulated=uses_emulation(settings)))
+    return _merged(ours, settings.options)
+
+
+def _merged(first: _Sections, second: _Sections) -> _Sections:
+    return {group: {**first.get(group, {}), **second.get(group, {})} for group in {**first, **second}}
 
 
 def uses_emulation(settings: Settings) -> bool:
@@ -112,7 +105,7 @@ def uses_emulation(settings: Settings) -> bool:
 
 
 def _qemu_options(*, emulated: bool) -> _Sections:
-    """The options that differ for virtual machines. Emulated ones get longer time-outs."""
+    """The options that differ for virtual machines. Emulated machines get longer time-outs."""
     ours: _Sections = {"amp_compute": {"driver": "qemu"}, "amp_agent": {"services": "systemd"}}
     if emulated:
         ours["amp_agent"] |= {"connect_timeout": "15", "request_timeout": "180"}
@@ -179,7 +172,7 @@ def _certificates(folder: Path) -> None:
     certificate, key = create_authority("sandbox controllers")
     _write(folder / "controller_ca.pem", certificate.decode())
     client = Authority(certificate, key).issue_client("sandbox controller", _CLIENT_DAYS)
-    # Last: `write` takes this file as the sign that all others exist.
+    # This file is the last one: if it exists, `write` creates no certificates.
     _write(folder / "controller.pem", client.bundle().reveal().decode())
 
 

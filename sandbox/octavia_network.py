@@ -91,48 +91,30 @@ class SandboxNetworkDriver(base.AbstractNetworkDriver):
 
 
 def _find(candidates: Any, wanted: str, missing: type[Exception], attribute: str) -> Any:
-    for candidate in candidates:
-        if getattr(candidate, attribute) == wanted:
-            return candidate
-    raise missing(f"{wanted} does not exist")
+    found = next((one for one in candidates if getattr(one, attribute) == wanted), None)
+    if found is None:
+        raise missing(f"{wanted} does not exist")
+    return found
 
 
 def _network(segment: Segment) -> Any:
-    return shown.Network(
-        id=segment.id,
-        name=segment.name,
-        subnets=[subnet.id for subnet in local_network().subnets(segment.id)],
-        admin_state_up=True,
-        mtu=segment.mtu,
-        port_security_enabled=False,
-    )
+    subnets = [subnet.id for subnet in local_network().subnets(segment.id)]
+    state = {"admin_state_up": True, "port_security_enabled": False}
+    return shown.Network(id=segment.id, name=segment.name, subnets=subnets, mtu=segment.mtu, **state)
 
 
 def _subnet(subnet: AddressRange) -> Any:
-    return shown.Subnet(
-        id=subnet.id,
-        name=subnet.name,
-        network_id=subnet.network_id,
-        gateway_ip=subnet.gateway,
-        cidr=subnet.cidr,
-        ip_version=subnet.version,
-        host_routes=[],
-    )
+    same = {name: getattr(subnet, name) for name in ("id", "name", "network_id", "cidr")}
+    return shown.Subnet(**same, gateway_ip=subnet.gateway, ip_version=subnet.version, host_routes=[])
 
 
 def _port(port: Port) -> Any:
     owner = local_network().owner(port.id) or ""
-    return shown.Port(
-        id=port.id,
-        name=owner,
-        # Octavia refuses a VIP port with a device id.
-        device_id="" if owner == f"user-{port.id}" else owner,
-        mac_address=port.mac,
-        network_id=port.network_id,
-        status="ACTIVE",
-        admin_state_up=True,
-        fixed_ips=[shown.FixedIP(subnet_id=one.subnet_id, ip_address=one.address) for one in port.addresses],
-    )
+    # Octavia refuses a VIP port with a device id.
+    use = {"name": owner, "device_id": "" if owner == f"user-{port.id}" else owner}
+    addresses = [shown.FixedIP(subnet_id=one.subnet_id, ip_address=one.address) for one in port.addresses]
+    state = {"status": "ACTIVE", "admin_state_up": True, "fixed_ips": addresses}
+    return shown.Port(id=port.id, network_id=port.network_id, mac_address=port.mac, **use, **state)
 
 
 def _availability(subnet: AddressRange) -> dict[str, Any]:

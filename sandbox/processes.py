@@ -34,11 +34,10 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     """One program of the sandbox.
 
     Args:
-        name: the name; also of its log and its process file.
-        argv: program and arguments.
+        name: the name of the program, its log and its process file.
         namespace: the network namespace of the program; None for the root namespace.
         listen: a port of 127.0.0.1. The program inherits the listening socket as descriptor 3: early clients wait.
-        ready: whether the program is ready; polled, so it must be fast.
+        ready: whether the program is ready. `wait_ready` polls this function, so it must be fast.
     """
 
     name: str
@@ -100,7 +99,7 @@ class Supervision:
         self._raise_start_error(program.name, f"it is not ready after {seconds:.0f} seconds")
 
     def stop(self, name: str) -> bool:
-        """Stop a program and its children; False if it did not run."""
+        """Stop a program and its child processes; False if the program did not run."""
         return bool(self._stop([name]))
 
     def stop_all(self) -> list[str]:
@@ -112,7 +111,7 @@ class Supervision:
         ran = [name for name, process in known.items() if process.alive()]
         signal_and_wait([known[name] for name in ran], signal.SIGTERM, _STOP_SECONDS)
         for name in ran:
-            # The program was a session leader: kill the rest of its process group, which are its children.
+            # The program was a session leader. The rest of its process group are its child processes.
             with suppress(ProcessLookupError):
                 os.killpg(known[name].pid, signal.SIGKILL)
             known[name].wait(_STOP_SECONDS)
@@ -125,16 +124,14 @@ class Supervision:
         return sorted(path.stem for path in self._settings.run.glob("*.process"))
 
     def log(self, name: str) -> Path:
-        """The log file of a program."""
         return self._settings.log / f"{name}.log"
 
     def tail(self, name: str) -> str:
         """The last lines of a program's log."""
-        try:
+        with suppress(FileNotFoundError):
             lines = self.log(name).read_text(encoding="utf-8", errors="replace").splitlines()
-        except FileNotFoundError:
-            return ""
-        return "\n".join(lines[-_TAIL_LINES:])
+            return "\n".join(lines[-_TAIL_LINES:])
+        return ""
 
     def _process_file(self, name: str) -> Path:
         return self._settings.run / f"{name}.process"
@@ -148,11 +145,7 @@ class Supervision:
     def _environment(self) -> Mapping[str, str]:
         names = ("PATH", "PYTHONPATH", "PYTHONPYCACHEPREFIX", "HOME", failpoints.VARIABLE)
         kept = {name: os.environ[name] for name in names if name in os.environ}
-        fixed = {
-            "OCTAVIA_CONF": str(self._settings.octavia_configuration),
-            "LANG": "C.UTF-8",
-            "PYTHONUNBUFFERED": "1",
-        }
+        fixed = {"OCTAVIA_CONF": str(self._settings.octavia_configuration), "LANG": "C.UTF-8", "PYTHONUNBUFFERED": "1"}
         return {**kept, **self._settings.environment(), **fixed}
 
     def _raise_start_error(self, name: str, happened: str) -> None:

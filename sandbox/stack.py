@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,29 +49,13 @@ _NEEDED_BY_QEMU = {config_files.PROGRAM: "qemu-system-x86", "qemu-img": "qemu-ut
 
 
 class Stack:
-    """One sandbox.
-
-    Args:
-        settings: the settings of the sandbox.
-        report: receives a message for each step.
-        note: receives progress messages of a long wait.
-    """
+    """One sandbox. `report` receives a message for each step, `note` progress messages of a long wait."""
 
     def __init__(self, settings: Settings, report: Report = lambda _: None, note: Report = lambda _: None) -> None:
-        self._settings = settings
+        self.settings = settings
+        self.supervision = Supervision(settings)
         self._report = report
         self._note = note
-        self._supervision = Supervision(settings)
-
-    @property
-    def settings(self) -> Settings:
-        """The settings of the sandbox."""
-        return self._settings
-
-    @property
-    def supervision(self) -> Supervision:
-        """The processes of the programs."""
-        return self._supervision
 
     def up(self) -> None:
         """Start everything that does not run.
@@ -79,39 +63,39 @@ class Stack:
         Raises:
             SandboxError: a program did not start; the error names its log.
         """
-        _check_machine(self._settings)
+        _check_machine(self.settings)
         with self._locked():
-            config_files.write(self._settings)
+            config_files.write(self.settings)
             with self._open_network() as network:
-                migrate.upgrade(self._settings.database_url)
+                migrate.upgrade(self.settings.database_url)
                 topology.define_networks(network)
-                topology.build_networks(self._settings, network)
+                topology.build_networks(self.settings, network)
                 self._report("networks: management, vip, members; a client and three members")
                 self._power_on(network)
-            (self._settings.run / "sockets").mkdir(exist_ok=True, mode=0o700)
+            (self.settings.run / "sockets").mkdir(exist_ok=True, mode=0o700)
             programs = self.programs()
             # In parallel: most of the start time is the import of modules, which uses all processors.
-            started = [program for program in programs if self._supervision.start(program)]
+            started = [program for program in programs if self.supervision.start(program)]
             for program in started:
-                self._supervision.wait_ready(program, _READY_SECONDS)
+                self.supervision.wait_ready(program, _READY_SECONDS)
                 self._report(f"{program.name} is ready")
 
     def down(self) -> None:
         """Stop and remove everything except the state directory."""
         with self._locked():
-            ended = self._supervision.stop_all()
+            ended = self.supervision.stop_all()
             if ended:
                 self._report(f"stopped: {', '.join(ended)}")
-            if self._settings.driver_configuration.exists():
+            if self.settings.driver_configuration.exists():
                 with self._open_network() as network:
                     self._power_off(network)
-            removed = [name for name in namespaces.names(f"{self._settings.prefix}-") if self._remove_namespace(name)]
+            removed = [name for name in namespaces.names(f"{self.settings.prefix}-") if self._remove_namespace(name)]
             if removed:
                 self._report(f"namespaces removed: {', '.join(removed)}")
 
     def programs(self) -> list[Program]:
         """The programs, in the order in which `up` waits for them."""
-        settings = self._settings
+        settings = self.settings
         module = (sys.executable, "-m")
         gunicorn = (
             *("gunicorn", "--bind", "fd://3", "--workers", "1", "--threads", "8", "--timeout", "120"),
@@ -126,6 +110,8 @@ class Stack:
             )
             for name in topology.MEMBERS
         ]
+        agent_listens = _listens_on_unix(settings.run, "status", "stats", "get")
+        reporter_listens = _has_notification_socket(settings.run, "reporter")
         return [
             *members,
             *self._forward_out(module),
@@ -145,10 +131,7 @@ class Stack:
             Program(
                 name="octavia-driver-agent",
                 argv=(*module, "sandbox.octavia_start"),
-                ready=_all(
-                    _listens_on_unix(settings.run, "status", "stats", "get"),
-                    _has_notification_socket(settings.run, "reporter"),
-                ),
+                ready=lambda process: agent_listens(process) and reporter_listens(process),
             ),
             Program(
                 name="amphora-controller",
@@ -165,17 +148,17 @@ class Stack:
         ]
 
     def _forward_out(self, module: tuple[str, ...]) -> list[Program]:
-        """The forwarder to servers on this machine, if the settings name any."""
-        ports = forward_out.loopback_ports(self._settings.store_url, self._settings.broker_url)
+        """The forwarder to servers on this machine, if the settings contain any."""
+        ports = forward_out.loopback_ports(self.settings.store_url, self.settings.broker_url)
         if not ports:
             return []
-        control = self._settings.control
+        control = self.settings.control
         argv = (*module, forward_out.__name__, control, *(str(port) for port in ports))
         return [Program(name="forward-out", argv=argv, ready=lambda _: forward_out.is_listening(control, ports))]
 
     def _forward_in(self, module: tuple[str, ...]) -> list[Program]:
         """The forwarder to the status page, if it has a port. `up` does not wait for it."""
-        settings = self._settings
+        settings = self.settings
         if not settings.status_port:
             return []
         argv = (*module, forward_in.__name__, settings.control, str(config_files.STATUS_PORT))
@@ -183,10 +166,10 @@ class Stack:
 
     def _compute_backends(self, network: LocalNetwork) -> tuple[NetnsCompute | QemuCompute, ...]:
         """All compute backends: a flavor may select another one than the default."""
-        options = config.load([str(self._settings.driver_configuration)])
-        found: tuple[NetnsCompute | QemuCompute, ...] = (NetnsCompute(options, network),)
+        options = config.load([str(self.settings.driver_configuration)])
         # An old sandbox has no directory for virtual machines; the default directory belongs to other sandboxes.
-        return (*found, QemuCompute(options, network)) if self._settings.machines.exists() else found
+        qemu = [QemuCompute(options, network)] if self.settings.machines.exists() else []
+        return (NetnsCompute(options, network), *qemu)
 
     def _power_on(self, network: LocalNetwork) -> None:
         booting = {}
@@ -198,9 +181,9 @@ class Stack:
                     if machine is not None and machine.management_address is not None:
                         booting[amphora_id] = machine.management_address
         if booting:
-            self._note(f"virtual machines boot{', emulated' if config_files.uses_emulation(self._settings) else ''}")
-            port = config.load([str(self._settings.driver_configuration)]).agent.port
-            vm_wait.wait_for_agents(self._settings, booting, port, self._note)
+            self._note(f"virtual machines boot{', emulated' if config_files.uses_emulation(self.settings) else ''}")
+            port = config.load([str(self.settings.driver_configuration)]).amp_agent.port
+            vm_wait.wait_for_agents(self.settings, booting, port, self._note)
             self._report("virtual machines have booted")
 
     def _power_off(self, network: LocalNetwork) -> None:
@@ -218,15 +201,15 @@ class Stack:
 
     @contextmanager
     def _open_network(self) -> Iterator[LocalNetwork]:
-        database = Database(self._settings.database_url)
+        database = Database(self.settings.database_url)
         try:
-            yield LocalNetwork(config.load([str(self._settings.driver_configuration)]), database)
+            yield LocalNetwork(config.load([str(self.settings.driver_configuration)]), database)
         finally:
             database.dispose()
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        descriptor = os.open(self._settings.state, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        descriptor = os.open(self.settings.state, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
@@ -248,14 +231,13 @@ def _answers_http(port: int) -> Callable[[Process], bool]:
     """A request gets a response. The socket listens already: the request waits for the program."""
 
     def ready(_: Process) -> bool:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_READY_SECONDS)
-        try:
+        with (
+            suppress(OSError, http.client.HTTPException),
+            closing(http.client.HTTPConnection("127.0.0.1", port, timeout=_READY_SECONDS)) as connection,
+        ):
             connection.request("GET", "/")
             return connection.getresponse().status < 400
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
+        return False
 
     return ready
 
@@ -266,14 +248,12 @@ def _listens_on_unix(folder: Path, *names: str) -> Callable[[Process], bool]:
     The check does not connect: the driver agent's process for a connection without a request never ends.
     """
     wanted = {str(folder / f"{name}.sock") for name in names}
-
     return lambda process: wanted <= {path for path, flags in _unix_sockets(process) if flags == _LISTENING}
 
 
 def _has_notification_socket(folder: Path, role: str) -> Callable[[Process], bool]:
     """The program has bound its notification socket. The file alone may belong to a dead process."""
     beginning = str(folder / "sockets" / f"{role}-")
-
     return lambda process: any(path.startswith(beginning) for path, _ in _unix_sockets(process))
 
 
@@ -298,7 +278,3 @@ def _listens_on_port(protocol: str, port: int) -> Callable[[Process], bool]:
         return any(line.split()[1].endswith(f":{port:04X}") for line in lines[1:])
 
     return ready
-
-
-def _all(*conditions: Callable[[Process], bool]) -> Callable[[Process], bool]:
-    return lambda process: all(condition(process) for condition in conditions)
