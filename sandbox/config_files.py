@@ -27,7 +27,7 @@ PROGRAM = "qemu-system-x86_64"
 HEALTH_PORT = 9879
 STATUS_PORT = 9878
 _CLIENT_DAYS = 3650
-# Boot time-out in seconds of an emulated machine on a busy host.
+# An emulated machine on a busy host boots within this number of seconds.
 _EMULATED_BOOT = "900"
 _Sections = dict[str, dict[str, str]]
 
@@ -116,7 +116,7 @@ def _qemu_options(*, emulated: bool) -> _Sections:
 
 def _octavia_options(settings: Settings) -> _Sections:
     return {
-        # Octavia's API sends no messages: the provider does not use its workers.
+        # The API of Octavia sends no messages, because the provider uses no worker of Octavia.
         "DEFAULT": {"transport_url": "fake://"},
         "oslo_messaging_notifications": {"driver": "noop"},
         "oslo_concurrency": {"lock_path": str(settings.run / "lock")},
@@ -132,7 +132,7 @@ def _octavia_options(settings: Settings) -> _Sections:
             "default_provider_driver": "haproxy",
         },
         "controller_worker": {"network_driver": "amphora_sandbox_network"},
-        # Otherwise Octavia sets its own time-outs in every listener, and the time-outs of a flavor have no effect.
+        # With other values, Octavia sets its own time-outs in every listener, and those of a flavor have no effect.
         "haproxy_amphora": {f"timeout_{one}": "0" for one in ("client_data", "member_connect", "member_data")},
         "certificates": {"cert_manager": "local_cert_manager", "storage_path": str(settings.tls)},
         "driver_agent": {
@@ -157,7 +157,7 @@ def _clouds(settings: Settings) -> str:
 def _env(settings: Settings) -> str:
     """The shell environment for clients of this sandbox."""
     exports = {**settings.environment(), "PATH": f"{Path(sys.executable).parent}:$PATH"}
-    # Keep the cache directory for bytecode that quickstart has chosen.
+    # Programs of the sandbox use the bytecode cache that quickstart has chosen.
     prefix = os.environ.get("PYTHONPYCACHEPREFIX")
     if prefix:
         exports["PYTHONPYCACHEPREFIX"] = prefix
@@ -172,7 +172,7 @@ def _certificates(folder: Path) -> None:
     certificate, key = create_authority("sandbox controllers")
     _write(folder / "controller_ca.pem", certificate.decode())
     client = Authority(certificate, key).issue_client("sandbox controller", _CLIENT_DAYS)
-    # This file is the last one: if it exists, `write` creates no certificates.
+    # `write` creates no certificates if controller.pem exists, so this function writes controller.pem last.
     _write(folder / "controller.pem", client.bundle().reveal().decode())
 
 

@@ -28,7 +28,7 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    # A small body is sent at once; with Nagle's algorithm it waits for the acknowledgement of the headers.
+    # With Nagle's algorithm, a small body would wait for the acknowledgement of the headers.
     wbufsize = -1
     disable_nagle_algorithm = True
 
@@ -50,7 +50,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815 - http.server requires this name
 
     def log_message(self, *_: object) -> None:
-        """Write no log: it has no reader."""
+        """Write no log, because the sandbox does not use it."""
 
 
 def main() -> None:

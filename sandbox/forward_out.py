@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _listener(port: int) -> socket.socket:
-    # A socket belongs to the namespace in which it was created.
+    # A socket belongs to the network namespace in which the process created the socket.
     return socket.create_server((_LOOPBACK_ADDRESS, port), backlog=128)
 
 
@@ -93,7 +93,7 @@ async def copy_stream(source: asyncio.StreamReader, target: asyncio.StreamWriter
             target.write(data)
             await target.drain()
     except OSError:
-        # One side has closed its connection; closing the target informs the other side.
+        # One side has closed the connection. The end of the target connection informs the other side.
         pass
     finally:
         target.close()

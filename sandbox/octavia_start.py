@@ -43,7 +43,7 @@ def _is_octavia_database(connection: Any) -> bool:
 
 
 def _begin(connection: Any) -> None:
-    # oslo.db uses the same mark: with it, oslo.db does not send BEGIN itself. It removes the mark at the end.
+    # oslo.db sends no BEGIN if it finds this mark, and it removes the mark at the end of the transaction.
     if not _is_octavia_database(connection) or "in_transaction" in connection.info:
         return
     connection.info["in_transaction"] = True
@@ -58,7 +58,7 @@ def _begin(connection: Any) -> None:
 
 
 def _checkin(dbapi_connection: Any, _record: Any) -> None:
-    # The event "commit" comes before the commit. The commit is complete when the connection returns to the pool.
+    # SQLAlchemy sends the event "commit" before the commit. The commit is complete when the pool gets the connection.
     if _write_lock.lock is not None and _write_lock.holder == id(dbapi_connection):
         os.close(_write_lock.lock)
         _write_lock.lock = _write_lock.holder = None
@@ -67,8 +67,8 @@ def _checkin(dbapi_connection: Any, _record: Any) -> None:
 def _sort_by_definition(kind: type, attributes: list[Any]) -> None:
     """Sort the attributes of an API type in the order of their definition.
 
-    The original function of WSME parses the source of each class to find this order. This takes more than half of the
-    start time of the API and of the driver agent. In current versions of Python, a class keeps the order itself.
+    WSME parses the source of each class to find this order. The parser takes more than half of the start time of the
+    API and of the driver agent. In current versions of Python, a class keeps the order.
     """
     order = [name for one in kind.__mro__ for name in vars(one)]
     attributes.sort(key=lambda attribute: order.index(attribute.key))
@@ -121,7 +121,7 @@ def driver_agent() -> int:
         read_options(arguments)
         _compile_statements()
 
-    # The agent has no hook between the options and the first fork: wrap the function that reads the options.
+    # octavia-driver-agent has no hook between the options and the first fork, so this function wraps the reader.
     service.prepare_service = read_options_and_compile
     return int(agent.main() or 0)
 
@@ -129,8 +129,8 @@ def driver_agent() -> int:
 def _compile_statements() -> None:
     """Compile the SQL statements of a status report before the first fork.
 
-    The function reports the status of an object that does not exist. Without it, every fork compiles the statements:
-    55 ms of processor time for each call instead of 26 ms. It closes its connection, because forks must not share one.
+    The function reports the status of an object that does not exist. Without this report, every fork compiles the
+    statements: a call takes 55 ms of processor time instead of 26 ms. Forks must not share the connection.
     """
     from octavia.api.drivers.driver_agent import driver_updater  # noqa: PLC0415 - only after `prepare`
     from octavia.db import api as database  # noqa: PLC0415 - only after `prepare`

@@ -30,7 +30,7 @@ _STOP_SECONDS = 8.0
 _TAIL_LINES = 15
 
 
-class Program(msgspec.Struct, frozen=True, kw_only=True):
+class Program(msgspec.Struct, frozen=True):
     """One program of the sandbox.
 
     Args:
@@ -98,20 +98,13 @@ class Supervision:
                 return
         self._raise_start_error(program.name, f"it is not ready after {seconds:.0f} seconds")
 
-    def stop(self, name: str) -> bool:
-        """Stop a program and its child processes; False if the program did not run."""
-        return bool(self._stop([name]))
-
-    def stop_all(self) -> list[str]:
-        """Stop all programs in parallel; returns the names of the programs that ran."""
-        return self._stop(self.names())
-
-    def _stop(self, names: list[str]) -> list[str]:
+    def stop(self, *names: str) -> list[str]:
+        """Stop programs and their child processes in parallel; returns the names of the programs that ran."""
         known = {name: process for name in names if (process := self._read_process(name)) is not None}
         ran = [name for name, process in known.items() if process.alive()]
         signal_and_wait([known[name] for name in ran], signal.SIGTERM, _STOP_SECONDS)
         for name in ran:
-            # The program was a session leader. The rest of its process group are its child processes.
+            # A program leads a process group. The rest of the group are child processes of the program.
             with suppress(ProcessLookupError):
                 os.killpg(known[name].pid, signal.SIGKILL)
             known[name].wait(_STOP_SECONDS)

@@ -21,7 +21,7 @@ OCTAVIA_PORT = 9876
 NETWORK_PORT = 9696
 STATUS_PORT = 9878
 _START_AGAIN = "Remove the state directory to create a new sandbox."
-# sun_path has 108 bytes. The longest socket path below the state directory is that of a controller.
+# The kernel limits the path of a unix socket to 108 bytes (sun_path). The socket of a controller has the longest path.
 _LONGEST_STATE = 107 - len("/run/sockets/controller-4194304-7fffffffffff")
 
 
@@ -190,7 +190,7 @@ def load_or_create_settings(
         octavia_port=_free_port(OCTAVIA_PORT),
         network_port=_free_port(NETWORK_PORT),
         status_port=_free_port(STATUS_PORT),
-        # Agents start in another directory. Python finds the virtual environment by the link, so the link is kept.
+        # Agents start in another directory. Python needs the link to find the virtual environment.
         agent_python=str(Path(agent_python or sys.executable).absolute()),
         store_url=store_url,
         octavia_url=octavia_url,
@@ -200,7 +200,7 @@ def load_or_create_settings(
         options=options or {},
     )
     state.mkdir(parents=True, exist_ok=True, mode=0o755)
-    # The URLs may contain passwords.
+    # The URLs in the file can contain passwords.
     _file(state).touch(mode=0o600)
     _file(state).write_bytes(msgspec.json.format(msgspec.json.encode(settings)))
     return settings

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Report = Callable[[str], None]
 _READY_SECONDS = 60.0
 _KILL_SECONDS = 5.0
-# __SO_ACCEPTCON in the flags of /proc/net/unix.
+# A listening socket has this value (__SO_ACCEPTCON) in the flags of /proc/net/unix.
 _LISTENING = "00010000"
 _NEEDED = {
     "haproxy": "haproxy",
@@ -74,7 +74,7 @@ class Stack:
                 self._power_on(network)
             (self.settings.run / "sockets").mkdir(exist_ok=True, mode=0o700)
             programs = self.programs()
-            # In parallel: most of the start time is the import of modules, which uses all processors.
+            # The programs start in parallel, because the import of modules takes most of the time.
             started = [program for program in programs if self.supervision.start(program)]
             for program in started:
                 self.supervision.wait_ready(program, _READY_SECONDS)
@@ -83,7 +83,7 @@ class Stack:
     def down(self) -> None:
         """Stop and remove everything except the state directory."""
         with self._locked():
-            ended = self.supervision.stop_all()
+            ended = self.supervision.stop(*self.supervision.names())
             if ended:
                 self._report(f"stopped: {', '.join(ended)}")
             if self.settings.driver_configuration.exists():
@@ -95,21 +95,21 @@ class Stack:
 
     def programs(self) -> list[Program]:
         """The programs, in the order in which `up` waits for them."""
-        settings = self.settings
+        settings, control = self.settings, self.settings.control
         module = (sys.executable, "-m")
         gunicorn = (
             *("gunicorn", "--bind", "fd://3", "--workers", "1", "--threads", "8", "--timeout", "120"),
             *("--no-control-socket", "--log-level", "warning", "sandbox.octavia_start:api()"),
         )
+        api, network_api = settings.octavia_port, settings.network_port
+        server, port = (sys.executable, "-S", demo_hosts.__file__), demo_hosts.MEMBER_PORT
+        member_listens = _listens_on_port("tcp6", port)
         members = [
-            Program(
-                name=name,
-                argv=(sys.executable, "-S", demo_hosts.__file__, name, str(demo_hosts.MEMBER_PORT)),
-                namespace=settings.host(name),
-                ready=_listens_on_port("tcp6", demo_hosts.MEMBER_PORT),
-            )
+            Program(name, (*server, name, str(port)), namespace=settings.host(name), ready=member_listens)
             for name in topology.MEMBERS
         ]
+        controller_listens = _has_notification_socket(settings.run, "controller")
+        health_listens = _listens_on_port("udp", config_files.HEALTH_PORT)
         agent_listens = _listens_on_unix(settings.run, "status", "stats", "get")
         reporter_listens = _has_notification_socket(settings.run, "reporter")
         return [
@@ -117,33 +117,28 @@ class Stack:
             *self._forward_out(module),
             *self._forward_in(module),
             Program(
-                name="network-api",
-                argv=(*module, "sandbox.fake_neutron_api"),
-                listen=settings.network_port,
-                ready=_answers_http(settings.network_port),
+                "network-api",
+                (*module, "sandbox.fake_neutron_api"),
+                listen=network_api,
+                ready=_answers_http(network_api),
             ),
+            Program("octavia-api", (*module, *gunicorn), listen=api, ready=_answers_http(api)),
             Program(
-                name="octavia-api",
-                argv=(*module, *gunicorn),
-                listen=settings.octavia_port,
-                ready=_answers_http(settings.octavia_port),
-            ),
-            Program(
-                name="octavia-driver-agent",
-                argv=(*module, "sandbox.octavia_start"),
+                "octavia-driver-agent",
+                (*module, "sandbox.octavia_start"),
                 ready=lambda process: agent_listens(process) and reporter_listens(process),
             ),
             Program(
-                name="amphora-controller",
-                argv=(*module, "amphora_driver.controller.service"),
-                namespace=settings.control,
-                ready=_has_notification_socket(settings.run, "controller"),
+                "amphora-controller",
+                (*module, "amphora_driver.controller.service"),
+                namespace=control,
+                ready=controller_listens,
             ),
             Program(
-                name="amphora-health-manager",
-                argv=(*module, "amphora_driver.health.service"),
-                namespace=settings.control,
-                ready=_listens_on_port("udp", config_files.HEALTH_PORT),
+                "amphora-health-manager",
+                (*module, "amphora_driver.health.service"),
+                namespace=control,
+                ready=health_listens,
             ),
         ]
 
@@ -154,7 +149,7 @@ class Stack:
             return []
         control = self.settings.control
         argv = (*module, forward_out.__name__, control, *(str(port) for port in ports))
-        return [Program(name="forward-out", argv=argv, ready=lambda _: forward_out.is_listening(control, ports))]
+        return [Program("forward-out", argv, ready=lambda _: forward_out.is_listening(control, ports))]
 
     def _forward_in(self, module: tuple[str, ...]) -> list[Program]:
         """The forwarder to the status page, if it has a port. `up` does not wait for it."""
@@ -162,12 +157,12 @@ class Stack:
         if not settings.status_port:
             return []
         argv = (*module, forward_in.__name__, settings.control, str(config_files.STATUS_PORT))
-        return [Program(name="status-page", argv=argv, listen=settings.status_port)]
+        return [Program("status-page", argv, listen=settings.status_port)]
 
     def _compute_backends(self, network: LocalNetwork) -> tuple[NetnsCompute | QemuCompute, ...]:
-        """All compute backends: a flavor may select another one than the default."""
+        """All compute backends: a flavor can select each of them."""
         options = config.load([str(self.settings.driver_configuration)])
-        # An old sandbox has no directory for virtual machines; the default directory belongs to other sandboxes.
+        # A sandbox of an older version has no directory for virtual machines, so it has no backend qemu.
         qemu = [QemuCompute(options, network)] if self.settings.machines.exists() else []
         return (NetnsCompute(options, network), *qemu)
 
@@ -228,7 +223,7 @@ def _check_machine(settings: Settings) -> None:
 
 
 def _answers_http(port: int) -> Callable[[Process], bool]:
-    """A request gets a response. The socket listens already: the request waits for the program."""
+    """The program answers a request. The request waits, because the inherited socket listens."""
 
     def ready(_: Process) -> bool:
         with (
@@ -245,7 +240,7 @@ def _answers_http(port: int) -> Callable[[Process], bool]:
 def _listens_on_unix(folder: Path, *names: str) -> Callable[[Process], bool]:
     """The program listens on unix sockets with these names.
 
-    The check does not connect: the driver agent's process for a connection without a request never ends.
+    The check does not connect: octavia-driver-agent forks for a connection, and without a request the fork never ends.
     """
     wanted = {str(folder / f"{name}.sock") for name in names}
     return lambda process: wanted <= {path for path, flags in _unix_sockets(process) if flags == _LISTENING}

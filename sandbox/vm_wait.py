@@ -18,7 +18,7 @@ from amphora_driver.host import namespaces
 if TYPE_CHECKING:
     from sandbox.settings import Settings
 
-# Seconds between two polls, between two progress messages, and for a TLS handshake.
+# Intervals in seconds between two polls and between two progress messages; time limit for a TLS handshake.
 _POLL_INTERVAL, _NOTE_INTERVAL, _HANDSHAKE_TIMEOUT = 1.0, 30.0, 10.0
 
 
@@ -36,7 +36,7 @@ def wait_for_agents(settings: Settings, addresses: Mapping[str, str], port: int,
 
 
 def poll(timeout: float, note: Callable[[float], None], interval: float | None = None) -> Iterator[None]:
-    """Yield at once and after each interval until the time-out; `note` receives the seconds of a long wait."""
+    """Yield at once and after each interval until the time-out; `note` gets the seconds of a long wait."""
     started = noted = time.monotonic()
     while True:
         yield

@@ -20,7 +20,7 @@ from amphora_driver.errors import CertificateError
 from amphora_driver.store import ca_records
 from amphora_driver.store.ca_records import AmphoraCertificate, CaKind, CaRecord, CaState
 
-# Largest number of ids in a field of a table.
+# A field of a table shows at most this number of ids.
 _MAX_LISTED = 3
 _CERTIFICATES = (*("Amphora", "Load balancer", "Issued", "Expires", "Days left", "Authority", "Trusts", "State"), "Why")
 _AUTHORITIES = (
@@ -119,7 +119,7 @@ class ListCertificateAuthorities(Lister):
         try:
             found = trust_store.load_configured_ca(self.app.conf, kind)
         except CertificateError as error:
-            # This user can read the database but perhaps not the controllers' files.
+            # The user of the command can read the database, but perhaps not the files of the controllers.
             problem = str(error)
         end = found.expires_at if found else None
         about = (fingerprint(found.certificate) if found else "", Timestamp(None), Timestamp(end), _days_left(end, now))
@@ -147,7 +147,7 @@ class RotateCertificateAuthority(ShowOne):
     def values(self, parsed_args: argparse.Namespace) -> dict[str, Any]:
         conf, database, kind = self.app.conf, self.app.database, CaKind(parsed_args.kind)
         vault = Vault.load(conf.amp_database.encryption_key_file)
-        # After the first rotation the CA is in the database; the configured files are not needed.
+        # After the first rotation the database has the CA, and the command does not need the configured files.
         rotated = any(one.kind is kind for one in self.app.read(ca_records.list_cas))
         new = trust_store.create_ca(kind, vault, parsed_args.days)
         present = new if rotated else trust_store.load_configured_ca(conf, kind)
@@ -177,7 +177,7 @@ def _depends_on(one: AmphoraCertificate, authority: CaRecord) -> bool:
     if authority.kind is CaKind.AMPHORA:
         return one.authority == authority.id
     trusted = ca_rotation.parse_controller_ids(one.trusts)
-    # An amphora that trusts the files trusts the CA that was imported from them.
+    # The first rotation imports the CA from the files, so an amphora that trusts the files trusts this CA.
     return authority.id in trusted or (authority.sealed_key is None and not trusted)
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from cliff import command, lister, show
 
-# Names of an argument, and its options for `ArgumentParser.add_argument`.
+# An argument consists of its names and of the options of `ArgumentParser.add_argument`.
 Argument = tuple[tuple[str, ...], dict[str, Any]]
-# Column names and rows of a list.
+# A list consists of the column names and the rows.
 Table = tuple[tuple[str, ...], Iterable[tuple[Any, ...]]]
-# Length of the columns that hold the operator's name.
+# The columns with an operator's name have this length.
 _MAX_NAME_LENGTH = 128
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from amphora_driver.cli.formatting import escape_unprintable
 
-# The agent masks the same words (docs/reference/agent-api.md, `GET /v2/diagnostics`).
+# The agent masks the values of the same words (docs/reference/agent-api.md, `GET /v2/diagnostics`).
 _SECRET_WORDS = re.compile(r"\b(dynamic-cookie-key|password|insecure-password)([ \t]+)\S+")
-# Last line of the part of haproxy.cfg that the agent writes itself.
+# This line ends the part of haproxy.cfg that the agent writes itself.
 _END_OF_AGENT_PART = "# From here on: the load balancer's part.\n"
 _COMPARED = ("files", "interfaces", "limits", "allowed", "pings", "vrrp", "virtual_servers")
 
@@ -104,7 +104,7 @@ def _interface(desired: dict[str, Any], actual: Any, *, is_pair: bool) -> list[s
         lines.append(f"interface {name} has the name {found.get('name')}")
     if found.get("mtu") != desired["mtu"]:
         lines.append(f"interface {name} has an MTU of {found.get('mtu')}, not {desired['mtu']}")
-    # In a pair, VRRP decides which amphora holds the VIPs.
+    # In a pair, VRRP decides which amphora holds the VIPs, so a missing VIP is no difference.
     needed = [*desired["addresses"], *([] if is_pair else desired["vips"])]
     present = {_canonical_address(one) for one in found.get("addresses", [])}
     return lines + [f"interface {name} lacks {one}" for one in needed if _canonical_address(one) not in present]

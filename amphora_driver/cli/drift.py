@@ -35,10 +35,9 @@ from amphora_driver.store.requests import Op
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Time limits in seconds for the answer of an agent.
+# An agent must answer a comparison and a diagnosis within these numbers of seconds.
 _COMPARE_TIMEOUT, _DIAGNOSE_TIMEOUT = 20.0, 60.0
 _NOT_FOUND = 404
-# Exit statuses.
 DIFFERENT, UNREACHABLE = 1, 2
 
 

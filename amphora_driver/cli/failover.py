@@ -158,13 +158,7 @@ class ListUnknownAmphorae(Lister):
 
 
 def describe_permission(detector: str | None, rows: dict[str, circuit_breaker.BreakerRow], *, automatic: bool) -> str:
-    """Return whether the detector would replace a silent amphora now, and the reason if not.
-
-    Args:
-        detector: name of the controller that detects silent amphorae; None without one.
-        rows: the rows of the circuit breaker by name.
-        automatic: option of [amp_failover].
-    """
+    """Return whether the detecting controller would replace a silent amphora now, or the reason."""
     sight, known = rows.get(circuit_breaker.SIGHT), rows.get(circuit_breaker.AUTOMATIC)
     held = rows.get(circuit_breaker.OPERATOR)
     if not automatic:
@@ -210,7 +204,7 @@ class _RequestFailover(Command):
 
     def take_action(self, parsed_args: argparse.Namespace) -> None:
         message = self.app.database.write(lambda connection: self.request(connection, parsed_args))
-        # Only processes of this host receive the notification; controllers of other hosts poll.
+        # Only controllers of this host receive the notification; controllers of other hosts poll the database.
         local_socket.wake_role(self.app.conf.amp_queue.socket_dir, local_socket.CONTROLLER)
         self.app.stdout.write(message + "\n")
 

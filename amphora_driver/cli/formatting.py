@@ -17,10 +17,10 @@ from typing import Any, TextIO, cast
 
 from cliff.columns import FormattableColumn
 
-# Longest outcome of a request in a table; JSON contains the whole text.
+# A table shows at most this number of characters of an outcome; JSON contains the whole text.
 _MAX_OUTCOME = 100
 _MINUTE, _HOUR, _DAYS = 60.0, 3600.0, 2 * 86400.0
-# The unprintable characters with which commands separate lines and columns.
+# Commands separate lines and columns with these unprintable characters.
 _LAYOUT = "\n\t"
 
 
@@ -125,7 +125,7 @@ class Age(Value):
         return self._never if self._value is None else f"{format_duration(self._data())} ago"
 
     def _data(self) -> float:
-        # The clocks of two hosts differ slightly; an age is never negative.
+        # The clocks of two hosts differ slightly, but an age must not be negative.
         return round(max(0.0, time.time() - float(self._value)), 1)
 
 
@@ -228,7 +228,7 @@ class Amphorae(Rows):
         if row["heard"] is not None and row["heard"] != row["confirmed"]:
             generation += f" (reports {row['heard']})"
         holds = ", had the VIPs" if row["silent"] else ", has the VIPs"
-        # The text of the last drift stays after the repair.
+        # The row of an amphora keeps the text of the last drift after the repair.
         drift = "drift" if row["drifts"] else "last drift"
         more = {
             "silent: ": row["silent"],

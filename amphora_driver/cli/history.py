@@ -23,15 +23,12 @@ HEAD = ("At", "What", "Event", "Number", "Object", "Seconds", "Detail")
 
 
 class HistoryEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One event.
+    """One event; `what` is "request", "fail-over" or "resync".
 
     Attributes:
-        at: time in seconds since 1970.
-        what: "request", "fail-over" or "resync".
         number: generation of a request, or id of a fail-over.
         object_id: id of the object or amphora.
         seconds: time since the acceptance of the request, or since the start of the fail-over.
-        detail: outcome or reason.
     """
 
     at: float
@@ -57,7 +54,7 @@ def list_events(connection: sa.Connection, load_balancer_id: str, limit: int) ->
     found += map(_failover_event, connection.execute(events.order_by(failover_event.c.id.desc()).limit(limit)))
     for row in connection.execute(sa.select(resync).where(resync.c.load_balancer_id == load_balancer_id)):
         found += _resync_events(row)
-    # Of two events with the same time, the one that was written later comes first.
+    # `sorted` keeps the order of two events with the same time: the later record comes first.
     return sorted(found, key=lambda event: event.at, reverse=True)[:limit]
 
 

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
     from amphora_driver.database.engine import Database
 
-# Time limit in seconds for an answer of the broker or of a socket.
+# The checks wait at most this number of seconds for the broker or for a socket.
 _TIMEOUT = 5.0
-# Requests without an effect, by socket. An empty connection is not possible: octavia-driver-agent's handler does not
-# detect that such a connection was closed, and occupies a processor for ever.
+# These requests have no effect. A connection without a request is not possible: octavia-driver-agent does not detect
+# the end of such a connection, and its process then occupies a processor for ever.
 _EMPTY_REQUESTS = {
     "status": b"{}",
     "stats": b'{"listeners": []}',
@@ -108,8 +108,8 @@ def check_octavia_sockets(conf: ConfigOpts, *, elsewhere: bool, here: bool) -> C
     """Check that octavia-driver-agent answers on its three sockets.
 
     Args:
-        elsewhere: whether a provider agent runs on some host.
-        here: whether a provider agent is recorded for this host.
+        elsewhere: whether a provider agent runs on any host.
+        here: whether the database has a provider agent of this host.
     """
     requests = ((conf.amp_octavia[f"{name}_socket"], document) for name, document in _EMPTY_REQUESTS.items())
     wrong = [words for path, document in requests if (words := _socket_error(path, document))]
@@ -171,7 +171,7 @@ def _socket_error(path: str, document: bytes) -> str | None:
         with socket.socket(socket.AF_UNIX) as client:
             client.settimeout(_TIMEOUT)
             client.connect(path)
-            # One message: the length in decimal digits, a new line, and the document.
+            # A message of octavia-lib is the length in decimal digits, a new line, and the document.
             client.sendall(b"%d\n%s" % (len(document), document))
             return None if client.recv(1) else f"{path} closed the connection without an answer"
     except OSError as error:

@@ -133,11 +133,11 @@ def _row(one: LoadBalancerSummary, now: float) -> tuple[Any, ...]:
     pending = row.dirty or row.to_report or row.pending or row.committed < row.generation
     causes = sorted({failover.cause for failover in one.failovers})
     return (
-        *(row.load_balancer_id, Value(one.named.name if one.named else None), row.project_id, row.topology),
+        *(row.load_balancer_id, Value(one.name), row.project_id, row.topology),
         *(*_statuses(one), row.generation, row.applied),
         *(Counts(_states(one)), Value(queries.vip_holder(one.amphorae)), Age(heard or None)),
         *(Value(waits_for(row, now) if pending else None), row.attempts, Value(row.error), ValueList(causes)),
-        *(Value(one.status.reason if one.status else None), ValueList(_addresses(one)), Age(one.since, "")),
+        *(Value(one.status.reason if one.status else None), ValueList(one.addresses), Age(one.since, "")),
         *(Remaining(row.due_at if row.dirty and row.due_at else None), Value(row.owner), row.op, bool(row.dirty)),
         ValueList(sorted({machine.drift for machine in one.amphorae if machine.drift})),
     )
@@ -150,12 +150,6 @@ def _statuses(one: LoadBalancerSummary) -> tuple[str, str]:
 def _states(one: LoadBalancerSummary) -> dict[str, int]:
     states = dict(sorted(Counter(machine.state for machine in one.amphorae).items()))
     return {**states, **({"silent": len(one.silent)} if one.silent else {})}
-
-
-def _addresses(one: LoadBalancerSummary) -> list[str]:
-    if one.named is None or one.named.vip is None:
-        return []
-    return [vip.address for vip in (one.named.vip, *one.named.additional_vips) if vip.address]
 
 
 def _details(connection: sa.Connection, text: str, requests: int, now: float) -> dict[str, Any]:

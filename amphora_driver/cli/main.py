@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -26,6 +25,7 @@ from amphora_driver.cli.formatting import escaping_stream
 from amphora_driver.database import schema_check
 from amphora_driver.database.engine import Database, parse_url
 from amphora_driver.errors import ConfigurationError, StoreError
+from amphora_driver.store.process_registry import installed_version
 
 COMMANDS = "amphoractl.commands"
 T = TypeVar("T")
@@ -39,12 +39,12 @@ class Amphoractl(App):
     def __init__(self, commands: CommandManager | None = None, **streams: Any) -> None:
         super().__init__(
             description="Show and operate load balancers, amphorae and controllers; maintain database and keys.",
-            version=_version(),
+            version=installed_version(),
             command_manager=CommandManager(COMMANDS) if commands is None else commands,
             deferred_help=True,
             **streams,
         )
-        # Cliff's loggers and formatters write to these streams, too.
+        # The loggers and formatters of cliff write to these streams, too.
         self.stdout: TextIO = escaping_stream(streams.get("stdout") or sys.stdout)
         self.stderr: TextIO = escaping_stream(streams.get("stderr") or sys.stderr)
         self._conf: ConfigOpts | None = None
@@ -52,11 +52,7 @@ class Amphoractl(App):
 
     @property
     def conf(self) -> ConfigOpts:
-        """The options of the configuration file.
-
-        Raises:
-            ConfigurationError: a named file does not exist or is not valid.
-        """
+        """The options; raises ConfigurationError if a configuration file does not exist or is not valid."""
         if self._conf is None:
             self._conf = config.load(self.options.config_file)
         return self._conf
@@ -73,11 +69,7 @@ class Amphoractl(App):
 
     @property
     def database(self) -> Database:
-        """The configured database.
-
-        Raises:
-            ConfigurationError: the configured SQLite file does not exist.
-        """
+        """The configured database; raises ConfigurationError if the SQLite file does not exist."""
         if self._database is None:
             self._database = _database(self.conf.amp_database.connection)
         return self._database
@@ -121,20 +113,13 @@ def _database(url: str) -> Database:
     found = parse_url(url)
     path = found.database if found.get_backend_name() == "sqlite" else None
     if path is not None and not Path(path).exists():
-        # SQLite creates a missing file; a command that reads must not.
+        # SQLite creates a missing file, but a command that reads creates nothing.
         raise ConfigurationError(
             "open the database",
             f"{path} does not exist",
             "Check [amp_database] connection, or use --config-file. New database: amphoractl database upgrade.",
         )
     return Database(url)
-
-
-def _version() -> str:
-    try:
-        return metadata.version("octavia-amphora-driver")
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 if __name__ == "__main__":

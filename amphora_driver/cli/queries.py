@@ -21,28 +21,20 @@ from amphora_driver.database.tables_fleet import failover, silent_amphora
 from amphora_driver.errors import UnknownObject
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.enums import Kind, Provisioning
-from amphora_driver.model.loadbalancer import Vip
 from amphora_driver.store.requests import Op
+from amphora_driver.telemetry.fleet_queries import read_name_and_addresses
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 _UNKNOWN = "unknown"
-# The table `job` also has one row per pool of warm spares, with this operation.
+# The table `job` has one row for each pool of warm spares, with this operation.
 SPARES = "spares"
 IS_LOAD_BALANCER = job.c.op != SPARES
-# Excludes warm spares. An amphora whose load balancer has no row is included.
+# This condition excludes warm spares. It includes an amphora without a row of a load balancer.
 IS_NO_SPARE = sa.or_(job.c.op.is_(None), IS_LOAD_BALANCER)
-# Largest number of ids that the refusal of an ambiguous prefix lists.
+# The refusal of an ambiguous prefix lists at most this number of ids.
 _MAX_LISTED = 10
-
-
-class DisplayFields(msgspec.Struct, frozen=True):
-    """The fields of a recorded load balancer that lists show; the other fields are not decoded."""
-
-    name: str | None = None
-    vip: Vip | None = None
-    additional_vips: tuple[Vip, ...] = ()
 
 
 class LoadBalancerSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +43,7 @@ class LoadBalancerSummary(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         work: row of the table `job`, with `to_report` and `pending` (numbers of objects).
         status: row of the load balancer's own status; None before the first report.
-        named: name and VIPs; None after the deletion of the load balancer.
+        name, addresses: name and VIPs; None and empty after the deletion of the load balancer.
         amphorae: rows of `amphora_query`, oldest first.
         since: acceptance time of the oldest request that is not applied (seconds since 1970).
         failovers: fail-overs in progress, oldest first.
@@ -60,7 +52,8 @@ class LoadBalancerSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     work: Any
     status: Any
-    named: DisplayFields | None
+    name: str | None = None
+    addresses: tuple[str, ...] = ()
     amphorae: Sequence[Any] = ()
     since: float | None = None
     failovers: Sequence[Any] = ()
@@ -79,7 +72,7 @@ def list_load_balancers(connection: sa.Connection, *conditions: sa.ColumnElement
     statuses = {one.object_id: one for one in connection.execute(sa.select(object_status).where(main))}
     object_of = of_chosen(desired_object, desired_object.c.kind == Kind.LOAD_BALANCER.value, ~desired_object.c.removed)
     bodies = connection.execute(sa.select(desired_object.c.id, desired_object.c.body).where(object_of))
-    named = {one.id: msgspec.json.decode(one.body, type=DisplayFields) for one in bodies}
+    named = {one.id: read_name_and_addresses(one.body) for one in bodies}
     machines = _group_by_load_balancer(connection.execute(amphora_query().where(of_chosen(amphora))))
     in_progress = sa.select(failover).where(of_chosen(failover, failover.c.ended_at.is_(None))).order_by(failover.c.id)
     failovers = _group_by_load_balancer(connection.execute(in_progress))
@@ -88,13 +81,15 @@ def list_load_balancers(connection: sa.Connection, *conditions: sa.ColumnElement
         LoadBalancerSummary(
             work=row,
             status=statuses.get(row.load_balancer_id),
-            named=named.get(row.load_balancer_id),
+            name=name,
+            addresses=addresses,
             amphorae=machines[row.load_balancer_id],
             since=row.since,
             failovers=failovers[row.load_balancer_id],
             silent=frozenset(one.amphora_id for one in silent[row.load_balancer_id]),
         )
         for row in rows
+        for name, addresses in [named.get(row.load_balancer_id, (None, ()))]
     ]
 
 

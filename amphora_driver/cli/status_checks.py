@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from amphora_driver.cli.queries import LoadBalancerSummary
 
-# Seconds without a sign of life after which a process counts as dead: five missed intervals.
+# A process counts as dead after this number of seconds without a sign of life: five missed intervals.
 GONE_AFTER = 5 * process_registry.HEARTBEAT_INTERVAL
-# Largest number of ids in the details of one check.
+# The details of one check list at most this number of ids.
 _MAX_LISTED = 5
 _MONTH = 30 * 86400.0
 _DATE = re.compile(r"(?<![0-9])([0-9]{4})-([0-9]{2})-([0-9]{2})(?![0-9])", re.ASCII)
@@ -271,7 +271,8 @@ def check_images(machines: Sequence[Any], now: float, days: int) -> Check:
 def _date_of_image(image: str | None) -> dt.date | None:
     """Return the first date in the name of an image."""
     for year, month, day in _DATE.findall(image or ""):
-        with contextlib.suppress(ValueError):  # the text may be no valid date, for example 2026-13-01
+        # The digits in the name can be an invalid date, for example 2026-13-01.
+        with contextlib.suppress(ValueError):
             return dt.date(int(year), int(month), int(day))
     return None
 

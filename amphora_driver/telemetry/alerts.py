@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 # A process counts as dead at this age in seconds of its last heartbeat.
 _DEAD_AFTER = 5 * HEARTBEAT_INTERVAL
-# A notice about a due job, an unreported status or an unconfirmed change begins, and rises, at these delays (seconds).
+# A notice about a due job, an unreported status or an unconfirmed change begins at the first delay in seconds. The
+# notice becomes more severe at the second delay.
 _LATE = 30.0
 _VERY_LATE = 300.0
 _DAY = 86_400.0
@@ -35,7 +36,7 @@ _WITHOUT_PROCESS = {
     ProcessKind.HEALTH_MANAGER.value: "no health manager runs: heartbeats of amphorae are not received",
     ProcessKind.PROVIDER_AGENT.value: "no provider agent runs: Octavia gets no statuses",
 }
-# More notices of one sort than the first number are grouped; the second number of them is still shown.
+# The page groups more than `_MAX_UNGROUPED` notices of one sort, and shows `_SHOWN_OF_GROUP` of the group.
 _MAX_UNGROUPED = 4
 _SHOWN_OF_GROUP = 2
 _PLURALS = {"load balancer": "load balancers", "amphora": "amphorae"}
@@ -68,8 +69,6 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         kind: kind of the affected object: fleet, load balancer, amphora.
         sort: one word for all conditions of the same sort.
-        id: id of the affected object, if it has one.
-        name: name of the affected object, if it has one.
         text: the condition and its consequence.
         since: start of the condition (seconds since 1970), if known.
     """

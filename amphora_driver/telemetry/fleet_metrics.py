@@ -35,48 +35,39 @@ _AMPHORA = ("booting", "ready", "retiring")
 _SILENCES = ("silent", "mute", "never_spoke")
 
 
-class _FixedCollector:
+class _Collector:
     """A collector of prometheus_client with fixed metric families."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = list(families)
+        self._families = families
 
-    def collect(self) -> Iterator[Metric]:
-        return iter(self._families)
-
-
-class _WithoutCreated:
-    """A collector without the `_created` series of counters, which would double the size of the answer."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    def collect(self) -> Iterator[Metric]:
-        for family in self._registry.collect():
-            family.samples = [one for one in family.samples if not one.name.endswith("_created")]
-            yield family
+    def collect(self) -> Iterable[Metric]:
+        return self._families
 
 
 def encode_metrics(
     accept: str, own: CollectorRegistry | None, view: View | None, version: str, kind: str
 ) -> tuple[bytes, str]:
-    """Return the text for a scrape, and the content type.
+    """Return the text for a scrape, and the content type that the Accept header selects.
 
     Args:
-        accept: the Accept header.
         own: the metrics of this process; None if not requested.
         view: the view of the fleet; None if not requested.
         version: version of this installation.
         kind: kind of this process.
     """
-    whole = CollectorRegistry()
+    families: list[Metric] = []
     if own is not None:
         build = InfoMetricFamily("amphora_driver_build", "Version of the process that answers, and its kind.")
         build.add_metric([], {"version": version, "kind": kind})
-        whole.register(_FixedCollector([build]))
-        whole.register(_WithoutCreated(own))
+        families += [build, *own.collect()]
+    for family in families:
+        # The `_created` series of counters would double the size of the answer.
+        family.samples = [one for one in family.samples if not one.name.endswith("_created")]
     if view is not None:
-        whole.register(_FixedCollector(fleet_families(view)))
+        families += fleet_families(view)
+    whole = CollectorRegistry()
+    whole.register(_Collector(families))
     encode, content_type = choose_encoder(accept)
     return encode(whole), content_type
 
@@ -86,7 +77,7 @@ def fleet_families(view: View) -> Iterator[Metric]:
     is_current = view.trouble is None and view.fleet is not None
     yield _gauge("amphora_fleet_up", "1 if the database could be read for this answer.", is_current)
     if view.trouble is not None or view.fleet is None:
-        # Old values must not look like current ones.
+        # The metrics of an old snapshot must not look like current metrics.
         return
     fleet = view.fleet
     yield _gauge("amphora_fleet_read_seconds", "Duration of the read of the fleet.", fleet.took)
@@ -193,7 +184,7 @@ def _control_plane_metrics(fleet: FleetSnapshot) -> Iterator[Metric]:
     for (kind, draining), number in sorted(counted.items()):
         seen.add_metric([kind, draining], number)
     yield seen
-    # Of several processes of one kind, the newest heartbeat comes last and counts.
+    # The dictionary keeps the last item of each kind, which has the newest heartbeat.
     youngest = {one.kind: one.seen_at for one in sorted(fleet.processes, key=lambda one: one.seen_at)}
     ages = {kind: max(0.0, fleet.at - seen_at) for kind, seen_at in sorted(youngest.items())}
     yield _by("amphora_fleet_process_age_seconds", "Age of the newest heartbeat of a process.", "kind", ages)

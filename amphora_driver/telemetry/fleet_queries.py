@@ -44,7 +44,7 @@ MAX_AMPHORAE = 50_000
 MAX_ROWS = 200
 MAX_FAILOVERS = 12
 MAX_ROTATIONS = 3
-# Seconds by which consecutive reads of ended fail-overs overlap: an earlier end may be committed later.
+# Two consecutive reads of ended fail-overs overlap by this number of seconds, because a commit can be delayed.
 _OVERLAP = 60.0
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -243,7 +243,7 @@ def _build_balancers(
     for row in rows:
         if row.op == spare_pools.OP:
             continue
-        name, addresses = _read_body(row.body)
+        name, addresses = read_name_and_addresses(row.body)
         info = _build(
             LoadBalancerInfo,
             row,
@@ -267,14 +267,14 @@ def provisioning_status(row: Any) -> str:
     return str(row.provisioning or ("ACTIVE" if row.applied else "PENDING_CREATE"))
 
 
-def _read_body(body: str | None) -> tuple[str | None, tuple[str, ...]]:
+def read_name_and_addresses(body: str | None) -> tuple[str | None, tuple[str, ...]]:
     """Return the name and the VIP addresses of a recorded load balancer."""
     if body is None:
         return None, ()
     try:
         found = _decode_body(body)
     except msgspec.DecodeError:
-        # A defective row must not hide all others.
+        # One defective row must not hide all other load balancers.
         return None, ()
     return found.name, tuple(vip.address for vip in (found.vip, *found.additional_vips) if vip.address)
 

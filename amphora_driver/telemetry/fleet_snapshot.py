@@ -22,9 +22,7 @@ class LoadBalancerInfo(_Info, frozen=True):
     Attributes:
         state: provisioning status: ACTIVE, ERROR, PENDING_CREATE, PENDING_UPDATE, PENDING_DELETE.
         operating: operating status; None if none was computed.
-        reason: reason for the statuses.
         accepted_at: time of the oldest unconfirmed request; None if all are confirmed.
-        error: error of the last attempt.
         due: whether a job is pending, at `due_at` at the earliest.
         owner: the controller that runs the job of the load balancer now.
         holders: the amphorae that report that they hold the VIPs.
@@ -121,10 +119,7 @@ class BreakerInfo(_Info, frozen=True):
 
 
 class DetectorInfo(_Info, frozen=True):
-    """Whether the failure detector receives heartbeats: `state` is seeing, blind or unknown.
-
-    A blind detector never starts a fail-over.
-    """
+    """Whether the failure detector receives heartbeats: seeing, blind (no fail-over) or unknown."""
 
     state: str = "unknown"
     since: float | None = None

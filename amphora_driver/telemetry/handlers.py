@@ -33,7 +33,7 @@ _HTML = "text/html; charset=utf-8"
 _JSON = "application/json"
 _TEXT = "text/plain; charset=utf-8"
 _MAX_CACHED = 16
-# Smaller bodies are not compressed.
+# The server does not compress bodies of at most this number of bytes.
 _MIN_COMPRESSED = 1024
 _COMMON_HEADERS = {
     "Cache-Control": "no-store",
@@ -90,7 +90,7 @@ class TokenFile:
         try:
             found = Path(self._path).stat()
             if found.st_mode & stat.S_IROTH:
-                # Another user may have read the token already, so a new token is needed.
+                # Another user may have read the token already, so the operator must write a new token.
                 problem = "other users can read it; run chmod o-r, and write a new token into it"
             else:
                 token = self._read_file(found)
@@ -108,7 +108,7 @@ class TokenFile:
 
     def _read_file(self, found: os.stat_result) -> Secret:
         """Return the token of a file with this state."""
-        # Two writes in one clock tick, or a clock set back, leave some of these four values unchanged.
+        # Two writes in one clock tick, or a clock that is set back, leave some of these four values unchanged.
         mark = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
         if self._known is None or self._known[0] != mark:
             line = Path(str(self._path)).read_bytes().split(b"\n", 1)[0].strip()

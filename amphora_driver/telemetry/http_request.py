@@ -25,7 +25,7 @@ _FORWARDED = {
     *("forwarded", "via", "x-real-ip"),
     *("x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-forwarded-server"),
 }
-# Many proxies without such headers use this version. Local clients use HTTP/1.1.
+# Many proxies that send no such header use this version of HTTP. Local clients use HTTP/1.1.
 _PROXY_VERSION = "HTTP/1.0"
 
 
@@ -107,7 +107,7 @@ def authorize(request: Request, peer: str, token: Secret | None) -> None:
         RequestRefused: 401 without the token; 403 from another machine, or with a host name of another machine.
     """
     if token is not None:
-        # Secret compares in constant time.
+        # The class Secret compares in constant time.
         if Secret(_presented_token(request.headers.get("authorization", ""))) != token:
             raise RequestRefused(401, "This page requires its token, as a bearer token or as a password.")
         return

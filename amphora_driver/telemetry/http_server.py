@@ -34,7 +34,7 @@ LOG = logging.getLogger(__name__)
 # Limit of concurrent connections. A further connection closes the oldest one.
 _MAX_CONNECTIONS = 16
 _BACKLOG = 32
-# Seconds for a complete connection, for one read, and for the close after the response.
+# Time limits in seconds: for a complete connection, for one read, and for the close after the response.
 _CONNECTION_TIMEOUT = 20.0
 _READ_TIMEOUT = 5.0
 _CLOSE_TIMEOUT = 1.0
@@ -44,12 +44,10 @@ _HEAD_END = b"\r\n\r\n"
 
 
 class StatusServer:
-    """Serves the status page of one process in threads of its own, between `start` and `stop`.
+    """Serves the status page of one process in separate threads, between `start` and `stop`.
 
     Args:
-        address: IPv4 or IPv6 address.
-        port: TCP port; 0 for any. The attribute `port` has the chosen one.
-        handler: answers the requests.
+        port: TCP port; 0 for any free port. The attribute `port` has the port in use.
         certificate: path of certificate and key in one PEM file; None for plain HTTP.
     """
 
@@ -162,7 +160,7 @@ class StatusServer:
                 connection = self._wrap_tls(number, connection)
             self._answer(connection, peer)
         except (OSError, ValueError) as error:
-            # The client has closed the connection, or uses another protocol.
+            # The client has closed the connection, or the client uses another protocol.
             LOG.debug("a connection to the status page ended: %s", error)
         except Exception:
             LOG.exception("could not serve a connection to the status page, closing it")
@@ -223,12 +221,7 @@ class StatusServer:
 
 
 def _read_head(connection: socket.socket) -> bytes:
-    """Return the head of a request without the empty line at its end.
-
-    Raises:
-        RequestRefused: the head is longer than `MAX_HEAD_SIZE`.
-        ConnectionError: the client has closed the connection.
-    """
+    """Return the head of a request without the empty line at the end, of at most `MAX_HEAD_SIZE` bytes."""
     found = b""
     while _HEAD_END not in found:
         if len(found) > MAX_HEAD_SIZE:

@@ -13,6 +13,7 @@ import hashlib
 import re
 from collections import Counter
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 _HERE = Path(__file__).parent
 _STYLE = (_HERE / "page.css").read_text(encoding="utf-8")
 _SCRIPT = (_HERE / "page.js").read_text(encoding="utf-8")
-# A value cannot contain these marks, because it is escaped.
+# The template escapes all values, so no value contains these marks.
 _PART = re.compile(r"<!--(\w+)-->(.*?)<!--/\1-->", re.DOTALL)
 # The page tells the number of entries that these limits omit.
 MAX_NOTICES = 40
@@ -46,17 +47,9 @@ def _digest(text: str) -> str:
     return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
 
 
-POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        f"style-src {_digest(_STYLE)}",
-        f"script-src {_digest(_SCRIPT)}",
-        "connect-src 'self'",
-        "img-src data:",
-        "form-action 'self'",
-        "base-uri 'none'",
-        "frame-ancestors 'none'",
-    )
+POLICY = (
+    f"default-src 'none'; style-src {_digest(_STYLE)}; script-src {_digest(_SCRIPT)}; connect-src 'self'; "
+    "img-src data:; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
 
 
@@ -187,7 +180,7 @@ def _rows(fleet: FleetSnapshot, notices: Iterable[Notice], query: str) -> tuple[
         if query and not any(query in word.lower() for word in words):
             continue
         level = max(levels.get(one, Level.WELL) for one in (balancer.id, *(each.id for each in amphorae)))
-        # The holder of the VIPs comes first, retiring amphorae last.
+        # The page shows the holder of the VIPs first and retiring amphorae last.
         amphorae = sorted(amphorae, key=lambda one: (not one.holds_vip, one.state == "retiring"))
         rows.append(Row(balancer, tuple(amphorae), level))
     rows.sort(key=lambda row: (-row.level, row.balancer.state == "ACTIVE", row.balancer.name or row.balancer.id))
@@ -282,19 +275,18 @@ def format_age(seconds: float | None) -> str:
     return f"{seconds:.1f} s" if 0.05 <= seconds < 10 else f"{seconds:.0f} s"
 
 
-def format_time(seconds: float) -> str:
-    """Return a UTC time in the format of RFC 3339."""
-    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def format_time_of_day(seconds: float) -> str:
-    """Return the UTC time of day."""
-    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%H:%M:%S")
+def _format_utc(seconds: float, pattern: str = "%Y-%m-%dT%H:%M:%SZ") -> str:
+    """Return a UTC time, by default in the format of RFC 3339."""
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime(pattern)
 
 
 _ENVIRONMENT = Environment(
     loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
-_ENVIRONMENT.filters |= {"age": format_age, "timestamp": format_time, "time_of_day": format_time_of_day}
+_ENVIRONMENT.filters |= {
+    "age": format_age,
+    "timestamp": _format_utc,
+    "time_of_day": partial(_format_utc, pattern="%H:%M:%S"),
+}
 _ENVIRONMENT.globals |= {"Level": Level, "failover_duration": failover_duration, "MARKS": _MARKS}
 _TEMPLATE = _ENVIRONMENT.get_template("page.html.j2")
