@@ -40,11 +40,7 @@ def connect(settings: Settings) -> Any:
 
 
 def wait_active(settings: Settings, connection: Any, load_balancer_id: str, note: Report) -> Any:
-    """Wait until the load balancer is ACTIVE; returns it.
-
-    Raises:
-        SandboxError: the load balancer becomes ERROR, or the time-out expires.
-    """
+    """Wait until the load balancer is ACTIVE; raises SandboxError for ERROR and after the time-out."""
     emulated = config_files.uses_emulation(settings)
     found: Any = None
 
@@ -125,11 +121,7 @@ def wait_for_response(settings: Settings, address: str, note: Report) -> None:
 
 
 def count_responses(settings: Settings, address: str, number: int) -> Counter[str]:
-    """Send requests; returns the number of responses by member.
-
-    Raises:
-        SandboxError: a request has no response.
-    """
+    """Send requests; returns the number of responses by member. Raises SandboxError without a response."""
     try:
         return Counter(get(settings, address)[1].strip() for _ in range(number))
     except (OSError, http.client.HTTPException) as error:

@@ -149,22 +149,17 @@ class _Handler(BaseHTTPRequestHandler):
         parts, _ = self._request()
         if parts != ["ports"]:
             return self._respond(404, _error("the sandbox can create ports only"))
-        return self._respond_errors(lambda: self._respond(201, {"port": self.resources.create_port(self.body["port"])}))
+        return self._change(201, lambda: {"port": self.resources.create_port(self.body["port"])})
 
     def do_DELETE(self) -> None:
         parts, _ = self._request()
         if len(parts) != 2 or parts[0] != "ports":
             return self._respond(404, _error("the sandbox can delete ports only"))
+        return self._change(204, lambda: self.resources.delete_port(parts[1]))
 
-        def remove() -> None:
-            self.resources.delete_port(parts[1])
-            self._respond(204, None)
-
-        return self._respond_errors(remove)
-
-    def _respond_errors(self, work: Callable[[], None]) -> None:
+    def _change(self, status: int, work: Callable[[], _Row | None]) -> None:
         try:
-            work()
+            self._respond(status, work())
         except (KeyError, TypeError) as error:
             self._respond(400, _error(f"the request has no {error}"))
         except AmphoraDriverError as error:

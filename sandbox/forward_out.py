@@ -26,11 +26,7 @@ _DEFAULT_PORTS = {"amqp": 5672, "mysql": 3306, "mariadb": 3306, "postgresql": 54
 
 
 def loopback_ports(*urls: str | None) -> tuple[int, ...]:
-    """The loopback ports in these URLs.
-
-    Raises:
-        SandboxError: a URL names another machine, which the control namespace cannot reach.
-    """
+    """The loopback ports in these URLs; raises SandboxError for a URL with another machine."""
     found: dict[int, None] = {}
     for one in urls:
         for url in (one or "").split(";"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import ipaddress
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from octavia.network import base
@@ -44,22 +45,14 @@ class SandboxNetworkDriver(base.AbstractNetworkDriver):
         return _subnet(_find(local_network().subnets(), subnet_name, base.SubnetNotFound, "name"))
 
     def get_port(self, port_id: str, **_context: Any) -> Any:
-        port = local_network().port(port_id)
-        if port is None:
-            raise base.PortNotFound(f"port {port_id} does not exist")
-        return _port(port)
+        return _port(_first([local_network().port(port_id)], base.PortNotFound(f"port {port_id} does not exist")))
 
     def get_port_by_name(self, port_name: str) -> Any:
-        ports = local_network().ports(port_name)
-        if not ports:
-            raise base.PortNotFound(f"port {port_name} does not exist")
-        return _port(ports[0])
+        return _port(_first(local_network().ports(port_name), base.PortNotFound(f"port {port_name} does not exist")))
 
     def get_port_by_net_id_device_id(self, network_id: str, device_id: str) -> Any:
-        for port in local_network().ports(device_id):
-            if port.network_id == network_id:
-                return _port(port)
-        raise base.PortNotFound(f"{device_id} has no port on network {network_id}")
+        ports = [port for port in local_network().ports(device_id) if port.network_id == network_id]
+        return _port(_first(ports, base.PortNotFound(f"{device_id} has no port on network {network_id}")))
 
     def get_network_ip_availability(self, network: Any) -> Any:
         have = [_availability(subnet) for subnet in local_network().subnets(network.id)]
@@ -91,10 +84,15 @@ class SandboxNetworkDriver(base.AbstractNetworkDriver):
 
 
 def _find(candidates: Any, wanted: str, missing: type[Exception], attribute: str) -> Any:
-    found = next((one for one in candidates if getattr(one, attribute) == wanted), None)
-    if found is None:
-        raise missing(f"{wanted} does not exist")
-    return found
+    found = [one for one in candidates if getattr(one, attribute) == wanted]
+    return _first(found, missing(f"{wanted} does not exist"))
+
+
+def _first(found: Iterable[Any], error: Exception) -> Any:
+    chosen = next(iter(found), None)
+    if chosen is None:
+        raise error
+    return chosen
 
 
 def _network(segment: Segment) -> Any:

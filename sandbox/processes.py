@@ -85,11 +85,7 @@ class Supervision:
         return True
 
     def wait_ready(self, program: Program, seconds: float) -> None:
-        """Wait until a started program is ready.
-
-        Raises:
-            SandboxError: the program ended, or the time-out expired.
-        """
+        """Wait until a started program is ready; raises SandboxError if it ends, or after the time-out."""
         process = self._read_process(program.name)
         for _ in range(int(seconds / _POLL_INTERVAL)):
             if process is None or process.wait(_POLL_INTERVAL):
@@ -100,17 +96,16 @@ class Supervision:
 
     def stop(self, *names: str) -> list[str]:
         """Stop programs and their child processes in parallel; returns the names of the programs that ran."""
-        known = {name: process for name in names if (process := self._read_process(name)) is not None}
-        ran = [name for name, process in known.items() if process.alive()]
-        signal_and_wait([known[name] for name in ran], signal.SIGTERM, _STOP_SECONDS)
-        for name in ran:
+        ran = {name: process for name in names if (process := self.running(name)) is not None}
+        signal_and_wait(list(ran.values()), signal.SIGTERM, _STOP_SECONDS)
+        for process in ran.values():
             # A program leads a process group. The rest of the group are child processes of the program.
             with suppress(ProcessLookupError):
-                os.killpg(known[name].pid, signal.SIGKILL)
-            known[name].wait(_STOP_SECONDS)
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(_STOP_SECONDS)
         for name in names:
             self._process_file(name).unlink(missing_ok=True)
-        return ran
+        return list(ran)
 
     def names(self) -> list[str]:
         """The names of all programs that were started and not stopped."""
@@ -147,12 +142,8 @@ class Supervision:
 
 
 def _listen(port: int, name: str) -> socket.socket:
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(("127.0.0.1", port))
+        return socket.create_server(("127.0.0.1", port), backlog=128)
     except OSError as error:
-        listener.close()
-        raise SandboxError(f"start {name}", f"port {port} of 127.0.0.1 is in use ({error.strerror})") from error
-    listener.listen(128)
-    return listener
+        reason = os.strerror(error.errno or 0)
+        raise SandboxError(f"start {name}", f"port {port} of 127.0.0.1 is in use ({reason})") from error

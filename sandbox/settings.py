@@ -225,9 +225,6 @@ def _free_port(preferred: int) -> int:
 
 def bind_port(port: int) -> int:
     """The number of a port of 127.0.0.1 that no program uses, the chosen one for 0; 0 if it is in use."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return int(probe.getsockname()[1])
+    with suppress(OSError), socket.create_server(("127.0.0.1", port)) as probe:
+        return int(probe.getsockname()[1])
     return 0

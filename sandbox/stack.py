@@ -58,11 +58,7 @@ class Stack:
         self._note = note
 
     def up(self) -> None:
-        """Start everything that does not run.
-
-        Raises:
-            SandboxError: a program did not start; the error names its log.
-        """
+        """Start everything that does not run; raises SandboxError with the log of a failed program."""
         _check_machine(self.settings)
         with self._locked():
             config_files.write(self.settings)
@@ -253,23 +249,19 @@ def _has_notification_socket(folder: Path, role: str) -> Callable[[Process], boo
 
 
 def _unix_sockets(process: Process) -> list[tuple[str, str]]:
-    """Path and flags of the unix sockets in the process's network namespace (/proc/net/unix)."""
-    try:
-        lines = Path(f"/proc/{process.pid}/net/unix").read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        return []
-    rows = [line.split() for line in lines[1:]]
-    return [(row[7], row[3]) for row in rows if len(row) > 7]
+    """Path and flags of the unix sockets in the network namespace of the process."""
+    return [(row[7], row[3]) for row in _net_table(process, "unix") if len(row) > 7]
 
 
 def _listens_on_port(protocol: str, port: int) -> Callable[[Process], bool]:
-    """The program has a socket with this port in its namespace."""
+    """The namespace of the program has a socket with this port."""
+    return lambda process: any(row[1].endswith(f":{port:04X}") for row in _net_table(process, protocol))
 
-    def ready(process: Process) -> bool:
-        try:
-            lines = Path(f"/proc/{process.pid}/net/{protocol}").read_text(encoding="ascii").splitlines()
-        except FileNotFoundError:
-            return False
-        return any(line.split()[1].endswith(f":{port:04X}") for line in lines[1:])
 
-    return ready
+def _net_table(process: Process, name: str) -> list[list[str]]:
+    """The rows of a table in /proc/PID/net (proc(5)); none if the process has ended."""
+    try:
+        lines = Path(f"/proc/{process.pid}/net/{name}").read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    return [line.split() for line in lines[1:]]

@@ -129,7 +129,7 @@ class ListCertificateAuthorities(Lister):
 class RotateCertificateAuthority(ShowOne):
     """Replace a CA without an interruption of the connections between controllers and agents.
 
-    The controllers do this in steps: all sides trust both CAs; the new CA signs all certificates; all sides trust only
+    The controllers rotate in steps: all sides trust both CAs; the new CA signs all certificates; all sides trust only
     the new CA; the old key is erased. `ca list` shows the progress. A second rotation cannot begin before the
     first has ended. The first rotation reads the configured CA certificate: run the command on a controller.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare the desired bundle of an amphora with the agent's answer, as text. Pure.
+"""Compare the desired bundle of an amphora with the agent's answer, as text. The functions do no I/O.
 
-Invariant: the result contains no secret. Files are compared by name and digest; secret values of a configuration are
-masked on both sides before the comparison. Unprintable characters are escaped, so an amphora cannot add lines.
+Invariant: the result contains no secret. The comparison uses names and digests of files, and masks secret values of a
+configuration on both sides. It escapes unprintable characters, so an amphora cannot add lines.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def mask_secrets(text: str) -> str:
 
 
 def from_diagnostics(actual: dict[str, Any]) -> dict[str, Any]:
-    """Convert the diagnostics of an old agent, without `GET /v2/configuration`, to that document."""
+    """Convert the diagnostics of an old agent to the document of `GET /v2/configuration`."""
     text = actual.get("haproxy.cfg")
     interfaces = actual.get("interfaces")
     return {

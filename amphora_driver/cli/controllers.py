@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands about the processes of the control plane.
 
-Invariant: the output is what the processes recorded about themselves. A process without a recent "last sign" is dead.
-A drain is a database row; the controller obeys it within a few seconds.
+Invariant: the output shows the rows that the processes write about themselves. A process without a recent "last sign"
+is dead. A drain is a database row, which the controller obeys within a few seconds.
 """
 
 from __future__ import annotations
@@ -49,17 +49,12 @@ class _SetDraining(Command):
         return parser
 
     def take_action(self, parsed_args: argparse.Namespace) -> None:
-        name, host = parsed_args.name, parsed_args.host
+        self.app.database.write(lambda connection: self._set(connection, parsed_args.name, parsed_args.host))
 
-        def write(connection: sa.Connection) -> None:
-            if host is None:
-                self._set_process(connection, name)
-            else:
-                process_registry.set_host_draining(connection, host, operator_at_host(), draining=self.draining)
-
-        self.app.database.write(write)
-
-    def _set_process(self, connection: sa.Connection, name: str) -> None:
+    def _set(self, connection: sa.Connection, name: str, host: str | None) -> None:
+        if host is not None:
+            process_registry.set_host_draining(connection, host, operator_at_host(), draining=self.draining)
+            return
         attempt = f"{'drain' if self.draining else 'resume'} controller {name}"
         rows = {one.name: one for one in process_registry.list_processes(connection, ProcessKind.CONTROLLER)}
         row = rows.get(name)

@@ -31,9 +31,10 @@ class DatabaseStatus(ShowOne):
 
 
 class UpgradeDatabase(ShowOne):
-    """Create the database schema, or upgrade it to this version. Can be interrupted and repeated.
+    """Create the database schema, or upgrade it to this version.
 
-    The command is refused while processes of another version use the database: they do not know the new schema.
+    An interrupted upgrade can be repeated. The command is refused while processes of another version use the database,
+    because they do not know the new schema.
     """
 
     arguments = (

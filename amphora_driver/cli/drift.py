@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands that compare amphorae with the desired state, repair them, and diagnose them.
 
-Invariant: `diff` and `diagnose` connect to the agents with the configured certificate and change nothing. An agent that
-does not answer is reported and does not affect the other amphorae. `repair` writes rows only, so it works while no
-other process runs. No command shows a secret.
+Invariant: `diff` and `diagnose` connect to the agents with the configured certificate and change nothing. The
+commands report an agent that does not answer, and continue with the other amphorae. `repair` writes rows only, so it
+works while no other process runs. No command shows a secret.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _agents(app: Any, vault: Vault) -> AgentClient:
 
 
 def _read_configuration(agents: AgentClient, amphora_id: str, address: str | None) -> dict[str, Any]:
-    """Return the configuration of an amphora, also of one with an old agent."""
+    """Return the configuration of an amphora. An old agent has this document in its diagnostics only."""
     deadline = Deadline(_COMPARE_TIMEOUT, f"compare amphora {amphora_id}")
     try:
         return agents.configuration(amphora_id, str(address), deadline=deadline)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands about fail-overs, the circuit breaker and unknown amphorae.
 
-Invariant: the commands read and write database rows only. They work while no other process of the control plane runs;
-a controller performs a requested fail-over as soon as one runs. Octavia receives no PENDING status, so users can change
-their load balancers meanwhile. A request for an amphora that is being replaced or deleted is refused.
+Invariant: the commands read and write database rows only, so they work while no other process of the control plane
+runs. A controller performs a requested fail-over as soon as one runs. Octavia receives no PENDING status, so users can
+change their load balancers meanwhile. The commands refuse an amphora that is being replaced or deleted.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class FailoverStatus(ShowOne):
 class ListUnknownAmphorae(Lister):
     """List machines that send heartbeats under an unknown amphora id.
 
-    The control plane has no key for these heartbeats and cannot verify them. They are a hint, not a proof.
+    The control plane has no key for these heartbeats and cannot verify them. Such a heartbeat is a hint, not a proof.
     """
 
     def take_action(self, _parsed_args: argparse.Namespace) -> Table:
@@ -200,7 +200,7 @@ class CloseCircuitBreaker(Command):
 
 
 class _RequestFailover(Command):
-    """Records a request for fail-over, wakes a controller, and prints what happens next."""
+    """Records a request for fail-over, wakes a controller, and prints the next actions."""
 
     def take_action(self, parsed_args: argparse.Namespace) -> None:
         message = self.app.database.write(lambda connection: self.request(connection, parsed_args))
@@ -214,7 +214,7 @@ class _RequestFailover(Command):
 
 
 class FailOverLoadBalancer(_RequestFailover):
-    """Replace all amphorae of a load balancer, one at a time. Users can change it meanwhile."""
+    """Replace all amphorae of a load balancer, one at a time. Users can change it at the same time."""
 
     arguments = (LOAD_BALANCER, _REASON)
 
@@ -279,7 +279,7 @@ def _refuse_if_deleted(connection: sa.Connection, attempt: str, load_balancer_id
 
 
 def _describe_replacement(connection: sa.Connection, load_balancer_id: str, amphora_id: str | None = None) -> str:
-    """Return which fail-over already replaces the amphora."""
+    """Return the reason for the refusal: the fail-over that already replaces the amphora."""
     rows = failovers.list_open_failovers_of(connection, load_balancer_id)
     of_amphora = [row for row in rows if amphora_id in (None, row.amphora_id)]
     if not of_amphora:

@@ -4,8 +4,8 @@
 Invariant: JSON and YAML contain numbers, lists and ISO 8601 times. A table contains short printable text.
 
 Invariant: names, reasons, configurations and the reports of amphorae are untrusted, and a terminal executes control
-sequences (ECMA-48). Unprintable characters are written as JSON escapes (RFC 8259, section 7), so JSON output stays
-equivalent.
+sequences (ECMA-48). The output has JSON escapes in place of unprintable characters (RFC 8259, section 7), so JSON
+output stays equivalent.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ def _escape(character: str) -> str:
     return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
 
 
-class EscapingStream:
-    """Wraps a text stream and escapes unprintable characters in everything that is written."""
-
+class _EscapingStream:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
@@ -56,8 +54,8 @@ class EscapingStream:
 
 
 def escaping_stream(stream: TextIO) -> TextIO:
-    """Return the stream wrapped in an `EscapingStream`."""
-    return cast("TextIO", EscapingStream(stream))
+    """Wrap a text stream: the result escapes unprintable characters in everything that is written."""
+    return cast("TextIO", _EscapingStream(stream))
 
 
 class Value(FormattableColumn):
@@ -110,12 +108,7 @@ class Remaining(Value):
 
 
 class Age(Value):
-    """Seconds that have passed since a time, or None for an event that has not happened.
-
-    Args:
-        value: the time in seconds since 1970.
-        never: text of a table for None.
-    """
+    """Seconds since a time (seconds since 1970); a table shows `never` for None."""
 
     def __init__(self, value: float | None, never: str = "never") -> None:
         super().__init__(value)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of this host: keys, files, sockets, backends and the message broker.
 
-Invariant: every check has a time limit, changes nothing and returns a result; an exception is a failed check. A part
-that only another kind of host needs is not a failure on this host.
+Invariant: every check has a time limit, changes nothing and returns a result; an exception is a failed check. A check
+does not fail because of a part that only another kind of host needs.
 """
 
 from __future__ import annotations
@@ -107,9 +107,7 @@ def check_backends(conf: ConfigOpts, database: Database) -> Check:
 def check_octavia_sockets(conf: ConfigOpts, *, elsewhere: bool, here: bool) -> Check:
     """Check that octavia-driver-agent answers on its three sockets.
 
-    Args:
-        elsewhere: whether a provider agent runs on any host.
-        here: whether the database has a provider agent of this host.
+    A failure counts only if the database has a provider agent of this host, or if no host has a living one.
     """
     requests = ((conf.amp_octavia[f"{name}_socket"], document) for name, document in _EMPTY_REQUESTS.items())
     wrong = [words for path, document in requests if (words := _socket_error(path, document))]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command that lists pending jobs and the event that each one waits for.
 
-Invariant: a load balancer is listed while a change is not committed by Octavia, not read back, not applied or not
-reported. An empty list means that nothing is pending.
+Invariant: the list contains a load balancer until Octavia has committed each change, and the driver has read it back,
+applied it and reported it. An empty list means that nothing is pending.
 """
 
 from __future__ import annotations

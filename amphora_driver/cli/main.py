@@ -71,24 +71,25 @@ class Amphoractl(App):
     def database(self) -> Database:
         """The configured database; raises ConfigurationError if the SQLite file does not exist."""
         if self._database is None:
-            self._database = _database(self.conf.amp_database.connection)
+            url = self.conf.amp_database.connection
+            found = parse_url(url)
+            path = found.database if found.get_backend_name() == "sqlite" else None
+            if path is not None and not Path(path).exists():
+                # SQLite creates a missing file, but a command that reads creates nothing.
+                raise ConfigurationError(
+                    "open the database",
+                    f"{path} does not exist",
+                    "Check [amp_database] connection, or use --config-file. New database: amphoractl database upgrade.",
+                )
+            self._database = Database(url)
         return self._database
 
     def read(self, work: Callable[[sa.Connection], T]) -> T:
-        """Run `work` in one reading transaction.
-
-        Raises:
-            SchemaMismatch: the schema belongs to another version.
-            StoreError: the database refused the transaction.
-        """
+        """Run `work` in one reading transaction; raises SchemaMismatch for a schema of another version."""
         return self.database.read(work)
 
     def recorded_schema(self) -> tuple[str, ...]:
-        """Return the revisions of the database's schema, also of a schema of another version.
-
-        Raises:
-            StoreError: the database refused the read.
-        """
+        """Return the revisions of the database's schema, also of a schema of another version."""
         try:
             with self.database.engine.connect().execution_options(amphora_read_only=True) as connection:
                 return schema_check.read_revisions(connection)
@@ -107,19 +108,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     # Without a command, cliff opens an interactive session.
     return int(Amphoractl().run(arguments or ["help"]))
-
-
-def _database(url: str) -> Database:
-    found = parse_url(url)
-    path = found.database if found.get_backend_name() == "sqlite" else None
-    if path is not None and not Path(path).exists():
-        # SQLite creates a missing file, but a command that reads creates nothing.
-        raise ConfigurationError(
-            "open the database",
-            f"{path} does not exist",
-            "Check [amp_database] connection, or use --config-file. New database: amphoractl database upgrade.",
-        )
-    return Database(url)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
 Invariant: one reading transaction gives a consistent result, and the number of statements does not depend on the number
 of load balancers. Functions without I/O interpret the rows.
 
-Invariant: a prefix stands for exactly one object. A prefix that several ids share is refused with a list of these ids,
-so no command acts on the wrong object. A pool of warm spares is not a load balancer.
+Invariant: a prefix stands for exactly one object. The lookup refuses a prefix of several ids, so no command acts on the
+wrong object. A pool of warm spares is not a load balancer.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ class LoadBalancerSummary(msgspec.Struct, frozen=True, kw_only=True):
 def list_load_balancers(connection: sa.Connection, *conditions: sa.ColumnElement[bool]) -> list[LoadBalancerSummary]:
     """Return the load balancers that meet the conditions on the table `job`, ordered by id."""
     chosen = sa.select(job.c.load_balancer_id).where(IS_LOAD_BALANCER, *conditions)
-    rows = connection.execute(_work_query(chosen)).all()
+    more = (count_pending().label("pending"), count_unreported().label("to_report"), pending_since().label("since"))
+    columns = (*(column for column in job.c if column.name != "reread"), *more)
+    work = sa.select(*columns).where(job.c.load_balancer_id.in_(chosen)).order_by(job.c.load_balancer_id)
+    rows = connection.execute(work).all()
 
     def of_chosen(table: sa.Table, *more: sa.ColumnElement[bool]) -> sa.ColumnElement[bool]:
         return sa.and_(table.c.load_balancer_id.in_(chosen), *more)
@@ -166,13 +169,9 @@ def is_stale(machine: Any, before: float) -> bool:
 
 
 def find_load_balancer_id(connection: sa.Connection, prefix: str, *, deleted: bool = False) -> str:
-    """Return the id of the load balancer with this prefix.
+    """Return the id of the load balancer with this prefix; raises UnknownObject without exactly one.
 
-    Args:
-        deleted: whether to find deleted load balancers, of which only requests or fail-overs are recorded.
-
-    Raises:
-        UnknownObject: no id has this prefix, or several ids have it.
+    With `deleted`, the function finds deleted load balancers, of which only requests or fail-overs are recorded.
     """
     sources = [sa.select(job.c.load_balancer_id.label("id")).where(IS_LOAD_BALANCER)]
     if deleted:
@@ -181,11 +180,7 @@ def find_load_balancer_id(connection: sa.Connection, prefix: str, *, deleted: bo
 
 
 def find_amphora_id(connection: sa.Connection, prefix: str) -> str:
-    """Return the id of the amphora or spare with this prefix.
-
-    Raises:
-        UnknownObject: no id has this prefix, or several ids have it.
-    """
+    """Return the id of the amphora or spare with this prefix; raises UnknownObject without exactly one."""
     return _find_unique(connection, [sa.select(amphora.c.id.label("id"))], "amphora", prefix)
 
 
@@ -203,12 +198,6 @@ def _find_unique(connection: sa.Connection, sources: list[sa.Select[Any]], noun:
         listed = ", ".join(found[:_MAX_LISTED]) + (" and others" if len(found) > _MAX_LISTED else "")
         raise UnknownObject(f"find {noun} {prefix}", f"{listed} have this prefix", "Give more characters of the id.")
     return str(found[0])
-
-
-def _work_query(chosen: sa.Select[Any]) -> sa.Select[Any]:
-    more = (count_pending().label("pending"), count_unreported().label("to_report"), pending_since().label("since"))
-    query = sa.select(*(column for column in job.c if column.name != "reread"), *more)
-    return query.where(job.c.load_balancer_id.in_(chosen)).order_by(job.c.load_balancer_id)
 
 
 def _count_statuses(condition: sa.ColumnElement[bool]) -> sa.ScalarSelect[Any]:

@@ -49,5 +49,5 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
             "Number of failed attempts, or of controller crashes, after which the load balancer has the provisioning "
             "status ERROR. Retries continue. At least 1."
         ),
-    },
+    }
 }

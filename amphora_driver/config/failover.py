@@ -65,6 +65,6 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
         cfg.IntOpt("number", default=0, min=0, max=100): (
             "Number of spare amphorae that the controller keeps booted for each kind of machine in use. They shorten a "
             "fail-over by the boot time. A flavor can set another value. 0 to 100; 0 keeps no spares."
-        ),
+        )
     },
 }

@@ -53,12 +53,12 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
         cfg.FloatOpt("ticket_key_period", default=43_200.0, min=1.0): (
             "Seconds for which a load balancer encrypts TLS session tickets with one key. A client can resume a "
             "session with a ticket for as long again. All amphorae of a load balancer have the same keys. At least 1."
-        ),
+        )
     },
     "amp_vrrp": {
         cfg.FloatOpt("advert_interval", default=1.0, min=0.05, max=40.0): (
             "Seconds between two VRRP advertisements of the amphora that holds the VIPs. The standby takes over after "
             "three to four missing advertisements. A flavor can set another value. 0.05 to 40."
-        ),
+        )
     },
 }

@@ -19,5 +19,5 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
         cfg.FloatOpt("flush_interval", default=0.5, min=0.05): (
             "Seconds between two writes to the database. Status changes in between are written together. At least 0.05."
         ),
-    },
+    }
 }

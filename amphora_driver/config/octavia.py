@@ -27,5 +27,5 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
         cfg.FloatOpt("audit_interval", default=5.0, min=0.0): (
             "Shortest time in seconds between two such comparisons, for all load balancers together. 0 or more."
         ),
-    },
+    }
 }

@@ -16,14 +16,12 @@ from oslo_log import log
 
 from amphora_driver.config import (
     agent,
-    certificates,
-    compute,
+    backends,
     controller,
     failover,
     haproxy,
     health,
     maintenance,
-    network,
     octavia,
     queue,
     status,
@@ -37,10 +35,7 @@ if TYPE_CHECKING:
 DEFAULT_FILE = "/etc/amphora-driver/amphora-driver.conf"
 FILE_VARIABLE = "AMPHORA_DRIVER_CONFIG"
 
-_MODULES = (
-    *(store, queue, controller, agent, octavia, health, haproxy, compute, network, certificates),
-    *(failover, maintenance, status),
-)
+_MODULES = (store, queue, controller, agent, octavia, health, haproxy, backends, failover, maintenance, status)
 
 
 def _with_help(options: dict[cfg.Opt, str]) -> list[cfg.Opt]:
@@ -54,13 +49,9 @@ GROUPS = {group: _with_help(options) for one in _MODULES for group, options in o
 
 
 def load(files: Sequence[str] | None = None) -> cfg.ConfigOpts:
-    """Return the options as the configuration files set them.
+    """Return the options of these files; by default of the file in the environment, or the default file.
 
-    Args:
-        files: configuration files; None for the file in the environment variable, or the default file.
-
-    Raises:
-        ConfigurationError: a file does not exist or is not valid.
+    The function raises ConfigurationError if a file does not exist or is not valid.
     """
     conf = cfg.ConfigOpts()
     log.register_options(conf)

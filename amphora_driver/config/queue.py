@@ -21,5 +21,5 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
         cfg.FloatOpt("poll_interval", default=1.0, min=0.01): (
             "Seconds between two reads of the database without a notification. At least 0.01."
         ),
-    },
+    }
 }

@@ -27,5 +27,5 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
         cfg.StrOpt("certificate"): (
             "PEM file with the server certificate and its private key. Default: HTTP without TLS."
         ),
-    },
+    }
 }

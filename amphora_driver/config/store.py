@@ -14,5 +14,5 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
         cfg.StrOpt("encryption_key_file", default="/etc/amphora-driver/encryption.keys"): (
             "File with one Fernet key per line. The first key encrypts secrets in the database; all keys decrypt."
         ),
-    },
+    }
 }

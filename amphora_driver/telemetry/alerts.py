@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the conditions of the fleet that need an operator's attention.
 
-Invariant: pure. A condition is TROUBLE only if no automatic action will repair it, or if users are not served. An
-amphora that is being replaced is WATCH. Every notice names the object and the condition in one line.
+Invariant: the functions do no I/O. A condition is TROUBLE only if no automatic action will repair it, or if users are
+not served. An amphora that is being replaced is WATCH. Every notice names the object and the condition in one line.
 """
 
 from __future__ import annotations

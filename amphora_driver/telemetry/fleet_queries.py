@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the snapshot of the fleet from the database.
 
-Invariant: one read transaction with a fixed number of statements for any size of the fleet. Each statement uses an
+Invariant: a read is one transaction with a fixed number of statements for any size of the fleet. Each statement uses an
 index, or reads a table with one row for each load balancer or amphora, and has a limit. So the status page never
 becomes the main load of the database.
 """
@@ -141,13 +141,9 @@ _AUTHORITIES = _CAS.where(_CA.state != "gone").order_by(_CA.id).limit(MAX_ROWS)
 
 
 def read_fleet(database: Database, spares_configured: int = 0) -> FleetSnapshot:
-    """Return the current snapshot of the fleet.
+    """Return the current snapshot; raises StoreError if the database does not answer.
 
-    Args:
-        spares_configured: default number of spares of a pool, for flavors without a number.
-
-    Raises:
-        StoreError: the database does not answer.
+    A pool of spares whose flavor has no number keeps `spares_configured` spares.
     """
     begun = time.monotonic()
     found = database.read(lambda connection: _read(connection, spares_configured))
@@ -161,10 +157,7 @@ def list_ended_failovers(database: Database, after: float) -> tuple[tuple[Failov
         after: time of the previous call (seconds since 1970); the result begins `_OVERLAP` seconds earlier.
 
     Returns:
-        The fail-overs, the oldest first, and the time of the database.
-
-    Raises:
-        StoreError: the database does not answer.
+        The fail-overs, the oldest first, and the time of the database for the next call.
     """
 
     def read(connection: sa.Connection) -> tuple[tuple[FailoverInfo, ...], float]:
@@ -322,10 +315,7 @@ def _read_rotations(connection: sa.Connection) -> tuple[RotationInfo, ...]:
     rows = connection.execute(_ROTATIONS).all()
     if not rows:
         return ()
-    counted: dict[int, dict[str, int]] = {}
-    for item in connection.execute(_ITEMS, {"ids": [row.id for row in rows]}):
-        counted.setdefault(item.rotation_id, {})[item.state] = item.number
+    items = connection.execute(_ITEMS, {"ids": [row.id for row in rows]})
+    numbers = {(item.rotation_id, item.state): item.number for item in items}
     states = ("waiting", "running", "done", "failed", "skipped")
-    return tuple(
-        _build(RotationInfo, row, **{state: counted.get(row.id, {}).get(state, 0) for state in states}) for row in rows
-    )
+    return tuple(_build(RotationInfo, row, **{one: numbers.get((row.id, one), 0) for one in states}) for row in rows)

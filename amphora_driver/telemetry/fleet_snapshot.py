@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Snapshot of the fleet: the rows of the database at one moment.
 
-Invariant: frozen values without secrets. The page, its JSON and the metrics use the same snapshot, so that they never
-contradict each other. Times are seconds since 1970 of the database clock.
+Invariant: the records are frozen and contain no secrets. The page, the JSON and the metrics use the same snapshot, so
+their values never contradict each other. Times are seconds since 1970 by the clock of the database.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class RotationInfo(_Info, frozen=True):
 
 
 class AuthorityInfo(_Info, frozen=True):
-    """A CA of amphorae or controllers. The first CA is recorded when it is rotated."""
+    """A CA of amphorae or controllers. The database records the first CA at its rotation."""
 
     id: int
     kind: str

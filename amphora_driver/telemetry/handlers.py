@@ -2,7 +2,7 @@
 """Answers HTTP requests for the status page, its JSON, the metrics and the health check.
 
 Invariant: no request changes anything. All requests within a second share one result, so a hundred viewers cost as much
-as one. The health check of the process needs no authorization; everything else does.
+as one. The health check of the process needs no authorization; all other paths need it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import gzip
 import logging
 import stat
 import threading
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -80,11 +81,7 @@ class TokenFile:
         self._logged = ""
 
     def read_token(self) -> Secret | None:
-        """Return the required token; None if none is configured.
-
-        Raises:
-            RequestRefused: the file cannot be read, or other users can read it. Then all requests are refused.
-        """
+        """Return the required token, or None; raises RequestRefused if the file is not usable or not safe."""
         if not self._path:
             return None
         try:
@@ -116,58 +113,51 @@ class TokenFile:
         return self._known[1]
 
 
+@dataclass
 class RequestHandler:
     """Answers all paths of the server. `is_working` returns the result of the health check."""
 
-    def __init__(
-        self,
-        snapshots: SnapshotCache,
-        process: status_page.ProcessIdentity,
-        tokens: TokenFile,
-        is_working: Callable[[], bool],
-    ) -> None:
-        self._snapshots = snapshots
-        self._process = process
-        self._tokens = tokens
-        self._is_working = is_working
-        self._lock = threading.Lock()
-        self._cached: dict[tuple[str, str], bytes] = {}
-        self._cached_number = 0
+    snapshots: SnapshotCache
+    process: status_page.ProcessIdentity
+    tokens: TokenFile
+    is_working: Callable[[], bool]
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _cached: dict[tuple[str, str], bytes] = field(default_factory=dict)
+    _cached_number: int = 0
 
     def handle(self, request: Request, peer: str) -> Response:
         try:
             if request.path == "/healthz":
-                working = self._is_working()
+                working = self.is_working()
                 return Response(status=200 if working else 503, body=b"ok\n" if working else b"not working\n")
-            authorize(request, peer, self._tokens.read_token())
+            authorize(request, peer, self.tokens.read_token())
             return self._respond(request)
         except RequestRefused as refusal:
             return refusal_response(refusal)
 
     def _respond(self, request: Request) -> Response:
-        path, accept = request.path, request.headers.get("accept", "")
-        process = self._process
+        path, accept, process = request.path, request.headers.get("accept", ""), self.process
         if path == "/":
-            return Response(content_type=_HTML, body=self._page(self._snapshots.get_view(), request))
+            return Response(content_type=_HTML, body=self._page(self.snapshots.get_view(), request))
         if path == "/page.json":
-            view = self._snapshots.get_view()
+            view = self.snapshots.get_view()
             page = self._page(view, request)
             body = self._cache(view, ("parts", _query(request)), lambda: status_page.encode_parts(view, page))
             return Response(content_type=_JSON, body=body)
         if path == "/status.json":
-            view = self._snapshots.get_view()
+            view = self.snapshots.get_view()
             body = self._cache(view, ("facts", ""), lambda: status_page.encode_status(view, process))
             return Response(content_type=_JSON, body=body)
         if path in {"/metrics", "/metrics/process", "/metrics/fleet"}:
             own = None if path == "/metrics/fleet" else OURS.registry
-            fleet_view = None if path == "/metrics/process" else self._snapshots.get_view()
+            fleet_view = None if path == "/metrics/process" else self.snapshots.get_view()
             text, content_type = fleet_metrics.encode_metrics(accept, own, fleet_view, process.version, process.kind)
             return Response(content_type=content_type, body=text)
         raise RequestRefused(404, "There is no such page.")
 
     def _page(self, view: View, request: Request) -> bytes:
         query = _query(request)
-        return self._cache(view, ("page", query), lambda: status_page.render_page(view, self._process, query))
+        return self._cache(view, ("page", query), lambda: status_page.render_page(view, self.process, query))
 
     def _cache(self, view: View, key: tuple[str, str], make: Callable[[], bytes]) -> bytes:
         """Return the cached result for this view. One thread computes a missing result while others wait."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parses the head of an HTTP request and decides whether its client is authorized.
 
-Invariant: pure. An unexpected or ambiguous head is refused with a status, for example one with two Host headers
-(RFC 9112, section 3.2). Source: RFC 9110 and RFC 9112.
+Invariant: the functions do no I/O. They refuse an unexpected or ambiguous head with a status, for example a head with
+two Host headers (RFC 9112, section 3.2). Source: RFC 9110 and RFC 9112.
 """
 
 from __future__ import annotations
@@ -55,11 +55,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_request(head: bytes) -> Request:
-    """Parse a head without the empty line at its end.
-
-    Raises:
-        RequestRefused: the head is invalid, or its method is not supported.
-    """
+    """Parse a head without the empty line at the end; raises RequestRefused for an invalid one."""
     try:
         lines = head.decode("ascii").split("\r\n")
     except UnicodeDecodeError:

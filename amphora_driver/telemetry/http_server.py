@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """HTTP server of the status page and the metrics.
 
-Invariant: the server never impairs its process. It has a limited number of threads of its own. A connection has one
-request and one total time limit, independent of the client. An unavailable port, certificate or database is logged and
-retried; it never stops or delays the process.
+Invariant: the server never stops or delays its process. The server has a limited number of separate threads. A
+connection has one request and one total time limit, independent of the client. The server logs an unavailable port,
+certificate or database, and tries again.
 """
 
 from __future__ import annotations
@@ -92,10 +92,8 @@ class StatusServer:
                     self._listening.set()
                     self._accept_until_stopped(listener)
             except OSError as error:
-                self._log_once(
-                    f"cannot serve the status page on {self._address} port {self.port}, "
-                    f"trying again every {_RESTART_DELAY:.0f} s: {error.strerror or error}"
-                )
+                attempt = f"cannot serve the status page on {self._address} port {self.port}"
+                self._log_once(f"{attempt}, trying again every {_RESTART_DELAY:.0f} s: {error.strerror or error}")
             except Exception:
                 LOG.exception("the status page server failed, restarting it in %.0f s", _RESTART_DELAY)
             self._listening.clear()
@@ -107,7 +105,7 @@ class StatusServer:
         made = socket.create_server((self._address, self.port), family=family, backlog=_BACKLOG)
         made.setblocking(False)
         self.port = made.getsockname()[1]
-        LOG.info("serving status page and metrics on %s port %d", self._address, self.port)
+        LOG.info("the process serves the status page and the metrics on %s port %d", self._address, self.port)
         return made
 
     def _accept_until_stopped(self, listener: socket.socket) -> None:
@@ -161,7 +159,7 @@ class StatusServer:
             self._answer(connection, peer)
         except (OSError, ValueError) as error:
             # The client has closed the connection, or the client uses another protocol.
-            LOG.debug("a connection to the status page ended: %s", error)
+            LOG.debug("a connection to the status page ended early, closing it: %s", error)
         except Exception:
             LOG.exception("could not serve a connection to the status page, closing it")
         finally:
@@ -191,9 +189,8 @@ class StatusServer:
                 context.load_cert_chain(path)
                 self._context = (changed, context)
         except OSError as error:
-            self._log_once(
-                f"the status page refuses connections: cannot use [amp_status_page] certificate {path}: {error}"
-            )
+            happened = f"cannot use [amp_status_page] certificate {path}: {error}"
+            self._log_once(f"the status page refuses connections: {happened}")
             raise
         return self._context[1]
 
@@ -257,11 +254,8 @@ class Telemetry:
 
     def __init__(self, conf: ConfigOpts, kind: ProcessKind, name: str, is_working: Callable[[], bool]) -> None:
         options = conf.amp_status_page
-        ports = {
-            ProcessKind.HEALTH_MANAGER: options.health_bind_port,
-            ProcessKind.PROVIDER_AGENT: options.provider_agent_port,
-        }
-        port = ports.get(kind, options.bind_port)
+        names = {ProcessKind.HEALTH_MANAGER: "health_bind_port", ProcessKind.PROVIDER_AGENT: "provider_agent_port"}
+        port = options[names.get(kind, "bind_port")]
         self._snapshots: SnapshotCache | None = None
         self.server: StatusServer | None = None
         if not port:

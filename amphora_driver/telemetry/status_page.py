@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Renders the status page as one self-contained HTML document.
 
-Invariant: pure, from a view of the fleet to bytes. The template escapes every value, and the content security policy
+Invariant: the functions do no I/O. The template escapes every value, and the content security policy
 permits only the style and the script of this package, by their digests. So text of a tenant, a backend or an amphora
 never becomes code. Without scripts the page has the same contents; the script only updates its parts.
 """
@@ -221,23 +221,17 @@ def _amphora_bar(fleet: FleetSnapshot) -> list[BarSegment]:
 
 
 def _heartbeat_bar(fleet: FleetSnapshot, process: ProcessIdentity) -> list[BarSegment]:
-    fresh, late, silent, never = 0, 0, 0, 0
-    for one in _ready(fleet):
+    def state(one: AmphoraInfo) -> str:
         age = fleet.at - last_heartbeat(one)
         if one.heard_at is None:
-            never += 1
-        elif one.silence is not None or age > process.silent_after:
-            silent += 1
-        elif age > 2 * process.interval:
-            late += 1
-        else:
-            fresh += 1
-    return _bar(
-        BarSegment("in time", fresh, "well"),
-        BarSegment("late", late, "watch"),
-        BarSegment("silent", silent, "trouble"),
-        BarSegment("none yet", never, "quiet"),
-    )
+            return "none yet"
+        if one.silence is not None or age > process.silent_after:
+            return "silent"
+        return "late" if age > 2 * process.interval else "in time"
+
+    counted = Counter(map(state, _ready(fleet)))
+    tones = {"in time": "well", "late": "watch", "silent": "trouble", "none yet": "quiet"}
+    return _bar(*(BarSegment(label, counted[label], tone) for label, tone in tones.items()))
 
 
 def _queue_bar(fleet: FleetSnapshot) -> list[BarSegment]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the compute backends: groups [amp_compute], [amp_compute_netns] and [amp_compute_qemu].
+"""Options of the backends: the groups whose names begin with [amp_compute] or [amp_network].
 
 Invariant: this module holds the options of all backends. octavia-api reads the same file and imports no backend.
 """
@@ -63,5 +63,21 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
             "How amphorae execute. kvm: hardware virtualization. tcg: emulation, about twenty times slower. auto: kvm "
             "if the host supports it, otherwise tcg."
         ),
+    },
+    "amp_network": {
+        cfg.StrOpt("driver", default="local"): (
+            "Network backend of new load balancers, for their VIPs and ports. A name of the entry point group "
+            "amphora_driver.network."
+        ),
+        cfg.ListOpt("enabled_drivers", default=[]): (
+            "Further network backends of existing load balancers, separated by commas. The default is none."
+        ),
+        cfg.FloatOpt("vip_timeout", default=300.0, min=0.0): (
+            "Time limit in seconds for the network backend to allocate the VIP addresses of a load balancer. After it "
+            "the load balancer has the provisioning status ERROR; retries continue. 0 or more."
+        ),
+    },
+    "amp_network_local": {
+        cfg.StrOpt("switch", default="amp-switch"): "Network namespace that holds the bridges of all networks."
     },
 }
