@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command of the sandbox: ``python -m sandbox up|demo|status|down … --state DIR``.
 
-Invariant: the terminal shows results, progress and the paths of logs; everything else is in these logs.
+Invariant: the terminal shows results, progress and the paths of the logs. The logs have all other messages.
 """
 
 from __future__ import annotations

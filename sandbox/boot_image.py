@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Manual boot of an image, to test it after a build: ``diskimage/boot``.
 
-Invariant: the config drive has the same content as one from the controller. All files are temporary unless `--keep` is
-given. The guest uses QEMU's user network: this needs no root and changes nothing on this machine. The agent is
+Invariant: the config drive has the same content as a drive from the controller. All files are temporary unless `--keep`
+is given. The guest uses QEMU's user network, which needs no root and changes nothing on this machine. The agent is
 reachable through a port on 127.0.0.1.
 """
 

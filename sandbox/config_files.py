@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configuration files, keys and certificates of a sandbox.
 
-Invariant: a file is written only if its content changes. Keys and certificate authorities are created once, so that a
-restart of the sandbox does not invalidate the certificates of running amphorae.
+Invariant: the sandbox writes a file only if the content changes. It creates keys and certificate authorities once, so
+that a restart of the sandbox does not invalidate the certificates of running amphorae.
 """
 
 from __future__ import annotations

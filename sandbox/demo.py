@@ -105,8 +105,8 @@ def get(
 def wait_for_response(settings: Settings, address: str, note: Report) -> None:
     """Wait until the load balancer answers.
 
-    An ACTIVE load balancer answers at once unless its virtual machines have just been powered on: Octavia does not know
-    this, and a machine needs time to boot and to get its configuration.
+    An ACTIVE load balancer answers at once unless its virtual machines have just been powered on. Octavia does not know
+    of the power-on, and a machine needs time to boot and to get a configuration.
     """
     if settings.compute != "qemu":
         return

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The web server of a member.
 
-Invariant: it imports only the standard library, so that it starts fast. ``/`` returns the name of the member,
-``/slow/SECONDS`` delays this response, ``/size/BYTES`` returns a body of this size.
+Invariant: the server imports only the standard library, so that it starts fast. The path ``/`` returns the name of the
+member. ``/slow/SECONDS`` delays the same response, and ``/size/BYTES`` returns a body of this size.
 
-Started as ``python demo_hosts.py NAME PORT`` in the member's namespace.
+The sandbox runs ``python demo_hosts.py NAME PORT`` in the namespace of each member.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part of Neutron's API that the clients of load balancers need.
 
-Invariant: the API shows the tables of the local network backend. It changes only ports of users. Lists accept any
+Invariant: the API shows the tables of the local network backend. The API changes only ports of users. Lists accept any
 attribute as a filter, because clients use filters to convert a name to an id.
 
-Started as ``python -m sandbox.fake_neutron_api`` with a listening socket as descriptor 3.
+``python -m sandbox.fake_neutron_api`` needs a listening socket as descriptor 3.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forwards a port of this machine to the status page in the sandbox's control namespace.
 
-Invariant: the process listens only on the loopback of the machine, on the socket that it inherits as descriptor 3. It
-forwards to one port on the loopback of the namespace. It has no state.
+Invariant: the process listens only on the loopback of the machine, on the socket that it inherits as descriptor 3. The
+process forwards to one port on the loopback of the namespace, and has no state.
 
 ``python -m sandbox.forward_in NAMESPACE PORT``
 """

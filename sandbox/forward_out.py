@@ -2,7 +2,7 @@
 """Forwards ports of the control namespace to servers on the loopback: a database, a broker.
 
 Invariant: the process listens in the namespace on the same address and port as the server outside, so that programs on
-both sides use the same configuration. It has no state: clients reconnect after a restart.
+both sides use the same configuration. The process has no state: clients reconnect after a restart.
 
 ``python -m sandbox.forward_out NAMESPACE PORT…``
 """

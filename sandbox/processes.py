@@ -51,7 +51,7 @@ class Supervision:
     """Starts and stops the programs of one sandbox.
 
     Attributes:
-        spawn: starts a process like `detached_process.spawn`. A test may replace it.
+        spawn: starts a process like `detached_process.spawn`. A test can replace this function.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -59,7 +59,7 @@ class Supervision:
         self.spawn = spawn
 
     def running(self, name: str) -> Process | None:
-        """The process of a program; None if it does not run."""
+        """The process of a program; None if the program does not run."""
         process = self._read_process(name)
         return process if process is not None and process.alive() else None
 

@@ -2,7 +2,7 @@
 """The settings of a sandbox and the paths of its files.
 
 Invariant: all files of a sandbox are in its state directory, and all its namespaces have its prefix. Several sandboxes
-can run at the same time. The settings are chosen at the first start and stored.
+can run at the same time. The first start chooses and stores the settings.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def _free_port(preferred: int) -> int:
 
 
 def bind_port(port: int) -> int:
-    """The number of a port of 127.0.0.1 that no program uses, the chosen one for 0; 0 if it is in use."""
+    """The number of this port of 127.0.0.1, or of any free port for 0; 0 if the port is in use."""
     with suppress(OSError), socket.create_server(("127.0.0.1", port)) as probe:
         return int(probe.getsockname()[1])
     return 0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start and stop of the sandbox.
 
-Invariant: `up` and `down` are idempotent and continue after an interruption. A lock serializes them. After `down`, only
-the state directory is left.
+Invariant: `up` and `down` are idempotent and continue after an interruption. A lock serializes their calls. After
+`down`, only the state directory is left.
 """
 
 from __future__ import annotations
@@ -92,11 +92,12 @@ class Stack:
     def programs(self) -> list[Program]:
         """The programs, in the order in which `up` waits for them."""
         settings, control = self.settings, self.settings.control
-        module = (sys.executable, "-m")
-        gunicorn = (
+        gunicorn = _python(
             *("gunicorn", "--bind", "fd://3", "--workers", "1", "--threads", "8", "--timeout", "120"),
             *("--no-control-socket", "--log-level", "warning", "sandbox.octavia_start:api()"),
         )
+        neutron, agent = _python("sandbox.fake_neutron_api"), _python("sandbox.octavia_start")
+        controller, health = _python("amphora_driver.controller.service"), _python("amphora_driver.health.service")
         api, network_api = settings.octavia_port, settings.network_port
         server, port = (sys.executable, "-S", demo_hosts.__file__), demo_hosts.MEMBER_PORT
         member_listens = _listens_on_port("tcp6", port)
@@ -110,49 +111,30 @@ class Stack:
         reporter_listens = _has_notification_socket(settings.run, "reporter")
         return [
             *members,
-            *self._forward_out(module),
-            *self._forward_in(module),
-            Program(
-                "network-api",
-                (*module, "sandbox.fake_neutron_api"),
-                listen=network_api,
-                ready=_answers_http(network_api),
-            ),
-            Program("octavia-api", (*module, *gunicorn), listen=api, ready=_answers_http(api)),
-            Program(
-                "octavia-driver-agent",
-                (*module, "sandbox.octavia_start"),
-                ready=lambda process: agent_listens(process) and reporter_listens(process),
-            ),
-            Program(
-                "amphora-controller",
-                (*module, "amphora_driver.controller.service"),
-                namespace=control,
-                ready=controller_listens,
-            ),
-            Program(
-                "amphora-health-manager",
-                (*module, "amphora_driver.health.service"),
-                namespace=control,
-                ready=health_listens,
-            ),
+            *self._forward_out(),
+            *self._forward_in(),
+            Program("network-api", neutron, listen=network_api, ready=_answers_http(network_api)),
+            Program("octavia-api", gunicorn, listen=api, ready=_answers_http(api)),
+            Program("octavia-driver-agent", agent, ready=lambda one: agent_listens(one) and reporter_listens(one)),
+            Program("amphora-controller", controller, namespace=control, ready=controller_listens),
+            Program("amphora-health-manager", health, namespace=control, ready=health_listens),
         ]
 
-    def _forward_out(self, module: tuple[str, ...]) -> list[Program]:
+    def _forward_out(self) -> list[Program]:
         """The forwarder to servers on this machine, if the settings contain any."""
         ports = forward_out.loopback_ports(self.settings.store_url, self.settings.broker_url)
         if not ports:
             return []
         control = self.settings.control
-        argv = (*module, forward_out.__name__, control, *(str(port) for port in ports))
+        argv = _python(forward_out.__name__, control, *(str(port) for port in ports))
         return [Program("forward-out", argv, ready=lambda _: forward_out.is_listening(control, ports))]
 
-    def _forward_in(self, module: tuple[str, ...]) -> list[Program]:
-        """The forwarder to the status page, if it has a port. `up` does not wait for it."""
+    def _forward_in(self) -> list[Program]:
+        """The forwarder to the status page, if the page has a port. `up` does not wait for the forwarder."""
         settings = self.settings
         if not settings.status_port:
             return []
-        argv = (*module, forward_in.__name__, settings.control, str(config_files.STATUS_PORT))
+        argv = _python(forward_in.__name__, settings.control, str(config_files.STATUS_PORT))
         return [Program("status-page", argv, listen=settings.status_port)]
 
     def _compute_backends(self, network: LocalNetwork) -> tuple[NetnsCompute | QemuCompute, ...]:
@@ -206,6 +188,10 @@ class Stack:
             yield
         finally:
             os.close(descriptor)
+
+
+def _python(*words: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", *words)
 
 
 def _check_machine(settings: Settings) -> None:

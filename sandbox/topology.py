@@ -2,7 +2,7 @@
 """The networks of the sandbox.
 
 Invariant: all addresses are reserved for documentation (RFC 5737, RFC 3849), so that they cannot conflict with a real
-network. Ids derive from names: they are the same in every sandbox.
+network. Ids derive from names, so a network has the same id in every sandbox.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ class RotateCertificateAuthority(ShowOne):
 
 
 def _desired_trust(one: AmphoraCertificate, recorded: tuple[CaRecord, ...]) -> ca_rotation.DesiredTrust:
-    """Return the desired trust of an amphora. CAs in files, perhaps not readable here, count as present."""
+    """Return the desired trust of an amphora. CAs in files count as present, even if not readable."""
     ids = [each.id for each in recorded if each.kind is CaKind.CONTROLLER and each.state in ca_records.TRUSTED_STATES]
     signer = [each.id for each in recorded if each.kind is CaKind.AMPHORA and each.state is CaState.CURRENT]
     return ca_rotation.DesiredTrust(
@@ -173,7 +173,7 @@ def _desired_trust(one: AmphoraCertificate, recorded: tuple[CaRecord, ...]) -> c
 
 
 def _depends_on(one: AmphoraCertificate, authority: CaRecord) -> bool:
-    """Whether an amphora and the controllers could not connect without this CA."""
+    """Whether the connections between an amphora and the controllers need this CA."""
     if authority.kind is CaKind.AMPHORA:
         return one.authority == authority.id
     trusted = ca_rotation.parse_controller_ids(one.trusts)

@@ -179,7 +179,7 @@ def _socket_error(path: str, document: bytes) -> str | None:
 def _broker_error(url: str) -> str | None:
     """Connect to the broker; return the error without the password, or None."""
     try:
-        from amphora_driver.queue import rabbitmq as celery_broker  # noqa: PLC0415 - installed only with engine = celery
+        from amphora_driver.queue import rabbitmq as celery_broker  # noqa: PLC0415 - only engine = celery needs Celery
 
         connection = celery_broker.create_celery_app(url).connection_for_write()
     except ImportError as error:

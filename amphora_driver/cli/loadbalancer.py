@@ -178,7 +178,7 @@ def _details(connection: sa.Connection, text: str, requests: int, now: float) ->
         "Spare pool": Value(row.spare_pool),
         "Objects": Counts(_objects(connection, load_balancer_id)),
         "Amphorae": formatting.Amphorae([_amphora_fields(machine, one) for machine in one.amphorae]),
-        "Fail-overs": formatting.Failovers([dict(failover._mapping) for failover in one.failovers]),  # noqa: SLF001 - SQLAlchemy's public name
+        "Fail-overs": formatting.Failovers([dict(failover._mapping) for failover in one.failovers]),  # noqa: SLF001 - SQLAlchemy documents this name
         "Requests": formatting.Requests(_requests(connection, load_balancer_id, requests)),
     }
 

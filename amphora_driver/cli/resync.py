@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command that resynchronizes load balancers with Octavia.
 
-Invariant: the command records the request only. The provider agent performs it, at once or after its next start.
+Invariant: the command records the request only. The provider agent performs the resync, at once or after its next
+start.
 """
 
 from __future__ import annotations

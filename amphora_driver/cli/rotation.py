@@ -128,7 +128,7 @@ class ListItems(Lister):
 
 
 class PauseRotation(Command):
-    """Pause a rotation: it begins no other load balancer; those in progress are finished."""
+    """Pause a rotation: it begins no other load balancer, and finishes those in progress."""
 
     arguments = (_ID,)
 
@@ -151,7 +151,7 @@ class ResumeRotation(Command):
 
 
 class AbortRotation(Command):
-    """End a rotation: it begins no other load balancer; those in progress are finished."""
+    """End a rotation: it begins no other load balancer, and finishes those in progress."""
 
     arguments = (_ID,)
 

@@ -26,14 +26,14 @@ class SecretsStatus(Lister):
 
 
 class ReencryptSecrets(ShowOne):
-    """Encrypt every secret with the first key of the file. Safe while services run; can be repeated."""
+    """Encrypt every secret with the first key of the file. The command can run beside the services."""
 
     def values(self, parsed_args: argparse.Namespace) -> dict[str, Any]:
         vault = Vault.load(self.app.conf.amp_database.encryption_key_file)
         database = self.app.database
         done = reencryption.reencrypt(database, vault, lambda rows: self.app.stderr.write(f"{rows} done\n"))
         counts = reencryption.count_key_usage(database, vault)
-        # A process with an old copy of the key file can encrypt a secret meanwhile; another run finds that secret.
+        # A process with an old copy of the key file can encrypt a secret meanwhile. A second run finds that secret.
         return {
             "Key": vault.fingerprints[0],
             "Reencrypted": done,
@@ -44,7 +44,7 @@ class ReencryptSecrets(ShowOne):
 
 
 def _describe_key(key: int | None, fingerprint: str) -> tuple[int | None, str, str]:
-    """Return line, fingerprint and use of a key by its place in the file; None: not in the file."""
+    """Return line, fingerprint and use of a key; the place None means that the file has no such key."""
     if key is None:
         return None, fingerprint, "not in the file"
     return key + 1, fingerprint, "opens" if key else "seals and opens"

@@ -2,7 +2,7 @@
 """The command `status check`, for use before and after an upgrade and for monitoring.
 
 Invariant: the exit status follows OpenStack's upgrade checks: 0 for success, 1 for a warning, 2 for a failure. The
-checks are independent of each other; those that need no database run without one.
+checks are independent of each other. Checks without a need for the database run without it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of `status check`, and the checks of database rows. Pure.
+"""Results of `status check`, and the checks of database rows. The functions do no I/O.
 
 Invariant: the details of each result describe the state in one sentence and, for a warning or failure, the remedy.
 """
@@ -58,7 +58,7 @@ class Result(IntEnum):
 
     @property
     def word(self) -> str:
-        """The name as OpenStack's upgrade checks print it."""
+        """The name in the form of OpenStack's upgrade checks."""
         return self.name.capitalize()
 
 
@@ -161,7 +161,7 @@ def check_failovers(rows: Sequence[Any], now: float, max_seconds: float) -> Chec
 
 
 def check_rotations(rows: Sequence[Any]) -> Check:
-    """Check for rotations in progress; the rows have no end."""
+    """Check for rotations in progress, which have no end in the database."""
     paused = [row for row in rows if row.state == "paused"]
     if paused:
         words = "; ".join(f"{row.id}: {row.reason or 'paused by an operator'}" for row in paused)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All options of the control plane, and the configuration file that sets them.
 
-Invariant: the options are registered in a `ConfigOpts` object of this package, never in the global one. Inside
+Invariant: this package registers the options in a `ConfigOpts` object of its own, never in the global object. Inside
 octavia-api the global object belongs to Octavia.
 """
 
@@ -59,7 +59,7 @@ def load(files: Sequence[str] | None = None) -> cfg.ConfigOpts:
         conf.register_opts(options, group=group)
     named = os.environ.get(FILE_VARIABLE)
     if files is None:
-        files = [named] if named else [path for path in (DEFAULT_FILE,) if os.path.exists(path)]  # noqa: PTH110 - text paths for oslo.config
+        files = [named] if named else [path for path in (DEFAULT_FILE,) if os.path.exists(path)]  # noqa: PTH110 - oslo.config takes paths as text
     try:
         conf([], project="amphora-driver", default_config_files=list(files), default_config_dirs=[])
     except cfg.Error as error:
