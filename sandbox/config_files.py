@@ -27,7 +27,7 @@ PROGRAM = "qemu-system-x86_64"
 HEALTH_PORT = 9879
 STATUS_PORT = 9878
 _CLIENT_DAYS = 3650
-# An emulated machine on a busy host boots within this number of seconds.
+# An emulated machine on a busy host boots within 900 s.
 _EMULATED_BOOT = "900"
 _Sections = dict[str, dict[str, str]]
 
@@ -132,7 +132,7 @@ def _octavia_options(settings: Settings) -> _Sections:
             "default_provider_driver": "haproxy",
         },
         "controller_worker": {"network_driver": "amphora_sandbox_network"},
-        # With other values, Octavia sets its own time-outs in every listener, and those of a flavor have no effect.
+        # With other values than 0, Octavia sets time-outs in every listener, and those of a flavor have no effect.
         "haproxy_amphora": {f"timeout_{one}": "0" for one in ("client_data", "member_connect", "member_data")},
         "certificates": {"cert_manager": "local_cert_manager", "storage_path": str(settings.tls)},
         "driver_agent": {
@@ -172,7 +172,7 @@ def _certificates(folder: Path) -> None:
     certificate, key = create_authority("sandbox controllers")
     _write(folder / "controller_ca.pem", certificate.decode())
     client = Authority(certificate, key).issue_client("sandbox controller", _CLIENT_DAYS)
-    # `write` creates no certificates if controller.pem exists, so this function writes controller.pem last.
+    # `write` creates no certificates if controller.pem exists, so controller.pem must be the last file.
     _write(folder / "controller.pem", client.bundle().reveal().decode())
 
 

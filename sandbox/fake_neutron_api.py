@@ -26,7 +26,7 @@ from sandbox.local_requests import rejection_reason
 
 _SINGULAR = {f"{name}s": name for name in ("network", "subnet", "port")}
 _SINGULAR |= {"security-groups": "security_group", "policies": "policy"}
-# Clients request these collections, which are always empty in the sandbox.
+# Clients request extensions, subnet pools and routers as well, which the sandbox does not have.
 _EMPTY = {"extensions", "subnetpools", "routers"}
 _PROJECT = {"project_id": "sandbox", "tenant_id": "sandbox"}
 _Row = dict[str, Any]

@@ -43,7 +43,7 @@ def _is_octavia_database(connection: Any) -> bool:
 
 
 def _begin(connection: Any) -> None:
-    # oslo.db sends no BEGIN if it finds this mark, and it removes the mark at the end of the transaction.
+    # oslo.db sends no BEGIN for a connection with the mark `in_transaction`, and removes the mark at the end.
     if not _is_octavia_database(connection) or "in_transaction" in connection.info:
         return
     connection.info["in_transaction"] = True

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Report = Callable[[str], None]
 _READY_SECONDS = 60.0
 _KILL_SECONDS = 5.0
-# A listening socket has this value (__SO_ACCEPTCON) in the flags of /proc/net/unix.
+# The flag __SO_ACCEPTCON in /proc/net/unix marks a listening socket.
 _LISTENING = "00010000"
 _NEEDED = {
     "haproxy": "haproxy",

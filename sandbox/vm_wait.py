@@ -18,7 +18,7 @@ from amphora_driver.host import namespaces
 if TYPE_CHECKING:
     from sandbox.settings import Settings
 
-# Intervals in seconds between two polls and between two progress messages; time limit for a TLS handshake.
+# The wait polls once a second, reports progress every 30 s, and gives a TLS handshake 10 s.
 _POLL_INTERVAL, _NOTE_INTERVAL, _HANDSHAKE_TIMEOUT = 1.0, 30.0, 10.0
 
 

@@ -20,7 +20,7 @@ from amphora_driver.errors import CertificateError
 from amphora_driver.store import ca_records
 from amphora_driver.store.ca_records import AmphoraCertificate, CaKind, CaRecord, CaState
 
-# A field of a table shows at most this number of ids.
+# A field of a table shows at most three ids of amphorae.
 _MAX_LISTED = 3
 _CERTIFICATES = (*("Amphora", "Load balancer", "Issued", "Expires", "Days left", "Authority", "Trusts", "State"), "Why")
 _AUTHORITIES = (

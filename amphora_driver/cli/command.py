@@ -15,7 +15,7 @@ from cliff import command, lister, show
 Argument = tuple[tuple[str, ...], dict[str, Any]]
 # A list consists of the column names and the rows.
 Table = tuple[tuple[str, ...], Iterable[tuple[Any, ...]]]
-# The columns with an operator's name have this length.
+# The database columns for the name of an operator hold 128 characters.
 _MAX_NAME_LENGTH = 128
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from amphora_driver.cli.formatting import escape_unprintable
 
-# The agent masks the values of the same words (docs/reference/agent-api.md, `GET /v2/diagnostics`).
+# The agent masks the same secret words in `GET /v2/diagnostics` (docs/reference/agent-api.md).
 _SECRET_WORDS = re.compile(r"\b(dynamic-cookie-key|password|insecure-password)([ \t]+)\S+")
-# This line ends the part of haproxy.cfg that the agent writes itself.
+# In haproxy.cfg, a marker line separates the agent's part from the load balancer's part.
 _END_OF_AGENT_PART = "# From here on: the load balancer's part.\n"
 _COMPARED = ("files", "interfaces", "limits", "allowed", "pings", "vrrp", "virtual_servers")
 

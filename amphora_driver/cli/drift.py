@@ -35,7 +35,7 @@ from amphora_driver.store.requests import Op
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# An agent must answer a comparison and a diagnosis within these numbers of seconds.
+# An agent must answer a comparison within 20 s and a diagnosis within 60 s.
 _COMPARE_TIMEOUT, _DIAGNOSE_TIMEOUT = 20.0, 60.0
 _NOT_FOUND = 404
 DIFFERENT, UNREACHABLE = 1, 2

@@ -17,10 +17,10 @@ from typing import Any, TextIO, cast
 
 from cliff.columns import FormattableColumn
 
-# A table shows at most this number of characters of an outcome; JSON contains the whole text.
+# A table cuts the outcome of a request to 100 characters; JSON contains the whole text.
 _MAX_OUTCOME = 100
 _MINUTE, _HOUR, _DAYS = 60.0, 3600.0, 2 * 86400.0
-# Commands separate lines and columns with these unprintable characters.
+# Commands separate lines and columns with new lines and tabs, so the stream keeps both.
 _LAYOUT = "\n\t"
 
 

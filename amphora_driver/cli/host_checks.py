@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
     from amphora_driver.database.engine import Database
 
-# The checks wait at most this number of seconds for the broker or for a socket.
+# A check waits at most 5 s for the broker or for a socket.
 _TIMEOUT = 5.0
-# These requests have no effect. A connection without a request is not possible: octavia-driver-agent does not detect
-# the end of such a connection, and its process then occupies a processor for ever.
+# The check sends requests without an effect. octavia-driver-agent does not detect the end of a connection without a
+# request, and the process for this connection occupies a processor for ever.
 _EMPTY_REQUESTS = {
     "status": b"{}",
     "stats": b'{"listeners": []}',

@@ -44,7 +44,7 @@ class Amphoractl(App):
             deferred_help=True,
             **streams,
         )
-        # The loggers and formatters of cliff write to these streams, too.
+        # The loggers and formatters of cliff write to the streams of the application, too.
         self.stdout: TextIO = escaping_stream(streams.get("stdout") or sys.stdout)
         self.stderr: TextIO = escaping_stream(streams.get("stderr") or sys.stderr)
         self._conf: ConfigOpts | None = None

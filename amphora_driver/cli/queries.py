@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 _UNKNOWN = "unknown"
-# The table `job` has one row for each pool of warm spares, with this operation.
+# The table `job` has one row for each pool of warm spares, with the operation `spares`.
 SPARES = "spares"
 IS_LOAD_BALANCER = job.c.op != SPARES
-# This condition excludes warm spares. It includes an amphora without a row of a load balancer.
+# Lists of amphorae exclude warm spares, and include an amphora without a row of a load balancer.
 IS_NO_SPARE = sa.or_(job.c.op.is_(None), IS_LOAD_BALANCER)
-# The refusal of an ambiguous prefix lists at most this number of ids.
+# The error about an ambiguous prefix lists at most ten ids.
 _MAX_LISTED = 10
 
 

@@ -25,7 +25,7 @@ from amphora_driver.queue import local_socket
 from amphora_driver.store import resyncs
 
 HEAD = ("Load balancer", "Asked", "Asked by", "Ended", "Outcome", "Detail")
-# The command reads the result once in this number of seconds.
+# The command reads the result of a resync five times a second.
 _POLL_SECONDS = 0.2
 
 

@@ -109,7 +109,7 @@ def _read_rows(connection: sa.Connection) -> Rows:
 
 
 def _check_rows(conf: Any, rows: Rows, now: float) -> Iterator[Check]:
-    # A change that includes the boot of an amphora is done or in ERROR after this time at the latest.
+    # A change with the boot of an amphora is done or in ERROR after the time-outs of boot and operation.
     max_seconds = conf.amp_controller.boot_timeout + conf.amp_controller.operation_timeout
     known = {one.work.load_balancer_id for one in rows.load_balancers}
     agents = [row for row in rows.processes if row.kind == process_registry.ProcessKind.PROVIDER_AGENT.value]

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
     from amphora_driver.cli.queries import LoadBalancerSummary
 
-# A process counts as dead after this number of seconds without a sign of life: five missed intervals.
+# A process counts as dead after five missed intervals of its sign of life.
 GONE_AFTER = 5 * process_registry.HEARTBEAT_INTERVAL
-# The details of one check list at most this number of ids.
+# The details of one check list at most five ids.
 _MAX_LISTED = 5
 _MONTH = 30 * 86400.0
 _DATE = re.compile(r"(?<![0-9])([0-9]{4})-([0-9]{2})-([0-9]{2})(?![0-9])", re.ASCII)
-# The renewal of a certificate is late after this fraction of its validity. The default of renew_at is 0.5.
+# The renewal of a certificate is late after 75 % of its validity. The default of renew_at is 50 %.
 _LATE = 0.75
 _KINDS = {
     process_registry.ProcessKind.CONTROLLER: (
@@ -271,7 +271,7 @@ def check_images(machines: Sequence[Any], now: float, days: int) -> Check:
 def _date_of_image(image: str | None) -> dt.date | None:
     """Return the first date in the name of an image."""
     for year, month, day in _DATE.findall(image or ""):
-        # The digits in the name can be an invalid date, for example 2026-13-01.
+        # The digits in the name of an image can be an invalid date, for example 2026-13-01.
         with contextlib.suppress(ValueError):
             return dt.date(int(year), int(month), int(day))
     return None

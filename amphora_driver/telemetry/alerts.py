@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
     from amphora_driver.telemetry.fleet_snapshot import AmphoraInfo, FleetSnapshot, LoadBalancerInfo
 
-# A process counts as dead at this age in seconds of its last heartbeat.
+# A process counts as dead after five missed heartbeats.
 _DEAD_AFTER = 5 * HEARTBEAT_INTERVAL
-# A notice about a due job, an unreported status or an unconfirmed change begins at the first delay in seconds. The
-# notice becomes more severe at the second delay.
+# A notice about a due job, an unreported status or an unconfirmed change begins after 30 s. The notice becomes more
+# severe after 300 s.
 _LATE = 30.0
 _VERY_LATE = 300.0
 _DAY = 86_400.0
-# The rotation of a CA is overdue at this remaining validity.
+# The rotation of a CA is overdue if less than 30 days of its validity are left.
 _MONTH = 30 * _DAY
-# The renewal of an amphora certificate is overdue at this elapsed share of its validity.
+# The renewal of an amphora certificate is overdue after 75 % of its validity.
 _RENEWAL_OVERDUE = 0.75
 _WITHOUT_PROCESS = {
     ProcessKind.CONTROLLER.value: "no controller runs: load balancers are not changed, and amphorae not replaced",
     ProcessKind.HEALTH_MANAGER.value: "no health manager runs: heartbeats of amphorae are not received",
     ProcessKind.PROVIDER_AGENT.value: "no provider agent runs: Octavia gets no statuses",
 }
-# The page groups more than `_MAX_UNGROUPED` notices of one sort, and shows `_SHOWN_OF_GROUP` of the group.
+# The page groups more than four notices of one sort, and shows two notices of the group.
 _MAX_UNGROUPED = 4
 _SHOWN_OF_GROUP = 2
 _PLURALS = {"load balancer": "load balancers", "amphora": "amphorae"}
@@ -86,10 +86,9 @@ def find_notices(fleet: FleetSnapshot, interval: float) -> tuple[Notice, ...]:
     """Return all notices, the most severe first; `interval` is the time between two heartbeats in seconds."""
     found = [*_control_plane_notices(fleet), *_queue_notices(fleet)]
     replaced = {one.amphora_id for one in fleet.failovers if one.ended_at is None}
-    by_balancer: dict[str, list[AmphoraInfo]] = {}
     for amphora in fleet.amphorae:
-        by_balancer.setdefault(amphora.load_balancer_id, []).append(amphora)
         found += _amphora_notices(amphora, fleet.at, interval, replaced=amphora.id in replaced)
+    by_balancer = fleet.amphorae_by_balancer()
     for balancer in fleet.balancers:
         found += _balancer_notices(balancer, by_balancer.get(balancer.id, []), fleet.at)
     # The sort is stable, so notices of one level keep their order.
@@ -206,9 +205,8 @@ def _amphora_notices(amphora: AmphoraInfo, now: float, interval: float, *, repla
         text = texts.get(amphora.silence, amphora.silence)
         text += f": {amphora.verdict}" if amphora.verdict else ""
         yield notice(Level.WATCH if replaced else Level.TROUBLE, "silence", text, amphora.silent_since)
-    elif amphora.state == "ready" and not replaced and (amphora.heard_at or amphora.created_at) < now - 10 * interval:
-        text = "sent no heartbeat for ten intervals"
-        yield notice(Level.WATCH, "unheard", text, amphora.heard_at or amphora.created_at)
+    elif amphora.state == "ready" and not replaced and amphora.last_heartbeat < now - 10 * interval:
+        yield notice(Level.WATCH, "unheard", "sent no heartbeat for ten intervals", amphora.last_heartbeat)
     if amphora.drifts:
         details = amphora.drift or "no details are recorded"
         yield notice(Level.WATCH, "drift", f"drifts from its configuration: {details}")

@@ -138,7 +138,7 @@ def _amphora_metrics(fleet: FleetSnapshot) -> Iterator[Metric]:
 
 def _heartbeat_ages(now: float, amphorae: list[AmphoraInfo]) -> Metric:
     """Return quantiles of the ages of the last heartbeats; without a heartbeat, the creation time counts."""
-    ages = sorted(max(0.0, now - (one.heard_at or one.created_at)) for one in amphorae if one.state == "ready")
+    ages = sorted(max(0.0, now - one.last_heartbeat) for one in amphorae if one.state == "ready")
     places = {f"{one:g}": min(int(one * len(ages)), len(ages) - 1) for one in _QUANTILES if ages}
     values = {quantile: ages[place] for quantile, place in places.items()}
     return _by(
@@ -184,7 +184,7 @@ def _control_plane_metrics(fleet: FleetSnapshot) -> Iterator[Metric]:
     for (kind, draining), number in sorted(counted.items()):
         seen.add_metric([kind, draining], number)
     yield seen
-    # The dictionary keeps the last item of each kind, which has the newest heartbeat.
+    # For each kind of process, the newest heartbeat counts: it is the last item of the sorted processes.
     youngest = {one.kind: one.seen_at for one in sorted(fleet.processes, key=lambda one: one.seen_at)}
     ages = {kind: max(0.0, fleet.at - seen_at) for kind, seen_at in sorted(youngest.items())}
     yield _by("amphora_fleet_process_age_seconds", "Age of the newest heartbeat of a process.", "kind", ages)

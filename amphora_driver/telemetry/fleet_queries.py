@@ -44,7 +44,7 @@ MAX_AMPHORAE = 50_000
 MAX_ROWS = 200
 MAX_FAILOVERS = 12
 MAX_ROTATIONS = 3
-# Two consecutive reads of ended fail-overs overlap by this number of seconds, because a commit can be delayed.
+# Two consecutive reads of ended fail-overs overlap by 60 s, because the commit of an end can be delayed.
 _OVERLAP = 60.0
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -71,7 +71,7 @@ _SILENCE = tables_fleet.silent_amphora
 _FAILOVER = tables_fleet.failover
 _EVENT = tables_fleet.failover_event
 
-# This module builds each statement once, because building a statement takes longer than executing it.
+# The module builds each SQL statement once, because SQLAlchemy needs longer to build than to execute a statement.
 _BALANCERS = (
     sa.select(
         *(_WORK.c.load_balancer_id.label("id"), _WORK.c.project_id, _WORK.c.topology, _WORK.c.op, _WORK.c.generation),
@@ -104,7 +104,7 @@ _AMPHORAE = (
     .order_by(_AMPHORA.c.load_balancer_id, _AMPHORA.c.created_at, _AMPHORA.c.id)
     .limit(MAX_AMPHORAE)
 )
-# The condition on the generation makes the database use an index, so that it does not read earlier requests.
+# The condition on the generation makes the database use an index, so the database reads no earlier requests.
 _ACCEPTED = (
     sa.select(_WORK.c.load_balancer_id, sa.func.min(tables.request.c.accepted_at).label("accepted_at"))
     .join(tables.request, tables.request.c.load_balancer_id == _WORK.c.load_balancer_id)

@@ -81,6 +81,11 @@ class AmphoraInfo(_Info, frozen=True):
     silent_since: float | None = None
     verdict: str | None = None
 
+    @property
+    def last_heartbeat(self) -> float:
+        """The time of the last heartbeat; without a heartbeat, the creation time."""
+        return self.heard_at or self.created_at
+
 
 class FailoverInfo(_Info, frozen=True):
     """A replacement of an amphora. `step` is the newest event of an open fail-over."""
@@ -217,3 +222,9 @@ class FleetSnapshot(_Info, frozen=True):
     unknown_amphorae: tuple[UnknownAmphoraInfo, ...] = ()
     outbox: OutboxInfo = OutboxInfo()
     orphans: int = 0
+
+    def amphorae_by_balancer(self) -> dict[str, list[AmphoraInfo]]:
+        found: dict[str, list[AmphoraInfo]] = {}
+        for one in self.amphorae:
+            found.setdefault(one.load_balancer_id, []).append(one)
+        return found

@@ -34,7 +34,7 @@ _HTML = "text/html; charset=utf-8"
 _JSON = "application/json"
 _TEXT = "text/plain; charset=utf-8"
 _MAX_CACHED = 16
-# The server does not compress bodies of at most this number of bytes.
+# The server compresses only bodies of more than 1024 bytes.
 _MIN_COMPRESSED = 1024
 _COMMON_HEADERS = {
     "Cache-Control": "no-store",
@@ -105,7 +105,8 @@ class TokenFile:
 
     def _read_file(self, found: os.stat_result) -> Secret:
         """Return the token of a file with this state."""
-        # Two writes in one clock tick, or a clock that is set back, leave some of these four values unchanged.
+        # A new token changes at least one of inode, size, mtime and ctime. Two writes in one clock tick, or a clock
+        # that is set back, can leave the others unchanged.
         mark = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
         if self._known is None or self._known[0] != mark:
             line = Path(str(self._path)).read_bytes().split(b"\n", 1)[0].strip()

@@ -20,12 +20,12 @@ from amphora_driver.secret import Secret
 MAX_HEAD_SIZE = 8192
 _MAX_HEADERS = 64
 _METHODS = ("GET", "HEAD")
-# A proxy on this machine that forwards requests of other machines sends these headers.
+# A proxy that forwards requests of other machines sends headers such as Forwarded or Via.
 _FORWARDED = {
     *("forwarded", "via", "x-real-ip"),
     *("x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-forwarded-server"),
 }
-# Many proxies that send no such header use this version of HTTP. Local clients use HTTP/1.1.
+# Many proxies without a header such as Forwarded use HTTP/1.0. Local clients use HTTP/1.1.
 _PROXY_VERSION = "HTTP/1.0"
 
 

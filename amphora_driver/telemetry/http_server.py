@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from oslo_config.cfg import ConfigOpts
 
 LOG = logging.getLogger(__name__)
-# Limit of concurrent connections. A further connection closes the oldest one.
+# The server accepts 16 concurrent connections. A further connection closes the oldest one.
 _MAX_CONNECTIONS = 16
 _BACKLOG = 32
-# Time limits in seconds: for a complete connection, for one read, and for the close after the response.
+# A complete connection takes at most 20 s, one read at most 5 s, and the close after the response at most 1 s.
 _CONNECTION_TIMEOUT = 20.0
 _READ_TIMEOUT = 5.0
 _CLOSE_TIMEOUT = 1.0
@@ -101,7 +101,7 @@ class StatusServer:
 
     def _bind(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-        # The call fails while another process of this host uses the port.
+        # The bind fails while another process of this host uses the port.
         made = socket.create_server((self._address, self.port), family=family, backlog=_BACKLOG)
         made.setblocking(False)
         self.port = made.getsockname()[1]
@@ -171,7 +171,7 @@ class StatusServer:
             with self._lock:
                 if number in self._open:
                     self._open[number] = (wrapped, self._open[number][1])
-            # The handshake fails if the server has shut down the overdue connection.
+            # The TLS handshake fails if the server has already shut down the overdue connection.
             wrapped.do_handshake()
         except BaseException:
             wrapped.close()

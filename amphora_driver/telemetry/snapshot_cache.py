@@ -25,9 +25,9 @@ from amphora_driver.telemetry.fleet_snapshot import FailoverInfo, FleetSnapshot
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# The cache reads a new snapshot after this number of seconds.
+# The cache reads the database at most once a second.
 MAX_AGE = 1.0
-# A read waits at most this number of seconds for the database.
+# A read of the snapshot waits at most 3 s for the database.
 _DATABASE_TIMEOUT = 3.0
 
 
@@ -55,7 +55,7 @@ def open_read_only(url: str) -> Database:
 
     def forbid_writes(connection: Any, _record: Any) -> None:
         if dialect == "postgresql":
-            # With this attribute, psycopg begins each transaction as a read-only transaction.
+            # psycopg begins each transaction of a `read_only` connection as a read-only transaction.
             connection.read_only = True
             return
         with closing(connection.cursor()) as cursor:

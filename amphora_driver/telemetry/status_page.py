@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 _HERE = Path(__file__).parent
 _STYLE = (_HERE / "page.css").read_text(encoding="utf-8")
 _SCRIPT = (_HERE / "page.js").read_text(encoding="utf-8")
-# The template escapes all values, so no value contains these marks.
+# The template escapes all values, so no value contains an HTML comment that marks a part.
 _PART = re.compile(r"<!--(\w+)-->(.*?)<!--/\1-->", re.DOTALL)
-# The page tells the number of entries that these limits omit.
+# The page shows a limited number of entries, and tells the number of omitted ones.
 MAX_NOTICES = 40
 MAX_ROWS = 100
 MAX_QUERY = 200
@@ -133,13 +133,12 @@ def _template_values(view: View, process: ProcessIdentity, query: str) -> dict[s
             "amphora_bar": _amphora_bar(fleet),
             "heartbeat_bar": _heartbeat_bar(fleet, process),
             "queue_bar": _queue_bar(fleet),
-            "oldest_heartbeat": max((fleet.at - last_heartbeat(one) for one in _ready(fleet)), default=None),
+            "oldest_heartbeat": max((fleet.at - one.last_heartbeat for one in _ready(fleet)), default=None),
             "oldest_due": oldest_due(fleet),
             "first_expiry": min(filter(None, (one.certificate_expires_at for one in fleet.amphorae)), default=None),
             "open_failovers": [one for one in fleet.failovers if one.ended_at is None],
             "names": {one.id: one.name for one in fleet.balancers if one.name},
             "versions": Counter(one.agent_version or "unknown" for one in fleet.amphorae),
-            "owners": Counter(one.owner for one in fleet.balancers if one.owner),
         }
     return values
 
@@ -170,9 +169,7 @@ def _rows(fleet: FleetSnapshot, notices: Iterable[Notice], query: str) -> tuple[
     for notice in notices:
         if notice.id is not None:
             levels[notice.id] = max(notice.level, levels.get(notice.id, Level.WELL))
-    by_balancer: dict[str, list[AmphoraInfo]] = {}
-    for amphora in fleet.amphorae:
-        by_balancer.setdefault(amphora.load_balancer_id, []).append(amphora)
+    by_balancer = fleet.amphorae_by_balancer()
     rows = []
     for balancer in fleet.balancers:
         amphorae = by_balancer.get(balancer.id, [])
@@ -189,11 +186,6 @@ def _rows(fleet: FleetSnapshot, notices: Iterable[Notice], query: str) -> tuple[
 
 def _ready(fleet: FleetSnapshot) -> list[AmphoraInfo]:
     return [one for one in fleet.amphorae if one.state == "ready" and one.wanted]
-
-
-def last_heartbeat(amphora: AmphoraInfo) -> float:
-    """Return the time of the last heartbeat; without a heartbeat, the creation time."""
-    return amphora.heard_at or amphora.created_at
 
 
 def _balancer_bar(fleet: FleetSnapshot) -> list[BarSegment]:
@@ -222,7 +214,7 @@ def _amphora_bar(fleet: FleetSnapshot) -> list[BarSegment]:
 
 def _heartbeat_bar(fleet: FleetSnapshot, process: ProcessIdentity) -> list[BarSegment]:
     def state(one: AmphoraInfo) -> str:
-        age = fleet.at - last_heartbeat(one)
+        age = fleet.at - one.last_heartbeat
         if one.heard_at is None:
             return "none yet"
         if one.silence is not None or age > process.silent_after:
