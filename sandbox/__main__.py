@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command of the sandbox: ``python -m sandbox up|demo|status|down … --state DIR``.
 
-Invariant: the terminal shows results, progress and the paths of logs; everything else is in these logs.
+Invariant: the terminal shows results, progress and the paths of the logs. The logs have all other messages.
 """
 
 from __future__ import annotations
@@ -46,18 +46,15 @@ class _Screen:
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of ``python -m sandbox``."""
     parser = argparse.ArgumentParser(prog="python -m sandbox", description=__doc__.splitlines()[0])
-    parser.add_argument("commands", nargs="+", choices=sorted(_COMMANDS), metavar="|".join(_COMMANDS))
-    parser.add_argument("--state", type=Path, required=True, help="state directory of this sandbox")
-    parser.add_argument("--prefix", help="prefix of namespace names, at most 6 characters; first start only")
-    parser.add_argument("--agent-python", help="Python interpreter of the agents; first start only")
-    parser.add_argument(
-        "--database-url", help="SQLAlchemy URL of the provider's database (default: SQLite); first start only"
-    )
-    parser.add_argument("--broker-url", help="URL of RabbitMQ, for Celery as the queue engine; first start only")
-    parser.add_argument(
-        "--compute", choices=["netns", "qemu"], help="compute backend of the amphorae; first start only"
-    )
-    parser.add_argument("--images", type=Path, help="directory with the images of virtual machines; first start only")
+    add = parser.add_argument
+    add("commands", nargs="+", choices=sorted(_COMMANDS), metavar="|".join(_COMMANDS))
+    add("--state", type=Path, required=True, help="state directory of this sandbox")
+    add("--prefix", help="prefix of namespace names, at most 6 characters; first start only")
+    add("--agent-python", help="Python interpreter of the agents; first start only")
+    add("--database-url", help="SQLAlchemy URL of the provider's database (default: SQLite); first start only")
+    add("--broker-url", help="URL of RabbitMQ, for Celery as the queue engine; first start only")
+    add("--compute", choices=["netns", "qemu"], help="compute backend of the amphorae; first start only")
+    add("--images", type=Path, help="directory with the images of virtual machines; first start only")
     chosen = parser.parse_args(arguments)
     screen = _Screen()
     try:
@@ -98,9 +95,8 @@ def _status(chosen: argparse.Namespace, screen: _Screen) -> None:
     table = Table("program", "process", "log")
     for program in stack.programs():
         process = stack.supervision.running(program.name)
-        table.add_row(
-            program.name, str(process.pid) if process else "[red]-[/]", str(stack.supervision.log(program.name))
-        )
+        pid = str(process.pid) if process else "[red]-[/]"
+        table.add_row(program.name, pid, str(stack.supervision.log(program.name)))
     screen.console.print(table)
     screen.console.print("namespaces:", ", ".join(namespaces.names(f"{settings.prefix}-")) or "none")
     if stack.supervision.running("status-page") is not None:
@@ -152,9 +148,8 @@ def _print_hints(settings: Settings, vip: str, screen: _Screen) -> None:
 def _load_existing(chosen: argparse.Namespace) -> Settings:
     settings = sandbox_settings.load_settings(chosen.state.absolute())
     if settings is None:
-        raise sandbox_settings.SandboxError(
-            f"find a sandbox in {chosen.state}", "it was never started", "Run `up` first."
-        )
+        attempt = f"find a sandbox in {chosen.state}"
+        raise sandbox_settings.SandboxError(attempt, "it was never started", "Run `up` first.")
     return settings
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Manual boot of an image, to test it after a build: ``diskimage/boot``.
 
-Invariant: the config drive has the same content as one from the controller. All files are temporary unless `--keep` is
-given. The guest uses QEMU's user network: this needs no root and changes nothing on this machine. The agent is
+Invariant: the config drive has the same content as a drive from the controller. All files are temporary unless `--keep`
+is given. The guest uses QEMU's user network, which needs no root and changes nothing on this machine. The agent is
 reachable through a port on 127.0.0.1.
 """
 
@@ -13,7 +13,6 @@ import secrets
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,38 +27,31 @@ from amphora_driver.compute.config_drive import build_config_drive
 from amphora_driver.compute.qemu_command import DRIVE, Hardware, manual_boot_command
 from amphora_driver.compute.state_dirs import write_private
 from amphora_driver.model.network import FixedAddress, Port, Subnet
+from sandbox.settings import bind_port
 
 _AGENT_PORT = 9443
-# The guest's network in QEMU (QEMU's documentation, "Using the user mode network stack").
+# QEMU's user network gives 10.0.2.15 to the guest (QEMU's documentation, "Using the user mode network stack").
 _SUBNET = Subnet(id="qemu", network_id="qemu", cidr="10.0.2.0/24", gateway="10.0.2.2")
 _ADDRESS, _MAC = "10.0.2.15", "52:54:00:12:34:56"
 _DAYS = 30
-# The first bytes of a qcow2 file (QEMU's docs/interop/qcow2.txt).
+# A qcow2 file begins with a magic number (QEMU's docs/interop/qcow2.txt).
 _QCOW2 = b"QFI\xfb"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of diskimage/boot."""
-    parser = argparse.ArgumentParser(
-        prog="diskimage/boot", description="Boot an image and print how to reach its agent."
-    )
-    parser.add_argument("image", type=Path, help="disk image; the guest's changes to it are discarded")
-    parser.add_argument("--memory", type=int, default=512, help="memory in MiB")
-    parser.add_argument(
-        "--port", type=int, default=_AGENT_PORT, help="port of 127.0.0.1 that is forwarded to the agent"
-    )
-    parser.add_argument(
-        "--arch", choices=sorted(ARCHITECTURES), help="architecture of the image; default: from the manifest beside it"
-    )
-    parser.add_argument(
-        "--accelerator", choices=["auto", "kvm", "tcg"], default="auto", help="auto always means tcg for arm64"
-    )
-    parser.add_argument(
-        "--firmware",
-        type=Path,
-        help="firmware instead of the default, for example /usr/share/ovmf/OVMF.fd for UEFI on amd64",
-    )
-    parser.add_argument("--keep", type=Path, help="directory to keep certificates and config drive in")
+    words = "Boot an image and print how to reach its agent."
+    parser = argparse.ArgumentParser(prog="diskimage/boot", description=words)
+    add = parser.add_argument
+    add("image", type=Path, help="disk image; the guest's changes to it are discarded")
+    add("--memory", type=int, default=512, help="memory in MiB")
+    add("--port", type=int, default=_AGENT_PORT, help="port of 127.0.0.1 that is forwarded to the agent")
+    words = "architecture of the image; default: from the manifest beside it"
+    add("--arch", choices=sorted(ARCHITECTURES), help=words)
+    add("--accelerator", choices=["auto", "kvm", "tcg"], default="auto", help="auto always means tcg for arm64")
+    words = "firmware instead of the default, for example /usr/share/ovmf/OVMF.fd for UEFI on amd64"
+    add("--firmware", type=Path, help=words)
+    add("--keep", type=Path, help="directory to keep certificates and config drive in")
     chosen = parser.parse_args(arguments)
     for file in (chosen.image, chosen.firmware):
         if file is not None and not file.is_file():
@@ -71,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
         chosen.firmware, package = Path(kind.firmware[0]), kind.firmware[1]
         if not chosen.firmware.is_file():
             parser.error(f"{chosen.firmware} does not exist; apt-get install {package}")
-    if not _free(chosen.port):
+    if not bind_port(chosen.port):
         parser.error(f"port {chosen.port} of 127.0.0.1 is in use; choose another one with --port")
     with ExitStack() as closing:
         folder = chosen.keep or Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="amphora-")))
@@ -82,9 +74,11 @@ def main(arguments: list[str] | None = None) -> int:
 def _boot(folder: Path, chosen: argparse.Namespace, kind: Architecture) -> int:
     amphora_id = str(uuid.uuid4())
     _write_drive(folder, amphora_id)
-    # The probe runs an amd64 guest.
+    # The probe of KVM runs an amd64 guest, so the probe says nothing about arm64.
     found = chosen.accelerator == "auto" and kind is AMD64 and kvm_probe.usable(kind.program)
     accelerated = chosen.accelerator == "kvm" or found
+    with chosen.image.open("rb") as image:
+        disk_format = "qcow2" if image.read(len(_QCOW2)) == _QCOW2 else "raw"
     hardware = Hardware(
         program=kind.program,
         name=f"amphora-{amphora_id}",
@@ -97,7 +91,7 @@ def _boot(folder: Path, chosen: argparse.Namespace, kind: Architecture) -> int:
     argv = manual_boot_command(
         hardware,
         str(chosen.image.absolute()),
-        disk_format="qcow2" if _begins(chosen.image, _QCOW2) else "raw",
+        disk_format=disk_format,
         forward=f"tcp:127.0.0.1:{chosen.port}-:{_AGENT_PORT}",
         mac=_MAC,
         firmware=None if chosen.firmware is None else str(chosen.firmware.absolute()),
@@ -134,26 +128,8 @@ def _run(argv: list[str], folder: Path) -> int:
     return 0 if received else status
 
 
-def _begins(file: Path, with_these: bytes) -> bool:
-    with file.open("rb") as content:
-        return content.read(len(with_these)) == with_these
-
-
-def _free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
-
-
 def _write_drive(folder: Path, amphora_id: str) -> None:
-    amphorae, controllers = (
-        create_authority("amphorae of a manual boot"),
-        create_authority("controllers of a manual boot"),
-    )
+    amphorae, controllers = (create_authority(f"{kind} of a manual boot") for kind in ("amphorae", "controllers"))
     conf = (
         f"[agent]\namphora_id = {amphora_id}\nbind_address = {_ADDRESS}\nbind_port = {_AGENT_PORT}\n"
         "services = systemd\n[heartbeat]\ninterval = 10\ntargets =\n"

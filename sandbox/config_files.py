@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configuration files, keys and certificates of a sandbox.
 
-Invariant: a file is written only if its content changes. Keys and certificate authorities are created once, so that a
-restart of the sandbox does not invalidate the certificates of running amphorae.
+Invariant: the sandbox writes a file only if the content changes. It creates keys and certificate authorities once, so
+that a restart of the sandbox does not invalidate the certificates of running amphorae.
 """
 
 from __future__ import annotations
@@ -27,23 +27,15 @@ PROGRAM = "qemu-system-x86_64"
 HEALTH_PORT = 9879
 STATUS_PORT = 9878
 _CLIENT_DAYS = 3650
-# Boot time-out in seconds of an emulated machine on a busy host.
+# An emulated machine on a busy host boots within 900 s.
 _EMULATED_BOOT = "900"
 _Sections = dict[str, dict[str, str]]
 
 
 def write(settings: Settings) -> None:
     """Create directories, configuration files, keys and certificates that are missing or outdated."""
-    for folder in (
-        settings.etc,
-        settings.data,
-        settings.run,
-        settings.log,
-        settings.amphorae,
-        settings.machines,
-        settings.tls,
-    ):
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for name in ("etc", "data", "run", "log", "amphorae", "machines", "tls"):
+        Path(settings.state, name).mkdir(parents=True, exist_ok=True, mode=0o700)
     _write(settings.driver_configuration, _ini(_driver_options(settings)))
     _write(settings.octavia_configuration, _ini(_octavia_options(settings)))
     _write(settings.clouds, _clouds(settings))
@@ -57,11 +49,9 @@ def write(settings: Settings) -> None:
 
 
 def _driver_options(settings: Settings) -> _Sections:
+    keys = str(settings.etc / "encryption.keys")
     ours = {
-        "amp_database": {
-            "connection": settings.database_url,
-            "encryption_key_file": str(settings.etc / "encryption.keys"),
-        },
+        "amp_database": {"connection": settings.database_url, "encryption_key_file": keys},
         "amp_queue": {
             "socket_dir": str(settings.run / "sockets"),
             **({"engine": "celery", "broker_url": settings.broker_url} if settings.broker_url else {}),
@@ -101,9 +91,12 @@ def _driver_options(settings: Settings) -> _Sections:
         },
     }
     if settings.compute == "qemu":
-        for group, options in _qemu_options(emulated=uses_emulation(settings)).items():
-            ours[group] = {**ours.get(group, {}), **options}
-    return {group: {**ours.get(group, {}), **settings.options.get(group, {})} for group in {**ours, **settings.options}}
+        ours = _merged(ours, _qemu_options(emulated=uses_emulation(settings)))
+    return _merged(ours, settings.options)
+
+
+def _merged(first: _Sections, second: _Sections) -> _Sections:
+    return {group: {**first.get(group, {}), **second.get(group, {})} for group in {**first, **second}}
 
 
 def uses_emulation(settings: Settings) -> bool:
@@ -112,7 +105,7 @@ def uses_emulation(settings: Settings) -> bool:
 
 
 def _qemu_options(*, emulated: bool) -> _Sections:
-    """The options that differ for virtual machines. Emulated ones get longer time-outs."""
+    """The options that differ for virtual machines. Emulated machines get longer time-outs."""
     ours: _Sections = {"amp_compute": {"driver": "qemu"}, "amp_agent": {"services": "systemd"}}
     if emulated:
         ours["amp_agent"] |= {"connect_timeout": "15", "request_timeout": "180"}
@@ -123,7 +116,7 @@ def _qemu_options(*, emulated: bool) -> _Sections:
 
 def _octavia_options(settings: Settings) -> _Sections:
     return {
-        # Octavia's API sends no messages: the provider does not use its workers.
+        # The API of Octavia sends no messages, because the provider uses no worker of Octavia.
         "DEFAULT": {"transport_url": "fake://"},
         "oslo_messaging_notifications": {"driver": "noop"},
         "oslo_concurrency": {"lock_path": str(settings.run / "lock")},
@@ -139,7 +132,7 @@ def _octavia_options(settings: Settings) -> _Sections:
             "default_provider_driver": "haproxy",
         },
         "controller_worker": {"network_driver": "amphora_sandbox_network"},
-        # Otherwise Octavia sets its own time-outs in every listener, and the time-outs of a flavor have no effect.
+        # With other values than 0, Octavia sets time-outs in every listener, and those of a flavor have no effect.
         "haproxy_amphora": {f"timeout_{one}": "0" for one in ("client_data", "member_connect", "member_data")},
         "certificates": {"cert_manager": "local_cert_manager", "storage_path": str(settings.tls)},
         "driver_agent": {
@@ -164,7 +157,7 @@ def _clouds(settings: Settings) -> str:
 def _env(settings: Settings) -> str:
     """The shell environment for clients of this sandbox."""
     exports = {**settings.environment(), "PATH": f"{Path(sys.executable).parent}:$PATH"}
-    # Keep the cache directory for bytecode that quickstart has chosen.
+    # Programs of the sandbox use the bytecode cache that quickstart has chosen.
     prefix = os.environ.get("PYTHONPYCACHEPREFIX")
     if prefix:
         exports["PYTHONPYCACHEPREFIX"] = prefix
@@ -179,7 +172,7 @@ def _certificates(folder: Path) -> None:
     certificate, key = create_authority("sandbox controllers")
     _write(folder / "controller_ca.pem", certificate.decode())
     client = Authority(certificate, key).issue_client("sandbox controller", _CLIENT_DAYS)
-    # Last: `write` takes this file as the sign that all others exist.
+    # `write` creates no certificates if controller.pem exists, so controller.pem must be the last file.
     _write(folder / "controller.pem", client.bundle().reveal().decode())
 
 

@@ -11,13 +11,13 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
 import openstack
 
 from amphora_driver.host import namespaces
-from sandbox import config_files, topology
+from sandbox import config_files, topology, vm_wait
 from sandbox.demo_hosts import MEMBER_PORT
 from sandbox.settings import SandboxError
 
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 Report = Callable[[str], None]
 NAME = "demo"
 _POLL_INTERVAL = 0.1
-# Frequent polling slows down the boot of an emulated machine.
-_SLOW_POLL_INTERVAL = 1.0
-_NOTE_INTERVAL = 30.0
 
 
 def connect(settings: Settings) -> Any:
@@ -43,56 +40,36 @@ def connect(settings: Settings) -> Any:
 
 
 def wait_active(settings: Settings, connection: Any, load_balancer_id: str, note: Report) -> Any:
-    """Wait until the load balancer is ACTIVE; returns it.
-
-    Args:
-        settings: the sandbox.
-        connection: the client of Octavia's API.
-        load_balancer_id: the load balancer.
-        note: receives progress messages of a long wait.
-
-    Raises:
-        SandboxError: the load balancer becomes ERROR, or the time-out expires.
-    """
-    started = time.monotonic()
+    """Wait until the load balancer is ACTIVE; raises SandboxError for ERROR and after the time-out."""
     emulated = config_files.uses_emulation(settings)
-    noted = started
-    while True:
+    found: Any = None
+
+    def note_progress(seconds: float) -> None:
+        if emulated:
+            note(f"still waiting: load balancer is {found.provisioning_status}, amphora boots ({seconds:.0f} s)")
+
+    # Frequent polling slows down the boot of an emulated machine.
+    for _ in vm_wait.poll(settings.wait_timeout, note_progress, None if emulated else _POLL_INTERVAL):
         found = connection.load_balancer.get_load_balancer(load_balancer_id)
         if found.provisioning_status == "ACTIVE":
             return found
-        now = time.monotonic()
-        if found.provisioning_status == "ERROR" or now > started + settings.wait_timeout:
-            raise SandboxError(
-                f"wait for load balancer {found.name}",
-                f"it is {found.provisioning_status}",
-                "See `amphoractl loadbalancer show` and the log of the controller.",
-            )
-        if emulated and now - noted > _NOTE_INTERVAL:
-            noted = now
-            note(f"still waiting: load balancer is {found.provisioning_status}, amphora boots ({now - started:.0f} s)")
-        time.sleep(_SLOW_POLL_INTERVAL if emulated else _POLL_INTERVAL)
+        if found.provisioning_status == "ERROR":
+            break
+    raise SandboxError(
+        f"wait for load balancer {found.name}",
+        f"it is {found.provisioning_status}",
+        "See `amphoractl loadbalancer show` and the log of the controller.",
+    )
 
 
 def ensure_load_balancer(settings: Settings, report: Report, note: Report) -> Any:
-    """The ACTIVE load balancer of the demonstration; one request creates it with its children.
-
-    Args:
-        settings: the sandbox.
-        report: receives a message for each step.
-        note: receives progress messages of a long wait.
-    """
+    """The ACTIVE load balancer of the demonstration; one request creates it with its children."""
     connection = connect(settings)
     found = connection.load_balancer.find_load_balancer(NAME)
     if found is None:
+        common = {"protocol_port": MEMBER_PORT, "subnet_id": topology.MEMBER_SUBNET}
         members = [
-            {
-                "name": name,
-                "address": f"192.0.2.{number}",
-                "protocol_port": MEMBER_PORT,
-                "subnet_id": topology.MEMBER_SUBNET,
-            }
-            for name, number in topology.MEMBERS.items()
+            {"name": name, "address": f"192.0.2.{number}", **common} for name, number in topology.MEMBERS.items()
         ]
         pool = {"name": f"{NAME}-pool", "protocol": "HTTP", "lb_algorithm": "ROUND_ROBIN", "members": members}
         listener = {"name": f"{NAME}-http", "protocol": "HTTP", "protocol_port": 80, "default_pool": pool}
@@ -117,13 +94,10 @@ def get(
     """Send one request from a host's namespace over a new connection; returns status and body."""
 
     def request() -> tuple[int, str]:
-        connection = http.client.HTTPConnection(address, port, timeout=10)
-        try:
+        with closing(http.client.HTTPConnection(address, port, timeout=10)) as connection:
             connection.request("GET", path)
             answer = connection.getresponse()
             return answer.status, answer.read().decode()
-        finally:
-            connection.close()
 
     return namespaces.run_inside(namespaces.path(settings.host(host)), request)
 
@@ -131,31 +105,23 @@ def get(
 def wait_for_response(settings: Settings, address: str, note: Report) -> None:
     """Wait until the load balancer answers.
 
-    An ACTIVE load balancer answers at once unless its virtual machines have just been powered on: Octavia does not know
-    this, and a machine needs time to boot and to get its configuration.
+    An ACTIVE load balancer answers at once unless its virtual machines have just been powered on. Octavia does not know
+    of the power-on, and a machine needs time to boot and to get a configuration.
     """
     if settings.compute != "qemu":
         return
-    started = noted = time.monotonic()
-    while True:
+
+    def note_progress(seconds: float) -> None:
+        note(f"still waiting: http://{address}/ does not answer, amphora boots ({seconds:.0f} s)")
+
+    for _ in vm_wait.poll(settings.wait_timeout, note_progress):
         with suppress(OSError, http.client.HTTPException):
             if get(settings, address)[0] < http.client.INTERNAL_SERVER_ERROR:
                 return
-        now = time.monotonic()
-        if now > started + settings.wait_timeout:
-            return
-        if now - noted > _NOTE_INTERVAL:
-            noted = now
-            note(f"still waiting: http://{address}/ does not answer, amphora boots ({now - started:.0f} s)")
-        time.sleep(_SLOW_POLL_INTERVAL)
 
 
 def count_responses(settings: Settings, address: str, number: int) -> Counter[str]:
-    """Send requests; returns the number of responses by member.
-
-    Raises:
-        SandboxError: a request has no response.
-    """
+    """Send requests; returns the number of responses by member. Raises SandboxError without a response."""
     try:
         return Counter(get(settings, address)[1].strip() for _ in range(number))
     except (OSError, http.client.HTTPException) as error:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The web server of a member.
 
-Invariant: it imports only the standard library, so that it starts fast. ``/`` returns the name of the member,
-``/slow/SECONDS`` delays this response, ``/size/BYTES`` returns a body of this size.
+Invariant: the server imports only the standard library, so that it starts fast. The path ``/`` returns the name of the
+member. ``/slow/SECONDS`` delays the same response, and ``/size/BYTES`` returns a body of this size.
 
-Started as ``python demo_hosts.py NAME PORT`` in the member's namespace.
+The sandbox runs ``python demo_hosts.py NAME PORT`` in the namespace of each member.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    # A small body is sent at once; with Nagle's algorithm it waits for the acknowledgement of the headers.
+    # With Nagle's algorithm, a small body would wait until the client acknowledges the headers.
     wbufsize = -1
     disable_nagle_algorithm = True
 
@@ -50,7 +50,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815 - http.server requires this name
 
     def log_message(self, *_: object) -> None:
-        """Write no log: it has no reader."""
+        """Write no log, because the sandbox does not use it."""
 
 
 def main() -> None:

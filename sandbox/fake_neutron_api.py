@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part of Neutron's API that the clients of load balancers need.
 
-Invariant: the API shows the tables of the local network backend. It changes only ports of users. Lists accept any
+Invariant: the API shows the tables of the local network backend. The API changes only ports of users. Lists accept any
 attribute as a filter, because clients use filters to convert a name to an id.
 
-Started as ``python -m sandbox.fake_neutron_api`` with a listening socket as descriptor 3.
+``python -m sandbox.fake_neutron_api`` needs a listening socket as descriptor 3.
 """
 
 from __future__ import annotations
@@ -24,14 +24,9 @@ from amphora_driver.model.network import FixedAddress, Port
 from amphora_driver.network.local import LocalNetwork
 from sandbox.local_requests import rejection_reason
 
-_SINGULAR = {
-    "networks": "network",
-    "subnets": "subnet",
-    "ports": "port",
-    "security-groups": "security_group",
-    "policies": "policy",
-}
-# Clients also request these collections, which are always empty here.
+_SINGULAR = {f"{name}s": name for name in ("network", "subnet", "port")}
+_SINGULAR |= {"security-groups": "security_group", "policies": "policy"}
+# Clients request extensions, subnet pools and routers as well, which the sandbox does not have.
 _EMPTY = {"extensions", "subnetpools", "routers"}
 _PROJECT = {"project_id": "sandbox", "tenant_id": "sandbox"}
 _Row = dict[str, Any]
@@ -44,7 +39,6 @@ class Resources:
         self._network = network
 
     def networks(self) -> list[_Row]:
-        """All networks."""
         return [
             {
                 "id": segment.id, "name": segment.name, "mtu": segment.mtu, "status": "ACTIVE", "admin_state_up": True,
@@ -54,7 +48,6 @@ class Resources:
         ]  # fmt: skip
 
     def subnets(self) -> list[_Row]:
-        """All subnets."""
         return [
             {
                 "id": subnet.id, "name": subnet.name, "network_id": subnet.network_id, "cidr": subnet.cidr,
@@ -65,11 +58,9 @@ class Resources:
         ]  # fmt: skip
 
     def ports(self) -> list[_Row]:
-        """All ports."""
         return [self.port(port) for port in self._network.all_ports()]
 
     def port(self, port: Port) -> _Row:
-        """Convert one port."""
         owner = self._network.owner(port.id) or ""
         free = owner == f"user-{port.id}"
         return {
@@ -80,7 +71,6 @@ class Resources:
         }  # fmt: skip
 
     def security_groups(self) -> list[_Row]:
-        """All security groups."""
         return [
             {
                 "id": group.id, "name": group.name, "description": "", "stateful": False,
@@ -97,7 +87,6 @@ class Resources:
         ]  # fmt: skip
 
     def policies(self) -> list[_Row]:
-        """All QoS policies."""
         return [
             {
                 "id": policy.id, "name": policy.name, "shared": True,
@@ -112,7 +101,6 @@ class Resources:
         ]  # fmt: skip
 
     def create_port(self, body: _Row) -> _Row:
-        """Create a port of a user."""
         wanted = [
             FixedAddress(subnet_id=one["subnet_id"], address=one.get("ip_address", ""))
             for one in body.get("fixed_ips") or ()
@@ -120,7 +108,6 @@ class Resources:
         return self.port(self._network.create_port(body["network_id"], wanted))
 
     def delete_port(self, port_id: str) -> None:
-        """Delete a port of a user."""
         self._network.remove_user_port(port_id)
 
 
@@ -133,7 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
             return False
         reason = rejection_reason(self.headers.get("Host"), self.headers.get("Origin"))
         if reason is not None:
-            # The body stays unread: the connection cannot carry another request.
+            # The server does not read the body, so the connection cannot carry another request.
             self.close_connection = True
             self._respond(403, _error(reason))
         return reason is None
@@ -144,12 +131,8 @@ class _Handler(BaseHTTPRequestHandler):
             link = {"rel": "self", "href": f"http://{self.headers.get('Host')}/v2.0/"}
             return self._respond(200, {"versions": [{"id": "v2.0", "status": "CURRENT", "links": [link]}]})
         kind = parts[0]
-        if kind in _EMPTY:
-            return (
-                self._respond(404, _error(f"the sandbox has no {kind}"))
-                if parts[1:]
-                else self._respond(200, {_key(kind): []})
-            )
+        if kind in _EMPTY and not parts[1:]:
+            return self._respond(200, {_key(kind): []})
         if kind not in _SINGULAR:
             return self._respond(404, _error(f"the sandbox has no {kind}"))
         rows: list[_Row] = getattr(self.resources, _key(kind))()
@@ -166,22 +149,17 @@ class _Handler(BaseHTTPRequestHandler):
         parts, _ = self._request()
         if parts != ["ports"]:
             return self._respond(404, _error("the sandbox can create ports only"))
-        return self._respond_errors(lambda: self._respond(201, {"port": self.resources.create_port(self.body["port"])}))
+        return self._change(201, lambda: {"port": self.resources.create_port(self.body["port"])})
 
     def do_DELETE(self) -> None:
         parts, _ = self._request()
         if len(parts) != 2 or parts[0] != "ports":
             return self._respond(404, _error("the sandbox can delete ports only"))
+        return self._change(204, lambda: self.resources.delete_port(parts[1]))
 
-        def remove() -> None:
-            self.resources.delete_port(parts[1])
-            self._respond(204, None)
-
-        return self._respond_errors(remove)
-
-    def _respond_errors(self, work: Callable[[], None]) -> None:
+    def _change(self, status: int, work: Callable[[], _Row | None]) -> None:
         try:
-            work()
+            self._respond(status, work())
         except (KeyError, TypeError) as error:
             self._respond(400, _error(f"the request has no {error}"))
         except AmphoraDriverError as error:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forwards a port of this machine to the status page in the sandbox's control namespace.
 
-Invariant: the process listens only on the loopback of the machine, on the socket that it inherits as descriptor 3. It
-forwards to one port on the loopback of the namespace. It has no state.
+Invariant: the process listens only on the loopback of the machine, on the socket that it inherits as descriptor 3. The
+process forwards to one port on the loopback of the namespace, and has no state.
 
 ``python -m sandbox.forward_in NAMESPACE PORT``
 """
@@ -37,14 +37,12 @@ async def _serve(place: Path, port: int) -> None:
 
 
 async def _forward(place: Path, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    # A socket belongs to the namespace in which it was created.
-    inside = await asyncio.to_thread(namespaces.run_inside, place, socket.socket)
-    inside.setblocking(False)
+    # A socket belongs to the network namespace in which the process created the socket.
+    connect = functools.partial(socket.create_connection, (_LOOPBACK_ADDRESS, port))
     try:
-        await asyncio.get_running_loop().sock_connect(inside, (_LOOPBACK_ADDRESS, port))
+        inside = await asyncio.to_thread(namespaces.run_inside, place, connect)
         there, back = await asyncio.open_connection(sock=inside)
     except OSError:
-        inside.close()
         writer.close()
         return
     await asyncio.gather(copy_stream(reader, back), copy_stream(there, writer))

@@ -2,7 +2,7 @@
 """Forwards ports of the control namespace to servers on the loopback: a database, a broker.
 
 Invariant: the process listens in the namespace on the same address and port as the server outside, so that programs on
-both sides use the same configuration. It has no state: clients reconnect after a restart.
+both sides use the same configuration. The process has no state: clients reconnect after a restart.
 
 ``python -m sandbox.forward_out NAMESPACE PORT…``
 """
@@ -26,11 +26,7 @@ _DEFAULT_PORTS = {"amqp": 5672, "mysql": 3306, "mariadb": 3306, "postgresql": 54
 
 
 def loopback_ports(*urls: str | None) -> tuple[int, ...]:
-    """The loopback ports in these URLs.
-
-    Raises:
-        SandboxError: a URL names another machine, which the control namespace cannot reach.
-    """
+    """The loopback ports in these URLs; raises SandboxError for a URL with another machine."""
     found: dict[int, None] = {}
     for one in urls:
         for url in (one or "").split(";"):
@@ -65,7 +61,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _listener(port: int) -> socket.socket:
-    # A socket belongs to the namespace in which it was created.
+    # A socket belongs to the network namespace in which the process created the socket.
     return socket.create_server((_LOOPBACK_ADDRESS, port), backlog=128)
 
 
@@ -93,7 +89,7 @@ async def copy_stream(source: asyncio.StreamReader, target: asyncio.StreamWriter
             target.write(data)
             await target.drain()
     except OSError:
-        # One side has closed its connection; closing the target informs the other side.
+        # One side has closed the connection. The end of the target connection informs the other side.
         pass
     finally:
         target.close()

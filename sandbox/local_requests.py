@@ -18,12 +18,7 @@ _LOCAL = re.compile(r"(?:localhost|127\.\d{1,3}\.\d{1,3}\.\d{1,3}|\[::1\])(?::\d
 
 
 def rejection_reason(host: str | None, origin: str | None) -> str | None:
-    """The reason to reject a request; None to accept it.
-
-    Args:
-        host: the header `Host`.
-        origin: the header `Origin`; None if the request has none.
-    """
+    """The reason to reject a request with these headers; None to accept it."""
     if host is None or not _LOCAL.fullmatch(host):
         return "Could not answer: the header Host does not name the loopback of this machine. Use 127.0.0.1."
     if origin is not None and not _LOCAL.fullmatch(origin.removeprefix("http://")):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import ipaddress
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from octavia.network import base
@@ -44,22 +45,14 @@ class SandboxNetworkDriver(base.AbstractNetworkDriver):
         return _subnet(_find(local_network().subnets(), subnet_name, base.SubnetNotFound, "name"))
 
     def get_port(self, port_id: str, **_context: Any) -> Any:
-        port = local_network().port(port_id)
-        if port is None:
-            raise base.PortNotFound(f"port {port_id} does not exist")
-        return _port(port)
+        return _port(_first([local_network().port(port_id)], base.PortNotFound(f"port {port_id} does not exist")))
 
     def get_port_by_name(self, port_name: str) -> Any:
-        ports = local_network().ports(port_name)
-        if not ports:
-            raise base.PortNotFound(f"port {port_name} does not exist")
-        return _port(ports[0])
+        return _port(_first(local_network().ports(port_name), base.PortNotFound(f"port {port_name} does not exist")))
 
     def get_port_by_net_id_device_id(self, network_id: str, device_id: str) -> Any:
-        for port in local_network().ports(device_id):
-            if port.network_id == network_id:
-                return _port(port)
-        raise base.PortNotFound(f"{device_id} has no port on network {network_id}")
+        ports = [port for port in local_network().ports(device_id) if port.network_id == network_id]
+        return _port(_first(ports, base.PortNotFound(f"{device_id} has no port on network {network_id}")))
 
     def get_network_ip_availability(self, network: Any) -> Any:
         have = [_availability(subnet) for subnet in local_network().subnets(network.id)]
@@ -91,48 +84,35 @@ class SandboxNetworkDriver(base.AbstractNetworkDriver):
 
 
 def _find(candidates: Any, wanted: str, missing: type[Exception], attribute: str) -> Any:
-    for candidate in candidates:
-        if getattr(candidate, attribute) == wanted:
-            return candidate
-    raise missing(f"{wanted} does not exist")
+    found = [one for one in candidates if getattr(one, attribute) == wanted]
+    return _first(found, missing(f"{wanted} does not exist"))
+
+
+def _first(found: Iterable[Any], error: Exception) -> Any:
+    chosen = next(iter(found), None)
+    if chosen is None:
+        raise error
+    return chosen
 
 
 def _network(segment: Segment) -> Any:
-    return shown.Network(
-        id=segment.id,
-        name=segment.name,
-        subnets=[subnet.id for subnet in local_network().subnets(segment.id)],
-        admin_state_up=True,
-        mtu=segment.mtu,
-        port_security_enabled=False,
-    )
+    subnets = [subnet.id for subnet in local_network().subnets(segment.id)]
+    state = {"admin_state_up": True, "port_security_enabled": False}
+    return shown.Network(id=segment.id, name=segment.name, subnets=subnets, mtu=segment.mtu, **state)
 
 
 def _subnet(subnet: AddressRange) -> Any:
-    return shown.Subnet(
-        id=subnet.id,
-        name=subnet.name,
-        network_id=subnet.network_id,
-        gateway_ip=subnet.gateway,
-        cidr=subnet.cidr,
-        ip_version=subnet.version,
-        host_routes=[],
-    )
+    same = {name: getattr(subnet, name) for name in ("id", "name", "network_id", "cidr")}
+    return shown.Subnet(**same, gateway_ip=subnet.gateway, ip_version=subnet.version, host_routes=[])
 
 
 def _port(port: Port) -> Any:
     owner = local_network().owner(port.id) or ""
-    return shown.Port(
-        id=port.id,
-        name=owner,
-        # Octavia refuses a VIP port with a device id.
-        device_id="" if owner == f"user-{port.id}" else owner,
-        mac_address=port.mac,
-        network_id=port.network_id,
-        status="ACTIVE",
-        admin_state_up=True,
-        fixed_ips=[shown.FixedIP(subnet_id=one.subnet_id, ip_address=one.address) for one in port.addresses],
-    )
+    # Octavia refuses a VIP port with a device id.
+    use = {"name": owner, "device_id": "" if owner == f"user-{port.id}" else owner}
+    addresses = [shown.FixedIP(subnet_id=one.subnet_id, ip_address=one.address) for one in port.addresses]
+    state = {"status": "ACTIVE", "admin_state_up": True, "fixed_ips": addresses}
+    return shown.Port(id=port.id, network_id=port.network_id, mac_address=port.mac, **use, **state)
 
 
 def _availability(subnet: AddressRange) -> dict[str, Any]:

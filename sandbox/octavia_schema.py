@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Creates Octavia's tables in SQLite or any other database.
 
-Invariant: the tables follow from Octavia's models, and the rows of lookup tables from its constants. Octavia's
-migrations are not usable: they change constraints with statements that only MySQL supports.
+Invariant: the tables follow from Octavia's models, and the rows of lookup tables from Octavia's constants. Octavia's
+migrations are not usable, because they change constraints with statements that only MySQL supports.
 """
 
 from __future__ import annotations

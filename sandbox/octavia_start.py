@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Octavia's API and driver agent on SQLite, without a change to Octavia.
 
-Invariant: write transactions on Octavia's database are serialized. SQLite has no SELECT … FOR UPDATE, and it refuses
-the change of a read transaction to a write transaction. Therefore the outermost transaction of a thread takes a file
-lock and begins as a write transaction. A nested session (Octavia reads a flavor) stays a read transaction, because the
-thread would wait for its own lock.
+Invariant: a file lock serializes write transactions on Octavia's database. SQLite has no SELECT … FOR UPDATE, and it
+refuses the change of a read transaction to a write transaction. Therefore the outermost transaction of a thread takes
+the lock and begins as a write transaction. A nested session (Octavia reads a flavor) stays a read transaction, because
+the thread would wait for its own lock.
 
 SQLAlchemy refuses Octavia's default of `[database] pool_timeout` for SQLite files.
 """
@@ -43,7 +43,7 @@ def _is_octavia_database(connection: Any) -> bool:
 
 
 def _begin(connection: Any) -> None:
-    # oslo.db uses the same mark: with it, oslo.db does not send BEGIN itself. It removes the mark at the end.
+    # oslo.db sends no BEGIN for a connection with the mark `in_transaction`, and removes the mark at the end.
     if not _is_octavia_database(connection) or "in_transaction" in connection.info:
         return
     connection.info["in_transaction"] = True
@@ -58,7 +58,7 @@ def _begin(connection: Any) -> None:
 
 
 def _checkin(dbapi_connection: Any, _record: Any) -> None:
-    # The event "commit" comes before the commit. The commit is complete when the connection returns to the pool.
+    # SQLAlchemy sends the event "commit" before the commit. The commit is complete when the pool gets the connection.
     if _write_lock.lock is not None and _write_lock.holder == id(dbapi_connection):
         os.close(_write_lock.lock)
         _write_lock.lock = _write_lock.holder = None
@@ -67,17 +67,17 @@ def _checkin(dbapi_connection: Any, _record: Any) -> None:
 def _sort_by_definition(kind: type, attributes: list[Any]) -> None:
     """Sort the attributes of an API type in the order of their definition.
 
-    The original function of WSME parses the source of each class to find this order. This takes more than half of the
-    start time of the API and of the driver agent. In current versions of Python, a class keeps the order itself.
+    WSME parses the source of each class to find this order. The parser takes more than half of the start time of the
+    API and of the driver agent. In current versions of Python, a class keeps the order.
     """
     order = [name for one in kind.__mro__ for name in vars(one)]
     attributes.sort(key=lambda attribute: order.index(attribute.key))
 
 
 def prepare() -> None:
-    """Install the SQLite lock and the fast start. Call it before the import of Octavia's modules."""
+    """Install the SQLite lock and the fast start. Other modules of Octavia are imported after this call."""
     wsme_types.sort_attributes = _sort_by_definition
-    from octavia.common import config  # noqa: F401, PLC0415 - registers the options
+    from octavia.common import config  # noqa: F401, PLC0415 - the import registers the options
 
     cfg.CONF.set_override("pool_timeout", None, group="database")
     event.listen(engine.Engine, "begin", _begin)
@@ -87,9 +87,9 @@ def prepare() -> None:
 def api() -> Application:
     """The WSGI application for gunicorn."""
     prepare()
-    from octavia.api import app  # noqa: PLC0415 - only after `prepare`
+    from octavia.api import app  # noqa: PLC0415 - `prepare` must run first
 
-    from sandbox import octavia_schema  # noqa: PLC0415 - only after `prepare`
+    from sandbox import octavia_schema  # noqa: PLC0415 - `prepare` must run first
 
     application = app.setup_app(argv=["octavia-api", "--config-file", os.environ["OCTAVIA_CONF"]])
     octavia_schema.ensure_schema()
@@ -106,12 +106,12 @@ def api() -> Application:
 def driver_agent() -> int:
     """Run octavia-driver-agent.
 
-    The agent forks for every call. Modules and statements that are loaded before the fork are shared with all forks.
+    The agent forks for every call. All forks share the modules and statements that the agent loads before the fork.
     """
     prepare()
-    from octavia.cmd import driver_agent as agent  # noqa: PLC0415 - only after `prepare`
-    from octavia.common import service  # noqa: PLC0415 - only after `prepare`
-    from octavia.db import models  # noqa: F401, PLC0415 - for configure_mappers
+    from octavia.cmd import driver_agent as agent  # noqa: PLC0415 - `prepare` must run first
+    from octavia.common import service  # noqa: PLC0415 - `prepare` must run first
+    from octavia.db import models  # noqa: F401, PLC0415 - configure_mappers needs these classes
 
     orm.configure_mappers()
     sys.argv = ["octavia-driver-agent", "--config-file", os.environ["OCTAVIA_CONF"]]
@@ -121,7 +121,7 @@ def driver_agent() -> int:
         read_options(arguments)
         _compile_statements()
 
-    # The agent has no hook between the options and the first fork: wrap the function that reads the options.
+    # octavia-driver-agent has no hook between the options and the first fork, so this function wraps the reader.
     service.prepare_service = read_options_and_compile
     return int(agent.main() or 0)
 
@@ -129,11 +129,11 @@ def driver_agent() -> int:
 def _compile_statements() -> None:
     """Compile the SQL statements of a status report before the first fork.
 
-    The function reports the status of an object that does not exist. Without it, every fork compiles the statements:
-    55 ms of processor time for each call instead of 26 ms. It closes its connection, because forks must not share one.
+    The function reports the status of an object that does not exist. Without this report, every fork compiles the
+    statements: a call takes 55 ms of processor time instead of 26 ms. Forks must not share the connection.
     """
-    from octavia.api.drivers.driver_agent import driver_updater  # noqa: PLC0415 - only after `prepare`
-    from octavia.db import api as database  # noqa: PLC0415 - only after `prepare`
+    from octavia.api.drivers.driver_agent import driver_updater  # noqa: PLC0415 - `prepare` must run first
+    from octavia.db import api as database  # noqa: PLC0415 - `prepare` must run first
 
     updater = driver_updater.DriverUpdater()
     unknown = {"id": "00000000-0000-0000-0000-000000000000", "operating_status": "OFFLINE"}

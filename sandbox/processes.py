@@ -30,15 +30,14 @@ _STOP_SECONDS = 8.0
 _TAIL_LINES = 15
 
 
-class Program(msgspec.Struct, frozen=True, kw_only=True):
+class Program(msgspec.Struct, frozen=True):
     """One program of the sandbox.
 
     Args:
-        name: the name; also of its log and its process file.
-        argv: program and arguments.
+        name: the name of the program, its log and its process file.
         namespace: the network namespace of the program; None for the root namespace.
         listen: a port of 127.0.0.1. The program inherits the listening socket as descriptor 3: early clients wait.
-        ready: whether the program is ready; polled, so it must be fast.
+        ready: whether the program is ready. `wait_ready` polls this function, so it must be fast.
     """
 
     name: str
@@ -52,7 +51,7 @@ class Supervision:
     """Starts and stops the programs of one sandbox.
 
     Attributes:
-        spawn: starts a process like `detached_process.spawn`. A test may replace it.
+        spawn: starts a process like `detached_process.spawn`. A test can replace this function.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -60,7 +59,7 @@ class Supervision:
         self.spawn = spawn
 
     def running(self, name: str) -> Process | None:
-        """The process of a program; None if it does not run."""
+        """The process of a program; None if the program does not run."""
         process = self._read_process(name)
         return process if process is not None and process.alive() else None
 
@@ -86,11 +85,7 @@ class Supervision:
         return True
 
     def wait_ready(self, program: Program, seconds: float) -> None:
-        """Wait until a started program is ready.
-
-        Raises:
-            SandboxError: the program ended, or the time-out expired.
-        """
+        """Wait until a started program is ready; raises SandboxError if it ends, or after the time-out."""
         process = self._read_process(program.name)
         for _ in range(int(seconds / _POLL_INTERVAL)):
             if process is None or process.wait(_POLL_INTERVAL):
@@ -99,42 +94,32 @@ class Supervision:
                 return
         self._raise_start_error(program.name, f"it is not ready after {seconds:.0f} seconds")
 
-    def stop(self, name: str) -> bool:
-        """Stop a program and its children; False if it did not run."""
-        return bool(self._stop([name]))
-
-    def stop_all(self) -> list[str]:
-        """Stop all programs in parallel; returns the names of the programs that ran."""
-        return self._stop(self.names())
-
-    def _stop(self, names: list[str]) -> list[str]:
-        known = {name: process for name in names if (process := self._read_process(name)) is not None}
-        ran = [name for name, process in known.items() if process.alive()]
-        signal_and_wait([known[name] for name in ran], signal.SIGTERM, _STOP_SECONDS)
-        for name in ran:
-            # The program was a session leader: kill the rest of its process group, which are its children.
+    def stop(self, *names: str) -> list[str]:
+        """Stop programs and their child processes in parallel; returns the names of the programs that ran."""
+        ran = {name: process for name in names if (process := self.running(name)) is not None}
+        signal_and_wait(list(ran.values()), signal.SIGTERM, _STOP_SECONDS)
+        for process in ran.values():
+            # A program leads a process group, so a signal to the group ends the child processes of the program, too.
             with suppress(ProcessLookupError):
-                os.killpg(known[name].pid, signal.SIGKILL)
-            known[name].wait(_STOP_SECONDS)
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(_STOP_SECONDS)
         for name in names:
             self._process_file(name).unlink(missing_ok=True)
-        return ran
+        return list(ran)
 
     def names(self) -> list[str]:
         """The names of all programs that were started and not stopped."""
         return sorted(path.stem for path in self._settings.run.glob("*.process"))
 
     def log(self, name: str) -> Path:
-        """The log file of a program."""
         return self._settings.log / f"{name}.log"
 
     def tail(self, name: str) -> str:
         """The last lines of a program's log."""
-        try:
+        with suppress(FileNotFoundError):
             lines = self.log(name).read_text(encoding="utf-8", errors="replace").splitlines()
-        except FileNotFoundError:
-            return ""
-        return "\n".join(lines[-_TAIL_LINES:])
+            return "\n".join(lines[-_TAIL_LINES:])
+        return ""
 
     def _process_file(self, name: str) -> Path:
         return self._settings.run / f"{name}.process"
@@ -148,11 +133,7 @@ class Supervision:
     def _environment(self) -> Mapping[str, str]:
         names = ("PATH", "PYTHONPATH", "PYTHONPYCACHEPREFIX", "HOME", failpoints.VARIABLE)
         kept = {name: os.environ[name] for name in names if name in os.environ}
-        fixed = {
-            "OCTAVIA_CONF": str(self._settings.octavia_configuration),
-            "LANG": "C.UTF-8",
-            "PYTHONUNBUFFERED": "1",
-        }
+        fixed = {"OCTAVIA_CONF": str(self._settings.octavia_configuration), "LANG": "C.UTF-8", "PYTHONUNBUFFERED": "1"}
         return {**kept, **self._settings.environment(), **fixed}
 
     def _raise_start_error(self, name: str, happened: str) -> None:
@@ -161,12 +142,8 @@ class Supervision:
 
 
 def _listen(port: int, name: str) -> socket.socket:
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(("127.0.0.1", port))
+        return socket.create_server(("127.0.0.1", port), backlog=128)
     except OSError as error:
-        listener.close()
-        raise SandboxError(f"start {name}", f"port {port} of 127.0.0.1 is in use ({error.strerror})") from error
-    listener.listen(128)
-    return listener
+        reason = os.strerror(error.errno or 0)
+        raise SandboxError(f"start {name}", f"port {port} of 127.0.0.1 is in use ({reason})") from error

@@ -2,13 +2,14 @@
 """The settings of a sandbox and the paths of its files.
 
 Invariant: all files of a sandbox are in its state directory, and all its namespaces have its prefix. Several sandboxes
-can run at the same time. The settings are chosen at the first start and stored.
+can run at the same time. The first start chooses and stores the settings.
 """
 
 from __future__ import annotations
 
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,8 @@ from amphora_driver.host import namespaces
 OCTAVIA_PORT = 9876
 NETWORK_PORT = 9696
 STATUS_PORT = 9878
-# sun_path has 108 bytes. The longest socket path below the state directory is that of a controller.
+_START_AGAIN = "Remove the state directory to create a new sandbox."
+# The kernel limits the path of a unix socket to 108 bytes (sun_path). The socket of a controller has the longest path.
 _LONGEST_STATE = 107 - len("/run/sockets/controller-4194304-7fffffffffff")
 
 
@@ -28,54 +30,55 @@ class SandboxError(AmphoraDriverError):
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of one sandbox."""
+    """The settings of one sandbox.
+
+    Attributes:
+        store_url, octavia_url: URLs of external databases; None for SQLite files in the state directory.
+        broker_url: URL of Celery's broker; None for local sockets.
+        status_port: port of the status page on 127.0.0.1; 0 for none.
+        compute: compute backend of the amphorae.
+        images: directory of images for qemu.
+        options: options of the provider by group; they override those of the sandbox.
+    """
 
     state: str
     prefix: str
     octavia_port: int
     network_port: int
     agent_python: str
-    # SQLAlchemy URLs of external databases; None for SQLite files in the state directory.
     store_url: str | None = None
     octavia_url: str | None = None
-    # URL of Celery's broker; None for local sockets.
     broker_url: str | None = None
-    # Port of the status page on 127.0.0.1; 0 for none.
     status_port: int = 0
-    # Compute backend of the amphorae, and the directory of images for qemu.
     compute: str = "netns"
     images: str | None = None
-    # Options of the provider by group; they override those of the sandbox.
     options: dict[str, dict[str, str]] = {}
 
     @property
     def etc(self) -> Path:
-        """Configuration, keys and certificates."""
         return Path(self.state, "etc")
 
     @property
     def data(self) -> Path:
-        """Databases."""
         return Path(self.state, "data")
 
     @property
     def run(self) -> Path:
-        """Sockets and process files."""
+        """Directory of sockets and process files."""
         return Path(self.state, "run")
 
     @property
     def log(self) -> Path:
-        """Log files, one for each program."""
         return Path(self.state, "log")
 
     @property
     def amphorae(self) -> Path:
-        """The directories of `netns` amphorae."""
+        """Directory of the `netns` amphorae."""
         return Path(self.state, "amphorae")
 
     @property
     def machines(self) -> Path:
-        """The directories of `qemu` amphorae."""
+        """Directory of the `qemu` amphorae."""
         return Path(self.state, "machines")
 
     @property
@@ -85,12 +88,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def driver_configuration(self) -> Path:
-        """The configuration file of the provider."""
         return self.etc / "amphora-driver.conf"
 
     @property
     def octavia_configuration(self) -> Path:
-        """The configuration file of Octavia."""
         return self.etc / "octavia.conf"
 
     @property
@@ -105,12 +106,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def octavia_database_url(self) -> str:
-        """The URL of Octavia's database."""
         return self.octavia_url or f"sqlite:///{self.data / 'octavia.sqlite'}"
 
     @property
     def database_url(self) -> str:
-        """The URL of the provider's database."""
         return self.store_url or f"sqlite:///{self.data / 'amphora-driver.sqlite'}"
 
     @property
@@ -120,12 +119,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def status_page(self) -> str:
-        """The URL of the controller's status page."""
         return f"http://127.0.0.1:{self.status_port}/"
 
     @property
     def network_endpoint(self) -> str:
-        """The URL of the network API."""
         return f"http://127.0.0.1:{self.network_port}"
 
     @property
@@ -148,7 +145,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.prefix}-{name}"
 
     def environment(self) -> dict[str, str]:
-        """Environment variables for clients and programs."""
         return {
             "AMPHORA_DRIVER_CONFIG": str(self.driver_configuration),
             "OS_CLIENT_CONFIG_FILE": str(self.clouds),
@@ -163,9 +159,7 @@ def load_settings(state: Path) -> Settings | None:
     except FileNotFoundError:
         return None
     except msgspec.DecodeError as error:
-        raise SandboxError(
-            f"read {_file(state)}", str(error), "Remove the state directory to create a new sandbox."
-        ) from error
+        raise SandboxError(f"read {_file(state)}", str(error), _START_AGAIN) from error
 
 
 def load_or_create_settings(
@@ -184,25 +178,19 @@ def load_or_create_settings(
     known = load_settings(state)
     if known is not None:
         if compute not in {None, known.compute}:
-            raise SandboxError(
-                f"use {compute} in {state}",
-                f"this sandbox was created with {known.compute}",
-                "Remove the state directory to create a new sandbox.",
-            )
+            happened = f"this sandbox was created with {known.compute}"
+            raise SandboxError(f"use {compute} in {state}", happened, _START_AGAIN)
         return known
     if len(str(state)) > _LONGEST_STATE:
-        raise SandboxError(
-            f"use {state}",
-            "the paths of unix sockets below it are too long",
-            f"Choose a directory with at most {_LONGEST_STATE} characters.",
-        )
+        remedy = f"Choose a directory with at most {_LONGEST_STATE} characters."
+        raise SandboxError(f"use {state}", "the paths of unix sockets below it are too long", remedy)
     settings = Settings(
         state=str(state),
         prefix=prefix or _free_prefix(),
         octavia_port=_free_port(OCTAVIA_PORT),
         network_port=_free_port(NETWORK_PORT),
         status_port=_free_port(STATUS_PORT),
-        # Agents start in another directory. The link is not resolved: Python finds the virtual environment by it.
+        # Agents start in another directory, so the path is absolute. Python finds its virtual environment by the link.
         agent_python=str(Path(agent_python or sys.executable).absolute()),
         store_url=store_url,
         octavia_url=octavia_url,
@@ -212,7 +200,7 @@ def load_or_create_settings(
         options=options or {},
     )
     state.mkdir(parents=True, exist_ok=True, mode=0o755)
-    # The URLs may contain passwords.
+    # The URLs in the file can contain passwords.
     _file(state).touch(mode=0o600)
     _file(state).write_bytes(msgspec.json.format(msgspec.json.encode(settings)))
     return settings
@@ -230,11 +218,13 @@ def _free_prefix() -> str:
 def _free_port(preferred: int) -> int:
     """The preferred port, or any other one if it is in use."""
     for port in (preferred, 0):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
+        if found := bind_port(port):
+            return found
     raise SandboxError("find a free port", "all ports of 127.0.0.1 are in use")
+
+
+def bind_port(port: int) -> int:
+    """The number of this port of 127.0.0.1, or of any free port for 0; 0 if the port is in use."""
+    with suppress(OSError), socket.create_server(("127.0.0.1", port)) as probe:
+        return int(probe.getsockname()[1])
+    return 0

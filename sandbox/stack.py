@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start and stop of the sandbox.
 
-Invariant: `up` and `down` are idempotent and continue after an interruption. A lock serializes them. After `down`, only
-the state directory is left.
+Invariant: `up` and `down` are idempotent and continue after an interruption. A lock serializes their calls. After
+`down`, only the state directory is left.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Report = Callable[[str], None]
 _READY_SECONDS = 60.0
 _KILL_SECONDS = 5.0
-# __SO_ACCEPTCON in the flags of /proc/net/unix.
+# The flag __SO_ACCEPTCON in /proc/net/unix marks a listening socket.
 _LISTENING = "00010000"
 _NEEDED = {
     "haproxy": "haproxy",
@@ -49,144 +49,100 @@ _NEEDED_BY_QEMU = {config_files.PROGRAM: "qemu-system-x86", "qemu-img": "qemu-ut
 
 
 class Stack:
-    """One sandbox.
-
-    Args:
-        settings: the settings of the sandbox.
-        report: receives a message for each step.
-        note: receives progress messages of a long wait.
-    """
+    """One sandbox. `report` receives a message for each step, `note` progress messages of a long wait."""
 
     def __init__(self, settings: Settings, report: Report = lambda _: None, note: Report = lambda _: None) -> None:
-        self._settings = settings
+        self.settings = settings
+        self.supervision = Supervision(settings)
         self._report = report
         self._note = note
-        self._supervision = Supervision(settings)
-
-    @property
-    def settings(self) -> Settings:
-        """The settings of the sandbox."""
-        return self._settings
-
-    @property
-    def supervision(self) -> Supervision:
-        """The processes of the programs."""
-        return self._supervision
 
     def up(self) -> None:
-        """Start everything that does not run.
-
-        Raises:
-            SandboxError: a program did not start; the error names its log.
-        """
-        _check_machine(self._settings)
+        """Start everything that does not run; raises SandboxError with the log of a failed program."""
+        _check_machine(self.settings)
         with self._locked():
-            config_files.write(self._settings)
+            config_files.write(self.settings)
             with self._open_network() as network:
-                migrate.upgrade(self._settings.database_url)
+                migrate.upgrade(self.settings.database_url)
                 topology.define_networks(network)
-                topology.build_networks(self._settings, network)
+                topology.build_networks(self.settings, network)
                 self._report("networks: management, vip, members; a client and three members")
                 self._power_on(network)
-            (self._settings.run / "sockets").mkdir(exist_ok=True, mode=0o700)
+            (self.settings.run / "sockets").mkdir(exist_ok=True, mode=0o700)
             programs = self.programs()
-            # In parallel: most of the start time is the import of modules, which uses all processors.
-            started = [program for program in programs if self._supervision.start(program)]
+            # The programs start in parallel, because the import of modules takes most of the time.
+            started = [program for program in programs if self.supervision.start(program)]
             for program in started:
-                self._supervision.wait_ready(program, _READY_SECONDS)
+                self.supervision.wait_ready(program, _READY_SECONDS)
                 self._report(f"{program.name} is ready")
 
     def down(self) -> None:
         """Stop and remove everything except the state directory."""
         with self._locked():
-            ended = self._supervision.stop_all()
+            ended = self.supervision.stop(*self.supervision.names())
             if ended:
                 self._report(f"stopped: {', '.join(ended)}")
-            if self._settings.driver_configuration.exists():
+            if self.settings.driver_configuration.exists():
                 with self._open_network() as network:
                     self._power_off(network)
-            removed = [name for name in namespaces.names(f"{self._settings.prefix}-") if self._remove_namespace(name)]
+            removed = [name for name in namespaces.names(f"{self.settings.prefix}-") if self._remove_namespace(name)]
             if removed:
                 self._report(f"namespaces removed: {', '.join(removed)}")
 
     def programs(self) -> list[Program]:
         """The programs, in the order in which `up` waits for them."""
-        settings = self._settings
-        module = (sys.executable, "-m")
-        gunicorn = (
+        settings, control = self.settings, self.settings.control
+        gunicorn = _python(
             *("gunicorn", "--bind", "fd://3", "--workers", "1", "--threads", "8", "--timeout", "120"),
             *("--no-control-socket", "--log-level", "warning", "sandbox.octavia_start:api()"),
         )
+        neutron, agent = _python("sandbox.fake_neutron_api"), _python("sandbox.octavia_start")
+        controller, health = _python("amphora_driver.controller.service"), _python("amphora_driver.health.service")
+        api, network_api = settings.octavia_port, settings.network_port
+        server, port = (sys.executable, "-S", demo_hosts.__file__), demo_hosts.MEMBER_PORT
+        member_listens = _listens_on_port("tcp6", port)
         members = [
-            Program(
-                name=name,
-                argv=(sys.executable, "-S", demo_hosts.__file__, name, str(demo_hosts.MEMBER_PORT)),
-                namespace=settings.host(name),
-                ready=_listens_on_port("tcp6", demo_hosts.MEMBER_PORT),
-            )
+            Program(name, (*server, name, str(port)), namespace=settings.host(name), ready=member_listens)
             for name in topology.MEMBERS
         ]
+        controller_listens = _has_notification_socket(settings.run, "controller")
+        health_listens = _listens_on_port("udp", config_files.HEALTH_PORT)
+        agent_listens = _listens_on_unix(settings.run, "status", "stats", "get")
+        reporter_listens = _has_notification_socket(settings.run, "reporter")
         return [
             *members,
-            *self._forward_out(module),
-            *self._forward_in(module),
-            Program(
-                name="network-api",
-                argv=(*module, "sandbox.fake_neutron_api"),
-                listen=settings.network_port,
-                ready=_answers_http(settings.network_port),
-            ),
-            Program(
-                name="octavia-api",
-                argv=(*module, *gunicorn),
-                listen=settings.octavia_port,
-                ready=_answers_http(settings.octavia_port),
-            ),
-            Program(
-                name="octavia-driver-agent",
-                argv=(*module, "sandbox.octavia_start"),
-                ready=_all(
-                    _listens_on_unix(settings.run, "status", "stats", "get"),
-                    _has_notification_socket(settings.run, "reporter"),
-                ),
-            ),
-            Program(
-                name="amphora-controller",
-                argv=(*module, "amphora_driver.controller.service"),
-                namespace=settings.control,
-                ready=_has_notification_socket(settings.run, "controller"),
-            ),
-            Program(
-                name="amphora-health-manager",
-                argv=(*module, "amphora_driver.health.service"),
-                namespace=settings.control,
-                ready=_listens_on_port("udp", config_files.HEALTH_PORT),
-            ),
+            *self._forward_out(),
+            *self._forward_in(),
+            Program("network-api", neutron, listen=network_api, ready=_answers_http(network_api)),
+            Program("octavia-api", gunicorn, listen=api, ready=_answers_http(api)),
+            Program("octavia-driver-agent", agent, ready=lambda one: agent_listens(one) and reporter_listens(one)),
+            Program("amphora-controller", controller, namespace=control, ready=controller_listens),
+            Program("amphora-health-manager", health, namespace=control, ready=health_listens),
         ]
 
-    def _forward_out(self, module: tuple[str, ...]) -> list[Program]:
-        """The forwarder to servers on this machine, if the settings name any."""
-        ports = forward_out.loopback_ports(self._settings.store_url, self._settings.broker_url)
+    def _forward_out(self) -> list[Program]:
+        """The forwarder to servers on this machine, if the settings contain any."""
+        ports = forward_out.loopback_ports(self.settings.store_url, self.settings.broker_url)
         if not ports:
             return []
-        control = self._settings.control
-        argv = (*module, forward_out.__name__, control, *(str(port) for port in ports))
-        return [Program(name="forward-out", argv=argv, ready=lambda _: forward_out.is_listening(control, ports))]
+        control = self.settings.control
+        argv = _python(forward_out.__name__, control, *(str(port) for port in ports))
+        return [Program("forward-out", argv, ready=lambda _: forward_out.is_listening(control, ports))]
 
-    def _forward_in(self, module: tuple[str, ...]) -> list[Program]:
-        """The forwarder to the status page, if it has a port. `up` does not wait for it."""
-        settings = self._settings
+    def _forward_in(self) -> list[Program]:
+        """The forwarder to the status page, if the page has a port. `up` does not wait for the forwarder."""
+        settings = self.settings
         if not settings.status_port:
             return []
-        argv = (*module, forward_in.__name__, settings.control, str(config_files.STATUS_PORT))
-        return [Program(name="status-page", argv=argv, listen=settings.status_port)]
+        argv = _python(forward_in.__name__, settings.control, str(config_files.STATUS_PORT))
+        return [Program("status-page", argv, listen=settings.status_port)]
 
     def _compute_backends(self, network: LocalNetwork) -> tuple[NetnsCompute | QemuCompute, ...]:
-        """All compute backends: a flavor may select another one than the default."""
-        options = config.load([str(self._settings.driver_configuration)])
-        found: tuple[NetnsCompute | QemuCompute, ...] = (NetnsCompute(options, network),)
-        # An old sandbox has no directory for virtual machines; the default directory belongs to other sandboxes.
-        return (*found, QemuCompute(options, network)) if self._settings.machines.exists() else found
+        """All compute backends: a flavor can select each of them."""
+        options = config.load([str(self.settings.driver_configuration)])
+        # A sandbox of an older version has no directory for virtual machines, so it has no backend qemu.
+        qemu = [QemuCompute(options, network)] if self.settings.machines.exists() else []
+        return (NetnsCompute(options, network), *qemu)
 
     def _power_on(self, network: LocalNetwork) -> None:
         booting = {}
@@ -198,9 +154,9 @@ class Stack:
                     if machine is not None and machine.management_address is not None:
                         booting[amphora_id] = machine.management_address
         if booting:
-            self._note(f"virtual machines boot{', emulated' if config_files.uses_emulation(self._settings) else ''}")
-            port = config.load([str(self._settings.driver_configuration)]).agent.port
-            vm_wait.wait_for_agents(self._settings, booting, port, self._note)
+            self._note(f"virtual machines boot{', emulated' if config_files.uses_emulation(self.settings) else ''}")
+            port = config.load([str(self.settings.driver_configuration)]).amp_agent.port
+            vm_wait.wait_for_agents(self.settings, booting, port, self._note)
             self._report("virtual machines have booted")
 
     def _power_off(self, network: LocalNetwork) -> None:
@@ -218,20 +174,24 @@ class Stack:
 
     @contextmanager
     def _open_network(self) -> Iterator[LocalNetwork]:
-        database = Database(self._settings.database_url)
+        database = Database(self.settings.database_url)
         try:
-            yield LocalNetwork(config.load([str(self._settings.driver_configuration)]), database)
+            yield LocalNetwork(config.load([str(self.settings.driver_configuration)]), database)
         finally:
             database.dispose()
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        descriptor = os.open(self._settings.state, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        descriptor = os.open(self.settings.state, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
         finally:
             os.close(descriptor)
+
+
+def _python(*words: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", *words)
 
 
 def _check_machine(settings: Settings) -> None:
@@ -245,17 +205,16 @@ def _check_machine(settings: Settings) -> None:
 
 
 def _answers_http(port: int) -> Callable[[Process], bool]:
-    """A request gets a response. The socket listens already: the request waits for the program."""
+    """The program answers a request. The request waits, because the inherited socket listens."""
 
     def ready(_: Process) -> bool:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_READY_SECONDS)
-        try:
+        with (
+            suppress(OSError, http.client.HTTPException),
+            closing(http.client.HTTPConnection("127.0.0.1", port, timeout=_READY_SECONDS)) as connection,
+        ):
             connection.request("GET", "/")
             return connection.getresponse().status < 400
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
+        return False
 
     return ready
 
@@ -263,42 +222,32 @@ def _answers_http(port: int) -> Callable[[Process], bool]:
 def _listens_on_unix(folder: Path, *names: str) -> Callable[[Process], bool]:
     """The program listens on unix sockets with these names.
 
-    The check does not connect: the driver agent's process for a connection without a request never ends.
+    The check does not connect: octavia-driver-agent forks for a connection, and without a request the fork never ends.
     """
     wanted = {str(folder / f"{name}.sock") for name in names}
-
     return lambda process: wanted <= {path for path, flags in _unix_sockets(process) if flags == _LISTENING}
 
 
 def _has_notification_socket(folder: Path, role: str) -> Callable[[Process], bool]:
     """The program has bound its notification socket. The file alone may belong to a dead process."""
     beginning = str(folder / "sockets" / f"{role}-")
-
     return lambda process: any(path.startswith(beginning) for path, _ in _unix_sockets(process))
 
 
 def _unix_sockets(process: Process) -> list[tuple[str, str]]:
-    """Path and flags of the unix sockets in the process's network namespace (/proc/net/unix)."""
-    try:
-        lines = Path(f"/proc/{process.pid}/net/unix").read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        return []
-    rows = [line.split() for line in lines[1:]]
-    return [(row[7], row[3]) for row in rows if len(row) > 7]
+    """Path and flags of the unix sockets in the network namespace of the process."""
+    return [(row[7], row[3]) for row in _net_table(process, "unix") if len(row) > 7]
 
 
 def _listens_on_port(protocol: str, port: int) -> Callable[[Process], bool]:
-    """The program has a socket with this port in its namespace."""
-
-    def ready(process: Process) -> bool:
-        try:
-            lines = Path(f"/proc/{process.pid}/net/{protocol}").read_text(encoding="ascii").splitlines()
-        except FileNotFoundError:
-            return False
-        return any(line.split()[1].endswith(f":{port:04X}") for line in lines[1:])
-
-    return ready
+    """The namespace of the program has a socket with this port."""
+    return lambda process: any(row[1].endswith(f":{port:04X}") for row in _net_table(process, protocol))
 
 
-def _all(*conditions: Callable[[Process], bool]) -> Callable[[Process], bool]:
-    return lambda process: all(condition(process) for condition in conditions)
+def _net_table(process: Process, name: str) -> list[list[str]]:
+    """The rows of a table in /proc/PID/net (proc(5)); none if the process has ended."""
+    try:
+        lines = Path(f"/proc/{process.pid}/net/{name}").read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    return [line.split() for line in lines[1:]]

@@ -2,7 +2,7 @@
 """The networks of the sandbox.
 
 Invariant: all addresses are reserved for documentation (RFC 5737, RFC 3849), so that they cannot conflict with a real
-network. Ids derive from names: they are the same in every sandbox.
+network. Ids derive from names, so a network has the same id in every sandbox.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import uuid
 from typing import TYPE_CHECKING
 
 from amphora_driver.host import namespaces
-from amphora_driver.model.network import FixedAddress, Port
+from amphora_driver.model.network import FixedAddress
 from amphora_driver.network import bridges
 from amphora_driver.network.ip_allocation import AddressRange
 from amphora_driver.network.port_security_rules import QosPolicy, Rule, SecurityGroup
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from sandbox.settings import Settings
 
 CONTROL_ADDRESS = "203.0.113.2"
-# A host on the management network without programs: its kernel refuses a connection, which proves reachability.
+# The witness is a host on the management network without programs. The kernel of the witness refuses connections,
+# which proves that the network works.
 WITNESS_ADDRESS = "203.0.113.3"
 WITNESS_PORT = 22
 MEMBERS = {"member1": 11, "member2": 12, "member3": 13}
@@ -65,13 +66,7 @@ def define_networks(network: LocalNetwork) -> None:
     for name, network_id, cidr, gateway, first, last in _SUBNETS:
         network.define_subnet(
             AddressRange(
-                id=derive_id(name),
-                network_id=network_id,
-                name=name,
-                cidr=cidr,
-                gateway=gateway,
-                first=first,
-                last=last,
+                id=derive_id(name), network_id=network_id, name=name, cidr=cidr, gateway=gateway, first=first, last=last
             )
         )
     network.port_security.define_group(SecurityGroup(id=derive_id("web"), name="web", rules=_WEB))
@@ -99,7 +94,7 @@ def _ensure_host(
     name: str,
     network_id: str,
     addresses: dict[str, str],
-) -> Port:
+) -> None:
     wanted = [FixedAddress(subnet_id=derive_id(subnet), address=address) for subnet, address in addresses.items()]
     port = network.fixed_port(name, network_id, wanted)
     segment = next(one for one in network.networks() if one.id == network_id)
@@ -107,4 +102,3 @@ def _ensure_host(
     namespaces.ensure(settings.host(name))
     switch.connect(port, segment, name, place, "eth0")
     bridges.configure_interface(place, "eth0", port, network.subnets(network_id))
-    return port

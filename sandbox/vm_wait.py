@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wait for the agents of virtual machines after they are powered on.
+"""Wait for the agents of virtual machines after a power-on, and polling with progress messages.
 
 Invariant: failure detection starts after the machines have booted, so that it does not take a booting machine for a
 dead one. The wait has a time-out: failure detection handles a machine that never answers.
@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from amphora_driver.host import namespaces
@@ -18,32 +18,35 @@ from amphora_driver.host import namespaces
 if TYPE_CHECKING:
     from sandbox.settings import Settings
 
-# Seconds between two polls, between two progress messages, and for a TLS handshake.
+# The wait polls once a second, reports progress every 30 s, and gives a TLS handshake 10 s.
 _POLL_INTERVAL, _NOTE_INTERVAL, _HANDSHAKE_TIMEOUT = 1.0, 30.0, 10.0
 
 
 def wait_for_agents(settings: Settings, addresses: Mapping[str, str], port: int, note: Callable[[str], None]) -> None:
-    """Wait until each agent has answered, or until the time-out of the sandbox.
-
-    Args:
-        settings: the sandbox.
-        addresses: management addresses by amphora id.
-        port: the port of the agents.
-        note: receives progress messages.
-    """
-    started = noted = time.monotonic()
+    """Wait until each agent has answered, or until the time-out; `addresses` has them by amphora id."""
     left = dict(addresses)
+
+    def note_progress(seconds: float) -> None:
+        note(f"still waiting: {len(left)} of {len(addresses)} amphorae boot ({seconds:.0f} s)")
+
+    for _ in poll(settings.wait_timeout, note_progress):
+        left = {one: address for one, address in left.items() if not _accepts_tls(settings, one, (address, port))}
+        if not left:
+            return
+
+
+def poll(timeout: float, note: Callable[[float], None], interval: float | None = None) -> Iterator[None]:
+    """Yield at once and after each interval until the time-out; `note` gets the seconds of a long wait."""
+    started = noted = time.monotonic()
     while True:
-        for amphora_id, address in addresses.items():
-            if amphora_id in left and _accepts_tls(settings, amphora_id, (address, port)):
-                del left[amphora_id]
+        yield
         now = time.monotonic()
-        if not left or now > started + settings.wait_timeout:
+        if now > started + timeout:
             return
         if now - noted > _NOTE_INTERVAL:
             noted = now
-            note(f"still waiting: {len(left)} of {len(addresses)} amphorae boot ({now - started:.0f} s)")
-        time.sleep(_POLL_INTERVAL)
+            note(now - started)
+        time.sleep(_POLL_INTERVAL if interval is None else interval)
 
 
 def _accepts_tls(settings: Settings, amphora_id: str, place: tuple[str, int]) -> bool:

@@ -11,15 +11,14 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import sqlalchemy as sa
-from cliff.lister import Lister
-from cliff.show import ShowOne
 
 from amphora_driver.cli import queries
+from amphora_driver.cli.command import AMPHORA, Lister, ShowOne, Table, argument
 from amphora_driver.cli.formatting import Age, Counts, Partners, Ports, Timestamp, Value, YesNo
 from amphora_driver.database.tables import amphora, job
 from amphora_driver.model.amphora import AmphoraState
@@ -39,21 +38,16 @@ SPARES_HEAD = (
 class ListAmphorae(Lister):
     """List amphorae: load balancer, confirmed generation, VIPs and last heartbeat of each."""
 
-    def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Add the arguments."""
-        parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument("--loadbalancer", metavar="ID", help="Only amphorae of this load balancer.")
-        parser.add_argument("--project", metavar="ID", help="Only amphorae of this project's load balancers.")
-        parser.add_argument("--status", metavar="STATE", help="Only amphorae in this state: booting, ready, retiring.")
-        parser.add_argument("--stale", action="store_true", help="Only amphorae without a recent heartbeat.")
-        return parser
+    arguments = (
+        argument("--loadbalancer", metavar="ID", help="Only amphorae of this load balancer."),
+        argument("--project", metavar="ID", help="Only amphorae of this project's load balancers."),
+        argument("--status", metavar="STATE", help="Only amphorae in this state: booting, ready, retiring."),
+        argument("--stale", action="store_true", help="Only amphorae without a recent heartbeat."),
+    )
 
-    def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
-        """Return column names and rows."""
-
+    def take_action(self, parsed_args: argparse.Namespace) -> Table:
         def read(connection: sa.Connection) -> Sequence[Any]:
-            # An amphora whose load balancer has no row is listed as well.
-            query = queries.amphora_query().where(sa.or_(job.c.op.is_(None), queries.IS_LOAD_BALANCER))
+            query = queries.amphora_query().where(queries.IS_NO_SPARE)
             if parsed_args.loadbalancer:
                 chosen = queries.find_load_balancer_id(connection, parsed_args.loadbalancer)
                 query = query.where(amphora.c.load_balancer_id == chosen)
@@ -73,28 +67,39 @@ class ListAmphorae(Lister):
 class ShowAmphora(ShowOne):
     """Show everything that is recorded about one amphora."""
 
-    def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Add the arguments."""
-        parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument("amphora", metavar="ID", help="Id of the amphora, or a unique prefix of it.")
-        return parser
+    arguments = (AMPHORA,)
 
-    def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-        """Return names and values."""
-
+    def values(self, parsed_args: argparse.Namespace) -> dict[str, Any]:
         def read(connection: sa.Connection) -> Any:
             chosen = queries.find_amphora_id(connection, parsed_args.amphora)
             return connection.execute(queries.amphora_query().where(amphora.c.id == chosen)).one()
 
-        shown = _details(self.app.read(read))
-        return tuple(shown), tuple(shown.values())
+        row = self.app.read(read)
+        return {
+            **dict(zip(LIST_HEAD, _list_row(row), strict=True)),
+            "Verdict": Value(row.verdict),
+            "Reason": Value(row.reason),
+            "Compute ID": Value(row.compute_id),
+            "Created": Timestamp(row.created_at),
+            "Booted": Timestamp(row.booted_at),
+            "Ready": Timestamp(row.ready_at),
+            "Confirmed at": Timestamp(row.confirmed_at),
+            "Handed over": bool(row.handed_over),
+            "Drains until": Timestamp(row.drains_until or None),
+            "Certificate issued": Timestamp(row.certificate_issued_at),
+            "Certificate authority": Value(row.certificate_authority),
+            "Trusts": Value(row.trusts),
+            "Compared": Age(row.audited_at),
+            "Drifts": bool(row.drifts),
+            "Partners": Partners(msgspec.json.decode(row.partners) if row.partners else []),
+            "Ports": Ports(msgspec.json.decode(row.plugged) if row.plugged else []),
+        }
 
 
 class ListSpares(Lister):
     """List the pools of warm spares: desired, ready and booting spares, and load balancers that use them."""
 
-    def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
-        """Return column names and rows."""
+    def take_action(self, parsed_args: argparse.Namespace) -> Table:
         number = self.app.conf.amp_spares.number
         return SPARES_HEAD, self.app.read(lambda connection: _spare_rows(connection, number))
 
@@ -105,28 +110,6 @@ def _list_row(row: Any) -> tuple[Any, ...]:
         *(Value(row.wanted), row.confirmed, Value(row.heard), Age(row.seen_at), Value(row.silent)),
         *(Timestamp(row.certificate_expires_at), Value(row.image), Value(row.agent_version), Value(row.drift)),
     )
-
-
-def _details(row: Any) -> dict[str, Any]:
-    return {
-        **dict(zip(LIST_HEAD, _list_row(row), strict=True)),
-        "Verdict": Value(row.verdict),
-        "Reason": Value(row.reason),
-        "Compute ID": Value(row.compute_id),
-        "Created": Timestamp(row.created_at),
-        "Booted": Timestamp(row.booted_at),
-        "Ready": Timestamp(row.ready_at),
-        "Confirmed at": Timestamp(row.confirmed_at),
-        "Handed over": bool(row.handed_over),
-        "Drains until": Timestamp(row.drains_until or None),
-        "Certificate issued": Timestamp(row.certificate_issued_at),
-        "Certificate authority": Value(row.certificate_authority),
-        "Trusts": Value(row.trusts),
-        "Compared": Age(row.audited_at),
-        "Drifts": bool(row.drifts),
-        "Partners": Partners(msgspec.json.decode(row.partners) if row.partners else []),
-        "Ports": Ports(msgspec.json.decode(row.plugged) if row.plugged else []),
-    }
 
 
 def _spare_rows(connection: sa.Connection, configured: int) -> list[tuple[Any, ...]]:

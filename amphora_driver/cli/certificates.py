@@ -11,39 +11,32 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from cliff.columns import FormattableColumn
-from cliff.lister import Lister
-from cliff.show import ShowOne
-
 from amphora_driver.certificates import ca_rotation, trust_store
 from amphora_driver.certificates.ca import fingerprint
-from amphora_driver.cli.formatting import Timestamp
+from amphora_driver.cli.command import Lister, ShowOne, Table, argument
+from amphora_driver.cli.formatting import Timestamp, Value
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import CertificateError
 from amphora_driver.store import ca_records
 from amphora_driver.store.ca_records import AmphoraCertificate, CaKind, CaRecord, CaState
 
-_DEFAULT_DAYS = 3650
-# Largest number of ids in a field of a table.
+# A field of a table shows at most three ids of amphorae.
 _MAX_LISTED = 3
-_CERTIFICATES = (
-    *("Amphora", "Load balancer", "Issued", "Expires", "Days left", "Authority", "Trusts", "State"),
-    "Why",
-)
+_CERTIFICATES = (*("Amphora", "Load balancer", "Issued", "Expires", "Days left", "Authority", "Trusts", "State"), "Why")
 _AUTHORITIES = (
     *("ID", "Kind", "State", "Fingerprint", "Created", "Expires", "Days left", "Amphorae", "Waits for"),
     "Waiting amphorae",
 )
 
 
-class AmphoraIds(FormattableColumn):
+class AmphoraIds(Value):
     """Ids of amphorae: the first ones in a table, all of them in JSON."""
 
-    def human_readable(self) -> str:
+    def _text(self) -> str:
         more = len(self._value) - _MAX_LISTED
         return "\n".join(self._value[:_MAX_LISTED]) + (f"\nand {more} others" if more > 0 else "")
 
-    def machine_readable(self) -> list[str]:
+    def _data(self) -> list[str]:
         return list(self._value)
 
 
@@ -54,50 +47,39 @@ class ListCertificates(Lister):
     the certificate has expired and is renewed when the amphora is reachable.
     """
 
-    def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Add the arguments."""
-        parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument("--loadbalancer", metavar="ID", help="Only certificates of the load balancer with this id.")
-        states = ("fine", "due", "overdue", "expired")
-        parser.add_argument(
-            "--state", choices=states, action="append", help="Only certificates in this state; can be repeated."
-        )
-        return parser
+    arguments = (
+        argument("--loadbalancer", metavar="ID", help="Only certificates of the load balancer with this id."),
+        argument(
+            "--state",
+            choices=("fine", "due", "overdue", "expired"),
+            action="append",
+            help="Only certificates in this state; can be repeated.",
+        ),
+    )
 
-    def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
-        """Return column names and rows."""
+    def take_action(self, parsed_args: argparse.Namespace) -> Table:
         now = self.app.database.now()
         recorded = self.app.read(ca_records.list_cas)
         held: tuple[AmphoraCertificate, ...] = self.app.read(ca_records.list_amphora_certificates)
         options = self.app.conf.amp_certificates
-        terms = ca_rotation.CertificateLifetime(
-            validity=options.validity_days * ca_rotation.DAY, renew_at=options.renew_at
-        )
-        rows = (
-            (
-                one,
-                ca_rotation.certificate_state(one, wanted, terms, now),
-                ca_rotation.renewal_reason(one, wanted, terms, now),
-            )
-            for one in held
-            for wanted in [_desired_trust(one, recorded)]
-        )
-        return _CERTIFICATES, (
-            (
-                one.amphora_id,
-                one.load_balancer_id,
-                Timestamp(one.issued_at),
-                Timestamp(one.expires_at),
-                _days_left(one.expires_at, now),
-                one.authority,
-                one.trusts,
-                state,
-                why,
-            )
-            for one, state, why in rows
-            if not parsed_args.loadbalancer or one.load_balancer_id == parsed_args.loadbalancer
-            if not parsed_args.state or state in parsed_args.state
-        )
+        validity = options.validity_days * ca_rotation.DAY
+        lifetime = ca_rotation.CertificateLifetime(validity=validity, renew_at=options.renew_at)
+
+        def rows() -> Iterator[tuple[Any, ...]]:
+            for one in held:
+                desired = _desired_trust(one, recorded)
+                state = ca_rotation.certificate_state(one, desired, lifetime, now)
+                if parsed_args.loadbalancer and one.load_balancer_id != parsed_args.loadbalancer:
+                    continue
+                if parsed_args.state and state not in parsed_args.state:
+                    continue
+                yield (
+                    *(one.amphora_id, one.load_balancer_id, Timestamp(one.issued_at), Timestamp(one.expires_at)),
+                    *(_days_left(one.expires_at, now), one.authority, one.trusts, state),
+                    ca_rotation.renewal_reason(one, desired, lifetime, now),
+                )
+
+        return _CERTIFICATES, rows()
 
 
 class ListCertificateAuthorities(Lister):
@@ -107,14 +89,9 @@ class ListCertificateAuthorities(Lister):
     nothing), current (signs), former (trusted, signs nothing), leaving (amphorae remove it from their trust), gone.
     """
 
-    def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Add the arguments."""
-        parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument("--all", action="store_true", help="Include CAs in the state gone.")
-        return parser
+    arguments = (argument("--all", action="store_true", help="Include CAs in the state gone."),)
 
-    def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
-        """Return column names and rows."""
+    def take_action(self, parsed_args: argparse.Namespace) -> Table:
         now = self.app.database.now()
         recorded = self.app.read(lambda connection: ca_records.list_cas(connection, gone=parsed_args.all))
         held: tuple[AmphoraCertificate, ...] = self.app.read(ca_records.list_amphora_certificates)
@@ -138,75 +115,55 @@ class ListCertificateAuthorities(Lister):
                 )
 
     def _configured_row(self, kind: CaKind, held: tuple[AmphoraCertificate, ...], now: float) -> tuple[Any, ...]:
+        found, problem = None, ""
         try:
             found = trust_store.load_configured_ca(self.app.conf, kind)
         except CertificateError as error:
-            # This user can read the database but perhaps not the controllers' files.
-            return (
-                None,
-                kind.value,
-                "current",
-                "",
-                Timestamp(None),
-                Timestamp(None),
-                None,
-                len(held),
-                str(error),
-                AmphoraIds(()),
-            )
-        end = found.expires_at
-        about = (fingerprint(found.certificate), Timestamp(None), Timestamp(end), _days_left(end, now))
-        return (None, kind.value, "current", *about, len(held), "", AmphoraIds(()))
+            # The user of the command can read the database, but perhaps not the files of the controllers.
+            problem = str(error)
+        end = found.expires_at if found else None
+        about = (fingerprint(found.certificate) if found else "", Timestamp(None), Timestamp(end), _days_left(end, now))
+        return (None, kind.value, "current", *about, len(held), problem, AmphoraIds(()))
 
 
 class RotateCertificateAuthority(ShowOne):
     """Replace a CA without an interruption of the connections between controllers and agents.
 
-    The controllers do this in steps: all sides trust both CAs; the new CA signs all certificates; all sides trust only
+    The controllers rotate in steps: all sides trust both CAs; the new CA signs all certificates; all sides trust only
     the new CA; the old key is erased. `ca list` shows the progress. A second rotation cannot begin before the
     first has ended. The first rotation reads the configured CA certificate: run the command on a controller.
     """
 
-    def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Add the arguments."""
-        parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        kinds = [one.value for one in CaKind]
-        parser.add_argument(
+    arguments = (
+        argument(
             "--kind",
-            choices=kinds,
+            choices=[one.value for one in CaKind],
             required=True,
             help="amphora: signs the agents' certificates. controller: signs the controllers' client certificates.",
-        )
-        parser.add_argument(
-            "--days",
-            type=int,
-            default=_DEFAULT_DAYS,
-            help=f"Validity of the new CA in days (default: {_DEFAULT_DAYS}).",
-        )
-        return parser
+        ),
+        argument("--days", type=int, default=3650, help="Validity of the new CA in days (default: 3650)."),
+    )
 
-    def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-        """Return names and values."""
+    def values(self, parsed_args: argparse.Namespace) -> dict[str, Any]:
         conf, database, kind = self.app.conf, self.app.database, CaKind(parsed_args.kind)
         vault = Vault.load(conf.amp_database.encryption_key_file)
-        # After the first rotation the CA is in the database; the configured files are not needed.
+        # After the first rotation the database has the CA, and the command does not need the configured files.
         rotated = any(one.kind is kind for one in self.app.read(ca_records.list_cas))
         new = trust_store.create_ca(kind, vault, parsed_args.days)
         present = new if rotated else trust_store.load_configured_ca(conf, kind)
         now = database.now()
         number = database.write(lambda connection: ca_records.begin_ca_rotation(connection, kind, present, new, now))
-        names = ("ID", "Kind", "State", "Fingerprint", "Expires")
-        return names, (
-            number,
-            kind.value,
-            CaState.NEXT.value,
-            fingerprint(new.certificate),
-            Timestamp(new.expires_at),
-        )
+        return {
+            "ID": number,
+            "Kind": kind.value,
+            "State": CaState.NEXT.value,
+            "Fingerprint": fingerprint(new.certificate),
+            "Expires": Timestamp(new.expires_at),
+        }
 
 
 def _desired_trust(one: AmphoraCertificate, recorded: tuple[CaRecord, ...]) -> ca_rotation.DesiredTrust:
-    """Return the desired trust of an amphora. CAs in files, perhaps not readable here, count as present."""
+    """Return the desired trust of an amphora. CAs in files count as present, even if not readable."""
     ids = [each.id for each in recorded if each.kind is CaKind.CONTROLLER and each.state in ca_records.TRUSTED_STATES]
     signer = [each.id for each in recorded if each.kind is CaKind.AMPHORA and each.state is CaState.CURRENT]
     return ca_rotation.DesiredTrust(
@@ -216,11 +173,11 @@ def _desired_trust(one: AmphoraCertificate, recorded: tuple[CaRecord, ...]) -> c
 
 
 def _depends_on(one: AmphoraCertificate, authority: CaRecord) -> bool:
-    """Whether an amphora and the controllers could not connect without this CA."""
+    """Whether the connections between an amphora and the controllers need this CA."""
     if authority.kind is CaKind.AMPHORA:
         return one.authority == authority.id
     trusted = ca_rotation.parse_controller_ids(one.trusts)
-    # An amphora that trusts the files trusts the CA that was imported from them.
+    # The first rotation imports the CA from the files, so an amphora that trusts the files trusts this CA.
     return authority.id in trusted or (authority.sealed_key is None and not trusted)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare the desired bundle of an amphora with the agent's answer, as text. Pure.
+"""Compare the desired bundle of an amphora with the agent's answer, as text. The functions do no I/O.
 
-Invariant: the result contains no secret. Files are compared by name and digest; secret values of a configuration are
-masked on both sides before the comparison. Unprintable characters are escaped, so an amphora cannot add lines.
+Invariant: the result contains no secret. The comparison uses names and digests of files, and masks secret values of a
+configuration on both sides. It escapes unprintable characters, so an amphora cannot add lines.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 from amphora_driver.cli.formatting import escape_unprintable
 
-# The agent masks the same words (docs/reference/agent-api.md, `GET /v2/diagnostics`).
+# The agent masks the same secret words in `GET /v2/diagnostics` (docs/reference/agent-api.md).
 _SECRET_WORDS = re.compile(r"\b(dynamic-cookie-key|password|insecure-password)([ \t]+)\S+")
-# Last line of the part of haproxy.cfg that the agent writes itself.
+# In haproxy.cfg, a marker line separates the agent's part from the load balancer's part.
 _END_OF_AGENT_PART = "# From here on: the load balancer's part.\n"
 _COMPARED = ("files", "interfaces", "limits", "allowed", "pings", "vrrp", "virtual_servers")
 
@@ -29,7 +29,7 @@ def mask_secrets(text: str) -> str:
 
 
 def from_diagnostics(actual: dict[str, Any]) -> dict[str, Any]:
-    """Convert the diagnostics of an old agent, without `GET /v2/configuration`, to that document."""
+    """Convert the diagnostics of an old agent to the document of `GET /v2/configuration`."""
     text = actual.get("haproxy.cfg")
     interfaces = actual.get("interfaces")
     return {
@@ -40,13 +40,7 @@ def from_diagnostics(actual: dict[str, Any]) -> dict[str, Any]:
 
 
 def list_differences(amphora_id: str, desired: dict[str, Any], actual: dict[str, Any]) -> list[str]:
-    """Return lines that describe the differences; none if both sides are equal.
-
-    Args:
-        amphora_id: the amphora.
-        desired: the desired bundle.
-        actual: the agent's answer.
-    """
+    """Return lines that describe the differences between the desired bundle and the agent's answer."""
     lines = []
     if desired["generation"] != actual.get("generation"):
         lines.append(f"generation: wanted {desired['generation']}, amphora {amphora_id} has {actual.get('generation')}")
@@ -65,23 +59,18 @@ def list_differences(amphora_id: str, desired: dict[str, Any], actual: dict[str,
 
 
 def _unified(what: str, amphora_id: str, desired: str, actual: str) -> list[str]:
-    found = difflib.unified_diff(
-        desired.splitlines(), actual.splitlines(), f"{what} wanted", f"{what} of amphora {amphora_id}", lineterm=""
-    )
-    return list(found)
+    names = (f"{what} wanted", f"{what} of amphora {amphora_id}")
+    return list(difflib.unified_diff(desired.splitlines(), actual.splitlines(), *names, lineterm=""))
 
 
 def _as_stored(desired: dict[str, Any]) -> dict[str, Any]:
     """Return the bundle as an agent stores it: with digests in place of contents."""
-    files = [
-        {"name": one["name"], "sha256": hashlib.sha256(one["content"].encode()).hexdigest()} for one in desired["files"]
-    ]
-    return {**desired, "files": files}
+    digests = [(one["name"], hashlib.sha256(one["content"].encode()).hexdigest()) for one in desired["files"]]
+    return {**desired, "files": [{"name": name, "sha256": digest} for name, digest in digests]}
 
 
 def _canonical_text(bundle: dict[str, Any]) -> str:
-    shown = {name: _canonical(bundle.get(name)) for name in _COMPARED}
-    return json.dumps(shown, indent=1, sort_keys=True)
+    return json.dumps({name: _canonical(bundle.get(name)) for name in _COMPARED}, indent=1, sort_keys=True)
 
 
 def _canonical(value: Any) -> Any:
@@ -115,7 +104,7 @@ def _interface(desired: dict[str, Any], actual: Any, *, is_pair: bool) -> list[s
         lines.append(f"interface {name} has the name {found.get('name')}")
     if found.get("mtu") != desired["mtu"]:
         lines.append(f"interface {name} has an MTU of {found.get('mtu')}, not {desired['mtu']}")
-    # In a pair, VRRP decides which amphora holds the VIPs.
+    # In a pair, VRRP decides which amphora holds the VIPs, so a missing VIP is no difference.
     needed = [*desired["addresses"], *([] if is_pair else desired["vips"])]
     present = {_canonical_address(one) for one in found.get("addresses", [])}
     return lines + [f"interface {name} lacks {one}" for one in needed if _canonical_address(one) not in present]

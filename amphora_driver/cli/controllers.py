@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands about the processes of the control plane.
 
-Invariant: the output is what the processes recorded about themselves. A process without a recent "last sign" is dead.
-A drain is a database row; the controller obeys it within a few seconds.
+Invariant: the output shows the rows that the processes write about themselves. A process without a recent "last sign"
+is dead. A drain is a database row, which the controller obeys within a few seconds.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from typing import Any
 
 import sqlalchemy as sa
-from cliff.command import Command
-from cliff.lister import Lister
 
+from amphora_driver.cli.command import Command, Lister, Table, argument, operator_at_host
 from amphora_driver.cli.formatting import Age, Timestamp, ValueList
-from amphora_driver.cli.operator_name import operator_at_host
 from amphora_driver.errors import UnknownObject
 from amphora_driver.store import process_registry
 from amphora_driver.store.process_registry import ProcessKind
@@ -27,15 +24,9 @@ _HEAD = ("Name", "Kind", "Host", "Version", "Since", "Last sign", "Jobs", "Dutie
 class ListControllers(Lister):
     """List controllers with their jobs, duties and drain state. An old last sign means a dead controller."""
 
-    def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Add the arguments."""
-        parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument("--all", action="store_true", help="Include health managers and provider agents.")
-        return parser
+    arguments = (argument("--all", action="store_true", help="Include health managers and provider agents."),)
 
-    def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
-        """Return column names and rows."""
-
+    def take_action(self, parsed_args: argparse.Namespace) -> Table:
         def read(connection: sa.Connection) -> tuple[Any, dict[str, list[str]], dict[str, float]]:
             kind = None if parsed_args.all else ProcessKind.CONTROLLER
             every = process_registry.list_processes(connection, kind)
@@ -51,39 +42,29 @@ class _SetDraining(Command):
     draining = True
 
     def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Add the arguments."""
-        parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        which = parser.add_mutually_exclusive_group(required=True)
-        which.add_argument("name", nargs="?", metavar="NAME", help="Name of one running controller.")
-        which.add_argument(
-            "--host", metavar="HOST", help="All controllers of this host, including those that start later."
-        )
+        parser = super().get_parser(prog_name)
+        which = parser.add_mutually_exclusive_group(required=True).add_argument
+        which("name", nargs="?", metavar="NAME", help="Name of one running controller.")
+        which("--host", metavar="HOST", help="All controllers of this host, including those that start later.")
         return parser
 
     def take_action(self, parsed_args: argparse.Namespace) -> None:
-        """Write the row."""
-        if parsed_args.host is None:
-            self.app.database.write(lambda connection: self._set_process(connection, parsed_args.name))
-        else:
-            self.app.database.write(lambda connection: self._set_host(connection, parsed_args.host))
+        self.app.database.write(lambda connection: self._set(connection, parsed_args.name, parsed_args.host))
 
-    def _set_process(self, connection: sa.Connection, name: str) -> None:
-        verb = "drain" if self.draining else "resume"
-        row = next(
-            (one for one in process_registry.list_processes(connection, ProcessKind.CONTROLLER) if one.name == name),
-            None,
-        )
+    def _set(self, connection: sa.Connection, name: str, host: str | None) -> None:
+        if host is not None:
+            process_registry.set_host_draining(connection, host, operator_at_host(), draining=self.draining)
+            return
+        attempt = f"{'drain' if self.draining else 'resume'} controller {name}"
+        rows = {one.name: one for one in process_registry.list_processes(connection, ProcessKind.CONTROLLER)}
+        row = rows.get(name)
         if row is None:
-            raise UnknownObject(
-                f"{verb} controller {name}", "no controller has this name", "List them: amphoractl controller list."
-            )
+            remedy = "List them: amphoractl controller list."
+            raise UnknownObject(attempt, "no controller has this name", remedy)
         if not self.draining and row.host in process_registry.list_drained_hosts(connection):
             remedy = f"Use: amphoractl controller resume --host {row.host}."
-            raise UnknownObject(f"resume controller {name}", f"its host {row.host} is drained", remedy)
+            raise UnknownObject(attempt, f"its host {row.host} is drained", remedy)
         process_registry.set_process_draining(connection, name, draining=self.draining)
-
-    def _set_host(self, connection: sa.Connection, host: str) -> None:
-        process_registry.set_host_draining(connection, host, operator_at_host(), draining=self.draining)
 
 
 class DrainController(_SetDraining):

@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands that compare amphorae with the desired state, repair them, and diagnose them.
 
-Invariant: `diff` and `diagnose` connect to the agents with the configured certificate and change nothing. An agent that
-does not answer is reported and does not affect the other amphorae. `repair` writes rows only, so it works while no
-other process runs. No command shows a secret.
+Invariant: `diff` and `diagnose` connect to the agents with the configured certificate and change nothing. The
+commands report an agent that does not answer, and continue with the other amphorae. `repair` writes rows only, so it
+works while no other process runs. No command shows a secret.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
-from cliff.command import Command
 
 from amphora_driver.agent.client import AgentClient
 from amphora_driver.certificates.trust_store import TrustStore
 from amphora_driver.cli import config_diff, queries
+from amphora_driver.cli.command import AMPHORA, LOAD_BALANCER, Command, argument
 from amphora_driver.cli.formatting import escape_unprintable
 from amphora_driver.database.tables import amphora, amphora_heartbeat, job
 from amphora_driver.database.vault import Vault
@@ -34,10 +35,9 @@ from amphora_driver.store.requests import Op
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Time limits in seconds for the answer of an agent.
+# An agent must answer a comparison within 20 s and a diagnosis within 60 s.
 _COMPARE_TIMEOUT, _DIAGNOSE_TIMEOUT = 20.0, 60.0
 _NOT_FOUND = 404
-# Exit statuses.
 DIFFERENT, UNREACHABLE = 1, 2
 
 
@@ -48,11 +48,7 @@ class DiffLoadBalancer(Command):
     least one difference. 2: at least one amphora did not answer.
     """
 
-    def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Add the arguments."""
-        parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument("load_balancer", metavar="ID", help="Id of the load balancer, or a unique prefix of it.")
-        return parser
+    arguments = (LOAD_BALANCER,)
 
     def take_action(self, parsed_args: argparse.Namespace) -> int:
         """Print the differences of every amphora; return the exit status."""
@@ -60,48 +56,38 @@ class DiffLoadBalancer(Command):
         chosen = self.app.read(lambda connection: queries.find_load_balancer_id(connection, parsed_args.load_balancer))
         recorded = self.app.read(lambda connection: load_record(connection, chosen, catalogue))
         if recorded is None:
-            raise Conflict(
-                f"compare load balancer {chosen}", "it is being created or deleted", "Wait until that is done."
-            )
+            happened = "it is being created or deleted"
+            raise Conflict(f"compare load balancer {chosen}", happened, "Wait until that is done.")
         wanted = {one: json.loads(body) for one, body in build_bundles(recorded, self.app.conf, vault).items()}
         agents = _agents(self.app, vault)
         status = 0
-        try:
+        with closing(agents):
             for one in recorded.amphorae:
                 try:
                     actual = _read_configuration(agents, one.id, one.management_address)
                 except AgentError as error:
                     self.app.stderr.write(f"{escape_unprintable(str(error))}\n")
-                    status = max(status, UNREACHABLE)
+                    status = UNREACHABLE
                     continue
                 lines = config_diff.list_differences(one.id, wanted[one.id], actual)
                 self.app.stdout.writelines(f"{line}\n" for line in lines)
                 status = max(status, DIFFERENT if lines else 0)
-        finally:
-            agents.close()
         return status
 
 
 class RepairLoadBalancer(Command):
     """Send the configuration to every amphora of a load balancer again."""
 
-    def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Add the arguments."""
-        parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument("load_balancer", metavar="ID", help="Id of the load balancer, or a unique prefix of it.")
-        return parser
+    arguments = (LOAD_BALANCER,)
 
     def take_action(self, parsed_args: argparse.Namespace) -> None:
-        """Write the rows and print what happens next."""
-
         def write(connection: sa.Connection) -> tuple[str, list[str]]:
             chosen = queries.find_load_balancer_id(connection, parsed_args.load_balancer)
             op = connection.execute(sa.select(job.c.op).where(job.c.load_balancer_id == chosen)).scalar_one()
             if op != Op.APPLY:
                 raise Conflict(f"repair load balancer {chosen}", "it is being deleted", "No action is needed.")
-            return chosen, config_drift.revoke_all_confirmations(
-                connection, chosen, "operator: the configuration is sent again"
-            )
+            reason = "operator: the configuration is sent again"
+            return chosen, config_drift.revoke_all_confirmations(connection, chosen, reason)
 
         chosen, amphorae = self.app.database.write(write)
         local_socket.wake_role(self.app.conf.amp_queue.socket_dir, local_socket.CONTROLLER)
@@ -115,29 +101,24 @@ class RepairLoadBalancer(Command):
 class DiagnoseAmphora(Command):
     """Fetch the diagnostics of an amphora as one JSON document without secrets."""
 
-    def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Add the arguments."""
-        parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument("amphora", metavar="ID", help="Id of the amphora, or a unique prefix of it.")
-        parser.add_argument("--output", metavar="FILE", type=Path, help="File to write; default: standard output.")
-        return parser
+    arguments = (
+        AMPHORA,
+        argument("--output", metavar="FILE", type=Path, help="File to write; default: standard output."),
+    )
 
     def take_action(self, parsed_args: argparse.Namespace) -> int:
         """Print the document; return 2 if the amphora does not answer and only its database row is printed."""
         chosen, row = self.app.read(lambda connection: _read_row(connection, parsed_args.amphora))
-        agents = _agents(self.app, _vault(self.app))
-        try:
-            if row["management_address"] is None:
-                self.app.stderr.write(f"amphora {chosen} has no address: its machine does not exist (yet)\n")
-                found: dict[str, Any] | None = None
-            else:
-                deadline = Deadline(_DIAGNOSE_TIMEOUT, f"diagnose amphora {chosen}")
-                found = agents.diagnostics(chosen, row["management_address"], deadline=deadline)
-        except AgentError as error:
-            found = None
-            self.app.stderr.write(f"{escape_unprintable(str(error))}\n")
-        finally:
-            agents.close()
+        found: dict[str, Any] | None = None
+        with closing(_agents(self.app, _vault(self.app))) as agents:
+            try:
+                if row["management_address"] is None:
+                    self.app.stderr.write(f"amphora {chosen} has no address: its machine does not exist (yet)\n")
+                else:
+                    deadline = Deadline(_DIAGNOSE_TIMEOUT, f"diagnose amphora {chosen}")
+                    found = agents.diagnostics(chosen, row["management_address"], deadline=deadline)
+            except AgentError as error:
+                self.app.stderr.write(f"{escape_unprintable(str(error))}\n")
         if found is None:
             self.app.stderr.write("The amphora did not answer; the output contains its database row only.\n")
         text = json.dumps({"recorded": row, **({} if found is None else {"agent": found})}, indent=1, default=str)
@@ -152,12 +133,9 @@ class DiagnoseAmphora(Command):
 def _read_row(connection: sa.Connection, text: str) -> tuple[str, Mapping[str, Any]]:
     chosen = queries.find_amphora_id(connection, text)
     columns = [column for column in amphora.c if column.name != "heartbeat_key"]
-    heard = [
-        amphora_heartbeat.c.seen_at,
-        amphora_heartbeat.c.generation.label("heard_generation"),
-        amphora_heartbeat.c.holds_vip,
-    ]
-    together = amphora.outerjoin(amphora_heartbeat, amphora_heartbeat.c.amphora_id == amphora.c.id)
+    seen = amphora_heartbeat.c
+    heard = (seen.seen_at, seen.generation.label("heard_generation"), seen.holds_vip)
+    together = amphora.outerjoin(amphora_heartbeat, seen.amphora_id == amphora.c.id)
     query = sa.select(*columns, *heard).select_from(together).where(amphora.c.id == chosen)
     return chosen, dict(connection.execute(query).mappings().one())
 
@@ -171,7 +149,7 @@ def _agents(app: Any, vault: Vault) -> AgentClient:
 
 
 def _read_configuration(agents: AgentClient, amphora_id: str, address: str | None) -> dict[str, Any]:
-    """Return the configuration of an amphora, also of one with an old agent."""
+    """Return the configuration of an amphora. An old agent has this document in its diagnostics only."""
     deadline = Deadline(_COMPARE_TIMEOUT, f"compare amphora {amphora_id}")
     try:
         return agents.configuration(amphora_id, str(address), deadline=deadline)

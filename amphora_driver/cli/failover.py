@@ -1,27 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands about fail-overs, the circuit breaker and unknown amphorae.
 
-Invariant: the commands read and write database rows only. They work while no other process of the control plane runs;
-a controller performs a requested fail-over as soon as one runs. Octavia receives no PENDING status, so users can change
-their load balancers meanwhile. A request for an amphora that is being replaced or deleted is refused.
+Invariant: the commands read and write database rows only, so they work while no other process of the control plane
+runs. A controller performs a requested fail-over as soon as one runs. Octavia receives no PENDING status, so users can
+change their load balancers meanwhile. The commands refuse an amphora that is being replaced or deleted.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
-from cliff.columns import FormattableColumn
-from cliff.command import Command
-from cliff.lister import Lister
-from cliff.show import ShowOne
 
 from amphora_driver.cli import queries
-from amphora_driver.cli.formatting import Age, Duration, Timestamp, Value, escape_unprintable
-from amphora_driver.cli.operator_name import operator_name
+from amphora_driver.cli.command import AMPHORA, LOAD_BALANCER, Command, Lister, ShowOne, Table, argument, operator_name
+from amphora_driver.cli.formatting import Age, Duration, Rows, Timestamp, Value
 from amphora_driver.database import clock
 from amphora_driver.database.tables import amphora, duty, job
 from amphora_driver.database.tables_fleet import failover
@@ -33,99 +29,62 @@ from amphora_driver.store.requests import Op
 from amphora_driver.store.spare_pools import ROLE
 
 _LIST_HEAD = ("ID", "Cause", "Load balancer", "Amphora", "Began", "Served after", "Ended", "Outcome")
-_SHOW_HEAD = (
-    *("ID", "Load balancer", "Amphora", "Cause", "Reason", "Asked by", "Rotation", "Heard last", "Began"),
-    *("Served", "Ended", "Outcome", "Time line"),
-)
-_DEFAULT_LIMIT = 100
+_REASON = argument("--reason", metavar="TEXT", default="an operator asked for it", help="Reason, for the history.")
 
 
-class Timeline(FormattableColumn):
+class Timeline(Rows):
     """Rows of `failover_event`, oldest first."""
 
-    def human_readable(self) -> str:
-        begin = self._value[0].at if self._value else 0.0
-        return "\n".join(escape_unprintable(_describe_event(row, row.at - begin)) for row in self._value)
-
-    def machine_readable(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "at": Timestamp(row.at).machine_readable(),
-                "event": row.word,
-                "amphora": row.amphora_id,
-                "detail": row.detail,
-            }
-            for row in self._value
-        ]
-
-
-class SilentAmphorae(FormattableColumn):
-    """Rows of `silent_amphora`."""
-
-    def human_readable(self) -> str:
-        return "\n".join(
-            escape_unprintable(
-                f"{row.amphora_id} of {row.load_balancer_id}: {row.kind.replace('_', ' ')} since "
-                f"{Timestamp(row.since).human_readable()}; {row.verdict}"
-            )
-            for row in self._value
+    def __init__(self, rows: Sequence[Any]) -> None:
+        super().__init__(
+            [{"at": row.at, "event": row.word, "amphora": row.amphora_id, "detail": row.detail} for row in rows]
         )
 
-    def machine_readable(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "amphora": row.amphora_id,
-                "load_balancer": row.load_balancer_id,
-                "kind": row.kind,
-                "since": Timestamp(row.since).machine_readable(),
-                "verdict": row.verdict,
-            }
-            for row in self._value
-        ]
+    def describe(self, row: dict[str, Any]) -> str:
+        after = row["at"] - self._value[0]["at"]
+        of = f" {row['amphora']}" if row["amphora"] else ""
+        detail = f": {row['detail']}" if row["detail"] else ""
+        return f"{after:+8.2f} s {row['event'].replace('_', ' ')}{of}{detail}"
 
 
-# --- reading --------------------------------------------------------------------------------------------------------
+class SilentAmphorae(Rows):
+    """Rows of `silent_amphora`."""
+
+    def __init__(self, rows: Sequence[Any]) -> None:
+        names = {"amphora": "amphora_id", "load_balancer": "load_balancer_id"}
+        names |= {name: name for name in ("kind", "since", "verdict")}
+        super().__init__([{name: getattr(row, column) for name, column in names.items()} for row in rows])
+
+    def describe(self, row: dict[str, Any]) -> str:
+        since = Timestamp(row["since"]).human_readable()
+        kind = row["kind"].replace("_", " ")
+        return f"{row['amphora']} of {row['load_balancer']}: {kind} since {since}; {row['verdict']}"
 
 
 class ListFailovers(Lister):
     """List fail-overs, newest first: cause, amphora, and seconds until the load balancer was served again."""
 
-    def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Add the arguments."""
-        parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument("--loadbalancer", metavar="ID", help="Only fail-overs of the load balancer with this id.")
-        parser.add_argument("--open", action="store_true", help="Only fail-overs in progress.")
-        parser.add_argument(
-            "--limit",
-            type=int,
-            default=_DEFAULT_LIMIT,
-            metavar="NUMBER",
-            help=f"Largest number of lines (default: {_DEFAULT_LIMIT}).",
-        )
-        return parser
+    arguments = (
+        argument("--loadbalancer", metavar="ID", help="Only fail-overs of the load balancer with this id."),
+        argument("--open", action="store_true", help="Only fail-overs in progress."),
+        argument("--limit", type=int, default=100, metavar="NUMBER", help="Largest number of lines (default: 100)."),
+    )
 
-    def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
-        """Return column names and rows."""
+    def take_action(self, parsed_args: argparse.Namespace) -> Table:
         query = sa.select(failover).order_by(failover.c.id.desc()).limit(parsed_args.limit)
         if parsed_args.loadbalancer:
             query = query.where(failover.c.load_balancer_id == parsed_args.loadbalancer)
         if parsed_args.open:
             query = query.where(failover.c.ended_at.is_(None))
-        rows = self.app.read(lambda connection: connection.execute(query).all())
-        return _LIST_HEAD, (_list_row(row) for row in rows)
+        return _LIST_HEAD, map(_list_row, self.app.read(lambda connection: connection.execute(query).all()))
 
 
 class ShowFailover(ShowOne):
     """Show the cause and the events of one fail-over."""
 
-    def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Add the arguments."""
-        parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument("failover", type=int, metavar="ID", help="Number of the fail-over, from `failover list`.")
-        return parser
+    arguments = (argument("failover", type=int, metavar="ID", help="Number of the fail-over, from `failover list`."),)
 
-    def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-        """Return names and values."""
+    def values(self, parsed_args: argparse.Namespace) -> dict[str, Any]:
         number = parsed_args.failover
         query = sa.select(failover).where(failover.c.id == number)
         row, events = self.app.read(
@@ -135,23 +94,30 @@ class ShowFailover(ShowOne):
             raise UnknownObject(
                 f"show fail-over {number}", "no fail-over has this number", "List them: amphoractl failover list."
             )
-        times = tuple(Timestamp(at) for at in (row.silent_since, row.begun_at, row.served_at, row.ended_at))
-        cause = (row.cause, Value(row.reason), Value(row.asked_by), row.rotation_id)
-        ids = (row.id, row.load_balancer_id, row.amphora_id)
-        timeline = Timeline(sorted(events, key=lambda one: (one.at, one.id)))
-        return _SHOW_HEAD, (*ids, *cause, *times, row.outcome, timeline)
+        return {
+            "ID": row.id,
+            "Load balancer": row.load_balancer_id,
+            "Amphora": row.amphora_id,
+            "Cause": row.cause,
+            "Reason": Value(row.reason),
+            "Asked by": Value(row.asked_by),
+            "Rotation": row.rotation_id,
+            "Heard last": Timestamp(row.silent_since),
+            "Began": Timestamp(row.begun_at),
+            "Served": Timestamp(row.served_at),
+            "Ended": Timestamp(row.ended_at),
+            "Outcome": row.outcome,
+            "Time line": Timeline(sorted(events, key=lambda one: (one.at, one.id))),
+        }
 
 
 class FailoverStatus(ShowOne):
     """Show whether silent amphorae are replaced now, which amphorae are silent, and what happens next."""
 
-    def take_action(self, _parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-        """Return names and values."""
-
+    def values(self, _parsed_args: argparse.Namespace) -> dict[str, Any]:
         def read(connection: sa.Connection) -> tuple[Any, ...]:
-            owner = sa.select(duty.c.owner).where(
-                duty.c.name == silent_amphorae.DUTY, duty.c.leased_until > clock.now(connection)
-            )
+            unexpired = duty.c.leased_until > clock.now(connection)
+            owner = sa.select(duty.c.owner).where(duty.c.name == silent_amphorae.DUTY, unexpired)
             return (
                 connection.execute(owner).scalar(),
                 circuit_breaker.read_breaker_rows(connection),
@@ -162,11 +128,12 @@ class FailoverStatus(ShowOne):
         detector, rows, silent, in_progress = self.app.read(read)
         automatic, sight = rows.get(circuit_breaker.AUTOMATIC), rows.get(circuit_breaker.SIGHT)
         state = automatic.state if automatic is not None else circuit_breaker.CLOSED
-        values = {
+        deciding = rows.get(circuit_breaker.OPERATOR) or automatic
+        return {
             "Allowed now": Value(describe_permission(detector, rows, automatic=self.app.conf.amp_failover.automatic)),
             "Circuit breaker": f"held {circuit_breaker.OPEN}" if circuit_breaker.OPERATOR in rows else state,
-            "Since": Timestamp(getattr(rows.get(circuit_breaker.OPERATOR) or automatic, "since", None)),
-            "Reason": Value(getattr(rows.get(circuit_breaker.OPERATOR) or automatic, "reason", None)),
+            "Since": Timestamp(getattr(deciding, "since", None)),
+            "Reason": Value(getattr(deciding, "reason", None)),
             "Next trial": Timestamp(
                 automatic.trial_at if automatic is not None and state == circuit_breaker.OPEN else None
             ),
@@ -175,32 +142,23 @@ class FailoverStatus(ShowOne):
             "Silent": SilentAmphorae(silent),
             "Fail-overs going on": len(in_progress),
         }
-        return tuple(values), tuple(values.values())
 
 
 class ListUnknownAmphorae(Lister):
     """List machines that send heartbeats under an unknown amphora id.
 
-    The control plane has no key for these heartbeats and cannot verify them. They are a hint, not a proof.
+    The control plane has no key for these heartbeats and cannot verify them. Such a heartbeat is a hint, not a proof.
     """
 
-    def take_action(self, _parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
-        """Return column names and rows."""
-        head = ("Amphora", "Address", "First heard", "Last heard", "Verdict")
+    def take_action(self, _parsed_args: argparse.Namespace) -> Table:
         rows = self.app.read(unknown_amphorae.list_unknown_amphorae)
-        return head, (
+        return ("Amphora", "Address", "First heard", "Last heard", "Verdict"), (
             (row.amphora_id, row.address, Timestamp(row.first_at), Age(row.last_at), Value(row.verdict)) for row in rows
         )
 
 
 def describe_permission(detector: str | None, rows: dict[str, circuit_breaker.BreakerRow], *, automatic: bool) -> str:
-    """Return whether the detector would replace a silent amphora now, and the reason if not.
-
-    Args:
-        detector: name of the controller that detects silent amphorae; None without one.
-        rows: the rows of the circuit breaker by name.
-        automatic: option of [amp_failover].
-    """
+    """Return whether the detecting controller would replace a silent amphora now, or the reason."""
     sight, known = rows.get(circuit_breaker.SIGHT), rows.get(circuit_breaker.AUTOMATIC)
     held = rows.get(circuit_breaker.OPERATOR)
     if not automatic:
@@ -219,20 +177,12 @@ def describe_permission(detector: str | None, rows: dict[str, circuit_breaker.Br
     return "fail-over of silent amphorae"
 
 
-# --- circuit breaker ------------------------------------------------------------------------------------------------
-
-
 class OpenCircuitBreaker(Command):
     """Hold the circuit breaker open: no automatic fail-over begins until `circuit-breaker close`."""
 
-    def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Add the arguments."""
-        parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument("--reason", default="", metavar="WORDS", help="Reason, shown by `failover status`.")
-        return parser
+    arguments = (argument("--reason", default="", metavar="WORDS", help="Reason, shown by `failover status`."),)
 
     def take_action(self, parsed_args: argparse.Namespace) -> None:
-        """Write the row."""
         database = self.app.database
         reason = ": ".join(part for part in (operator_name(), parsed_args.reason) if part)
         database.write(lambda connection: circuit_breaker.hold_breaker_open(connection, reason, database.now()))
@@ -243,86 +193,60 @@ class CloseCircuitBreaker(Command):
     """Close the circuit breaker. Amphorae that are silent now count as dead and are replaced."""
 
     def take_action(self, _parsed_args: argparse.Namespace) -> None:
-        """Write the row."""
         database = self.app.database
         reason = f"closed by {operator_name()}"
         database.write(lambda connection: circuit_breaker.close_breaker(connection, reason, database.now()))
         self.app.stdout.write("The breaker is closed.\n")
 
 
-# --- requests -------------------------------------------------------------------------------------------------------
-
-
-class FailOverLoadBalancer(Command):
-    """Replace all amphorae of a load balancer, one at a time. Users can change it meanwhile."""
-
-    def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Add the arguments."""
-        parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument("load_balancer", metavar="ID", help="Id of the load balancer, or a unique prefix of it.")
-        _add_reason(parser)
-        return parser
+class _RequestFailover(Command):
+    """Records a request for fail-over, wakes a controller, and prints the next actions."""
 
     def take_action(self, parsed_args: argparse.Namespace) -> None:
-        """Write the rows and print what happens next."""
+        message = self.app.database.write(lambda connection: self.request(connection, parsed_args))
+        # Only controllers of this host receive the notification; controllers of other hosts poll the database.
+        local_socket.wake_role(self.app.conf.amp_queue.socket_dir, local_socket.CONTROLLER)
+        self.app.stdout.write(message + "\n")
 
-        def write(connection: sa.Connection) -> str:
-            chosen = queries.find_load_balancer_id(connection, parsed_args.load_balancer)
-            attempt = f"fail over load balancer {chosen}"
-            _refuse_if_deleted(connection, attempt, chosen)
-            rows = _read_amphorae(connection, amphora.c.load_balancer_id == chosen)
-            live = [row.id for row in rows if row.state != AmphoraState.RETIRING.value]
-            if not live:
-                reason = rows and _describe_replacement(connection, chosen)
-                raise Conflict(
-                    attempt, reason or "it has no amphora yet: it is being created", "Wait until that is done."
-                )
-            return _request_failovers(connection, chosen, live, parsed_args.reason)
-
-        _write_and_notify(self, write)
+    def request(self, connection: sa.Connection, parsed_args: argparse.Namespace) -> str:
+        """Write the rows and return the message."""
+        raise NotImplementedError
 
 
-class FailOverAmphora(Command):
+class FailOverLoadBalancer(_RequestFailover):
+    """Replace all amphorae of a load balancer, one at a time. Users can change it at the same time."""
+
+    arguments = (LOAD_BALANCER, _REASON)
+
+    def request(self, connection: sa.Connection, parsed_args: argparse.Namespace) -> str:
+        chosen = queries.find_load_balancer_id(connection, parsed_args.load_balancer)
+        attempt = f"fail over load balancer {chosen}"
+        _refuse_if_deleted(connection, attempt, chosen)
+        rows = _read_amphorae(connection, amphora.c.load_balancer_id == chosen)
+        live = [row.id for row in rows if row.state != AmphoraState.RETIRING.value]
+        if not live:
+            reason = rows and _describe_replacement(connection, chosen)
+            raise Conflict(attempt, reason or "it has no amphora yet: it is being created", "Wait until that is done.")
+        return _request_failovers(connection, chosen, live, parsed_args.reason)
+
+
+class FailOverAmphora(_RequestFailover):
     """Replace one amphora by a new one or by a warm spare."""
 
-    def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Add the arguments."""
-        parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument("amphora", metavar="ID", help="Id of the amphora, or a unique prefix of it.")
-        _add_reason(parser)
-        return parser
+    arguments = (AMPHORA, _REASON)
 
-    def take_action(self, parsed_args: argparse.Namespace) -> None:
-        """Write the row and print what happens next."""
-
-        def write(connection: sa.Connection) -> str:
-            chosen = queries.find_amphora_id(connection, parsed_args.amphora)
-            attempt = f"fail over amphora {chosen}"
-            (row,) = _read_amphorae(connection, amphora.c.id == chosen)
-            if row.role == ROLE:
-                raise Conflict(
-                    attempt,
-                    "it is a warm spare without a load balancer",
-                    "Its pool replaces a spare that does not answer.",
-                )
-            _refuse_if_deleted(connection, attempt, row.load_balancer_id)
-            if row.state == AmphoraState.RETIRING.value:
-                reason = _describe_replacement(connection, row.load_balancer_id, chosen)
-                raise Conflict(attempt, reason, "Wait until that is done.")
-            return _request_failovers(connection, row.load_balancer_id, [chosen], parsed_args.reason)
-
-        _write_and_notify(self, write)
-
-
-def _add_reason(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--reason", metavar="TEXT", default="an operator asked for it", help="Reason, for the history.")
-
-
-def _write_and_notify(command: Command, write: Callable[[sa.Connection], str]) -> None:
-    message = command.app.database.write(write)
-    # Only processes of this host receive the notification; controllers of other hosts poll.
-    local_socket.wake_role(command.app.conf.amp_queue.socket_dir, local_socket.CONTROLLER)
-    command.app.stdout.write(message + "\n")
+    def request(self, connection: sa.Connection, parsed_args: argparse.Namespace) -> str:
+        chosen = queries.find_amphora_id(connection, parsed_args.amphora)
+        attempt = f"fail over amphora {chosen}"
+        (row,) = _read_amphorae(connection, amphora.c.id == chosen)
+        if row.role == ROLE:
+            remedy = "Its pool replaces a spare that does not answer."
+            raise Conflict(attempt, "it is a warm spare without a load balancer", remedy)
+        _refuse_if_deleted(connection, attempt, row.load_balancer_id)
+        if row.state == AmphoraState.RETIRING.value:
+            reason = _describe_replacement(connection, row.load_balancer_id, chosen)
+            raise Conflict(attempt, reason, "Wait until that is done.")
+        return _request_failovers(connection, row.load_balancer_id, [chosen], parsed_args.reason)
 
 
 def _request_failovers(
@@ -355,7 +279,7 @@ def _refuse_if_deleted(connection: sa.Connection, attempt: str, load_balancer_id
 
 
 def _describe_replacement(connection: sa.Connection, load_balancer_id: str, amphora_id: str | None = None) -> str:
-    """Return which fail-over already replaces the amphora."""
+    """Return the reason for the refusal: the fail-over that already replaces the amphora."""
     rows = failovers.list_open_failovers_of(connection, load_balancer_id)
     of_amphora = [row for row in rows if amphora_id in (None, row.amphora_id)]
     if not of_amphora:
@@ -372,9 +296,3 @@ def _list_row(row: Any) -> tuple[Any, ...]:
         *(row.id, row.cause, row.load_balancer_id, row.amphora_id, Timestamp(row.begun_at), Duration(after)),
         *(Timestamp(row.ended_at), row.outcome),
     )
-
-
-def _describe_event(row: Any, after: float) -> str:
-    words = f"{after:+8.2f} s {row.word.replace('_', ' ')}"
-    amphora_words = f" {row.amphora_id}" if row.amphora_id else ""
-    return f"{words}{amphora_words}{': ' + row.detail if row.detail else ''}"

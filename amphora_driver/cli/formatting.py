@@ -4,36 +4,28 @@
 Invariant: JSON and YAML contain numbers, lists and ISO 8601 times. A table contains short printable text.
 
 Invariant: names, reasons, configurations and the reports of amphorae are untrusted, and a terminal executes control
-sequences (ECMA-48). Unprintable characters are written as JSON escapes (RFC 8259, section 7), so JSON output stays
-equivalent.
+sequences (ECMA-48). The output has JSON escapes in place of unprintable characters (RFC 8259, section 7), so JSON
+output stays equivalent.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, TextIO, cast
 
 from cliff.columns import FormattableColumn
 
-# Longest outcome of a request in a table; JSON contains the whole text.
+# A table cuts the outcome of a request to 100 characters; JSON contains the whole text.
 _MAX_OUTCOME = 100
 _MINUTE, _HOUR, _DAYS = 60.0, 3600.0, 2 * 86400.0
-# The unprintable characters with which commands separate lines and columns.
+# Commands separate lines and columns with new lines and tabs, so the stream keeps both.
 _LAYOUT = "\n\t"
 
 
-# --- output to a terminal -------------------------------------------------------------------------------------------
-
-
 def escape_unprintable(text: str, keep: str = "") -> str:
-    r"""Return the text with each unprintable character as an escape such as `\u001b`.
-
-    Args:
-        text: untrusted text.
-        keep: unprintable characters that stay unchanged.
-    """
+    r"""Return the text with unprintable characters as escapes such as `\u001b`, except those in `keep`."""
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() or one in keep else _escape(one) for one in text)
@@ -44,13 +36,7 @@ def _escape(character: str) -> str:
     return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
 
 
-class EscapingStream:
-    """Wraps a text stream and escapes unprintable characters in everything that is written.
-
-    Args:
-        stream: standard output or standard error.
-    """
-
+class _EscapingStream:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
@@ -60,7 +46,6 @@ class EscapingStream:
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write several texts."""
         for line in lines:
             self.write(line)
 
@@ -69,169 +54,202 @@ class EscapingStream:
 
 
 def escaping_stream(stream: TextIO) -> TextIO:
-    """Return the stream wrapped in an `EscapingStream`."""
-    return cast("TextIO", EscapingStream(stream))
+    """Wrap a text stream: the result escapes unprintable characters in everything that is written."""
+    return cast("TextIO", _EscapingStream(stream))
 
 
-# --- column values --------------------------------------------------------------------------------------------------
-
-
-class Timestamp(FormattableColumn):
-    """A time in seconds since 1970, or None."""
+class Value(FormattableColumn):
+    """A text or a number, or None: an empty field in a table. Subclasses format other types."""
 
     def human_readable(self) -> str:
-        return "" if self._value is None else _utc(self._value).strftime("%Y-%m-%d %H:%M:%S UTC")
+        return "" if self._value is None else self._text()
 
-    def machine_readable(self) -> str | None:
-        return None if self._value is None else _utc(self._value).isoformat()
+    def machine_readable(self) -> Any:
+        return None if self._value is None else self._data()
+
+    def _text(self) -> str:
+        return escape_unprintable(str(self._value), "\n")
+
+    def _data(self) -> Any:
+        return self._value
 
 
-class Age(FormattableColumn):
-    """Seconds that have passed since a time, or None for an event that has not happened.
+class Timestamp(Value):
+    """A time in seconds since 1970."""
 
-    Args:
-        value: the time in seconds since 1970.
-        never: text of a table for None.
-    """
+    def _text(self) -> str:
+        return self._utc().strftime("%Y-%m-%d %H:%M:%S UTC")
+
+    def _data(self) -> str:
+        return self._utc().isoformat()
+
+    def _utc(self) -> dt.datetime:
+        return dt.datetime.fromtimestamp(self._value, dt.timezone.utc)
+
+
+class Duration(Value):
+    """A duration in seconds, or None without a start or an end."""
+
+    def _text(self) -> str:
+        return format_duration(self._value)
+
+    def _data(self) -> float:
+        return round(float(self._value), 3)
+
+
+class Remaining(Value):
+    """Seconds until a time (seconds since 1970), 0 if it has passed; or None."""
+
+    def _text(self) -> str:
+        return format_duration(self._data())
+
+    def _data(self) -> float:
+        return round(max(0.0, float(self._value) - time.time()), 1)
+
+
+class Age(Value):
+    """Seconds since a time (seconds since 1970); a table shows `never` for None."""
 
     def __init__(self, value: float | None, never: str = "never") -> None:
         super().__init__(value)
         self._never = never
 
     def human_readable(self) -> str:
-        return self._never if self._value is None else f"{format_duration(self._seconds())} ago"
+        return self._never if self._value is None else f"{format_duration(self._data())} ago"
 
-    def machine_readable(self) -> float | None:
-        return None if self._value is None else self._seconds()
-
-    def _seconds(self) -> float:
-        # The clocks of two hosts differ slightly; an age is never negative.
+    def _data(self) -> float:
+        # The clocks of two hosts differ slightly, but an age must not be negative.
         return round(max(0.0, time.time() - float(self._value)), 1)
 
 
-class Remaining(FormattableColumn):
-    """Seconds until a time (seconds since 1970), 0 if it has passed; or None."""
-
-    def human_readable(self) -> str:
-        return "" if self._value is None else format_duration(self._seconds())
-
-    def machine_readable(self) -> float | None:
-        return None if self._value is None else self._seconds()
-
-    def _seconds(self) -> float:
-        return round(max(0.0, float(self._value) - time.time()), 1)
-
-
-class Duration(FormattableColumn):
-    """A duration in seconds, or None without a start or an end."""
-
-    def human_readable(self) -> str:
-        return "" if self._value is None else format_duration(self._value)
-
-    def machine_readable(self) -> float | None:
-        return None if self._value is None else round(float(self._value), 3)
-
-
-class Value(FormattableColumn):
-    """A text or a number, or None: an empty field in a table."""
-
-    def human_readable(self) -> str:
-        return "" if self._value is None else escape_unprintable(str(self._value), "\n")
-
-    def machine_readable(self) -> Any:
-        return self._value
-
-
-class ValueList(FormattableColumn):
-    """Several texts."""
-
-    def human_readable(self) -> str:
-        return ", ".join(escape_unprintable(str(one)) for one in self._value)
-
-    def machine_readable(self) -> list[Any]:
-        return list(self._value)
-
-
-class YesNo(FormattableColumn):
+class YesNo(Value):
     """A boolean of an amphora's last heartbeat, or None if the heartbeat does not contain it."""
 
-    def human_readable(self) -> str:
-        return {True: "yes", False: "no"}.get(self._value, "")
+    def _text(self) -> str:
+        return "yes" if self._value else "no"
 
-    def machine_readable(self) -> bool | None:
-        return None if self._value is None else bool(self._value)
+    def _data(self) -> bool:
+        return bool(self._value)
 
 
-class Partners(FormattableColumn):
-    """The VRRP peers that an amphora knows."""
+class ValueList(Value):
+    """Several texts."""
 
-    def human_readable(self) -> str:
-        return "\n".join(escape_unprintable(f"{one.get('id')} at {one.get('address')}") for one in self._value)
+    def _text(self) -> str:
+        return ", ".join(escape_unprintable(str(one)) for one in self._value)
 
-    def machine_readable(self) -> list[Any]:
+    def _data(self) -> list[Any]:
         return list(self._value)
 
 
-class Requests(FormattableColumn):
-    """Accepted provider calls as dictionaries, newest first."""
-
-    def human_readable(self) -> str:
-        rows: Sequence[Mapping[str, Any]] = self._value
-        return "\n".join(escape_unprintable(_describe_request(row)) for row in rows)
-
-    def machine_readable(self) -> list[dict[str, Any]]:
-        return [_with_iso_times(row, "accepted_at", "applied_at") for row in self._value]
-
-
-class Amphorae(FormattableColumn):
-    """The amphorae of a load balancer as dictionaries, oldest first."""
-
-    def human_readable(self) -> str:
-        return "\n".join(escape_unprintable(_describe_amphora(row)) for row in self._value) or "none"
-
-    def machine_readable(self) -> list[dict[str, Any]]:
-        return [_with_iso_times(row, "certificate_expires_at", "seen_at", "audited_at") for row in self._value]
-
-
-class Failovers(FormattableColumn):
-    """Fail-overs in progress as dictionaries, oldest first."""
-
-    def human_readable(self) -> str:
-        return "\n".join(escape_unprintable(_describe_failover(row)) for row in self._value) or "none"
-
-    def machine_readable(self) -> list[dict[str, Any]]:
-        return [_with_iso_times(row, "silent_since", "begun_at", "served_at", "ended_at") for row in self._value]
-
-
-class Counts(FormattableColumn):
+class Counts(Value):
     """Numbers by kind."""
 
-    def human_readable(self) -> str:
+    def _text(self) -> str:
         return ", ".join(f"{number} {kind}" for kind, number in self._value.items()) or "nothing"
 
-    def machine_readable(self) -> dict[str, int]:
+    def _data(self) -> dict[str, int]:
         return dict(self._value)
 
 
-class Profile(FormattableColumn):
+class Profile(Value):
     """The values that the flavor and the availability zone set, by name."""
 
-    def human_readable(self) -> str:
+    def _text(self) -> str:
         lines = (escape_unprintable(f"{name}: {value}") for name, value in self._value.items())
         return "\n".join(lines) or "as configured"
 
-    def machine_readable(self) -> dict[str, Any]:
+    def _data(self) -> dict[str, Any]:
         return dict(self._value)
 
 
-class Ports(FormattableColumn):
+class Rows(Value):
+    """Dictionaries: one line for each in a table; with ISO 8601 times in JSON.
+
+    A key `at` or `since`, or one that ends with `_at` or `_since`, is a time in seconds since 1970 or None.
+    """
+
+    empty = ""
+
+    def describe(self, row: Any) -> str:
+        """Return the line for a table."""
+        raise NotImplementedError
+
+    def _text(self) -> str:
+        return "\n".join(escape_unprintable(self.describe(row)) for row in self._value) or self.empty
+
+    def _data(self) -> list[dict[str, Any]]:
+        return [{name: _iso_time(name, value) for name, value in row.items()} for row in self._value]
+
+
+class Partners(Rows):
+    """The VRRP peers that an amphora knows."""
+
+    def describe(self, row: Mapping[str, Any]) -> str:
+        return f"{row.get('id')} at {row.get('address')}"
+
+
+class Ports(Rows):
     """The network ports of an amphora, as the database has them."""
 
-    def human_readable(self) -> str:
-        return "\n".join(escape_unprintable(_describe_port(one.get("port", {}))) for one in self._value)
+    def describe(self, row: Mapping[str, Any]) -> str:
+        port = row.get("port", {})
+        addresses = ", ".join(str(one.get("address")) for one in port.get("addresses", ()))
+        return f"{port.get('mac')} {addresses} on network {port.get('network_id')}"
 
-    def machine_readable(self) -> list[Any]:
-        return list(self._value)
+
+class Requests(Rows):
+    """Accepted provider calls, newest first."""
+
+    def describe(self, row: Mapping[str, Any]) -> str:
+        accepted, applied = row["accepted_at"], row["applied_at"]
+        end = "not applied yet" if applied is None else f"applied after {applied - accepted:.2f} s"
+        outcome = " ".join((row["outcome"] or "").split())
+        words = (
+            f"{row['generation']}: {row['action']} {row['object_id']}, {Timestamp(accepted).human_readable()}, {end}"
+        )
+        return words + (f" ({outcome[:_MAX_OUTCOME]})" if outcome else "")
+
+
+class Amphorae(Rows):
+    """The amphorae of a load balancer, oldest first."""
+
+    empty = "none"
+
+    def describe(self, row: Mapping[str, Any]) -> str:
+        generation = f"confirmed {row['confirmed']}"
+        if row["heard"] is not None and row["heard"] != row["confirmed"]:
+            generation += f" (reports {row['heard']})"
+        holds = ", had the VIPs" if row["silent"] else ", has the VIPs"
+        # The row of an amphora keeps the text of the last drift after the repair.
+        drift = "drift" if row["drifts"] else "last drift"
+        more = {
+            "silent: ": row["silent"],
+            "verdict: ": row["verdict"],
+            f"{drift}: ": row["drift"],
+            "reason: ": row["reason"],
+            "agent ": row["agent_version"],
+            "image ": row["image"],
+        }
+        words = [
+            f"{row['id']} {row['role']} {row['state']}" + (holds if row["has_vips"] else ""),
+            f"{generation}, last heartbeat {Age(row['seen_at']).human_readable()}",
+            *(f"{name}{value}" for name, value in more.items() if value),
+        ]
+        return ", ".join(words)
+
+
+class Failovers(Rows):
+    """Fail-overs in progress, oldest first."""
+
+    empty = "none"
+
+    def describe(self, row: Mapping[str, Any]) -> str:
+        begun = f"{row['id']}: {row['cause']}, begun {Age(row['begun_at']).human_readable()}"
+        served = ""
+        if row["served_at"] is not None:
+            served = f", served again after {format_duration(row['served_at'] - row['begun_at'])}"
+        return f"{begun}{served}, amphora {row['amphora_id'] or 'all'} ({row['reason'] or 'no reason given'})"
 
 
 def format_duration(seconds: float) -> str:
@@ -244,52 +262,5 @@ def format_duration(seconds: float) -> str:
     return f"{hours} h {minutes % 60} min" if seconds < _DAYS else f"{days} d {hours % 24} h"
 
 
-def _utc(seconds: float) -> dt.datetime:
-    return dt.datetime.fromtimestamp(seconds, dt.timezone.utc)
-
-
-def _with_iso_times(row: Mapping[str, Any], *times: str) -> dict[str, Any]:
-    """Return the row with these values as ISO 8601 times."""
-    return {name: Timestamp(value).machine_readable() if name in times else value for name, value in row.items()}
-
-
-def _describe_amphora(row: Mapping[str, Any]) -> str:
-    generation = f"confirmed {row['confirmed']}"
-    if row["heard"] is not None and row["heard"] != row["confirmed"]:
-        generation += f" (reports {row['heard']})"
-    holds = ", had the VIPs" if row["silent"] else ", has the VIPs"
-    words = [
-        f"{row['id']} {row['role']} {row['state']}" + (holds if row["has_vips"] else ""),
-        f"{generation}, last heartbeat {Age(row['seen_at']).human_readable()}",
-    ]
-    words += [f"{name}: {row[name]}" for name in ("silent", "verdict") if row[name]]
-    # The text of the last drift stays after the repair.
-    words += [f"{'drift' if row['drifts'] else 'last drift'}: {row['drift']}"] if row["drift"] else []
-    words += [f"reason: {row['reason']}"] if row["reason"] else []
-    words += [f"agent {row['agent_version']}"] if row["agent_version"] else []
-    words += [f"image {row['image']}"] if row["image"] else []
-    return ", ".join(words)
-
-
-def _describe_failover(row: Mapping[str, Any]) -> str:
-    begun = f"{row['id']}: {row['cause']}, begun {Age(row['begun_at']).human_readable()}"
-    served = ""
-    if row["served_at"] is not None:
-        served = f", served again after {format_duration(row['served_at'] - row['begun_at'])}"
-    return f"{begun}{served}, amphora {row['amphora_id'] or 'all'} ({row['reason'] or 'no reason given'})"
-
-
-def _describe_request(row: Mapping[str, Any]) -> str:
-    accepted = Timestamp(row["accepted_at"]).human_readable()
-    begin = f"{row['generation']}: {row['action']} {row['object_id']}, {accepted}"
-    if row["applied_at"] is None:
-        end = "not applied yet"
-    else:
-        end = f"applied after {row['applied_at'] - row['accepted_at']:.2f} s"
-    outcome = " ".join((row["outcome"] or "").split())
-    return f"{begin}, {end}" + (f" ({outcome[:_MAX_OUTCOME]})" if outcome else "")
-
-
-def _describe_port(port: Mapping[str, Any]) -> str:
-    addresses = ", ".join(str(one.get("address")) for one in port.get("addresses", ()))
-    return f"{port.get('mac')} {addresses} on network {port.get('network_id')}"
+def _iso_time(name: str, value: Any) -> Any:
+    return Timestamp(value).machine_readable() if name in ("at", "since") or name.endswith(("_at", "_since")) else value

@@ -23,16 +23,12 @@ HEAD = ("At", "What", "Event", "Number", "Object", "Seconds", "Detail")
 
 
 class HistoryEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One event.
+    """One event; `what` is "request", "fail-over" or "resync".
 
     Attributes:
-        at: time in seconds since 1970.
-        what: "request", "fail-over" or "resync".
-        event: the event in a few words.
         number: generation of a request, or id of a fail-over.
         object_id: id of the object or amphora.
         seconds: time since the acceptance of the request, or since the start of the fail-over.
-        detail: outcome or reason.
     """
 
     at: float
@@ -45,29 +41,20 @@ class HistoryEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_events(connection: sa.Connection, load_balancer_id: str, limit: int) -> list[HistoryEvent]:
-    """Return the newest events, newest first.
-
-    Args:
-        connection: of a reading transaction.
-        load_balancer_id: the load balancer, which may be deleted.
-        limit: largest number of events.
-    """
+    """Return the newest events of a load balancer, which may be deleted; newest first."""
     requests = sa.select(request).where(request.c.load_balancer_id == load_balancer_id)
-    found = [
-        event
-        for row in connection.execute(requests.order_by(request.c.id.desc()).limit(limit))
-        for event in _request_events(row)
-    ]
+    found: list[HistoryEvent] = []
+    for row in connection.execute(requests.order_by(request.c.id.desc()).limit(limit)):
+        found += _request_events(row)
     events = (
         sa.select(failover_event, failover.c.cause, failover.c.asked_by, failover.c.silent_since, failover.c.begun_at)
         .join(failover, failover.c.id == failover_event.c.failover_id)
         .where(failover.c.load_balancer_id == load_balancer_id)
     )
-    rows = connection.execute(events.order_by(failover_event.c.id.desc()).limit(limit))
-    found += [_failover_event(row) for row in rows]
+    found += map(_failover_event, connection.execute(events.order_by(failover_event.c.id.desc()).limit(limit)))
     for row in connection.execute(sa.select(resync).where(resync.c.load_balancer_id == load_balancer_id)):
         found += _resync_events(row)
-    # Of two events with the same time, the one that was written later comes first.
+    # `sorted` keeps the order of two events with the same time: the later record comes first.
     return sorted(found, key=lambda event: event.at, reverse=True)[:limit]
 
 
@@ -81,27 +68,32 @@ def to_row(event: HistoryEvent) -> tuple[Any, ...]:
 
 def _request_events(row: Any) -> Iterator[HistoryEvent]:
     common = {"what": "request", "number": row.generation, "object_id": row.object_id}
-    if row.applied_at is not None:
-        took = row.applied_at - row.accepted_at
-        yield HistoryEvent(
-            at=row.applied_at, event=f"applied: {row.action}", seconds=took, detail=row.outcome, **common
-        )
-        yield HistoryEvent(at=row.accepted_at, event=row.action, **common)
+    detail = None
+    if row.applied_at is None:
+        detail = row.outcome or "not applied yet"
     else:
-        yield HistoryEvent(at=row.accepted_at, event=row.action, detail=row.outcome or "not applied yet", **common)
+        took = row.applied_at - row.accepted_at
+        applied = f"applied: {row.action}"
+        yield HistoryEvent(at=row.applied_at, event=applied, seconds=took, detail=row.outcome, **common)
+    yield HistoryEvent(at=row.accepted_at, event=row.action, detail=detail, **common)
 
 
 def _failover_event(row: Any) -> HistoryEvent:
-    common = {"what": "fail-over", "number": row.failover_id, "object_id": row.amphora_id}
-    words = row.word.replace("_", " ")
+    seconds, detail = row.at - row.begun_at, row.detail
     if row.word == "begun":
         requested = f", requested by {row.asked_by}" if row.asked_by else ""
         since = row.silent_since
         heard = "" if since is None else f", {format_duration(max(0.0, row.at - since))} after its last heartbeat"
-        return HistoryEvent(
-            at=row.at, event=words, detail=f"{row.cause}{requested}{heard}: {row.detail or ''}", **common
-        )
-    return HistoryEvent(at=row.at, event=words, seconds=row.at - row.begun_at, detail=row.detail, **common)
+        seconds, detail = None, f"{row.cause}{requested}{heard}: {row.detail or ''}"
+    return HistoryEvent(
+        at=row.at,
+        what="fail-over",
+        event=row.word.replace("_", " "),
+        number=row.failover_id,
+        object_id=row.amphora_id,
+        seconds=seconds,
+        detail=detail,
+    )
 
 
 def _resync_events(row: Any) -> Iterator[HistoryEvent]:

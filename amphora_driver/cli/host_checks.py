@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of this host: keys, files, sockets, backends and the message broker.
 
-Invariant: every check has a time limit, changes nothing and returns a result; an exception is a failed check. A part
-that only another kind of host needs is not a failure on this host.
+Invariant: every check has a time limit, changes nothing and returns a result; an exception is a failed check. A check
+does not fail because of a part that only another kind of host needs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import sqlalchemy as sa
 from cryptography import x509
 
@@ -26,16 +27,16 @@ from amphora_driver.maintenance import reencryption
 from amphora_driver.plugins import Catalogue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from oslo_config.cfg import ConfigOpts
 
     from amphora_driver.database.engine import Database
 
-# Time limit in seconds for an answer of the broker or of a socket.
+# A check waits at most 5 s for the broker or for a socket.
 _TIMEOUT = 5.0
-# Requests without an effect, by socket. An empty connection is not possible: octavia-driver-agent's handler does not
-# detect that such a connection was closed, and occupies a processor for ever.
+# The check sends requests without an effect. octavia-driver-agent does not detect the end of a connection without a
+# request, and the process for this connection occupies a processor for ever.
 _EMPTY_REQUESTS = {
     "status": b"{}",
     "stats": b'{"listeners": []}',
@@ -50,32 +51,24 @@ def check_keys(conf: ConfigOpts, database: Database) -> Check:
         vault = Vault.load(conf.amp_database.encryption_key_file)
         counts = reencryption.count_key_usage(database, vault)
     except AmphoraDriverError as error:
-        return failure("Keys", f"{error}")
+        return failure(f"{error}")
     lost = sum(one.rows for one in counts if one.key is None)
     old = sum(one.rows for one in counts if one.key not in (0, None))
     total = sum(one.rows for one in counts)
     if lost:
         words = f"no key of {conf.amp_database.encryption_key_file} decrypts {lost} of {total} secrets"
-        return failure("Keys", f"{words}. Restore the key that encrypted them; see: amphoractl secrets status.")
+        return failure(f"{words}. Restore the key that encrypted them; see: amphoractl secrets status.")
     misplaced = sum(one.misplaced for one in counts)
     if misplaced:
         words = f"{misplaced} of {total} secrets were encrypted for other rows and are refused"
-        return failure("Keys", f"{words}. Restrict write access to the database; see: amphoractl secrets status.")
+        return failure(f"{words}. Restrict write access to the database; see: amphoractl secrets status.")
     if old:
-        return warning(
-            "Keys", f"{old} of {total} secrets are encrypted with an older key. Run: amphoractl secrets reencrypt."
-        )
-    return success("Keys", f"{total} secrets, encrypted with the newest of {len(vault.fingerprints)} keys")
+        return warning(f"{old} of {total} secrets are encrypted with an older key. Run: amphoractl secrets reencrypt.")
+    return success(f"{total} secrets, encrypted with the newest of {len(vault.fingerprints)} keys")
 
 
 def check_authorities(conf: ConfigOpts, rows: Sequence[Any], now: float) -> Check:
-    """Check the expiry of the configured certificates and of the CAs in the database.
-
-    Args:
-        conf: the options.
-        rows: rows of the table `certificate_authority` whose state is not gone.
-        now: seconds since 1970.
-    """
+    """Check the expiry of the configured certificates and of the CAs in the database that are not gone."""
     found = {f"authority {row.id} ({row.kind}, {row.state})": float(row.expires_at) for row in rows}
     missing = []
     for option in _CERTIFICATE_OPTIONS:
@@ -85,16 +78,10 @@ def check_authorities(conf: ConfigOpts, rows: Sequence[Any], now: float) -> Chec
         except OSError as error:
             missing.append(f"{path}: {error.strerror}")
         except ValueError as error:
-            return failure(
-                "Certificate authorities",
-                f"{path} is not a PEM certificate ({error}). Correct [amp_certificates] {option}.",
-            )
+            return failure(f"{path} is not a PEM certificate ({error}). Correct [amp_certificates] {option}.")
     if missing:
         words = "; ".join(missing)
-        return warning(
-            "Certificate authorities",
-            f"not readable on this host: {words}. Controllers and amphoractl need these files.",
-        )
+        return warning(f"not readable on this host: {words}. Controllers and amphoractl need these files.")
     return status_checks.check_authorities(found, now)
 
 
@@ -113,26 +100,23 @@ def check_backends(conf: ConfigOpts, database: Database) -> Check:
             wrong.append(str(error))
         found |= {topology, compute or conf.amp_compute.driver, network or conf.amp_network.driver}
     if wrong:
-        return failure("Backends", " ".join(dict.fromkeys(wrong)))
-    return success("Backends", ", ".join(sorted(found)))
+        return failure(" ".join(dict.fromkeys(wrong)))
+    return success(", ".join(sorted(found)))
 
 
 def check_octavia_sockets(conf: ConfigOpts, *, elsewhere: bool, here: bool) -> Check:
     """Check that octavia-driver-agent answers on its three sockets.
 
-    Args:
-        conf: the options.
-        elsewhere: whether a provider agent runs on some host.
-        here: whether a provider agent is recorded for this host.
+    A failure counts only if the database has a provider agent of this host, or if no host has a living one.
     """
     requests = ((conf.amp_octavia[f"{name}_socket"], document) for name, document in _EMPTY_REQUESTS.items())
     wrong = [words for path, document in requests if (words := _socket_error(path, document))]
     if not wrong:
-        return success("Octavia's sockets", "all three answer")
+        return success("all three answer")
     words = "; ".join(wrong)
     if elsewhere and not here:
-        return success("Octavia's sockets", "not on this host; a provider agent runs on another host")
-    return failure("Octavia's sockets", f"{words}. Start octavia-driver-agent, or correct [amp_octavia] *_socket.")
+        return success("not on this host; a provider agent runs on another host")
+    return failure(f"{words}. Start octavia-driver-agent, or correct [amp_octavia] *_socket.")
 
 
 def check_local_sockets(conf: ConfigOpts) -> Check:
@@ -140,20 +124,16 @@ def check_local_sockets(conf: ConfigOpts) -> Check:
     path = Path(conf.amp_queue.socket_dir)
     if not path.is_dir():
         words = f"{path} does not exist: changes wait up to {conf.amp_queue.poll_interval:.0f} s"
-        return warning(
-            "Local sockets", f"{words}. Start a service, which creates it, or correct [amp_queue] socket_dir."
-        )
+        return warning(f"{words}. Start a service, which creates it, or correct [amp_queue] socket_dir.")
     if not os.access(path, os.W_OK | os.X_OK):
-        return warning(
-            "Local sockets", f"this user cannot write to {path}. Run this command as the user of the services."
-        )
-    return success("Local sockets", str(path))
+        return warning(f"this user cannot write to {path}. Run this command as the user of the services.")
+    return success(str(path))
 
 
 def check_broker(conf: ConfigOpts) -> Check:
     """Check that the message broker accepts a connection within a few seconds."""
     if conf.amp_queue.engine == "embedded":
-        return success("Broker", "not configured: controllers of other hosts poll the database")
+        return success("not configured: controllers of other hosts poll the database")
     answer: list[str | None] = []
     connecting = threading.Thread(target=lambda: answer.append(_broker_error(conf.amp_queue.broker_url)), daemon=True)
     connecting.start()
@@ -161,19 +141,20 @@ def check_broker(conf: ConfigOpts) -> Check:
     if not answer:
         words = f"no answer in {_TIMEOUT:.0f} s"
     elif answer[0] is None:
-        return success("Broker", "it answers")
+        return success("it answers")
     else:
         words = answer[0]
     remedy = f"Check RabbitMQ; without it changes wait up to {conf.amp_queue.poll_interval:.0f} s."
-    return warning("Broker", f"{words}. {remedy}")
+    return warning(f"{words}. {remedy}")
 
 
 def run_check(name: str, check: Callable[[], Check]) -> Check:
-    """Return the result of a check; an unexpected exception is a failure."""
+    """Return the result of a check with its name; an unexpected exception is a failure."""
     try:
-        return check()
+        found = check()
     except Exception as error:  # noqa: BLE001 - one broken check must not hide the results of the others
-        return failure(name, f"the check raised {type(error).__name__}: {error}. Report this as a bug.")
+        return failure(f"the check raised {type(error).__name__}: {error}. Report this as a bug.", name)
+    return msgspec.structs.replace(found, name=name)
 
 
 def _expiry(pem: bytes) -> float:
@@ -188,7 +169,7 @@ def _socket_error(path: str, document: bytes) -> str | None:
         with socket.socket(socket.AF_UNIX) as client:
             client.settimeout(_TIMEOUT)
             client.connect(path)
-            # One message: the length in decimal digits, a new line, and the document.
+            # A message of octavia-lib is the length in decimal digits, a new line, and the document.
             client.sendall(b"%d\n%s" % (len(document), document))
             return None if client.recv(1) else f"{path} closed the connection without an answer"
     except OSError as error:
@@ -198,7 +179,7 @@ def _socket_error(path: str, document: bytes) -> str | None:
 def _broker_error(url: str) -> str | None:
     """Connect to the broker; return the error without the password, or None."""
     try:
-        from amphora_driver.queue import rabbitmq as celery_broker  # noqa: PLC0415 - installed only with engine = celery
+        from amphora_driver.queue import rabbitmq as celery_broker  # noqa: PLC0415 - only engine = celery needs Celery
 
         connection = celery_broker.create_celery_app(url).connection_for_write()
     except ImportError as error:
@@ -210,12 +191,3 @@ def _broker_error(url: str) -> str | None:
     finally:
         connection.release()
     return None
-
-
-def hosts_by_liveness(rows: Sequence[Any], now: float, kind: str) -> Mapping[str, bool]:
-    """Return the hosts with recorded processes of a kind, and whether one of them is alive."""
-    found: dict[str, bool] = {}
-    for row in rows:
-        if row.kind == kind:
-            found[row.host] = found.get(row.host, False) or now - row.seen_at <= status_checks.GONE_AFTER
-    return found

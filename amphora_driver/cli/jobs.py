@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command that lists pending jobs and the event that each one waits for.
 
-Invariant: a load balancer is listed while a change is not committed by Octavia, not read back, not applied or not
-reported. An empty list means that nothing is pending.
+Invariant: the list contains a load balancer until Octavia has committed each change, and the driver has read it back,
+applied it and reported it. An empty list means that nothing is pending.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import sqlalchemy as sa
-from cliff.lister import Lister
 
 from amphora_driver.cli import queries
+from amphora_driver.cli.command import Lister, Table
 from amphora_driver.cli.formatting import Age, Remaining, Value
 from amphora_driver.database.tables import job
 
@@ -28,21 +27,14 @@ HEAD = (
 class ListJobs(Lister):
     """List load balancers with pending changes: owner, last error, and what each one waits for."""
 
-    def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
-        """Return column names and rows."""
+    def take_action(self, parsed_args: argparse.Namespace) -> Table:
         now = time.time()
-        return HEAD, (
-            _row(row, now) for row in self.app.read(lambda connection: connection.execute(_pending_query()).all())
-        )
+        rows = self.app.read(lambda connection: connection.execute(_pending_query()).all())
+        return HEAD, (_row(row, now) for row in rows)
 
 
 def waits_for(row: Any, now: float) -> str:
-    """Return the event that the load balancer waits for.
-
-    Args:
-        row: of the table `job`, with `to_report` beside it.
-        now: seconds since 1970.
-    """
+    """Return the event that a load balancer waits for. Its row of `job` has a column `to_report`."""
     if row.committed < row.generation:
         return "Octavia's commit"
     if row.read_back:

@@ -9,29 +9,15 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections import Counter
 from typing import Any
 
 import msgspec
 import sqlalchemy as sa
-from cliff.command import Command
-from cliff.lister import Lister
-from cliff.show import ShowOne
 
-from amphora_driver.cli import history, queries
-from amphora_driver.cli.formatting import (
-    Age,
-    Amphorae,
-    Counts,
-    Failovers,
-    Profile,
-    Remaining,
-    Requests,
-    Timestamp,
-    Value,
-    ValueList,
-    escape_unprintable,
-)
+from amphora_driver.cli import formatting, history, queries
+from amphora_driver.cli.command import LOAD_BALANCER, Command, Lister, ShowOne, Table, argument
+from amphora_driver.cli.formatting import Age, Counts, Remaining, Timestamp, Value, ValueList
 from amphora_driver.cli.jobs import waits_for
 from amphora_driver.cli.queries import LoadBalancerSummary
 from amphora_driver.database.tables import desired_object, job, request
@@ -47,33 +33,25 @@ LIST_HEAD = (
     *("Last heartbeat", "Waits for", "Attempts", "Error", "Fail-over"),
 )
 LONG_HEAD = (*LIST_HEAD, "Reason", "VIPs", "Pending since", "Next attempt", "Owner", "Op", "Dirty", "Drift")
+_STATUS_HELP = (
+    "Only load balancers with this provisioning or operating status or prefix of it (PENDING); can be repeated."
+)
 
 
 class ListLoadBalancers(Lister):
     """List load balancers: statuses, desired and applied generation, amphorae, and pending changes."""
 
-    def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Add the arguments."""
-        parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument("--project", metavar="ID", help="Only load balancers of this project.")
-        parser.add_argument(
-            "--status",
-            action="append",
-            metavar="STATUS",
-            help="Only load balancers with this provisioning or operating status or prefix of it (PENDING); can be "
-            "repeated.",
-        )
-        parser.add_argument(
+    arguments = (
+        argument("--project", metavar="ID", help="Only load balancers of this project."),
+        argument("--status", action="append", metavar="STATUS", help=_STATUS_HELP),
+        argument(
             "--stale", action="store_true", help="Only load balancers with an amphora without a recent heartbeat."
-        )
-        parser.add_argument("--dirty", action="store_true", help="Only load balancers with a job that is not done.")
-        parser.add_argument(
-            "--long", action="store_true", help="Show more columns: reason, VIPs, owner of the job, and drift."
-        )
-        return parser
+        ),
+        argument("--dirty", action="store_true", help="Only load balancers with a job that is not done."),
+        argument("--long", action="store_true", help="Show more columns: reason, VIPs, owner of the job, and drift."),
+    )
 
-    def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
-        """Return column names and rows."""
+    def take_action(self, parsed_args: argparse.Namespace) -> Table:
         conditions = [job.c.project_id == parsed_args.project] if parsed_args.project else []
         conditions += [job.c.dirty] if parsed_args.dirty else []
         found: list[LoadBalancerSummary] = self.app.read(
@@ -92,91 +70,74 @@ class ListLoadBalancers(Lister):
 class ShowLoadBalancer(ShowOne):
     """Show one load balancer: statuses with reason, amphorae, fail-overs, and the latest requests."""
 
-    def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Add the arguments."""
-        parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument("load_balancer", metavar="ID", help="Id of the load balancer, or a unique prefix of it.")
-        parser.add_argument(
+    arguments = (
+        LOAD_BALANCER,
+        argument(
             "--requests", type=int, default=10, metavar="NUMBER", help="Number of requests to show (default: 10)."
-        )
-        return parser
+        ),
+    )
 
-    def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-        """Return names and values."""
+    def values(self, parsed_args: argparse.Namespace) -> dict[str, Any]:
         now = time.time()
         shown: dict[str, Any] = self.app.read(
             lambda connection: _details(connection, parsed_args.load_balancer, parsed_args.requests, now)
         )
-        return tuple(shown), tuple(shown.values())
+        return shown
 
 
 class ShowHistory(Lister):
     """List the events of a load balancer, newest first: requests with their outcome, fail-overs, resyncs."""
 
-    def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Add the arguments."""
-        parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument(
+    arguments = (
+        argument(
             "load_balancer",
             metavar="ID",
             help="Id of the load balancer, or a unique prefix of it; also of a deleted one.",
-        )
-        parser.add_argument(
-            "--limit", type=int, default=100, metavar="NUMBER", help="Largest number of lines (default: 100)."
-        )
-        return parser
+        ),
+        argument("--limit", type=int, default=100, metavar="NUMBER", help="Largest number of lines (default: 100)."),
+    )
 
-    def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
-        """Return column names and rows."""
+    def take_action(self, parsed_args: argparse.Namespace) -> Table:
         prefix, limit = parsed_args.load_balancer, max(1, parsed_args.limit)
 
         def read(connection: sa.Connection) -> list[history.HistoryEvent]:
             chosen = queries.find_load_balancer_id(connection, prefix, deleted=True)
             return history.list_events(connection, chosen, limit)
 
-        return history.HEAD, (history.to_row(event) for event in self.app.read(read))
+        return history.HEAD, map(history.to_row, self.app.read(read))
 
 
 class RenderLoadBalancer(Command):
     """Print the haproxy.cfg that is rendered from the recorded load balancer."""
 
-    def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Add the arguments."""
-        parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument("load_balancer", metavar="ID", help="Id of the load balancer, or a unique prefix of it.")
-        return parser
+    arguments = (LOAD_BALANCER,)
 
     def take_action(self, parsed_args: argparse.Namespace) -> int:
         """Print the file; return 1 if a part of the load balancer cannot be rendered."""
 
         def load(connection: sa.Connection) -> LoadBalancer:
-            return desired_objects.load_tree(
-                connection, queries.find_load_balancer_id(connection, parsed_args.load_balancer)
-            )
+            chosen = queries.find_load_balancer_id(connection, parsed_args.load_balancer)
+            return desired_objects.load_tree(connection, chosen)
 
         tree = self.app.read(load)
         rendered = haproxy.render(tree, defaults=defaults.rendering_defaults(self.app.conf), shared_tickets=True)
         self.app.stdout.write(rendered.text if rendered.text is not None else "# This load balancer needs no HAProxy\n")
         for refusal in rendered.refused:
-            self.app.stderr.write(f"{escape_unprintable(str(refusal))}\n")
+            self.app.stderr.write(f"{formatting.escape_unprintable(str(refusal))}\n")
         return 1 if rendered.refused else 0
 
 
 def _row(one: LoadBalancerSummary, now: float) -> tuple[Any, ...]:
     """Return the values in the order of `LONG_HEAD`."""
     row, heard = one.work, queries.oldest_heartbeat(one.amphorae)
-    waits = waits_for(row, now) if row.dirty or row.to_report or row.pending or row.committed < row.generation else None
+    pending = row.dirty or row.to_report or row.pending or row.committed < row.generation
+    causes = sorted({failover.cause for failover in one.failovers})
     return (
-        *(row.load_balancer_id, Value(one.named.name if one.named else None), row.project_id, row.topology),
+        *(row.load_balancer_id, Value(one.name), row.project_id, row.topology),
         *(*_statuses(one), row.generation, row.applied),
         *(Counts(_states(one)), Value(queries.vip_holder(one.amphorae)), Age(heard or None)),
-        *(
-            Value(waits),
-            row.attempts,
-            Value(row.error),
-            ValueList(sorted({failover.cause for failover in one.failovers})),
-        ),
-        *(Value(one.status.reason if one.status else None), ValueList(_addresses(one)), Age(one.since, "")),
+        *(Value(waits_for(row, now) if pending else None), row.attempts, Value(row.error), ValueList(causes)),
+        *(Value(one.status.reason if one.status else None), ValueList(one.addresses), Age(one.since, "")),
         *(Remaining(row.due_at if row.dirty and row.due_at else None), Value(row.owner), row.op, bool(row.dirty)),
         ValueList(sorted({machine.drift for machine in one.amphorae if machine.drift})),
     )
@@ -187,15 +148,8 @@ def _statuses(one: LoadBalancerSummary) -> tuple[str, str]:
 
 
 def _states(one: LoadBalancerSummary) -> dict[str, int]:
-    states = [machine.state for machine in one.amphorae]
-    found = {state: states.count(state) for state in sorted(set(states))}
-    return {**found, **({"silent": len(one.silent)} if one.silent else {})}
-
-
-def _addresses(one: LoadBalancerSummary) -> list[str]:
-    if one.named is None or one.named.vip is None:
-        return []
-    return [vip.address for vip in (one.named.vip, *one.named.additional_vips) if vip.address]
+    states = dict(sorted(Counter(machine.state for machine in one.amphorae).items()))
+    return {**states, **({"silent": len(one.silent)} if one.silent else {})}
 
 
 def _details(connection: sa.Connection, text: str, requests: int, now: float) -> dict[str, Any]:
@@ -205,6 +159,10 @@ def _details(connection: sa.Connection, text: str, requests: int, now: float) ->
     listed = dict(zip(LONG_HEAD, _row(one, now), strict=True))
     for name in ("VIPs", "Drift", "Amphorae", "Fail-over"):
         del listed[name]
+    try:
+        node: LoadBalancer | None = desired_objects.load_object(connection, Kind.LOAD_BALANCER, load_balancer_id)
+    except UnknownObject:
+        node = None
     return {
         **listed,
         "Status since": Timestamp((one.status.since or None) if one.status else None),
@@ -215,13 +173,13 @@ def _details(connection: sa.Connection, text: str, requests: int, now: float) ->
         "To report": row.to_report,
         "Compute": Value(row.compute),
         "Network": Value(row.network),
-        **_vips(connection, load_balancer_id),
-        "Profile": Profile(_profile(connection, load_balancer_id)),
+        **(_vips(connection, node) if node is not None else {}),
+        "Profile": formatting.Profile(_profile(node) if node is not None else {}),
         "Spare pool": Value(row.spare_pool),
         "Objects": Counts(_objects(connection, load_balancer_id)),
-        "Amphorae": Amphorae([_amphora_fields(machine, one) for machine in one.amphorae]),
-        "Fail-overs": Failovers([dict(failover._mapping) for failover in one.failovers]),  # noqa: SLF001 - SQLAlchemy's public name
-        "Requests": Requests(_requests(connection, load_balancer_id, requests)),
+        "Amphorae": formatting.Amphorae([_amphora_fields(machine, one) for machine in one.amphorae]),
+        "Fail-overs": formatting.Failovers([dict(failover._mapping) for failover in one.failovers]),  # noqa: SLF001 - SQLAlchemy documents this name
+        "Requests": formatting.Requests(_requests(connection, load_balancer_id, requests)),
     }
 
 
@@ -230,64 +188,48 @@ def _amphora_fields(row: Any, one: LoadBalancerSummary) -> dict[str, Any]:
         *("id", "role", "state", "management_address", "confirmed", "heard", "seen_at", "certificate_expires_at"),
         *("image", "agent_version", "drift", "audited_at", "reason"),
     )
-    silent = {"silent": row.silent, "verdict": row.verdict, "drifts": bool(row.drifts)}
     return {
         **{name: getattr(row, name) for name in names},
         "has_vips": row.id == queries.vip_holder(one.amphorae),
-        **silent,
+        "silent": row.silent,
+        "verdict": row.verdict,
+        "drifts": bool(row.drifts),
     }
 
 
-def _vips(connection: sa.Connection, load_balancer_id: str) -> dict[str, Any]:
+def _vips(connection: sa.Connection, node: LoadBalancer) -> dict[str, Any]:
     """Return the VIPs, their QoS policy and security groups, and the reason for missing ones.
 
     Octavia does not show an address that was allocated after the creation; an operator finds it here.
     """
-    try:
-        node: LoadBalancer = desired_objects.load_object(connection, Kind.LOAD_BALANCER, load_balancer_id)
-    except UnknownObject:
-        return {}
-    pending = vip_claims.read_pending_request(connection, load_balancer_id)
+    pending = vip_claims.read_pending_request(connection, node.id)
     waiting = "" if pending is None else f" ({pending.reason}; asked {pending.attempts} times)"
     shown: dict[str, Any] = {"VIPs": ", ".join(vip.address or f"not known yet{waiting}" for vip in node.vips)}
     if node.vip_qos_policy_id:
         shown["QoS policy"] = node.vip_qos_policy_id
     if node.vip_sg_ids:
         shown["Security groups"] = ", ".join(node.vip_sg_ids)
-    row = connection.execute(sa.select(job.c.vip_applied).where(job.c.load_balancer_id == load_balancer_id)).one()
+    row = connection.execute(sa.select(job.c.vip_applied).where(job.c.load_balancer_id == node.id)).one()
     given = vip_allocation.read_applied_options(row)
     if given is not None and given.refused:
         shown["Refused"] = given.refused
     return shown
 
 
-def _profile(connection: sa.Connection, load_balancer_id: str) -> dict[str, Any]:
+def _profile(node: LoadBalancer) -> dict[str, Any]:
     """Return the values of flavor and availability zone that no other line of the output shows."""
-    try:
-        node = desired_objects.load_object(connection, Kind.LOAD_BALANCER, load_balancer_id)
-    except UnknownObject:
-        return {}
     values: dict[str, Any] = msgspec.to_builtins(node.profile)
     return {name: value for name, value in values.items() if name not in ("topology", "compute", "network")}
 
 
 def _objects(connection: sa.Connection, load_balancer_id: str) -> dict[str, int]:
     kind = desired_object.c.kind
-    query = (
-        sa.select(kind, sa.func.count())
-        .where(desired_object.c.load_balancer_id == load_balancer_id, ~desired_object.c.removed)
-        .group_by(kind)
-        .order_by(kind)
-    )
+    recorded = (desired_object.c.load_balancer_id == load_balancer_id, ~desired_object.c.removed)
+    query = sa.select(kind, sa.func.count()).where(*recorded).group_by(kind).order_by(kind)
     return dict(connection.execute(query).tuples().all())
 
 
 def _requests(connection: sa.Connection, load_balancer_id: str, limit: int) -> list[dict[str, Any]]:
     names = ("generation", "action", "object_id", "accepted_at", "applied_at", "outcome")
-    query = (
-        sa.select(*(request.c[name] for name in names))
-        .where(request.c.load_balancer_id == load_balancer_id)
-        .order_by(request.c.id.desc())
-        .limit(limit)
-    )
-    return [dict(row) for row in connection.execute(query).mappings()]
+    query = sa.select(*(request.c[name] for name in names)).where(request.c.load_balancer_id == load_balancer_id)
+    return [dict(row) for row in connection.execute(query.order_by(request.c.id.desc()).limit(limit)).mappings()]

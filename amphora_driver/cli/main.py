@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -26,6 +25,7 @@ from amphora_driver.cli.formatting import escaping_stream
 from amphora_driver.database import schema_check
 from amphora_driver.database.engine import Database, parse_url
 from amphora_driver.errors import ConfigurationError, StoreError
+from amphora_driver.store.process_registry import installed_version
 
 COMMANDS = "amphoractl.commands"
 T = TypeVar("T")
@@ -39,12 +39,12 @@ class Amphoractl(App):
     def __init__(self, commands: CommandManager | None = None, **streams: Any) -> None:
         super().__init__(
             description="Show and operate load balancers, amphorae and controllers; maintain database and keys.",
-            version=_version(),
+            version=installed_version(),
             command_manager=CommandManager(COMMANDS) if commands is None else commands,
             deferred_help=True,
             **streams,
         )
-        # Cliff's loggers and formatters write to these streams, too.
+        # The loggers and formatters of cliff write to the streams of the application, too.
         self.stdout: TextIO = escaping_stream(streams.get("stdout") or sys.stdout)
         self.stderr: TextIO = escaping_stream(streams.get("stderr") or sys.stderr)
         self._conf: ConfigOpts | None = None
@@ -52,11 +52,7 @@ class Amphoractl(App):
 
     @property
     def conf(self) -> ConfigOpts:
-        """The options of the configuration file.
-
-        Raises:
-            ConfigurationError: a named file does not exist or is not valid.
-        """
+        """The options; raises ConfigurationError if a configuration file does not exist or is not valid."""
         if self._conf is None:
             self._conf = config.load(self.options.config_file)
         return self._conf
@@ -64,45 +60,36 @@ class Amphoractl(App):
     def build_option_parser(
         self, description: str | None, version: str | None, argparse_kwargs: dict[str, Any] | None = None
     ) -> argparse.ArgumentParser:
-        """Return cliff's parser with --config-file."""
         named = {"prog": self.NAME, **(argparse_kwargs or {})}
         parser: argparse.ArgumentParser = super().build_option_parser(description, version, named)
-        parser.add_argument(
-            "--config-file",
-            action="append",
-            metavar="FILE",
-            help=f"Configuration file; can be repeated. Default: ${config.FILE_VARIABLE} or {config.DEFAULT_FILE}.",
-        )
+        default = f"Default: ${config.FILE_VARIABLE} or {config.DEFAULT_FILE}."
+        words = f"Configuration file; can be repeated. {default}"
+        parser.add_argument("--config-file", action="append", metavar="FILE", help=words)
         return parser
 
     @property
     def database(self) -> Database:
-        """The configured database.
-
-        Raises:
-            ConfigurationError: the configured SQLite file does not exist.
-        """
+        """The configured database; raises ConfigurationError if the SQLite file does not exist."""
         if self._database is None:
-            self._database = _database(self.conf.amp_database.connection)
+            url = self.conf.amp_database.connection
+            found = parse_url(url)
+            path = found.database if found.get_backend_name() == "sqlite" else None
+            if path is not None and not Path(path).exists():
+                # SQLite creates a missing file, but a command that reads creates nothing.
+                raise ConfigurationError(
+                    "open the database",
+                    f"{path} does not exist",
+                    "Check [amp_database] connection, or use --config-file. New database: amphoractl database upgrade.",
+                )
+            self._database = Database(url)
         return self._database
 
     def read(self, work: Callable[[sa.Connection], T]) -> T:
-        """Run `work` in one reading transaction.
-
-        Raises:
-            ConfigurationError: the configured SQLite file does not exist.
-            SchemaMismatch: the schema belongs to another version.
-            StoreError: the database refused the transaction.
-        """
+        """Run `work` in one reading transaction; raises SchemaMismatch for a schema of another version."""
         return self.database.read(work)
 
     def recorded_schema(self) -> tuple[str, ...]:
-        """Return the revisions of the database's schema, also of a schema of another version.
-
-        Raises:
-            ConfigurationError: the configured SQLite file does not exist.
-            StoreError: the database refused the read.
-        """
+        """Return the revisions of the database's schema, also of a schema of another version."""
         try:
             with self.database.engine.connect().execution_options(amphora_read_only=True) as connection:
                 return schema_check.read_revisions(connection)
@@ -110,7 +97,6 @@ class Amphoractl(App):
             raise StoreError("read from the database", str(error.orig or error)) from error
 
     def clean_up(self, cmd: object, result: int, err: BaseException | None) -> None:
-        """Close the connections when a command ends."""
         super().clean_up(cmd, result, err)
         if self._database is not None:
             self._database.dispose()
@@ -118,34 +104,10 @@ class Amphoractl(App):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status.
-
-    Args:
-        argv: arguments without the program's name; None for the arguments of this process.
-    """
+    """Run one command and return the exit status; None for the arguments of this process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     # Without a command, cliff opens an interactive session.
     return int(Amphoractl().run(arguments or ["help"]))
-
-
-def _database(url: str) -> Database:
-    found = parse_url(url)
-    path = found.database if found.get_backend_name() == "sqlite" else None
-    if path is not None and not Path(path).exists():
-        # SQLite creates a missing file; a command that reads must not.
-        raise ConfigurationError(
-            "open the database",
-            f"{path} does not exist",
-            "Check [amp_database] connection, or use --config-file. New database: amphoractl database upgrade.",
-        )
-    return Database(url)
-
-
-def _version() -> str:
-    try:
-        return metadata.version("octavia-amphora-driver")
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 if __name__ == "__main__":

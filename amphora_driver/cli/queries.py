@@ -4,8 +4,8 @@
 Invariant: one reading transaction gives a consistent result, and the number of statements does not depend on the number
 of load balancers. Functions without I/O interpret the rows.
 
-Invariant: a prefix stands for exactly one object. A prefix that several ids share is refused with a list of these ids,
-so no command acts on the wrong object. A pool of warm spares is not a load balancer.
+Invariant: a prefix stands for exactly one object. The lookup refuses a prefix of several ids, so no command acts on the
+wrong object. A pool of warm spares is not a load balancer.
 """
 
 from __future__ import annotations
@@ -21,35 +21,29 @@ from amphora_driver.database.tables_fleet import failover, silent_amphora
 from amphora_driver.errors import UnknownObject
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.enums import Kind, Provisioning
-from amphora_driver.model.loadbalancer import Vip
 from amphora_driver.store.requests import Op
+from amphora_driver.telemetry.fleet_queries import read_name_and_addresses
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 _UNKNOWN = "unknown"
-# The table `job` also has one row per pool of warm spares, with this operation.
+# The table `job` has one row for each pool of warm spares, with the operation `spares`.
 SPARES = "spares"
 IS_LOAD_BALANCER = job.c.op != SPARES
-# Largest number of ids that the refusal of an ambiguous prefix lists.
+# Lists of amphorae exclude warm spares, and include an amphora without a row of a load balancer.
+IS_NO_SPARE = sa.or_(job.c.op.is_(None), IS_LOAD_BALANCER)
+# The error about an ambiguous prefix lists at most ten ids.
 _MAX_LISTED = 10
-
-
-class DisplayFields(msgspec.Struct, frozen=True):
-    """The fields of a recorded load balancer that lists show; the other fields are not decoded."""
-
-    name: str | None = None
-    vip: Vip | None = None
-    additional_vips: tuple[Vip, ...] = ()
 
 
 class LoadBalancerSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One load balancer.
 
     Attributes:
-        work: its row of the table `job`, with `to_report` and `pending` (numbers of objects).
-        status: row of its own status; None before the first report.
-        named: name and VIPs; None after the deletion of the load balancer.
+        work: row of the table `job`, with `to_report` and `pending` (numbers of objects).
+        status: row of the load balancer's own status; None before the first report.
+        name, addresses: name and VIPs; None and empty after the deletion of the load balancer.
         amphorae: rows of `amphora_query`, oldest first.
         since: acceptance time of the oldest request that is not applied (seconds since 1970).
         failovers: fail-overs in progress, oldest first.
@@ -58,7 +52,8 @@ class LoadBalancerSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     work: Any
     status: Any
-    named: DisplayFields | None
+    name: str | None = None
+    addresses: tuple[str, ...] = ()
     amphorae: Sequence[Any] = ()
     since: float | None = None
     failovers: Sequence[Any] = ()
@@ -66,14 +61,12 @@ class LoadBalancerSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_load_balancers(connection: sa.Connection, *conditions: sa.ColumnElement[bool]) -> list[LoadBalancerSummary]:
-    """Return the load balancers, ordered by id.
-
-    Args:
-        connection: of a reading transaction.
-        conditions: on the table `job`.
-    """
+    """Return the load balancers that meet the conditions on the table `job`, ordered by id."""
     chosen = sa.select(job.c.load_balancer_id).where(IS_LOAD_BALANCER, *conditions)
-    rows = connection.execute(_work_query(chosen)).all()
+    more = (count_pending().label("pending"), count_unreported().label("to_report"), pending_since().label("since"))
+    columns = (*(column for column in job.c if column.name != "reread"), *more)
+    work = sa.select(*columns).where(job.c.load_balancer_id.in_(chosen)).order_by(job.c.load_balancer_id)
+    rows = connection.execute(work).all()
 
     def of_chosen(table: sa.Table, *more: sa.ColumnElement[bool]) -> sa.ColumnElement[bool]:
         return sa.and_(table.c.load_balancer_id.in_(chosen), *more)
@@ -82,7 +75,7 @@ def list_load_balancers(connection: sa.Connection, *conditions: sa.ColumnElement
     statuses = {one.object_id: one for one in connection.execute(sa.select(object_status).where(main))}
     object_of = of_chosen(desired_object, desired_object.c.kind == Kind.LOAD_BALANCER.value, ~desired_object.c.removed)
     bodies = connection.execute(sa.select(desired_object.c.id, desired_object.c.body).where(object_of))
-    named = {one.id: msgspec.json.decode(one.body, type=DisplayFields) for one in bodies}
+    named = {one.id: read_name_and_addresses(one.body) for one in bodies}
     machines = _group_by_load_balancer(connection.execute(amphora_query().where(of_chosen(amphora))))
     in_progress = sa.select(failover).where(of_chosen(failover, failover.c.ended_at.is_(None))).order_by(failover.c.id)
     failovers = _group_by_load_balancer(connection.execute(in_progress))
@@ -91,13 +84,15 @@ def list_load_balancers(connection: sa.Connection, *conditions: sa.ColumnElement
         LoadBalancerSummary(
             work=row,
             status=statuses.get(row.load_balancer_id),
-            named=named.get(row.load_balancer_id),
+            name=name,
+            addresses=addresses,
             amphorae=machines[row.load_balancer_id],
             since=row.since,
             failovers=failovers[row.load_balancer_id],
             silent=frozenset(one.amphora_id for one in silent[row.load_balancer_id]),
         )
         for row in rows
+        for name, addresses in [named.get(row.load_balancer_id, (None, ()))]
     ]
 
 
@@ -131,14 +126,8 @@ def count_unreported() -> sa.ScalarSelect[Any]:
 
 def pending_since() -> sa.ScalarSelect[Any]:
     """Return a subquery for statements about `job`: acceptance time of the oldest pending request."""
-    return (
-        sa.select(sa.func.min(request.c.accepted_at))
-        .where(request.c.load_balancer_id == job.c.load_balancer_id, request.c.applied_at.is_(None))
-        .scalar_subquery()
-    )
-
-
-# --- meaning of the rows --------------------------------------------------------------------------------------------
+    unapplied = (request.c.load_balancer_id == job.c.load_balancer_id, request.c.applied_at.is_(None))
+    return sa.select(sa.func.min(request.c.accepted_at)).where(*unapplied).scalar_subquery()
 
 
 def provisioning_status(one: LoadBalancerSummary) -> str:
@@ -175,30 +164,14 @@ def oldest_heartbeat(machines: Iterable[Any]) -> float | None:
 
 
 def is_stale(machine: Any, before: float) -> bool:
-    """Whether an amphora that has booted has sent no heartbeat since a time.
-
-    Args:
-        machine: a row of `amphora_query`.
-        before: the time in seconds since 1970.
-    """
-    if machine.state == AmphoraState.BOOTING.value:
-        return False
-    return bool((machine.seen_at or 0.0) < before)
-
-
-# --- lookup by the prefix of an id ----------------------------------------------------------------------------------
+    """Whether an amphora that has booted has sent no heartbeat since a time (seconds since 1970)."""
+    return machine.state != AmphoraState.BOOTING.value and bool((machine.seen_at or 0.0) < before)
 
 
 def find_load_balancer_id(connection: sa.Connection, prefix: str, *, deleted: bool = False) -> str:
-    """Return the id of the load balancer with this prefix.
+    """Return the id of the load balancer with this prefix; raises UnknownObject without exactly one.
 
-    Args:
-        connection: of a reading transaction.
-        prefix: an id, or the first characters of one.
-        deleted: whether to find deleted load balancers, of which only requests or fail-overs are recorded.
-
-    Raises:
-        UnknownObject: no id has this prefix, or several ids have it.
+    With `deleted`, the function finds deleted load balancers, of which only requests or fail-overs are recorded.
     """
     sources = [sa.select(job.c.load_balancer_id.label("id")).where(IS_LOAD_BALANCER)]
     if deleted:
@@ -207,11 +180,7 @@ def find_load_balancer_id(connection: sa.Connection, prefix: str, *, deleted: bo
 
 
 def find_amphora_id(connection: sa.Connection, prefix: str) -> str:
-    """Return the id of the amphora or spare with this prefix.
-
-    Raises:
-        UnknownObject: no id has this prefix, or several ids have it.
-    """
+    """Return the id of the amphora or spare with this prefix; raises UnknownObject without exactly one."""
     return _find_unique(connection, [sa.select(amphora.c.id.label("id"))], "amphora", prefix)
 
 
@@ -223,24 +192,12 @@ def _find_unique(connection: sa.Connection, sources: list[sa.Select[Any]], noun:
     if prefix in found:
         return prefix
     if not found:
-        raise UnknownObject(
-            f"find {noun} {prefix}",
-            "nothing is recorded under this id",
-            f"List the ids: amphoractl {noun.replace(' ', '')} list.",
-        )
+        remedy = f"List the ids: amphoractl {noun.replace(' ', '')} list."
+        raise UnknownObject(f"find {noun} {prefix}", "nothing is recorded under this id", remedy)
     if len(found) > 1:
-        more = " and others" if len(found) > _MAX_LISTED else ""
-        listed = ", ".join(found[:_MAX_LISTED])
-        raise UnknownObject(
-            f"find {noun} {prefix}", f"{listed}{more} have this prefix", "Give more characters of the id."
-        )
+        listed = ", ".join(found[:_MAX_LISTED]) + (" and others" if len(found) > _MAX_LISTED else "")
+        raise UnknownObject(f"find {noun} {prefix}", f"{listed} have this prefix", "Give more characters of the id.")
     return str(found[0])
-
-
-def _work_query(chosen: sa.Select[Any]) -> sa.Select[Any]:
-    more = (count_pending().label("pending"), count_unreported().label("to_report"), pending_since().label("since"))
-    query = sa.select(*(column for column in job.c if column.name != "reread"), *more)
-    return query.where(job.c.load_balancer_id.in_(chosen)).order_by(job.c.load_balancer_id)
 
 
 def _count_statuses(condition: sa.ColumnElement[bool]) -> sa.ScalarSelect[Any]:

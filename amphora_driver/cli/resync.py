@@ -1,32 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command that resynchronizes load balancers with Octavia.
 
-Invariant: the command records the request only. The provider agent performs it, at once or after its next start.
+Invariant: the command records the request only. The provider agent performs the resync, at once or after its next
+start.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import time
 import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import sqlalchemy as sa
-from cliff.lister import Lister
 
 from amphora_driver.cli import queries
+from amphora_driver.cli.command import Lister, Table, argument, operator_at_host
 from amphora_driver.cli.formatting import Timestamp, Value
-from amphora_driver.cli.operator_name import operator_at_host
 from amphora_driver.database.tables import job
 from amphora_driver.errors import RequestError, UnknownObject
 from amphora_driver.queue import local_socket
 from amphora_driver.store import resyncs
 
 HEAD = ("Load balancer", "Asked", "Asked by", "Ended", "Outcome", "Detail")
-# Seconds between two reads of the result.
+# The command reads the result of a resync five times a second.
 _POLL_SECONDS = 0.2
-_PENDING = "not done yet"
 
 
 class ResyncLoadBalancer(Lister):
@@ -36,31 +36,27 @@ class ResyncLoadBalancer(Lister):
     driver's database needs its complete id.
     """
 
-    def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Add the arguments."""
-        parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument("load_balancer", nargs="*", metavar="ID", help="Ids, or unique prefixes of ids.")
-        parser.add_argument("--all", action="store_true", help="All recorded load balancers.")
-        parser.add_argument(
+    arguments = (
+        argument("load_balancer", nargs="*", metavar="ID", help="Ids, or unique prefixes of ids."),
+        argument("--all", action="store_true", help="All recorded load balancers."),
+        argument(
             "--remove-unknown",
             action="store_true",
             help="Delete a load balancer that exists on one side only (Octavia or driver) from that side.",
-        )
-        parser.add_argument(
+        ),
+        argument(
             "--wait", type=float, default=0.0, metavar="SECONDS", help="Seconds to wait for the result (default: 0)."
-        )
-        return parser
+        ),
+    )
 
-    def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
-        """Return column names and rows."""
+    def take_action(self, parsed_args: argparse.Namespace) -> Table:
         prefixes, everything = parsed_args.load_balancer, parsed_args.all
         if prefixes and everything:
             raise RequestError("resynchronize", "both ids and --all are given", "Use one of them.")
         chosen = None
         if prefixes or everything:
-            chosen = self.app.read(
-                lambda connection: _all_ids(connection) if everything else _find_ids(connection, prefixes)
-            )
+            find = _all_ids if everything else functools.partial(_find_ids, prefixes=prefixes)
+            chosen = self.app.read(find)
             self._request(chosen, remove_unknown=parsed_args.remove_unknown)
         deadline = time.monotonic() + parsed_args.wait
         while True:
@@ -92,15 +88,12 @@ def _find_id(connection: sa.Connection, prefix: str) -> str:
         return queries.find_load_balancer_id(connection, prefix)
     except UnknownObject:
         # A complete id can belong to a load balancer that only Octavia has.
-        try:
-            whole = str(uuid.UUID(prefix))
-        except ValueError:
-            whole = ""
-        if whole != prefix:
-            raise
-        return prefix
+        with contextlib.suppress(ValueError):
+            if str(uuid.UUID(prefix)) == prefix:
+                return prefix
+        raise
 
 
 def _row(row: Any) -> tuple[Any, ...]:
     times = (Timestamp(row.asked_at), Value(row.asked_by), Timestamp(row.ended_at))
-    return (row.load_balancer_id, *times, row.outcome or _PENDING, Value(row.detail))
+    return (row.load_balancer_id, *times, row.outcome or "not done yet", Value(row.detail))

@@ -7,12 +7,9 @@ Invariant: the output names a key by its line in the file and its fingerprint. N
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from typing import Any
 
-from cliff.lister import Lister
-from cliff.show import ShowOne
-
+from amphora_driver.cli.command import Lister, ShowOne, Table
 from amphora_driver.database.vault import Vault
 from amphora_driver.maintenance import reencryption
 
@@ -20,49 +17,34 @@ from amphora_driver.maintenance import reencryption
 class SecretsStatus(Lister):
     """List the number of secrets per encryption key. A key without secrets can be removed from the file."""
 
-    def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
-        """Return column names and rows."""
+    def take_action(self, parsed_args: argparse.Namespace) -> Table:
         vault = Vault.load(self.app.conf.amp_database.encryption_key_file)
         counts = reencryption.count_key_usage(self.app.database, vault)
-        rows = (
-            (
-                one.column,
-                _line_number(one.key),
-                one.fingerprint,
-                _describe_use(one.key),
-                one.rows,
-                one.misplaced,
-            )
-            for one in counts
+        return ("Column", "Line", "Key", "Use", "Secrets", "Misplaced"), (
+            (one.column, *_describe_key(one.key, one.fingerprint), one.rows, one.misplaced) for one in counts
         )
-        return ("Column", "Line", "Key", "Use", "Secrets", "Misplaced"), rows
 
 
 class ReencryptSecrets(ShowOne):
-    """Encrypt every secret with the first key of the file. Safe while services run; can be repeated."""
+    """Encrypt every secret with the first key of the file. The command can run beside the services."""
 
-    def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-        """Return names and values."""
+    def values(self, parsed_args: argparse.Namespace) -> dict[str, Any]:
         vault = Vault.load(self.app.conf.amp_database.encryption_key_file)
         database = self.app.database
-        done = reencryption.reencrypt(database, vault, self._print_progress)
+        done = reencryption.reencrypt(database, vault, lambda rows: self.app.stderr.write(f"{rows} done\n"))
         counts = reencryption.count_key_usage(database, vault)
-        left = sum(one.rows for one in counts if one.key not in (0, None))
-        lost = sum(one.rows for one in counts if one.key is None)
-        # A process with an old copy of the key file can encrypt a secret meanwhile; another run finds it.
-        names = ("Key", "Reencrypted", "Left with other keys", "Fit no key", "Misplaced")
-        misplaced = sum(one.misplaced for one in counts)
-        return names, (vault.fingerprints[0], done, left, lost, misplaced)
-
-    def _print_progress(self, rows: int) -> None:
-        self.app.stderr.write(f"{rows} done\n")
-
-
-def _line_number(key: int | None) -> int | None:
-    return None if key is None else key + 1
+        # A process with an old copy of the key file can encrypt a secret meanwhile. A second run finds that secret.
+        return {
+            "Key": vault.fingerprints[0],
+            "Reencrypted": done,
+            "Left with other keys": sum(one.rows for one in counts if one.key not in (0, None)),
+            "Fit no key": sum(one.rows for one in counts if one.key is None),
+            "Misplaced": sum(one.misplaced for one in counts),
+        }
 
 
-def _describe_use(key: int | None) -> str:
+def _describe_key(key: int | None, fingerprint: str) -> tuple[int | None, str, str]:
+    """Return line, fingerprint and use of a key; the place None means that the file has no such key."""
     if key is None:
-        return "not in the file"
-    return "opens" if key else "seals and opens"
+        return None, fingerprint, "not in the file"
+    return key + 1, fingerprint, "opens" if key else "seals and opens"

@@ -2,7 +2,7 @@
 """The command `status check`, for use before and after an upgrade and for monitoring.
 
 Invariant: the exit status follows OpenStack's upgrade checks: 0 for success, 1 for a warning, 2 for a failure. The
-checks are independent of each other; those that need no database run without one.
+checks are independent of each other. Checks without a need for the database run without it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 import msgspec
 import sqlalchemy as sa
-from cliff.lister import Lister
 
 from amphora_driver.cli import host_checks, queries, status_checks
+from amphora_driver.cli.command import Lister, Table, argument
 from amphora_driver.cli.formatting import Value
+from amphora_driver.cli.host_checks import run_check
 from amphora_driver.cli.status_checks import Check, Result, failure, success, warning
 from amphora_driver.database import schema_check
-from amphora_driver.database.tables import job
 from amphora_driver.database.tables_fleet import certificate_authority, process, rotation, unknown_amphora
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.store import circuit_breaker, failovers, process_registry, resyncs
@@ -31,16 +31,10 @@ HEAD = ("Check", "Result", "Details")
 class CheckStatus(Lister):
     """Check the control plane and the amphorae. Exit status 0: success, 1: warnings, 2: failures."""
 
+    arguments = (argument("--problems", action="store_true", help="Show only warnings and failures."),)
     worst = Result.SUCCESS
 
-    def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
-        """Add the arguments."""
-        parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument("--problems", action="store_true", help="Show only warnings and failures.")
-        return parser
-
-    def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
-        """Return column names and rows."""
+    def take_action(self, parsed_args: argparse.Namespace) -> Table:
         found = list(self._run_all())
         self.worst = max((one.result for one in found), default=Result.SUCCESS)
         shown = (one for one in found if one.result or not parsed_args.problems)
@@ -52,21 +46,21 @@ class CheckStatus(Lister):
 
     def _run_all(self) -> Iterator[Check]:
         conf = self.app.conf
-        yield host_checks.run_check("Local sockets", lambda: host_checks.check_local_sockets(conf))
-        yield host_checks.run_check("Broker", lambda: host_checks.check_broker(conf))
+        yield run_check("Local sockets", lambda: host_checks.check_local_sockets(conf))
+        yield run_check("Broker", lambda: host_checks.check_broker(conf))
         schema = _check_schema(self.app)
         yield schema
         if schema.result is Result.FAILURE:
-            yield warning("Everything else", "not checked: the checks need the database. Repair the database first.")
+            yield warning("not checked: the checks need the database. Repair the database first.", "Everything else")
             return
         database = self.app.database
-        yield host_checks.run_check("Keys", lambda: host_checks.check_keys(conf, database))
-        yield host_checks.run_check("Backends", lambda: host_checks.check_backends(conf, database))
+        yield run_check("Keys", lambda: host_checks.check_keys(conf, database))
+        yield run_check("Backends", lambda: host_checks.check_backends(conf, database))
         now = database.now()
         try:
             rows = self.app.read(_read_rows)
         except AmphoraDriverError as error:
-            yield failure("Database", str(error))
+            yield failure(str(error), "Database")
             return
         yield from _check_rows(conf, rows, now)
 
@@ -91,19 +85,16 @@ def _check_schema(app: Any) -> Check:
         if wrong is None:
             app.database.read(schema_check.require_utf8mb4)
     except AmphoraDriverError as error:
-        return failure("Database", str(error))
+        return failure(str(error), "Database")
     if wrong is not None:
-        return failure("Database", f"{wrong[0]}. {wrong[1]}")
-    return success("Database", f"schema {schema_check.known_revisions()[-1]}, the one of this version")
+        return failure(f"{wrong[0]}. {wrong[1]}", "Database")
+    return success(f"schema {schema_check.known_revisions()[-1]}, the one of this version", "Database")
 
 
 def _read_rows(connection: sa.Connection) -> Rows:
-    machines = queries.amphora_query().where(sa.or_(job.c.op.is_(None), queries.IS_LOAD_BALANCER))
-    current = (
-        sa.select(certificate_authority)
-        .where(certificate_authority.c.state != "gone")
-        .order_by(certificate_authority.c.id)
-    )
+    machines = queries.amphora_query().where(queries.IS_NO_SPARE)
+    authority = certificate_authority.c
+    current = sa.select(certificate_authority).where(authority.state != "gone").order_by(authority.id)
     return Rows(
         processes=connection.execute(sa.select(process).order_by(process.c.host, process.c.name)).all(),
         load_balancers=queries.list_load_balancers(connection),
@@ -118,14 +109,15 @@ def _read_rows(connection: sa.Connection) -> Rows:
 
 
 def _check_rows(conf: Any, rows: Rows, now: float) -> Iterator[Check]:
-    # Longest time of a change with the boot of an amphora until it is done or in ERROR.
+    # A change with the boot of an amphora is done or in ERROR after the time-outs of boot and operation.
     max_seconds = conf.amp_controller.boot_timeout + conf.amp_controller.operation_timeout
     known = {one.work.load_balancer_id for one in rows.load_balancers}
-    agents = host_checks.hosts_by_liveness(rows.processes, now, process_registry.ProcessKind.PROVIDER_AGENT.value)
-    here = socket.gethostname() in agents
+    agents = [row for row in rows.processes if row.kind == process_registry.ProcessKind.PROVIDER_AGENT.value]
+    here = any(row.host == socket.gethostname() for row in agents)
+    elsewhere = any(now - row.seen_at <= status_checks.GONE_AFTER for row in agents)
     yield from status_checks.check_processes(rows.processes, now, process_registry.installed_version())
     checks: dict[str, Callable[[], Check]] = {
-        "Octavia's sockets": lambda: host_checks.check_octavia_sockets(conf, elsewhere=any(agents.values()), here=here),
+        "Octavia's sockets": lambda: host_checks.check_octavia_sockets(conf, elsewhere=elsewhere, here=here),
         "Certificate authorities": lambda: host_checks.check_authorities(conf, rows.authorities, now),
         "Certificates": lambda: status_checks.check_certificates(rows.machines, now),
         "Circuit breaker": lambda: status_checks.check_breaker(rows.breaker),
@@ -145,4 +137,4 @@ def _check_rows(conf: Any, rows: Rows, now: float) -> Iterator[Check]:
     }
     yield from status_checks.check_load_balancers(rows.load_balancers, now, max_seconds)
     for name, check in checks.items():
-        yield host_checks.run_check(name, check)
+        yield run_check(name, check)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of `status check`, and the checks of database rows. Pure.
+"""Results of `status check`, and the checks of database rows. The functions do no I/O.
 
 Invariant: the details of each result describe the state in one sentence and, for a warning or failure, the remedy.
 """
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
     from amphora_driver.cli.queries import LoadBalancerSummary
 
-# Seconds without a sign of life after which a process counts as dead: five missed intervals.
+# A process counts as dead after five missed intervals of its sign of life.
 GONE_AFTER = 5 * process_registry.HEARTBEAT_INTERVAL
-# Largest number of ids in the details of one check.
+# The details of one check list at most five ids.
 _MAX_LISTED = 5
 _MONTH = 30 * 86400.0
 _DATE = re.compile(r"(?<![0-9])([0-9]{4})-([0-9]{2})-([0-9]{2})(?![0-9])", re.ASCII)
-# Fraction of its validity after which the renewal of a certificate is late; the default of renew_at is 0.5.
+# The renewal of a certificate is late after 75 % of its validity. The default of renew_at is 50 %.
 _LATE = 0.75
 _KINDS = {
     process_registry.ProcessKind.CONTROLLER: (
@@ -58,31 +58,31 @@ class Result(IntEnum):
 
     @property
     def word(self) -> str:
-        """The name as OpenStack's upgrade checks print it."""
+        """The name in the form of OpenStack's upgrade checks."""
         return self.name.capitalize()
 
 
-class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the output."""
+class Check(msgspec.Struct, frozen=True):
+    """One line of the output. `host_checks.run_check` sets the name of a single check."""
 
-    name: str
     result: Result
     details: str
+    name: str = ""
 
 
-def success(name: str, details: str) -> Check:
+def success(details: str, name: str = "") -> Check:
     """Return a result that needs no action."""
-    return Check(name=name, result=Result.SUCCESS, details=details)
+    return Check(Result.SUCCESS, details, name)
 
 
-def warning(name: str, details: str) -> Check:
+def warning(details: str, name: str = "") -> Check:
     """Return a result that an operator should examine; the service works."""
-    return Check(name=name, result=Result.WARNING, details=details)
+    return Check(Result.WARNING, details, name)
 
 
-def failure(name: str, details: str) -> Check:
+def failure(details: str, name: str = "") -> Check:
     """Return a result that an operator must correct before an upgrade."""
-    return Check(name=name, result=Result.FAILURE, details=details)
+    return Check(Result.FAILURE, details, name)
 
 
 def list_ids(ids: Iterable[str]) -> str:
@@ -92,17 +92,8 @@ def list_ids(ids: Iterable[str]) -> str:
     return ", ".join(found[:_MAX_LISTED]) + more
 
 
-# --- processes ------------------------------------------------------------------------------------------------------
-
-
 def check_processes(rows: Sequence[Any], now: float, installed: str) -> list[Check]:
-    """Check that a process of each kind is alive, and that all have the same version.
-
-    Args:
-        rows: rows of the table `process`.
-        now: the database's time in seconds since 1970.
-        installed: the version of this installation.
-    """
+    """Check that a process of each kind is alive, and that all have the installed version."""
     found = []
     for kind, (name, remedy) in _KINDS.items():
         mine = [row for row in rows if row.kind == kind.value]
@@ -113,92 +104,72 @@ def check_processes(rows: Sequence[Any], now: float, installed: str) -> list[Che
             last = max((row.seen_at for row in gone), default=None)
             stopped = "none is recorded; a process removes its record when it stops"
             since = stopped if last is None else f"the last sign of life was {format_duration(now - last)} ago"
-            found.append(failure(name, f"none is alive: {since}. {remedy}"))
+            found.append(failure(f"none is alive: {since}. {remedy}", name))
         elif all(row.draining for row in alive):
-            found.append(
-                failure(name, f"all are draining: {hosts}. Run: amphoractl controller resume NAME, or --host HOST.")
-            )
+            words = f"all are draining: {hosts}. Run: amphoractl controller resume NAME, or --host HOST."
+            found.append(failure(words, name))
         elif gone:
             lost = ", ".join(f"{row.host} (last sign {format_duration(now - row.seen_at)} ago)" for row in gone)
-            found.append(
-                warning(name, f"alive: {hosts}; ended without a shutdown: {lost}. Check its log and start it again.")
-            )
+            words = f"alive: {hosts}; ended without a shutdown: {lost}. Check its log and start it again."
+            found.append(warning(words, name))
         else:
-            found.append(success(name, f"alive: {hosts}"))
+            found.append(success(f"alive: {hosts}", name))
     versions = {row.version or "unknown" for row in rows if now - row.seen_at <= GONE_AFTER}
     if versions - {installed}:
         words = ", ".join(sorted(versions | {installed}))
-        found.append(warning("Versions", f"several are in use: {words}. Upgrade all hosts to one version."))
+        found.append(warning(f"several are in use: {words}. Upgrade all hosts to one version.", "Versions"))
     else:
-        found.append(success("Versions", f"{installed} on all hosts"))
+        found.append(success(f"{installed} on all hosts", "Versions"))
     return found
 
 
-# --- load balancers -------------------------------------------------------------------------------------------------
-
-
 def check_load_balancers(found: Sequence[LoadBalancerSummary], now: float, max_seconds: float) -> list[Check]:
-    """Check for load balancers in ERROR and for changes that take too long.
-
-    Args:
-        found: all load balancers.
-        now: seconds since 1970.
-        max_seconds: longest time of a change, in seconds.
-    """
+    """Check for load balancers in ERROR and for changes that take longer than `max_seconds`."""
     wrong = [one.work.load_balancer_id for one in found if queries.provisioning_status(one) == "ERROR"]
     down = [one.work.load_balancer_id for one in found if queries.operating_status(one) == "ERROR"]
     stuck = [one for one in found if one.since is not None and now - one.since > max_seconds]
     remedy = "Run: amphoractl loadbalancer show ID."
     checks = [
-        failure("Load balancers", f"{len(wrong)} in ERROR: {list_ids(wrong)}. {remedy}")
+        failure(f"{len(wrong)} in ERROR: {list_ids(wrong)}. {remedy}", "Load balancers")
         if wrong
-        else warning("Load balancers", f"{len(down)} with operating status ERROR: {list_ids(down)}. {remedy}")
+        else warning(f"{len(down)} with operating status ERROR: {list_ids(down)}. {remedy}", "Load balancers")
         if down
-        else success("Load balancers", f"none of {len(found)} is in ERROR")
+        else success(f"none of {len(found)} is in ERROR", "Load balancers")
     ]
     if stuck:
         longest = max(now - (one.since or now) for one in stuck)
         ids = list_ids(one.work.load_balancer_id for one in stuck)
         words = f"{len(stuck)} pending for up to {format_duration(longest)}: {ids}. Run: amphoractl job list."
-        checks.append(failure("Pending work", words))
+        checks.append(failure(words, "Pending work"))
     else:
         busy = sum(one.since is not None for one in found)
-        checks.append(success("Pending work", f"{busy} load balancers are being changed, none for too long"))
+        checks.append(success(f"{busy} load balancers are being changed, none for too long", "Pending work"))
     return checks
 
 
 def check_failovers(rows: Sequence[Any], now: float, max_seconds: float) -> Check:
-    """Check for fail-overs in progress.
-
-    Args:
-        rows: rows of the table `failover` without an end.
-        now: seconds since 1970.
-        max_seconds: longest time until the load balancer is served again.
-    """
+    """Check for fail-overs in progress, which must serve the load balancer again within `max_seconds`."""
     if not rows:
-        return success("Fail-overs", "none in progress")
+        return success("none in progress")
     late = [row for row in rows if row.served_at is None and now - row.begun_at > max_seconds]
     if late:
         ids = list_ids(row.load_balancer_id for row in late)
         words = f"{len(late)} in progress for more than {format_duration(max_seconds)}: load balancers {ids}."
-        return failure("Fail-overs", f"{words} Run: amphoractl failover list, failover show NUMBER.")
+        return failure(f"{words} Run: amphoractl failover list, failover show NUMBER.")
     ids = list_ids(row.load_balancer_id for row in rows)
-    return warning("Fail-overs", f"{len(rows)} in progress: load balancers {ids}. Wait until they have ended.")
+    return warning(f"{len(rows)} in progress: load balancers {ids}. Wait until they have ended.")
 
 
 def check_rotations(rows: Sequence[Any]) -> Check:
-    """Check for rotations in progress; the rows have no end."""
+    """Check for rotations in progress, which have no end in the database."""
     paused = [row for row in rows if row.state == "paused"]
     if paused:
         words = "; ".join(f"{row.id}: {row.reason or 'paused by an operator'}" for row in paused)
-        return warning("Rotations", f"paused: {words}. Run: amphoractl rotation show, then resume or abort.")
+        return warning(f"paused: {words}. Run: amphoractl rotation show, then resume or abort.")
     if rows:
         numbers = ", ".join(str(row.id) for row in rows)
-        return warning("Rotations", f"in progress: {numbers}. Wait, or pause it: amphoractl rotation pause NUMBER.")
-    return success("Rotations", "none in progress")
-
-
-# --- amphorae -------------------------------------------------------------------------------------------------------
+        return warning(f"in progress: {numbers}. Wait, or pause it: amphoractl rotation pause NUMBER.")
+    return success("none in progress")
 
 
 def check_breaker(rows: Mapping[str, circuit_breaker.BreakerRow]) -> Check:
@@ -207,46 +178,33 @@ def check_breaker(rows: Mapping[str, circuit_breaker.BreakerRow]) -> Check:
         rows.get(one) for one in (circuit_breaker.OPERATOR, circuit_breaker.AUTOMATIC, circuit_breaker.SIGHT)
     )
     if held is not None:
-        return warning(
-            "Circuit breaker", f"held open by an operator: {held.reason}. Run: amphoractl circuit-breaker close."
-        )
+        return warning(f"held open by an operator: {held.reason}. Run: amphoractl circuit-breaker close.")
     if automatic is not None and automatic.state != circuit_breaker.CLOSED:
         words = f"{automatic.state}: {automatic.silent} of {automatic.watched} amphorae are silent"
-        return failure("Circuit breaker", f"{words}. No automatic fail-over begins. Run: amphoractl failover status.")
+        return failure(f"{words}. No automatic fail-over begins. Run: amphoractl failover status.")
     if sight is not None and sight.state == circuit_breaker.BLIND:
         words = f"the detector is blind: {sight.reason}. No automatic fail-over begins"
-        return warning("Circuit breaker", f"{words}. Run: amphoractl failover status.")
-    return success("Circuit breaker", "closed")
+        return warning(f"{words}. Run: amphoractl failover status.")
+    return success("closed")
 
 
 def check_witnesses(witnesses: Sequence[str], machines: Sequence[Any]) -> Check:
-    """Check that witnesses are configured, which tell a network fault from dead amphorae.
-
-    Args:
-        witnesses: option of [amp_failover].
-        machines: rows of `queries.amphora_query`.
-    """
+    """Check that witnesses are configured, which tell a network fault from dead amphorae."""
     if witnesses:
-        return success("Witnesses", f"{len(witnesses)} are configured")
+        return success(f"{len(witnesses)} are configured")
     if not machines:
-        return success("Witnesses", "none is configured, and no amphora exists")
+        return success("none is configured, and no amphora exists")
     words = "none is configured: when no heartbeat at all arrives, dead amphorae are replaced late or live ones wrongly"
-    return warning("Witnesses", f"{words}. Set [amp_failover] witnesses (docs/explanation/failure-detection.md).")
+    return warning(f"{words}. Set [amp_failover] witnesses (docs/explanation/failure-detection.md).")
 
 
 def check_silent_amphorae(machines: Sequence[Any], now: float, max_silence: float) -> Check:
-    """Check for silent amphorae.
-
-    Args:
-        machines: rows of `queries.amphora_query`.
-        now: seconds since 1970.
-        max_silence: longest time without a heartbeat, in seconds.
-    """
+    """Check for amphorae without a heartbeat for more than `max_silence` seconds."""
     silent = [one for one in machines if one.silent or queries.is_stale(one, now - max_silence)]
     if silent:
         words = f"{len(silent)} of {len(machines)}: {list_ids(one.id for one in silent)}"
-        return warning("Silent amphorae", f"{words}. Run: amphoractl amphora list --stale, failover status.")
-    return success("Silent amphorae", f"none of {len(machines)}")
+        return warning(f"{words}. Run: amphoractl amphora list --stale, failover status.")
+    return success(f"none of {len(machines)}")
 
 
 def check_drift(machines: Sequence[Any]) -> Check:
@@ -254,38 +212,35 @@ def check_drift(machines: Sequence[Any]) -> Check:
     differing = [one for one in machines if one.drifts]
     if differing:
         words = "; ".join(f"{one.id}: {one.drift or 'details not known'}" for one in differing[:_MAX_LISTED])
-        return warning("Drift", f"{len(differing)}: {words}. Run: amphoractl loadbalancer diff ID, repair ID.")
-    return success("Drift", f"none of {len(machines)} amphorae differs")
+        return warning(f"{len(differing)}: {words}. Run: amphoractl loadbalancer diff ID, repair ID.")
+    return success(f"none of {len(machines)} amphorae differs")
 
 
 def check_unknown_amphorae(rows: Sequence[Any]) -> Check:
     """Check for heartbeats under unknown amphora ids."""
     if rows:
-        return warning(
-            "Unknown amphorae", f"{list_ids(row.amphora_id for row in rows)}. Run: amphoractl unknown-amphora list."
-        )
-    return success("Unknown amphorae", "none")
+        return warning(f"{list_ids(row.amphora_id for row in rows)}. Run: amphoractl unknown-amphora list.")
+    return success("none")
 
 
 def check_certificates(machines: Sequence[Any], now: float) -> Check:
     """Check for certificates of amphorae that have expired or that are renewed late."""
     known = [one for one in machines if one.certificate_expires_at]
     over = [one.id for one in known if one.certificate_expires_at <= now]
-    late = [one.id for one in known if one.certificate_issued_at and _elapsed_fraction(one, now) > _LATE]
+    late = [one.id for one in known if one.certificate_issued_at and _is_renewal_late(one, now)]
     if over:
         words = f"{len(over)} have expired: {list_ids(over)}"
-        return failure("Certificates", f"{words}. Run: amphoractl amphora failover ID; check that controllers run.")
+        return failure(f"{words}. Run: amphoractl amphora failover ID; check that controllers run.")
     if late:
         words = f"{len(late)} should have been renewed: {list_ids(late)}"
-        return warning("Certificates", f"{words}. Run: amphoractl certificate list, and the controllers' log.")
+        return warning(f"{words}. Run: amphoractl certificate list, and the controllers' log.")
     first = min((one.certificate_expires_at for one in known), default=None)
-    return success("Certificates", "none" if first is None else f"the first expires in {format_duration(first - now)}")
+    return success("none" if first is None else f"the first expires in {format_duration(first - now)}")
 
 
-def _elapsed_fraction(one: Any, now: float) -> float:
-    """Return the fraction of its validity that has passed."""
+def _is_renewal_late(one: Any, now: float) -> bool:
     life = float(one.certificate_expires_at - one.certificate_issued_at)
-    return (now - float(one.certificate_issued_at)) / life if life > 0 else 1.0
+    return life <= 0 or (now - float(one.certificate_issued_at)) / life > _LATE
 
 
 def check_agents(machines: Sequence[Any], installed: str) -> Check:
@@ -295,18 +250,12 @@ def check_agents(machines: Sequence[Any], installed: str) -> Check:
     if other:
         versions = ", ".join(sorted({one.agent_version or "unknown" for one in other}))
         words = f"{len(other)} of {len(ready)} amphorae have another version than {installed}: {versions}"
-        return warning("Agents", f"{words}. Run: amphoractl rotate, after the controllers are upgraded.")
-    return success("Agents", f"{installed} in all {len(ready)} amphorae with a heartbeat")
+        return warning(f"{words}. Run: amphoractl rotate, after the controllers are upgraded.")
+    return success(f"{installed} in all {len(ready)} amphorae with a heartbeat")
 
 
 def check_images(machines: Sequence[Any], now: float, days: int) -> Check:
-    """Check the age of the amphorae's images by the date in the name of each image.
-
-    Args:
-        machines: rows of `queries.amphora_query`.
-        now: seconds since 1970.
-        days: largest age without a warning; 0 for no limit.
-    """
+    """Check the age of the amphorae's images by the date in the name of each image; 0 days: no limit."""
     today = dt.datetime.fromtimestamp(now, dt.timezone.utc).date()
     ages = {one.image: (today - day).days for one in machines if (day := _date_of_image(one.image)) is not None}
     old = Counter(one.image for one in machines if days and ages.get(one.image, 0) > days)
@@ -315,37 +264,31 @@ def check_images(machines: Sequence[Any], now: float, days: int) -> Check:
     if old:
         names = list_ids(f"{image} ({number})" for image, number in sorted(old.items()))
         words = f"{sum(old.values())} of {len(machines)} amphorae run an image older than {days} days: {names}{rest}"
-        return warning("Images", f"{words}. Build and test a new image, run: amphoractl rotate --image NAME.")
-    return success("Images", f"the oldest is {max(ages.values())} days old{rest}" if ages else f"none has a date{rest}")
+        return warning(f"{words}. Build and test a new image, run: amphoractl rotate --image NAME.")
+    return success(f"the oldest is {max(ages.values())} days old{rest}" if ages else f"none has a date{rest}")
 
 
 def _date_of_image(image: str | None) -> dt.date | None:
     """Return the first date in the name of an image."""
     for year, month, day in _DATE.findall(image or ""):
-        with contextlib.suppress(ValueError):  # the text may be no valid date, for example 2026-13-01
+        # The digits in the name of an image can be an invalid date, for example 2026-13-01.
+        with contextlib.suppress(ValueError):
             return dt.date(int(year), int(month), int(day))
     return None
 
 
 def check_authorities(ends: Mapping[str, float], now: float) -> Check:
-    """Check the expiry of CAs and of the controllers' certificate.
-
-    Args:
-        ends: expiry by name, in seconds since 1970.
-        now: seconds since 1970.
-    """
+    """Check the expiry of CAs and of the controllers' certificate, by name in seconds since 1970."""
     over = [name for name, end in ends.items() if end <= now]
     soon = [f"{name} in {format_duration(end - now)}" for name, end in ends.items() if now < end <= now + _MONTH]
     if over:
         words = f"expired: {', '.join(over)}"
-        return failure(
-            "Certificate authorities", f"{words}. Run: amphoractl ca rotate; see docs/how-to/rotate-certificates.md."
-        )
+        return failure(f"{words}. Run: amphoractl ca rotate; see docs/how-to/rotate-certificates.md.")
     if soon:
-        return warning("Certificate authorities", f"expires soon: {', '.join(soon)}. Run: amphoractl ca rotate.")
+        return warning(f"expires soon: {', '.join(soon)}. Run: amphoractl ca rotate.")
     first = min(ends, key=lambda name: ends[name], default=None)
     left = "" if first is None else f"; the first to expire is {first}, in {format_duration(ends[first] - now)}"
-    return success("Certificate authorities", f"{len(ends)} certificates{left}")
+    return success(f"{len(ends)} certificates{left}")
 
 
 def check_resyncs(rows: Sequence[Any], now: float, max_seconds: float) -> Check:
@@ -355,8 +298,8 @@ def check_resyncs(rows: Sequence[Any], now: float, max_seconds: float) -> Check:
     if apart:
         words = ", ".join(f"{row.load_balancer_id} ({row.outcome})" for row in apart[:_MAX_LISTED])
         remedy = "If a database was restored from a backup, see docs/how-to/restore-a-database.md."
-        return warning("Octavia's records", f"{len(apart)} load balancers exist on one side only: {words}. {remedy}")
+        return warning(f"{len(apart)} load balancers exist on one side only: {words}. {remedy}")
     if late:
         words = f"{len(late)} load balancers wait for a resync: {list_ids(row.load_balancer_id for row in late)}"
-        return warning("Octavia's records", f"{words}. Run: amphoractl loadbalancer resync.")
-    return success("Octavia's records", "no difference is known")
+        return warning(f"{words}. Run: amphoractl loadbalancer resync.")
+    return success("no difference is known")

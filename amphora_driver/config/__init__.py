@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of the control plane: one module per option group."""
+"""The options of the control plane: one module for each component."""
 
 from amphora_driver.config.opts import DEFAULT_FILE, FILE_VARIABLE, GROUPS, list_opts, load, shared
 

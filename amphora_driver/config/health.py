@@ -5,31 +5,19 @@ from __future__ import annotations
 
 from oslo_config import cfg
 
-OPTIONS: dict[str, list[cfg.Opt]] = {
-    "amp_health": [
-        cfg.StrOpt(
-            "bind_address",
-            default="0.0.0.0",
-            help="Local address on which the health manager receives heartbeats. The default is all IPv4 addresses.",
+OPTIONS: dict[str, dict[cfg.Opt, str]] = {
+    "amp_health": {
+        cfg.StrOpt("bind_address", default="0.0.0.0"): (
+            "Local address on which the health manager receives heartbeats. The default is all IPv4 addresses."
         ),
-        cfg.PortOpt(
-            "bind_port", default=9879, help="UDP port on which the health manager receives heartbeats. 0 to 65535."
+        cfg.PortOpt("bind_port", default=9879): "UDP port on which the health manager receives heartbeats. 0 to 65535.",
+        cfg.ListOpt("targets", default=[]): (
+            "Addresses of all health managers as address:port, separated by commas. Every amphora sends its heartbeats "
+            "to each of them. The default is none: no heartbeat is sent."
         ),
-        cfg.ListOpt(
-            "targets",
-            default=[],
-            help="Addresses of all health managers as address:port, separated by commas. Every amphora sends its "
-            "heartbeats to each of them. The default is none: no heartbeat is sent.",
+        cfg.FloatOpt("interval", default=3.0, min=0.1): "Seconds between two heartbeats of an amphora. At least 0.1.",
+        cfg.FloatOpt("flush_interval", default=0.5, min=0.05): (
+            "Seconds between two writes to the database. Status changes in between are written together. At least 0.05."
         ),
-        cfg.FloatOpt(
-            "interval", default=3.0, min=0.1, help="Seconds between two heartbeats of an amphora. At least 0.1."
-        ),
-        cfg.FloatOpt(
-            "flush_interval",
-            default=0.5,
-            min=0.05,
-            help="Seconds between two writes to the database. Status changes in between are written together. At least "
-            "0.05.",
-        ),
-    ]
+    }
 }

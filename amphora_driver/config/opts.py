@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All options of the control plane, and the configuration file that sets them.
 
-Invariant: the options are registered in a `ConfigOpts` object of this package, never in the global one. Inside
+Invariant: this package registers the options in a `ConfigOpts` object of its own, never in the global object. Inside
 octavia-api the global object belongs to Octavia.
 """
 
@@ -16,19 +16,16 @@ from oslo_log import log
 
 from amphora_driver.config import (
     agent,
-    certificates,
-    compute,
+    backends,
     controller,
     failover,
     haproxy,
     health,
     maintenance,
-    network,
     octavia,
     queue,
     status,
     store,
-    vrrp,
 )
 from amphora_driver.errors import ConfigurationError
 
@@ -38,33 +35,23 @@ if TYPE_CHECKING:
 DEFAULT_FILE = "/etc/amphora-driver/amphora-driver.conf"
 FILE_VARIABLE = "AMPHORA_DRIVER_CONFIG"
 
-_MODULES = (
-    store,
-    queue,
-    controller,
-    agent,
-    octavia,
-    health,
-    haproxy,
-    vrrp,
-    compute,
-    network,
-    certificates,
-    failover,
-    maintenance,
-    status,
-)
-GROUPS: dict[str, list[cfg.Opt]] = {group: options for one in _MODULES for group, options in one.OPTIONS.items()}
+_MODULES = (store, queue, controller, agent, octavia, health, haproxy, backends, failover, maintenance, status)
+
+
+def _with_help(options: dict[cfg.Opt, str]) -> list[cfg.Opt]:
+    """Return the options, each with its help text."""
+    for option, text in options.items():
+        option.help = text
+    return list(options)
+
+
+GROUPS = {group: _with_help(options) for one in _MODULES for group, options in one.OPTIONS.items()}
 
 
 def load(files: Sequence[str] | None = None) -> cfg.ConfigOpts:
-    """Return the options as the configuration files set them.
+    """Return the options of these files; by default of the file in the environment, or the default file.
 
-    Args:
-        files: configuration files; None for the file that the environment names, or the default file.
-
-    Raises:
-        ConfigurationError: a named file does not exist or is not valid.
+    The function raises ConfigurationError if a file does not exist or is not valid.
     """
     conf = cfg.ConfigOpts()
     log.register_options(conf)
@@ -72,7 +59,7 @@ def load(files: Sequence[str] | None = None) -> cfg.ConfigOpts:
         conf.register_opts(options, group=group)
     named = os.environ.get(FILE_VARIABLE)
     if files is None:
-        files = [named] if named else [path for path in (DEFAULT_FILE,) if os.path.exists(path)]  # noqa: PTH110 - text paths for oslo.config
+        files = [named] if named else [path for path in (DEFAULT_FILE,) if os.path.exists(path)]  # noqa: PTH110 - oslo.config takes paths as text
     try:
         conf([], project="amphora-driver", default_config_files=list(files), default_config_dirs=[])
     except cfg.Error as error:

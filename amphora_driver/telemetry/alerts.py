@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the conditions of the fleet that need an operator's attention.
 
-Invariant: pure. A condition is TROUBLE only if no automatic action will repair it, or if users are not served. An
-amphora that is being replaced is WATCH. Every notice names the object and the condition in one line.
+Invariant: the functions do no I/O. A condition is TROUBLE only if no automatic action will repair it, or if users are
+not served. An amphora that is being replaced is WATCH. Every notice names the object and the condition in one line.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ if TYPE_CHECKING:
 
     from amphora_driver.telemetry.fleet_snapshot import AmphoraInfo, FleetSnapshot, LoadBalancerInfo
 
-# Age in seconds of its last heartbeat at which a process counts as dead.
+# A process counts as dead after five missed heartbeats.
 _DEAD_AFTER = 5 * HEARTBEAT_INTERVAL
-# Delays in seconds of a due job, an unreported status or an unconfirmed change, at which a notice begins and rises.
+# A notice about a due job, an unreported status or an unconfirmed change begins after 30 s. The notice becomes more
+# severe after 300 s.
 _LATE = 30.0
 _VERY_LATE = 300.0
 _DAY = 86_400.0
-# Remaining validity of a CA at which its rotation is overdue.
+# The rotation of a CA is overdue if less than 30 days of its validity are left.
 _MONTH = 30 * _DAY
-# Elapsed share of its validity at which the renewal of an amphora certificate is overdue.
+# The renewal of an amphora certificate is overdue after 75 % of its validity.
 _RENEWAL_OVERDUE = 0.75
 _WITHOUT_PROCESS = {
     ProcessKind.CONTROLLER.value: "no controller runs: load balancers are not changed, and amphorae not replaced",
     ProcessKind.HEALTH_MANAGER.value: "no health manager runs: heartbeats of amphorae are not received",
     ProcessKind.PROVIDER_AGENT.value: "no provider agent runs: Octavia gets no statuses",
 }
-# More notices of one sort than the first number are grouped; the second number of them is still shown.
+# The page groups more than four notices of one sort, and shows two notices of the group.
 _MAX_UNGROUPED = 4
 _SHOWN_OF_GROUP = 2
 _PLURALS = {"load balancer": "load balancers", "amphora": "amphorae"}
@@ -66,13 +67,10 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
     """A condition that an operator should know.
 
     Attributes:
-        level: its severity.
         kind: kind of the affected object: fleet, load balancer, amphora.
         sort: one word for all conditions of the same sort.
-        id: id of the affected object, if it has one.
-        name: name of the affected object, if it has one.
         text: the condition and its consequence.
-        since: when it began (seconds since 1970), if known.
+        since: start of the condition (seconds since 1970), if known.
     """
 
     level: Level
@@ -85,18 +83,12 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_notices(fleet: FleetSnapshot, interval: float) -> tuple[Notice, ...]:
-    """Return all notices, the most severe first.
-
-    Args:
-        fleet: the snapshot to check.
-        interval: seconds between two heartbeats of an amphora.
-    """
+    """Return all notices, the most severe first; `interval` is the time between two heartbeats in seconds."""
     found = [*_control_plane_notices(fleet), *_queue_notices(fleet)]
     replaced = {one.amphora_id for one in fleet.failovers if one.ended_at is None}
-    by_balancer: dict[str, list[AmphoraInfo]] = {}
     for amphora in fleet.amphorae:
-        by_balancer.setdefault(amphora.load_balancer_id, []).append(amphora)
         found += _amphora_notices(amphora, fleet.at, interval, replaced=amphora.id in replaced)
+    by_balancer = fleet.amphorae_by_balancer()
     for balancer in fleet.balancers:
         found += _balancer_notices(balancer, by_balancer.get(balancer.id, []), fleet.at)
     # The sort is stable, so notices of one level keep their order.
@@ -140,9 +132,8 @@ def _control_plane_notices(fleet: FleetSnapshot) -> Iterator[Notice]:
     yield from _breaker_notices(fleet)
     if fleet.sight.state == BLIND:
         reason = fleet.sight.reason or "no reason is recorded"
-        yield _fleet_notice(
-            Level.WATCH, f"the failure detector is blind, no automatic fail-overs: {reason}", fleet.sight.since
-        )
+        text = f"the failure detector is blind, no automatic fail-overs: {reason}"
+        yield _fleet_notice(Level.WATCH, text, fleet.sight.since)
     yield from _process_notices(fleet)
     for rotation in fleet.rotations:
         if rotation.state == "paused":
@@ -160,9 +151,8 @@ def _control_plane_notices(fleet: FleetSnapshot) -> Iterator[Notice]:
         if pool.error:
             yield _fleet_notice(Level.WATCH, f"spare pool {pool.id}: {pool.error}")
     if fleet.orphans:
-        yield _fleet_notice(
-            Level.WATCH, f"{fleet.orphans} orphaned machines, ports or VIPs; cleanup deletes them later"
-        )
+        text = f"{fleet.orphans} orphaned machines, ports or VIPs; cleanup deletes them later"
+        yield _fleet_notice(Level.WATCH, text)
 
 
 def _breaker_notices(fleet: FleetSnapshot) -> Iterator[Notice]:
@@ -173,9 +163,8 @@ def _breaker_notices(fleet: FleetSnapshot) -> Iterator[Notice]:
         yield _fleet_notice(Level.WATCH, text, breaker.since)
     elif breaker.state == "open":
         silent = f"{breaker.silent} of {breaker.watched} amphorae are silent"
-        yield _fleet_notice(
-            Level.TROUBLE, f"the circuit breaker is open, no automatic fail-overs: {silent}", breaker.since
-        )
+        text = f"the circuit breaker is open, no automatic fail-overs: {silent}"
+        yield _fleet_notice(Level.TROUBLE, text, breaker.since)
     elif breaker.state != "closed":
         yield _fleet_notice(Level.WATCH, "the circuit breaker permits one automatic fail-over at a time", breaker.since)
 
@@ -216,13 +205,11 @@ def _amphora_notices(amphora: AmphoraInfo, now: float, interval: float, *, repla
         text = texts.get(amphora.silence, amphora.silence)
         text += f": {amphora.verdict}" if amphora.verdict else ""
         yield notice(Level.WATCH if replaced else Level.TROUBLE, "silence", text, amphora.silent_since)
-    elif amphora.state == "ready" and not replaced and (amphora.heard_at or amphora.created_at) < now - 10 * interval:
-        text = "sent no heartbeat for ten intervals"
-        yield notice(Level.WATCH, "unheard", text, amphora.heard_at or amphora.created_at)
+    elif amphora.state == "ready" and not replaced and amphora.last_heartbeat < now - 10 * interval:
+        yield notice(Level.WATCH, "unheard", "sent no heartbeat for ten intervals", amphora.last_heartbeat)
     if amphora.drifts:
-        yield notice(
-            Level.WATCH, "drift", f"drifts from its configuration: {amphora.drift or 'no details are recorded'}"
-        )
+        details = amphora.drift or "no details are recorded"
+        yield notice(Level.WATCH, "drift", f"drifts from its configuration: {details}")
     expires, issued = amphora.certificate_expires_at, amphora.certificate_issued_at
     if expires is not None and expires <= now:
         yield notice(Level.TROUBLE, "expired", "its certificate has expired: controllers refuse its agent", expires)
@@ -259,9 +246,9 @@ def oldest_due(fleet: FleetSnapshot) -> float | None:
 
     A due time of zero means immediately. Then the time of the oldest unconfirmed request counts, if there is one.
     """
-    since = [
-        one.due_at or one.accepted_at or fleet.at
-        for one in fleet.balancers
-        if one.due and one.owner is None and one.due_at <= fleet.at
-    ]
-    return min(since, default=None)
+    return min((one.due_at or one.accepted_at or fleet.at for one in due_now(fleet)), default=None)
+
+
+def due_now(fleet: FleetSnapshot) -> list[LoadBalancerInfo]:
+    """Return the load balancers that wait for a controller."""
+    return [one for one in fleet.balancers if one.due and one.owner is None and one.due_at <= fleet.at]

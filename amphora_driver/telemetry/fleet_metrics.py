@@ -16,7 +16,7 @@ from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.exposition import choose_encoder
 
 from amphora_driver.metrics import CAUSES
-from amphora_driver.telemetry.alerts import Level, oldest_due, worst_level
+from amphora_driver.telemetry.alerts import Level, due_now, oldest_due, worst_level
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -35,92 +35,71 @@ _AMPHORA = ("booting", "ready", "retiring")
 _SILENCES = ("silent", "mute", "never_spoke")
 
 
-class _FixedCollector:
+class _Collector:
     """A collector of prometheus_client with fixed metric families."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = list(families)
+        self._families = families
 
-    def collect(self) -> Iterator[Metric]:
-        return iter(self._families)
-
-
-class _WithoutCreated:
-    """A collector without the `_created` series of counters, which would double the size of the answer."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    def collect(self) -> Iterator[Metric]:
-        for family in self._registry.collect():
-            family.samples = [one for one in family.samples if not one.name.endswith("_created")]
-            yield family
+    def collect(self) -> Iterable[Metric]:
+        return self._families
 
 
 def encode_metrics(
     accept: str, own: CollectorRegistry | None, view: View | None, version: str, kind: str
 ) -> tuple[bytes, str]:
-    """Return the text for a scrape, and its content type.
+    """Return the text for a scrape, and the content type that the Accept header selects.
 
     Args:
-        accept: the Accept header.
         own: the metrics of this process; None if not requested.
         view: the view of the fleet; None if not requested.
         version: version of this installation.
         kind: kind of this process.
     """
-    whole = CollectorRegistry()
+    families: list[Metric] = []
     if own is not None:
         build = InfoMetricFamily("amphora_driver_build", "Version of the process that answers, and its kind.")
         build.add_metric([], {"version": version, "kind": kind})
-        whole.register(_FixedCollector([build]))
-        whole.register(_WithoutCreated(own))
+        families += [build, *own.collect()]
+    for family in families:
+        # The `_created` series of counters would double the size of the answer.
+        family.samples = [one for one in family.samples if not one.name.endswith("_created")]
     if view is not None:
-        whole.register(_FixedCollector(fleet_families(view)))
+        families += fleet_families(view)
+    whole = CollectorRegistry()
+    whole.register(_Collector(families))
     encode, content_type = choose_encoder(accept)
     return encode(whole), content_type
 
 
 def fleet_families(view: View) -> Iterator[Metric]:
     """Return the metrics of the fleet."""
-    up = GaugeMetricFamily("amphora_fleet_up", "1 if the database could be read for this answer.")
-    up.add_metric([], float(view.trouble is None and view.fleet is not None))
-    yield up
+    is_current = view.trouble is None and view.fleet is not None
+    yield _gauge("amphora_fleet_up", "1 if the database could be read for this answer.", is_current)
     if view.trouble is not None or view.fleet is None:
-        # Old values must not look like current ones.
+        # The metrics of an old snapshot must not look like current metrics.
         return
     fleet = view.fleet
     yield _gauge("amphora_fleet_read_seconds", "Duration of the read of the fleet.", fleet.took)
-    yield _gauge(
-        "amphora_fleet_alert_level",
-        "Highest level of a notice: 0 none, 1 watch, 2 trouble.",
-        worst_level(view.notices),
-    )
-    yield _by("amphora_fleet_alerts", "Notices by level.", "level", _count_levels(view))
+    text = "Highest level of a notice: 0 none, 1 watch, 2 trouble."
+    yield _gauge("amphora_fleet_alert_level", text, worst_level(view.notices))
+    counted = Counter(one.level for one in view.notices)
+    levels = {level.name.lower(): counted[level] for level in (Level.WATCH, Level.TROUBLE)}
+    yield _by("amphora_fleet_alerts", "Notices by level.", "level", levels)
     yield from _balancer_metrics(fleet)
     yield from _amphora_metrics(fleet)
     yield from _failover_metrics(fleet)
     yield from _control_plane_metrics(fleet)
 
 
-def _count_levels(view: View) -> dict[str, float]:
-    counted = Counter(one.level for one in view.notices)
-    return {level.name.lower(): counted[level] for level in (Level.WATCH, Level.TROUBLE)}
-
-
 def _balancer_metrics(fleet: FleetSnapshot) -> Iterator[Metric]:
     every = fleet.balancers
-    yield _by(
-        "amphora_fleet_load_balancers",
-        "Load balancers by provisioning status.",
-        "status",
-        _count((one.state for one in every), _STATES),
-    )
+    states = _count((one.state for one in every), _STATES)
+    yield _by("amphora_fleet_load_balancers", "Load balancers by provisioning status.", "status", states)
     operating = _count((one.operating or "unknown" for one in every), _OPERATING)
     yield _by("amphora_fleet_load_balancers_operating", "Load balancers by operating status.", "status", operating)
-    due = [one for one in every if one.due and one.owner is None and one.due_at <= fleet.at]
     depths = {
-        "due": len(due),
+        "due": len(due_now(fleet)),
         "waiting": sum(one.due and one.owner is None and one.due_at > fleet.at for one in every),
         "worked_on": sum(one.owner is not None for one in every),
         "failing": sum(one.attempts > 0 for one in every),
@@ -152,23 +131,19 @@ def _amphora_metrics(fleet: FleetSnapshot) -> Iterator[Metric]:
     if ends:
         text = "Time until the first amphora certificate expires."
         yield _gauge("amphora_fleet_certificate_expiry_seconds", text, min(ends) - fleet.at)
-    yield _gauge(
-        "amphora_fleet_unknown_amphorae",
-        "Senders of heartbeats with an unknown amphora id.",
-        len(fleet.unknown_amphorae),
-    )
+    unknown = len(fleet.unknown_amphorae)
+    yield _gauge("amphora_fleet_unknown_amphorae", "Senders of heartbeats with an unknown amphora id.", unknown)
     yield _gauge("amphora_fleet_orphans", "Orphaned machines, ports and VIPs.", fleet.orphans)
 
 
 def _heartbeat_ages(now: float, amphorae: list[AmphoraInfo]) -> Metric:
     """Return quantiles of the ages of the last heartbeats; without a heartbeat, the creation time counts."""
-    ages = sorted(max(0.0, now - (one.heard_at or one.created_at)) for one in amphorae if one.state == "ready")
-    family = GaugeMetricFamily(
-        "amphora_fleet_heartbeat_age_seconds", "Age of the last heartbeat of ready amphorae.", labels=["quantile"]
+    ages = sorted(max(0.0, now - one.last_heartbeat) for one in amphorae if one.state == "ready")
+    places = {f"{one:g}": min(int(one * len(ages)), len(ages) - 1) for one in _QUANTILES if ages}
+    values = {quantile: ages[place] for quantile, place in places.items()}
+    return _by(
+        "amphora_fleet_heartbeat_age_seconds", "Age of the last heartbeat of ready amphorae.", "quantile", values
     )
-    for quantile in _QUANTILES if ages else ():
-        family.add_metric([f"{quantile:g}"], ages[min(int(quantile * len(ages)), len(ages) - 1)])
-    return family
 
 
 def _failover_metrics(fleet: FleetSnapshot) -> Iterator[Metric]:
@@ -191,21 +166,15 @@ def _control_plane_metrics(fleet: FleetSnapshot) -> Iterator[Metric]:
         for state in ("wanted", "booted", "ready"):
             spares.add_metric([pool.id, state], getattr(pool, state))
     yield spares
-    items = GaugeMetricFamily(
-        "amphora_fleet_rotation_items", "Load balancers of the newest rotation.", labels=["state"]
-    )
-    for rotation in fleet.rotations[:1]:
-        for state in ("waiting", "running", "done", "failed", "skipped"):
-            items.add_metric([state], getattr(rotation, state))
-    yield items
+    states = ("waiting", "running", "done", "failed", "skipped")
+    items = {state: getattr(rotation, state) for rotation in fleet.rotations[:1] for state in states}
+    yield _by("amphora_fleet_rotation_items", "Load balancers of the newest rotation.", "state", items)
     running = sum(one.state in {"running", "paused"} for one in fleet.rotations)
     yield _gauge("amphora_fleet_rotations", "Running and paused image rotations.", running)
-    authorities = GaugeMetricFamily(
-        "amphora_fleet_ca_expiry_seconds", "Time until a CA expires.", labels=["kind", "state"]
-    )
+    cas = GaugeMetricFamily("amphora_fleet_ca_expiry_seconds", "Time until a CA expires.", labels=["kind", "state"])
     for authority in fleet.authorities:
-        authorities.add_metric([authority.kind, authority.state], authority.expires_at - fleet.at)
-    yield authorities
+        cas.add_metric([authority.kind, authority.state], authority.expires_at - fleet.at)
+    yield cas
     yield _gauge("amphora_fleet_outbox", "Statuses that are not reported to Octavia yet.", fleet.outbox.waiting)
     oldest = fleet.outbox.oldest
     age = 0.0 if oldest is None else max(0.0, fleet.at - oldest)
@@ -215,15 +184,10 @@ def _control_plane_metrics(fleet: FleetSnapshot) -> Iterator[Metric]:
     for (kind, draining), number in sorted(counted.items()):
         seen.add_metric([kind, draining], number)
     yield seen
-    ages = GaugeMetricFamily(
-        "amphora_fleet_process_age_seconds", "Age of the newest heartbeat of a process.", labels=["kind"]
-    )
-    youngest: dict[str, float] = {}
-    for process in fleet.processes:
-        youngest[process.kind] = max(process.seen_at, youngest.get(process.kind, 0.0))
-    for kind, seen_at in sorted(youngest.items()):
-        ages.add_metric([kind], max(0.0, fleet.at - seen_at))
-    yield ages
+    # For each kind of process, the newest heartbeat counts: it is the last item of the sorted processes.
+    youngest = {one.kind: one.seen_at for one in sorted(fleet.processes, key=lambda one: one.seen_at)}
+    ages = {kind: max(0.0, fleet.at - seen_at) for kind, seen_at in sorted(youngest.items())}
+    yield _by("amphora_fleet_process_age_seconds", "Age of the newest heartbeat of a process.", "kind", ages)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:
@@ -239,5 +203,4 @@ def _by(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric
 
 def _count(found: Iterable[str | None], known: tuple[str, ...]) -> dict[str, float]:
     """Count values. Known values are always present, because alerts need continuous series."""
-    counted = Counter(one for one in found if one is not None)
-    return {**dict.fromkeys(known, 0.0), **{name: float(number) for name, number in counted.items()}}
+    return {**dict.fromkeys(known, 0.0), **Counter(one for one in found if one is not None)}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Snapshot of the fleet: the rows of the database at one moment.
 
-Invariant: frozen values without secrets. The page, its JSON and the metrics use the same snapshot, so that they never
-contradict each other. Times are seconds since 1970 of the database clock.
+Invariant: the records are frozen and contain no secrets. The page, the JSON and the metrics use the same snapshot, so
+their values never contradict each other. Times are seconds since 1970 by the clock of the database.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ SPARE = "SPARE"
 
 
 class _Info(msgspec.Struct, frozen=True, kw_only=True):
-    """Base class: frozen, with keyword arguments only."""
+    pass
 
 
 class LoadBalancerInfo(_Info, frozen=True):
@@ -22,11 +22,9 @@ class LoadBalancerInfo(_Info, frozen=True):
     Attributes:
         state: provisioning status: ACTIVE, ERROR, PENDING_CREATE, PENDING_UPDATE, PENDING_DELETE.
         operating: operating status; None if none was computed.
-        reason: reason for the statuses.
         accepted_at: time of the oldest unconfirmed request; None if all are confirmed.
-        error: error of the last attempt.
         due: whether a job is pending, at `due_at` at the earliest.
-        owner: the controller that runs its job now.
+        owner: the controller that runs the job of the load balancer now.
         holders: the amphorae that report that they hold the VIPs.
     """
 
@@ -54,11 +52,11 @@ class AmphoraInfo(_Info, frozen=True):
     """An amphora, or a spare (`role` is SPARE, and `load_balancer_id` is the id of its pool).
 
     Attributes:
-        wanted: the newest generation of its load balancer; 0 for a spare.
-        confirmed: the newest generation that its agent confirmed.
+        wanted: the newest generation of the load balancer; 0 for a spare.
+        confirmed: the newest generation that the agent confirmed.
         drift: the last detected drift, current or not.
         drifts: whether the amphora drifts now.
-        silence: result of the failure detector: silent, mute or never_spoke; None if it is not silent.
+        silence: result of the failure detector: silent, mute or never_spoke; None for an amphora that is not silent.
         verdict: consequence of the silence.
     """
 
@@ -83,9 +81,14 @@ class AmphoraInfo(_Info, frozen=True):
     silent_since: float | None = None
     verdict: str | None = None
 
+    @property
+    def last_heartbeat(self) -> float:
+        """The time of the last heartbeat; without a heartbeat, the creation time."""
+        return self.heard_at or self.created_at
+
 
 class FailoverInfo(_Info, frozen=True):
-    """A replacement of an amphora. `step` is its newest event; None after its end."""
+    """A replacement of an amphora. `step` is the newest event of an open fail-over."""
 
     id: int
     load_balancer_id: str
@@ -109,7 +112,7 @@ class BreakerInfo(_Info, frozen=True):
         state: closed, trial or open.
         silent: number of silent amphorae at the last decision of the failure detector.
         watched: number of all amphorae at that decision.
-        held: whether an operator holds it open; then `since` and `reason` are the operator's.
+        held: whether an operator holds the circuit breaker open; then `since` and `reason` are the operator's.
     """
 
     state: str = "closed"
@@ -121,10 +124,7 @@ class BreakerInfo(_Info, frozen=True):
 
 
 class DetectorInfo(_Info, frozen=True):
-    """Whether the failure detector receives heartbeats: `state` is seeing, blind or unknown.
-
-    A blind detector never starts a fail-over.
-    """
+    """Whether the failure detector receives heartbeats: seeing, blind (no fail-over) or unknown."""
 
     state: str = "unknown"
     since: float | None = None
@@ -155,7 +155,7 @@ class SparePoolInfo(_Info, frozen=True):
 
 
 class RotationInfo(_Info, frozen=True):
-    """An image rotation, with its numbers of load balancers by state."""
+    """An image rotation, with the numbers of load balancers by state."""
 
     id: int
     state: str
@@ -172,7 +172,7 @@ class RotationInfo(_Info, frozen=True):
 
 
 class AuthorityInfo(_Info, frozen=True):
-    """A CA of amphorae or controllers. The first CA is recorded when it is rotated."""
+    """A CA of amphorae or controllers. The database records the first CA at its rotation."""
 
     id: int
     kind: str
@@ -222,3 +222,9 @@ class FleetSnapshot(_Info, frozen=True):
     unknown_amphorae: tuple[UnknownAmphoraInfo, ...] = ()
     outbox: OutboxInfo = OutboxInfo()
     orphans: int = 0
+
+    def amphorae_by_balancer(self) -> dict[str, list[AmphoraInfo]]:
+        found: dict[str, list[AmphoraInfo]] = {}
+        for one in self.amphorae:
+            found.setdefault(one.load_balancer_id, []).append(one)
+        return found

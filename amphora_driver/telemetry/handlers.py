@@ -2,7 +2,7 @@
 """Answers HTTP requests for the status page, its JSON, the metrics and the health check.
 
 Invariant: no request changes anything. All requests within a second share one result, so a hundred viewers cost as much
-as one. The health check of the process needs no authorization; everything else does.
+as one. The health check of the process needs no authorization; all other paths need it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import gzip
 import logging
 import stat
 import threading
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +34,7 @@ _HTML = "text/html; charset=utf-8"
 _JSON = "application/json"
 _TEXT = "text/plain; charset=utf-8"
 _MAX_CACHED = 16
-# Smaller bodies are not compressed.
+# The server compresses only bodies of more than 1024 bytes.
 _MIN_COMPRESSED = 1024
 _COMMON_HEADERS = {
     "Cache-Control": "no-store",
@@ -45,7 +46,10 @@ _COMMON_HEADERS = {
     "Content-Security-Policy": status_page.POLICY,
     "Connection": "close",
 }
-_CHALLENGE = {"WWW-Authenticate": 'Basic realm="amphorae", charset="UTF-8"'}
+_REFUSAL_HEADERS: dict[int, dict[str, str]] = {
+    401: {"WWW-Authenticate": 'Basic realm="amphorae", charset="UTF-8"'},
+    405: {"Allow": "GET, HEAD"},
+}
 
 
 class Response(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,32 +61,19 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     headers: dict[str, str] = {}
 
     def encode(self, method: str, *, accepts_gzip: bool = False) -> bytes:
-        """Return the bytes to send.
-
-        Args:
-            method: method of the request; the response to HEAD has no body.
-            accepts_gzip: whether the client accepts gzip.
-        """
-        body = self.body
-        headers = dict(self.headers)
+        """Return the bytes to send. The response to the method HEAD has no body."""
+        body, headers = self.body, _COMMON_HEADERS | self.headers
         if accepts_gzip and len(body) > _MIN_COMPRESSED:
             body = gzip.compress(body, compresslevel=1, mtime=0)
             headers["Content-Encoding"] = "gzip"
         headers |= {"Vary": "Accept-Encoding", "Content-Type": self.content_type, "Content-Length": str(len(body))}
-        phrase = HTTPStatus(self.status).phrase
-        lines = [
-            f"HTTP/1.1 {self.status} {phrase}",
-            *(f"{name}: {value}" for name, value in (_COMMON_HEADERS | headers).items()),
-        ]
-        return "\r\n".join([*lines, "", ""]).encode() + (b"" if method == "HEAD" else body)
+        lines = [f"{name}: {value}" for name, value in headers.items()]
+        head = [f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}", *lines, "", ""]
+        return "\r\n".join(head).encode() + (b"" if method == "HEAD" else body)
 
 
 class TokenFile:
-    """Reads the token from its file. A changed file takes effect without a restart.
-
-    Args:
-        path: path of the file; None if no token is configured.
-    """
+    """Reads the token from a file; None for no token. A changed file takes effect without a restart."""
 
     def __init__(self, path: str | None) -> None:
         self._path = path
@@ -90,17 +81,13 @@ class TokenFile:
         self._logged = ""
 
     def read_token(self) -> Secret | None:
-        """Return the required token; None if none is configured.
-
-        Raises:
-            RequestRefused: the file cannot be read, or other users can read it. Then all requests are refused.
-        """
+        """Return the required token, or None; raises RequestRefused if the file is not usable or not safe."""
         if not self._path:
             return None
         try:
             found = Path(self._path).stat()
             if found.st_mode & stat.S_IROTH:
-                # Another user may have read the token already, so a new token is needed.
+                # Another user may have read the token already, so the operator must write a new token.
                 problem = "other users can read it; run chmod o-r, and write a new token into it"
             else:
                 token = self._read_file(found)
@@ -112,16 +99,14 @@ class TokenFile:
             problem = error.strerror or str(error)
         if self._logged != problem:
             self._logged = problem
-            LOG.error(
-                "the status page refuses all requests: cannot use [amp_status_page] token_file %s: %s",
-                self._path,
-                problem,
-            )
+            words = "the status page refuses all requests: cannot use [amp_status_page] token_file %s: %s"
+            LOG.error(words, self._path, problem)
         raise RequestRefused(503, "The token of this page cannot be read: see the log of its process.")
 
     def _read_file(self, found: os.stat_result) -> Secret:
         """Return the token of a file with this state."""
-        # All four values: two writes in one clock tick, or a clock set back, leave some of them unchanged.
+        # A new token changes at least one of inode, size, mtime and ctime. Two writes in one clock tick, or a clock
+        # that is set back, can leave the others unchanged.
         mark = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
         if self._known is None or self._known[0] != mark:
             line = Path(str(self._path)).read_bytes().split(b"\n", 1)[0].strip()
@@ -129,66 +114,51 @@ class TokenFile:
         return self._known[1]
 
 
+@dataclass
 class RequestHandler:
-    """Answers all paths of the server.
+    """Answers all paths of the server. `is_working` returns the result of the health check."""
 
-    Args:
-        snapshots: cache of the fleet snapshot.
-        process: the process that answers.
-        tokens: the configured token.
-        is_working: returns the result of the health check.
-    """
-
-    def __init__(
-        self,
-        snapshots: SnapshotCache,
-        process: status_page.ProcessIdentity,
-        tokens: TokenFile,
-        is_working: Callable[[], bool],
-    ) -> None:
-        self._snapshots = snapshots
-        self._process = process
-        self._tokens = tokens
-        self._is_working = is_working
-        self._lock = threading.Lock()
-        self._cached: dict[tuple[str, str], bytes] = {}
-        self._cached_number = 0
+    snapshots: SnapshotCache
+    process: status_page.ProcessIdentity
+    tokens: TokenFile
+    is_working: Callable[[], bool]
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _cached: dict[tuple[str, str], bytes] = field(default_factory=dict)
+    _cached_number: int = 0
 
     def handle(self, request: Request, peer: str) -> Response:
-        """Return the response to a request from an address."""
         try:
             if request.path == "/healthz":
-                working = self._is_working()
+                working = self.is_working()
                 return Response(status=200 if working else 503, body=b"ok\n" if working else b"not working\n")
-            authorize(request, peer, self._tokens.read_token())
+            authorize(request, peer, self.tokens.read_token())
             return self._respond(request)
         except RequestRefused as refusal:
             return refusal_response(refusal)
 
     def _respond(self, request: Request) -> Response:
-        path, accept = request.path, request.headers.get("accept", "")
-        process = self._process
+        path, accept, process = request.path, request.headers.get("accept", ""), self.process
         if path == "/":
-            return Response(content_type=_HTML, body=self._page(self._snapshots.get_view(), request))
+            return Response(content_type=_HTML, body=self._page(self.snapshots.get_view(), request))
         if path == "/page.json":
-            view = self._snapshots.get_view()
+            view = self.snapshots.get_view()
             page = self._page(view, request)
             body = self._cache(view, ("parts", _query(request)), lambda: status_page.encode_parts(view, page))
             return Response(content_type=_JSON, body=body)
         if path == "/status.json":
-            view = self._snapshots.get_view()
+            view = self.snapshots.get_view()
             body = self._cache(view, ("facts", ""), lambda: status_page.encode_status(view, process))
             return Response(content_type=_JSON, body=body)
         if path in {"/metrics", "/metrics/process", "/metrics/fleet"}:
             own = None if path == "/metrics/fleet" else OURS.registry
-            fleet_view = None if path == "/metrics/process" else self._snapshots.get_view()
+            fleet_view = None if path == "/metrics/process" else self.snapshots.get_view()
             text, content_type = fleet_metrics.encode_metrics(accept, own, fleet_view, process.version, process.kind)
             return Response(content_type=content_type, body=text)
         raise RequestRefused(404, "There is no such page.")
 
     def _page(self, view: View, request: Request) -> bytes:
         query = _query(request)
-        return self._cache(view, ("page", query), lambda: status_page.render_page(view, self._process, query))
+        return self._cache(view, ("page", query), lambda: status_page.render_page(view, self.process, query))
 
     def _cache(self, view: View, key: tuple[str, str], make: Callable[[], bytes]) -> bytes:
         """Return the cached result for this view. One thread computes a missing result while others wait."""
@@ -202,9 +172,7 @@ class RequestHandler:
 
 def refusal_response(refusal: RequestRefused) -> Response:
     """Return the response to a refused request."""
-    headers = dict(_CHALLENGE) if refusal.status == HTTPStatus.UNAUTHORIZED else {}
-    if refusal.status == HTTPStatus.METHOD_NOT_ALLOWED:
-        headers["Allow"] = "GET, HEAD"
+    headers = _REFUSAL_HEADERS.get(refusal.status, {})
     return Response(status=refusal.status, body=f"{refusal.reason}\n".encode(), headers=headers)
 
 

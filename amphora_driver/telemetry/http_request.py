@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parses the head of an HTTP request and decides whether its client is authorized.
 
-Invariant: pure. An unexpected or ambiguous head is refused with a status, for example one with two Host headers
-(RFC 9112, section 3.2). Source: RFC 9110 and RFC 9112.
+Invariant: the functions do no I/O. They refuse an unexpected or ambiguous head with a status, for example a head with
+two Host headers (RFC 9112, section 3.2). Source: RFC 9110 and RFC 9112.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import ipaddress
+from contextlib import suppress
 from urllib.parse import parse_qs, urlsplit
 
 import msgspec
@@ -19,24 +20,17 @@ from amphora_driver.secret import Secret
 MAX_HEAD_SIZE = 8192
 _MAX_HEADERS = 64
 _METHODS = ("GET", "HEAD")
-# Host names of local clients. Any other name may be the one of an attacker's DNS record (DNS rebinding).
-_LOCAL_NAMES = ("localhost",)
-# Headers of a proxy on this machine that forwards requests of other machines.
+# A proxy that forwards requests of other machines sends headers such as Forwarded or Via.
 _FORWARDED = {
     *("forwarded", "via", "x-real-ip"),
     *("x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-forwarded-server"),
 }
-# Many proxies without such headers use this version. Local clients use HTTP/1.1.
+# Many proxies without a header such as Forwarded use HTTP/1.0. Local clients use HTTP/1.1.
 _PROXY_VERSION = "HTTP/1.0"
 
 
 class RequestRefused(Exception):
-    """The request is refused.
-
-    Args:
-        status: HTTP status.
-        reason: a sentence for the client.
-    """
+    """The request is refused with an HTTP status and a sentence for the client."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -45,12 +39,7 @@ class RequestRefused(Exception):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """A valid request.
-
-    Attributes:
-        headers: by their names in lower case.
-        version: of the request line, for example HTTP/1.1.
-    """
+    """A valid request. The names of the headers are in lower case."""
 
     method: str
     path: str
@@ -60,19 +49,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     def query_value(self, name: str) -> str:
         """Return the first value of a query field; empty without the field."""
-        try:
-            found = parse_qs(self.query, max_num_fields=8)
-        except ValueError:
-            return ""
-        return found.get(name, [""])[0]
+        with suppress(ValueError):
+            return parse_qs(self.query, max_num_fields=8).get(name, [""])[0]
+        return ""
 
 
 def parse_request(head: bytes) -> Request:
-    """Parse a head without the empty line at its end.
-
-    Raises:
-        RequestRefused: the head is invalid, or its method is not supported.
-    """
+    """Parse a head without the empty line at the end; raises RequestRefused for an invalid one."""
     try:
         lines = head.decode("ascii").split("\r\n")
     except UnicodeDecodeError:
@@ -111,31 +94,26 @@ def _parse_headers(lines: list[str]) -> dict[str, str]:
 
 
 def authorize(request: Request, peer: str, token: Secret | None) -> None:
-    """Check that a request has the token, or comes from this machine if no token is configured.
+    """Check that a request has the configured token, or comes from this machine if no token is configured.
 
     Args:
-        request: the request to check.
-        peer: its source address.
-        token: the configured token; None if none is configured.
+        peer: source address of the request.
 
     Raises:
         RequestRefused: 401 without the token; 403 from another machine, or with a host name of another machine.
     """
     if token is not None:
-        # Secret compares in constant time.
+        # The class Secret compares in constant time.
         if Secret(_presented_token(request.headers.get("authorization", ""))) != token:
             raise RequestRefused(401, "This page requires its token, as a bearer token or as a password.")
         return
+    reason = "Without [amp_status_page] token_file, this page answers"
     if not _is_loopback(peer):
-        raise RequestRefused(
-            403, "Without [amp_status_page] token_file, this page answers requests from its own machine only."
-        )
+        raise RequestRefused(403, f"{reason} requests from its own machine only.")
     if request.version == _PROXY_VERSION or _FORWARDED & request.headers.keys():
-        raise RequestRefused(403, "Without [amp_status_page] token_file, this page answers no requests of a proxy.")
+        raise RequestRefused(403, f"{reason} no requests of a proxy.")
     if not _is_local_name(request.headers.get("host", "")):
-        raise RequestRefused(
-            403, "Without [amp_status_page] token_file, this page answers requests for localhost only."
-        )
+        raise RequestRefused(403, f"{reason} requests for localhost only.")
 
 
 def _presented_token(authorization: str) -> bytes:
@@ -144,10 +122,8 @@ def _presented_token(authorization: str) -> bytes:
     if scheme.lower() == "bearer":
         return value.strip().encode()
     if scheme.lower() == "basic":
-        try:
+        with suppress(binascii.Error, ValueError):
             return base64.b64decode(value.strip(), validate=True).partition(b":")[2]
-        except (binascii.Error, ValueError):
-            return b""
     return b""
 
 
@@ -161,8 +137,8 @@ def _is_loopback(address: str) -> bool:
 
 
 def _is_local_name(host: str) -> bool:
-    try:
+    """Whether a Host header names this machine. Another name may be an attacker's (DNS rebinding)."""
+    with suppress(ValueError):
         name = urlsplit(f"//{host}").hostname
-    except ValueError:
-        return False
-    return name is not None and (name in _LOCAL_NAMES or _is_loopback(name))
+        return name is not None and (name == "localhost" or _is_loopback(name))
+    return False

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """HTTP server of the status page and the metrics.
 
-Invariant: the server never impairs its process. It has a limited number of threads of its own. A connection has one
-request and one total time limit, independent of the client. An unavailable port, certificate or database is logged and
-retried; it never stops or delays the process.
+Invariant: the server never stops or delays its process. The server has a limited number of separate threads. A
+connection has one request and one total time limit, independent of the client. The server logs an unavailable port,
+certificate or database, and tries again.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ from amphora_driver.telemetry.status_page import ProcessIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
 
     from oslo_config.cfg import ConfigOpts
 
 LOG = logging.getLogger(__name__)
-# Concurrent connections; a further one closes the oldest.
+# The server accepts 16 concurrent connections. A further connection closes the oldest one.
 _MAX_CONNECTIONS = 16
 _BACKLOG = 32
-# Seconds for a complete connection, for one read, and for the close after the response.
+# A complete connection takes at most 20 s, one read at most 5 s, and the close after the response at most 1 s.
 _CONNECTION_TIMEOUT = 20.0
 _READ_TIMEOUT = 5.0
 _CLOSE_TIMEOUT = 1.0
@@ -45,12 +44,10 @@ _HEAD_END = b"\r\n\r\n"
 
 
 class StatusServer:
-    """Serves the status page of one process in threads of its own, between `start` and `stop`.
+    """Serves the status page of one process in separate threads, between `start` and `stop`.
 
     Args:
-        address: IPv4 or IPv6 address.
-        port: TCP port; 0 for any (see the attribute `port`).
-        handler: answers the requests.
+        port: TCP port; 0 for any free port. The attribute `port` has the port in use.
         certificate: path of certificate and key in one PEM file; None for plain HTTP.
     """
 
@@ -70,7 +67,6 @@ class StatusServer:
         self._logged = ""
 
     def start(self) -> None:
-        """Start the server thread."""
         self._thread = threading.Thread(target=self._run, name="status", daemon=True)
         self._thread.start()
 
@@ -86,10 +82,8 @@ class StatusServer:
             one.join(_CLOSE_TIMEOUT)
 
     def wait_until_listening(self, seconds: float) -> bool:
-        """Wait until the server has its port, and return whether it has."""
+        """Wait until the server listens on a port, and return whether it does."""
         return self._listening.wait(seconds)
-
-    # --- connections --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -98,10 +92,8 @@ class StatusServer:
                     self._listening.set()
                     self._accept_until_stopped(listener)
             except OSError as error:
-                self._log_once(
-                    f"cannot serve the status page on {self._address} port {self.port}, "
-                    f"trying again every {_RESTART_DELAY:.0f} s: {error.strerror or error}"
-                )
+                attempt = f"cannot serve the status page on {self._address} port {self.port}"
+                self._log_once(f"{attempt}, trying again every {_RESTART_DELAY:.0f} s: {error.strerror or error}")
             except Exception:
                 LOG.exception("the status page server failed, restarting it in %.0f s", _RESTART_DELAY)
             self._listening.clear()
@@ -109,11 +101,11 @@ class StatusServer:
 
     def _bind(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-        # Fails while another process of this host uses the port.
+        # The bind fails while another process of this host uses the port.
         made = socket.create_server((self._address, self.port), family=family, backlog=_BACKLOG)
         made.setblocking(False)
         self.port = made.getsockname()[1]
-        LOG.info("serving status page and metrics on %s port %d", self._address, self.port)
+        LOG.info("the process serves the status page and the metrics on %s port %d", self._address, self.port)
         return made
 
     def _accept_until_stopped(self, listener: socket.socket) -> None:
@@ -134,9 +126,8 @@ class StatusServer:
             self._number += 1
             number = self._number
             self._open[number] = (connection, time.monotonic())
-            thread = threading.Thread(
-                target=self._serve, args=(number, connection, peer[0]), name="status", daemon=True
-            )
+            work = (number, connection, peer[0])
+            thread = threading.Thread(target=self._serve, args=work, name="status", daemon=True)
             self._threads.add(thread)
         try:
             thread.start()
@@ -161,18 +152,16 @@ class StatusServer:
             self._open.pop(number, None)
         connection.close()
 
-    # --- one connection -----------------------------------------------------------------------------------------------
-
     def _serve(self, number: int, connection: socket.socket, peer: str) -> None:
         try:
             if self._certificate is not None:
                 connection = self._wrap_tls(number, connection)
             self._answer(connection, peer)
         except (OSError, ValueError) as error:
-            # The client has closed the connection, or uses another protocol.
-            LOG.debug("a connection to the status page ended: %s", error)
+            # The client has closed the connection, or the client uses another protocol.
+            LOG.debug("a connection to the status page ended early, closing it: %s", error)
         except Exception:
-            LOG.exception("could not serve a connection to the status page")
+            LOG.exception("could not serve a connection to the status page, closing it")
         finally:
             self._close(number, connection)
 
@@ -182,7 +171,7 @@ class StatusServer:
             with self._lock:
                 if number in self._open:
                     self._open[number] = (wrapped, self._open[number][1])
-            # Fails if the connection is overdue and shut down already.
+            # The TLS handshake fails if the server has already shut down the overdue connection.
             wrapped.do_handshake()
         except BaseException:
             wrapped.close()
@@ -200,9 +189,8 @@ class StatusServer:
                 context.load_cert_chain(path)
                 self._context = (changed, context)
         except OSError as error:
-            self._log_once(
-                f"the status page refuses connections: cannot use [amp_status_page] certificate {path}: {error}"
-            )
+            happened = f"cannot use [amp_status_page] certificate {path}: {error}"
+            self._log_once(f"the status page refuses connections: {happened}")
             raise
         return self._context[1]
 
@@ -217,7 +205,7 @@ class StatusServer:
         except OSError:
             raise
         except Exception:
-            LOG.exception("could not answer a request to the status page")
+            LOG.exception("could not answer a request to the status page, answering with status 500")
             response = Response(status=500, body=b"Internal error: see the log of this process.\n")
         connection.sendall(response.encode(method, accepts_gzip=accepts_gzip))
         _close_gracefully(connection)
@@ -230,12 +218,7 @@ class StatusServer:
 
 
 def _read_head(connection: socket.socket) -> bytes:
-    """Return the head of a request without the empty line at its end.
-
-    Raises:
-        RequestRefused: the head is longer than `MAX_HEAD_SIZE`.
-        ConnectionError: the client has closed the connection.
-    """
+    """Return the head of a request without the empty line at the end, of at most `MAX_HEAD_SIZE` bytes."""
     found = b""
     while _HEAD_END not in found:
         if len(found) > MAX_HEAD_SIZE:
@@ -263,35 +246,18 @@ def _close_gracefully(connection: socket.socket) -> None:
             pass
 
 
-class DisabledServer:
-    """Stands for the server of a process without a configured port."""
-
-    def start(self) -> None:
-        """Do nothing."""
-
-    def stop(self) -> None:
-        """Do nothing."""
-
-
 class Telemetry:
-    """The configured status page of a process; a context manager around the work of the process.
+    """The status page of a process; a context manager around the work of the process.
 
-    Args:
-        conf: options of the driver.
-        kind: kind of the process.
-        name: name of the process.
-        is_working: returns the result of the health check.
+    `is_working` returns the result of the health check. Without a configured port, `server` is None.
     """
 
     def __init__(self, conf: ConfigOpts, kind: ProcessKind, name: str, is_working: Callable[[], bool]) -> None:
         options = conf.amp_status_page
-        ports = {
-            ProcessKind.HEALTH_MANAGER: options.health_bind_port,
-            ProcessKind.PROVIDER_AGENT: options.provider_agent_port,
-        }
-        port = ports.get(kind, options.bind_port)
+        names = {ProcessKind.HEALTH_MANAGER: "health_bind_port", ProcessKind.PROVIDER_AGENT: "provider_agent_port"}
+        port = options[names.get(kind, "bind_port")]
         self._snapshots: SnapshotCache | None = None
-        self.server: StatusServer | DisabledServer = DisabledServer()
+        self.server: StatusServer | None = None
         if not port:
             return
         process = ProcessIdentity(
@@ -303,16 +269,15 @@ class Telemetry:
         )
         database = open_read_only(conf.amp_database.connection)
         self._snapshots = SnapshotCache(database, conf.amp_health.interval, conf.amp_spares.number)
-        handler = RequestHandler(self._snapshots, process, TokenFile(conf.amp_status_page.token_file), is_working)
-        self.server = StatusServer(conf.amp_status_page.bind_address, port, handler, conf.amp_status_page.certificate)
+        handler = RequestHandler(self._snapshots, process, TokenFile(options.token_file), is_working)
+        self.server = StatusServer(options.bind_address, port, handler, options.certificate)
 
     def __enter__(self) -> Telemetry:
-        self.server.start()
+        if self.server is not None:
+            self.server.start()
         return self
 
-    def __exit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
-        self.server.stop()
-        if self._snapshots is not None:
+    def __exit__(self, *_: object) -> None:
+        if self.server is not None and self._snapshots is not None:
+            self.server.stop()
             self._snapshots.close()

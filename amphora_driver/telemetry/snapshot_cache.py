@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -24,20 +25,19 @@ from amphora_driver.telemetry.fleet_snapshot import FailoverInfo, FleetSnapshot
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Seconds after which a snapshot is read again.
+# The cache reads the database at most once a second.
 MAX_AGE = 1.0
-# Seconds that a read waits for the database.
+# A read of the snapshot waits at most 3 s for the database.
 _DATABASE_TIMEOUT = 3.0
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
-    """The last snapshot with its notices.
+    """The last snapshot and its notices.
 
     Attributes:
         number: number of the read; it identifies results that are derived from this view.
         fleet: the last snapshot; None if no read has succeeded.
-        notices: the notices of the snapshot.
-        trouble: error of the last read; None if it succeeded.
+        trouble: error of the last read; None after a success.
         cpu: CPU time of the read in this process, in seconds.
     """
 
@@ -51,34 +51,24 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
 def open_read_only(url: str) -> Database:
     """Open a database with read-only connections."""
     database = Database(url, durable=False, answer_timeout=_DATABASE_TIMEOUT)
-    engine = database.engine
-    sa.event.listen(engine, "connect", _READ_ONLY_HOOKS.get(engine.dialect.name, _forbid_writes))
+    dialect = database.engine.dialect.name
+
+    def forbid_writes(connection: Any, _record: Any) -> None:
+        if dialect == "postgresql":
+            # psycopg begins each transaction of a `read_only` connection as a read-only transaction.
+            connection.read_only = True
+            return
+        with closing(connection.cursor()) as cursor:
+            cursor.execute("PRAGMA query_only=ON" if dialect == "sqlite" else "SET SESSION TRANSACTION READ ONLY")
+
+    sa.event.listen(database.engine, "connect", forbid_writes)
     return database
-
-
-def _forbid_writes(connection: Any, _record: Any, statement: str = "SET SESSION TRANSACTION READ ONLY") -> None:
-    cursor = connection.cursor()
-    cursor.execute(statement)
-    cursor.close()
-
-
-def _forbid_sqlite(connection: Any, record: Any) -> None:
-    _forbid_writes(connection, record, "PRAGMA query_only=ON")
-
-
-def _forbid_postgresql(connection: Any, _record: Any) -> None:
-    # psycopg begins each transaction in this mode.
-    connection.read_only = True
-
-
-_READ_ONLY_HOOKS = {"sqlite": _forbid_sqlite, "postgresql": _forbid_postgresql}
 
 
 class SnapshotCache:
     """The shared view of the fleet. Thread-safe.
 
     Args:
-        database: the database to read.
         interval: seconds between two heartbeats of an amphora.
         spares: default number of spares of a pool, for flavors without a number.
         clock: returns monotonic seconds.
@@ -105,7 +95,7 @@ class SnapshotCache:
         if known is None:
             self._lock.acquire()
         elif not self._lock.acquire(blocking=False):
-            # Another thread reads at the moment: return the old view instead of waiting.
+            # Another thread reads the database at the moment. A request does not wait for the end of this read.
             return known
         try:
             if self._view is None or self._clock() - self._read_at >= MAX_AGE:
@@ -116,7 +106,6 @@ class SnapshotCache:
             self._lock.release()
 
     def close(self) -> None:
-        """Close the database connections."""
         self._database.dispose()
 
     def _read_view(self, known: View | None) -> View:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Renders the status page as one self-contained HTML document.
 
-Invariant: pure, from a view of the fleet to bytes. The template escapes every value, and the content security policy
+Invariant: the functions do no I/O. The template escapes every value, and the content security policy
 permits only the style and the script of this package, by their digests. So text of a tenant, a backend or an amphora
 never becomes code. Without scripts the page has the same contents; the script only updates its parts.
 """
@@ -13,6 +13,7 @@ import hashlib
 import re
 from collections import Counter
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
 _HERE = Path(__file__).parent
 _STYLE = (_HERE / "page.css").read_text(encoding="utf-8")
 _SCRIPT = (_HERE / "page.js").read_text(encoding="utf-8")
-# A value cannot contain these marks, because it is escaped.
+# The template escapes all values, so no value contains an HTML comment that marks a part.
 _PART = re.compile(r"<!--(\w+)-->(.*?)<!--/\1-->", re.DOTALL)
-# Limits of the page. The page tells the number of omitted entries.
+# The page shows a limited number of entries, and tells the number of omitted ones.
 MAX_NOTICES = 40
 MAX_ROWS = 100
 MAX_QUERY = 200
@@ -46,17 +47,9 @@ def _digest(text: str) -> str:
     return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
 
 
-POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        f"style-src {_digest(_STYLE)}",
-        f"script-src {_digest(_SCRIPT)}",
-        "connect-src 'self'",
-        "img-src data:",
-        "form-action 'self'",
-        "base-uri 'none'",
-        "frame-ancestors 'none'",
-    )
+POLICY = (
+    f"default-src 'none'; style-src {_digest(_STYLE)}; script-src {_digest(_SCRIPT)}; connect-src 'self'; "
+    "img-src data:; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
 
 
@@ -64,9 +57,6 @@ class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """The process that answers.
 
     Attributes:
-        kind: kind of the process.
-        name: name of the process.
-        version: version of its installation.
         interval: seconds between two heartbeats of an amphora.
         silent_after: seconds without a heartbeat after which an amphora is silent.
     """
@@ -97,41 +87,30 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def render_page(view: View, process: ProcessIdentity, query: str = "") -> bytes:
-    """Return the complete page.
-
-    Args:
-        view: the view to show.
-        process: the process that answers.
-        query: part of a name, id or address of the load balancers to list.
-    """
+    """Return the complete page; `query` is part of a name, id or address of the load balancers to list."""
     return _TEMPLATE.render(**_template_values(view, process, query), style=_STYLE, script=_SCRIPT).encode()
 
 
 def encode_parts(view: View, page: bytes) -> bytes:
     """Return the parts of a complete page as JSON, for the script of the page."""
     parts = dict(_PART.findall(page.decode()))
-    level = _level(view)
-    return msgspec.json.encode({"title": _title(view), "level": level.name.lower(), "parts": parts})
+    return msgspec.json.encode({"title": _title(view), "level": _level(view).name.lower(), "parts": parts})
 
 
 def encode_status(view: View, process: ProcessIdentity) -> bytes:
     """Return the view as JSON, for programs."""
-    level = _level(view)
-    notices = [{**msgspec.to_builtins(one), "level": one.level.name.lower()} for one in view.notices]
     status = {
-        "level": level.name.lower(),
+        "level": _level(view).name.lower(),
         "trouble": view.trouble,
         "answered_by": {"kind": process.kind, "name": process.name, "version": process.version},
-        "notices": notices,
+        "notices": [{**msgspec.to_builtins(one), "level": one.level.name.lower()} for one in view.notices],
         "fleet": view.fleet,
     }
     return msgspec.json.encode(status)
 
 
 def _template_values(view: View, process: ProcessIdentity, query: str) -> dict[str, Any]:
-    """Return the variables of the template."""
-    fleet = view.fleet
-    level = _level(view)
+    fleet, level = view.fleet, _level(view)
     notices, _count = group_notices(view.notices)
     values: dict[str, Any] = {
         "view": view,
@@ -154,15 +133,12 @@ def _template_values(view: View, process: ProcessIdentity, query: str) -> dict[s
             "amphora_bar": _amphora_bar(fleet),
             "heartbeat_bar": _heartbeat_bar(fleet, process),
             "queue_bar": _queue_bar(fleet),
-            "oldest_heartbeat": max((fleet.at - last_heartbeat(one) for one in _ready(fleet)), default=None),
+            "oldest_heartbeat": max((fleet.at - one.last_heartbeat for one in _ready(fleet)), default=None),
             "oldest_due": oldest_due(fleet),
-            "first_expiry": min(
-                (one.certificate_expires_at for one in fleet.amphorae if one.certificate_expires_at), default=None
-            ),
+            "first_expiry": min(filter(None, (one.certificate_expires_at for one in fleet.amphorae)), default=None),
             "open_failovers": [one for one in fleet.failovers if one.ended_at is None],
             "names": {one.id: one.name for one in fleet.balancers if one.name},
             "versions": Counter(one.agent_version or "unknown" for one in fleet.amphorae),
-            "owners": Counter(one.owner for one in fleet.balancers if one.owner),
         }
     return values
 
@@ -193,9 +169,7 @@ def _rows(fleet: FleetSnapshot, notices: Iterable[Notice], query: str) -> tuple[
     for notice in notices:
         if notice.id is not None:
             levels[notice.id] = max(notice.level, levels.get(notice.id, Level.WELL))
-    by_balancer: dict[str, list[AmphoraInfo]] = {}
-    for amphora in fleet.amphorae:
-        by_balancer.setdefault(amphora.load_balancer_id, []).append(amphora)
+    by_balancer = fleet.amphorae_by_balancer()
     rows = []
     for balancer in fleet.balancers:
         amphorae = by_balancer.get(balancer.id, [])
@@ -203,7 +177,7 @@ def _rows(fleet: FleetSnapshot, notices: Iterable[Notice], query: str) -> tuple[
         if query and not any(query in word.lower() for word in words):
             continue
         level = max(levels.get(one, Level.WELL) for one in (balancer.id, *(each.id for each in amphorae)))
-        # The holder of the VIPs comes first, retiring amphorae last.
+        # The page shows the holder of the VIPs first and retiring amphorae last.
         amphorae = sorted(amphorae, key=lambda one: (not one.holds_vip, one.state == "retiring"))
         rows.append(Row(balancer, tuple(amphorae), level))
     rows.sort(key=lambda row: (-row.level, row.balancer.state == "ACTIVE", row.balancer.name or row.balancer.id))
@@ -212,11 +186,6 @@ def _rows(fleet: FleetSnapshot, notices: Iterable[Notice], query: str) -> tuple[
 
 def _ready(fleet: FleetSnapshot) -> list[AmphoraInfo]:
     return [one for one in fleet.amphorae if one.state == "ready" and one.wanted]
-
-
-def last_heartbeat(amphora: AmphoraInfo) -> float:
-    """Return the time of the last heartbeat; without a heartbeat, the creation time."""
-    return amphora.heard_at or amphora.created_at
 
 
 def _balancer_bar(fleet: FleetSnapshot) -> list[BarSegment]:
@@ -244,23 +213,17 @@ def _amphora_bar(fleet: FleetSnapshot) -> list[BarSegment]:
 
 
 def _heartbeat_bar(fleet: FleetSnapshot, process: ProcessIdentity) -> list[BarSegment]:
-    fresh, late, silent, never = 0, 0, 0, 0
-    for one in _ready(fleet):
-        age = fleet.at - last_heartbeat(one)
+    def state(one: AmphoraInfo) -> str:
+        age = fleet.at - one.last_heartbeat
         if one.heard_at is None:
-            never += 1
-        elif one.silence is not None or age > process.silent_after:
-            silent += 1
-        elif age > 2 * process.interval:
-            late += 1
-        else:
-            fresh += 1
-    return _bar(
-        BarSegment("in time", fresh, "well"),
-        BarSegment("late", late, "watch"),
-        BarSegment("silent", silent, "trouble"),
-        BarSegment("none yet", never, "quiet"),
-    )
+            return "none yet"
+        if one.silence is not None or age > process.silent_after:
+            return "silent"
+        return "late" if age > 2 * process.interval else "in time"
+
+    counted = Counter(map(state, _ready(fleet)))
+    tones = {"in time": "well", "late": "watch", "silent": "trouble", "none yet": "quiet"}
+    return _bar(*(BarSegment(label, counted[label], tone) for label, tone in tones.items()))
 
 
 def _queue_bar(fleet: FleetSnapshot) -> list[BarSegment]:
@@ -287,9 +250,6 @@ def _bar(*segments: BarSegment) -> list[BarSegment]:
     return placed
 
 
-# --- template filters ---------------------------------------------------------------------------------------------
-
-
 def format_age(seconds: float | None) -> str:
     """Return a duration as text: '4 s', '3 min', '2 h', '5 d'."""
     if seconds is None:
@@ -301,23 +261,18 @@ def format_age(seconds: float | None) -> str:
     return f"{seconds:.1f} s" if 0.05 <= seconds < 10 else f"{seconds:.0f} s"
 
 
-def format_time(seconds: float) -> str:
-    """Return a UTC time in the format of RFC 3339."""
-    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+def _format_utc(seconds: float, pattern: str = "%Y-%m-%dT%H:%M:%SZ") -> str:
+    """Return a UTC time, by default in the format of RFC 3339."""
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime(pattern)
 
 
-def format_time_of_day(seconds: float) -> str:
-    """Return the UTC time of day."""
-    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%H:%M:%S")
-
-
-def _environment() -> Environment:
-    made = Environment(
-        loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    made.filters |= {"age": format_age, "timestamp": format_time, "time_of_day": format_time_of_day}
-    made.globals |= {"Level": Level, "failover_duration": failover_duration, "MARKS": _MARKS}
-    return made
-
-
-_TEMPLATE = _environment().get_template("page.html.j2")
+_ENVIRONMENT = Environment(
+    loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+)
+_ENVIRONMENT.filters |= {
+    "age": format_age,
+    "timestamp": _format_utc,
+    "time_of_day": partial(_format_utc, pattern="%H:%M:%S"),
+}
+_ENVIRONMENT.globals |= {"Level": Level, "failover_duration": failover_duration, "MARKS": _MARKS}
+_TEMPLATE = _ENVIRONMENT.get_template("page.html.j2")

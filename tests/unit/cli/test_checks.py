@@ -51,7 +51,7 @@ def test_processes(rows, results, words):
 
 def balancer(name, provisioning="ACTIVE", operating="ONLINE", since=None, pending=None):
     said = Row(provisioning=provisioning, operating=operating, pending=pending)
-    return LoadBalancerSummary(work=Row(load_balancer_id=name, op="apply"), status=said, named=None, since=since)
+    return LoadBalancerSummary(work=Row(load_balancer_id=name, op="apply"), status=said, since=since)
 
 
 @pytest.mark.parametrize(

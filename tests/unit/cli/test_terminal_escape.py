@@ -8,7 +8,7 @@ import json
 import pytest
 import sqlalchemy as sa
 
-from amphora_driver.cli import config_diff, drift, formatting, operator_name
+from amphora_driver.cli import command, config_diff, drift, formatting
 from amphora_driver.cli.failover import SilentAmphorae, Timeline
 from amphora_driver.cli.formatting import escape_unprintable, escaping_stream
 from amphora_driver.database.engine import Database
@@ -187,4 +187,4 @@ def test_a_user_without_a_name(filled, amphoractl, monkeypatch):
 
 def test_a_long_name_fits(monkeypatch):
     monkeypatch.setattr(getpass, "getuser", lambda: "x" * 500)
-    assert (len(operator_name.operator_name()), len(operator_name.operator_at_host())) == (128, 128)
+    assert (len(command.operator_name()), len(command.operator_at_host())) == (128, 128)

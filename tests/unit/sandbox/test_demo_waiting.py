@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sandbox import config_files, demo
+from sandbox import config_files, demo, vm_wait
 from sandbox.settings import SandboxError, Settings
 
 SETTINGS = Settings(
@@ -18,9 +18,9 @@ SETTINGS = Settings(
 def slow(monkeypatch):
     """Machines are emulated; pauses are not waited for, and each look says something."""
     monkeypatch.setattr(config_files, "uses_emulation", lambda settings: settings.compute == "qemu")
-    for name in ("_POLL_INTERVAL", "_SLOW_POLL_INTERVAL"):
-        monkeypatch.setattr(demo, name, 0.0)
-    monkeypatch.setattr(demo, "_NOTE_INTERVAL", -1.0)
+    for module in (demo, vm_wait):
+        monkeypatch.setattr(module, "_POLL_INTERVAL", 0.0)
+    monkeypatch.setattr(vm_wait, "_NOTE_INTERVAL", -1.0)
 
 
 def octavia(*statuses):

@@ -21,7 +21,7 @@ from amphora_driver.store.process_registry import ProcessKind
 from amphora_driver.telemetry import http_server
 from amphora_driver.telemetry.handlers import TokenFile
 from amphora_driver.telemetry.http_request import RequestRefused
-from amphora_driver.telemetry.http_server import DisabledServer, StatusServer, Telemetry
+from amphora_driver.telemetry.http_server import StatusServer, Telemetry
 
 # Seconds: the machine may be busy.
 PATIENCE = 60
@@ -253,7 +253,7 @@ def test_server_retries_a_port_in_use(url, monkeypatch, caplog):
 
 def test_without_a_port_there_is_none(url):
     with Telemetry(options(url, bind_port=0), ProcessKind.CONTROLLER, "ctl:1", lambda: True) as telemetry:
-        assert isinstance(telemetry.server, DisabledServer)
+        assert telemetry.server is None
     conf = options(url, bind_port=0, health_bind_port=1)
     assert isinstance(Telemetry(conf, ProcessKind.HEALTH_MANAGER, "h", lambda: True).server, StatusServer)
 

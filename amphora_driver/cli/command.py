@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Base classes of commands with declared arguments, and the operator's name for the database."""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import socket
+from collections.abc import Iterable
+from typing import Any
+
+from cliff import command, lister, show
+
+# An argument consists of its names and of the options of `ArgumentParser.add_argument`.
+Argument = tuple[tuple[str, ...], dict[str, Any]]
+# A list consists of the column names and the rows.
+Table = tuple[tuple[str, ...], Iterable[tuple[Any, ...]]]
+# The database columns for the name of an operator hold 128 characters.
+_MAX_NAME_LENGTH = 128
+
+
+def argument(*names: str, **options: Any) -> Argument:
+    """Return an argument for `Command.arguments`, with the parameters of `add_argument` of argparse."""
+    return names, options
+
+
+LOAD_BALANCER = argument("load_balancer", metavar="ID", help="Id of the load balancer, or a unique prefix of it.")
+AMPHORA = argument("amphora", metavar="ID", help="Id of the amphora, or a unique prefix of it.")
+
+
+class Command(command.Command):
+    """A command with the arguments that its class declares."""
+
+    arguments: tuple[Argument, ...] = ()
+
+    def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
+        parser: argparse.ArgumentParser = super().get_parser(prog_name)
+        for names, options in self.arguments:
+            parser.add_argument(*names, **options)
+        return parser
+
+
+class Lister(Command, lister.Lister):
+    """A command that lists rows."""
+
+
+class ShowOne(Command, show.ShowOne):
+    """A command that shows the values of one object, by name."""
+
+    def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+        shown = self.values(parsed_args)
+        return tuple(shown), tuple(shown.values())
+
+    def values(self, parsed_args: argparse.Namespace) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+def operator_name() -> str:
+    """Return the name of the operating system's user, in at most 128 characters.
+
+    A process can run under a user id without an entry in the user database; the name is then "unknown".
+    """
+    try:
+        return getpass.getuser()[:_MAX_NAME_LENGTH]
+    except (KeyError, OSError):
+        return "unknown"
+
+
+def operator_at_host() -> str:
+    """Return user@host, in at most 128 characters."""
+    return f"{operator_name()}@{socket.gethostname()}"[:_MAX_NAME_LENGTH]
