@@ -142,10 +142,10 @@ def _negotiated(agreed: tls.Negotiation) -> list[Quoted]:
         _word("ssl-max-ver"),
         quoting.token(agreed.versions.high, "the TLS version"),
     ]
-    if agreed.ciphers.ciphers is not None:
-        words += [_word("ciphers"), quoting.ciphers(agreed.ciphers.ciphers, "the ciphers")]
-    if agreed.ciphers.suites is not None:
-        words += [_word("ciphersuites"), quoting.ciphers(agreed.ciphers.suites, "the ciphers")]
+    if agreed.ciphers is not None:
+        words += [_word("ciphers"), quoting.ciphers(agreed.ciphers, "the ciphers")]
+    if agreed.suites is not None:
+        words += [_word("ciphersuites"), quoting.ciphers(agreed.suites, "the ciphers")]
     return words
 
 
