@@ -17,7 +17,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -35,30 +34,26 @@ from amphora_driver.untrusted_text import printable
 if TYPE_CHECKING:
     from amphora_driver.certificates.trust_store import TrustStore
 
-# The response types belong to the interface of this module.
+# Callers import the response types from this module.
 __all__ = ["AgentClient", "Applied", "BundleState", "Info", "Loaded", "Renewed", "Vrrp"]
 T = TypeVar("T")
 
-# Amphorae with open connections, and connections of each: one thread works on one load balancer.
-_MOST_POOLS = 256
-_CONNECTIONS = 2
+# The client keeps connections to this number of amphorae. One thread works on one load balancer.
+_MOST_POOLS, _CONNECTIONS = 256, 2
 # The largest multiple of the request time-out, for large bundles.
 _MOST_TIMEOUT_FACTOR = 5
-# Largest responses in bytes.
-_MOST_ANSWER = 4 << 20
-_MOST_DIAGNOSTICS = 32 << 20
-_CHUNK = 1 << 16
+# Limits of responses in bytes.
+_MOST_ANSWER, _MOST_DIAGNOSTICS, _CHUNK = 4 << 20, 32 << 20, 1 << 16
 # Too deep nesting and invalid UTF-8 do not always raise a DecodeError.
 _DECODE_ERRORS = (msgspec.DecodeError, ValueError, RecursionError)
-# Seconds between two requests to an agent that listens but answers 503 (first and longest), and the time-out of a TCP
-# connection: a machine that does not exist yet drops packets.
-_FIRST_PAUSE = 0.02
-_LONGEST_PAUSE = 0.2
+# Seconds between two requests to an agent that listens but answers 503.
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.2
+# Time-out of a TCP connection in seconds. A machine that does not exist yet drops packets.
 _CONNECT_TIMEOUT = 0.3
 # Seconds without a TCP acknowledgement after which the connection counts as broken (tcp(7), TCP_USER_TIMEOUT).
 _UNACKNOWLEDGED = 10.0
-# Seconds without data after which a TLS handshake on another connection checks that the agent is alive (multiplied like
-# the request time-out), and the time-out of this handshake.
+# After `_SILENCE` seconds without data, a TLS handshake on another connection checks that the agent is alive. The
+# factor of the request time-out applies to `_SILENCE` too.
 _SILENCE, _HANDSHAKE_TIMEOUT = 10.0, 5.0
 _SOCKET_OPTIONS = [
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
@@ -72,7 +67,7 @@ class _ErrorWords(msgspec.Struct):
     remedy: str = ""
 
 
-# Longest text (up to three in an error) and id of an agent's response, in characters.
+# Limits in characters of a text and of an id in an agent's response.
 _MOST_WORDS, _MOST_ID = 2000, 80
 
 
@@ -83,19 +78,18 @@ class _ErrorDocument(msgspec.Struct):
 
 
 class AgentClient:
-    """Calls agents. For any thread; connections stay open between calls.
+    """Calls agents. Thread-safe; connections stay open between calls.
 
     Every method takes the amphora's id, its management address and optionally the `deadline` of the caller's operation,
     and raises
 
-    * `AgentUnreachable`: no response in time, or the connection broke. Every call may be repeated.
+    * `AgentUnreachable`: no response in time, or the connection broke. The caller may repeat every call.
     * `AgentUntrusted`: the peer is not that amphora.
     * `AgentRefused`: the agent refused the call; `status` is the HTTP status.
     * `CertificateError`: the client certificate or the CA cannot be read.
 
     Args:
-        conf: our options; the groups `agent` and `certificates` are used.
-        trust: the trust store, which replaces the configured certificates after a CA rotation; None for the files only.
+        trust: replaces the configured certificates after a CA rotation; None for the files only.
     """
 
     def __init__(self, conf: Any, trust: TrustStore | None = None) -> None:
@@ -109,39 +103,25 @@ class AgentClient:
         self._lock = threading.Lock()
 
     def put_bundle(self, amphora_id: str, address: str, body: bytes, *, deadline: Deadline | None = None) -> Applied:
-        """Push the complete configuration (the JSON document of docs/reference/agent-api.md).
-
-        Returns after the amphora serves it.
-        """
+        """Push the complete configuration (JSON, docs/reference/agent-api.md). Return after the amphora serves it."""
         call = _Call("PUT", "/v2/bundle", f"push the configuration of amphora {amphora_id}", body=body)
         return _decode(self._request(amphora_id, address, call, deadline), Applied, call)
 
     def bundle_state(self, amphora_id: str, address: str, *, deadline: Deadline | None = None) -> BundleState:
-        """Return the last confirmed bundle."""
         call = _Call("GET", "/v2/bundle", f"get the bundle state of amphora {amphora_id}")
         return _decode(self._request(amphora_id, address, call, deadline), BundleState, call)
 
     def prepare(self) -> ssl.SSLContext:
-        """Return the TLS context of a call; this may wait for the database.
-
-        Raises:
-            CertificateError: the client certificate or the CA cannot be read.
-            StoreError: the CAs cannot be read, or a key cannot be opened.
-        """
+        """Return the TLS context of a call. The method may wait for the database, and raises StoreError too."""
         return self._identity.context()
 
     def info(
-        self,
-        amphora_id: str,
-        address: str,
-        *,
-        prepared: ssl.SSLContext | None = None,
-        deadline: Deadline | None = None,
+        self, amphora_id: str, address: str, *, prepared: ssl.SSLContext | None = None, deadline: Deadline | None = None
     ) -> Info:
         """Return versions and capabilities.
 
         Args:
-            prepared: from `prepare`: the call then waits only for the agent and uses a new connection.
+            prepared: the result of `prepare`. With it, the call waits for the agent only and uses a new connection.
         """
         call = _Call("GET", "/v2/info", f"get the versions of amphora {amphora_id}")
         if prepared is None:
@@ -149,7 +129,7 @@ class AgentClient:
         return _decode(self._request_on_new_connection(prepared, amphora_id, address, call, deadline), Info, call)
 
     def expect_vips(self, amphora_id: str, address: str, seconds: float, *, deadline: Deadline | None = None) -> None:
-        """Prepare the amphora for its partner's VIPs; it then forwards packets of the partner's connections."""
+        """Prepare the amphora for its partner's VIPs. It then forwards packets of the partner's connections."""
         body = msgspec.json.encode({"seconds": seconds})
         call = _Call("POST", "/v2/vrrp/expect", f"prepare amphora {amphora_id} for the VIPs", body=body)
         self._request(amphora_id, address, call, deadline)
@@ -161,21 +141,15 @@ class AgentClient:
         self._request(amphora_id, address, call, deadline)
 
     def vrrp(self, amphora_id: str, address: str, *, deadline: Deadline | None = None) -> Vrrp:
-        """Return whether the amphora holds the VIPs, and the state of its draining connections."""
         call = _Call("GET", "/v2/vrrp", f"get the VIP state of amphora {amphora_id}")
         return _decode(self._request(amphora_id, address, call, deadline), Vrrp, call)
 
     def diagnostics(self, amphora_id: str, address: str, *, deadline: Deadline | None = None) -> dict[str, Any]:
-        """Return the diagnostics of the amphora as one document."""
         call = _Call("GET", "/v2/diagnostics", f"diagnose amphora {amphora_id}", most=_MOST_DIAGNOSTICS)
         return _decode(self._request(amphora_id, address, call, deadline), dict[str, Any], call)
 
     def configuration(self, amphora_id: str, address: str, *, deadline: Deadline | None = None) -> dict[str, Any]:
-        """Return the confirmed and the actual configuration without secrets, for a comparison.
-
-        Raises:
-            AgentRefused: also with status 404, by an older agent without this call.
-        """
+        """Return the confirmed and the actual configuration without secrets. An older agent refuses with status 404."""
         wanted = f"get the configuration of amphora {amphora_id}"
         call = _Call("GET", "/v2/configuration", wanted, most=_MOST_DIAGNOSTICS)
         return _decode(self._request(amphora_id, address, call, deadline), dict[str, Any], call)
@@ -192,13 +166,12 @@ class AgentClient:
     ) -> Renewed:
         """Give the amphora a new certificate, even if its present one has expired.
 
-        The issuer, name and purpose of the present certificate must still be right. The connection serves this call
-        only.
+        The client still checks the issuer, name and purpose of the present certificate.
 
         Args:
             certificate: certificate and private key in one PEM (`Issued.bundle`).
-            client_ca: new CAs of controllers, in PEM; they must include the caller's one. None: unchanged.
-            server_ca: new CAs of amphorae, in PEM. None: unchanged.
+            client_ca: new CAs of controllers in PEM, with the CA of this controller; None keeps the present ones.
+            server_ca: new CAs of amphorae in PEM; None keeps the present ones.
         """
         authorities = {"client_ca": client_ca, "server_ca": server_ca}
         document = {name: pem.decode() for name, pem in authorities.items() if pem is not None}
@@ -210,13 +183,9 @@ class AgentClient:
     def verify_certificate(
         self, amphora_id: str, address: str, fingerprint: str, *, deadline: Deadline | None = None
     ) -> None:
-        """Verify that new connections use this certificate, and that the agent answers on them.
+        """Verify that new connections use the certificate with this SHA-256 of its DER, and that the agent answers.
 
-        Args:
-            fingerprint: the SHA-256 of the certificate's DER, in hexadecimal.
-
-        Raises:
-            AgentUntrusted: they use another certificate.
+        Raise AgentUntrusted for another certificate.
         """
         call = _Call("GET", "/v2/info", f"verify the new certificate of amphora {amphora_id}")
         limit = Deadline(self._request_timeout, call.wanted, deadline)
@@ -230,16 +199,16 @@ class AgentClient:
         self._request_on_new_connection(self._identity.context(), amphora_id, address, call, limit)
 
     def wait_until_ready(self, amphora_id: str, address: str, deadline: Deadline) -> Info:
-        """Get the versions of a booting amphora; repeat while the port listens but the agent answers 503.
+        """Return the versions of a booting amphora. Repeat the request while the agent answers 503.
 
-        The caller waits until the port listens.
-
-        Raises:
-            AgentUnreachable: the port does not listen, or the agent did not answer before the deadline.
+        Raise AgentUnreachable at once if the port does not listen, so that the caller waits for it.
         """
         pause = _FIRST_PAUSE
         call = _Call("GET", "/v2/info", f"reach the agent of amphora {amphora_id}")
-        self._check_port(address, call, deadline)
+        try:
+            socket.create_connection((address, self._port), max(min(_CONNECT_TIMEOUT, deadline.left()), 0.001)).close()
+        except OSError as error:
+            raise AgentUnreachable(call.wanted, f"{address}: {_words(error)}") from error
         while True:
             try:
                 return _decode(self._request(amphora_id, address, call, deadline), Info, call)
@@ -250,47 +219,37 @@ class AgentClient:
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE)
 
-    def _check_port(self, address: str, call: _Call, deadline: Deadline) -> None:
-        try:
-            socket.create_connection((address, self._port), max(min(_CONNECT_TIMEOUT, deadline.left()), 0.001)).close()
-        except OSError as error:
-            raise AgentUnreachable(call.wanted, f"{address}: {_words(error)}") from error
-
     def forget(self, amphora_id: str) -> None:
-        """Close the connections to an amphora."""
         with self._lock:
             for key in [key for key in self._pools if key[0] == amphora_id]:
                 self._pools.pop(key).close()
 
     def close(self) -> None:
-        """Close all idle connections; the client stays usable."""
+        """Close all idle connections. The client stays usable."""
         with self._lock:
             self._drop_all()
 
     def _request(self, amphora_id: str, address: str, call: _Call, deadline: Deadline | None) -> bytes:
-        is_alive = partial(self._is_alive, amphora_id, address)
+        def is_alive(limit: Deadline) -> bool:
+            try:
+                self._handshake(amphora_id, address, limit)
+            except OSError:
+                return False
+            return True
+
         return self._send(lambda: self._pool(amphora_id, address), address, call, deadline, is_alive)
 
     def _request_on_new_connection(
         self, context: ssl.SSLContext, amphora_id: str, address: str, call: _Call, deadline: Deadline | None
     ) -> bytes:
-        """Send one request on a connection of its own."""
         pool = self._connect(context, amphora_id, address)
         try:
             return self._send(lambda: pool, address, call, deadline)
         finally:
             pool.close()
 
-    def _is_alive(self, amphora_id: str, address: str, deadline: Deadline) -> bool:
-        try:
-            self._handshake(amphora_id, address, deadline)
-        except OSError:
-            return False
-        return True
-
     def _handshake(self, amphora_id: str, address: str, deadline: Deadline) -> str:
-        """Complete a TLS handshake; return the fingerprint of the agent's certificate."""
-        # An exchange without a check of the peer.
+        """Complete a TLS handshake, and return the fingerprint of the agent's certificate."""
         token = EXCHANGE.set(Exchange(deadline.within(_HANDSHAKE_TIMEOUT), float("inf"), lambda _: True))
         try:
             with socket.create_connection((address, self._port), _CONNECT_TIMEOUT) as plain:
@@ -308,18 +267,18 @@ class AgentClient:
         deadline: Deadline | None,
         is_alive: Callable[[Deadline], bool] = lambda _: True,
     ) -> bytes:
-        """Send and receive; repeat once if the connection broke, which may date from an earlier call."""
+        """Send a request, and return the response. Repeat once if a connection of an earlier call broke."""
         latest = Deadline(self._request_timeout * _timeout_factor(call), call.wanted, deadline)
         for last in (False, True):
             pool = pool_of()
             try:
                 return self._attempt(pool, call, latest, is_alive)
             except (ProtocolError, ClosedPoolError) as error:
-                # The agent may have restarted since the last call. Every call is idempotent, by its generation.
+                # The agent may have restarted since the last call. The generation makes every call idempotent.
                 if last or latest.passed():
                     raise AgentUnreachable(call.wanted, f"{address} {_words(error)}") from error
             except NewConnectionError as error:
-                # A subclass of the time-out error in urllib3, also for a refused connection.
+                # NewConnectionError is a subclass of urllib3's time-out error, also for a refused connection.
                 raise AgentUnreachable(call.wanted, f"{address}: {_words(error)}") from error
             except HTTPTimeoutError as error:
                 raise AgentUnreachable(call.wanted, f"{address} did not answer in time") from error
@@ -358,7 +317,7 @@ class AgentClient:
         try:
             content = _read(response, call)
         except BaseException:
-            # Close the connection: unread bytes would be parsed as the next response.
+            # On an open connection the client would parse the unread bytes as the next response.
             response.close()
             raise
         response.release_conn()
@@ -367,7 +326,7 @@ class AgentClient:
         return content
 
     def _pool(self, amphora_id: str, address: str) -> urllib3.HTTPSConnectionPool:
-        # Outside the lock, because it may wait for the database.
+        # The client gets the TLS context outside the lock, because the call may wait for the database.
         context = self._identity.context()
         with self._lock:
             if context is not self._context:
@@ -389,8 +348,8 @@ class AgentClient:
         self._pools.clear()
 
     def _connect(self, context: ssl.SSLContext, amphora_id: str, address: str) -> urllib3.HTTPSConnectionPool:
-        # With server_hostname OpenSSL checks the id during the handshake, before the client certificate is sent;
-        # assert_hostname would disable this check and compare afterwards.
+        # With server_hostname OpenSSL checks the id during the handshake, before the client sends its certificate.
+        # The parameter assert_hostname would disable this check and compare the id afterwards.
         return urllib3.HTTPSConnectionPool(
             address,
             self._port,
@@ -403,7 +362,7 @@ class AgentClient:
 
 
 class _Call(msgspec.Struct, frozen=True):
-    """One request: `wanted` is its purpose for error messages, `most` the largest response in bytes."""
+    """One request: `wanted` is the purpose for error messages, `most` the largest response in bytes."""
 
     method: str
     path: str
@@ -413,10 +372,7 @@ class _Call(msgspec.Struct, frozen=True):
 
 
 def _timeout_factor(call: _Call) -> float:
-    """Return the multiple of the request time-out.
-
-    HAProxy 2.6 needs up to minutes to read 10,000 members (1.3 MB).
-    """
+    # HAProxy 2.6 may need minutes to read a bundle of 10,000 members (1.3 MB).
     return 1 + min(_MOST_TIMEOUT_FACTOR - 1, 3 * len(call.body or b"") / 1_000_000)
 
 
@@ -447,7 +403,7 @@ def _refusal(call: _Call, status: int, content: bytes) -> AgentRefused:
     try:
         document = msgspec.json.decode(content, type=_ErrorDocument)
     except _DECODE_ERRORS:
-        # The content is untrusted and not quoted.
+        # The error does not quote the content, because the content is untrusted.
         return AgentRefused(call.wanted, f"it answered {status} without an explanation", status=status)
     words = document.error
     happened = printable(words.happened, _MOST_WORDS) or f"it answered {status}"
@@ -475,7 +431,7 @@ def _tls_failure(call: _Call, address: str, error: SSLError) -> AgentUntrusted |
             f"the certificate of {address} is not accepted ({cause.verify_message})",
             "Check that the address belongs to the amphora, and that its certificate has not expired.",
         )
-    # A refusal of the client certificate also ends here. A machine that has just booted may have a wrong clock.
+    # The agent may also have refused the client certificate, for example because its clock is wrong after a boot.
     return AgentUnreachable(
         call.wanted,
         f"{address} broke off the TLS handshake ({getattr(cause, 'reason', None) or cause})",
@@ -484,7 +440,7 @@ def _tls_failure(call: _Call, address: str, error: SSLError) -> AgentUntrusted |
 
 
 def _words(error: BaseException) -> str:
-    """Return the error text of the operating system, if there is one: urllib3's texts quote objects."""
+    """Return the error text of the operating system if there is one, because urllib3's texts quote objects."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.strerror:

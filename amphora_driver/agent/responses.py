@@ -23,7 +23,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Applied(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a push; `how` is start, unchanged, runtime, reload or stop, with its reason."""
+    """Result of a push. The field `how` is start, unchanged, runtime, reload or stop; `reason` explains it."""
 
     generation: Generation
     how: str
@@ -32,7 +32,7 @@ class Applied(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BundleState(msgspec.Struct, frozen=True, kw_only=True):
-    """The last confirmed bundle; all None before the first one."""
+    """The last confirmed bundle. All fields are None before the first bundle."""
 
     generation: Generation | None = None
     applied_at: dt.datetime | None = None
@@ -54,11 +54,7 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Vrrp(msgspec.Struct, frozen=True, kw_only=True):
-    """State of the VIPs of an amphora.
-
-    `connections` is the number of client connections to VIPs through this amphora. `draining` is the number of seconds
-    for which they may continue after the release of the VIPs; None after their end.
-    """
+    """VIP state of an amphora: `connections` of clients, and `draining` seconds left for them after a release."""
 
     holds_vip: bool | None = None
     connections: int = 0
@@ -66,7 +62,7 @@ class Vrrp(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Renewed(msgspec.Struct, frozen=True, kw_only=True):
-    """The new certificate of an agent; `fingerprint` is the SHA-256 of its DER in hexadecimal."""
+    """The new certificate of an agent. Its `fingerprint` is the SHA-256 of its DER in hexadecimal."""
 
     expires_at: dt.datetime
     fingerprint: str

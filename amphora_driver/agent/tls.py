@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """TLS of connections to agents: identity, trust and time limits.
 
-Invariant: no request is sent before the peer has proven to be the intended amphora. Expired certificates are accepted
-only for the renewal of the certificate. A deadline limits each exchange as a whole.
+Invariant: the controller accepts an expired certificate of an agent only to renew it. A deadline limits each exchange
+as a whole.
 """
 
 from __future__ import annotations
@@ -12,32 +12,28 @@ import os
 import ssl
 import threading
 import time
+from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from amphora_driver.errors import CertificateError, StoreError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from amphora_driver.secret import Secret
+from amphora_driver.secret import Secret
 
 T = TypeVar("T")
 LOG = logging.getLogger(__name__)
-# OpenSSL's X509_V_FLAG_NO_CHECK_TIME; the ssl module does not name it.
+# The ssl module has no name for OpenSSL's X509_V_FLAG_NO_CHECK_TIME.
 _NO_CHECK_TIME = 0x200000
+# Seconds between two checks of the deadline, which another thread may bring forward.
+_SLICE = 0.25
 
 
 class Exchange(msgspec.Struct, frozen=True):
     """One request and its response.
 
-    Attributes:
-        deadline: of the exchange.
-        silence: seconds without data after which `is_alive` checks the peer.
-        is_alive: checks the peer on another connection; called with the deadline.
+    After `silence` seconds without data, `is_alive` checks the peer on another connection within the deadline.
     """
 
     deadline: Any
@@ -45,14 +41,12 @@ class Exchange(msgspec.Struct, frozen=True):
     is_alive: Any
 
 
-# The current exchange of this thread.
 EXCHANGE: ContextVar[Exchange | None] = ContextVar("EXCHANGE", default=None)
-# Seconds between two checks of the deadline, which another thread may bring forward.
-_SLICE = 0.25
+"""The current exchange of this thread."""
 
 
 class BoundedSocket(ssl.SSLSocket):
-    """Applies one deadline to all reads of an exchange: each read alone could restart its time-out."""
+    """Applies one deadline to all reads of an exchange, because each read alone could restart its time-out."""
 
     def do_handshake(self, block: bool = False) -> None:
         self._in_slices(lambda: super(BoundedSocket, self).do_handshake(block))
@@ -67,16 +61,17 @@ class BoundedSocket(ssl.SSLSocket):
         """Wait in short slices, so that a cancelled deadline ends the wait within one slice."""
         exchange, timeout = EXCHANGE.get(), self.gettimeout()
         checked = time.monotonic()
-        end = None if timeout is None else checked + timeout
+        end = float("inf") if timeout is None else checked + timeout
         try:
             while True:
                 now = time.monotonic()
-                left = _SLICE if exchange is None else min(exchange.deadline.left(), _SLICE)
-                left = left if end is None else min(left, end - now)
-                if exchange is not None and now - checked >= exchange.silence:
-                    # A busy agent is silent too, but it completes a handshake; a frozen one does not.
-                    checked = now
-                    left = left if exchange.is_alive(exchange.deadline) else 0.0
+                left = min(_SLICE, end - now)
+                if exchange is not None:
+                    left = min(left, exchange.deadline.left())
+                    if now - checked >= exchange.silence:
+                        # A busy agent is silent too, but completes a handshake. A frozen agent does not.
+                        checked = now
+                        left = left if exchange.is_alive(exchange.deadline) else 0.0
                 if left <= 0:
                     raise TimeoutError("timed out")
                 self.settimeout(left)
@@ -91,7 +86,7 @@ class BoundedSocket(ssl.SSLSocket):
 
 
 class _ExpiryTolerantSocket(BoundedSocket):
-    """A socket whose context ignores validity dates; it still refuses a certificate that is not yet valid."""
+    """A socket whose context ignores validity dates. The socket refuses a certificate that is not yet valid."""
 
     def do_handshake(self, block: bool = False) -> None:
         super().do_handshake(block)
@@ -103,12 +98,11 @@ class _ExpiryTolerantSocket(BoundedSocket):
 
 
 class TlsOverride(msgspec.Struct, frozen=True, kw_only=True):
-    """Replacement of the configured files after a CA rotation.
+    """Replacement of the configured files after a CA rotation, in PEM. `version` changes with every other attribute.
 
     Attributes:
-        version: changes with every other attribute.
-        authorities: CAs of amphorae, in PEM; None for the file.
-        certificate: client certificate with its key, in PEM; None for the file.
+        authorities: CAs of amphorae; None for the configured file.
+        certificate: client certificate with its key; None for the configured file.
     """
 
     version: Any = None
@@ -117,13 +111,7 @@ class TlsOverride(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TlsIdentity:
-    """Client certificate and trusted CAs of a controller; loaded again when the files change.
-
-    Args:
-        client_certificate: file with certificate and key.
-        ca_certificate: file with the CAs of amphorae.
-        load_override: returns the replacement of these files.
-    """
+    """Client certificate and trusted CAs of a controller, from files that may change, or from `load_override`."""
 
     def __init__(
         self, client_certificate: str, ca_certificate: str, load_override: Callable[[], TlsOverride] | None = None
@@ -136,16 +124,19 @@ class TlsIdentity:
         self._lock = threading.Lock()
 
     def context(self) -> ssl.SSLContext:
-        """Return the TLS context, for any thread; keep the last one while new files are unreadable."""
-        # Outside the lock: the read of the database may be slow.
-        override = self._current_override()
+        """Return the TLS context, for any thread. The last context stays valid while new files are unreadable."""
+        # The database is read outside the lock, because the read may be slow.
+        try:
+            override = self._load_override()
+        except (CertificateError, StoreError) as error:
+            if self._context is None:
+                raise
+            LOG.warning("cannot read the certificates for agents, keeping the present ones: %s", error)
+            return self._context
         with self._lock:
             return self._update_context(override)
 
-    def _update_context(self, override: TlsOverride | None) -> ssl.SSLContext:
-        if override is None:
-            assert self._context is not None  # noqa: S101 (for the type checker: `_current_override` would have raised)
-            return self._context
+    def _update_context(self, override: TlsOverride) -> ssl.SSLContext:
         versions = (
             None if override.certificate else _file_version(self._client_certificate),
             None if override.authorities else _file_version(self._ca_certificate),
@@ -157,8 +148,8 @@ class TlsIdentity:
             except CertificateError as error:
                 if self._context is None:
                     raise
-                LOG.warning("cannot load certificates for agents, using the present ones: %s", error)
-            # Also after a failure: the next change triggers the next attempt.
+                LOG.warning("cannot load the certificates for agents, keeping the present ones: %s", error)
+            # The next change of a version triggers the next attempt, also after a failure.
             self._versions = versions
         return self._context
 
@@ -168,16 +159,6 @@ class TlsIdentity:
         context.sslsocket_class = _ExpiryTolerantSocket
         context.verify_flags |= _NO_CHECK_TIME
         return context
-
-    def _current_override(self) -> TlsOverride | None:
-        """Return the replacement of the files; None if it cannot be read and there is a context already."""
-        try:
-            return self._load_override()
-        except (CertificateError, StoreError) as error:
-            if self._context is None:
-                raise
-            LOG.warning("cannot read certificates for agents, using the present ones: %s", error)
-            return None
 
     def _create_context(self, override: TlsOverride) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -207,7 +188,7 @@ class TlsIdentity:
 
 
 def _load_certificate(context: ssl.SSLContext, certificate: Secret) -> None:
-    """Load a certificate from memory: the ssl module reads only files, so use an anonymous one."""
+    """Load a certificate from memory through an anonymous file, because the ssl module reads files only."""
     descriptor = os.memfd_create("certificate", os.MFD_CLOEXEC)
     try:
         os.write(descriptor, certificate.reveal())

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token buckets that limit how much work one amphora causes in a health manager.
 
-Invariant: pure memory. Only an amphora with a verified signature has a budget, so no amphora uses up another one's
-budget. An amphora above its budget loses its own datagrams only.
+Invariant: only an amphora with a verified signature has a budget, so no amphora uses up another one's budget. An
+amphora above its budget loses its own datagrams only.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-# Datagrams per second, and in one burst. A report of ten thousand members needs about a dozen datagrams, and an agent
-# reports changed members at once.
+# A report of ten thousand members needs about a dozen datagrams, and an agent reports changed members at once.
 DATAGRAMS_PER_SECOND, DATAGRAM_BURST = 20.0, 200.0
-# Decompressed bytes per second, and in one burst. Parsing a megabyte takes about ten milliseconds of CPU time.
+# The limits apply to decompressed bytes. The health manager parses a megabyte in about ten milliseconds of CPU time.
 BYTES_PER_SECOND, BYTE_BURST = float(1 << 20), float(8 << 20)
 
 
@@ -29,11 +28,7 @@ class AmphoraBudgets:
         self._buckets: dict[str, _Buckets] = {}
 
     def take_datagram(self, amphora_id: str, now: float) -> bool:
-        """Return whether one more datagram of this amphora may be decompressed, and count it if so.
-
-        Args:
-            now: time of `time.monotonic()`.
-        """
+        """Return whether the amphora may send one more datagram, and count the datagram if so."""
         buckets = self._buckets.get(amphora_id)
         if buckets is None:
             buckets = self._buckets[amphora_id] = _Buckets(DATAGRAM_BURST, BYTE_BURST, now)
@@ -47,10 +42,9 @@ class AmphoraBudgets:
         return True
 
     def charge_bytes(self, amphora_id: str, octets: int) -> None:
-        """Count the decompressed bytes of a datagram; an excess reduces the budget of later ones."""
+        """Count the decompressed bytes of a datagram. An excess reduces the budget of later datagrams."""
         if (buckets := self._buckets.get(amphora_id)) is not None:
             buckets.octets -= octets
 
     def forget(self, amphora_id: str) -> None:
-        """Drop the buckets of a deleted amphora. Another thread may call this."""
         self._buckets.pop(amphora_id, None)

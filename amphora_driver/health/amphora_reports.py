@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The current reports of all amphorae, collected from their heartbeats in memory.
 
-Invariant: heartbeats of an amphora are accepted in the order it sent them, each at most once. A datagram changes
-nothing about an object that it does not name. A value that is not repeated expires after `expiry` seconds.
-A process that restarts gets the contents back from the next heartbeats. Only the (epoch, sequence) of each last
-heartbeat is handed to the next process (`load_orders`), so that it does not accept a heartbeat again.
+Invariant: the health manager accepts the heartbeats of an amphora in the order of sending, each at most once. A
+datagram changes nothing about an object that it does not name. A value that no heartbeat repeats expires after
+`expiry` seconds. A restarted process gets the values back from the next heartbeats. It reads only the
+(epoch, sequence) of each last heartbeat from the database (`load_orders`), so that it accepts no heartbeat again.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import msgspec
 from amphora_driver.health.heartbeat_codec import Heartbeat
 from amphora_driver.health.status import LastDrift, ListenerReport, PoolReport, Report
 
-# Object ids remembered for one amphora. An amphora that keeps naming new objects loses its own earlier values.
+# Limit of the object ids of one amphora. An amphora that names too many new objects loses its own earlier values.
 _MAX_NAMES = 50_000
-# Largest value of the database columns. The counters of a correct agent never reach it.
+# Largest value of the database columns. The counters of a correct agent never reach this value.
 _MAX_INTEGER = 2**63 - 1
 
-# (epoch, sequence)
 Order = tuple[int, int]
+"""The epoch and the sequence of a heartbeat."""
 _BEFORE_ALL: Order = (-1, -1)
 
 
@@ -35,11 +35,8 @@ class LastReport(msgspec.Struct, frozen=True):
         monotonic: time of receipt of `time.monotonic()`.
         wall: time of receipt in seconds since 1970.
         generation: the generation that the amphora serves; 0 for none.
-        order: (epoch, sequence) of the heartbeat.
-        holds_vip: whether the amphora has the VIPs; None if it does not report that.
-        drift: kinds of drift that the agent could not repair.
-        drifted: the drift that the agent found last; None if it reports none.
-        agent_version: None if the agent does not report it.
+
+    The other fields are those of `Report`.
     """
 
     monotonic: float
@@ -55,9 +52,7 @@ class LastReport(msgspec.Struct, frozen=True):
 class AmphoraReports:
     """The current reports of all amphorae. Thread-safe.
 
-    Args:
-        expiry: seconds after which a value that is not repeated is ignored.
-        wall_clock: returns the current time in seconds since 1970.
+    Each `now` is a time of `time.monotonic()`; `wall_clock` returns the time in seconds since 1970.
     """
 
     def __init__(self, expiry: float = 15.0, wall_clock: Callable[[], float] = time.time) -> None:
@@ -69,7 +64,7 @@ class AmphoraReports:
         self._lock = threading.Lock()
 
     def load_orders(self, orders: Mapping[str, Order]) -> None:
-        """Refuse heartbeats of these amphorae up to the given order: another process has accepted them."""
+        """Refuse heartbeats of these amphorae up to the given order, because another process has accepted them."""
         with self._lock:
             for amphora_id, order in orders.items():
                 self._orders[amphora_id] = max(order, self._orders.get(amphora_id, _BEFORE_ALL))
@@ -80,14 +75,10 @@ class AmphoraReports:
             return max(order) <= _MAX_INTEGER and order > self._orders.get(amphora_id, _BEFORE_ALL)
 
     def accept(self, heartbeat: Heartbeat, now: float) -> bool:
-        """Merge a heartbeat into the report of its amphora.
+        """Merge a verified heartbeat into the report of its amphora.
 
-        Args:
-            heartbeat: a heartbeat with a verified signature.
-            now: time of `time.monotonic()`.
-
-        Returns:
-            False for a replay, for a heartbeat that a later one has overtaken, and for an order above `_MAX_INTEGER`.
+        Return False for a replay, for a heartbeat that a later one has overtaken, and for an order above
+        `_MAX_INTEGER`.
         """
         order = (heartbeat.epoch, heartbeat.sequence)
         if max(order) > _MAX_INTEGER:
@@ -100,7 +91,8 @@ class AmphoraReports:
             if state is None:
                 state = self._states[heartbeat.amphora_id] = _AmphoraState()
             report = heartbeat.report
-            state.record_vip_claim(now, holds_vip=report.holds_vip)
+            if report.holds_vip is True and state.last.holds_vip is not True:
+                state.vip_claimed_at = now
             state.last = LastReport(
                 monotonic=now,
                 wall=self._wall_clock(),
@@ -116,12 +108,7 @@ class AmphoraReports:
         return True
 
     def live_reports(self, amphora_ids: Iterable[str], now: float) -> dict[str, Report]:
-        """Return the unexpired reports of these amphorae by amphora id, without the silent amphorae.
-
-        Args:
-            amphora_ids: usually the amphorae of one load balancer.
-            now: time of `time.monotonic()`.
-        """
+        """Return the unexpired reports of these amphorae by amphora id, without the silent amphorae."""
         earliest = now - self.expiry
         with self._lock:
             states = [(amphora_id, self._states.get(amphora_id)) for amphora_id in amphora_ids]
@@ -134,12 +121,12 @@ class AmphoraReports:
     def authoritative_amphora(self, amphora_ids: Iterable[str], now: float) -> str | None:
         """Return the amphora of an active-standby pair whose report counts; None without VIP reports.
 
-        It is the amphora that holds the VIPs. If two report that they hold them, it is the one with the later first
-        claim: the other one is dead or wrong. If none does, it is the last holder, so that the choice does not flap.
+        The report of the VIP holder counts. If two amphorae report that they hold the VIPs, the later first claim
+        counts, because the other amphora is dead or wrong. Without a holder the last holder counts, which prevents
+        flapping.
 
         Args:
             amphora_ids: the amphorae of one load balancer, the oldest first.
-            now: time of `time.monotonic()`.
         """
         earliest = now - self.expiry
         with self._lock:
@@ -155,15 +142,6 @@ class AmphoraReports:
             state = self._states.get(amphora_id)
             return None if state is None else state.last
 
-    def silent_since(self, amphora_ids: Iterable[str], moment: float) -> set[str]:
-        """Return the given amphorae without a heartbeat after `moment` (time of `time.monotonic()`)."""
-        with self._lock:
-            return {
-                amphora_id
-                for amphora_id in amphora_ids
-                if (state := self._states.get(amphora_id)) is None or state.last.monotonic <= moment
-            }
-
     def heard_since(self, moment: float) -> set[str]:
         """Return all amphorae with a heartbeat at or after `moment` (time of `time.monotonic()`)."""
         with self._lock:
@@ -177,17 +155,11 @@ class AmphoraReports:
         return updated
 
     def forget(self, amphora_ids: Iterable[str]) -> None:
-        """Drop deleted amphorae."""
         with self._lock:
             for amphora_id in amphora_ids:
                 self._states.pop(amphora_id, None)
                 self._orders.pop(amphora_id, None)
                 self._updated.discard(amphora_id)
-
-    def last_reports(self) -> Mapping[str, LastReport]:
-        """Return the last heartbeat of every amphora that is not forgotten."""
-        with self._lock:
-            return {amphora_id: state.last for amphora_id, state in self._states.items()}
 
     def known_ids(self) -> set[str]:
         """Return every amphora that uses memory, including those known from `load_orders` only."""
@@ -207,7 +179,7 @@ class _AmphoraState:
         self.generation: int | None = None
         self._listeners: dict[str, tuple[float, ListenerReport]] = {}
         self._pools: dict[str, _PoolState] = {}
-        # Upper bound of the number of names in memory.
+        # An upper bound: a repeated name counts twice.
         self._name_bound = 0
 
     def merge(self, report: Report, now: float) -> None:
@@ -227,11 +199,6 @@ class _AmphoraState:
             self._name_bound += len(pool.members) + 2
         self._name_bound += len(report.listeners)
 
-    def record_vip_claim(self, now: float, *, holds_vip: bool | None) -> None:
-        """Record the start of a run of VIP claims. Call this before `last` changes."""
-        if holds_vip is True and self.last.holds_vip is not True:
-            self.vip_claimed_at = now
-
     def build_report(self, amphora_id: str, earliest: float) -> Report:
         """Return the values reported since `earliest`, and drop all older values."""
         self._listeners = {key: value for key, value in self._listeners.items() if value[0] >= earliest}
@@ -244,7 +211,7 @@ class _AmphoraState:
         )
 
     def _has_too_many_names(self) -> bool:
-        # Exact counting takes longer than merging, so it is done only when the upper bound is too large.
+        # Exact counting takes longer than merging, so the state counts exactly only above the upper bound.
         if self._name_bound <= _MAX_NAMES:
             return False
         self._name_bound = len(self._listeners) + sum(pool.count_names() for pool in self._pools.values())
@@ -252,34 +219,28 @@ class _AmphoraState:
 
 
 class _PoolState:
-    """The reported state of one pool. Several datagrams may contain its members; the last value counts.
-
-    Attributes:
-        parts: the time and the members of each datagram that still contributes a value.
-    """
+    """The reported state of one pool. Several datagrams may contain its members; the last value counts."""
 
     __slots__ = ("at", "parts", "status")
 
     def __init__(self) -> None:
         self.at = 0.0
         self.status = ""
+        # The time and the members of each datagram that still contributes a value.
         self.parts: list[tuple[float, dict[str, str]]] = []
 
     def add(self, now: float, pool: PoolReport) -> None:
         """Add the values of a newer datagram, and drop the parts that it replaces completely."""
         self.at, self.status = now, pool.status
-        names = pool.members.keys()
         # All members of a datagram share one time: a time for each member would use more memory than the states.
-        self.parts = [part for part in self.parts if not part[1].keys() <= names]
+        self.parts = [part for part in self.parts if not part[1].keys() <= pool.members.keys()]
         self.parts.append((now, pool.members))
 
     def build_report(self, earliest: float) -> PoolReport:
         self.parts = [part for part in self.parts if part[0] >= earliest]
-        members: dict[str, str] = {}
-        for _, part in self.parts:
-            members.update(part)
+        members = {member_id: word for _, part in self.parts for member_id, word in part.items()}
         return PoolReport(status=self.status, members=members)
 
     def count_names(self) -> int:
-        # A part without members counts too, because it uses memory.
+        # A part without members uses memory too, so each part counts as one name more.
         return sum(len(members) + 1 for _, members in self.parts) + 1

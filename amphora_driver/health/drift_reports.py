@@ -1,30 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drift that agents report in heartbeats: which amphorae need a push, and what to record.
 
-Invariant: pure memory. Drift that an agent repairs is recorded only. An amphora that reports unrepaired drift for
-longer than one heartbeat interval gets its configuration again. If that does not help, the next push follows after a
-back-off that doubles, so that no amphora keeps a controller busy. An amphora is marked as drifting only while it
-reports drift.
+Invariant: an amphora that reports unrepaired drift for longer than one heartbeat interval gets its configuration again.
+The next push follows after a back-off that doubles, so that no amphora keeps a controller busy. Drift that an agent
+repairs causes no push. An amphora has the mark "drifting" only while it reports drift.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Set as AbstractSet
 
 import msgspec
 
-if TYPE_CHECKING:
-    from collections.abc import Set as AbstractSet
-
-    from amphora_driver.health.amphora_reports import LastReport
+from amphora_driver.health.amphora_reports import LastReport
+from amphora_driver.health.status import LastDrift
 
 _FIRST_BACKOFF, _MAX_BACKOFF = 30.0, 1800.0
-# The kind of drift (docs/reference/heartbeat.md) that requires new port attachments.
+# Drift of this kind (docs/reference/heartbeat.md) requires new port attachments.
 _INTERFACE_KIND = "interface"
 _MAX_KINDS = 8
-# Seconds between two notices about one amphora: each one causes an UPDATE and a log line.
+# Seconds between two notices about one amphora. Each notice causes an UPDATE and a log line.
 _NOTICE_INTERVAL = 10.0
 
 
@@ -32,10 +29,9 @@ class UnrepairedDrift(msgspec.Struct, frozen=True):
     """An amphora that needs its configuration again, and the reason.
 
     Attributes:
-        confirmed: the generation that the amphora has confirmed.
         kinds: the reported kinds of drift, separated by commas.
-        replug: whether its ports have to be attached again.
-        found_at: when the agent found the drift, formatted as in `DriftNotice`; empty if it did not report that.
+        replug: whether the compute backend has to attach its ports again.
+        found_at: when the agent found the drift, as a text; empty if unknown.
     """
 
     amphora_id: str
@@ -59,6 +55,9 @@ class _DriftPeriod(msgspec.Struct):
     pushed: float | None = None
     backoff: float = _FIRST_BACKOFF
 
+    def is_due(self, now: float) -> bool:
+        return self.pushed is None or now >= self.pushed + self.backoff
+
 
 class DriftReports:
     """The amphorae that report drift.
@@ -70,9 +69,9 @@ class DriftReports:
     def __init__(self, interval: float) -> None:
         self._interval = interval
         self._periods: dict[str, _DriftPeriod] = {}
-        # The last recorded notice of each amphora: the agent's time of the drift, and the time of the record.
+        # The agent's time of the drift, and the time of the record, of the last notice of each amphora.
         self._noticed: dict[str, tuple[float, float]] = {}
-        # Amphorae that have reported drift, until their marks are known to be removed.
+        # This process may remove only the marks of these amphorae, because it has seen their reports of drift.
         self._reported: set[str] = set()
 
     def find_unrepaired(
@@ -80,10 +79,7 @@ class DriftReports:
     ) -> list[UnrepairedDrift]:
         """Return the amphorae that need a push because their agents cannot repair the drift.
 
-        Args:
-            updated: the last heartbeat of each amphora with new heartbeats.
-            confirmed: the newest confirmed generation of each amphora, read after those heartbeats.
-            now: time of `time.monotonic()`, after that read.
+        The arguments are those of `LostConfigDetector.find_lost`.
         """
         found = []
         for amphora_id, last in updated.items():
@@ -98,14 +94,10 @@ class DriftReports:
                 continue
             if period is None:
                 self._periods[amphora_id] = _DriftPeriod(now)
-            elif last.monotonic > period.since + self._interval and self._is_due(period, now):
+            elif last.monotonic > period.since + self._interval and period.is_due(now):
                 kinds = ", ".join(one[:32] for one in last.drift[:_MAX_KINDS])
                 found_at = "" if last.drifted is None else _format_time(last.drifted.at)
-                found.append(
-                    UnrepairedDrift(
-                        amphora_id, expected, kinds, replug=_INTERFACE_KIND in last.drift, found_at=found_at
-                    )
-                )
+                found.append(UnrepairedDrift(amphora_id, expected, kinds, _INTERFACE_KIND in last.drift, found_at))
         return found
 
     def find_changed_marks(
@@ -117,9 +109,7 @@ class DriftReports:
         that the agent cannot detect.
 
         Args:
-            updated: the last heartbeat of each amphora with new heartbeats.
-            confirmed: the newest confirmed generation of each amphora.
-            marked: the amphorae that are marked as drifting.
+            marked: the amphorae with the mark "drifting".
         """
         changed = {}
         for amphora_id, last in updated.items():
@@ -136,10 +126,6 @@ class DriftReports:
                 changed[amphora_id] = True
         return changed
 
-    @staticmethod
-    def _is_due(period: _DriftPeriod, now: float) -> bool:
-        return period.pushed is None or now >= period.pushed + period.backoff
-
     def record_pushes(self, unrepaired: list[UnrepairedDrift], now: float) -> None:
         """Start or double the back-off of these amphorae, after their pushes are recorded."""
         for one in unrepaired:
@@ -152,28 +138,26 @@ class DriftReports:
     def find_notices(self, updated: Mapping[str, LastReport], now: float) -> dict[str, DriftNotice]:
         """Return the unrecorded drift of these amphorae by amphora id, repaired or not.
 
-        After a restart this may repeat drift that the row contains already. Drift found within `_NOTICE_INTERVAL` of
-        the previous notice is returned with a later heartbeat.
-
-        Args:
-            now: time of `time.monotonic()`.
+        After a restart the result may repeat recorded drift. Drift within `_NOTICE_INTERVAL` of the previous notice
+        waits for a later heartbeat.
         """
-        found = {}
-        for amphora_id, last in updated.items():
-            drifted = last.drifted
-            at, noticed = self._noticed.get(amphora_id, (None, -_NOTICE_INTERVAL))
-            if drifted is not None and drifted.sentences and at != drifted.at and now - noticed >= _NOTICE_INTERVAL:
-                found[amphora_id] = DriftNotice(
-                    _format_time(drifted.at), _format_sentence(drifted.at, drifted.sentences, repaired=drifted.repaired)
-                )
-        return found
+        return {
+            amphora_id: _notice(drifted)
+            for amphora_id, drifted in self._unrecorded(updated, now).items()
+            if drifted.sentences
+        }
 
     def record_notices(self, updated: Mapping[str, LastReport], now: float) -> None:
-        """Remember that the notices of these heartbeats are recorded."""
-        for one, last in updated.items():
-            at, noticed = self._noticed.get(one, (None, -_NOTICE_INTERVAL))
+        """Remember the notices of these heartbeats, after they are written to the database."""
+        self._noticed.update({one: (drifted.at, now) for one, drifted in self._unrecorded(updated, now).items()})
+
+    def _unrecorded(self, updated: Mapping[str, LastReport], now: float) -> dict[str, LastDrift]:
+        found = {}
+        for amphora_id, last in updated.items():
+            at, noticed = self._noticed.get(amphora_id, (None, -_NOTICE_INTERVAL))
             if last.drifted is not None and last.drifted.at != at and now - noticed >= _NOTICE_INTERVAL:
-                self._noticed[one] = (last.drifted.at, now)
+                found[amphora_id] = last.drifted
+        return found
 
     def retain(self, amphora_ids: set[str]) -> None:
         """Forget every other amphora."""
@@ -189,6 +173,7 @@ def _format_time(at: float) -> str:
         return "unknown time"
 
 
-def _format_sentence(at: float, what: tuple[str, ...], *, repaired: bool) -> str:
-    result = "repaired by its agent" if repaired else "its agent could not repair"
-    return f"{_format_time(at)}, {result}: {'; '.join(what)}"
+def _notice(drift: LastDrift) -> DriftNotice:
+    found_at = _format_time(drift.at)
+    result = "repaired by its agent" if drift.repaired else "its agent could not repair"
+    return DriftNotice(found_at, f"{found_at}, {result}: {'; '.join(drift.sentences)}")

@@ -23,9 +23,9 @@ MAGIC = b"AHB1"
 _HEADER = struct.Struct("!4s16sQQ")
 _SIGNATURE_SIZE = 32
 _MIN_SIZE = _HEADER.size + _SIGNATURE_SIZE
-# Size limit of a decompressed document. The longest datagram of an agent, 60,000 bytes, expands to 0.6 million bytes.
+# The longest datagram of an agent has 60,000 bytes and expands to 0.6 million bytes.
 _MAX_DOCUMENT = 2 << 20
-# Largest value of the database column.
+# Largest value of the database column of generations.
 _MAX_GENERATION = 2**63 - 1
 _OPERATION = "read a heartbeat"
 _decode_report = msgspec.json.Decoder(Report).decode
@@ -34,11 +34,7 @@ Datagram = bytes | bytearray | memoryview
 
 
 class VerifiedDatagram(msgspec.Struct, frozen=True):
-    """A datagram with a verified signature, before its document is decompressed.
-
-    Attributes:
-        compressed: a view of the datagram, valid as long as its buffer is.
-    """
+    """A datagram with a verified signature. `compressed` is a view that stays valid as long as the buffer."""
 
     amphora_id: str
     epoch: int
@@ -47,7 +43,7 @@ class VerifiedDatagram(msgspec.Struct, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """One authentic datagram. (epoch, sequence) increases with each datagram of an amphora."""
+    """One authentic datagram. The pair (epoch, sequence) increases with each datagram of an amphora."""
 
     amphora_id: str
     epoch: int
@@ -56,11 +52,7 @@ class Heartbeat(msgspec.Struct, frozen=True):
 
 
 def read_amphora_id(datagram: Datagram) -> str:
-    """Return the amphora id in the header. It is unverified.
-
-    Raises:
-        HeartbeatRefused: the datagram is too short or does not begin with the magic bytes.
-    """
+    """Return the unverified amphora id in the header. Raise HeartbeatRefused for a datagram without a header."""
     if len(datagram) < _MIN_SIZE:
         raise HeartbeatRefused(_OPERATION, f"{len(datagram)} bytes are too few", reason="short")
     if datagram[:4] != MAGIC:
@@ -70,15 +62,7 @@ def read_amphora_id(datagram: Datagram) -> str:
 
 
 def verify_signature(datagram: Datagram, key: Secret) -> VerifiedDatagram:
-    """Verify the signature of a datagram, without decompressing it.
-
-    Args:
-        datagram: the received bytes.
-        key: the heartbeat key of the amphora that `read_amphora_id` returned.
-
-    Raises:
-        HeartbeatRefused: the signature does not match the key.
-    """
+    """Verify a datagram with the key of its amphora, without decompressing it. Raise HeartbeatRefused on a mismatch."""
     amphora_id = read_amphora_id(datagram)
     view = memoryview(datagram)
     signed, signature = view[:-_SIGNATURE_SIZE], view[-_SIGNATURE_SIZE:]
@@ -89,52 +73,11 @@ def verify_signature(datagram: Datagram, key: Secret) -> VerifiedDatagram:
 
 
 def decompress_document(verified: VerifiedDatagram) -> bytes:
-    """Return the decompressed document of a datagram.
-
-    Raises:
-        HeartbeatRefused: the document is too large or damaged.
-    """
-    return _inflate(verified.compressed, verified.amphora_id)
-
-
-def parse_document(verified: VerifiedDatagram, document: bytes) -> Heartbeat:
-    """Parse the document of a datagram.
-
-    Args:
-        document: the result of `decompress_document`.
-
-    Raises:
-        HeartbeatRefused: the document is not a report, or a part of it is longer than an agent sends.
-    """
+    """Return the decompressed document of a datagram. Raise HeartbeatRefused if it is too large or damaged."""
     amphora_id = verified.amphora_id
-    try:
-        report = _decode_report(document)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise HeartbeatRefused(
-            _OPERATION, f"the document of amphora {amphora_id} is not a report ({error})", reason="document"
-        ) from error
-    generation = report.generation
-    if generation is not None and not 0 <= generation <= _MAX_GENERATION:
-        raise HeartbeatRefused(_OPERATION, f"amphora {amphora_id} sent an impossible generation", reason="document")
-    # The verified header decides the amphora id, not the document.
-    identified = msgspec.structs.replace(report, amphora_id=amphora_id)
-    return Heartbeat(amphora_id, verified.epoch, verified.sequence, identified)
-
-
-def decode_datagram(datagram: Datagram, key: Secret) -> Heartbeat:
-    """Verify and decode a datagram, without comparing it with earlier ones.
-
-    Raises:
-        HeartbeatRefused: the datagram is not a heartbeat of the amphora that it names.
-    """
-    verified = verify_signature(datagram, key)
-    return parse_document(verified, decompress_document(verified))
-
-
-def _inflate(compressed: memoryview, amphora_id: str) -> bytes:
     decompressor = zlib.decompressobj()
     try:
-        document = decompressor.decompress(compressed, _MAX_DOCUMENT)
+        document = decompressor.decompress(verified.compressed, _MAX_DOCUMENT)
     except zlib.error as error:
         raise HeartbeatRefused(
             _OPERATION, f"the document of amphora {amphora_id} cannot be decompressed ({error})", reason="packing"
@@ -146,3 +89,29 @@ def _inflate(compressed: memoryview, amphora_id: str) -> bytes:
             reason="packing",
         )
     return document
+
+
+def parse_document(verified: VerifiedDatagram, document: bytes) -> Heartbeat:
+    """Parse the result of `decompress_document`.
+
+    Raise HeartbeatRefused if the document is no report, or if a part of it is longer than an agent sends.
+    """
+    amphora_id = verified.amphora_id
+    try:
+        report = _decode_report(document)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise HeartbeatRefused(
+            _OPERATION, f"the document of amphora {amphora_id} is not a report ({error})", reason="document"
+        ) from error
+    generation = report.generation
+    if generation is not None and not 0 <= generation <= _MAX_GENERATION:
+        raise HeartbeatRefused(_OPERATION, f"amphora {amphora_id} sent an impossible generation", reason="document")
+    # The amphora id comes from the verified header, not from the document.
+    identified = msgspec.structs.replace(report, amphora_id=amphora_id)
+    return Heartbeat(amphora_id, verified.epoch, verified.sequence, identified)
+
+
+def decode_datagram(datagram: Datagram, key: Secret) -> Heartbeat:
+    """Verify and decode a datagram, without comparing it with earlier heartbeats."""
+    verified = verify_signature(datagram, key)
+    return parse_document(verified, decompress_document(verified))

@@ -23,22 +23,17 @@ LOG = logging.getLogger(__name__)
 KeyReader = Callable[[AbstractSet[str]], Mapping[str, Secret]]
 """Reads the keys of all amphorae except the given ones, by amphora id."""
 
-# Seconds for which an amphora without a row is refused without another read: a deleted amphora sends for a while.
-_UNKNOWN_TTL = 10.0
-_MAX_UNKNOWN = 10_000
-# Datagrams that wait for a read, one for each amphora, and bytes of each. The first datagram of an amphora is short.
-_MAX_WAITING = 1000
-_MAX_WAITING_SIZE = 4096
+# For so many seconds the cache refuses an amphora without a row and reads no keys: a deleted amphora sends for a while.
+_UNKNOWN_TTL, _MAX_UNKNOWN = 10.0, 10_000
+# Limits of the datagrams that wait for a read of keys. The first datagram of an amphora is short.
+_MAX_WAITING, _MAX_WAITING_SIZE = 1000, 4096
 
 
 class KeyCache:
-    """Keys in memory, and the thread function that reads new ones.
+    """Keys in memory, and the thread function `run` that reads new keys at most once per `interval`.
 
     Args:
-        read_keys: called in the thread of `run`. After an exception, the next datagram of an unknown amphora repeats
-            the call.
         notify: called when `pop_ready` has a new datagram.
-        interval: seconds between two reads.
     """
 
     def __init__(self, read_keys: KeyReader, notify: Callable[[], None], interval: float) -> None:
@@ -47,7 +42,7 @@ class KeyCache:
         self._interval = interval
         self._known: dict[str, Secret] = {}
         self._unknown: OrderedDict[str, float] = OrderedDict()
-        # One datagram for each amphora: a later one replaces an earlier one.
+        # A later datagram of an amphora replaces the earlier one.
         self._waiting: dict[str, tuple[bytes, str]] = {}
         self._ready: deque[tuple[bytes, str]] = deque()
         self._lock = threading.Lock()
@@ -57,12 +52,10 @@ class KeyCache:
     def get(self, amphora_id: str, datagram: memoryview, sender: str, *, retried: bool) -> Secret | None:
         """Return the key; None if the datagram waits for the next read.
 
-        Args:
-            sender: source address of the datagram, returned by `pop_ready`.
-            retried: whether the datagram comes from `pop_ready`.
+        Raise HeartbeatRefused if the amphora is unknown, its key is unreadable, or too many datagrams wait.
 
-        Raises:
-            HeartbeatRefused: the amphora is unknown, its key could not be read, or too many datagrams wait.
+        Args:
+            retried: whether the datagram comes from `pop_ready`.
         """
         key = self._known.get(amphora_id)
         if key is not None:
@@ -80,18 +73,16 @@ class KeyCache:
         return None
 
     def pop_ready(self) -> tuple[bytes, str] | None:
-        """Return a datagram that has waited for a read, and its sender; None without one."""
+        """Return a datagram that has waited for a read, and its source address; None if no datagram is left."""
         return self._ready.popleft() if self._ready else None
 
     def add(self, keys: Mapping[str, Secret]) -> None:
-        """Store these keys."""
         with self._lock:
             self._known.update(keys)
             for amphora_id in keys:
                 self._unknown.pop(amphora_id, None)
 
     def forget(self, amphora_ids: Iterable[str]) -> None:
-        """Drop the keys of these amphorae."""
         with self._lock:
             for amphora_id in amphora_ids:
                 self._known.pop(amphora_id, None)
@@ -113,15 +104,16 @@ class KeyCache:
 
     def _read_new_keys(self) -> None:
         with self._lock:
-            # Amphorae that begin to wait later are not judged: the row of an amphora precedes its first datagram.
+            # The database has the row of an amphora before its first datagram. So an amphora that waits before this
+            # read and has no row is unknown.
             requested, known = set(self._waiting), set(self._known)
         try:
             found = self._read_keys(known)
         except AmphoraDriverError as error:
-            LOG.warning("could not read the heartbeat keys of new amphorae; the next datagram repeats this: %s", error)
+            LOG.warning("could not read heartbeat keys of new amphorae; the next datagram repeats the read: %s", error)
         except Exception:
-            # No other thread reads keys, so this one must survive an unexpected error of a database client.
-            LOG.exception("could not read the heartbeat keys of new amphorae; the next datagram repeats this")
+            # No other thread reads keys, so this thread must survive an unexpected error of a database client.
+            LOG.exception("could not read heartbeat keys of new amphorae; the next datagram repeats the read")
         else:
             self.add(found)
             self._record_unknown(requested - found.keys())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes operating statuses from a confirmed configuration, before any amphora has reported on it.
+"""Computes operating statuses from a confirmed configuration, before an amphora has sent a report about it.
 
 Invariant: a pure function of the load balancer with the rules of `status.operating_statuses`, so that a report that
-agrees changes nothing. The result contains no failed object, and no object that is served without a failed part.
+agrees changes nothing. The result contains no failed object, and no object with a failed part.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ def initial_statuses(load_balancer: LoadBalancer, failed: Collection[str] = ()) 
     (which may be full) and the load balancer have a first status only.
 
     Args:
-        load_balancer: the complete tree that was confirmed.
-        failed: ids of the objects that are not served.
+        failed: ids of the objects that no amphora serves.
     """
     missing = set(failed)
     served = [one for one in load_balancer.listeners if one.admin_state_up and _is_complete(one, missing)]
@@ -64,7 +63,7 @@ def initial_statuses(load_balancer: LoadBalancer, failed: Collection[str] = ()) 
     first: Statuses = {}
     for object_id in found.keys() - missing:
         one = found[object_id]
-        # OFFLINE follows from the model alone.
+        # The status OFFLINE follows from the model alone.
         online = one.status is not Operating.OFFLINE
         reason = _REASON if online and object_id in named else one.reason
         target = first if online and object_id in measured else certain
@@ -73,7 +72,6 @@ def initial_statuses(load_balancer: LoadBalancer, failed: Collection[str] = ()) 
 
 
 def _is_complete(listener: Listener, missing: set[str]) -> bool:
-    """Return whether the listener is served with all its policies and rules."""
     ids = {listener.id, *(policy.id for policy in listener.l7policies)}
     ids.update(rule.id for policy in listener.l7policies for rule in policy.rules)
     return not ids & missing

@@ -3,19 +3,17 @@
 
 A restarted amphora has lost the user keys in its memory and serves an older generation or none.
 
-Invariant: pure memory. A heartbeat may be sent before a confirmation and be processed long after it. So two heartbeats
-at least one interval apart have to be behind the same confirmed generation, and none in between may have reached it.
+Invariant: the health manager may process a heartbeat long after a confirmation that follows the heartbeat. So two
+heartbeats at least one interval apart have to be behind the same confirmed generation, without a newer one in between.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import msgspec
 
-if TYPE_CHECKING:
-    from amphora_driver.health.amphora_reports import LastReport
+from amphora_driver.health.amphora_reports import LastReport
 
 
 class LostConfig(msgspec.Struct, frozen=True):
@@ -24,11 +22,6 @@ class LostConfig(msgspec.Struct, frozen=True):
     amphora_id: str
     confirmed: int
     serves: int
-
-
-class _Suspicion(msgspec.Struct, frozen=True):
-    confirmed: int
-    since: float
 
 
 class LostConfigDetector:
@@ -40,7 +33,8 @@ class LostConfigDetector:
 
     def __init__(self, interval: float) -> None:
         self._interval = interval
-        self._suspected: dict[str, _Suspicion] = {}
+        # The confirmed generation, and the start of the suspicion, by amphora id.
+        self._suspected: dict[str, tuple[int, float]] = {}
 
     def find_lost(
         self, updated: Mapping[str, LastReport], confirmed: Mapping[str, int], now: float
@@ -50,7 +44,7 @@ class LostConfigDetector:
         Args:
             updated: the last heartbeat of each amphora with new heartbeats.
             confirmed: the newest confirmed generation of each amphora, read after those heartbeats.
-            now: time of `time.monotonic()`, after that read.
+            now: time of `time.monotonic()`, after the read of `confirmed`.
         """
         found = []
         for amphora_id, last in updated.items():
@@ -58,15 +52,15 @@ class LostConfigDetector:
             if last.generation >= expected:
                 self._suspected.pop(amphora_id, None)
                 continue
-            suspicion = self._suspected.get(amphora_id)
-            if suspicion is None or suspicion.confirmed != expected:
-                self._suspected[amphora_id] = _Suspicion(expected, now)
-            elif last.monotonic > suspicion.since + self._interval:
+            confirmed_before, since = self._suspected.get(amphora_id, (None, now))
+            if confirmed_before != expected:
+                self._suspected[amphora_id] = (expected, now)
+            elif last.monotonic > since + self._interval:
                 found.append(LostConfig(amphora_id, expected, last.generation))
         return found
 
     def clear(self, lost: list[LostConfig]) -> None:
-        """Stop suspecting these amphorae, after their losses are recorded."""
+        """Forget the suspicions of these amphorae, after their losses are recorded."""
         for one in lost:
             self._suspected.pop(one.amphora_id, None)
 

@@ -2,8 +2,7 @@
 """The UDP socket that receives heartbeats.
 
 Invariant: the receive loop waits for the socket only. Keys come from a cache (`heartbeat_keys`). Neither a slow
-database nor datagrams with invented ids delay authentic heartbeats or cause much database load. A probe that this
-process sends to itself, to test its receiver, is no heartbeat.
+database nor datagrams with invented ids delay authentic heartbeats or cause much database load.
 """
 
 from __future__ import annotations
@@ -34,39 +33,34 @@ from amphora_driver.secret import Secret
 LOG = logging.getLogger(__name__)
 
 _MAX_DATAGRAM = 65536
-# Receive buffer for datagrams that arrive while this process is not scheduled; net.core.rmem_max limits it.
+# The kernel keeps datagrams in this buffer while it does not schedule this process.
 _SOCKET_BUFFER = 32 << 20
-# Linux, socket(7); Python does not define it.
+# Python does not define this constant of Linux (socket(7)).
 _SO_RCVBUFFORCE = 33
-# Datagrams read before the loop checks for stop() and for new keys.
+# After this number of datagrams the receive loop checks for `stop` and for new keys.
 _BURST = 256
-# Seconds between two log lines about refused datagrams, and number of amphorae in such a line.
-_LOG_INTERVAL = 60.0
-_MAX_NAMED = 5
-# A probe consists of these bytes and a secret random number.
-_PROBE_MAGIC = b"AHM1"
-_PROBE_SIZE = 32
-# Probes to a wildcard address use the loopback address.
+# Seconds between two log lines about refused datagrams, and the number of amphorae in such a line.
+_LOG_INTERVAL, _MAX_NAMED = 60.0, 5
+# A probe of the self-test consists of these bytes and a secret random number.
+_PROBE_MAGIC, _PROBE_SIZE = b"AHM1", 32
+# The self-test sends probes for a wildcard address to the loopback address.
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 class Receiver:
     """Receives and verifies heartbeats, and passes them to a callback.
 
+    The constructor raises ConfigurationError if it cannot bind the socket to the address.
+
     Args:
-        bind_address: IPv4 or IPv6 address.
         port: UDP port; 0 for any (see the attribute `port`).
-        read_keys: reads the keys of all amphorae except the given ones, in a thread of its own. After an exception, a
-            later heartbeat repeats the call.
+        read_keys: reads the keys of all amphorae except the given ones, in a thread of its own.
         on_heartbeat: called with each authentic heartbeat, in the thread of `run`.
         key_read_interval: seconds between two calls of `read_keys`.
         on_unknown: called with the unverified amphora id and the source address of each datagram of an unknown
             amphora, in the thread of `run`. The callback has to return fast.
-        is_newer: returns whether (epoch, sequence) is after all heartbeats of this amphora. Called before a datagram is
-            decompressed, so that a replay costs one signature check only.
-
-    Raises:
-        ConfigurationError: the socket cannot be bound to the address.
+        is_newer: returns whether (epoch, sequence) is after all heartbeats of this amphora. The receiver asks before
+            it decompresses a datagram, so that a replay costs one signature check only.
     """
 
     def __init__(
@@ -81,15 +75,14 @@ class Receiver:
         is_newer: Callable[[str, tuple[int, int]], bool] = lambda _amphora_id, _order: True,
     ) -> None:
         self.accepted = 0
-        # By reason; "unknown", "busy" and "lookup" concern keys, "handler" is an error of on_heartbeat.
+        # The keys are the reasons. "unknown", "busy" and "lookup" concern keys, "handler" is an error of on_heartbeat.
         self.refused: Counter[str] = Counter()
-        # Refused datagrams with a valid signature, by amphora.
+        # The counter contains refused datagrams with a valid signature only.
         self.refused_by_amphora: Counter[str] = Counter()
         self._is_newer = is_newer
         self._budgets = AmphoraBudgets()
         self._on_heartbeat = on_heartbeat
         self._on_unknown = on_unknown
-        # The outstanding probe, and whether it has arrived.
         self._probe = b""
         self._probe_received = threading.Event()
         self._stopping = False
@@ -114,23 +107,23 @@ class Receiver:
                 self._receive_until_stopped(selector)
         finally:
             self._keys.stop()
-            # A read of keys that hangs must not keep the process alive.
+            # A hanging read of keys must not keep the process alive.
             lookups.join(timeout=1.0)
             self.close()
 
     def stop(self) -> None:
-        """Make `run` return at once. Safe in a signal handler, and when called more than once."""
+        """Make `run` return at once. A signal handler may call this method, also more than once."""
         self._stopping = True
         self._wake_up()
 
     def close(self) -> None:
-        """Close the sockets. `run` calls this at its end."""
+        """Close the sockets. `run` does the same at its end."""
         with self._closing:
             for one in (self._socket, self._wakeup_reader, self._wakeup_writer):
                 one.close()
 
     def preload(self, keys: Mapping[str, Secret]) -> None:
-        """Store keys that were read before `run`."""
+        """Store keys before `run`."""
         self._keys.add(keys)
 
     def forget(self, amphora_ids: Iterable[str]) -> None:
@@ -142,10 +135,7 @@ class Receiver:
             self.refused_by_amphora.pop(amphora_id, None)
 
     def receives_probe(self, seconds: float = 1.0) -> bool:
-        """Send a probe to the socket, and return whether it arrives in time. Call this from one thread only.
-
-        The result is also False while `run` does not run, or is too far behind.
-        """
+        """Send a probe to the socket, and return whether `run` reads it in time. Not thread-safe."""
         self._probe_received.clear()
         self._probe = probe = _PROBE_MAGIC + secrets.token_bytes(_PROBE_SIZE)
         try:
@@ -153,14 +143,14 @@ class Receiver:
                 sender.setblocking(False)
                 sender.sendto(probe, self._address)
         except OSError as error:
-            LOG.warning("could not send the self-test probe to the heartbeat socket: %s", error)
+            LOG.warning("could not send the self-test probe to the heartbeat socket, the self-test fails: %s", error)
             return False
         received = self._probe_received.wait(seconds)
         self._probe = b""
         return received
 
     def _accept_probe(self, datagram: memoryview) -> bool:
-        """Return whether the datagram is the outstanding probe. Each probe is accepted once."""
+        """Return whether the datagram is the outstanding probe. The receiver accepts each probe once."""
         if len(datagram) != len(_PROBE_MAGIC) + _PROBE_SIZE or datagram[:4] != _PROBE_MAGIC:
             return False
         if not hmac.compare_digest(datagram, self._probe):
@@ -188,7 +178,7 @@ class Receiver:
             except BlockingIOError:
                 pass
             except OSError as error:
-                # For example an ICMP error for a probe; it must not end the loop.
+                # An ICMP error for a probe, for example, must not end the receive loop.
                 LOG.warning("could not read from the heartbeat socket, continuing: %s", error)
 
     def _handle_datagram(self, datagram: memoryview, sender: str, *, retried: bool) -> None:
@@ -210,7 +200,7 @@ class Receiver:
         except Exception:
             # An unexpected report of one amphora must not stop the heartbeats of all others.
             self.refused["handler"] += 1
-            LOG.exception("could not process a heartbeat of amphora %s", heartbeat.amphora_id)
+            LOG.exception("could not process a heartbeat of amphora %s, dropping it", heartbeat.amphora_id)
 
     def _decode(self, datagram: memoryview, key: Secret) -> Heartbeat:
         """Decode a datagram. The cheap checks come first: signature, order, budget, size, content."""
@@ -227,20 +217,19 @@ class Receiver:
     def _check_order_and_budget(self, verified: VerifiedDatagram) -> None:
         amphora_id = verified.amphora_id
         if not self._is_newer(amphora_id, (verified.epoch, verified.sequence)):
-            raise HeartbeatRefused(
-                "read a heartbeat", f"a later heartbeat of amphora {amphora_id} was accepted before", reason="old"
-            )
+            happened = f"a later heartbeat of amphora {amphora_id} was accepted before"
+            raise HeartbeatRefused("read a heartbeat", happened, reason="old")
         if not self._budgets.take_datagram(amphora_id, time.monotonic()):
             raise HeartbeatRefused("read a heartbeat", f"amphora {amphora_id} exceeds its budget", reason="budget")
 
     def _record_refusal(self, refusal: HeartbeatRefused) -> None:
         self.refused[refusal.reason] += 1
         now = time.monotonic()
-        # The interval keeps a flood of datagrams from filling the disk with log lines.
+        # Without the interval, a flood of datagrams would fill the disk with log lines.
         if now - self._logged_at >= _LOG_INTERVAL:
             self._logged_at = now
             LOG.warning(
-                "%s Refused datagrams since the start, by reason: %s; with a valid signature, the most, by amphora: %s",
+                "%s Refused datagrams since the start by reason: %s; most refused amphorae with a valid signature: %s",
                 refusal,
                 dict(self.refused),
                 dict(self.refused_by_amphora.most_common(_MAX_NAMED)),
@@ -250,7 +239,7 @@ class Receiver:
         try:
             self._wakeup_writer.send(b"\0")
         except OSError:
-            # A full socket buffer: a wake-up is pending already. A closed socket: `run` has ended.
+            # Either a wake-up is pending already and the buffer is full, or `run` has ended and closed the socket.
             return
 
     def _drain_wakeups(self) -> None:
@@ -268,10 +257,10 @@ def _bind(address: str, port: int) -> socket.socket:
         made.setblocking(False)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BUFFER)
         try:
-            # Exceeds net.core.rmem_max; needs CAP_NET_ADMIN.
+            # This option exceeds net.core.rmem_max and needs CAP_NET_ADMIN.
             made.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _SOCKET_BUFFER)
         except PermissionError:
-            LOG.info("net.core.rmem_max limits the receive buffer for heartbeats")
+            LOG.info("net.core.rmem_max limits the receive buffer for heartbeats, continuing with that size")
         made.bind((address, port))
     except (OSError, ValueError) as error:
         made.close()

@@ -1,25 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Self-test of the health manager: whether it receives heartbeats and writes them to the database.
 
-Invariant: the `beat` of its row grows only after two checks. The receiver thread has received a probe that this process
-sent to its own socket, and a recent flush has succeeded. So while the beat grows, a silent amphora is not a fault of
-this process. The probe is no heartbeat and changes nothing else.
+Invariant: the `beat` in the row of this process grows only after two checks. The receiver thread has received a probe
+that this process sent to its own socket, and a recent flush has succeeded. So while the beat grows, a silent amphora is
+not a fault of this process.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
+from amphora_driver.database.engine import Database
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.store import process_registry
-
-if TYPE_CHECKING:
-    import threading
-    from collections.abc import Callable
-
-    from amphora_driver.database.engine import Database
 
 LOG = logging.getLogger(__name__)
 # Seconds until the probe has to arrive.
@@ -30,8 +26,6 @@ class ReceiverSelfTest:
     """The self-test thread of a health manager.
 
     Args:
-        database: contains the row of this process.
-        name: `process_name()` of this process.
         receives: returns whether a probe arrives within the given seconds.
         interval: seconds between two tests.
         max_flush_age: seconds for which a successful flush counts as recent.
@@ -50,7 +44,6 @@ class ReceiverSelfTest:
         self._working = True
 
     def record_flush(self) -> None:
-        """Record that a flush has succeeded now."""
         self._flushed_at = time.monotonic()
 
     def run(self, stopping: threading.Event) -> None:
@@ -60,7 +53,7 @@ class ReceiverSelfTest:
         try:
             self._registry.deregister()
         except (AmphoraDriverError, OSError) as error:
-            LOG.info("could not delete the row of this health manager: %s", error)
+            LOG.info("could not delete the row of this stopping health manager, stopping anyway: %s", error)
 
     def test(self) -> None:
         """Run one test and record its result. Errors are logged only."""
@@ -69,10 +62,10 @@ class ReceiverSelfTest:
             working = flushed and self._receives(_PROBE_TIMEOUT)
             self._registry.heartbeat(working=working)
         except (AmphoraDriverError, OSError) as error:
-            LOG.warning("could not record the self-test of this health manager; the next test repeats this: %s", error)
+            LOG.warning("could not record the self-test of this health manager, trying again: %s", error)
             return
         except Exception:
-            LOG.exception("could not record the self-test of this health manager; the next test repeats this")
+            LOG.exception("could not record the self-test of this health manager, trying again")
             return
         if working is not self._working:
             self._working = working

@@ -12,44 +12,38 @@ import logging
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Set as AbstractSet
 
 import cotyledon
+import sqlalchemy as sa
+from oslo_config.cfg import ConfigOpts
 
 from amphora_driver import config, failpoints, log_context, metrics
 from amphora_driver.database import schema_check
 from amphora_driver.database.engine import Database
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import StoreError
-from amphora_driver.health.amphora_reports import AmphoraReports
+from amphora_driver.health.amphora_reports import AmphoraReports, Order
+from amphora_driver.health.heartbeat_codec import Heartbeat
 from amphora_driver.health.receiver import Receiver
 from amphora_driver.health.self_test import ReceiverSelfTest
 from amphora_driver.health.status_writer import StatusWriter
 from amphora_driver.health.unknown_amphorae import UnknownAmphorae
 from amphora_driver.queue import local_socket, notifier
 from amphora_driver.queue.jobs import process_name
+from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, process_registry, unknown_amphorae
 from amphora_driver.telemetry.http_server import Telemetry
-
-if TYPE_CHECKING:
-    from collections.abc import Set as AbstractSet
-
-    import sqlalchemy as sa
-    from oslo_config.cfg import ConfigOpts
-
-    from amphora_driver.health.amphora_reports import Order
-    from amphora_driver.health.heartbeat_codec import Heartbeat
-    from amphora_driver.secret import Secret
 
 LOG = logging.getLogger(__name__)
 
 # A reported value expires after this number of heartbeat intervals.
 _EXPIRY_INTERVALS = 5
-# Seconds between two flushes without new heartbeats: a failed write may need a retry.
+# The health manager flushes without new heartbeats too, because a failed write needs a retry.
 _IDLE_FLUSH_INTERVAL = 1.0
-# Seconds a stopping process waits for the last flush.
+# A stopping process waits at most this number of seconds for the last flush.
 _STOP_TIMEOUT = 20.0
-# Seconds without a successful flush after which the process reports that it does not work.
+# Without a successful flush for this number of seconds, the health manager reports that it does not work.
 _MAX_FLUSH_AGE = 15.0
 
 
@@ -61,7 +55,6 @@ class HealthManager:
         self._database = Database(conf.amp_database.connection, durable=False)
         self._vault = Vault.load(conf.amp_database.encryption_key_file)
         self._reports = AmphoraReports(expiry=_EXPIRY_INTERVALS * conf.amp_health.interval)
-        name = process_name()
         self._unknown = UnknownAmphorae()
         self._receiver = Receiver(
             conf.amp_health.bind_address,
@@ -78,7 +71,8 @@ class HealthManager:
             lambda: notifier.notify(conf, local_socket.CONTROLLER),
             self._receiver.forget,
         )
-        # A detector has to notice a failed self-test long before an amphora counts as silent.
+        name = process_name()
+        # The controllers have to notice a failed self-test long before an amphora counts as silent.
         interval = min(process_registry.HEARTBEAT_INTERVAL, conf.amp_failover.silent_after / 5)
         max_flush_age = _IDLE_FLUSH_INTERVAL + 2 * conf.amp_health.flush_interval
         self._self_test = ReceiverSelfTest(self._database, name, self._receiver.receives_probe, interval, max_flush_age)
@@ -93,7 +87,7 @@ class HealthManager:
         try:
             self._receiver.preload(self._read_new_keys(frozenset()))
         except StoreError as error:
-            LOG.warning("could not read the heartbeat keys; the first heartbeat repeats this: %s", error)
+            LOG.warning("could not read the heartbeat keys; the first heartbeat repeats the read: %s", error)
         others = [
             threading.Thread(target=self._flush_until_stopped, name="status-writer"),
             threading.Thread(target=self._self_test.run, args=(self._stopping,), name="self-test"),
@@ -119,11 +113,10 @@ class HealthManager:
         self._receiver.stop()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until `run` has ended, and return whether it has."""
+        """Wait for the end of `run`, and return whether it has ended."""
         return self._ended.wait(seconds)
 
     def _is_flushing(self) -> bool:
-        """Return whether a flush has succeeded recently."""
         return time.monotonic() - self._flushed_at < _MAX_FLUSH_AGE
 
     def _read_new_keys(self, known: AbstractSet[str]) -> dict[str, Secret]:
@@ -132,7 +125,7 @@ class HealthManager:
             return keys, amphorae.last_heartbeats(connection, list(keys))
 
         keys, orders = self._database.read(read)
-        # Before a key is used, so that a replay of a heartbeat that another process accepted is refused.
+        # The orders precede the use of the keys, so that this process refuses heartbeats that another one accepted.
         self._reports.load_orders(orders)
         return keys
 
@@ -152,7 +145,7 @@ class HealthManager:
         omitted = self._database.write(lambda connection: unknown_amphorae.record_unknown_amphorae(connection, due, at))
         self._unknown.mark_recorded(due, now)
         if omitted:
-            LOG.warning("%d unknown amphorae send heartbeats that are not recorded: the table is full", omitted)
+            LOG.warning("%d unknown amphorae send heartbeats without a record, because the table is full", omitted)
 
     def _flush_until_stopped(self) -> None:
         while not self._stopping.is_set():
@@ -176,12 +169,12 @@ class HealthManager:
         except StoreError as error:
             LOG.warning("could not write the reports of amphorae, trying again: %s", error)
         except Exception:
-            # If this thread ended, reports would be lost without any error.
+            # The end of this thread would lose reports without any error.
             LOG.exception("could not write the reports of amphorae, trying again")
 
 
 class HealthManagerService(cotyledon.Service):
-    """The health manager as a cotyledon service. Cotyledon restarts it after a crash."""
+    """The health manager as a service. Cotyledon restarts a crashed service."""
 
     name = "amphora-health-manager"
 

@@ -9,15 +9,12 @@ recorded heartbeat order did not change between two scans.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Container
 
 import sqlalchemy as sa
 
 from amphora_driver.database.tables import amphora_heartbeat, listener_statistics
 from amphora_driver.health.statistics import Row
-
-if TYPE_CHECKING:
-    from collections.abc import Container
 
 # Seconds between two scans. The first two scans are one report expiry apart.
 _SCAN_INTERVAL = 60.0
@@ -34,7 +31,7 @@ class StaleConnections:
     """The silent amphorae of the last scan. Not thread-safe.
 
     Args:
-        expiry: seconds after which a reported value that is not repeated is ignored.
+        expiry: seconds after which the health manager ignores a reported value that no heartbeat repeats.
     """
 
     def __init__(self, expiry: float) -> None:
@@ -55,7 +52,6 @@ class StaleConnections:
         Call `record_scan` after the rows are written.
 
         Args:
-            connection: of a read transaction.
             heard: the amphorae with unexpired heartbeats in this process.
         """
         rows = [row for row in connection.execute(_ROWS_WITH_CONNECTIONS) if row.amphora_id not in heard]
@@ -64,21 +60,11 @@ class StaleConnections:
         }
         before, self._silent = self._silent, orders
         return [
-            Row(
-                listener_id=row.listener_id,
-                amphora_id=row.amphora_id,
-                load_balancer_id=row.load_balancer_id,
-                active_connections=0,
-                bytes_in=row.bytes_in,
-                bytes_out=row.bytes_out,
-                request_errors=row.request_errors,
-                total_connections=row.total_connections,
-            )
+            Row(**{name: getattr(row, name) for name in Row.__struct_fields__} | {"active_connections": 0})
             for row in rows
             if row.amphora_id in before and before[row.amphora_id] == orders[row.amphora_id]
         ]
 
     def record_scan(self, now: float) -> None:
-        """Schedule the next scan, after the rows of this one are written."""
         self._next_scan = now + (max(_SCAN_INTERVAL, self._expiry) if self._scanned_before else self._expiry)
         self._scanned_before = True

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes listener statistics from heartbeats to the database.
 
-Invariant: counters are absolute and never decrease, neither in a batch nor in the table. That holds for any order and
-any repetition of writes, because several health managers receive the heartbeats of one amphora. Values for listeners of
-another load balancer are refused.
+Invariant: counters are absolute and never decrease, neither in a batch nor in the table. The invariant holds for any
+order and any repetition of writes, because several health managers receive the heartbeats of one amphora.
 """
 
 from __future__ import annotations
@@ -44,61 +43,38 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> Key:
-        """The primary key of the row."""
         return self.listener_id, self.amphora_id
 
 
-class Batch(msgspec.Struct, frozen=True):
-    """Rows to write.
-
-    Attributes:
-        decreased: number of counters that were lower than the written ones.
-        refused: number of listener reports that were refused.
-    """
-
-    rows: tuple[Row, ...]
-    decreased: int = 0
-    refused: int = 0
-
-
 def changed_rows(
-    reports: Mapping[str, Report],
-    load_balancers: Mapping[str, str],
-    listeners: Mapping[str, str],
-    written: Mapping[Key, Row],
-) -> Batch:
-    """Return the rows that differ from the last written rows.
+    reports: Mapping[str, Report], load_balancer_id: str, listener_ids: Collection[str], written: Mapping[Key, Row]
+) -> list[Row]:
+    """Return the rows of one load balancer that differ from the last written rows.
+
+    The result contains no reports about other listeners and no impossible values.
 
     Args:
-        reports: the reports by amphora id (`AmphoraReports.live_reports`).
-        load_balancers: the load balancer of each amphora; reports of other amphorae are refused.
-        listeners: the load balancer of each listener; reports about other listeners are refused.
-        written: the last written rows; see `record_written`.
+        reports: the reports of the load balancer's amphorae by amphora id (`AmphoraReports.live_reports`).
     """
     rows: list[Row] = []
-    decreased = refused = 0
     for amphora_id, report in reports.items():
-        load_balancer_id = load_balancers.get(amphora_id)
         for listener_id, reported in report.listeners.items():
-            own = load_balancer_id is not None and listeners.get(listener_id) == load_balancer_id
-            if load_balancer_id is None or not own or not _is_plausible(reported):
-                refused += 1
+            if listener_id not in listener_ids or not _is_plausible(reported):
                 continue
+            values: dict[str, int] = {name: getattr(reported, name) for name in _VALUES}
             before = written.get((listener_id, amphora_id))
-            row = _build_row(listener_id, amphora_id, load_balancer_id, reported)
             if before is not None:
-                row, lower = _raise_to(row, before)
-                decreased += lower
+                values.update({name: max(values[name], getattr(before, name)) for name in _COUNTERS})
+            row = Row(listener_id=listener_id, amphora_id=amphora_id, load_balancer_id=load_balancer_id, **values)
             if row != before:
                 rows.append(row)
-    return Batch(tuple(rows), decreased, refused)
+    return rows
 
 
 def closed_connections(written: Mapping[Key, Row], live: Collection[str]) -> tuple[Row, ...]:
     """Return the rows of silent amphorae with open connections, with the number of connections set to 0.
 
     Args:
-        written: the last written rows.
         live: the amphorae with unexpired heartbeats.
     """
     return tuple(
@@ -113,39 +89,31 @@ def record_written(written: dict[Key, Row], rows: Iterable[Row]) -> None:
     written.update((row.key, row) for row in rows)
 
 
-def write_rows(connection: sa.Connection, rows: Sequence[Row]) -> int:
-    """Write a batch in the caller's transaction. `version` grows in each row that changes.
+def write_rows(connection: sa.Connection, rows: Sequence[Row]) -> None:
+    """Write at most one row for each listener and amphora, in the caller's transaction.
 
-    Args:
-        connection: of `Database.write`.
-        rows: at most one for each listener and amphora.
-
-    Returns:
-        The number of counters that were higher in the table. They keep the higher value.
+    A counter that is higher in the table keeps the higher value. `version` grows in each row that changes.
     """
-    decreased = 0
     # All writers use one order, which prevents deadlocks.
     ordered = sorted(rows, key=lambda row: row.key)
     for begin in range(0, len(ordered), _CHUNK):
-        decreased += _write_chunk(connection, ordered[begin : begin + _CHUNK])
-    return decreased
+        _write_chunk(connection, ordered[begin : begin + _CHUNK])
 
 
-def _write_chunk(connection: sa.Connection, rows: Sequence[Row]) -> int:
+def _write_chunk(connection: sa.Connection, rows: Sequence[Row]) -> None:
     # By listener only: every database uses the index for the first column of the key, but not all for pairs.
     found = connection.execute(
-        sa.select(_TABLE.c.listener_id, _TABLE.c.amphora_id, *(_TABLE.c[name] for name in _COUNTERS)).where(
+        sa.select(_TABLE.c.listener_id, _TABLE.c.amphora_id).where(
             _TABLE.c.listener_id.in_(sorted({row.listener_id for row in rows}))
         )
     )
-    known = {(one.listener_id, one.amphora_id): one for one in found}
+    known = {(one.listener_id, one.amphora_id) for one in found}
     old = [row for row in rows if row.key in known]
     new = [row for row in rows if row.key not in known]
     if old:
         connection.execute(_UPDATE, [_bound(row) for row in old])
     if new:
         _insert(connection, new)
-    return sum(getattr(row, name) < getattr(known[row.key], name) for row in old for name in _COUNTERS)
 
 
 def _insert(connection: sa.Connection, rows: Sequence[Row]) -> None:
@@ -164,7 +132,7 @@ def _insert(connection: sa.Connection, rows: Sequence[Row]) -> None:
 
 
 def _new(name: str) -> sa.BindParameter[int]:
-    # Typed, because not every database infers the type within CASE.
+    # The parameter has a type, because not every database infers the type within CASE.
     return sa.bindparam(f"new_{name}", type_=sa.BigInteger)
 
 
@@ -192,30 +160,5 @@ def _bound(row: Row) -> dict[str, Any]:
     return {**bound, "at_listener": row.listener_id, "at_amphora": row.amphora_id}
 
 
-def _build_row(listener_id: str, amphora_id: str, load_balancer_id: str, reported: ListenerReport) -> Row:
-    return Row(
-        listener_id=listener_id,
-        amphora_id=amphora_id,
-        load_balancer_id=load_balancer_id,
-        active_connections=reported.active_connections,
-        bytes_in=reported.bytes_in,
-        bytes_out=reported.bytes_out,
-        request_errors=reported.request_errors,
-        total_connections=reported.total_connections,
-    )
-
-
-def _raise_to(row: Row, before: Row) -> tuple[Row, int]:
-    """Return the row with no counter lower than before, and the number of counters that were lower."""
-    lower = {name: getattr(before, name) for name in _COUNTERS if getattr(row, name) < getattr(before, name)}
-    return (msgspec.structs.replace(row, **lower), len(lower)) if lower else (row, 0)
-
-
 def _is_plausible(reported: ListenerReport) -> bool:
-    return (
-        0 <= reported.active_connections < _MAX_COUNTER
-        and 0 <= reported.bytes_in < _MAX_COUNTER
-        and 0 <= reported.bytes_out < _MAX_COUNTER
-        and 0 <= reported.request_errors < _MAX_COUNTER
-        and 0 <= reported.total_connections < _MAX_COUNTER
-    )
+    return all(0 <= getattr(reported, name) < _MAX_COUNTER for name in _VALUES)

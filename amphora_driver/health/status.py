@@ -2,13 +2,13 @@
 """Computes operating statuses of the API from the reports of amphorae.
 
 Invariant: a pure function of the load balancer and the reports of its live amphorae. Silence is never a reason for a
-status. An object without a report has no entry, for any generation of the reports: unknown is not the same as down.
-Statuses that follow from the model alone (a disabled object, an unused pool) need no report.
+status. An object without a report has no entry: unknown is not the same as down. Statuses that follow from the model
+alone (a disabled object, an unused pool) need no report.
 
 Rules for several reports about one object:
 
 * One amphora, several listeners with one pool: each listener has its own backend with its own checks. The best state of
-  the member counts: a check that fails in one backend only has not reached its threshold in the others yet.
+  the member counts, because a check that fails in one backend only has not reached its threshold in the others yet.
 * An active-standby pair: only the report of the amphora with the VIPs counts, because it serves the clients
   (`AmphoraReports.authoritative_amphora`).
 * Other sets of amphorae: a member that one amphora cannot reach and another one can is DEGRADED. ERROR would hide that
@@ -19,6 +19,7 @@ Rules for several reports about one object:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated
 
@@ -26,9 +27,9 @@ import msgspec
 from msgspec import Meta
 
 from amphora_driver.model.enums import Kind, Operating
-from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Member, Pool
+from amphora_driver.model.loadbalancer import L7Policy, L7Rule, Listener, LoadBalancer, Member, Pool
 
-# Limits of a report, above the values of any agent: an attacker may control the amphora.
+# An attacker may control the amphora, so these limits apply to reports. They are above the values of any agent.
 Name = Annotated[str, Meta(max_length=80)]
 """An id, or two ids with a colon between them."""
 Word = Annotated[str, Meta(max_length=64)]
@@ -57,13 +58,7 @@ class PoolReport(msgspec.Struct, frozen=True):
 
 
 class LastDrift(msgspec.Struct, frozen=True):
-    """The last drift that an agent found.
-
-    Attributes:
-        at: time of the finding, in seconds since 1970.
-        sentences: one for each difference from the confirmed configuration.
-        repaired: whether the agent repaired it.
-    """
+    """The last drift that an agent found, at a time in seconds since 1970; one sentence for each difference."""
 
     at: float = 0.0
     sentences: Sentences = ()
@@ -79,9 +74,8 @@ class Report(msgspec.Struct, frozen=True):
         pools: by `<pool id>:<listener id>`.
         holds_vip: whether the amphora holds the VIPs; None in a topology without VRRP.
         drift: kinds of drift that the agent could not repair.
-        drifted: the last drift; None if the agent has found none or does not report it.
-        agent_version: None if the agent does not report it.
-        amphora_id: not part of the document: the receiver sets it from the verified header.
+        drifted: the last drift; None if the agent has found or reports none.
+        amphora_id: not part of the document; the receiver sets it from the verified header.
     """
 
     generation: int | None = None
@@ -102,6 +96,10 @@ class ObjectStatus(msgspec.Struct, frozen=True):
     reason: str
 
 
+Statuses = dict[str, ObjectStatus]
+"""Statuses by object id."""
+
+
 class _View(msgspec.Struct, frozen=True):
     """The status of one object in the report of one amphora."""
 
@@ -109,8 +107,15 @@ class _View(msgspec.Struct, frozen=True):
     word: str
     amphora_id: str
 
+    @property
+    def rank(self) -> int:
+        return _BEST_FIRST.index(self.status)
 
-# The first word of HAProxy's status of a server (management guide 9.1, field 17): `UP 1/3`, `DOWN (agent)`.
+    def describe(self) -> str:
+        return f"{self.word} reported by amphora {self.amphora_id}" if self.amphora_id else f"{self.word} reported"
+
+
+# The status of a server begins with such a word (HAProxy management guide 9.1, field 17): `UP 1/3`, `DOWN (agent)`.
 # Other words (`NOLB`, `RESTARTING`) contain no health information.
 _MEMBER_WORDS = {
     "UP": Operating.ONLINE,
@@ -121,33 +126,23 @@ _MEMBER_WORDS = {
 }
 _LISTENER_WORDS = {"OPEN": Operating.ONLINE, "FULL": Operating.DEGRADED}
 
-# Best first.
-_RANK = {
-    status: rank
-    for rank, status in enumerate(
-        (
-            Operating.ONLINE,
-            Operating.DRAINING,
-            Operating.NO_MONITOR,
-            Operating.DEGRADED,
-            Operating.ERROR,
-            Operating.OFFLINE,
-        )
-    )
-}
-
-Statuses = dict[str, ObjectStatus]
+_BEST_FIRST = (
+    Operating.ONLINE,
+    Operating.DRAINING,
+    Operating.NO_MONITOR,
+    Operating.DEGRADED,
+    Operating.ERROR,
+    Operating.OFFLINE,
+)
 
 
 def operating_statuses(load_balancer: LoadBalancer, reports: Sequence[Report]) -> Statuses:
     """Return the operating statuses of a load balancer and all its objects.
 
-    Args:
-        load_balancer: the desired state.
-        reports: the last report of each live amphora; a split report may have several elements.
+    An object without information in the reports has no entry, and keeps its status.
 
-    Returns:
-        Statuses by object id. An object without information in the reports has no entry, and keeps its status.
+    Args:
+        reports: the last report of each live amphora; a split report may have several elements.
     """
     result: Statuses = {}
     enabled = load_balancer.admin_state_up
@@ -169,15 +164,13 @@ def used_pools(listeners: Iterable[Listener]) -> set[str]:
     used: set[str] = set()
     for listener in listeners:
         if listener.admin_state_up:
-            policies = [policy for policy in listener.l7policies if _is_served(policy)]
+            # A policy without an enabled rule never matches.
+            policies = [
+                one for one in listener.l7policies if one.admin_state_up and any(r.admin_state_up for r in one.rules)
+            ]
             pool_ids = (listener.default_pool_id, *(policy.redirect_pool_id for policy in policies))
             used.update(pool_id for pool_id in pool_ids if pool_id)
     return used
-
-
-def _is_served(policy: L7Policy) -> bool:
-    """Return whether a policy can match: that needs an enabled rule."""
-    return policy.admin_state_up and any(rule.admin_state_up for rule in policy.rules)
 
 
 def _member_views(reports: Iterable[Report]) -> dict[str, dict[str, list[_View]]]:
@@ -204,25 +197,25 @@ def _set_listener_status(listener: Listener, reports: Iterable[Report], result: 
         if reported is not None and status is not None:
             views.append(_View(status, reported.status, report.amphora_id))
     if views:
-        # A full listener carries the traffic; the idle amphora of a pair reports OPEN.
-        worst = max(views, key=_rank)
-        result[listener.id] = ObjectStatus(Kind.LISTENER, worst.status, _describe(worst))
+        # A full listener carries the traffic, while the idle amphora of a pair reports OPEN.
+        worst = max(views, key=lambda view: view.rank)
+        result[listener.id] = ObjectStatus(Kind.LISTENER, worst.status, worst.describe())
 
 
 def _set_policy_statuses(listener: Listener, result: Statuses, *, parent_up: bool) -> None:
-    """Set the statuses of policies and rules from their listener: HAProxy reports none for them."""
+    """Set the statuses of policies and rules from their listener, because HAProxy reports none for them."""
     served = listener.id in result
     for policy in listener.l7policies:
         up = parent_up and policy.admin_state_up
-        if not up:
-            result[policy.id] = _disabled(Kind.L7POLICY, own=not policy.admin_state_up)
-        elif served:
-            result[policy.id] = ObjectStatus(Kind.L7POLICY, Operating.ONLINE, "served with its listener")
-        for rule in policy.rules:
-            if not (up and rule.admin_state_up):
-                result[rule.id] = _disabled(Kind.L7RULE, own=not rule.admin_state_up)
+        objects: list[tuple[L7Policy | L7Rule, Kind, bool]] = [
+            (policy, Kind.L7POLICY, up),
+            *((rule, Kind.L7RULE, up and rule.admin_state_up) for rule in policy.rules),
+        ]
+        for one, kind, one_up in objects:
+            if not one_up:
+                result[one.id] = _disabled(kind, own=not one.admin_state_up)
             elif served:
-                result[rule.id] = ObjectStatus(Kind.L7RULE, Operating.ONLINE, "served with its listener")
+                result[one.id] = ObjectStatus(kind, Operating.ONLINE, "served with its listener")
 
 
 def _set_pool_statuses(
@@ -255,28 +248,27 @@ def _member_status(
     if not (pool_up and member.admin_state_up):
         return _disabled(Kind.MEMBER, own=not member.admin_state_up)
     if not used:
-        # As in Octavia: a member without a monitor is NO_MONITOR, served or not.
+        # In Octavia, a member without a monitor is NO_MONITOR, also in an unused pool.
         monitored = pool.healthmonitor is not None and pool.healthmonitor.admin_state_up
         status = Operating.OFFLINE if monitored else Operating.NO_MONITOR
         return ObjectStatus(Kind.MEMBER, status, "no enabled listener uses its pool")
     by_amphora: dict[str, _View] = {}
     for view in views:
-        other = by_amphora.get(view.amphora_id)
-        by_amphora[view.amphora_id] = view if other is None else min(other, view, key=_rank)
+        other = by_amphora.get(view.amphora_id, view)
+        by_amphora[view.amphora_id] = min(other, view, key=lambda one: one.rank)
     if not by_amphora:
         return None
-    best = min(by_amphora.values(), key=_rank)
+    best = min(by_amphora.values(), key=lambda view: view.rank)
     down = next((view for view in by_amphora.values() if view.status is Operating.ERROR), None)
     if down is not None and best.status is not Operating.ERROR:
-        return ObjectStatus(Kind.MEMBER, Operating.DEGRADED, f"{_describe(down)}, {_describe(best)}")
+        return ObjectStatus(Kind.MEMBER, Operating.DEGRADED, f"{down.describe()}, {best.describe()}")
     if member.weight == 0 and best.status in (Operating.ONLINE, Operating.NO_MONITOR):
-        # HAProxy reports DRAIN for checked servers only; the others get no new connections either.
-        return ObjectStatus(Kind.MEMBER, Operating.DRAINING, f"weight 0, {_describe(best)}")
-    return ObjectStatus(Kind.MEMBER, best.status, _describe(best))
+        # HAProxy reports DRAIN for checked servers only. Other servers with weight 0 get no new connections either.
+        return ObjectStatus(Kind.MEMBER, Operating.DRAINING, f"weight 0, {best.describe()}")
+    return ObjectStatus(Kind.MEMBER, best.status, best.describe())
 
 
 def _served_pool_status(pool: Pool, result: Statuses) -> ObjectStatus:
-    """Return the status of a used, enabled, reported pool from its enabled members."""
     enabled = [member for member in pool.members if member.admin_state_up]
     known = [result[member.id].status for member in enabled if member.id in result]
     down = known.count(Operating.ERROR)
@@ -298,24 +290,14 @@ def _load_balancer_status(
         return _disabled(Kind.LOAD_BALANCER, own=True)
     served = [listener.id for listener in load_balancer.listeners if listener.admin_state_up]
     if not reports or (served and not any(listener_id in below for listener_id in served)):
-        # No report, or no report about the current listeners.
         return None
-    for status in (Operating.ERROR, Operating.DEGRADED):
-        for kind in (Kind.POOL, Kind.LISTENER):
-            for object_id, entry in below.items():
-                if entry.kind is kind and entry.status is status:
-                    reason = f"{kind.value[:-1]} {object_id}: {entry.reason}"
-                    return ObjectStatus(Kind.LOAD_BALANCER, status, reason)
+    for status, kind in itertools.product((Operating.ERROR, Operating.DEGRADED), (Kind.POOL, Kind.LISTENER)):
+        for object_id, entry in below.items():
+            if entry.kind is kind and entry.status is status:
+                reason = f"{kind.value[:-1]} {object_id}: {entry.reason}"
+                return ObjectStatus(Kind.LOAD_BALANCER, status, reason)
     return ObjectStatus(Kind.LOAD_BALANCER, Operating.ONLINE, "served by an amphora")
 
 
 def _disabled(kind: Kind, *, own: bool) -> ObjectStatus:
     return ObjectStatus(kind, Operating.OFFLINE, "disabled" if own else "its parent object is disabled")
-
-
-def _rank(view: _View) -> int:
-    return _RANK[view.status]
-
-
-def _describe(view: _View) -> str:
-    return f"{view.word} reported by amphora {view.amphora_id}" if view.amphora_id else f"{view.word} reported"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the changes that follow from new heartbeats to the database, in batches.
 
-Invariant: only changes are written. A failed batch is computed again at the next flush, with or without new heartbeats,
+Invariant: the writer writes changes only. The next flush computes a failed batch again, with or without new heartbeats,
 so no queue can overflow or get lost. A report affects only the load balancer of its amphora, and no report can block
 the writes of other load balancers. For any number of load balancers, a flush is one read and at most one write
 transaction (`write_batch`).
@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
 
 import msgspec
+import sqlalchemy as sa
 
+from amphora_driver.database.engine import Database
 from amphora_driver.errors import ContentRefused, UnknownObject
 from amphora_driver.health import statistics
-from amphora_driver.health.drift_reports import DriftReports
-from amphora_driver.health.lost_configs import LostConfigDetector
+from amphora_driver.health.amphora_reports import AmphoraReports, LastReport
+from amphora_driver.health.drift_reports import DriftReports, UnrepairedDrift
+from amphora_driver.health.lost_configs import LostConfig, LostConfigDetector
 from amphora_driver.health.stale_connections import StaleConnections
 from amphora_driver.health.status import Report, Statuses, operating_statuses
 from amphora_driver.health.write_batch import BatchWriter, Entry
@@ -28,19 +31,9 @@ from amphora_driver.store import amphorae, config_drift, desired_objects, status
 from amphora_driver.store.amphorae import LastHeartbeat
 from amphora_driver.untrusted_text import printable
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    import sqlalchemy as sa
-
-    from amphora_driver.database.engine import Database
-    from amphora_driver.health.amphora_reports import AmphoraReports, LastReport
-    from amphora_driver.health.drift_reports import UnrepairedDrift
-    from amphora_driver.health.lost_configs import LostConfig
-
 LOG = logging.getLogger(__name__)
 
-# Seconds between two writes of the last heartbeats: the only write of an idle system.
+# Seconds between two writes of the last heartbeats. An idle system has no other writes.
 _HEARTBEAT_WRITE_INTERVAL = 1.0
 # Seconds between two removals of deleted amphorae and load balancers from memory.
 _CLEANUP_INTERVAL = 60.0
@@ -48,13 +41,10 @@ _MAX_REASON = 255
 
 
 class _LoadBalancerState(msgspec.Struct):
-    """The tree of one load balancer, and the values written last.
+    """The tree of one load balancer (None if deleted), and the statuses and statistics rows written last.
 
     Attributes:
-        tree: None if the load balancer is deleted.
         served: the newest generation that an amphora served when the tree was read.
-        statuses: the statuses written last.
-        rows: the statistics rows written last.
         silent: amphorae that became silent while their partner sends heartbeats.
     """
 
@@ -71,7 +61,7 @@ class _LoadBalancerState(msgspec.Struct):
             self.statuses = {one: known for one, known in self.statuses.items() if one != load_balancer_id}
 
     def retain(self, amphora_ids: Iterable[str]) -> None:
-        """Drop the statistics of other amphorae and of deleted listeners. Dropped rows may be written again."""
+        """Drop the statistics of other amphorae and of deleted listeners. The writer may write dropped rows again."""
         kept = set(amphora_ids)
         listeners = {listener.id for listener in self.tree.listeners} if self.tree is not None else set()
         self.rows = {key: row for key, row in self.rows.items() if key[0] in listeners and key[1] in kept}
@@ -81,9 +71,9 @@ class _CurrentReports(msgspec.Struct, frozen=True):
     """The unexpired reports of the amphorae of one load balancer.
 
     Attributes:
-        reports: the reports of all amphorae, because each of them has counted requests.
+        reports: the reports of all amphorae, because each amphora has counted requests.
         trusted: the amphorae whose statuses of members and listeners count.
-        drifting: the amphorae that are marked as drifting.
+        drifting: the amphorae with the mark "drifting".
     """
 
     load_balancer_id: str
@@ -106,8 +96,6 @@ class StatusWriter:
     """Writes changed reports to the database. Not thread-safe.
 
     Args:
-        database: the database to write to.
-        reports: the reports of all amphorae.
         interval: seconds between two heartbeats of an amphora.
         on_due: called when a load balancer becomes due for a push.
         on_departed: called with the ids of amphorae that sent heartbeats and are no longer in the database.
@@ -130,9 +118,9 @@ class StatusWriter:
         self._on_departed = on_departed
         self._batches = BatchWriter(database)
         self._states: dict[str, _LoadBalancerState] = {}
-        # Amphorae with new heartbeats whose consequences are not written yet.
+        # The next flush handles these new heartbeats.
         self._updated: dict[str, LastReport] = {}
-        # Last heartbeats that are not written yet.
+        # The next due flush writes these last heartbeats.
         self._heartbeats: dict[str, LastHeartbeat] = {}
         self._heartbeats_written_at = 0.0
         self._cleaned_up_at = time.monotonic()
@@ -140,11 +128,10 @@ class StatusWriter:
     def flush(self, *, last: bool = False) -> bool:
         """Write the changes since the last flush, and return whether Octavia needs an update.
 
-        Args:
-            last: whether this is the final flush, which postpones nothing.
+        Raise StoreError if the database does not answer; the next flush repeats the writes.
 
-        Raises:
-            StoreError: the database does not answer. The next flush repeats the writes.
+        Args:
+            last: whether the process ends, so that the flush postpones nothing.
         """
         self._updated.update(self._reports.take_updated())
         current = self._database.read(self._collect_reports) if self._updated else []
@@ -190,8 +177,7 @@ class StatusWriter:
             # An invalid generation above the recorded one must not cause a read of the tree at every heartbeat.
             served = min(newest, one.generation)
             if served > state.served:
-                # The new tree may contain new objects, or objects that an incomplete tree missed. Reports about them
-                # from before their rows existed are written now.
+                # The new tree may contain objects without written statuses, although reports about them exist already.
                 state.tree, state.served, state.statuses = _load_tree(connection, load_balancer_id), served, {}
                 state.retain(one.amphorae)
             state.invalidate_changed_status(load_balancer_id, one.operating)
@@ -199,11 +185,11 @@ class StatusWriter:
         return current
 
     def _log_silent(self, load_balancer_id: str, state: _LoadBalancerState, silent: list[str]) -> None:
-        """Log once that an amphora is silent: no status shows it while the partner serves."""
+        """Log once that an amphora is silent, because no status shows its silence while the partner serves."""
         now_silent = frozenset(each for each in silent if self._reports.last_report(each) is not None)
         for amphora_id in sorted(now_silent - state.silent):
             LOG.warning(
-                "load balancer %s: amphora %s is silent, its partner sends heartbeats", load_balancer_id, amphora_id
+                "amphora %s of load balancer %s is silent, its partner sends heartbeats", amphora_id, load_balancer_id
             )
         state.silent = now_silent
 
@@ -221,10 +207,14 @@ class StatusWriter:
             self._apply_or_split(apply, current[:half], now)
             self._apply_or_split(apply, current[half:], now)
 
-    def _record_lost_configs(self, current: list[_CurrentReports], now: float) -> None:
-        """Make load balancers due whose amphorae have lost their configuration."""
+    def _confirmed_and_updated(self, current: list[_CurrentReports]) -> tuple[dict[str, int], dict[str, LastReport]]:
+        """Return the confirmed generations and the new heartbeats of the amphorae of these load balancers."""
         confirmed = {amphora_id: generation for one in current for amphora_id, generation in one.confirmed.items()}
-        updated = {amphora_id: last for amphora_id, last in self._updated.items() if amphora_id in confirmed}
+        return confirmed, {amphora_id: last for amphora_id, last in self._updated.items() if amphora_id in confirmed}
+
+    def _record_lost_configs(self, current: list[_CurrentReports], now: float) -> None:
+        """Make load balancers due if their amphorae have lost their configuration."""
+        confirmed, updated = self._confirmed_and_updated(current)
         suspected = self._lost_configs.find_lost(updated, confirmed, now)
         if not suspected:
             return
@@ -251,8 +241,7 @@ class StatusWriter:
 
     def _record_drift(self, current: list[_CurrentReports], now: float) -> None:
         """Record the drift that agents report, and make load balancers with unrepaired drift due."""
-        confirmed = {amphora_id: generation for one in current for amphora_id, generation in one.confirmed.items()}
-        updated = {amphora_id: last for amphora_id, last in self._updated.items() if amphora_id in confirmed}
+        confirmed, updated = self._confirmed_and_updated(current)
         marked = {amphora_id for one in current for amphora_id in one.drifting}
         marks = self._drift_reports.find_changed_marks(updated, confirmed, marked)
         unrepaired = self._drift_reports.find_unrepaired(updated, confirmed, now)
@@ -278,7 +267,7 @@ class StatusWriter:
 
         due, recorded = self._database.write(write)
         for amphora_id in recorded:
-            LOG.warning("drift on amphora %s: %s", amphora_id, _plain(notices[amphora_id].sentence))
+            LOG.warning("the agent of amphora %s reports drift: %s", amphora_id, _plain(notices[amphora_id].sentence))
         for one in unrepaired:
             LOG.warning("pushing the configuration of amphora %s again: %s", one.amphora_id, _plain(_push_reason(one)))
         self._drift_reports.record_pushes(unrepaired, now)
@@ -333,7 +322,8 @@ class StatusWriter:
         """Drop the memory of deleted amphorae and load balancers, at most once per cleanup interval."""
         if time.monotonic() - self._cleaned_up_at < _CLEANUP_INTERVAL:
             return
-        # In this order: the row of an amphora precedes its first heartbeat, so a known id without a row is deleted.
+        # The ids are read before the rows. The row of an amphora precedes its first heartbeat, so an id without a row
+        # belongs to a deleted amphora.
         known = self._reports.known_ids()
         owners = self._database.read(amphorae.load_balancer_ids)
         self._reports.forget(known - owners.keys())
@@ -357,7 +347,6 @@ def _load_tree(connection: sa.Connection, load_balancer_id: str) -> LoadBalancer
 
 
 def _compute_write(current: _CurrentReports) -> _PendingWrite:
-    """Return the statuses and statistics that differ from the values written last."""
     state = current.state
     if state.tree is None:
         return _PendingWrite(state, {}, Entry(current.load_balancer_id))
@@ -368,15 +357,11 @@ def _compute_write(current: _CurrentReports) -> _PendingWrite:
         for object_id, one in statuses.items()
         if object_id not in written or written[object_id].status is not one.status
     ]
-    batch = statistics.changed_rows(
-        current.reports,
-        dict.fromkeys(current.reports, current.load_balancer_id),
-        {listener.id: current.load_balancer_id for listener in state.tree.listeners},
-        state.rows,
-    )
+    listener_ids = {listener.id for listener in state.tree.listeners}
+    changed = statistics.changed_rows(current.reports, current.load_balancer_id, listener_ids, state.rows)
     # A silent amphora has no open connections. Its other counters stay.
     closed = statistics.closed_connections(state.rows, current.reports)
-    return _PendingWrite(state, statuses, Entry(current.load_balancer_id, observations, (*batch.rows, *closed)))
+    return _PendingWrite(state, statuses, Entry(current.load_balancer_id, observations, (*changed, *closed)))
 
 
 def _push_reason(one: UnrepairedDrift) -> str:
@@ -385,5 +370,5 @@ def _push_reason(one: UnrepairedDrift) -> str:
 
 
 def _plain(reason: str) -> str:
-    """Return a reason that every database can store: it quotes the amphora."""
+    """Return the reason with the characters that every database can store, because the reason quotes the amphora."""
     return printable(reason, _MAX_REASON)

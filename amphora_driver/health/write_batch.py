@@ -10,32 +10,27 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import msgspec
+import sqlalchemy as sa
 
 from amphora_driver import metrics
+from amphora_driver.database.engine import Database
 from amphora_driver.errors import ContentRefused
 from amphora_driver.health import statistics
 from amphora_driver.store import amphorae, status_outbox
+from amphora_driver.store.amphorae import LastHeartbeat
 from amphora_driver.untrusted_text import printable
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import sqlalchemy as sa
-
-    from amphora_driver.database.engine import Database
-    from amphora_driver.store.amphorae import LastHeartbeat
 
 LOG = logging.getLogger(__name__)
 
-# Seconds after a refusal during which the rows of this load balancer are written in a separate transaction.
+# For this number of seconds after a refusal, the rows of the load balancer have a transaction of their own.
 _ISOLATION_TIME = 300.0
 # Seconds between two log lines about one load balancer.
 _LOG_INTERVAL = 60.0
 _MAX_REASON = 500
-# Errors of a database driver for an invalid value; some are raised before the driver sends a statement.
+# A database driver raises some of these errors for an invalid value before it sends a statement.
 _REFUSALS = (ContentRefused, ValueError, OverflowError)
 
 
@@ -51,13 +46,11 @@ class Written(msgspec.Struct):
     """The result of a batch.
 
     Attributes:
-        entries: ids of the load balancers whose entries are written.
-        seen: ids of the amphorae whose last heartbeats are written.
-        unreported: number of written statuses that are not reported to Octavia yet.
+        entries: ids of the load balancers with written entries.
+        unreported: number of written statuses that Octavia has not received yet.
     """
 
     entries: set[str] = set()
-    seen: set[str] = set()
     unreported: int = 0
 
 
@@ -75,16 +68,13 @@ class BatchWriter:
         self._logged_at: dict[str, float] = {}
 
     def write(self, entries: Sequence[Entry], seen: Sequence[LastHeartbeat]) -> Written:
-        """Write all rows that the database accepts.
+        """Write all rows that the database accepts. Raise StoreError if the database does not answer.
 
         Args:
             entries: at most one for each load balancer.
             seen: the last heartbeats, at most one for each amphora.
-
-        Raises:
-            StoreError: the database does not answer. Earlier refusals are counted.
         """
-        written = Written(set(), set())
+        written = Written()
         parts: list[Entry | LastHeartbeat] = [*entries, *seen]
         isolated = [one for one in parts if _owner(one) in self._refused_at]
         self._write_or_split([one for one in parts if _owner(one) not in self._refused_at], written)
@@ -102,11 +92,13 @@ class BatchWriter:
             self._logged_at[owner] = now
             reason = printable(str(error), _MAX_REASON)
             LOG.warning(
-                "the database refused the reports of %s (%d refusals so far): %s", owner, self.refused[owner], reason
+                "the database refused the reports of %s, trying again with its next heartbeat (refusal %d): %s",
+                owner,
+                self.refused[owner],
+                reason,
             )
 
     def forget_old_refusals(self) -> None:
-        """Forget refusals older than `_ISOLATION_TIME`."""
         now = time.monotonic()
         self._refused_at = {one: at for one, at in self._refused_at.items() if now - at < _ISOLATION_TIME}
         self._logged_at = {one: at for one, at in self._logged_at.items() if one in self._refused_at}
@@ -140,7 +132,6 @@ class BatchWriter:
             self._write_or_split(parts[half:], written)
             return
         written.entries.update(entry.load_balancer_id for entry in entries)
-        written.seen.update(one.amphora_id for one in seen)
 
 
 def _owner(part: Entry | LastHeartbeat) -> str:

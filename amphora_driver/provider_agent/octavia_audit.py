@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the desired state with Octavia's records, and adopts Octavia's records where they differ.
 
-Invariant: Octavia's records define what its users want. An Octavia transaction can fail after the answer of the driver
-(its process or its database dies), and Octavia does not report that. So every changed load balancer is compared once,
-some seconds after its last change. A load balancer that is being changed, deleted or read is compared later, and so is
-one with unreported statuses. Barriers and other reads never wait for a comparison.
+Invariant: Octavia's records define the desired state. An Octavia transaction can fail after the answer of the driver,
+for example when octavia-api crashes, and Octavia does not report such a failure. So the auditor compares every changed
+load balancer once, some seconds after its last change. A load balancer with an open change, deletion or read, or with
+unreported statuses, is compared later. Barriers and other reads never wait for a comparison.
 
-octavia_lib does not tell which transactions failed, so all are compared: one load balancer at a time, with an interval
-between two comparisons that limits the cost.
+The auditor compares one load balancer at a time, and an interval between two comparisons limits the cost.
 """
 
 from __future__ import annotations
@@ -15,55 +14,41 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Executor
+from typing import Any
 
 import msgspec
+from octavia_lib.api.drivers.driver_lib import DriverLibrary
+from oslo_config.cfg import ConfigOpts
 
+from amphora_driver.database.engine import Database
 from amphora_driver.model import from_octavia, l7policy_positions
 from amphora_driver.model.enums import Kind
-from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Pool
+from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Node, Pool
 from amphora_driver.provider_agent import sync_transactions
+from amphora_driver.provider_agent.octavia_reader import OctaviaReader
 from amphora_driver.queue import local_socket, notifier
 from amphora_driver.store import desired_objects
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
-    from concurrent.futures import Executor
-
-    from octavia_lib.api.drivers.driver_lib import DriverLibrary
-    from oslo_config.cfg import ConfigOpts
-
-    from amphora_driver.database.engine import Database
-    from amphora_driver.model.loadbalancer import Node
-    from amphora_driver.provider_agent.octavia_reader import OctaviaReader
-
 LOG = logging.getLogger(__name__)
-# Age limit in seconds of the changes that a new reporter compares: the previous reporter may have missed them.
+# A new reporter compares the changes of this number of seconds, because the previous reporter may have missed them.
 _LOOK_BACK = 600.0
-# Seconds until a failed comparison is repeated: an unanswered read occupies Octavia for half a minute.
-_FIRST_BACKOFF = 15.0
-_MAX_BACKOFF = 600.0
-# Fields with child objects, and their empty values.
+# Back-off of a failed comparison in seconds. An unanswered read occupies Octavia for half a minute.
+_FIRST_BACKOFF, _MAX_BACKOFF = 15.0, 600.0
+# The fields with child objects have these empty values.
 _CHILDREN: dict[type, dict[str, Any]] = {
     LoadBalancer: {"listeners": (), "pools": ()},
     Listener: {"l7policies": ()},
     L7Policy: {"rules": ()},
     Pool: {"members": (), "healthmonitor": None},
 }
-# Fields of a load balancer that Octavia does not have: results of its creation, and addresses reported to Octavia once.
+# Octavia does not have these fields of a load balancer, or received them once, after its creation.
 _LOCAL_FIELDS = ("profile", "flavor", "availability_zone", "vip", "additional_vips")
 
 
 class OctaviaAuditor:
-    """Compares changed load balancers with Octavia.
-
-    Args:
-        conf: options of the driver.
-        database: contains the desired state.
-        library: returns octavia_lib's client.
-        reader: seals secrets.
-        executor: runs the comparisons, one at a time; without it, `run_due` compares in the caller's thread.
-    """
+    """Compares changed load balancers with Octavia, in the executor or else in the caller's thread."""
 
     def __init__(
         self,
@@ -79,9 +64,8 @@ class OctaviaAuditor:
         self._reader = reader
         self._executor = executor
         self._lock = threading.Lock()
-        # Times (`time.monotonic()`) at which load balancers are compared.
+        # The time of the next comparison (`time.monotonic()`), and the back-off after a failure, by load balancer.
         self._due: dict[str, float] = {}
-        # Back-off in seconds of load balancers whose comparison failed.
         self._backoffs: dict[str, float] = {}
         self._next = 0.0
         self._loaded = False
@@ -106,14 +90,10 @@ class OctaviaAuditor:
         if not self._loaded:
             self._loaded = True
             since = time.time() - _LOOK_BACK
-            self.schedule(
-                self._database.read(lambda connection: sync_transactions.list_recently_changed(connection, since))
-            )
+            self.schedule(self._database.read(lambda c: sync_transactions.list_recently_changed(c, since)))
         with self._lock:
-            if self._comparing or now < self._next or not self._due:
-                return
-            chosen = min(self._due, key=lambda one: self._due[one])
-            if time.monotonic() < self._due[chosen]:
+            chosen = min(self._due, key=lambda one: self._due[one], default=None)
+            if self._comparing or now < self._next or chosen is None or time.monotonic() < self._due[chosen]:
                 return
             del self._due[chosen]
             self._next = now + self._conf.amp_octavia.audit_interval
@@ -130,12 +110,8 @@ class OctaviaAuditor:
             with self._lock:
                 backoff = min(2 * self._backoffs.get(load_balancer_id, _FIRST_BACKOFF / 2), _MAX_BACKOFF)
                 self._backoffs[load_balancer_id] = backoff
-            LOG.warning(
-                "could not compare load balancer %s with Octavia, trying again in %.0f s: %s",
-                load_balancer_id,
-                backoff,
-                error,
-            )
+            failed = "could not compare load balancer %s with Octavia, trying again in %.0f s: %s"
+            LOG.warning(failed, load_balancer_id, backoff, error)
             self.schedule([load_balancer_id])
         else:
             with self._lock:
@@ -147,32 +123,30 @@ class OctaviaAuditor:
     def verify_member_batches(self, row: Any) -> bool:
         """Return whether Octavia has kept the batches that removed members; restore the members otherwise.
 
-        Octavia shows a member in deletion without a mark, and deletes its record after the DELETED report. After that
-        the member could not be restored. So this check precedes the report. A batch is one transaction: one of its
-        created or changed members shows whether Octavia has kept all of it.
+        Octavia shows a member in deletion without a mark, and deletes its record after the DELETED report, which makes
+        a restoration impossible. So this check precedes the report. A batch is one transaction, so one of its created
+        or changed members shows whether Octavia has kept the whole batch.
         """
+        load_balancer_id = row.load_balancer_id
         lost: list[str] = []
         for batch in self._database.read(lambda connection: sync_transactions.list_member_batches(connection, row)):
             found = self._library().get_member(batch.sample.id)
             if found is None or (not batch.created and _differing_fields(batch.sample, from_octavia.member(found))):
-                LOG.warning(
-                    "load balancer %s: Octavia has not kept the batch that removed members %s; restoring them",
-                    row.load_balancer_id,
-                    ", ".join(batch.removed),
-                )
                 lost += batch.removed
-        if lost:
-            # The scheduled comparison finds the members that the batch created or changed.
-            if self._database.write(lambda connection: sync_transactions.restore_members(connection, row, lost)):
-                self.schedule([row.load_balancer_id])
-                notifier.notify(self._conf, local_socket.CONTROLLER, row.load_balancer_id)
-            return False
-        passed = [(row.load_balancer_id, row.generation)]
-        self._database.write(lambda connection: sync_transactions.mark_committed(connection, passed))
-        return True
+        if not lost:
+            passed = [(load_balancer_id, row.generation)]
+            self._database.write(lambda connection: sync_transactions.mark_committed(connection, passed))
+            return True
+        dropped = "Octavia has dropped a batch of load balancer %s that removed members; restoring members %s"
+        LOG.warning(dropped, load_balancer_id, ", ".join(lost))
+        # The scheduled comparison finds the members that the batch created or changed.
+        if self._database.write(lambda connection: sync_transactions.restore_members(connection, row, lost)):
+            self.schedule([load_balancer_id])
+            notifier.notify(self._conf, local_socket.CONTROLLER, load_balancer_id)
+        return False
 
     def compare(self, load_balancer_id: str) -> bool:
-        """Compare one load balancer and adopt Octavia's tree if it differs. Return whether it was adopted."""
+        """Compare one load balancer, adopt Octavia's tree if it differs, and return whether the tree is adopted."""
         before = self._database.read(lambda connection: sync_transactions.load_settled(connection, load_balancer_id))
         if before is None:
             if self._database.read(lambda connection: sync_transactions.is_present(connection, load_balancer_id)):
@@ -183,12 +157,12 @@ class OctaviaAuditor:
         row, recorded, removed = before
         found = self._library().get_loadbalancer(load_balancer_id)
         if found is None:
-            LOG.warning(
-                "load balancer %s is unknown to Octavia; `amphoractl loadbalancer resync --remove-unknown` deletes it",
-                load_balancer_id,
+            unknown = (
+                "Octavia does not know load balancer %s; `amphoractl loadbalancer resync --remove-unknown` deletes it"
             )
+            LOG.warning(unknown, load_balancer_id)
             return False
-        # Octavia may still have objects that were removed before this read; they must not come back.
+        # Octavia may still have objects that were removed before this read, and those must not come back.
         tree = without_objects(from_octavia.load_balancer(found), removed)
         differences = describe_differences(recorded, tree)
         if not differences:
@@ -199,11 +173,8 @@ class OctaviaAuditor:
             lambda connection: sync_transactions.adopt_octavia_tree(connection, row, tree, contents, gone)
         )
         if adopted:
-            LOG.warning(
-                "load balancer %s differs in Octavia; adopting Octavia's state: %s",
-                row.load_balancer_id,
-                "; ".join(differences),
-            )
+            differs = "load balancer %s differs in Octavia; adopting Octavia's state: %s"
+            LOG.warning(differs, load_balancer_id, "; ".join(differences))
             notifier.notify(self._conf, local_socket.CONTROLLER, load_balancer_id)
         return adopted
 
@@ -212,13 +183,16 @@ def without_objects(tree: LoadBalancer, removed: Collection[str]) -> LoadBalance
     """Return a tree without the removed objects, their children and references, and with new L7 positions."""
     replace = msgspec.structs.replace
 
+    def kept(reference: str | None) -> str | None:
+        return None if reference in removed else reference
+
     def policy(one: L7Policy) -> L7Policy:
         rules = tuple(rule for rule in one.rules if rule.id not in removed)
-        return replace(one, rules=rules, redirect_pool_id=_unless_removed(one.redirect_pool_id, removed))
+        return replace(one, rules=rules, redirect_pool_id=kept(one.redirect_pool_id))
 
     def listener(one: Listener) -> Listener:
         policies = l7policy_positions.renumber(policy(each) for each in one.l7policies if each.id not in removed)
-        return replace(one, l7policies=policies, default_pool_id=_unless_removed(one.default_pool_id, removed))
+        return replace(one, l7policies=policies, default_pool_id=kept(one.default_pool_id))
 
     def pool(one: Pool) -> Pool:
         members = tuple(member for member in one.members if member.id not in removed)
@@ -233,29 +207,23 @@ def without_objects(tree: LoadBalancer, removed: Collection[str]) -> LoadBalance
 
 
 def describe_differences(recorded: LoadBalancer, kept: LoadBalancer) -> list[str]:
-    """Return one sentence for each object that differs.
-
-    Args:
-        recorded: the desired state.
-        kept: Octavia's tree without removed objects.
-    """
+    """Return one sentence for each object of the desired state that differs in Octavia's tree."""
     ours, theirs = _comparable_nodes(recorded), _comparable_nodes(kept)
     found = [f"{_describe(ours[one])} is missing in Octavia" for one in sorted(ours.keys() - theirs.keys())]
     found += [f"{_describe(theirs[one])} exists only in Octavia" for one in sorted(theirs.keys() - ours.keys())]
-    for one in sorted(ours.keys() & theirs.keys()):
-        fields = _differing_fields(ours[one], theirs[one])
-        if fields:
-            found.append(f"{_describe(ours[one])} differs in {', '.join(fields)}")
-    return found
+    differing = _differing_nodes(ours, theirs).items()
+    return found + [f"{_describe(ours[one])} differs in {', '.join(fields)}" for one, fields in differing]
 
 
 def changed_objects(recorded: LoadBalancer, kept: LoadBalancer) -> dict[str, Kind]:
     """Return the kinds of the objects that exist in both trees and differ, by id."""
-    ours, theirs = _comparable_nodes(recorded), _comparable_nodes(kept)
-    both = ours.keys() & theirs.keys()
-    return {
-        one: desired_objects.kind_of(theirs[one]) for one in sorted(both) if _differing_fields(ours[one], theirs[one])
-    }
+    theirs = _comparable_nodes(kept)
+    return {one: desired_objects.kind_of(theirs[one]) for one in _differing_nodes(_comparable_nodes(recorded), theirs)}
+
+
+def _differing_nodes(ours: Mapping[str, Node], theirs: Mapping[str, Node]) -> dict[str, list[str]]:
+    compared = {one: _differing_fields(ours[one], theirs[one]) for one in sorted(ours.keys() & theirs.keys())}
+    return {one: fields for one, fields in compared.items() if fields}
 
 
 def nodes_by_id(tree: LoadBalancer) -> Mapping[str, Node]:
@@ -267,27 +235,21 @@ def nodes_by_id(tree: LoadBalancer) -> Mapping[str, Node]:
 
 
 def _comparable_nodes(tree: LoadBalancer) -> Mapping[str, Node]:
-    # Renumbers the L7 policies: only their order counts, not their positions.
+    # The call renumbers the L7 policies, because only their order counts, not their positions.
     return nodes_by_id(without_objects(tree, ()))
 
 
 def _differing_fields(ours: Node, theirs: Node) -> list[str]:
-    """Return the names of the fields that differ. Values are omitted because they may be confidential."""
+    """Return the names of the fields that differ, without their values, which may be confidential."""
     if type(ours) is not type(theirs):
         return ["kind"]
     mine, others = msgspec.structs.asdict(ours), msgspec.structs.asdict(theirs)
     omitted = _LOCAL_FIELDS if isinstance(ours, LoadBalancer) else ()
-    return [
-        name for name, value in mine.items() if name not in omitted and _normalize(value) != _normalize(others[name])
-    ]
-
-
-def _unless_removed(reference: str | None, removed: Collection[str]) -> str | None:
-    return None if reference in removed else reference
+    return [one for one, value in mine.items() if one not in omitted and _normalize(value) != _normalize(others[one])]
 
 
 def _normalize(value: Any) -> Any:
-    """Return a value without irrelevant differences: the order of a list of names, and empty values."""
+    """Return a value without irrelevant differences, such as the order of a list of names and empty values."""
     if isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value):
         return frozenset(value) or None
     return value if value != "" else None

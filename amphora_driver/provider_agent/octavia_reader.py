@@ -10,57 +10,44 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from typing import Any
 
 import msgspec
 from octavia_lib.api.drivers import exceptions as octavia_errors
+from octavia_lib.api.drivers.driver_lib import DriverLibrary
+from oslo_config.cfg import ConfigOpts
 
 from amphora_driver import failpoints
+from amphora_driver.database.engine import Database
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import AmphoraDriverError, UnsupportedOption
 from amphora_driver.model import from_octavia
 from amphora_driver.model.enums import Kind
-from amphora_driver.model.loadbalancer import Listener, Pool
-from amphora_driver.model.secret_refs import secrets_of_object
+from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Pool
+from amphora_driver.model.secret_refs import SecretMaterial, SecretName, secrets_of_object
 from amphora_driver.provider_agent import sync_transactions
 from amphora_driver.queue import local_socket, notifier
 from amphora_driver.store import desired_objects, pending_rereads
 from amphora_driver.store.sealed_secrets import SealedSecret, secret_location
 from amphora_driver.validation import certificates
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from concurrent.futures import Executor
-
-    from octavia_lib.api.drivers.driver_lib import DriverLibrary
-    from oslo_config.cfg import ConfigOpts
-
-    from amphora_driver.database.engine import Database
-    from amphora_driver.model.loadbalancer import LoadBalancer
-    from amphora_driver.model.secret_refs import SecretMaterial, SecretName
-
-    _Object = LoadBalancer | Listener | Pool
+_Object = LoadBalancer | Listener | Pool
 
 LOG = logging.getLogger(__name__)
-# Back-off in seconds at which the reader stops waiting for the complete tree, and continues with its readable parts.
 GIVE_UP_BACKOFF = 2.0
-_FIRST_BACKOFF = 0.5
-_MAX_BACKOFF = 60.0
+"""At this back-off in seconds the reader continues with the readable parts of a tree."""
+_FIRST_BACKOFF, _MAX_BACKOFF = 0.5, 60.0
 # Seconds between two reads of a load balancer that Octavia does not know yet.
 _UNKNOWN_DELAY = 0.05
-_UNREADABLE = "Octavia could not hand it over. Check that every secret it refers to can be read"
+UNREADABLE = "Octavia could not hand it over. Check that every secret it refers to can be read"
+"""The reason after a time-out of Octavia, which users see."""
 _FAILED = (AmphoraDriverError, octavia_errors.DriverAgentTimeout, octavia_errors.DriverError, OSError)
 
 
 class OctaviaReader:
-    """Reads load balancers, listeners and pools.
-
-    Args:
-        conf: options of the driver.
-        database: receives the results.
-        library: returns octavia_lib's client.
-        executor: runs the reads; without it, `read` works in the caller's thread.
-    """
+    """Reads load balancers, listeners and pools, in the executor or else in the caller's thread."""
 
     def __init__(
         self,
@@ -75,25 +62,25 @@ class OctaviaReader:
         self._executor = executor
         self._vault: Vault | None = None
         self._lock = threading.Lock()
-        # Load balancers with a running read.
+        # These load balancers have a running read.
         self._busy: set[str] = set()
-        # Earliest next read (`time.monotonic()`) and back-off in seconds, of load balancers with an unsuccessful read.
+        # The earliest next read (`time.monotonic()`) and the back-off, of load balancers with an unsuccessful read.
         self.retries: dict[str, tuple[float, float]] = {}
-        # Load balancers that Octavia does not know, and since when (`time.monotonic()`: other clocks may be wrong).
+        # Octavia does not know these load balancers since a time of `time.monotonic()`.
         self._unknown: dict[str, float] = {}
 
     def can_read(self, load_balancer_id: str) -> bool:
-        """Return whether a load balancer may be read now: no read runs, and its back-off is over."""
+        """Return whether no read of this load balancer runs and its back-off is over."""
         with self._lock:
             until, _ = self.retries.get(load_balancer_id, (0.0, 0.0))
             return load_balancer_id not in self._busy and until <= time.monotonic()
 
     def read(self, row: Any, verify: Callable[[Any], bool]) -> bool:
-        """Start a read of a load balancer after its barrier; return whether no read is pending any more.
+        """Start a read of a load balancer after its barrier, and return whether no read is pending any more.
 
         Args:
             row: its `job` row before the barrier.
-            verify: called instead of a read if only its member batches have to be verified.
+            verify: called instead of a read if only its member batches need a check.
         """
         load_balancer_id = row.load_balancer_id
         with self._lock:
@@ -105,23 +92,21 @@ class OctaviaReader:
             try:
                 return self._read_with_retry(row, verify)
             except Exception:
-                LOG.exception("could not read load balancer %s from Octavia", load_balancer_id)
+                LOG.exception("could not read load balancer %s from Octavia, trying again", load_balancer_id)
                 return False
             finally:
                 with self._lock:
                     self._busy.discard(load_balancer_id)
 
+        def work_and_wake() -> None:
+            if work():
+                # The outbox may contain new statuses.
+                local_socket.wake_role(self._conf.amp_queue.socket_dir, local_socket.REPORTER)
+
         if self._executor is None:
             return work()
-        self._executor.submit(self._run_in_background, work)
+        self._executor.submit(work_and_wake)
         return False
-
-    def _run_in_background(self, work: Callable[[], bool]) -> None:
-        if work():
-            # The outbox may contain new statuses.
-            local_socket.wake_role(self._conf.amp_queue.socket_dir, local_socket.REPORTER)
-
-    # --- reads ------------------------------------------------------------------------------------------------------
 
     def _read_with_retry(self, row: Any, verify: Callable[[Any], bool]) -> bool:
         """Read or verify a load balancer. An error delays only its own next read."""
@@ -130,12 +115,8 @@ class OctaviaReader:
         except _FAILED as error:
             backoff = min(2 * self.retries.get(row.load_balancer_id, (0.0, _FIRST_BACKOFF))[1], _MAX_BACKOFF)
             self.retries[row.load_balancer_id] = (time.monotonic() + backoff, backoff)
-            LOG.warning(
-                "could not read load balancer %s from Octavia, trying again in %.0f s: %s",
-                row.load_balancer_id,
-                backoff,
-                error,
-            )
+            failed = "could not read load balancer %s from Octavia, trying again in %.0f s: %s"
+            LOG.warning(failed, row.load_balancer_id, backoff, error)
             return backoff >= GIVE_UP_BACKOFF and self._continue_without(row, error)
         if complete:
             self.retries.pop(row.load_balancer_id, None)
@@ -145,7 +126,7 @@ class OctaviaReader:
         return complete
 
     def _read_missing(self, row: Any) -> bool:
-        """Return whether Octavia has committed the load balancer and its missing objects are read."""
+        """Read the missing objects, and return whether Octavia has committed and returned all of them."""
         objects = pending_rereads.decode_objects(row.reread)
         if row.committed and objects is not None:
             return self._read_objects(row, objects)
@@ -157,9 +138,7 @@ class OctaviaReader:
             if time.monotonic() - since > self._conf.amp_octavia.commit_timeout:
                 self._unknown.pop(row.load_balancer_id)
                 LOG.warning("Octavia has not committed load balancer %s in time; deleting it", row.load_balancer_id)
-                self._database.write(
-                    lambda connection: sync_transactions.delete_unknown(connection, row.load_balancer_id)
-                )
+                self._database.write(lambda c: sync_transactions.delete_unknown(c, row.load_balancer_id))
                 self._notify_controller(row.load_balancer_id)
             return False
         self._unknown.pop(row.load_balancer_id, None)
@@ -176,7 +155,7 @@ class OctaviaReader:
         self._database.write(lambda connection: sync_transactions.mark_committed(connection, passed))
 
     def _read_objects(self, row: Any, objects: Sequence[tuple[Kind, str]]) -> bool:
-        """Read single objects: in a large tree this is cheaper, and needs no secrets of other objects."""
+        """Read single objects, which is cheaper in a large tree and needs no secrets of other objects."""
         nodes: list[LoadBalancer | Listener | Pool] = []
         contents: dict[SecretName, SealedSecret] = {}
         for kind, object_id in objects:
@@ -194,7 +173,7 @@ class OctaviaReader:
         return stored
 
     def _read_object(self, kind: Kind, object_id: str) -> tuple[_Object | None, dict[SecretName, SealedSecret]]:
-        """Read a listener or pool with its secrets, or a load balancer; None if Octavia does not know it."""
+        """Return a listener or pool with its secrets, or a load balancer; None if Octavia does not know it."""
         library = self._library()
         if kind is Kind.LOAD_BALANCER:
             whole = library.get_loadbalancer(object_id)
@@ -205,40 +184,37 @@ class OctaviaReader:
         node = from_octavia.listener(found) if kind is Kind.LISTENER else from_octavia.pool(found)
         return node, self.seal_secrets(from_octavia.read_secrets(kind, found))
 
-    # --- objects that Octavia does not return -----------------------------------------------------------------------
-
     def _continue_without(self, row: Any, error: Exception) -> bool:
         """Continue with the readable parts of a load balancer, and return whether its read is finished.
 
-        Octavia does not answer, for example because a secret is deleted. Without the requested single objects the rest
-        can be served. For a whole tree, each listener and pool is read separately. If the readable parts are not enough
-        to serve, the load balancer becomes ERROR, so that its user can change it, and the reads continue.
+        Octavia does not answer, for example because a secret is deleted. The rest does not need unreadable single
+        objects. Of a whole tree, the reader reads each listener and pool separately. If the readable parts are not
+        enough to serve, the load balancer becomes ERROR, so that its user can change it, and the reads continue.
         """
         if not row.read_back:
-            # No data is missing. Octavia answers at once for an unknown load balancer, so a time-out means it exists.
-            if isinstance(error, octavia_errors.DriverAgentTimeout):
+            # Octavia answers at once for an unknown load balancer, so a time-out means that Octavia knows it.
+            timed_out = isinstance(error, octavia_errors.DriverAgentTimeout)
+            if timed_out:
                 self._mark_committed(row)
-            return isinstance(error, octavia_errors.DriverAgentTimeout)
+            return timed_out
         if pending_rereads.decode_objects(row.reread) is not None:
-            stored = self._database.write(
-                lambda connection: sync_transactions.store_objects(connection, row, [], {}, _UNREADABLE)
-            )
+            stored = self._database.write(lambda c: sync_transactions.store_objects(c, row, [], {}, UNREADABLE))
         else:
             stored = self._read_in_parts(row)
             if not stored:
-                self._database.write(lambda connection: sync_transactions.fail_unreadable(connection, row, _UNREADABLE))
+                self._database.write(lambda connection: sync_transactions.fail_unreadable(connection, row, UNREADABLE))
         if stored:
             self.retries.pop(row.load_balancer_id, None)
             self._notify_controller(row.load_balancer_id)
         return True
 
     def _read_in_parts(self, row: Any) -> bool:
-        """Read each listener and pool separately; return False if the result is not enough to serve."""
+        """Read each listener and pool separately, and return whether the result is enough to serve."""
         tree = self._database.read(lambda connection: desired_objects.load_tree(connection, row.load_balancer_id))
         contents: dict[SecretName, SealedSecret] = {}
-        # With an unread listener, the other listeners were read by an earlier call.
+        # A tree with an unread listener results from an earlier call, which has read the other listeners.
         repeated = any(one.unread for one in tree.listeners)
-        # Octavia returns a listener only with its pools, and so needs their secrets too.
+        # Octavia returns a listener only with its pools, and so needs the secrets of the pools too.
         pool_unreadable = False
 
         def read_part(kind: Kind, recorded: Any) -> Any:
@@ -252,7 +228,7 @@ class OctaviaReader:
                     return recorded if secrets_of_object(recorded) else None
                 if repeated and not recorded.unread:
                     return recorded
-                # `unread` keeps the listener from being served: its unknown L7 policies may deny access.
+                # The renderer omits an `unread` listener, because its unknown L7 policies may deny access.
                 explained = secrets_of_object(recorded) or (pool_unreadable and not recorded.uses_l4)
                 return msgspec.structs.replace(recorded, unread=True) if explained else None
             contents.update(sealed)
@@ -262,25 +238,19 @@ class OctaviaReader:
             pools = [read_part(Kind.POOL, one) for one in tree.pools]
             listeners = [read_part(Kind.LISTENER, one) for one in tree.listeners]
         except _FAILED as error:
-            LOG.warning("could not read the parts of load balancer %s from Octavia: %s", row.load_balancer_id, error)
+            failed = "could not read the parts of load balancer %s from Octavia, trying again: %s"
+            LOG.warning(failed, row.load_balancer_id, error)
             return False
         if None in listeners or None in pools or not (listeners or pools):
             return False
         whole: LoadBalancer = msgspec.structs.replace(tree, listeners=tuple(listeners), pools=tuple(pools))
-        return self._database.write(
-            lambda connection: sync_transactions.store_tree(connection, row, whole, contents, _UNREADABLE)
-        )
-
-    # --- secrets ------------------------------------------------------------------------------------------------------
+        return self._database.write(lambda c: sync_transactions.store_tree(c, row, whole, contents, UNREADABLE))
 
     def seal_secrets(self, given: Mapping[SecretName, SecretMaterial]) -> dict[SecretName, SealedSecret]:
         """Encrypt secrets for the database. A defective secret gets the reason instead of a content."""
         found: dict[SecretName, SealedSecret] = {}
-        if not given:
-            return found
-        if self._vault is None:
-            self._vault = Vault.load(self._conf.amp_database.encryption_key_file)
         for name, material in given.items():
+            self._vault = self._vault or Vault.load(self._conf.amp_database.encryption_key_file)
             try:
                 secret = certificates.build_pem(name.purpose, material)
             except UnsupportedOption as error:

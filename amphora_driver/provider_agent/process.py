@@ -12,10 +12,14 @@ import multiprocessing
 import os
 import select
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from multiprocessing import connection
-from typing import TYPE_CHECKING
+from multiprocessing.context import ForkProcess
+from multiprocessing.synchronize import Event
+
+from oslo_config.cfg import ConfigOpts
 
 from amphora_driver import config
 from amphora_driver.database.engine import Database
@@ -23,52 +27,44 @@ from amphora_driver.provider_agent.status_reporter import Reporter
 from amphora_driver.queue import jobs
 from amphora_driver.store.process_registry import ProcessKind
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
-    from multiprocessing.context import ForkProcess
-    from multiprocessing.synchronize import Event
-
-    from oslo_config.cfg import ConfigOpts
-
 LOG = logging.getLogger(__name__)
-# Seconds before a dead child is replaced, so that a child that always fails does not use a whole processor.
+# Without this delay in seconds, a child that always fails would use a whole processor.
 _RESTART_DELAY = 0.2
-# Seconds between two checks whether a child or octavia-driver-agent has ended. No process waits on the event of
-# octavia-driver-agent: if it were killed during the wait, octavia-driver-agent would block for ever.
+# Seconds between two checks of the processes. No process waits on the event of octavia-driver-agent, because the death
+# of the waiting process would block octavia-driver-agent for ever.
 _POLL_INTERVAL = 0.5
-# Seconds until a stopping child is killed.
+# After this number of seconds the supervisor kills a stopping child.
 _STOP_TIMEOUT = 3.0
-# Concurrent reads: a read without an answer occupies a thread for half a minute.
+# A read without an answer occupies a reader thread for half a minute.
 _READER_THREADS = 4
 
 
 class _DriverAgent:
     """The parent process octavia-driver-agent. Children share the file descriptor.
 
-    octavia-driver-agent sets an event when it ends. After a kill -9 it cannot: its successor starts a second provider
-    agent, and this one would run for ever. (The pipe of `multiprocessing.parent_process` stays open in processes that
-    octavia-driver-agent starts later.)
+    octavia-driver-agent sets an event at its end, but not after a kill -9. Then its successor starts a second provider
+    agent, and the first one must detect the death. (The pipe of `multiprocessing.parent_process` stays open in
+    processes that octavia-driver-agent starts later.)
     """
 
     def __init__(self) -> None:
         self._poll = select.poll()
         try:
-            # Needs Linux 5.3; some containers forbid it. Then only the event ends this process.
+            # The system call needs Linux 5.3, and some containers forbid it.
             self._poll.register(os.pidfd_open(os.getppid()), select.POLLIN)
         except OSError as error:
-            LOG.info("cannot detect a killed octavia-driver-agent: %s", error)
+            LOG.info("cannot detect a killed octavia-driver-agent, so that only its event ends this process: %s", error)
 
     def has_ended(self) -> bool:
         return bool(self._poll.poll(0))
 
 
 class _StopCondition:
-    """Is set when the provider agent stops, or when the supervisor of this child dies.
+    """A condition that is set when the provider agent stops, or when the supervisor of this child dies.
 
     Args:
-        stopping: whether the provider agent stops. It has no lock, unlike the event of octavia-driver-agent: a process
-            killed while it reads that event blocks all others, including Octavia's. So only one process reads it.
+        stopping: whether the provider agent stops. A killed reader of the event of octavia-driver-agent would block all
+            other processes, so only the supervisor reads that event, and its children read this value without a lock.
         supervisor: process id of the supervisor.
     """
 
@@ -81,14 +77,11 @@ class _StopCondition:
 
 
 def run(exit_event: Event) -> None:
-    """Report to Octavia until octavia-driver-agent ends or tells this process to stop.
+    """Report to Octavia until octavia-driver-agent ends or sets the event.
 
     octavia-driver-agent starts this process once and does not restart it after a crash. So a child process reports, and
-    this process replaces it when it dies. If this process dies, a second child, the standby, takes its place. The
-    standby has no threads, because a process with threads must not fork.
-
-    Args:
-        exit_event: set when octavia-driver-agent ends.
+    this process, the supervisor, replaces a dead child. If the supervisor dies, a second child, the standby, takes its
+    place. The standby has no threads, because a process with threads must not fork.
     """
     _supervise(exit_event, _DriverAgent())
 
@@ -116,7 +109,7 @@ def _supervise(exit_event: Event, driver_agent: _DriverAgent) -> None:
     for child in running.values():
         child.join(_STOP_TIMEOUT)
         if child.is_alive():
-            # It waits for an answer from Octavia, which stops too. The next reporter repeats its work.
+            # The child waits for an answer from Octavia, which stops too. The next reporter repeats its work.
             child.kill()
             child.join()
 
@@ -144,10 +137,9 @@ def _run_reporter(name: str, supervisor: int, stopping: ctypes.c_bool) -> None:
 
 
 def _start_telemetry(conf: ConfigOpts, name: str, reporter: Reporter) -> AbstractContextManager[object]:
-    """Return the status page and metrics of the reporter, if a port is configured for them."""
     if not conf.amp_status_page.provider_agent_port:
         return nullcontext()
-    # Imported on demand: this code runs in a process of Octavia.
+    # The import is here, because this code runs in a process of Octavia.
     from amphora_driver.telemetry.http_server import Telemetry  # noqa: PLC0415
 
     return Telemetry(conf, ProcessKind.PROVIDER_AGENT, name, reporter.is_working)

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resynchronizes load balancers: reads them from Octavia and reports all statuses again, on request.
 
-Invariant: provisioning statuses are reported again only while the load balancer is PENDING in Octavia. So the resync
-first sets it to PENDING_UPDATE. That call waits for the end of a running change, and blocks new ones. The last report,
-the status of the load balancer itself, permits them again. If the row shows a request accepted before that call,
-nothing is adopted, and the resync is repeated after that request. A load balancer with open changes is not touched.
-If Octavia's answer cannot be used, the recorded statuses are reported again. So only an unreachable Octavia or database
-keeps a load balancer PENDING.
+Invariant: Octavia accepts provisioning statuses again only while the load balancer is PENDING. So the resync first sets
+the load balancer to PENDING_UPDATE. That call waits for the end of a running change, and blocks new changes. The last
+report, the status of the load balancer itself, permits changes again. The resync waits while changes are open, and
+starts again after a request that the driver accepted before that call. If Octavia's answer is unusable, the resync
+reports the recorded statuses again. So only an unreachable Octavia or database keeps a load balancer PENDING.
 
 Octavia returns load balancers by id only, and without statuses. So the resync cannot find unrecorded load balancers or
-wrong statuses in Octavia. It reports all statuses of the named load balancers.
+wrong statuses in Octavia, and reports all statuses of the named load balancers.
 """
 
 from __future__ import annotations
@@ -17,49 +16,44 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Executor
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 from octavia_lib.api.drivers import exceptions as octavia_errors
+from octavia_lib.api.drivers.driver_lib import DriverLibrary
+from oslo_config.cfg import ConfigOpts
 
+from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import DUE_NOW, job, object_status
 from amphora_driver.errors import AmphoraDriverError, StoreError
 from amphora_driver.model import from_octavia
 from amphora_driver.model.enums import Kind, Provisioning
-from amphora_driver.provider_agent import octavia_audit, sync_transactions
+from amphora_driver.model.loadbalancer import LoadBalancer, Node
+from amphora_driver.model.secret_refs import SecretName
+from amphora_driver.provider_agent import octavia_audit, octavia_reader, sync_transactions
+from amphora_driver.provider_agent.octavia_reader import OctaviaReader
 from amphora_driver.queue import local_socket, notifier
 from amphora_driver.store import desired_objects, generations, resyncs, status_outbox
 from amphora_driver.store.requests import Op
 from amphora_driver.store.resyncs import ResyncOutcome
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
-    from concurrent.futures import Executor
-
-    from octavia_lib.api.drivers.driver_lib import DriverLibrary
-    from oslo_config.cfg import ConfigOpts
-
-    from amphora_driver.database.engine import Database
-    from amphora_driver.model.loadbalancer import LoadBalancer, Node
-    from amphora_driver.model.secret_refs import SecretName
-    from amphora_driver.provider_agent.octavia_reader import OctaviaReader
-    from amphora_driver.store.sealed_secrets import SealedSecret
+from amphora_driver.store.sealed_secrets import SealedSecret
 
 LOG = logging.getLogger(__name__)
 # Seconds until the next attempt, for a load balancer with open changes and after an error.
-_BUSY_DELAY = 1.0
-_RETRY_DELAY = 15.0
+_BUSY_DELAY, _RETRY_DELAY = 1.0, 15.0
 _BUSY = "waits until all requests of its users are served and reported to Octavia"
 _CREATING = "waits until Octavia has committed its creation"
-# Deletions in one call: each costs Octavia tens of milliseconds, and a call times out after half a minute.
+# Each deletion costs Octavia tens of milliseconds, and a call times out after half a minute.
 _MAX_DELETED = 15
-# Length limit of the recorded differences.
+# The database column limits the length of the recorded differences.
 _MAX_DETAIL = 2000
 
 
 class _OctaviaState(msgspec.Struct, frozen=True, kw_only=True):
-    """A tree from Octavia, its differences from the desired state, and its secrets if it differs."""
+    """A tree from Octavia, its differences from the desired state, and the secrets of a differing tree."""
 
     tree: LoadBalancer
     differences: tuple[str, ...]
@@ -67,16 +61,7 @@ class _OctaviaState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Resyncer:
-    """Executes resync requests, one load balancer at a time.
-
-    Args:
-        conf: options of the driver.
-        database: contains the requests and the desired state.
-        library: returns octavia_lib's client.
-        reader: seals secrets.
-        holds_duty: returns whether this process holds the reporter duty.
-        executor: runs the requests; without it, `run_due` works in the caller's thread.
-    """
+    """Executes resync requests one by one, in the executor or else in the caller's thread."""
 
     def __init__(
         self,
@@ -95,7 +80,7 @@ class Resyncer:
         self._executor = executor
         self._lock = threading.Lock()
         self._running = False
-        # Earliest next attempts (`time.monotonic()`).
+        # The earliest next attempts (`time.monotonic()`) by load balancer.
         self._not_before: dict[str, float] = {}
 
     def run_due(self) -> None:
@@ -131,27 +116,19 @@ class Resyncer:
             waiting = self.resync(request)
             delay = 0.0 if waiting is None else _BUSY_DELAY
         except Exception as error:  # noqa: BLE001 - a failure must not block the requests of other load balancers
-            LOG.warning(
-                "could not resynchronize load balancer %s, trying again in %.0f s: %s",
-                load_balancer_id,
-                _RETRY_DELAY,
-                error,
-            )
+            failed = "could not resynchronize load balancer %s, trying again in %.0f s: %s"
+            LOG.warning(failed, load_balancer_id, _RETRY_DELAY, error)
             waiting, delay = f"failed, next attempt in {_RETRY_DELAY:.0f} s: {error}", _RETRY_DELAY
         self._not_before[load_balancer_id] = time.monotonic() + delay
         if waiting is not None and waiting != request.detail:
             try:
-                self._database.write(
-                    lambda connection: resyncs.set_resync_detail(connection, load_balancer_id, waiting)
-                )
+                self._database.write(lambda c: resyncs.set_resync_detail(c, load_balancer_id, waiting))
             except AmphoraDriverError as error:
-                LOG.warning("could not record the state of the resync of load balancer %s: %s", load_balancer_id, error)
+                failed = "could not record the state of the resync of load balancer %s, continuing: %s"
+                LOG.warning(failed, load_balancer_id, error)
 
     def resync(self, request: Any) -> str | None:
-        """Execute a request; return None if it is finished, otherwise the reason to wait.
-
-        Args:
-            request: a row of the table `resync`.
+        """Execute a row of the table `resync`, and return None if it is finished, otherwise the reason to wait.
 
         Raises:
             DriverAgentNotFound, UpdateStatusError: Octavia is unreachable.
@@ -194,13 +171,13 @@ class Resyncer:
         try:
             return self._library().get_loadbalancer(load_balancer_id), None
         except octavia_errors.DriverAgentTimeout:
-            # Octavia answers at once for an unknown load balancer, so it knows this one.
-            return None, "Octavia could not hand it over. Check that every secret it refers to can be read"
+            # Octavia answers at once for an unknown load balancer, so a time-out means that Octavia knows it.
+            return None, octavia_reader.UNREADABLE
 
     def _convert(
         self, before: tuple[Any, LoadBalancer, set[str]], found: Any
     ) -> tuple[_OctaviaState | None, str | None]:
-        """Return Octavia's state with its differences, or the reason why it cannot be used."""
+        """Return Octavia's state with its differences, or the reason why the answer is unusable."""
         _, recorded, removed = before
         try:
             tree = octavia_audit.without_objects(from_octavia.load_balancer(found), removed)
@@ -211,7 +188,9 @@ class Resyncer:
             raise
         except Exception as error:
             if not isinstance(error, AmphoraDriverError):
-                LOG.exception("cannot use Octavia's answer for load balancer %s", recorded.id)
+                LOG.exception(
+                    "cannot use Octavia's answer for load balancer %s, keeping its desired state", recorded.id
+                )
             return None, f"Octavia's answer cannot be used: {error}"[:_MAX_DETAIL]
         return _OctaviaState(tree=tree, differences=differences, contents=contents), None
 
@@ -235,15 +214,13 @@ class Resyncer:
                 return False
             _expect_missing_statuses(connection, tree.id, row.generation, bumped=bool(differences))
             resyncs.report_again(connection, tree.id)
-            return resyncs.finish_resync(
-                connection, request, ResyncOutcome.DONE, now, "; ".join(differences)[:_MAX_DETAIL] or None
-            )
+            detail = "; ".join(differences)[:_MAX_DETAIL] or None
+            return resyncs.finish_resync(connection, request, ResyncOutcome.DONE, now, detail)
 
         if not self._database.write(write):
             return _BUSY
-        LOG.info(
-            "resynchronized load balancer %s with Octavia: %s", tree.id, "; ".join(differences) or "no differences"
-        )
+        found = "; ".join(differences) or "no differences"
+        LOG.info("resynchronized load balancer %s with Octavia, reporting its statuses again: %s", tree.id, found)
         self._notify(tree.id)
         return None
 
@@ -266,12 +243,11 @@ class Resyncer:
         """Finish the request for a load balancer that exists only in the driver's database."""
         load_balancer_id = request.load_balancer_id
         if not request.remove_unknown:
-            LOG.warning("resync of load balancer %s: it is recorded, but unknown to Octavia", load_balancer_id)
-            self._finish(
-                request, ResyncOutcome.UNKNOWN, "it is recorded and served; --remove-unknown deletes it in the driver"
-            )
+            LOG.warning("resync found that Octavia does not know load balancer %s; keeping it", load_balancer_id)
+            detail = "it is recorded and served; --remove-unknown deletes it in the driver"
+            self._finish(request, ResyncOutcome.UNKNOWN, detail)
             return
-        LOG.warning("resync of load balancer %s: unknown to Octavia; deleting it as requested", load_balancer_id)
+        LOG.warning("resync deletes load balancer %s as requested, which Octavia does not know", load_balancer_id)
         self._database.write(lambda connection: sync_transactions.delete_unknown(connection, load_balancer_id))
         self._finish(request, ResyncOutcome.REMOVED)
         self._notify(load_balancer_id)
@@ -283,20 +259,17 @@ class Resyncer:
             self._finish(request, ResyncOutcome.NOWHERE)
             return
         if request.remove_unknown and found is not None:
-            LOG.warning(
-                "resync of load balancer %s: not recorded; deleting it from Octavia as requested", load_balancer_id
-            )
+            LOG.warning("resync deletes unrecorded load balancer %s from Octavia as requested", load_balancer_id)
             # Octavia refuses to delete an object that has children, so the leaves come first.
             gone = list(reversed([*octavia_audit.nodes_by_id(from_octavia.load_balancer(found)).values()]))
             for start in range(0, len(gone), _MAX_DELETED):
                 self._library().update_loadbalancer_status(_deleted(gone[start : start + _MAX_DELETED]))
             self._finish(request, ResyncOutcome.REMOVED, "deleted from Octavia")
             return
-        LOG.warning("resync of load balancer %s: Octavia has it, but it is not recorded", load_balancer_id)
+        LOG.warning("resync found load balancer %s in Octavia, but not in the database; keeping it", load_balancer_id)
         name = f"name {found.name}, VIP {found.vip_address}; " if found is not None else ""
-        self._finish(
-            request, ResyncOutcome.UNRECORDED, f"{name}it is not served; --remove-unknown deletes it from Octavia"
-        )
+        detail = f"{name}it is not served; --remove-unknown deletes it from Octavia"
+        self._finish(request, ResyncOutcome.UNRECORDED, detail)
 
     def _finish(self, request: Any, outcome: ResyncOutcome, detail: str | None = None) -> None:
         now = self._database.now()
@@ -314,16 +287,15 @@ def _deleted(gone: Iterable[Node]) -> dict[str, list[dict[str, str]]]:
     """Return octavia_lib's status document that reports these objects as DELETED."""
     document: dict[str, list[dict[str, str]]] = {}
     for node in gone:
-        document.setdefault(desired_objects.kind_of(node).value, []).append(
-            {"id": node.id, "provisioning_status": Provisioning.DELETED.value}
-        )
+        entry = {"id": node.id, "provisioning_status": Provisioning.DELETED.value}
+        document.setdefault(desired_objects.kind_of(node).value, []).append(entry)
     return document
 
 
 def _expect_missing_statuses(
     connection: sa.Connection, load_balancer_id: str, generation: int, *, bumped: bool
 ) -> None:
-    """Make objects without any status wait for the next generation, and the load balancer with them.
+    """Make objects without a status, and the load balancer, wait for the next generation.
 
     Args:
         generation: the generation before this transaction.
@@ -339,9 +311,7 @@ def _expect_missing_statuses(
         return
     if not bumped:
         generations.bump_generation(connection, load_balancer_id, generation)
-    waiting = {"pending": generation + 1}
-    connection.execute(
-        object_status.update().where(object_status.c.object_id.in_([*found, load_balancer_id])).values(**waiting)
-    )
-    due = {"dirty": True, "due_at": DUE_NOW}
-    connection.execute(job.update().where(job.c.load_balancer_id == load_balancer_id).values(**due))
+    waiting = object_status.update().where(object_status.c.object_id.in_([*found, load_balancer_id]))
+    connection.execute(waiting.values(pending=generation + 1))
+    due = job.update().where(job.c.load_balancer_id == load_balancer_id)
+    connection.execute(due.values(dirty=True, due_at=DUE_NOW))

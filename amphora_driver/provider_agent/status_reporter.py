@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports statuses and statistics to Octavia.
 
-Invariant: no status is reported before the transaction of the Octavia request has ended. Octavia calls the driver
-inside that transaction. A status sent earlier is lost (the row does not exist yet) or overwritten (Octavia sets
-PENDING_UPDATE afterwards). So every accepted generation first passes a *barrier*: a status update of the load
-balancer's row, which waits for the lock of that row until Octavia has committed. After it, statuses are sent from the
-outbox until Octavia accepts them.
+Invariant: the reporter sends no status before the transaction of the Octavia request has ended. Octavia calls the
+driver inside that transaction. Octavia would lose an earlier status (the row does not exist yet) or overwrite it
+(Octavia sets PENDING_UPDATE afterwards). So every accepted generation first passes a *barrier*: a status update of the
+load balancer's row, which waits for the lock of that row until Octavia has committed. Afterwards the reporter sends
+statuses from the outbox until Octavia accepts them.
 
 One reporter at a time holds the duty. The duty moves when that reporter dies, or when its octavia-driver-agent accepts
-nothing. It never moves during an update: Octavia would apply that update after those of the next reporter.
+nothing. The duty never moves during an update, because Octavia would apply that update after those of the next
+reporter.
 """
 
 from __future__ import annotations
@@ -16,13 +17,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from contextlib import suppress
+from typing import Any, Protocol
 
 from octavia_lib.api.drivers import driver_lib
 from octavia_lib.api.drivers import exceptions as octavia_errors
+from oslo_config.cfg import ConfigOpts
 
 from amphora_driver import failpoints, metrics
+from amphora_driver.database.engine import Database
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.model.enums import Kind, Provisioning
 from amphora_driver.provider_agent import sync_transactions
@@ -32,23 +37,13 @@ from amphora_driver.provider_agent.resync import Resyncer
 from amphora_driver.queue import jobs, local_socket, notifier
 from amphora_driver.store import listener_stats, process_registry, status_outbox
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from concurrent.futures import Executor
-
-    from oslo_config.cfg import ConfigOpts
-
-    from amphora_driver.database.engine import Database
-
 LOG = logging.getLogger(__name__)
 
-# A deletion costs Octavia about 34 ms. For a member Octavia loads the whole pool: half a second for a thousand members
-# on a busy machine. Other statuses cost about 2 ms. A call times out after 30 s, but Octavia continues to execute it,
-# so a retry would double the load.
-_MAX_DELETED = 15
-_MAX_ROWS = 300
-# Errors of an unreachable octavia-driver-agent or database. octavia_lib raises UpdateStatusError for an unreachable
-# agent and for a refused status; only the latter names an object.
+# A deletion costs Octavia about 34 ms, or half a second for a member of a thousand on a busy machine. Other statuses
+# cost about 2 ms. A call times out after 30 s, but Octavia continues to execute it, so a retry would double the load.
+_MAX_DELETED, _MAX_ROWS = 15, 300
+# octavia_lib raises UpdateStatusError for an unreachable agent and for a refused status. Only the error of a refused
+# status names an object.
 _UNREACHABLE = (
     AmphoraDriverError,
     octavia_errors.DriverAgentNotFound,
@@ -58,32 +53,30 @@ _UNREACHABLE = (
     octavia_errors.UpdateStatisticsError,
     OSError,
 )
-# Back-off in seconds up to which the report of a load balancer waits for a child whose status Octavia refuses.
+# Up to this back-off in seconds, the report of a load balancer waits for a child whose status Octavia refuses.
 _MAX_CHILD_BACKOFF = 2.0
-# Seconds without a round after which the process reports that it does not work; longer than the time-out of a call.
+# Without a round for this number of seconds, the process reports that it does not work. A call times out earlier.
 _MAX_ROUND_AGE = 45.0
-_DUTY = "reporter"
-_DUTY_SECONDS = 10.0
-# Poll intervals for which a reporter that cannot reach its octavia-driver-agent leaves the duty to others.
+_DUTY, _DUTY_SECONDS = "reporter", 10.0
+# For this number of poll intervals, a reporter without its octavia-driver-agent leaves the duty to others.
 _YIELD_INTERVALS = 2
 
 
 class StopSignal(Protocol):
-    """Tells whether the reporter has to stop."""
+    """A signal that the reporter has to stop."""
 
-    def is_set(self) -> bool:
-        """Return whether it has to stop."""
+    def is_set(self) -> bool: ...
 
 
 class Reporter:
     """Passes barriers, starts reads from Octavia, and reports the contents of the outbox.
 
+    Without an executor, the thread of `run_once` reads and compares.
+
     Args:
-        conf: options of the driver.
-        database: contains the outbox.
         name: name of this process. The successor of a dead reporter has the same name, and so its duty at once.
-        readers: executor of reads from Octavia; without it, the thread of `run_once` reads.
-        auditors: executor of comparisons with Octavia; without it, the thread of `run_once` compares.
+        readers: executor of reads from Octavia.
+        auditors: executor of comparisons with Octavia.
     """
 
     def __init__(
@@ -101,36 +94,36 @@ class Reporter:
         self._reader = OctaviaReader(conf, database, lambda: self.library, readers)
         self._auditor = OctaviaAuditor(conf, database, lambda: self.library, self._reader, auditors)
         self._held_until = self._yield_until = 0.0
-        # Whether an update of Octavia is running.
         self._updating = False
         self._resyncer = Resyncer(conf, database, lambda: self.library, self._reader, self._holds_duty, readers)
         self._rounds = 0
         self._round_at = time.monotonic()
         self._ended = threading.Event()
-        # Earliest next report (`time.monotonic()`) and back-off of objects whose status Octavia refused.
+        # The earliest next report (`time.monotonic()`) and the back-off of objects whose status Octavia refused.
         self._refused: dict[str, tuple[float, float]] = {}
-        # The load balancer that was reported last.
         self._last_reported = ""
 
     def run(self, stop: StopSignal) -> None:
         """Report after every wake-up, and at least once per poll interval, until the signal is set."""
-        # Statistics use a socket and a thread of their own: a call takes 0.1 s and must not delay an ACTIVE.
-        statistics = threading.Thread(target=self._report_statistics_until_stopped, name="statistics", daemon=True)
-        registry = threading.Thread(target=self._update_registry_until_stopped, name="registry", daemon=True)
-        statistics.start()
-        registry.start()
+        # A call with statistics takes 0.1 s and must not delay an ACTIVE, so statistics have a thread of their own.
+        threads = [
+            threading.Thread(target=self._report_statistics_until_stopped, name="statistics", daemon=True),
+            threading.Thread(target=self._update_registry_until_stopped, name="registry", daemon=True),
+        ]
+        for thread in threads:
+            thread.start()
         with (
             local_socket.WakeupSocket(self._conf.amp_queue.socket_dir, local_socket.REPORTER) as wakeup,
             notifier.reporter_hints(self._conf, wakeup.wake),
         ):
             delay = 0.0
             while not stop.is_set():
-                # The signal cannot be selected on, so the wait is short.
+                # The wait is short, because the signal does not end it.
                 wakeup.wait(min(delay, 0.5))
                 delay = self.try_run_once()
         self._ended.set()
-        statistics.join()
-        registry.join()
+        for thread in threads:
+            thread.join()
         jobs.release_duty(self._database, _DUTY, self._name)
 
     def _report_statistics_until_stopped(self) -> None:
@@ -142,15 +135,13 @@ class Reporter:
                 LOG.warning("could not report statistics to Octavia, trying again: %s", error)
 
     def _update_registry_until_stopped(self) -> None:
-        """Send the heartbeats of this process to the registry. The process works while it completes rounds.
+        """Update the row of this process in the registry. The process works while it completes rounds.
 
         A hanging update of Octavia delays the rounds, so this thread renews the duty meanwhile.
         """
-        registry = process_registry.ProcessRegistration(
-            self._database, self._name, process_registry.ProcessKind.PROVIDER_AGENT
-        )
-        before = -1
-        ended = False
+        kind = process_registry.ProcessKind.PROVIDER_AGENT
+        registry = process_registry.ProcessRegistration(self._database, self._name, kind)
+        before, ended = -1, False
         while not ended:
             rounds = self._rounds
             try:
@@ -158,20 +149,20 @@ class Reporter:
                     jobs.acquire_duty(self._database, _DUTY, self._name, _DUTY_SECONDS)
                 registry.heartbeat(working=rounds != before)
             except AmphoraDriverError as error:
-                LOG.warning("could not write the heartbeat of this process, trying again: %s", error)
+                LOG.warning("could not update the row of this provider agent, trying again: %s", error)
             before = rounds
             ended = self._ended.wait(process_registry.HEARTBEAT_INTERVAL)
         try:
             registry.deregister()
         except AmphoraDriverError as error:
-            LOG.warning("could not delete the row of this process from the registry: %s", error)
+            LOG.warning("could not delete the row of this stopping provider agent, stopping anyway: %s", error)
 
     def is_working(self) -> bool:
         """Return whether this process has begun a round recently, with or without the duty."""
         return time.monotonic() - self._round_at < _MAX_ROUND_AGE
 
     def try_run_once(self) -> float:
-        """Run one round and log an error; return the seconds until the next round."""
+        """Run one round, log an error, and return the seconds until the next round."""
         try:
             return self.run_once()
         except _UNREACHABLE as error:
@@ -183,8 +174,8 @@ class Reporter:
     def _yield_duty(self) -> None:
         """Leave the duty to a reporter on another host, whose octavia-driver-agent may accept updates.
 
-        A hung octavia-driver-agent may still execute an old update when it continues. If this process kept the duty,
-        no host would report anything meanwhile.
+        A hanging octavia-driver-agent may still execute an old update later. If this process kept the duty, no host
+        would report statuses meanwhile.
         """
         self._held_until = 0.0
         self._yield_until = time.monotonic() + _YIELD_INTERVALS * self._conf.amp_queue.poll_interval
@@ -192,13 +183,13 @@ class Reporter:
             jobs.release_duty(self._database, _DUTY, self._name)
 
     def run_once(self) -> float:
-        """Do all due work; return the seconds until the next round without a wake-up."""
+        """Do all due work, and return the seconds until the next round without a wake-up."""
         self._rounds += 1
         self._round_at = time.monotonic()
         if not self._acquire_duty():
             return float(self._conf.amp_queue.poll_interval)
         waiting = self._pass_barriers()
-        # A call may take longer than the duty lasts, so the duty is checked before every call.
+        # A call may take longer than the duty lasts, so the reporter checks the duty before every call.
         while self._acquire_duty() and self._report_statuses():
             pass
         if self._acquire_duty():
@@ -217,13 +208,13 @@ class Reporter:
         return self._library
 
     def _acquire_duty(self) -> bool:
-        """Acquire or renew the duty if needed; return whether this process holds it."""
+        """Acquire or renew the duty if needed, and return whether this process holds the duty."""
         now = time.monotonic()
         if now < self._held_until:
             return True
         if now < self._yield_until:
             return False
-        # `_held_until` is half a lease before the expiry, so an uninterrupted duty is renewed within that half.
+        # The time `_held_until` is half a lease before the expiry. A renewal within that half means no interruption.
         kept = now < self._held_until + _DUTY_SECONDS / 2
         if not jobs.acquire_duty(self._database, _DUTY, self._name, _DUTY_SECONDS):
             self._held_until = 0.0
@@ -237,37 +228,24 @@ class Reporter:
         """Return whether this process holds the duty, without renewing it. Thread-safe."""
         return time.monotonic() < self._held_until
 
-    @contextmanager
-    def _octavia_update(self, what: str) -> Iterator[None]:
-        """Measure a call that updates Octavia, and keep the duty until its end."""
+    def _update_octavia(self, what: str, document: dict[str, list[dict[str, str]]]) -> None:
+        """Send a status document to Octavia, measure the call, and keep the duty until its end."""
         self._updating = True
         try:
             with metrics.octavia_call(what):
-                yield
+                self.library.update_loadbalancer_status(document)
         finally:
             self._updating = False
 
-    # --- barriers ---------------------------------------------------------------------------------------------------
-
     def _pass_barriers(self) -> bool:
-        """Wait for Octavia's transactions; return whether one is still open or a read is pending."""
-        rows = [
-            row
-            for row in self._database.read(sync_transactions.list_uncommitted)
-            if self._reader.can_read(row.load_balancer_id)
-        ]
+        """Wait for Octavia's transactions, and return whether a transaction is still open or a read is pending."""
+        uncommitted = self._database.read(sync_transactions.list_uncommitted)
+        rows = [row for row in uncommitted if self._reader.can_read(row.load_balancer_id)]
         if not rows:
             return False
-        operating = self._database.read(
-            lambda connection: status_outbox.read_operating_statuses(connection, [row.load_balancer_id for row in rows])
-        )
-        barriers = {
-            row.load_balancer_id: {
-                "id": row.load_balancer_id,
-                "operating_status": operating[row.load_balancer_id].value,
-            }
-            for row in rows
-        }
+        ids = [row.load_balancer_id for row in rows]
+        operating = self._database.read(lambda connection: status_outbox.read_operating_statuses(connection, ids))
+        barriers = {one: {"id": one, "operating_status": operating[one].value} for one in ids}
         failpoints.reach(failpoints.Point.BARRIER_NEXT)
         if not self._acquire_duty():
             return False
@@ -283,10 +261,9 @@ class Reporter:
         return len(passed) + sum(complete) < len(rows)
 
     def _send_barriers(self, barriers: dict[str, dict[str, str]]) -> set[str]:
-        """Send barriers and wait for them; return the load balancers whose barrier failed."""
+        """Send barriers, wait for them, and return the load balancers with a failed barrier."""
         try:
-            with self._octavia_update("barrier"):
-                self.library.update_loadbalancer_status({"loadbalancers": list(barriers.values())})
+            self._update_octavia("barrier", {"loadbalancers": list(barriers.values())})
         except octavia_errors.UpdateStatusError as error:
             if error.status_object_id is None or len(barriers) == 1:
                 raise
@@ -299,45 +276,35 @@ class Reporter:
                 failed.add(load_balancer_id)
                 continue
             try:
-                with self._octavia_update("barrier"):
-                    self.library.update_loadbalancer_status({"loadbalancers": [barrier]})
+                self._update_octavia("barrier", {"loadbalancers": [barrier]})
             except octavia_errors.UpdateStatusError as error:
-                LOG.warning(
-                    "Octavia refused the barrier of load balancer %s, trying again: %s",
-                    load_balancer_id,
-                    error.fault_string,
-                )
+                refused = "Octavia refused the barrier of load balancer %s, trying again: %s"
+                LOG.warning(refused, load_balancer_id, error.fault_string)
                 failed.add(load_balancer_id)
         return failed
 
-    # --- the outbox ---------------------------------------------------------------------------------------------------
-
     def _report_statuses(self) -> bool:
-        """Report the statuses of one call; return whether more may be due."""
+        """Report the statuses of one call, and return whether more statuses may be due."""
         found = self._database.read(
             lambda connection: status_outbox.list_due_reports(connection, _MAX_ROWS, self._last_reported)
         )
         reports = _limit_deletions([one for one in found if self._is_due(one)])
         if not reports:
             return False
-        # The next call begins with the following load balancer, so that one with many statuses delays no other.
+        # The next call begins with the following load balancer, so that many statuses of one do not delay the others.
         self._last_reported = reports[-1].load_balancer_id
-        # Octavia cannot distinguish old and new statuses, so a process that was stopped meanwhile reads them again.
+        # Octavia cannot distinguish old and new statuses, so a process that lost the duty meanwhile reads them again.
         if not self._holds_duty():
             return True
         try:
-            with self._octavia_update("statuses"):
-                self.library.update_loadbalancer_status(build_status_document(reports))
+            self._update_octavia("statuses", build_status_document(reports))
             accepted = list(reports)
         except octavia_errors.UpdateStatusError as error:
             if error.status_object_id is None:
                 raise
             LOG.warning("Octavia refused a status; sending the statuses one by one: %s", error.fault_string)
-            accepted = [
-                report
-                for report in reports
-                if self._is_due(report) and self._acquire_duty() and self._report_single(report)
-            ]
+            due = (report for report in reports if self._is_due(report) and self._acquire_duty())
+            accepted = [report for report in due if self._report_single(report)]
         failpoints.reach(failpoints.Point.REPORT_SENT)
         self._database.write(lambda connection: status_outbox.mark_reported(connection, accepted))
         failpoints.reach(failpoints.Point.REPORT_TAKEN)
@@ -354,27 +321,21 @@ class Reporter:
 
     def _report_single(self, report: status_outbox.StatusReport) -> bool:
         try:
-            with self._octavia_update("statuses"):
-                self.library.update_loadbalancer_status(build_status_document([report]))
+            self._update_octavia("statuses", build_status_document([report]))
         except octavia_errors.UpdateStatusError as error:
             if error.status_object_id is None:
                 raise
             ends = report.kind is Kind.LOAD_BALANCER and report.provisioning is Provisioning.DELETED
             if ends and self.library.get_loadbalancer(report.object_id) is None:
-                # Octavia does not have the load balancer: it was deleted before, or never committed.
+                # Octavia has deleted the load balancer before, or has never committed it.
                 return True
             backoff = min(2 * self._refused.get(report.object_id, (0.0, 0.125))[1], 60.0)
             metrics.count_reports("refused")
-            LOG.warning(
-                "Octavia refused the status of %s %s, trying again in %.0f s: %s",
-                report.kind,
-                report.object_id,
-                backoff,
-                error.fault_string,
-            )
+            refused = "Octavia refused the status of %s %s, trying again in %.0f s: %s"
+            LOG.warning(refused, report.kind, report.object_id, backoff, error.fault_string)
             self._refused[report.object_id] = (time.monotonic() + backoff, backoff)
             if backoff <= _MAX_CHILD_BACKOFF:
-                # The load balancer stays PENDING, and so refuses new requests, until its child is reported.
+                # The load balancer stays PENDING, and so refuses new requests, until the report of its child.
                 self._refused.setdefault(report.load_balancer_id, (time.monotonic() + backoff, 0.125))
             return False
         self._refused.pop(report.object_id, None)
@@ -404,17 +365,10 @@ def build_status_document(reports: Sequence[status_outbox.StatusReport]) -> dict
 
 
 def _needs_read(row: Any) -> bool:
-    """Return whether a read from Octavia has to precede the reports."""
     return not row.committed or row.read_back or row.batch
 
 
 def _limit_deletions(reports: Sequence[status_outbox.StatusReport]) -> list[status_outbox.StatusReport]:
     """Return the first reports, with at most `_MAX_DELETED` deletions."""
-    chosen: list[status_outbox.StatusReport] = []
-    deleted = 0
-    for report in reports:
-        deleted += report.provisioning is Provisioning.DELETED
-        if deleted > _MAX_DELETED:
-            break
-        chosen.append(report)
-    return chosen
+    deletions = [index for index, report in enumerate(reports) if report.provisioning is Provisioning.DELETED]
+    return list(reports[: deletions[_MAX_DELETED]] if len(deletions) > _MAX_DELETED else reports)

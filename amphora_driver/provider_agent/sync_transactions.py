@@ -1,61 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Database transactions of the provider agent; each function is the content of one transaction.
+"""Database transactions of the provider agent. Each function is the content of one transaction.
 
-Invariant: a result read from Octavia is stored only if no request was accepted since the read began, because the reader
-holds no lock meanwhile. Nothing is stored for a load balancer in deletion.
+Invariant: a transaction stores a result of Octavia only if the driver has accepted no request since the read began,
+because the reader holds no lock meanwhile. No transaction stores a result for a load balancer in deletion.
+
+The argument `row` is the `job` row before the read. A result of False means that the row has changed.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.database.tables import DUE_NOW, desired_object, job, object_status, request
 from amphora_driver.model.enums import Kind, Provisioning
-from amphora_driver.model.loadbalancer import Member
-from amphora_driver.model.secret_refs import secrets_of_object, secrets_of_tree, ticket_secret_name
+from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool
+from amphora_driver.model.secret_refs import SecretName, secrets_of_object, secrets_of_tree, ticket_secret_name
 from amphora_driver.store import desired_objects, generations, pending_rereads, sealed_secrets, status_outbox
 from amphora_driver.store.requests import Op
 from amphora_driver.store.sealed_secrets import SealedSecret
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-
-    from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Pool
-    from amphora_driver.model.secret_refs import SecretName
 
 NO_CONTENT = "Octavia returned no content for a secret reference. Check that the secret exists and can be read"
 
 
 def list_uncommitted(connection: sa.Connection) -> Sequence[Any]:
-    """Return load balancers that need a read, or whose Octavia transaction may still be open."""
+    """Return load balancers that need a read, or that may have an open transaction in Octavia."""
     batch = sa.exists().where(
         request.c.load_balancer_id == job.c.load_balancer_id,
         request.c.generation > job.c.committed,
         request.c.action == "set members",
     )
-    return connection.execute(
-        sa.select(
-            job.c.load_balancer_id,
-            job.c.generation,
-            job.c.committed,
-            job.c.read_back,
-            job.c.reread,
-            batch.label("batch"),
-        ).where(sa.or_(job.c.committed < job.c.generation, job.c.read_back))
-    ).all()
+    columns = (job.c.load_balancer_id, job.c.generation, job.c.committed, job.c.read_back, job.c.reread)
+    open_jobs = sa.or_(job.c.committed < job.c.generation, job.c.read_back)
+    return connection.execute(sa.select(*columns, batch.label("batch")).where(open_jobs)).all()
 
 
 def list_recently_changed(connection: sa.Connection, since: float) -> list[str]:
     """Return load balancers with an unfinished job, or a request since that time (seconds since 1970)."""
     recent = sa.select(request.c.load_balancer_id).where(request.c.accepted_at > since)
-    return list(
-        connection.execute(
-            recent.union(sa.select(job.c.load_balancer_id).where(job.c.dirty, job.c.op != Op.SPARES))
-        ).scalars()
-    )
+    unfinished = sa.select(job.c.load_balancer_id).where(job.c.dirty, job.c.op != Op.SPARES)
+    return list(connection.execute(recent.union(unfinished)).scalars())
 
 
 def mark_committed(connection: sa.Connection, passed: Sequence[tuple[str, int]]) -> None:
@@ -78,29 +65,18 @@ def store_tree(
     """Make Octavia's tree the desired state of the same generation, including its new objects.
 
     Args:
-        connection: of `Database.write`.
-        row: the `job` row before the read.
-        tree: the tree that was read.
-        contents: the secrets that were read.
-        reason: error for secrets that were not read and have no earlier content.
-
-    Returns:
-        Whether the tree was stored; False if the row has changed.
+        contents: the secrets from Octavia.
+        reason: error for secrets without a content from Octavia or from an earlier read.
     """
     if not is_unchanged(connection, row):
         return False
-    added = desired_objects.replace_tree(connection, row.generation, tree)
-    status_outbox.expect_confirmation(
-        connection, tree.id, row.generation, [(desired_objects.kind_of(node), node.id) for node in added]
-    )
+    _replace_tree(connection, row.generation, tree)
     missing = SealedSecret(reason=reason)
     recorded = sealed_secrets.load_secrets(connection, tree.id)
     known = {name: one for name, one in recorded.items() if one.content is not None}
-    used = dict.fromkeys(secrets_of_tree(tree))
+    used = {name: contents.get(name, known.get(name, missing)) for name in secrets_of_tree(tree)}
     sealed_secrets.delete_secrets(connection, recorded.keys() - used.keys() - {ticket_secret_name(tree.id)})
-    sealed_secrets.replace_secrets(
-        connection, tree.id, {name: contents.get(name, known.get(name, missing)) for name in used}
-    )
+    sealed_secrets.replace_secrets(connection, tree.id, used)
     pending_rereads.finish_reread(connection, tree.id)
     mark_committed(connection, [(tree.id, row.generation)])
     return True
@@ -113,7 +89,7 @@ def store_objects(
     contents: Mapping[SecretName, SealedSecret],
     reason: str = NO_CONTENT,
 ) -> bool:
-    """Make single objects from Octavia the desired state. Arguments and result are those of `store_tree`."""
+    """Make single objects from Octavia the desired state; see `store_tree`."""
     if not is_unchanged(connection, row):
         return False
     for node in nodes:
@@ -122,9 +98,7 @@ def store_objects(
             sealed_secrets.sync_object_secrets(connection, row.load_balancer_id, node.id, used, contents)
     tree = desired_objects.load_tree(connection, row.load_balancer_id)
     recorded = sealed_secrets.load_secrets(connection, row.load_balancer_id)
-    missing = {
-        name: SealedSecret(reason=reason) for name in dict.fromkeys(secrets_of_tree(tree)) if name not in recorded
-    }
+    missing = {name: SealedSecret(reason=reason) for name in secrets_of_tree(tree) if name not in recorded}
     sealed_secrets.replace_secrets(connection, row.load_balancer_id, missing)
     pending_rereads.finish_reread(connection, row.load_balancer_id)
     mark_committed(connection, [(row.load_balancer_id, row.generation)])
@@ -132,20 +106,17 @@ def store_objects(
 
 
 def fail_unreadable(connection: sa.Connection, row: Any, reason: str) -> None:
-    """Set a load balancer that Octavia has committed but does not return to ERROR."""
+    """Set a load balancer to ERROR that Octavia has committed but does not return."""
     status_outbox.fail_generation(connection, row.load_balancer_id, row.generation, reason)
     mark_committed(connection, [(row.load_balancer_id, row.generation)])
 
 
 def delete_unknown(connection: sa.Connection, load_balancer_id: str) -> None:
     """Start the deletion of a load balancer that Octavia does not know, for example after a rollback."""
-    generation = connection.execute(
-        sa.select(job.c.generation).where(job.c.load_balancer_id == load_balancer_id)
-    ).scalar_one()
-    everything = [
-        (Kind.LOAD_BALANCER, load_balancer_id),
-        *desired_objects.list_descendants(connection, [load_balancer_id]),
-    ]
+    current = sa.select(job.c.generation).where(job.c.load_balancer_id == load_balancer_id)
+    generation = connection.execute(current).scalar_one()
+    descendants = desired_objects.list_descendants(connection, [load_balancer_id])
+    everything = [(Kind.LOAD_BALANCER, load_balancer_id), *descendants]
     desired_objects.mark_removed(connection, generation + 1, [object_id for _, object_id in everything])
     status_outbox.expect_confirmation(connection, load_balancer_id, generation + 1, everything)
     connection.execute(
@@ -164,45 +135,44 @@ def adopt_octavia_tree(
 ) -> bool:
     """Make a differing Octavia tree the desired state of a new generation.
 
-    Octavia gets no status for objects that do not wait for one: no user saw a change that Octavia rolled back.
+    Octavia gets a status only of the objects that wait for one, because no user saw a change that Octavia rolled back.
 
     Args:
-        connection: of `Database.write`.
-        row: the `job` row before the read.
-        tree: Octavia's tree without objects that were removed before the read. Their DELETED may have been reported
-            meanwhile, and then no row of them is left.
-        contents: the secrets that were read.
+        tree: Octavia's tree without objects that were removed before the read. After the report of their DELETED no
+            row of them is left.
+        contents: the secrets from Octavia.
         gone: ids of recorded objects that Octavia does not have.
-
-    Returns:
-        Whether the tree was adopted; False if the row has changed.
     """
     if not is_unchanged(connection, row):
         return False
-    generation = row.generation + 1
     generations.bump_generation(connection, tree.id, row.generation)
-    added = desired_objects.replace_tree(connection, generation, tree)
-    status_outbox.expect_confirmation(
-        connection, tree.id, generation, [(desired_objects.kind_of(node), node.id) for node in added]
-    )
+    _replace_tree(connection, row.generation + 1, tree)
     for one in sorted(gone):
         connection.execute(object_status.delete().where(object_status.c.object_id == one))
     sealed_secrets.delete_secrets_of_objects(connection, sorted(gone))
     kept, no_content = sealed_secrets.load_secrets(connection, tree.id), SealedSecret(reason=NO_CONTENT)
-    missing = [name for name in dict.fromkeys(secrets_of_tree(tree)) if name not in kept or kept[name].content is None]
-    sealed_secrets.replace_secrets(
-        connection, tree.id, {name: contents.get(name, kept.get(name, no_content)) for name in missing}
-    )
+    missing = {
+        name: contents.get(name, kept.get(name, no_content))
+        for name in secrets_of_tree(tree)
+        if name not in kept or kept[name].content is None
+    }
+    sealed_secrets.replace_secrets(connection, tree.id, missing)
     connection.execute(job.update().where(job.c.load_balancer_id == tree.id).values(dirty=True, due_at=DUE_NOW))
     return True
+
+
+def _replace_tree(connection: sa.Connection, generation: int, tree: LoadBalancer) -> None:
+    added = desired_objects.replace_tree(connection, generation, tree)
+    objects = [(desired_objects.kind_of(node), node.id) for node in added]
+    status_outbox.expect_confirmation(connection, tree.id, generation, objects)
 
 
 class MemberBatch(msgspec.Struct, frozen=True, kw_only=True):
     """A request that removed members of a pool and created or changed others in one Octavia transaction.
 
     Attributes:
-        sample: a member that the batch created; otherwise one that it changed and that no later request changed.
-        created: whether the batch created the sample; then its existence alone shows the result.
+        sample: a member that the batch created, or else a member that only this batch has changed.
+        created: whether the batch created the sample, whose existence then shows the result.
         removed: ids of the removed members.
     """
 
@@ -212,10 +182,7 @@ class MemberBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_member_batches(connection: sa.Connection, row: Any) -> list[MemberBatch]:
-    """Return the member batches whose Octavia transactions may still be open.
-
-    The result omits batches that removed no member or have no sample, and batches of deleted pools or load balancers.
-    """
+    """Return the member batches with a sample that removed members and may have an open transaction in Octavia."""
     requested = (
         sa.select(request.c.generation, request.c.object_id)
         .join(desired_object, desired_object.c.id == request.c.object_id)
@@ -242,7 +209,7 @@ def _load_batch(connection: sa.Connection, pool_id: str, generation: int) -> Mem
     )
     rows = connection.execute(sa.select(desired_object).where(*of_batch)).all()
     removed = [one.id for one in rows if one.removed and one.generation == generation]
-    # A member that a later request removes is a valid sample too: Octavia shows it until the DELETED report.
+    # A member that a later request removes is a valid sample too, because Octavia shows it until the DELETED report.
     candidates = [one for one in rows if one.id not in removed]
     sample = max(candidates, key=lambda one: one.created == generation, default=None)
     if sample is None or not removed:
@@ -252,7 +219,7 @@ def _load_batch(connection: sa.Connection, pool_id: str, generation: int) -> Mem
 
 
 def restore_members(connection: sa.Connection, row: Any, removed: Collection[str]) -> bool:
-    """Restore the members that uncommitted batches removed; return False if the row has changed."""
+    """Restore the members that uncommitted batches removed."""
     if not is_unchanged(connection, row):
         return False
     generation = row.generation + 1
@@ -264,10 +231,9 @@ def restore_members(connection: sa.Connection, row: Any, removed: Collection[str
     for one in sorted(removed):
         changed = desired_object.update().where(desired_object.c.id == one)
         connection.execute(changed.values(removed=False, generation=generation))
-    # The outbox may contain their DELETED already: this replaces it before it is reported.
-    status_outbox.expect_confirmation(
-        connection, row.load_balancer_id, generation, [(Kind.MEMBER, one) for one in sorted(removed)]
-    )
+    # The outbox may contain the DELETED of these members already. The expected confirmation replaces that status.
+    members = [(Kind.MEMBER, one) for one in sorted(removed)]
+    status_outbox.expect_confirmation(connection, row.load_balancer_id, generation, members)
     return True
 
 
@@ -275,11 +241,11 @@ def load_settled(connection: sa.Connection, load_balancer_id: str) -> tuple[Any,
     """Return a load balancer without open changes in Octavia: its row, its tree, its removed objects.
 
     The result is None while a change is open, and for a load balancer that does not exist or is in deletion. A change
-    is open until its statuses are reported: until then Octavia keeps objects in deletion, the references to them, and
-    their L7 positions. The status of the load balancer itself is reported last.
+    is open until the report of its statuses, because Octavia keeps objects in deletion, the references to them, and
+    their L7 positions until then.
 
-    The ids of removed objects contain those that Octavia still has because it refused their DELETED. They have to be
-    read before Octavia is asked: a later read would miss objects that are reported meanwhile.
+    The ids of removed objects include those that Octavia still has because it refused their DELETED. A read of these
+    ids must precede the read from Octavia, because a later read would miss objects with a new report.
     """
     row = connection.execute(_WORK_ROW, {"of": load_balancer_id}).first()
     if row is None or row.op == Op.DELETE or row.read_back or row.committed < row.generation:
@@ -302,7 +268,7 @@ _WORK_ROW = sa.select(
 _REMOVED = sa.select(desired_object.c.id).where(
     desired_object.c.load_balancer_id == sa.bindparam("of"), desired_object.c.removed
 )
-# A failed object stays pending although its ERROR is reported. Objects in deletion still exist in Octavia.
+# A failed object stays pending after the report of its ERROR. Objects in deletion still exist in Octavia.
 _FAILURE_REPORTED = sa.and_(
     object_status.c.provisioning == Provisioning.ERROR.value,
     object_status.c.settled <= object_status.c.reported,
@@ -328,8 +294,6 @@ _UNREPORTED = (
 def is_unchanged(connection: sa.Connection, row: Any) -> bool:
     """Return whether a `job` row has not changed, and lock it until the end of the transaction."""
     now = connection.execute(_WORK_ROW.with_for_update(), {"of": row.load_balancer_id}).first()
-    return (
-        now is not None
-        and now.op != Op.DELETE
-        and (now.generation, bool(now.read_back), now.reread) == (row.generation, bool(row.read_back), row.reread)
-    )
+    if now is None or now.op == Op.DELETE:
+        return False
+    return (now.generation, bool(now.read_back), now.reread) == (row.generation, bool(row.read_back), row.reread)

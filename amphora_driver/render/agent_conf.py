@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rendering of agent.conf, the file that an amphora's agent reads at its start."""
+"""Renders agent.conf, the file that an amphora's agent reads at its start."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from collections.abc import Sequence
 
 _AGENT_CONF = """\
 [agent]
@@ -33,7 +30,7 @@ def render_agent_conf(
     heartbeat_targets: Sequence[str],
     audit_interval: float,
 ) -> str:
-    """Return the content of agent.conf; the compute backend fills in `{management_address}`."""
+    """Return the content of agent.conf. The compute backend fills in `{management_address}`."""
     return _AGENT_CONF.format(
         amphora_id=amphora_id,
         port=port,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pool as `backend` sections, one for each listener that uses it.
 
-Invariant: a pool is examined once for all listeners. An error of a member or of the monitor does not remove the pool. A
-change of a member changes its own lines only.
+Invariant: an error of a member or of the monitor does not remove the pool. A change of a member changes its own lines
+only.
 """
 
 from __future__ import annotations
@@ -39,22 +39,15 @@ HTTP_TUNNEL = quoting.milliseconds(3_600_000, "the tunnel timeout")
 """The time-out of upgraded connections and tunnels through HTTP."""
 
 _HTTP, _TCP = quoting.keywords("http"), quoting.keywords("tcp")
-_PROXY = {
-    PoolProtocol.PROXY: quoting.keywords("send-proxy"),
-    PoolProtocol.PROXYV2: quoting.keywords("send-proxy-v2"),
-}
-# PoolFacts a TLS listener the PROXY header contains TLS and the name of the client's certificate.
+_PROXY = {PoolProtocol.PROXY: quoting.keywords("send-proxy"), PoolProtocol.PROXYV2: quoting.keywords("send-proxy-v2")}
+# Behind a TLS listener the PROXY header contains TLS and the name of the client's certificate.
 _PROXY_TLS = {**_PROXY, PoolProtocol.PROXYV2: quoting.keywords("send-proxy-v2-ssl-cn")}
 
 _Child = TypeVar("_Child", Listener, Pool, Member)
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
-    """The part of a backend that depends on the listener.
-
-    Attributes:
-        timeout_tunnel: None means no separate time-out.
-    """
+    """The part of a backend that depends on the listener. Without `timeout_tunnel` tunnels have no own time-out."""
 
     listener: Quoted
     http: bool
@@ -86,10 +79,9 @@ class ExaminedPool:
     """A pool after validation, ready to be rendered.
 
     Attributes:
-        sound: False if the pool itself is refused.
+        sound: False for a pool with an unsupported option of its own.
         refused: the errors of the pool, its monitor and its members.
         pings: member id and address of each member that the agent has to ping.
-        files: the files that its servers name.
     """
 
     def __init__(self, pool: Pool, failed: frozenset[str], settings: Defaults) -> None:
@@ -102,14 +94,12 @@ class ExaminedPool:
         self.files: tuple[tls.File, ...] = ()
         self.pings: tuple[tuple[str, str], ...] = ()
         self._lines = self._examine_members(failed)
-        examine = partial(self._examine_pool, settings)
-        self.sound = render_errors.try_render(examine, pool.id, self._refused) is not None
+        self.sound = render_errors.try_render(partial(self._examine_pool, settings), pool.id, self._refused) is not None
         self.refused = tuple(self._refused)
         self._texts: dict[Route, str] = {}
 
     @property
     def serves(self) -> bool:
-        """Whether the pool accepts requests."""
         return self.sound and self.pool.admin_state_up
 
     def text(self, route: Route) -> str:
@@ -122,7 +112,7 @@ class ExaminedPool:
         return found
 
     def _examine_monitor(self, failed: frozenset[str]) -> Monitor | None:
-        # A pool with a refused monitor is served without checks: members count as up, as without a monitor.
+        # HAProxy serves a pool with an invalid monitor without checks, so its members count as up.
         wanted = self.pool.healthmonitor
         if wanted is None or wanted.id in failed:
             return None
@@ -142,8 +132,11 @@ class ExaminedPool:
             ordinary = zip(members, servers(members, monitor), strict=True)
             found = [line if line is not None else self._line(member, None) for member, line in ordinary]
         if monitor is not None and monitor.ping:
-            asked = [member for member, line in zip(members, found, strict=True) if line is not None]
-            self.pings = tuple((member.id, member.monitor_address or member.address) for member in asked)
+            self.pings = tuple(
+                (member.id, member.monitor_address or member.address)
+                for member, line in zip(members, found, strict=True)
+                if line is not None
+            )
         return tuple([line for line in found if line is not None])
 
     def _line(self, member: Member, number: int | None) -> Quoted | None:
@@ -181,19 +174,16 @@ class ExaminedPool:
 
     def _tail(self, route: Route, *, http: bool) -> Quoted | None:
         """Return the common keywords of all servers of a backend."""
-        pool = self.pool
-        proxy = (_PROXY_TLS if route.tls else _PROXY).get(pool.protocol)
+        proxy = (_PROXY_TLS if route.tls else _PROXY).get(self.pool.protocol)
         words = [proxy] if proxy else []
         if self._tls is not None:
-            words += [self._tls, *tls.for_route(pool, self._name, http=http, behind_tls=route.tls)]
+            words += [self._tls, *tls.for_route(self.pool, self._name, http=http, behind_tls=route.tls)]
         return quoting.words(words) if words else None
 
 
 def mode_is_http(pool: Pool, *, listener_http: bool) -> bool:
-    """Return whether the backend is in HTTP mode. With the PROXY protocol the listener decides."""
-    if pool.protocol in _PROXY:
-        return listener_http
-    return pool.protocol is PoolProtocol.HTTP
+    """Return whether the backend is in HTTP mode. With the PROXY protocol, the mode is that of the listener."""
+    return listener_http if pool.protocol in _PROXY else pool.protocol is PoolProtocol.HTTP
 
 
 def needs_http(pool: Pool) -> bool:
@@ -202,18 +192,12 @@ def needs_http(pool: Pool) -> bool:
     return wanted is not None and wanted.type is not PersistenceType.SOURCE_IP
 
 
-# The weight is the number of members; at most about 100 MB of text and objects.
+# The weight of a pool is its number of members. The cache needs at most about 100 MB.
 _EXAMINED: Cache[ExaminedPool] = Cache(100_000)
 
 
 def examined(pool: Pool, failed: frozenset[str], settings: Defaults) -> ExaminedPool:
-    """Return an examined pool, from the cache if possible.
-
-    Args:
-        pool: the pool with its members and monitor.
-        failed: the ids of members and monitor that are left out.
-        settings: the defaults of the load balancer.
-    """
+    """Return an examined pool without its `failed` members and monitor, from the cache if possible."""
     key = (pool, failed, settings)
     found = _EXAMINED.get(key)
     if found is None:
@@ -222,7 +206,7 @@ def examined(pool: Pool, failed: frozenset[str], settings: Defaults) -> Examined
 
 
 def once(children: Iterable[_Child], refused: list[ModelError]) -> list[_Child]:
-    """Order children by id; refuse the second child with an id, for which HAProxy would refuse the file."""
+    """Order children by id. Refuse the second child with the same id, because HAProxy would refuse the file."""
     ordered = sorted(children, key=attrgetter("id"))
     if len({child.id for child in ordered}) == len(ordered):
         return ordered

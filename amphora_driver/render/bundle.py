@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bundle: the complete configuration of an amphora as one document (docs/reference/agent-api.md).
 
-Invariant: pure. The same load balancer, generation and ports give the same bytes, so that an agent recognises a
-repeated bundle.
+Invariant: the same load balancer, generation and ports give the same bytes, so that an agent recognises a repeated
+bundle.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from amphora_driver.secret import Secret
 from amphora_driver.validation import addresses
 
 _TCP = "tcp"
-_FRONTEND = "frontend "
 
 
 class BundleRoute(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +29,7 @@ class BundleRoute(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BundleInterface(msgspec.Struct, frozen=True, kw_only=True):
-    """An interface of the inner namespace; only the one on the VIP's network has VIPs."""
+    """An interface of the inner namespace. Only the interface on the VIP's network has VIPs."""
 
     mac: str
     name: str
@@ -41,7 +40,7 @@ class BundleInterface(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BundleFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that the configuration names. Its content is in clear only in the encoded document."""
+    """A file that the configuration names. Only the encoded document contains its content in clear."""
 
     name: str
     content: Secret
@@ -62,10 +61,7 @@ class BundleLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BundleAllowed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The networks that may connect to a port; a port without an entry is open.
-
-    The default protocol, TCP, is omitted in the document.
-    """
+    """The networks that may connect to a port. A port without an entry is open."""
 
     port: int
     networks: tuple[str, ...]
@@ -80,7 +76,7 @@ class BundlePartner(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BundleVrrp(msgspec.Struct, frozen=True, kw_only=True):
-    """The VRRP settings of a pair; the interval is in seconds."""
+    """The VRRP settings of a pair. The interval is in seconds."""
 
     interface: str
     router_id: int
@@ -95,9 +91,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         text: HAProxy's configuration; None if HAProxy serves nothing.
-        files: the files that it names, with their contents.
         pings: the addresses to ping, by member id.
-        virtual: the UDP and SCTP listeners.
     """
 
     text: str | None
@@ -107,7 +101,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bundle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The desired state of one amphora. An empty list of virtual servers is omitted."""
+    """The desired state of one amphora. The document does not contain an empty list of virtual servers."""
 
     format: int
     amphora_id: str
@@ -131,16 +125,7 @@ def bundle(
     served: Served,
     vrrp: BundleVrrp | None = None,
 ) -> bytes:
-    """Return the JSON document for one amphora.
-
-    Args:
-        tree: the load balancer.
-        generation: the generation of the bundle.
-        amphora_id: the amphora.
-        plugged: its ports, including the one on the VIP's network.
-        served: the rendered parts.
-        vrrp: the VRRP settings of a pair; None for a single amphora.
-    """
+    """Return the JSON document for one amphora. `plugged` includes the port on the VIP's network."""
     return msgspec.json.encode(
         Bundle(
             format=1,
@@ -166,11 +151,12 @@ def bundle(
 
 
 def allowed(tree: LoadBalancer, served: Served) -> tuple[BundleAllowed, ...]:
-    """Return the restrictions of ports for listeners that are served.
+    """Return the restrictions of ports for the listeners of `served`.
 
-    A listener that is left out has none: its port may belong to another listener, or its networks are invalid.
+    Another listener has none: its port may belong to a served listener, or its networks are invalid.
     """
-    there = {*_frontends(served.text or ""), *(one.id for one in served.virtual)}
+    sections = (line.split(" ") for line in (served.text or "").splitlines())
+    there = {words[1] for words in sections if words[0] == "frontend"} | {one.id for one in served.virtual}
     return tuple(
         BundleAllowed(
             port=listener.protocol_port,
@@ -187,9 +173,8 @@ def _transport(listener: Listener) -> str:
 
 
 def _in_clear(value: object) -> str:
-    """Encode a secret in clear: the only place where a secret enters a document."""
     if isinstance(value, Secret):
-        # Replacing avoids a decoding error, whose text would contain the secret.
+        # The argument `errors` avoids a decoding error, whose text would contain the secret.
         return value.reveal().decode(errors="replace")
     raise TypeError(f"a {type(value).__name__} is not part of a bundle")
 
@@ -197,57 +182,28 @@ def _in_clear(value: object) -> str:
 def interfaces(tree: LoadBalancer, plugged: Sequence[AttachedPort]) -> tuple[BundleInterface, ...]:
     """Return the interfaces of an amphora: eth1 on the VIP's network, then the member networks."""
     ordered = sorted(plugged, key=lambda one: (one.port.network_id != tree.vip.network_id, one.port.network_id))
-    return tuple(_interface(tree, _name(tree, one), one) for one in ordered)
+    return tuple(_interface(tree, one) for one in ordered)
 
 
-def _name(tree: LoadBalancer, plugged: AttachedPort) -> str:
-    """Return a name that does not depend on other interfaces: a rename would end connections."""
-    if plugged.port.network_id == tree.vip.network_id:
-        return "eth1"
-    return f"m{plugged.port.mac.replace(':', '')}"
-
-
-def _interface(tree: LoadBalancer, name: str, plugged: AttachedPort) -> BundleInterface:
-    subnets = {subnet.id: subnet for subnet in plugged.subnets}
-    is_vip = plugged.port.network_id == tree.vip.network_id
-    addresses = []
-    for fixed in plugged.port.addresses:
-        length = ipaddress.ip_network(subnets[fixed.subnet_id].cidr).prefixlen
-        addresses.append(f"{fixed.address}/{length}")
-    routes = [
-        BundleRoute(destination=route.destination, gateway=route.gateway)
-        for subnet in plugged.subnets
-        for route in subnet.routes
-    ]
+def _interface(tree: LoadBalancer, plugged: AttachedPort) -> BundleInterface:
+    port = plugged.port
+    prefix_lengths = {subnet.id: ipaddress.ip_network(subnet.cidr).prefixlen for subnet in plugged.subnets}
+    is_vip = port.network_id == tree.vip.network_id
+    routes = [(route.destination, route.gateway) for subnet in plugged.subnets for route in subnet.routes]
     if is_vip:
-        # The default route, for clients and for members that are on no network of the amphora.
-        routes += [
-            BundleRoute(destination="::/0" if ":" in subnet.gateway else "0.0.0.0/0", gateway=subnet.gateway)
-            for subnet in plugged.subnets
-            if subnet.gateway is not None
-        ]
+        # Clients, and members on no network of the amphora, need the default route.
+        gateways = [subnet.gateway for subnet in plugged.subnets if subnet.gateway is not None]
+        routes += [("::/0" if ":" in gateway else "0.0.0.0/0", gateway) for gateway in gateways]
+    # The kernel would refuse a second route with the same destination, so the first one counts.
+    first: dict[str, str] = {}
+    for destination, gateway in routes:
+        first.setdefault(destination, gateway)
     return BundleInterface(
-        mac=plugged.port.mac,
-        name=name,
-        mtu=plugged.port.mtu,
-        addresses=tuple(addresses),
-        vips=tuple(_host(vip.address) for vip in tree.vips) if is_vip else (),
-        routes=tuple(_once(routes)),
+        mac=port.mac,
+        # The name does not depend on other interfaces, because a rename would end connections.
+        name="eth1" if is_vip else f"m{port.mac.replace(':', '')}",
+        mtu=port.mtu,
+        addresses=tuple(f"{fixed.address}/{prefix_lengths[fixed.subnet_id]}" for fixed in port.addresses),
+        vips=tuple(f"{vip.address}/{128 if ':' in vip.address else 32}" for vip in tree.vips) if is_vip else (),
+        routes=tuple(BundleRoute(destination=destination, gateway=gateway) for destination, gateway in first.items()),
     )
-
-
-def _host(address: str) -> str:
-    return f"{address}/{128 if ':' in address else 32}"
-
-
-def _once(routes: Sequence[BundleRoute]) -> list[BundleRoute]:
-    """Keep one route for each destination: the kernel would refuse a second default route."""
-    found: dict[str, BundleRoute] = {}
-    for route in routes:
-        found.setdefault(route.destination, route)
-    return list(found.values())
-
-
-def _frontends(text: str) -> set[str]:
-    """Return the names of the frontend sections in a rendered text."""
-    return {line.removeprefix(_FRONTEND) for line in text.splitlines() if line.startswith(_FRONTEND)}

@@ -18,11 +18,7 @@ _ALL: WeakSet[Cache[object]] = WeakSet()
 
 
 class Cache(Generic[V]):
-    """A cache that evicts the least recently used values.
-
-    Args:
-        capacity: the limit of the total weight.
-    """
+    """A cache that evicts the least recently used values. `capacity` limits the total weight."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -32,7 +28,6 @@ class Cache(Generic[V]):
         _ALL.add(self)  # type: ignore[arg-type]
 
     def get(self, key: Hashable) -> V | None:
-        """Return the value of a key; None if it is not cached."""
         with self._lock:
             found = self._values.get(key)
             if found is None:
@@ -41,7 +36,6 @@ class Cache(Generic[V]):
             return found[0]
 
     def put(self, key: Hashable, value: V, weight: int = 1) -> V:
-        """Cache a value and return it."""
         with self._lock:
             before = self._values.pop(key, None)
             self._weight += weight - (before[1] if before else 0)
@@ -52,13 +46,11 @@ class Cache(Generic[V]):
         return value
 
     def drop(self, key: Hashable) -> None:
-        """Remove one value."""
         with self._lock:
             found = self._values.pop(key, None)
             self._weight -= found[1] if found else 0
 
     def clear(self) -> None:
-        """Remove all values."""
         with self._lock:
             self._values.clear()
             self._weight = 0

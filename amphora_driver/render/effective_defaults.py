@@ -20,7 +20,7 @@ LOG_FORMAT = (
 
 
 class Defaults(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
-    """The operator's defaults for all load balancers; times are in milliseconds.
+    """The operator's defaults for all load balancers. Times are in milliseconds.
 
     Attributes:
         timeout_tunnel: None means an hour for HTTP (upgraded connections), and the listener's time-outs otherwise.
@@ -44,7 +44,7 @@ DEFAULTS = Defaults()
 
 @lru_cache(maxsize=256)
 def effective_defaults(profile: Profile, defaults: Defaults) -> Defaults:
-    """Return the defaults of one load balancer: the values of its profile where it has any."""
+    """Return the defaults of one load balancer. Each value of its profile replaces a default."""
     chosen = {name: getattr(profile, name) for name in Defaults.__struct_fields__}
     logging = chosen.pop("connection_logging")
     named = {name: value for name, value in chosen.items() if value}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A listener as a `frontend` section.
 
-Invariant: a section contains all policies and client certificate checks of its listener, or there is no section.
-allowed_cidrs are not part of it: the firewall of the amphora enforces them (`render.bundle`) without a reload.
+Invariant: a section contains all policies and client certificate checks of its listener, or there is no section. The
+section does not contain allowed_cidrs: the firewall of the amphora enforces them (`render.bundle`) without a reload.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 from amphora_driver.errors import ModelError
 from amphora_driver.model.enums import ListenerProtocol, PoolProtocol
-from amphora_driver.model.loadbalancer import Listener, Pool
+from amphora_driver.model.loadbalancer import Listener
 from amphora_driver.render import http_headers, l7, quoting, render_errors, tls
 from amphora_driver.render.backend import ExaminedPool, Route, needs_http
 from amphora_driver.render.cache import Cache
@@ -25,10 +25,10 @@ from amphora_driver.render.template import TEMPLATE
 from amphora_driver.validation import log_format, options
 
 METRICS = quoting.keywords("amphora:metrics")
-"""The backend that answers with metrics; the agent's part of the configuration defines it."""
+"""The backend that answers with metrics. The agent's part of the configuration defines it."""
 
 _HTTP, _TCP = quoting.keywords("http"), quoting.keywords("tcp")
-# Variables of a log-format that need HTTP (manual section 8.2.6, marked H), and the status code.
+# These variables of a log-format need HTTP (manual section 8.2.6, marked H). The list includes the status code.
 _HTTP_ONLY = frozenset(
     ["CC", "CS", "HM", "HP", "HPO", "HQ", "HU", "HV", "ST", "TR", "Ta", "Ti", "Tq", "Tr", "r", "tr", "trg", "trl"]
 )
@@ -95,9 +95,7 @@ def frontend(listener: Listener, context: ListenerContext, failed: frozenset[str
     """Return the section of a listener, from the cache if possible.
 
     Args:
-        listener: enabled or not.
-        context: the other inputs.
-        failed: the ids of its policies and rules that HAProxy refused; the listener is not served without them.
+        failed: the ids of its policies and rules that HAProxy refused. Without them the listener has no section.
     """
     key = (listener, context, failed)
     found = _FRONTENDS.get(key)
@@ -111,8 +109,7 @@ def pool_facts(pool_id: str, pools: dict[str, ExaminedPool | None], l4_pools: Ma
     """Return the facts about a pool for its listener.
 
     Args:
-        pool_id: the pool.
-        pools: the pools of HAProxy; None for a recorded pool that cannot be served.
+        pools: the pools of HAProxy; None for a recorded pool that HAProxy refused.
         l4_pools: the protocols of the UDP and SCTP pools.
     """
     if pool_id in l4_pools:
@@ -122,13 +119,12 @@ def pool_facts(pool_id: str, pools: dict[str, ExaminedPool | None], l4_pools: Ma
     found = pools[pool_id]
     if found is None:
         return PoolFacts(pool_id=pool_id, recorded=True)
-    pool: Pool = found.pool
     return PoolFacts(
         pool_id=pool_id,
         recorded=True,
         serves=found.serves,
-        protocol=pool.protocol if found.sound else None,
-        needs_http=needs_http(pool),
+        protocol=found.pool.protocol if found.sound else None,
+        needs_http=needs_http(found.pool),
     )
 
 
@@ -159,12 +155,7 @@ def _made(listener: Listener, context: ListenerContext, failed: frozenset[str]) 
 
 
 def _frontend(listener: Listener, context: ListenerContext) -> tuple[_Frontend, tuple[tls.File, ...], Route]:
-    """Return the section without its policies.
-
-    Raises:
-        UnsupportedOption: an option of the listener is not supported.
-        ModelError: the listener cannot use the pool that it names.
-    """
+    """Return the section without its policies. Raise UnsupportedOption, or ModelError for an unusable pool."""
     options.check_listener(listener)
     if listener.unread:
         raise render_errors.refused_object(listener.id, "Octavia could not return it", _UNREAD)
@@ -217,17 +208,14 @@ def _reads_http(listener: Listener) -> bool:
 def _backend_of(listener: Listener, context: ListenerContext, name: Quoted, pool_id: str) -> Quoted | None:
     """Return the backend of a pool for this listener; None if the pool does not serve (status 503).
 
-    Raises:
-        ModelError: the listener can never be served by it.
+    Raise ModelError if this pool can never serve this listener.
     """
     found = next((one for one in context.pools if one.pool_id == pool_id), None)
     if found is None or not found.recorded:
         raise render_errors.refused_object(listener.id, f"its pool {pool_id!r} is not recorded", "Name another pool.")
     if found.protocol is not None and found.protocol not in options.BEHIND[listener.protocol]:
-        # HAProxy refuses the whole file for some of them (manual: `mode`).
-        reason = (
-            f"a pool of protocol {found.protocol} ({pool_id}) cannot stand behind a listener of {listener.protocol}"
-        )
+        # HAProxy refuses the whole file for some of these combinations (manual: `mode`).
+        reason = render_errors.protocol_mismatch(found.protocol, pool_id, listener)
         raise render_errors.refused_object(listener.id, reason, "Name another pool.")
     if found.needs_http and not _reads_http(listener) and found.protocol is not PoolProtocol.HTTP:
         reason = f"its pool {pool_id} keeps clients by a cookie, which a listener of {listener.protocol} does not see"
@@ -238,17 +226,16 @@ def _backend_of(listener: Listener, context: ListenerContext, name: Quoted, pool
 def _policies(
     listener: Listener, context: ListenerContext, failed: frozenset[str], refused: list[ModelError]
 ) -> l7.L7 | None:
-    """The lines of a listener's policies; None if one that is switched on cannot be expressed.
+    """Return the lines of a listener's policies; None if HAProxy cannot express an enabled policy.
 
-    Then the listener is not served: that policy may be what keeps people out.
+    HAProxy then does not serve the listener, because that policy may restrict access.
     """
     enabled = [policy for policy in listener.l7policies if policy.admin_state_up]
     if not enabled:
         return l7.L7()
     if not _reads_http(listener):
         # HAProxy would accept the section and ignore its rules.
-        reason = f"it has L7 policies, which need HTTP, on a listener of {listener.protocol}"
-        refused.append(render_errors.refused_object(listener.id, reason, "Remove them, or disable them."))
+        refused.append(render_errors.policies_without_http(listener))
         return None
     culprits = {
         policy.id
@@ -262,17 +249,12 @@ def _policies(
             made = l7.policies(listener, partial(_backend_of, listener, context, name))
         except render_errors.REASONS as error:
             found = render_errors.as_refusal(error, listener.id)
-            if found.object_id == listener.id:
-                refused.append(found)
-                return None
             refused.append(found)
+            if found.object_id == listener.id:
+                return None
             culprits = {policy.id for policy in enabled if any(rule.id == found.object_id for rule in policy.rules)}
-            refused += [
-                render_errors.refused_object(
-                    policy_id, f"its rule {found.object_id} cannot be expressed", "Change the rule."
-                )
-                for policy_id in sorted(culprits)
-            ]
+            reason = f"its rule {found.object_id} cannot be expressed"
+            refused += [render_errors.refused_object(one, reason, "Change the rule.") for one in sorted(culprits)]
             culprits = culprits or {str(found.object_id)}
     if culprits:
         reason = f"its L7 policy {min(culprits)} cannot be expressed"
@@ -280,16 +262,16 @@ def _policies(
     return made
 
 
-def _without_http(found: re.Match[str]) -> str:
-    if found["name"] == "tsc":
-        return f"%{found['flags'] or ''}ts"
-    return "-" if found["name"] in _HTTP_ONLY else found[0]
-
-
 def _log_format(listener: Listener, context: ListenerContext) -> Quoted:
-    """Return the operator's format with ids inserted; without HTTP variables for a listener without HTTP."""
+    """Return the operator's format with ids. Without HTTP, the format has no variables of HTTP."""
+
+    def without_http(found: re.Match[str]) -> str:
+        if found["name"] == "tsc":
+            return f"%{found['flags'] or ''}ts"
+        return "-" if found["name"] in _HTTP_ONLY else found[0]
+
     ids = {"project_id": context.project_id, "lb_id": context.load_balancer_id}
     wanted = context.settings.log_format
     if not _reads_http(listener):
-        wanted = _VARIABLE.sub(_without_http, wanted)
+        wanted = _VARIABLE.sub(without_http, wanted)
     return quoting.text(log_format.insert_ids(wanted, ids), "the log format", listener.id)

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A load balancer as HAProxy's `defaults`, `frontend` and `backend` sections.
 
-Listeners and pools of UDP and SCTP are not part of the text; `render.udp` renders them and reports their errors.
+The module `render.udp` renders listeners and pools of UDP and SCTP.
 
-Invariant: `render` is a pure function. An object that cannot be rendered is named in `Rendered.refused` and left out;
-all other objects are in the text. An omission never admits more clients: a listener is not served without its policies.
-The same load balancer gives the same bytes in any order of its children, and a changed member changes its own lines
-only.
+Invariant: `render` is a pure function. The text omits an object that cannot be rendered, and `Rendered.refused` names
+it. An omission never admits more clients: HAProxy serves no listener without its policies. The same load balancer gives
+the same bytes in any order of its children, and a changed member changes its own lines only.
 
 Names: a frontend is `<listener id>`, a backend `<pool id>:<listener id>` (one for each listener that uses the
 pool), a server `<member id>`.
-
-Rendered objects are cached one by one (`cache`); `clear_caches` empties the caches.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from functools import partial
 import msgspec
 
 from amphora_driver.errors import ModelError
-from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Pool
+from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Pool
 from amphora_driver.render import cache, quoting, render_errors
 from amphora_driver.render.backend import ExaminedPool, examined, once
 from amphora_driver.render.effective_defaults import DEFAULTS, Defaults, effective_defaults
@@ -38,8 +35,8 @@ class Rendered(msgspec.Struct, frozen=True, kw_only=True):
     """A rendered load balancer.
 
     Attributes:
-        text: the sections; None if nothing is served (no enabled listener, or a disabled load balancer).
-        refused: one error for each recorded object that is not in the text; `object_id` is always set.
+        text: the sections; None without an enabled listener, or for a disabled load balancer.
+        refused: one error with `object_id` for each recorded object that is not in the text.
         files: the files that the text names, relative to the TLS directory of the amphora.
         pings: member id and address of each member that the agent has to ping.
     """
@@ -57,18 +54,13 @@ def render(
     defaults: Defaults = DEFAULTS,
     shared_tickets: bool = False,
 ) -> Rendered:
-    """Render a load balancer.
+    """Render a load balancer. A bad value raises no error, because one object must not affect the others.
 
     Args:
-        load_balancer: the complete tree, without children that are being deleted.
-        failed: the ids of objects that HAProxy refused. They are left out, and a listener with a failed policy or rule
-            is not served. They are not in `refused` again.
-        defaults: the values for options that neither an object nor the profile sets.
-        shared_tickets: whether the load balancer has shared TLS ticket keys; their secret is then among the files.
-
-    Returns:
-        The text, and the objects that could not be part of it. A bad value raises no error: one object must not affect
-        the others.
+        load_balancer: the complete tree, without children in deletion.
+        failed: the ids of objects that HAProxy refused. The text omits them and each listener with a failed policy or
+            rule, and `Rendered.refused` does not repeat them.
+        shared_tickets: whether the load balancer has shared TLS ticket keys. Their secret is then among the files.
     """
     refused: list[ModelError] = []
     omitted = frozenset(failed)
@@ -76,7 +68,9 @@ def render(
     addresses = tuple(
         vip.address
         for vip in load_balancer.vips
-        if render_errors.try_render(partial(_vip, vip.address, load_balancer.id), load_balancer.id, refused)
+        if render_errors.try_render(
+            partial(quoting.address, vip.address, "the VIP address", load_balancer.id), load_balancer.id, refused
+        )
     )
     chosen = effective_defaults(load_balancer.profile, defaults)
     pools = _pools([pool for pool in load_balancer.pools if not pool.uses_l4], omitted, chosen, refused)
@@ -94,14 +88,13 @@ def render(
             pools=tuple(pool_facts(pool_id, pools, l4_pools) for pool_id in dict.fromkeys(named_pools(listener))),
             shared_tickets=shared_tickets,
         )
-        made = frontend(listener, context, _of_listener(listener, omitted) if omitted else NOTHING)
+        made = frontend(listener, context, omitted & _policy_ids(listener) if omitted else NOTHING)
         refused.extend(made.refused)
         if made.text is None or not listener.admin_state_up:
             continue
         if listener.protocol_port in ports:
-            refused.append(
-                render_errors.refused_object(listener.id, f"another listener has port {listener.protocol_port}")
-            )
+            reason = f"another listener has port {listener.protocol_port}"
+            refused.append(render_errors.refused_object(listener.id, reason))
             continue
         ports.add(listener.protocol_port)
         served.append(made)
@@ -116,36 +109,26 @@ def clear_caches() -> None:
     effective_defaults.cache_clear()
 
 
-def _vip(address: str, object_id: str) -> quoting.Quoted:
-    return quoting.address(address, "the VIP address", object_id)
-
-
 def _pools(
     pools: Iterable[Pool], failed: frozenset[str], chosen: Defaults, refused: list[ModelError]
 ) -> dict[str, ExaminedPool | None]:
-    """Return all pools by id, examined, used or not; None for a pool that HAProxy refused."""
+    """Return all pools by id, also unused ones; None for a pool that HAProxy refused."""
     found: dict[str, ExaminedPool | None] = {}
     for pool in once(pools, refused):
         if pool.id in failed:
             found[pool.id] = None
             continue
-        result = examined(pool, _of_pool(pool, failed) if failed else NOTHING, chosen)
+        ids = {member.id for member in pool.members} if failed else set()
+        monitor = {pool.healthmonitor.id} if pool.healthmonitor else set()
+        result = examined(pool, failed & (ids | monitor), chosen)
         refused.extend(result.refused)
         found[pool.id] = result
     return found
 
 
-def _of_pool(pool: Pool, failed: frozenset[str]) -> frozenset[str]:
-    monitor = {pool.healthmonitor.id} if pool.healthmonitor else set()
-    return failed & ({member.id for member in pool.members} | monitor)
-
-
-def _of_listener(listener: Listener, failed: frozenset[str]) -> frozenset[str]:
-    return failed & {object_id for policy in listener.l7policies for object_id in _ids(policy)}
-
-
-def _ids(policy: L7Policy) -> list[str]:
-    return [policy.id, *(rule.id for rule in policy.rules)]
+def _policy_ids(listener: Listener) -> set[str]:
+    policies = listener.l7policies
+    return {policy.id for policy in policies} | {rule.id for policy in policies for rule in policy.rules}
 
 
 def _whole(

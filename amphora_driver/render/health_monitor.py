@@ -2,8 +2,8 @@
 """Health monitors as keywords of `server` lines and as `http-check` lines.
 
 Invariant: a check of the traffic port uses the protocol of the traffic (TLS with the same verification, the PROXY
-protocol). A check of another port is plain, unless the type of the monitor requires TLS. All keywords are explicit:
-HAProxy's defaults depend on `addr` and `port`, and `no-check-ssl` cannot be set at run time.
+protocol). A check of another port is plain, unless the type of the monitor requires TLS. All keywords are explicit,
+because HAProxy's defaults depend on `addr` and `port`, and no runtime command sets `no-check-ssl`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _CHECK_ALPN = quoting.keywords("check-alpn")
 _CHECK_PROXY = quoting.keywords("check-send-proxy")
 _RESPONDER = quoting.words([quoting.keywords("addr 127.0.0.1 port"), RESPONDER_PORT])
 _PROXIES = (PoolProtocol.PROXY, PoolProtocol.PROXYV2)
-# HTTP/1.1 requires a Host header. Without a name it is the member's address, IPv6 in brackets.
+# HTTP/1.1 requires a Host header. Without a name, the header contains the member's address, IPv6 in brackets.
 _BY_ADDRESS = quoting.text(r'%[bc_dst,regsub("^(.*:.*)$","[\\1]")]:%[bc_dst_port]', "the Host header")
 _PING = quoting.text("/ping/%[srv_name]", "the path of a ping")
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """The request of an HTTP check. `host` is a log-format; `path` is one only for a ping."""
+    """The request of an HTTP check. The field `host` is a log-format, `path` is a log-format only for a ping."""
 
     method: Quoted
     path: Quoted
@@ -46,12 +46,11 @@ class Monitor(msgspec.Struct, frozen=True, kw_only=True):
     """An enabled monitor.
 
     Attributes:
-        check: keywords of a server that is checked at its traffic port.
-        elsewhere: keywords of a server that is checked at another port.
+        check: keywords of a server for checks of its traffic port.
+        elsewhere: keywords of a server for checks of another port.
         explicit_port: whether the line names the traffic port, so that HAProxy uses no default.
         ping: whether HAProxy asks the responder instead of the member.
-        timeout: the time-out of a check.
-        http: the request; None for a check without HTTP.
+        http: None for a check without HTTP.
     """
 
     check: Quoted
@@ -65,10 +64,7 @@ class Monitor(msgspec.Struct, frozen=True, kw_only=True):
 def verified_name(pool: Pool) -> Quoted | None:
     """Return the host name that members of a TLS pool must have in their certificate: that of the monitor.
 
-    It applies also while the monitor is disabled.
-
-    Raises:
-        UnsupportedOption: the value is not a host name, so that members cannot be verified.
+    The name applies also while the monitor is disabled. Raise UnsupportedOption for a value that is no host name.
     """
     if not pool.tls_enabled or pool.healthmonitor is None:
         return None
@@ -77,11 +73,9 @@ def verified_name(pool: Pool) -> Quoted | None:
 
 
 def monitor(wanted: HealthMonitor, pool: Pool) -> Monitor | None:
-    """Return the monitor of a pool; None if it is disabled. A disabled monitor is validated, too.
+    """Return the monitor of a pool; None for a disabled monitor, after the same validation.
 
-    Raises:
-        UnsupportedOption: an option of the monitor is not supported.
-        QuotingError: a value cannot be written in HAProxy's syntax.
+    Raise UnsupportedOption for an unsupported option, and QuotingError for a value outside HAProxy's syntax.
     """
     asked = health_monitors.parse_monitor(wanted)
     udp.check_monitor_type(pool)
@@ -129,7 +123,6 @@ def _encryption(wanted: HealthMonitor, pool: Pool) -> list[Quoted]:
 
 
 def _request(wanted: HealthMonitor, asked: health_monitors.HTTPRequest | None) -> Request | None:
-    """Return the request of an HTTP check. Only the value of `hdr` is a log-format (`http-check send`)."""
     if wanted.type is MonitorType.PING:
         return Request(
             method=quoting.token("GET", "the method"),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Headers that a listener inserts into requests and responses.
 
-Invariant: HAProxy replaces a header of the same name that a client sent. Only X-Forwarded-For is extended.
+Invariant: HAProxy replaces a client's header with the same name. HAProxy extends X-Forwarded-For only.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from amphora_driver.render import quoting
 from amphora_driver.render.quoting import Quoted
 from amphora_driver.validation.insert_headers import ABOUT_CERTIFICATE, ABOUT_CONNECTION, FORWARDED_FOR
 
-# Values are log-formats. HAProxy writes control characters in them as %XX, so that a certificate cannot add a header.
-# Without a client certificate its headers are empty.
+# HAProxy writes control characters in these log-formats as %XX, so that a certificate cannot add a header.
 _VALUES = {
     "X-Forwarded-Port": "%[dst_port]",
     "X-Forwarded-IP": "%[src]",
@@ -44,15 +43,11 @@ _PROTO = {
 
 def inserted_headers(listener: Listener) -> tuple[Quoted, ...]:
     """Return the lines that set request headers in a fixed order, without X-Forwarded-For."""
-    wanted = listener.insert_headers
-    if not wanted:
-        return ()
-    made = [
+    return tuple(
         _PROTO[listener.protocol] if name == "X-Forwarded-Proto" else _LINES[name]
         for name in ABOUT_CONNECTION + ABOUT_CERTIFICATE
-        if name in wanted and name != FORWARDED_FOR
-    ]
-    return tuple(made)
+        if name in (listener.insert_headers or ()) and name != FORWARDED_FOR
+    )
 
 
 def appends_forwarded_for(listener: Listener) -> bool:
@@ -61,10 +56,7 @@ def appends_forwarded_for(listener: Listener) -> bool:
 
 
 def strict_transport_security(listener: Listener) -> Quoted | None:
-    """Return the value of Strict-Transport-Security; None if the header is not sent.
-
-    Each directive ends with a semicolon, as in the header of Octavia's own provider.
-    """
+    """Return the value of Strict-Transport-Security; None without the header."""
     age = listener.hsts_max_age
     if age is None:
         return None
@@ -73,4 +65,5 @@ def strict_transport_security(listener: Listener) -> Quoted | None:
         parts.append("includeSubDomains")
     if listener.hsts_preload:
         parts.append("preload")
+    # In the header of Octavia's own provider, each directive ends with a semicolon.
     return quoting.text(" ".join(f"{part};" for part in parts), "the HSTS header", listener.id)

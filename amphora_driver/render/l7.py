@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The L7 policies of a listener as lines of its frontend.
 
-Invariant: the first enabled policy by position with all rules matching decides, for any action. No policy is left out:
-a policy that cannot be rendered raises an error, and its listener is not served.
+Invariant: the first enabled policy by position with all rules matching decides, for any action. A policy that cannot be
+rendered raises an error, and HAProxy does not serve its listener.
 
 HAProxy runs all `http-request` lines of a frontend before its `use_backend` lines. A redirect to a pool before a policy
 of another kind therefore stores its backend in a variable and ends the `http-request` lines with `allow`. Redirects to
@@ -12,7 +12,7 @@ Each rule is one named ACL: several lines with one name are alternatives (HAProx
 follow `--`, so that no value is a flag.
 
 A regular expression that reaches its limit gives no result. The rule is then true in a rejecting policy and false in
-all others: no request passes a rejecting policy by means of the limit.
+all others, so that the limit never lets a request pass a rejecting policy.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ import msgspec
 from amphora_driver.errors import ModelError, UnsupportedOption
 from amphora_driver.model.enums import L7Action, L7Compare, L7RuleType
 from amphora_driver.model.loadbalancer import L7Policy, L7Rule, Listener
-from amphora_driver.render import quoting
+from amphora_driver.render import quoting, render_errors
 from amphora_driver.render.quoting import Quoted
 from amphora_driver.validation import l7, regex
 
 _REMEMBERED = 8_192
+# A completely percent-encoded value is three times as long.
+_LONGEST = 4 * quoting.MAX_TEXT
 
 _ACL = quoting.keywords("acl")
 _IF = quoting.keywords("if")
@@ -47,7 +49,7 @@ _IS_NOT_EMPTY = quoting.keywords("-m len 1:")
 _HAS_CERTIFICATE = quoting.keywords("ssl_c_used")
 _VERIFY_RESULT = quoting.keywords("ssl_c_verify -m int --")
 
-# Worked out once for a request: what follows the last dot of the last part of the path, if there is a dot.
+# HAProxy stores the text after the last dot of the last part of the path once for each request.
 _SET_EXTENSION = quoting.words(
     (
         quoting.keywords(
@@ -75,9 +77,9 @@ class L7(msgspec.Struct, frozen=True, kw_only=True):
     """Lines of a frontend.
 
     Attributes:
-        acls: one `acl` line or more for each rule; to stand before everything that is in `rules`.
-        rules: `http-request` lines, then `use_backend` lines, in this order; only `default_backend` may follow.
-        pools: the ids of the pools that serve some of it; each needs its backend for this listener.
+        acls: the `acl` lines of the rules, which must precede `rules`.
+        rules: `http-request` lines, then `use_backend` lines. Only `default_backend` may follow.
+        pools: the ids of the serving pools. Each pool needs its backend for this listener.
     """
 
     acls: tuple[Quoted, ...] = ()
@@ -86,7 +88,7 @@ class L7(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Condition(msgspec.Struct, frozen=True, kw_only=True):
-    """When a policy applies: its ACLs, and the words behind `if`."""
+    """The condition of a policy: its ACLs, and the words after `if`."""
 
     acls: tuple[Quoted, ...]
     terms: Quoted
@@ -95,31 +97,33 @@ class _Condition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def policies(listener: Listener, backend_of: Callable[[str], Quoted | None]) -> L7:
-    """What a listener's policies come to.
+    """Return the lines of a listener's policies.
+
+    A policy without an enabled rule never applies. Raise ModelError with the `object_id` of a policy or rule that
+    HAProxy cannot express. Raise ConfigurationError if PCRE2, which checks regular expressions, is not installed.
 
     Args:
-        listener: with its policies, in any order. Disabled policies and rules say nothing, and a policy without an
-            enabled rule never applies.
-        backend_of: the backend of a pool for this listener; None if the pool is switched off. It raises `ModelError`
+        backend_of: returns the backend of a pool for this listener; None for a disabled pool. It raises `ModelError`
             for a pool that is not recorded.
-
-    Raises:
-        ModelError: a policy or rule that cannot be written; `object_id` is always set.
-        ConfigurationError: there are regular expressions, and nothing here to check them with.
     """
-    wanted = [policy for policy in listener.l7policies if policy.admin_state_up]
-    if not wanted:
-        return _NOTHING
-    conditions = [
-        (policy, condition)
-        for policy in sorted(wanted, key=attrgetter("position", "id"))
-        if (condition := _named(policy)) is not None
-    ]
-    _distinct(conditions)
+    conditions: list[tuple[L7Policy, _Condition]] = []
     pools: dict[str, Quoted | None] = {}
+    for policy in sorted(listener.l7policies, key=attrgetter("position", "id")):
+        if not policy.admin_state_up:
+            continue
+        try:
+            condition = _condition(policy)
+        except UnsupportedOption as error:
+            raise render_errors.as_refusal(error, policy.id) from error
+        if condition is not None:
+            conditions.append((policy, condition))
+    _check_distinct(conditions)
     for policy, _ in conditions:
         if policy.action is L7Action.REDIRECT_TO_POOL:
-            pools[str(policy.redirect_pool_id)] = _backend(policy, backend_of)
+            try:
+                pools[str(policy.redirect_pool_id)] = backend_of(str(policy.redirect_pool_id))
+            except ModelError as error:
+                raise ModelError(error.wanted, error.happened, error.remedy, object_id=policy.id) from error
     rules = [_SET_EXTENSION] if any(condition.extension for _, condition in conditions) else []
     rules += _actions(conditions, pools)
     return L7(
@@ -129,26 +133,8 @@ def policies(listener: Listener, backend_of: Callable[[str], Quoted | None]) -> 
     )
 
 
-_NOTHING = L7()
-
-
-def _named(policy: L7Policy) -> _Condition | None:
-    """The condition of a policy; its errors say whose they are."""
-    try:
-        return _condition(policy)
-    except UnsupportedOption as error:
-        raise ModelError(error.wanted, error.happened, error.remedy, object_id=policy.id) from error
-
-
-def _backend(policy: L7Policy, backend_of: Callable[[str], Quoted | None]) -> Quoted | None:
-    try:
-        return backend_of(str(policy.redirect_pool_id))
-    except ModelError as error:
-        raise ModelError(error.wanted, error.happened, error.remedy, object_id=policy.id) from error
-
-
-def _distinct(conditions: list[tuple[L7Policy, _Condition]]) -> None:
-    """Refuse a second rule of the same name: it would be an alternative to the first."""
+def _check_distinct(conditions: list[tuple[L7Policy, _Condition]]) -> None:
+    """Refuse a second rule with the same id, because its ACL would be an alternative to the first ACL."""
     seen: set[str] = set()
     for policy, condition in conditions:
         for name in condition.names:
@@ -157,16 +143,12 @@ def _distinct(conditions: list[tuple[L7Policy, _Condition]]) -> None:
             seen.add(name)
 
 
-# -- actions --------------------------------------------------------------------------------
-
-
 def _actions(conditions: list[tuple[L7Policy, _Condition]], pools: dict[str, Quoted | None]) -> list[Quoted]:
-    """The lines of all policies, in their order."""
     backends = [
         pools[str(policy.redirect_pool_id)] if policy.action is L7Action.REDIRECT_TO_POOL else None
         for policy, _ in conditions
     ]
-    # From here on there are only policies to pools: HAProxy's own order is the right one.
+    # The policies from `plain` on all redirect to pools, so HAProxy's order is their order.
     plain = len(backends)
     while plain and backends[plain - 1] is not None:
         plain -= 1
@@ -185,14 +167,14 @@ def _actions(conditions: list[tuple[L7Policy, _Condition]], pools: dict[str, Quo
 
 @lru_cache(maxsize=_REMEMBERED)
 def _action(policy: L7Policy) -> Quoted:
-    """What a policy does that ends a request here, without its condition."""
+    """Return the action of a policy without a serving pool, without its condition."""
     if policy.action is L7Action.REJECT:
         return _DENY
     if policy.action is L7Action.REDIRECT_TO_POOL:
         return _UNAVAILABLE
     target = l7.check_redirect_target(policy)
     if policy.action is L7Action.REDIRECT_PREFIX and not set("?#") & set(target):
-        # HAProxy puts the request's path behind it, and that begins with a slash.
+        # HAProxy appends the path of the request, which begins with a slash.
         target = target.rstrip("/") or "/"
     code = policy.redirect_http_code or l7.DEFAULT_REDIRECT_CODE
     return quoting.words(
@@ -200,12 +182,9 @@ def _action(policy: L7Policy) -> Quoted:
     )
 
 
-# -- conditions -----------------------------------------------------------------------------
-
-
 @lru_cache(maxsize=_REMEMBERED)
 def _condition(policy: L7Policy) -> _Condition | None:
-    """When a policy applies, or None for one that has no enabled rule."""
+    """Return the condition of a policy; None without an enabled rule."""
     l7.check_l7policy(policy)
     rules = [rule for rule in policy.rules if rule.admin_state_up]
     if not rules:
@@ -214,7 +193,7 @@ def _condition(policy: L7Policy) -> _Condition | None:
         raise UnsupportedOption(
             f"use {len(rules)} rules in one L7 policy", f"at most {l7.MAX_RULES} are served", "Use several policies."
         )
-    # HAProxy stops at the first that does not match: what costs most comes last.
+    # HAProxy stops at the first rule that does not match, so the expensive rules come last.
     rules.sort(key=lambda rule: (rule.compare_type is L7Compare.REGEX, rule.id))
     acls: list[Quoted] = []
     terms: list[Quoted] = []
@@ -224,31 +203,25 @@ def _condition(policy: L7Policy) -> _Condition | None:
             name = _name(rule)
             acls += _acls(rule, name, doubtful=(policy.action is L7Action.REJECT) is not rule.invert)
         except UnsupportedOption as error:
-            raise ModelError(error.wanted, error.happened, error.remedy, object_id=rule.id) from error
+            raise render_errors.as_refusal(error, rule.id) from error
         terms.append(quoting.negated(name) if rule.invert else name)
         extension = extension or (rule.type is L7RuleType.FILE_TYPE and not _is_suffix(rule))
     return _Condition(
-        acls=tuple(acls),
-        terms=quoting.words(terms),
-        names=tuple([rule.id for rule in rules]),
-        extension=extension,
+        acls=tuple(acls), terms=quoting.words(terms), names=tuple([rule.id for rule in rules]), extension=extension
     )
 
 
 def _name(rule: L7Rule) -> Quoted:
-    """The name of a rule's ACL."""
     if rule.id.lower() == "or":
         raise ModelError("name an ACL", "'or' is a word of its own in a condition", object_id=rule.id)
     return quoting.identifier(rule.id, "the rule's id", rule.id)
 
 
 def _acls(rule: L7Rule, name: Quoted, *, doubtful: bool) -> list[Quoted]:
-    """A rule's ACL, which matches when the rule, not inverted, is true.
+    """Return the ACL of a rule, which ignores the inversion of the rule.
 
     Args:
-        rule: the rule.
-        name: of the ACL.
-        doubtful: what the ACL says where a regular expression has no answer.
+        doubtful: the result of the ACL if the regular expression reaches its limit.
     """
     l7.check_l7rule(rule)
     if rule.type is L7RuleType.SSL_CONN_HAS_CERT:
@@ -265,17 +238,13 @@ def _acls(rule: L7Rule, name: Quoted, *, doubtful: bool) -> list[Quoted]:
 
 @lru_cache(maxsize=_REMEMBERED)
 def _tests(fetches: tuple[str, ...], compare: L7Compare, fold: bool) -> tuple[Quoted, ...]:
-    """What is compared and how: thousands of rules have few of these."""
+    """Return the fetches with their match methods. Thousands of rules have few different ones."""
     how = quoting.words((_FOLD, _MATCH[compare])) if fold else _MATCH[compare]
     return tuple(quoting.words((_word(fetch), how)) for fetch in fetches)
 
 
-_LONGEST = 4 * quoting.MAX_TEXT
-"""A value of which every octet is percent-encoded is three times as long."""
-
-
 def _values(rule: L7Rule) -> tuple[str, ...]:
-    """All spellings of what the rule looks for."""
+    """Return all spellings of the value of the rule."""
     if rule.type is L7RuleType.PATH:
         return l7.list_spellings(rule.value)
     if rule.type is L7RuleType.FILE_TYPE:
@@ -285,19 +254,19 @@ def _values(rule: L7Rule) -> tuple[str, ...]:
 
 
 def _is_suffix(rule: L7Rule) -> bool:
-    """Whether a FILE_TYPE rule is about more than the last extension, as with `tar.gz`."""
+    """Return whether a FILE_TYPE rule matches more than the last extension, for example `tar.gz`."""
     equal = rule.type is L7RuleType.FILE_TYPE and rule.compare_type is L7Compare.EQUAL_TO
     return equal and "." in l7.parse_extension(rule)
 
 
 def _fetches(rule: L7Rule) -> tuple[str, ...]:
-    """What the rule looks at: one of these has to be as it says."""
+    """Return the sample fetches of a rule. The rule is true if one of them matches."""
     fixed = _FIXED.get(rule.type)
     if fixed is not None:
         return _PATH if _is_suffix(rule) else fixed
-    # Keys are tokens (`check_l7rule`): no character of theirs ends the second parser's double quotes.
+    # Keys are tokens (`check_l7rule`), so no character of a key ends the double quotes of HAProxy's second parser.
     if rule.type is L7RuleType.HEADER:
-        # The whole line, and each of the values that commas separate; whatever is in a value is in its line too.
+        # A header line consists of values with commas between them. A part of a value is a part of the line too.
         whole, single = f'req.fhdr("{rule.key}")', f'req.hdr("{rule.key}")'
         return (whole,) if rule.compare_type is L7Compare.CONTAINS else (whole, single)
     return (f'req.cook("{rule.key}")',) if rule.type is L7RuleType.COOKIE else (f"ssl_c_s_dn({rule.key})",)
@@ -306,7 +275,7 @@ def _fetches(rule: L7Rule) -> tuple[str, ...]:
 _PATH = ("path",)
 _FIXED = {
     L7RuleType.PATH: _PATH,
-    # As the client wrote it, with the port, and without.
+    # The rule compares the header with and without the port.
     L7RuleType.HOST_NAME: ("req.fhdr(host)", "req.fhdr(host),host_only"),
     L7RuleType.FILE_TYPE: ("var(txn.extension)",),
 }
@@ -314,31 +283,27 @@ _FIXED = {
 
 @lru_cache(maxsize=_REMEMBERED)
 def _word(fetch: str) -> Quoted:
-    """Return a sample fetch as a word; its key is quoted for both parsers of HAProxy."""
     return quoting.text(fetch, "the key") if '"' in fetch else quoting.keywords(fetch)
 
 
 def _searches(rule: L7Rule, name: Quoted, *, doubtful: bool) -> list[Quoted]:
-    """A rule with a regular expression.
+    """Return the ACL of a rule with a regular expression.
 
-    Where doubt counts as a match, what certainly does not match is substituted with nothing, and what is left is
-    looked at: that is the only way to tell "no" from "no answer" for each of several values. An empty text is left
-    empty by that, matching or not; PCRE2 said beforehand which it is.
+    If a doubtful result counts as a match, the ACL removes each value that certainly does not match, and tests for a
+    rest. Only this test distinguishes "no match" from "no result" for each of several values. An empty value leaves no
+    rest, so PCRE2 has determined whether it matches.
     """
     facts = l7.check_rule_pattern(rule)
     fold = rule.type is L7RuleType.HOST_NAME
-    lines = []
+    lines, where = [], "the regular expression"
     for fetch in _fetches(rule):
         if not doubtful:
-            value = quoting.text(
-                regex.matching_pattern(rule.value), "the regular expression", rule.id, longest=_LONGEST
-            )
-            flags = (_FOLD, _MATCH[L7Compare.REGEX]) if fold else (_MATCH[L7Compare.REGEX],)
-            lines.append(quoting.words((_ACL, name, _word(fetch), *flags, value)))
+            value = quoting.text(regex.matching_pattern(rule.value), where, rule.id, longest=_LONGEST)
+            [test] = _tests((fetch,), L7Compare.REGEX, fold)
+            lines.append(quoting.words((_ACL, name, test, value)))
             continue
-        left = quoting.substituted(
-            fetch, regex.inverse_pattern(rule.value, facts), "i" if fold else "", "the regular expression", rule.id
-        )
+        inverse = regex.inverse_pattern(rule.value, facts)
+        left = quoting.substituted(fetch, inverse, "i" if fold else "", where, rule.id)
         lines.append(quoting.words((_ACL, name, left, _IS_NOT_EMPTY)))
         if facts.empty:
             lines.append(quoting.words((_ACL, name, _word(fetch), _IS_EMPTY)))

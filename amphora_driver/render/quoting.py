@@ -5,6 +5,8 @@ Invariant: HAProxy's configuration parser reads the result of each function as o
 otherwise the function raises `QuotingError`. `finalize` makes the template fail if it prints a value that this module
 did not quote.
 
+In each function, `where` names the value in error messages, and `object_id` is the object of the error.
+
 Source: HAProxy 2.6 configuration manual, sections 2.2 (quoting), 2.5 (time), 8.2.4 (log-format, where `%` is
 special).
 """
@@ -19,8 +21,8 @@ from typing import NoReturn, cast
 from amphora_driver.errors import QuotingError
 from amphora_driver.validation import addresses
 
-# HAProxy's proxy and server names (manual section 2.1: letters, digits, - _ . :). The colon is left out
-# because it separates pool and listener in backend names.
+# HAProxy permits letters, digits, - _ . : in names of proxies and servers (manual section 2.1). This pattern excludes
+# the colon, because a colon separates pool and listener in backend names.
 _IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _PORT = "(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 _WEIGHT = "(?:[1-9]?[0-9]|1[0-9]{2}|2[0-4][0-9]|25[0-6])"
@@ -28,14 +30,13 @@ _ORDINARY_SERVER = re.compile(
     rf"server {_IDENTIFIER.pattern} {addresses.PLAIN_MEMBER_ADDRESS}:{_PORT} weight {_WEIGHT}"
 )
 _TOKEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/+-]{0,127}")
-# Keywords, flags and sample fetches of our own, in a row.
 _KEYWORD = r"(?:[A-Za-z0-9.][A-Za-z0-9_.,:()/+-]*|-[a-z]|--|[{}]|%\[[a-z0-9_.,()]+\])"
 _KEYWORDS = re.compile(f"{_KEYWORD}(?: {_KEYWORD})*")
-# What OpenSSL's lists of ciphers are made of; HAProxy's parser gives none of these characters a meaning.
+# HAProxy's parser gives none of these characters of OpenSSL's cipher lists a meaning.
 _CIPHERS = re.compile(r"[A-Za-z0-9+!:@=_.-]{1,4096}")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,252}[A-Za-z0-9_])?")
-# C0 and C1 controls, DEL, and the Unicode line and paragraph separators, which tools downstream take for line
-# ends; lone surrogates have no bytes at all.
+# Some tools read C0 and C1 controls, DEL, and the Unicode line and paragraph separators as line ends. Lone surrogates
+# have no bytes.
 _FORBIDDEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 MAX_TEXT = 2048
@@ -46,16 +47,15 @@ MAX_INTEGER = 2**31 - 1
 
 
 class Quoted(str):
-    """A word that is safe to print into the configuration. Only the functions of this module can make one."""
+    """A word that is safe to print into the configuration. Only the functions of this module create one."""
 
     __slots__ = ()
 
     def __init__(self, *_args: object) -> None:
-        """Refuse: a Quoted is the result of quoting, not a way around it."""
         raise TypeError("a Quoted value comes from amphora_driver.render.quoting only")
 
 
-# `str.__new__` does not call `__init__`: the one way to make a Quoted.
+# `str.__new__` does not call `__init__`, so this function alone creates a Quoted.
 _quoted: Callable[[str], Quoted] = partial(str.__new__, Quoted)
 _PRINTABLE = frozenset({Quoted, int})
 
@@ -65,25 +65,25 @@ def _refuse(where: str, value: object, reason: str, object_id: str | None) -> No
     if len(shown) > 80:
         shown = f"{shown[:77]}..."
     raise QuotingError(
-        f"write {where} {shown} into HAProxy's configuration",
-        reason,
-        "Change this value.",
-        object_id=object_id,
+        f"write {where} {shown} into HAProxy's configuration", reason, "Change this value.", object_id=object_id
     )
 
 
+def _matching(pattern: re.Pattern[str], value: str, where: str, reason: str, object_id: str | None) -> Quoted:
+    if not isinstance(value, str) or not pattern.fullmatch(value):
+        _refuse(where, value, reason, object_id)
+    return _quoted(value)
+
+
+def _check_quoted(values: Iterable[object], message: str) -> None:
+    if any(type(value) is not Quoted for value in values):
+        raise TypeError(message)
+
+
 def finalize(value: object) -> str:
-    """What Jinja2 calls with the value of every expression a template prints.
+    """Return the text of a value that a template prints (Jinja2's `finalize`).
 
-    Args:
-        value: what the expression came to.
-
-    Returns:
-        The text to print.
-
-    Raises:
-        TypeError: the value is neither `Quoted` nor a plain integer. This is a mistake in our template or
-            renderer, never a user's, so it is loud.
+    Raise TypeError for a value that is neither `Quoted` nor a plain integer: an error of the template or the renderer.
     """
     kind = type(value)
     if kind is Quoted:
@@ -94,27 +94,13 @@ def finalize(value: object) -> str:
 
 
 def identifier(value: str, where: str, object_id: str | None = None) -> Quoted:
-    """An id that names a section or a server.
-
-    Args:
-        value: letters, digits, `_`, `.`, `-`; at most 64. Octavia's UUIDs are of this kind.
-        where: what the value is, for the error message.
-        object_id: the object at fault, for the error.
-
-    Raises:
-        QuotingError: any other value.
-    """
-    if not isinstance(value, str) or not _IDENTIFIER.fullmatch(value):
-        _refuse(where, value, "an identifier is made of letters, digits, '_', '.' and '-' only", object_id)
-    return _quoted(value)
+    """Quote an id that names a section or a server: at most 64 letters, digits, `_`, `.`, `-`."""
+    reason = "an identifier is made of letters, digits, '_', '.' and '-' only"
+    return _matching(_IDENTIFIER, value, where, reason, object_id)
 
 
 def words(parts: Iterable[Quoted | int]) -> Quoted:
-    """Several words as one piece of a line, with a space between them.
-
-    Raises:
-        TypeError: one of them is neither `Quoted` nor an integer.
-    """
+    """Join words with spaces. Raise TypeError for a part that is neither `Quoted` nor an integer."""
     printed = parts if isinstance(parts, tuple) else tuple(parts)
     kinds = set(map(type, printed))
     if not kinds <= _PRINTABLE:
@@ -125,39 +111,28 @@ def words(parts: Iterable[Quoted | int]) -> Quoted:
 def ordinary_servers(beginnings: Iterable[str], tail: Quoted | None) -> list[Quoted | None]:
     """Quote server lines with common values only: an id, an IPv4 address, numbers.
 
-    One match for each line, instead of one for each value, because there are thousands of lines. No other value passes:
-    none of the patterns contains a blank.
+    One match for each line is faster than one match for each value, and there are thousands of lines. No other value
+    passes, because no pattern of a value contains a blank.
 
     Args:
         beginnings: `server <id> <address>:<port> weight <weight>`, from unchecked values.
         tail: further words of each line.
 
     Returns:
-        The lines; None for a line whose values must be quoted or refused one by one.
+        The lines; None for a line whose values the caller must quote one by one.
     """
-    if type(tail) not in (Quoted, type(None)):
-        raise TypeError("lines are made of quoted words")
+    _check_quoted([] if tail is None else [tail], "lines are made of quoted words")
     match, end = _ORDINARY_SERVER.fullmatch, "" if tail is None else f" {tail}"
     return [_quoted(f"{beginning}{end}") if match(beginning) else None for beginning in beginnings]
 
 
 def keywords(text: str) -> Quoted:
-    """Words that this program itself wrote, as one piece of a line.
-
-    Raises:
-        QuotingError: anything that is more than plain words; a mistake of ours.
-    """
-    if not _KEYWORDS.fullmatch(text):
-        _refuse("keywords", text, "these are not plain words", None)
-    return _quoted(text)
+    """Quote keywords, flags and sample fetches that are literals of this program."""
+    return _matching(_KEYWORDS, text, "keywords", "these are not plain words", None)
 
 
 def lines(parts: Iterable[Quoted], tail: Quoted | None = None) -> Quoted:
-    """Several lines of a section, each indented, each with the same words at its end.
-
-    Raises:
-        TypeError: one of them is not `Quoted`.
-    """
+    """Join indented lines of a section, each with the same words at its end."""
     rows = list(parts)
     if set(map(type, rows)) - {Quoted} or type(tail) not in (Quoted, type(None)):
         raise TypeError("lines are made of quoted words")
@@ -168,52 +143,26 @@ def lines(parts: Iterable[Quoted], tail: Quoted | None = None) -> Quoted:
 
 
 def ciphers(value: str, where: str, object_id: str | None = None) -> Quoted:
-    """A list of ciphers with OpenSSL's operators: one plain word.
-
-    Raises:
-        QuotingError: any other character, or more than 4096 of them.
-    """
-    if not isinstance(value, str) or not _CIPHERS.fullmatch(value):
-        _refuse(where, value, "it is not a list of ciphers", object_id)
-    return _quoted(value)
+    """Quote a list of ciphers with OpenSSL's operators, of at most 4096 characters."""
+    return _matching(_CIPHERS, value, where, "it is not a list of ciphers", object_id)
 
 
 def host_name(value: str, where: str, object_id: str | None = None) -> Quoted:
-    """A DNS name: one plain word, also as the argument of a sample fetch.
-
-    Raises:
-        QuotingError: anything else.
-    """
-    if not isinstance(value, str) or not _HOST_NAME.fullmatch(value):
-        _refuse(where, value, "it is not a host name", object_id)
-    return _quoted(value)
+    """Quote a DNS name, which may also be the argument of a sample fetch."""
+    return _matching(_HOST_NAME, value, where, "it is not a host name", object_id)
 
 
 def call(function: Quoted, argument: Quoted) -> Quoted:
-    """A sample fetch with one argument that needs no quotes: `str(www.example.com)`.
-
-    Raises:
-        QuotingError: the argument is more than a host name.
-    """
+    """Return a sample fetch with a host name as its argument: `str(www.example.com)`."""
     name = host_name(str(argument), f"the argument of {function}")
     return _quoted(f"{keywords(function)}({name})")
 
 
 def sample(fetch: str, argument: str, converters: str, where: str, object_id: str | None = None) -> Quoted:
-    """Return a sample fetch with a string argument and converters as one word.
+    """Return a sample fetch with a string argument and converters as one word: `'req.cook("it''s"),sha1'`.
 
-    Example: `'req.cook("it''s"),sha1'`.
-
-    Inside double quotes HAProxy's second parser, the one for arguments, gives a meaning to `"` and the backslash only
-    (manual section 2.2 and 7.1).
-
-    Args:
-        fetch: the name of the fetch, ours.
-        argument: text; not with `"` or a backslash.
-        converters: what follows, ours; begins with a comma or is empty.
-
-    Raises:
-        QuotingError: the argument has no form here.
+    Inside double quotes HAProxy's parser of arguments gives a meaning to `"` and the backslash only (manual section
+    2.2 and 7.1), so the argument must contain neither.
     """
     if isinstance(argument, str) and ('"' in argument or "\\" in argument):
         _refuse(where, argument, "it contains a double quote or a backslash", object_id)
@@ -222,65 +171,43 @@ def sample(fetch: str, argument: str, converters: str, where: str, object_id: st
 
 
 def backend_name(pool_id: Quoted, listener_id: Quoted) -> Quoted:
-    """The name of the backend that serves a pool behind one listener."""
-    if type(pool_id) is not Quoted or type(listener_id) is not Quoted:
-        raise TypeError("a backend is named with quoted identifiers")
+    """Return the name of the backend that serves a pool for one listener."""
+    _check_quoted((pool_id, listener_id), "a backend is named with quoted identifiers")
     return _quoted(f"{pool_id}:{listener_id}")
 
 
 def token(value: str, where: str, object_id: str | None = None) -> Quoted:
-    """A bare word: a method, a version, a list of status codes.
-
-    Args:
-        value: letters, digits and `_ . : / + -`; begins with a letter or digit, so never a flag; at most 128.
-        where: what the value is, for the error message.
-        object_id: the object at fault, for the error.
-
-    Raises:
-        QuotingError: any other value.
-    """
-    if not isinstance(value, str) or not _TOKEN.fullmatch(value):
-        _refuse(where, value, "only a plain word can stand here", object_id)
-    return _quoted(value)
+    """Quote a bare word, such as a method: at most 128 letters, digits and `_ . : / + -`, and never a flag."""
+    return _matching(_TOKEN, value, where, "only a plain word can stand here", object_id)
 
 
 def integer(value: int, where: str, *, low: int, high: int = MAX_INTEGER, object_id: str | None = None) -> int:
-    """A number between `low` and `high`, both included.
-
-    Raises:
-        QuotingError: not an integer (a bool is none), or out of range.
-    """
+    """Return a number between `low` and `high`, both included. A bool is no number."""
     if type(value) is not int or not low <= value <= high:
         _refuse(where, value, f"a whole number from {low} to {high} is needed", object_id)
     return value
 
 
 def port(value: int, where: str, object_id: str | None = None) -> int:
-    """A TCP port, 1 to 65535. Zero would be "the client's own port" on a server line (manual section 5.2)."""
+    """Return a port from 1 to 65535. On a server line, 0 means "the client's own port" (manual section 5.2)."""
     return integer(value, where, low=1, high=65535, object_id=object_id)
 
 
 def milliseconds(value: int, where: str, object_id: str | None = None) -> Quoted:
-    """A time in milliseconds, with its unit (manual section 2.5). Zero, HAProxy's "for ever", is refused."""
+    """Quote a time in milliseconds with its unit (manual section 2.5). Refuse zero, which means "for ever"."""
     return _quoted(f"{integer(value, where, low=1, object_id=object_id)}ms")
 
 
 def seconds(value: int, where: str, object_id: str | None = None) -> Quoted:
-    """A time in seconds, with its unit; at most what fits HAProxy's milliseconds (24 days)."""
+    """Quote a time in seconds with its unit. HAProxy's milliseconds limit the time to 24 days."""
     return _quoted(f"{integer(value, where, low=1, high=MAX_INTEGER // 1000, object_id=object_id)}s")
 
 
 def address(value: str, where: str, object_id: str | None = None) -> Quoted:
-    """An IP address in canonical form, IPv6 in brackets: else its last group would be taken for a port.
+    """Quote an IP address in canonical form. Brackets separate an IPv6 address from its port.
 
-    Args:
-        value: IPv4 or IPv6 in text form, without port, prefix or scope.
-        where: what the value is, for the error message.
-        object_id: the object at fault, for the error.
-
-    Raises:
-        QuotingError: not an address, with a scope (`fe80::1%eth0`), or the unspecified address, which HAProxy
-            reads as "wherever the client wanted to go" (manual section 5.2).
+    Refuse a scope (`fe80::1%eth0`), and the unspecified address, which means "the client's destination" (manual
+    section 5.2).
     """
     if isinstance(value, str) and addresses.is_plain_member_address(value):
         return _quoted(value)
@@ -294,7 +221,7 @@ def address(value: str, where: str, object_id: str | None = None) -> Quoted:
 
 
 def endpoint(host: str, port_number: int, where: str, object_id: str | None = None) -> Quoted:
-    """Address and port as one word: `198.51.100.5:80`, `[2001:db8::5]:80`."""
+    """Quote address and port as one word: `198.51.100.5:80`, `[2001:db8::5]:80`."""
     number = port(port_number, f"the port of {where}", object_id)
     return _quoted(f"{address(host, where, object_id)}:{number}")
 
@@ -302,28 +229,20 @@ def endpoint(host: str, port_number: int, where: str, object_id: str | None = No
 def text(
     value: str, where: str, object_id: str | None = None, *, flag_position: bool = False, longest: int = MAX_TEXT
 ) -> Quoted:
-    """Any string, in single quotes: inside them HAProxy interprets nothing (manual section 2.2).
+    """Quote any string with single quotes: inside them HAProxy interprets nothing (manual section 2.2).
 
-    A single quote itself has no form inside single quotes; it is written by closing, an escaped quote,
-    opening again.
+    Refuse control characters, line separators, and the empty string: HAProxy reads an empty word as the end of the
+    line.
 
     Args:
-        value: printable text, up to `longest` bytes of UTF-8.
-        where: what the value is, for the error message.
-        object_id: the object at fault, for the error.
-        flag_position: True where HAProxy would take a word beginning with `-` for a flag; such values are
-            refused.
-        longest: more than `MAX_TEXT` is for what this program made of a value of that length. A line of
-            configuration has no limit of its own in HAProxy (2.6 grows its buffer).
-
-    Raises:
-        QuotingError: empty (HAProxy takes an empty word for the end of the line and ignores what follows),
-            too long, with control characters or line separators, or flag-like where that matters.
+        flag_position: whether HAProxy would read a word that begins with `-` as a flag; the function refuses it then.
+        longest: bytes of UTF-8. Only a value that this program has expanded may exceed `MAX_TEXT`, because HAProxy
+            has no limit for a line (HAProxy 2.6 grows its buffer).
     """
     if not isinstance(value, str) or not value:
         _refuse(where, value, "it is empty", object_id)
     if value.isascii() and value.isprintable() and len(value) <= longest and value[0] != "-" and "'" not in value:
-        # Nearly every value: everything below is about what these are not.
+        # Nearly all values end here, which saves the slower checks.
         return _quoted(f"'{value}'")
     if _FORBIDDEN.search(value):
         _refuse(where, value, "it contains control characters", object_id)
@@ -331,42 +250,34 @@ def text(
         _refuse(where, value, f"it is longer than {longest} bytes", object_id)
     if flag_position and value.startswith("-"):
         _refuse(where, value, "it begins with '-' and would be read as a flag", object_id)
+    # Single quotes cannot contain a single quote: the word closes them, adds an escaped quote, and opens them again.
     return _quoted("'" + value.replace("'", "'\\''") + "'")
 
 
 def log_format(value: str, where: str, object_id: str | None = None) -> Quoted:
-    """Any string where HAProxy expands `%x` and `%[...]` (manual 8.2.4): as `text`, with `%` doubled."""
+    """Quote any string where HAProxy expands `%x` and `%[...]` (manual 8.2.4): as `text`, with `%` doubled."""
     if isinstance(value, str):
         value = value.replace("%", "%%")
     return text(value, where, object_id)
 
 
 def substituted(fetch: str, pattern: str, flags: str, where: str, object_id: str | None = None) -> Quoted:
-    """A sample fetch without what a regular expression finds in it: `'path,regsub("^/x","","i")'`.
+    """Return a sample fetch without the matches of a regular expression: `'path,regsub("^/x","","i")'`.
 
-    The pattern passes two parsers: inside the single quotes of the first nothing has a meaning, inside the double
-    quotes of the second, the one for arguments, the double quote and the backslash do (manual sections 2.2 and 7.3.1).
-
-    Args:
-        fetch: a sample expression, ours.
-        pattern: any regular expression.
-        flags: of `regsub`, ours.
-        where: what the pattern is, for the error message.
-        object_id: the object at fault, for the error.
+    The pattern passes two parsers. Inside the single quotes of the first parser nothing has a meaning. Inside the
+    double quotes of the parser of arguments, `"` and the backslash have one (manual sections 2.2 and 7.3.1).
     """
     inner = pattern.replace("\\", "\\\\").replace('"', '\\"')
     return text(f'{fetch},regsub("{inner}","","{flags}")', where, object_id, longest=4 * MAX_TEXT)
 
 
 def negated(name: Quoted) -> Quoted:
-    """A named ACL that must not match: `!name`."""
-    if type(name) is not Quoted:
-        raise TypeError("an ACL is named with a quoted identifier")
+    """Return the condition that a named ACL does not match: `!name`."""
+    _check_quoted((name,), "an ACL is named with a quoted identifier")
     return _quoted(f"!{name}")
 
 
 def argument_of(function: Quoted, backend: Quoted) -> Quoted:
-    """A sample fetch with the name of a backend as its argument: `str(<pool>:<listener>)`."""
-    if type(function) is not Quoted or type(backend) is not Quoted:
-        raise TypeError("a fetch and its backend are quoted")
+    """Return a sample fetch with the name of a backend as its argument: `str(<pool>:<listener>)`."""
+    _check_quoted((function, backend), "a fetch and its backend are quoted")
     return _quoted(f"{function}({backend})")

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from amphora_driver.errors import ModelError, UnsupportedOption
+from amphora_driver.model.enums import PoolProtocol
+from amphora_driver.model.loadbalancer import Listener
 
 REASONS = (ModelError, UnsupportedOption)
 
@@ -21,10 +23,21 @@ def refused_object(object_id: str, reason: str, remedy: str = "") -> ModelError:
     return ModelError(f"render {object_id}", reason, remedy, object_id=object_id)
 
 
-def as_refusal(error: ModelError | UnsupportedOption, object_id: str) -> ModelError:
-    """Return an exception as the error of this object, unless it names another object.
+def protocol_mismatch(protocol: PoolProtocol, pool_id: str, listener: Listener) -> str:
+    """Return the reason for a pool whose protocol does not fit its listener."""
+    return f"a pool of protocol {protocol} ({pool_id}) cannot stand behind a listener of {listener.protocol}"
 
-    The traceback is removed: errors are cached, and a traceback would keep all its frames in memory.
+
+def policies_without_http(listener: Listener) -> ModelError:
+    """Return the error for enabled L7 policies of a listener that does not read HTTP."""
+    reason = f"it has L7 policies, which need HTTP, on a listener of {listener.protocol}"
+    return refused_object(listener.id, reason, "Remove them, or disable them.")
+
+
+def as_refusal(error: ModelError | UnsupportedOption, object_id: str) -> ModelError:
+    """Return an exception as the error of this object, unless the exception names another object.
+
+    The result has no traceback, because a cached traceback would keep all its frames in memory.
     """
     if not isinstance(error, ModelError):
         return ModelError(error.wanted, error.happened, error.remedy, object_id=object_id)
@@ -35,7 +48,7 @@ def as_refusal(error: ModelError | UnsupportedOption, object_id: str) -> ModelEr
 
 
 def try_render(make: Callable[[], _Made], object_id: str, refused: list[ModelError]) -> _Made | None:
-    """Return the result of `make`; on an error add it to `refused` and return None."""
+    """Return the result of `make`. Add an error to `refused` and return None."""
     try:
         return make()
     except REASONS as error:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A member as HAProxy's `server` line.
 
-Invariant: the line is complete, because HAProxy's runtime command `add server` does not read `default-server`. It
-contains only keywords of that command (HAProxy 2.6 management guide, 9.3). HAProxy has its files in memory before.
+Invariant: the line is complete, because HAProxy's runtime command `add server` does not read `default-server`. The
+line contains only keywords of that command (HAProxy 2.6 management guide, 9.3).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def hash_id(member_id: str, taken: set[int]) -> int:
     """Return the number of a server for consistent hashing.
 
     HAProxy hashes the number of a server, by default its position in the backend (manual: `hash-type`). After the
-    removal of a member the next reload would move the clients of all following members, and two amphorae with different
-    histories would differ. A number that derives from the id is the same at all times in all amphorae.
+    removal of a member, the next reload would move the clients of all following members. A number that derives from
+    the id is the same at all times in all amphorae.
     """
     number = zlib.crc32(member_id.encode(errors="replace")) & 0x7FFFFFFF or 1
     while number in taken:
@@ -36,7 +36,7 @@ def hash_id(member_id: str, taken: set[int]) -> int:
 
 
 def servers(members: Sequence[Member], monitor: Monitor | None) -> list[Quoted | None]:
-    """Return the lines of ordinary members together; None for a member that `server` must render."""
+    """Return the lines of ordinary members; None for a member that `server` must render."""
     tail = monitor.check if monitor is not None else None
     beginnings = [f"server {one.id} {one.address}:{one.protocol_port} weight {one.weight}" for one in members]
     lines = quoting.ordinary_servers(beginnings, tail)
@@ -57,9 +57,7 @@ def servers(members: Sequence[Member], monitor: Monitor | None) -> list[Quoted |
 def server(member: Member, monitor: Monitor | None, number: int | None) -> Quoted:
     """Return the line of a member (manual section 5.2) without the part that depends on the listener.
 
-    Raises:
-        UnsupportedOption: an option of the member is not supported.
-        QuotingError: a value cannot be written in HAProxy's syntax.
+    Raise UnsupportedOption for an unsupported option, and QuotingError for a value outside HAProxy's syntax.
     """
     options.check_member(member)
     words: list[Quoted | int] = [

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Session persistence of a pool.
 
-Invariant: a client stays on its member over a reload (`peers amphora`, or no state at all). No server line contains a
-part of it, so that members can be added and removed at run time.
+Invariant: a client stays on its member over a reload (`peers amphora`, or no state at all). No server line contains
+keywords of persistence, so that the agent can add and remove members at run time.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ DEFAULT_COOKIE = "SRV"
 
 
 class Persistence(msgspec.Struct, frozen=True, kw_only=True):
-    """Session persistence: by address, by a cookie of HAProxy, or by one of the application.
+    """Session persistence: by address, by a cookie of HAProxy, or by a cookie of the application.
 
     Attributes:
-        by_address: whether the client's address decides.
         cookie: the name of HAProxy's cookie.
         key: the key of HAProxy's cookie.
         asked: the sample of the application's cookie in a request.
@@ -44,13 +43,13 @@ def persistence(pool: Pool) -> Persistence | None:
         return Persistence(by_address=True)
     name = wanted.cookie_name or DEFAULT_COOKIE
     if wanted.type is PersistenceType.HTTP_COOKIE:
-        # A dynamic cookie is computed from key and address. It is the same in each amphora, and needs no keyword on the
-        # server line, which HAProxy 2.6 would refuse at run time.
+        # HAProxy computes a dynamic cookie from key and address, so that the cookie is the same in each amphora. A
+        # server line with a cookie keyword would be impossible at run time in HAProxy 2.6.
         return Persistence(
             cookie=quoting.text(name, "the cookie's name", pool.id),
             key=quoting.identifier(pool.id, "the pool's id", pool.id),
         )
-    # A digest, because the key of a table has a fixed length.
+    # The key of a stick table has a fixed length, so the table contains a digest of the cookie.
     return Persistence(
         asked=quoting.sample("req.cook", name, ",sha1", "the cookie's name", pool.id),
         answered=quoting.sample("res.cook", name, ",sha1", "the cookie's name", pool.id),

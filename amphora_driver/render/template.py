@@ -14,7 +14,7 @@ from amphora_driver.render import quoting
 
 
 class _Environment(jinja2.Environment):
-    # The template prints attributes of typed classes: a missing attribute is an error, not a key of a mapping.
+    # The template prints attributes of typed classes, so a missing attribute is an error, not a key of a mapping.
     getattr = staticmethod(getattr)  # type: ignore[assignment]
 
 
@@ -22,7 +22,7 @@ _ENVIRONMENT = _Environment(
     loader=jinja2.PackageLoader("amphora_agent", "templates"),
     undefined=jinja2.StrictUndefined,
     finalize=quoting.finalize,
-    # The text is not HTML: HTML escaping would corrupt values. `finalize` refuses values that are not quoted.
+    # The text is not HTML, so HTML escaping would corrupt values. The function `finalize` refuses unquoted values.
     autoescape=False,
     trim_blocks=True,
     lstrip_blocks=True,

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TLS with clients and members: the keywords of `bind` and `server` lines, and the files they name.
+"""TLS with clients and members: the keywords of `bind` and `server` lines, and their files.
 
 Invariant: the name of a file derives from its object and purpose, not from its content. Two listeners share no file,
-and a replaced certificate does not change the text. No secret is known here.
+and a replaced certificate does not change the text.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 
 import msgspec
@@ -23,33 +24,11 @@ _VERIFY = {
     ClientAuthentication.OPTIONAL: quoting.keywords("verify optional"),
     ClientAuthentication.MANDATORY: quoting.keywords("verify required"),
 }
-_WORD = {
-    word: quoting.keywords(word)
-    for word in (
-        "ssl",
-        "crt",
-        "crt-list",
-        "ca-file",
-        "crl-file",
-        "no-tls-tickets",
-        "tls-ticket-keys",
-        "ssl-min-ver",
-        "ssl-max-ver",
-        "ciphers",
-        "ciphersuites",
-        "alpn",
-        "verify none",
-        "verify required",
-        "sni",
-        "sni ssl_fc_sni",
-        "str",
-        "verifyhost",
-    )
-}
+_word = functools.cache(quoting.keywords)
 
 
 class File(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that the text names, with its content or the name of its secret."""
+    """A file that the text names: its content, or the name of its secret."""
 
     name: str
     content: str | None = None
@@ -68,41 +47,36 @@ def bind(listener: Listener, settings: Defaults, shared_tickets: str | None = No
     """Return the TLS part of a listener; None without TLS.
 
     The first certificate is for clients without SNI or with an unknown name: the default container, or else the first
-    SNI container. Its file name is fixed, so that it can be replaced in place.
+    SNI container. Its file name is fixed, so that the agent can replace the certificate in place.
 
-    With client certificates no session is resumed: HAProxy does not verify the certificate again at a resumption, also
-    after its revocation. The machine's part of the configuration has no session cache for the same reason.
+    With client certificates HAProxy resumes no session, because it would not verify the certificate again after a
+    revocation. The machine's part of the configuration has no session cache for the same reason.
 
     Args:
-        listener: enabled or not.
-        settings: the defaults.
         shared_tickets: the id of the load balancer with shared ticket keys; None if each process creates its keys.
-
-    Raises:
-        UnsupportedOption: the versions or ciphers are not supported.
     """
     if not tls.terminates(listener):
         return None
     agreed = tls.listener_negotiation(listener, settings.tls_minimum_version, settings.tls_ciphers)
     listed, certificates = _certificates(listener)
     files = [listed, *certificates]
-    words = [_WORD["ssl"], _WORD["crt-list"], _name(listed)]
+    words = [_word("ssl"), _word("crt-list"), _name(listed)]
     verify = _VERIFY.get(listener.client_authentication) if listener.client_authentication else None
     if verify is not None:
         authority = _secret(listener.id, "client_ca.pem", Purpose.CA, listener.client_ca_tls_container_ref or "")
-        words += [_WORD["ca-file"], _name(authority), verify, _WORD["no-tls-tickets"]]
+        words += [_word("ca-file"), _name(authority), verify, _word("no-tls-tickets")]
         files.append(authority)
         if listener.client_crl_container_ref:
             revoked = _secret(listener.id, "client_crl.pem", Purpose.CRL, listener.client_crl_container_ref)
-            words += [_WORD["crl-file"], _name(revoked)]
+            words += [_word("crl-file"), _name(revoked)]
             files.append(revoked)
     elif shared_tickets is not None:
         keys = File(name=f"tls/{shared_tickets}/ticket.keys", secret=ticket_secret_name(shared_tickets))
-        words += [_WORD["tls-ticket-keys"], _name(keys)]
+        words += [_word("tls-ticket-keys"), _name(keys)]
         files.append(keys)
     words += _negotiated(agreed)
     if listener.alpn_protocols:
-        words += [_WORD["alpn"], quoting.keywords(",".join(listener.alpn_protocols))]
+        words += [_word("alpn"), quoting.keywords(",".join(listener.alpn_protocols))]
     gaps = tuple(quoting.keywords(gap) for gap in agreed.versions.gaps) if agreed.versions.gaps else ()
     return Bind(words=quoting.words(words), gaps=gaps, files=tuple(files))
 
@@ -121,60 +95,57 @@ def _certificates(listener: Listener) -> tuple[File, list[File]]:
 def server(pool: Pool, settings: Defaults, name: Quoted | None) -> tuple[Quoted, tuple[File, ...]] | None:
     """Return the TLS keywords of all server lines of a pool, and its files; None without TLS.
 
-    HAProxy verifies a member's certificate against the CA of the pool and, if given, against `name`. The client's SNI
-    is not used: HAProxy verifies against the name that it sends, so with a CA it sends `name` or no name.
-
-    Raises:
-        UnsupportedOption: the versions or ciphers are not supported.
+    HAProxy verifies a member's certificate against the CA of the pool and, if given, against `name`. HAProxy verifies
+    against the name that it sends, so with a CA it sends `name` or no name, but not the client's SNI.
     """
     if not pool.tls_enabled:
         return None
     agreed = tls.pool_negotiation(pool, settings.tls_minimum_version, settings.tls_ciphers)
     files = []
-    words = [_WORD["ssl"]]
+    words = [_word("ssl")]
     if pool.tls_container_ref:
         files.append(_secret(pool.id, "client.pem", Purpose.CERTIFICATE, pool.tls_container_ref))
-        words += [_WORD["crt"], _name(files[-1])]
+        words += [_word("crt"), _name(files[-1])]
     if pool.ca_tls_container_ref:
         files.append(_secret(pool.id, "ca.pem", Purpose.CA, pool.ca_tls_container_ref))
-        words += [_WORD["verify required"], _WORD["ca-file"], _name(files[-1])]
+        words += [_word("verify required"), _word("ca-file"), _name(files[-1])]
         if pool.crl_container_ref:
             files.append(_secret(pool.id, "crl.pem", Purpose.CRL, pool.crl_container_ref))
-            words += [_WORD["crl-file"], _name(files[-1])]
+            words += [_word("crl-file"), _name(files[-1])]
         if name is not None:
-            words += [_WORD["sni"], quoting.call(_WORD["str"], name), _WORD["verifyhost"], name]
+            words += [_word("sni"), quoting.call(_word("str"), name), _word("verifyhost"), name]
     else:
-        words.append(_WORD["verify none"])
+        words.append(_word("verify none"))
     return quoting.words([*words, *_negotiated(agreed)]), tuple(files)
 
 
 def for_route(pool: Pool, name: Quoted | None, *, http: bool, behind_tls: bool) -> list[Quoted]:
     """Return the keywords that depend on the listener: the client's SNI, and the offered ALPN protocols.
 
-    PoolFacts a TCP listener the client's protocol is unknown: no ALPN protocol is offered.
+    Behind a TCP listener the client's protocol is unknown, so HAProxy offers no ALPN protocol.
     """
     words: list[Quoted] = []
     if not pool.ca_tls_container_ref:
         if behind_tls:
-            words.append(_WORD["sni ssl_fc_sni"])
+            words.append(_word("sni ssl_fc_sni"))
         elif name is not None:
-            words += [_WORD["sni"], quoting.call(_WORD["str"], name)]
+            words += [_word("sni"), quoting.call(_word("str"), name)]
     if http and pool.alpn_protocols:
-        words += [_WORD["alpn"], quoting.keywords(",".join(pool.alpn_protocols))]
+        words += [_word("alpn"), quoting.keywords(",".join(pool.alpn_protocols))]
     return words
 
 
 def _negotiated(agreed: tls.Negotiation) -> list[Quoted]:
     words = [
-        _WORD["ssl-min-ver"],
+        _word("ssl-min-ver"),
         quoting.token(agreed.versions.low, "the TLS version"),
-        _WORD["ssl-max-ver"],
+        _word("ssl-max-ver"),
         quoting.token(agreed.versions.high, "the TLS version"),
     ]
-    if agreed.ciphers.ciphers is not None:
-        words += [_WORD["ciphers"], quoting.ciphers(agreed.ciphers.ciphers, "the ciphers")]
-    if agreed.ciphers.suites is not None:
-        words += [_WORD["ciphersuites"], quoting.ciphers(agreed.ciphers.suites, "the ciphers")]
+    if agreed.ciphers is not None:
+        words += [_word("ciphers"), quoting.ciphers(agreed.ciphers, "the ciphers")]
+    if agreed.suites is not None:
+        words += [_word("ciphersuites"), quoting.ciphers(agreed.suites, "the ciphers")]
     return words
 
 

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """UDP and SCTP listeners as the virtual servers of a bundle (docs/reference/agent-api.md).
 
-Invariant: pure. An object that cannot be served is named in `Made.refused` and left out; all other objects are served.
-An omission never admits more clients. The same load balancer gives the same list in any order of its children.
+Invariant: `Made.refused` names each object that no amphora can serve, and the list contains all other objects. An
+omission never admits more clients. The same load balancer gives the same list in any order of its children.
 
-A listener without a serving pool has no members: its clients get an ICMP error at once.
+A listener without a serving pool has no members, and its clients get an ICMP error at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
@@ -26,16 +27,16 @@ from amphora_driver.validation import udp as capabilities
 
 _ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 HIDDEN, PRESERVED = "hidden", "preserved"
-"""Members see the amphora, unless the load balancer's profile says otherwise."""
+"""Members see the address of the amphora (the default), or the address of the client."""
 FLOW_FORMAT = (
     "{{ project_id }} {{ lb_id }} %f %ci %cp %t - - %B %U - - %b %s %Tt %ts %[protocol] %[packets_out] %[packets_in]"
 )
-"""The fields of Octavia's flow log as a TCP listener has them, and three more (`amphora_agent`, `flow_lines`)."""
+"""The fields of Octavia's flow log for a TCP listener, and three more (`amphora_agent.l4_flow_log`)."""
 LONGEST_FORMAT = 2048
 
 
 class VirtualPersistence(msgspec.Struct, frozen=True, kw_only=True):
-    """The time in seconds for which a client stays on its member, and the prefix that identifies it."""
+    """The time in seconds for which a client stays on its member, and the prefix that identifies the client."""
 
     timeout: int
     prefix_v4: int
@@ -43,7 +44,7 @@ class VirtualPersistence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VirtualMonitor(msgspec.Struct, frozen=True, kw_only=True):
-    """How members are checked, in seconds; what belongs to HTTP is None or empty for the others."""
+    """The checks of members, with times in seconds. The fields of HTTP are None or empty for other types."""
 
     id: str
     type: str
@@ -51,15 +52,15 @@ class VirtualMonitor(msgspec.Struct, frozen=True, kw_only=True):
     timeout: int
     rise: int
     fall: int
-    method: str | None
-    path: str | None
-    codes: tuple[str, ...]
-    host: str | None
-    version: str | None
+    method: str | None = None
+    path: str | None = None
+    codes: tuple[str, ...] = ()
+    host: str | None = None
+    version: str | None = None
 
 
 class VirtualMember(msgspec.Struct, frozen=True, kw_only=True):
-    """One member; None where it is checked at its own address or port."""
+    """One member. Without `check_address` and `check_port`, the check uses its own address and port."""
 
     id: str
     address: str
@@ -72,7 +73,7 @@ class VirtualMember(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VirtualServer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One listener with its pool. Without `log_format` its flows are not logged, and the key is omitted."""
+    """One listener with its pool. Without `log_format` the amphora does not log its flows."""
 
     id: str
     protocol: str
@@ -89,7 +90,7 @@ class VirtualServer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class Made(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome: the list, and one error for each object that is not in it although it is recorded."""
+    """The virtual servers, and one error for each recorded object that is not among them."""
 
     servers: tuple[VirtualServer, ...] = ()
     refused: tuple[ModelError, ...] = ()
@@ -98,38 +99,31 @@ class Made(msgspec.Struct, frozen=True, kw_only=True):
 class _Behind(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a pool that is equal for all its listeners."""
 
+    pool_id: str | None
+    algorithm: Algorithm
     persistence: VirtualPersistence | None
     monitor: VirtualMonitor | None
     members: tuple[VirtualMember, ...]
 
 
 def virtual_servers(
-    load_balancer: LoadBalancer,
-    *,
-    failed: Collection[str] = (),
-    defaults: Defaults = DEFAULTS,
+    load_balancer: LoadBalancer, *, failed: Collection[str] = (), defaults: Defaults = DEFAULTS
 ) -> Made:
-    """The virtual servers of a load balancer.
+    """Return the virtual servers of a load balancer.
 
     Args:
-        load_balancer: the complete tree.
-        failed: ids of objects that amphorae refused, or that are otherwise known not to be servable. They are left
-            out, and not listed again.
-        defaults: what applies where neither an object nor the profile says anything.
+        failed: ids of objects that amphorae refused. The result omits them, and `refused` does not repeat them.
     """
     listeners = [one for one in load_balancer.listeners if one.uses_l4]
     pools = [one for one in load_balancer.pools if one.uses_l4]
-    if not listeners and not pools:
-        return Made()
     refused: list[ModelError] = []
     behind: dict[str, _Behind | None] = {}
     for pool in once(pools, refused):
-        known = pool.id not in failed
-        # Members of any family may be in a pool that no listener serves.
+        # A pool that no listener serves may contain members of any address family.
         met = load_balancer.vips if load_balancer.is_default_pool(pool) else None
         examine = partial(_behind, pool, met, failed, refused)
-        behind[pool.id] = render_errors.try_render(examine, pool.id, refused) if known else None
-    vips = tuple(_known(load_balancer.vips))
+        behind[pool.id] = render_errors.try_render(examine, pool.id, refused) if pool.id not in failed else None
+    vips = tuple(dict.fromkeys(_known(load_balancer.vips)))
     chosen = effective_defaults(load_balancer.profile, defaults)
     servers: list[VirtualServer] = []
     taken: set[tuple[str, int]] = set()
@@ -150,27 +144,17 @@ def virtual_servers(
 
 
 def _check_id(object_id: str) -> None:
-    """An agent takes no bundle in which an id is something else.
-
-    Raises:
-        ModelError: it is not written as Octavia writes ids.
-    """
+    """Raise ModelError for a text that is no UUID, because an agent refuses such a bundle."""
     if not _ID.fullmatch(object_id):
         shown = ascii(object_id[:80])
         raise ModelError(f"serve {shown}", "it is no id", object_id=object_id)
 
 
 def _known(vips: tuple[Vip, ...]) -> Iterator[str]:
-    """Yield the VIPs in canonical form, each once. `render.haproxy` refuses an invalid VIP."""
-    seen: set[str] = set()
+    """Yield the VIPs in canonical form. `render.haproxy` refuses an invalid VIP."""
     for vip in vips:
-        try:
-            text = str(addresses.parse_address(vip.address))
-        except ValueError:
-            continue
-        if text not in seen:
-            seen.add(text)
-            yield text
+        with contextlib.suppress(ValueError):
+            yield str(addresses.parse_address(vip.address))
 
 
 def _server(
@@ -180,42 +164,35 @@ def _server(
     behind: Mapping[str, _Behind | None],
     chosen: Defaults,
 ) -> VirtualServer:
-    """One listener, switched on or not.
+    """Return one listener, also a disabled one.
 
-    Raises:
-        UnsupportedOption: an option of it is not served.
-        ModelError: it cannot be served by the pool it names, or not without its policies.
+    Raise UnsupportedOption for an option, and ModelError for an unusable pool or enabled L7 policies.
     """
     _check_id(listener.id)
     options.check_listener(listener)
     if any(policy.admin_state_up for policy in listener.l7policies):
-        reason = f"it has L7 policies, which need HTTP, on a listener of {listener.protocol}"
-        raise render_errors.refused_object(listener.id, reason, "Remove them, or disable them.")
+        raise render_errors.policies_without_http(listener)
     pool = _pool_of(listener, load_balancer)
     found = behind.get(pool.id) if pool is not None and pool.admin_state_up else None
-    served = pool if found is not None else None
+    found = found or _Behind(pool_id=None, algorithm=Algorithm.ROUND_ROBIN, persistence=None, monitor=None, members=())
     return VirtualServer(
         id=listener.id,
         protocol=listener.protocol.value,
         port=listener.protocol_port,
         addresses=vips,
-        connection_limit=(chosen.connection_limit if listener.connection_limit == -1 else listener.connection_limit),
-        pool_id=None if served is None else served.id,
-        algorithm=(Algorithm.ROUND_ROBIN if served is None else served.lb_algorithm).value,
-        persistence=None if found is None else found.persistence,
+        connection_limit=chosen.connection_limit if listener.connection_limit == -1 else listener.connection_limit,
+        pool_id=found.pool_id,
+        algorithm=found.algorithm.value,
+        persistence=found.persistence,
         client_address=PRESERVED if load_balancer.profile.client_address == PRESERVED else HIDDEN,
-        monitor=None if found is None else found.monitor,
-        members=() if found is None else found.members,
+        monitor=found.monitor,
+        members=found.members,
         log_format=_log_format(listener, load_balancer, chosen) if chosen.connection_logging else None,
     )
 
 
 def _log_format(listener: Listener, load_balancer: LoadBalancer, chosen: Defaults) -> str:
-    """What is written of a flow: the operator's format, or Octavia's and what it has no field for.
-
-    Raises:
-        ModelError: no amphora takes it.
-    """
+    """Return the format of the flow log: the operator's format, or else `FLOW_FORMAT`."""
     wanted = FLOW_FORMAT if chosen.log_format == LOG_FORMAT else chosen.log_format
     made = log_format.insert_ids(wanted, {"project_id": load_balancer.project_id, "lb_id": load_balancer.id})
     if not made.isprintable() or not 1 <= len(made) <= LONGEST_FORMAT:
@@ -232,24 +209,16 @@ def _pool_of(listener: Listener, load_balancer: LoadBalancer) -> Pool | None:
         reason = f"its pool {listener.default_pool_id[:80]!a} is not recorded"
         raise render_errors.refused_object(listener.id, reason, "Name another pool.")
     if pool.protocol not in options.BEHIND[listener.protocol]:
-        reason = f"a pool of protocol {pool.protocol} ({pool.id}) cannot stand behind a listener of {listener.protocol}"
+        reason = render_errors.protocol_mismatch(pool.protocol, pool.id, listener)
         raise render_errors.refused_object(listener.id, reason, "Name another pool.")
     return pool
 
 
-def _behind(
-    pool: Pool,
-    vips: tuple[Vip, ...] | None,
-    failed: Collection[str],
-    refused: list[ModelError],
-) -> _Behind:
-    """Return the part of a pool that can be served. An error of a member or monitor is recorded.
+def _behind(pool: Pool, vips: tuple[Vip, ...] | None, failed: Collection[str], refused: list[ModelError]) -> _Behind:
+    """Return a pool without its invalid members and monitor, and add their errors to `refused`.
 
     Args:
-        vips: those whose clients the pool serves; None if no listener serves it.
-
-    Raises:
-        UnsupportedOption: the pool itself cannot.
+        vips: the addresses of clients' connections; None if no listener serves the pool.
     """
     kept = pool.session_persistence
     wanted = [one for one in once(pool.members, refused) if one.id not in failed]
@@ -257,7 +226,7 @@ def _behind(
     monitor = pool.healthmonitor
     checked = None
     if monitor is not None and monitor.id not in failed:
-        # Without its refused monitor the pool is served without checks, as a pool of HAProxy is.
+        # The amphora serves a pool with an invalid monitor without checks, like a pool of HAProxy.
         checked = render_errors.try_render(lambda: (_monitor(monitor, pool),), monitor.id, refused)
     _check_id(pool.id)
     options.check_pool(pool)
@@ -268,6 +237,8 @@ def _behind(
         seconds = capabilities.persistence_timeout(kept)
         persistence = VirtualPersistence(timeout=seconds, prefix_v4=prefixes.v4, prefix_v6=prefixes.v6)
     return _Behind(
+        pool_id=pool.id,
+        algorithm=pool.lb_algorithm,
         persistence=persistence,
         monitor=checked[0] if checked else None,
         members=tuple(one for one in members if one is not None),
@@ -293,23 +264,27 @@ def _member(member: Member, pool: Pool, vips: tuple[Vip, ...] | None) -> Virtual
 
 
 def _monitor(monitor: HealthMonitor, pool: Pool) -> VirtualMonitor | None:
-    """A pool's monitor; None if it is switched off. It is checked in any case."""
+    """Return a pool's monitor; None for a disabled monitor, after the same validation."""
     _check_id(monitor.id)
     asked = health_monitors.parse_monitor(monitor)
     capabilities.check_monitor_type(pool)
     if not monitor.admin_state_up:
         return None
-    http = asked if monitor.type is MonitorType.HTTP else None
-    return VirtualMonitor(
+    made = VirtualMonitor(
         id=monitor.id,
         type=monitor.type.value,
         interval=monitor.delay,
         timeout=monitor.timeout,
         rise=monitor.max_retries,
         fall=monitor.max_retries_down,
-        method=None if http is None else http.method,
-        path=None if http is None else http.path,
-        codes=() if http is None else tuple(http.expected.split(",")),
-        host=None if http is None or http.host is None else http.host.removesuffix("."),
-        version=None if http is None else http.version.removeprefix("HTTP/"),
+    )
+    if asked is None or monitor.type is not MonitorType.HTTP:
+        return made
+    return msgspec.structs.replace(
+        made,
+        method=asked.method,
+        path=asked.path,
+        codes=tuple(asked.expected.split(",")),
+        host=None if asked.host is None else asked.host.removesuffix("."),
+        version=asked.version.removeprefix("HTTP/"),
     )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parser of IP addresses and networks, and the check of a member's address.
 
-Invariant: validation and rendering use the same parser, so both use the same address. A cache holds the results: a
-rendering of a thousand members parses no address again.
+Invariant: validation and rendering use the same parser, so both use the same address. A cache holds the results, so
+that a rendering of a thousand members parses no address again.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ IPNetwork = IPv4Network | IPv6Network
 
 _CACHE_SIZE = 16_384
 _OCTET = r"(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-# The form of most member addresses. The regular expression needs a tenth of the time of `ipaddress`, which matters for
-# thousands of members; other forms use `ipaddress`.
+# For thousands of members, this regular expression needs a tenth of the time of `ipaddress`.
 PLAIN_MEMBER_ADDRESS = rf"(?!0\.|127\.|169\.254\.)(?:22[0-3]|2[01][0-9]|1[0-9]{{2}}|[1-9]?[0-9])(?:\.{_OCTET}){{3}}"
 """Pattern of canonical IPv4 unicast addresses that can be members."""
 _PLAIN = re.compile(PLAIN_MEMBER_ADDRESS)
@@ -25,32 +24,23 @@ _PLAIN = re.compile(PLAIN_MEMBER_ADDRESS)
 
 @lru_cache(maxsize=_CACHE_SIZE)
 def parse_address(text: str) -> IPAddress:
-    """Return the address of its text form.
+    """Return the address of its text form. Raise ValueError for another form.
 
-    Args:
-        text: IPv4 or IPv6, without port, prefix or scope.
-
-    Raises:
-        ValueError: the text has another form. A scope is refused because `ipaddress` accepts any text after its `%`.
+    The function refuses a scope, because `ipaddress` accepts any text after its `%`.
     """
     if not isinstance(text, str) or "%" in text:
         raise ValueError("not an address, or an address with a scope")
-    # The colon determines the family; `ip_address` tries both.
     return IPv6Address(text) if ":" in text else IPv4Address(text)
 
 
 def is_plain_member_address(text: str) -> bool:
-    """Whether the fast check accepts this address as a member. After False, the slow check decides."""
+    """Return whether the fast check accepts this address as a member. After False, the slow check decides."""
     return _PLAIN.fullmatch(text) is not None
 
 
 @lru_cache(maxsize=_CACHE_SIZE)
 def parse_network(text: str) -> IPNetwork:
-    """Return the network of its text form. Bits after the prefix are cleared, as in Octavia's API.
-
-    Raises:
-        ValueError: the text is not an address with an optional prefix length.
-    """
+    """Return the network of its text form, without bits after the prefix, as in Octavia's API, or raise ValueError."""
     if not isinstance(text, str) or "%" in text:
         raise ValueError("not a network, or one with a scope")
     return IPv6Network(text, strict=False) if ":" in text else IPv4Network(text, strict=False)
@@ -63,11 +53,8 @@ def member_address_objection(text: str) -> str | None:
 
 @lru_cache(maxsize=_CACHE_SIZE)
 def _find_objection(text: str) -> str | None:
-    """Return the result of `member_address_objection` for any text.
-
-    A load balancer must not give access to the amphora itself (127.0.0.1), to the cloud's metadata service
-    (169.254.169.254), or to a destination that the client selects (0.0.0.0).
-    """
+    # A load balancer must not give access to the amphora itself (127.0.0.1), to the cloud's metadata service
+    # (169.254.169.254), or to a destination that the client selects (0.0.0.0).
     try:
         parsed = parse_address(text)
     except ValueError:
@@ -75,7 +62,7 @@ def _find_objection(text: str) -> str | None:
     address = parsed.ipv4_mapped if isinstance(parsed, IPv6Address) and parsed.ipv4_mapped else parsed
     if address.is_loopback or address.is_link_local or address.is_multicast or address.is_unspecified:
         return "a loopback, link-local, multicast or unspecified address cannot be a member"
-    # 0.0.0.0/8 is "this network"; 240.0.0.0/4 is reserved and contains the broadcast address.
+    # The network 0.0.0.0/8 is "this network". The reserved network 240.0.0.0/4 contains the broadcast address.
     if isinstance(address, IPv4Address) and (address.is_reserved or int(address) < 2**24):
         return "a reserved address cannot be a member"
     return None

@@ -16,8 +16,8 @@ from amphora_driver.validation.backend_capabilities import Deployment
 from amphora_driver.validation.metadata_schema import KeySupport, MetadataSchema
 
 SCHEMA = MetadataSchema("availability zone", "availability_zone.json")
-# Keys that the compute backend must support.
 COMPUTE_KEYS = ("compute_zone", "volume_zone", "management_network")
+"""Keys that the compute backend must support."""
 
 
 def list_supported_keys(deployment: Deployment) -> dict[str, str]:
@@ -26,33 +26,24 @@ def list_supported_keys(deployment: Deployment) -> dict[str, str]:
 
 
 def validate_metadata(metadata: Mapping[str, object] | None, deployment: Deployment) -> Mapping[str, object]:
-    """Check availability zone metadata.
+    """Check the expanded metadata of an availability zone. Raise UnsupportedOption with the refused key.
 
-    A key is accepted if at least one compute backend supports it. The flavor, not the zone, selects the backend.
-
-    Args:
-        metadata: the zone's expanded metadata; None or empty is valid.
-        deployment: the enabled backends.
-
-    Raises:
-        UnsupportedOption: a key is unknown, has a wrong type, or is not supported. The error contains the key.
+    At least one compute backend must support a key. The flavor, not the zone, selects the backend.
     """
     return SCHEMA.validate(metadata, _key_support(deployment))
 
 
 def check_zone_vips(metadata: Mapping[str, object] | None, vips: Iterable[Vip]) -> None:
-    """Refuse VIPs on networks that the zone does not allow.
-
-    Raises:
-        UnsupportedOption: a network is not allowed. The error contains its id.
-    """
+    """Refuse VIPs on networks that the zone does not allow. Raise UnsupportedOption with the network."""
     allowed = cast("list[str] | None", (metadata or {}).get("valid_vip_networks"))
-    for vip in vips if allowed is not None else ():
-        if vip.network_id not in (allowed or ()):
+    if allowed is None:
+        return
+    for vip in vips:
+        if vip.network_id not in allowed:
             raise UnsupportedOption(
                 f"use the VIP {vip.address} on network {vip.network_id}",
                 "the availability zone does not allow VIPs on this network (valid_vip_networks)",
-                f"Use one of the networks {', '.join(allowed or ())}, or another availability zone.",
+                f"Use one of the networks {', '.join(allowed)}, or another availability zone.",
             )
 
 

@@ -17,7 +17,7 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         name: name of its entry point.
         supports: supported keys of flavors and availability zones.
-        wiring: how ports become interfaces. A compute and a network backend with the same value are compatible.
+        wiring: the method by which ports become interfaces. A compute and a network backend need the same value.
     """
 
     name: str
@@ -26,17 +26,7 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
-    """Enabled topologies and backends by name, and the defaults of flavors.
-
-    Args:
-        topologies: supported topologies.
-        compute: enabled compute backends.
-        network: enabled network backends.
-        process_connection_limit: option of [amp_haproxy]; None if it is not set.
-        tls_minimum_version: option of [amp_haproxy]; None if it is not set.
-        tls_ciphers: option of [amp_haproxy]; None if it is not set.
-        connection_logging: option of [amp_haproxy].
-    """
+    """Supported topologies, enabled backends by name, and options of [amp_haproxy] (None if not set)."""
 
     topologies: tuple[str, ...]
     compute: dict[str, Backend]

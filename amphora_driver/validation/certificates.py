@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of users' certificates, CAs and revocation lists to the PEM files of HAProxy. Pure.
+"""Conversion of users' certificates, CAs and revocation lists to the PEM files of HAProxy.
 
 Invariant: the result is parsed and encoded again. It contains only certificates, one key, or revocation lists, and no
-empty line, at which HAProxy's runtime API ends a payload. A refusal contains the option and never content of the
-secret, nor the message of a library, which can quote the content.
+empty line, at which HAProxy's runtime API ends a payload. Unusable content raises `UnsupportedOption` with the option.
+The error never contains content of the secret, nor the message of a library, which can quote the content.
 
-Expired and future certificates are accepted: HAProxy serves them, the CA's clock can be ahead, and a refusal would
-block all other changes of the load balancer.
+This module accepts expired and future certificates: HAProxy serves them, the CA's clock can be ahead, and a refusal
+would block all other changes of the load balancer.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import NoReturn, TypeVar
 
 from cryptography import x509
@@ -33,14 +34,14 @@ from amphora_driver.errors import UnsupportedOption
 from amphora_driver.model.secret_refs import Purpose, SecretMaterial, SecretName
 from amphora_driver.secret import Secret
 
-# Limits of OpenSSL's security level 2, the default of Debian and Ubuntu. HAProxy does not start with weaker keys.
+# OpenSSL's security level 2, the default of Debian and Ubuntu, has these limits. HAProxy refuses weaker keys.
 _SHORTEST_RSA = 2048
 _SHORTEST_CURVE = 224
 _BROKEN_HASHES = (hashes.MD5, hashes.SHA1)
-# Largest secret in bytes; far more than a chain or a national list of CAs.
+# A chain or a national list of CAs has far fewer bytes.
 _MAX_SIZE = 1 << 20
 
-# Boundaries of a block (RFC 7468, section 2). Each boundary is matched once, so the time is linear in the text.
+# The pattern matches each boundary of a block (RFC 7468, section 2) once, so the time is linear in the text.
 _BOUNDARY = re.compile(rb"-----(?:BEGIN ([A-Z0-9 ]{1,40})-----\s|END ([A-Z0-9 ]{1,40})-----)")
 _KEYS = (b"PRIVATE KEY", b"RSA PRIVATE KEY", b"EC PRIVATE KEY", b"ENCRYPTED PRIVATE KEY")
 _LIBRARY_ERRORS = (ValueError, TypeError, UnsupportedAlgorithm)
@@ -49,11 +50,7 @@ _T = TypeVar("_T")
 
 
 def prepare_secrets(given: Mapping[SecretName, SecretMaterial]) -> dict[SecretName, Secret]:
-    """Return the PEM texts of all secrets. Each revocation list is also checked against its CA.
-
-    Raises:
-        UnsupportedOption: a secret has unusable content.
-    """
+    """Return the PEM texts of all secrets. Each revocation list is also checked against its CA."""
     found = {name: build_pem(name.purpose, material) for name, material in given.items()}
     authorities = {name.object_id: secret for name, secret in found.items() if name.purpose is Purpose.CA}
     for name, secret in found.items():
@@ -63,15 +60,7 @@ def prepare_secrets(given: Mapping[SecretName, SecretMaterial]) -> dict[SecretNa
 
 
 def build_pem(purpose: Purpose, material: SecretMaterial) -> Secret:
-    """Return the PEM text of a secret for HAProxy.
-
-    Args:
-        purpose: use of the secret.
-        material: content of the secret, from Octavia.
-
-    Raises:
-        UnsupportedOption: the content is unusable.
-    """
+    """Return the PEM text of a secret for HAProxy."""
     option = material.option
     parts = (material.text, *material.intermediates, *((material.private_key,) if material.private_key else ()))
     if sum(len(part.reveal()) for part in parts) > _MAX_SIZE:
@@ -86,10 +75,7 @@ def build_pem(purpose: Purpose, material: SecretMaterial) -> Secret:
 def check_revocation_lists(option: str, revocations: Secret, authorities: Secret) -> None:
     """Check that one of the CAs signed each revocation list.
 
-    HAProxy accepts any list. It then rejects every client if no list of the client's CA exists.
-
-    Raises:
-        UnsupportedOption: none of the CAs signed a list.
+    HAProxy accepts any list. HAProxy then rejects every client if no list of the client's CA exists.
     """
     known = _authorities(option, authorities)
     for one in _revocations(option, revocations):
@@ -100,11 +86,14 @@ def check_revocation_lists(option: str, revocations: Secret, authorities: Secret
 def _server_pem(option: str, material: SecretMaterial) -> Secret:
     """Return the certificate, the intermediates in order, and the key."""
     key = _key(option, material)
-    public_key = _encode_public_key(key)
+    public_key = key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     blocks = [block for part in (material.text, *material.intermediates) for block in _blocks(part, b"CERTIFICATE")]
     certificates = _certificates(option, blocks)
-    leaf = next((one for one in certificates if _certificate_public_key(option, one) == public_key), None)
-    if leaf is None:
+    for leaf in certificates:
+        public = _parse(option, leaf.public_key)
+        if public.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo) == public_key:
+            break
+    else:
         _refuse(option, "its private key does not belong to its certificate")
     for one in certificates:
         _check_strength(option, one)
@@ -121,9 +110,9 @@ def _key(option: str, material: SecretMaterial) -> _ServerKey:
         _refuse(option, "it holds no private key in PEM format")
     passphrase = material.passphrase.reveal().rstrip(b"\r\n") if material.passphrase is not None else None
     for password in (passphrase or None, None):
-        # An unencrypted key with a passphrase is accepted.
+        # The second attempt reads an unencrypted key that has a passphrase.
         with contextlib.suppress(*_LIBRARY_ERRORS):
-            # The comparison with the certificate is sufficient; a check of the primes takes 0.1 s.
+            # The comparison with the certificate is sufficient, while a check of the primes takes 0.1 s.
             key = load_pem_private_key(block, password, unsafe_skip_rsa_key_validation=True)
             break
     else:
@@ -151,7 +140,7 @@ def _check_strength(option: str, certificate: x509.Certificate) -> None:
     if weak:
         _refuse(option, "a certificate in its chain has a key that is too short")
     if certificate.issuer == certificate.subject:
-        # The signature of a self-signed certificate is not verified.
+        # OpenSSL does not verify the signature of a self-signed certificate.
         return
     signed_with = None
     with contextlib.suppress(*_LIBRARY_ERRORS):
@@ -175,7 +164,7 @@ def _chain(leaf: x509.Certificate, others: list[x509.Certificate]) -> list[x509.
 def _authorities(option: str, text: Secret) -> list[x509.Certificate]:
     found = _certificates(option, list(_blocks(text, b"CERTIFICATE")))
     for one in found:
-        # A self-signed certificate is always accepted: with it a user pins the certificate of a member.
+        # With a self-signed certificate a user pins the certificate of a member.
         if one.issuer != one.subject and not _may_sign(one):
             _refuse(option, "a certificate in it does not belong to a certificate authority")
     return found
@@ -213,28 +202,15 @@ def _certificates(option: str, blocks: Sequence[bytes]) -> list[x509.Certificate
     found: list[x509.Certificate] = []
     for block in blocks:
         one = _parse(option, partial(x509.load_pem_x509_certificate, block))
-        # Names are parsed on access; parse them here, where errors are handled.
-        _parse(option, partial(_names, one))
+        # The library parses the names on access, so the first access is here, where `_parse` handles errors.
+        _parse(option, partial(attrgetter("subject", "issuer"), one))
         if one not in found:
             found.append(one)
     return found
 
 
-def _names(certificate: x509.Certificate) -> tuple[x509.Name, x509.Name]:
-    return certificate.subject, certificate.issuer
-
-
-def _certificate_public_key(option: str, certificate: x509.Certificate) -> bytes:
-    public = _parse(option, certificate.public_key)
-    return public.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-
-
-def _encode_public_key(key: _ServerKey) -> bytes:
-    return key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-
-
 def _blocks(text: Secret, *labels: bytes) -> Iterator[bytes]:
-    """Return the blocks with one of these labels, in order. Blocks without an end are skipped."""
+    """Return the complete blocks with one of these labels, in order."""
     data = text.reveal()
     begun: re.Match[bytes] | None = None
     for found in _BOUNDARY.finditer(data):
@@ -247,12 +223,10 @@ def _blocks(text: Secret, *labels: bytes) -> Iterator[bytes]:
 
 
 def _parse(option: str, read: Callable[[], _T]) -> _T:
-    try:
+    with contextlib.suppress(*_LIBRARY_ERRORS):
         return read()
-    except _LIBRARY_ERRORS:
-        # Raised outside the handler, without a cause: the message of a parser can quote the content.
-        refusal = _refusal(option, "one of its PEM blocks is not valid")
-    raise refusal
+    # The error has no cause, because the message of a parser can quote the content.
+    raise _refusal(option, "one of its PEM blocks is not valid")
 
 
 def _refusal(option: str, happened: str) -> UnsupportedOption:

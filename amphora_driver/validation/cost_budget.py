@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+import msgspec
+
 MAX_PATTERN_STEPS = 1_600_000
 """Largest number of steps to check one regular expression."""
 
@@ -18,17 +20,16 @@ MAX_REQUEST_STEPS = 2_000_000
 """Largest number of steps for all regular expressions of one request. Cached results cost nothing."""
 
 MAX_REQUEST_OCTETS = 384 << 10
-"""Largest number of octets that are searched for all regular expressions of one request."""
+"""Largest number of searched octets for all regular expressions of one request."""
 
 
 class BudgetExhausted(Exception):
     """The budget of the request is exhausted."""
 
 
-class _Budget:
-    def __init__(self) -> None:
-        self.steps = MAX_REQUEST_STEPS
-        self.octets = MAX_REQUEST_OCTETS
+class _Budget(msgspec.Struct):
+    steps: int = MAX_REQUEST_STEPS
+    octets: int = MAX_REQUEST_OCTETS
 
 
 _current: ContextVar[_Budget | None] = ContextVar("budget of a request", default=None)
@@ -45,15 +46,9 @@ def request_budget() -> Iterator[None]:
 
 
 def spend_budget(steps: int, octets: int) -> None:
-    """Subtract the limit of a search and the length of its text from the budget of the request.
-
-    Raises:
-        BudgetExhausted: the rest of the budget is too small.
-    """
-    budget = _current.get()
-    if budget is None:
-        return
-    if steps > budget.steps or octets > budget.octets:
-        raise BudgetExhausted
-    budget.steps -= steps
-    budget.octets -= octets
+    """Subtract the limit and the text length of a search from the budget of the request, or raise BudgetExhausted."""
+    if (budget := _current.get()) is not None:
+        if steps > budget.steps or octets > budget.octets:
+            raise BudgetExhausted
+        budget.steps -= steps
+        budget.octets -= octets

@@ -2,8 +2,8 @@
 """Validation of the metadata of flavors.
 
 Invariant: `validate_metadata` accepts exactly the keys that `list_supported_keys` returns, if the flavor names a
-backend that supports them, and never changes the caller's metadata. Contradictions are refused when the operator
-creates the flavor, not when a user uses it.
+backend that supports them, and never changes the caller's metadata. An operator cannot create a flavor with a
+contradiction.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from amphora_driver.validation.backend_capabilities import Deployment
 from amphora_driver.validation.metadata_schema import NOT_SUPPORTED, KeySupport, MetadataSchema
 
 SCHEMA = MetadataSchema("flavor", "flavor.json")
-# Keys that the compute or the network backend must support.
+# The compute or the network backend must support these keys.
 COMPUTE_KEYS = ("compute_flavor", "amp_image_tag")
 NETWORK_KEYS = ("sriov_vip", "allow_member_sriov")
 _REMEDY = "Correct the flavor."
@@ -30,21 +30,21 @@ def list_supported_keys(deployment: Deployment) -> dict[str, str]:
 
 
 def validate_metadata(metadata: Mapping[str, object] | None, deployment: Deployment) -> Mapping[str, object]:
-    """Check flavor metadata.
+    """Check the expanded metadata of a flavor.
 
-    Args:
-        metadata: the flavor's expanded metadata; None or empty is valid.
-        deployment: the enabled backends and the defaults.
-
-    Raises:
-        UnsupportedOption: a key is unknown, has a wrong type, is not supported, or contradicts another key.
+    Raise UnsupportedOption for an unknown or unsupported key, an invalid value, or a contradiction.
     """
     named = metadata if isinstance(metadata, Mapping) else {}
     checked = SCHEMA.validate(metadata, _key_support(deployment, named))
     _check_limits(checked, deployment)
     _check_tls(checked, deployment)
     _check_logging(checked, deployment)
-    _check_topology(checked)
+    if "vrrp_advert_interval" in checked and checked.get("loadbalancer_topology") == Topology.SINGLE:
+        raise UnsupportedOption(
+            "use the flavor key 'vrrp_advert_interval'",
+            "a load balancer with one amphora has no standby (loadbalancer_topology)",
+            _REMEDY,
+        )
     return checked
 
 
@@ -53,38 +53,29 @@ def _key_support(
 ) -> dict[str, KeySupport]:
     """Return the support of the keys for the named backends, or (`any_backend`) for any enabled backend."""
     topologies = tuple(one.value for one in Topology if one.value in deployment.topologies)
-    support = {
-        "loadbalancer_topology": KeySupport(values=topologies),
-        "compute_driver": _choice("compute", deployment.compute),
-        "network_driver": _choice("network", deployment.network),
-    }
+    support = {"loadbalancer_topology": KeySupport(values=topologies)}
     for kind, keys, backends, default in (
         ("compute", COMPUTE_KEYS, deployment.compute, deployment.default_compute),
         ("network", NETWORK_KEYS, deployment.network, deployment.default_network),
     ):
+        otherwise = f"no {kind} backend of this name is enabled in this deployment"
+        support[f"{kind}_driver"] = KeySupport(values=tuple(backends), otherwise=otherwise)
         name = named.get(f"{kind}_driver", default)
-        candidates = [one for one in backends.values() if any_backend or one.name == name]
+        chosen: set[str] = set().union(*(one.supports for one in backends.values() if any_backend or one.name == name))
+        everything: set[str] = set().union(*(one.supports for one in backends.values()))
         for key in keys:
-            if not any(key in one.supports for one in candidates):
-                anywhere = any(key in one.supports for one in backends.values())
-                refusal = (
-                    f"the {kind} backend {name} does not support it" if anywhere or kind == "compute" else NOT_SUPPORTED
-                )
+            if key not in chosen:
+                anywhere = key in everything or kind == "compute"
+                refusal = f"the {kind} backend {name} does not support it" if anywhere else NOT_SUPPORTED
                 support[key] = KeySupport(refusal=refusal)
-    named_network = named.get("network_driver", deployment.default_network)
-    candidates = [one for one in deployment.network.values() if any_backend or one.name == named_network]
-    if not any("client_address" in one.supports for one in candidates):
-        otherwise = f"the network backend {named_network} drops packets with a source address that is not the port's"
-        support["client_address"] = KeySupport(values=("hidden",), otherwise=otherwise)
+        if kind == "network" and "client_address" not in chosen:
+            otherwise = f"the network backend {name} drops packets with a source address that is not the port's"
+            support["client_address"] = KeySupport(values=("hidden",), otherwise=otherwise)
     return support
 
 
-def _choice(kind: str, backends: Mapping[str, object]) -> KeySupport:
-    return KeySupport(values=tuple(backends), otherwise=f"no {kind} backend of this name is enabled in this deployment")
-
-
 def _check_limits(flavor: Mapping[str, Any], deployment: Deployment) -> None:
-    # Only the flavor's own connection_limit counts. A configured one above the limit of the amphora has no effect.
+    # Only the flavor's own connection_limit counts. A configured limit above that of the amphora has no effect.
     one = flavor.get("connection_limit")
     all_together = flavor.get("process_connection_limit", deployment.process_connection_limit)
     if one is not None and all_together is not None and all_together < one:
@@ -117,15 +108,6 @@ def _check_logging(flavor: Mapping[str, Any], deployment: Deployment) -> None:
             "use the flavor key 'log_format'",
             "connections are not logged (connection_logging)",
             _remedy(flavor, "log_format", "connection_logging"),
-        )
-
-
-def _check_topology(flavor: Mapping[str, Any]) -> None:
-    if "vrrp_advert_interval" in flavor and flavor.get("loadbalancer_topology") == Topology.SINGLE:
-        raise UnsupportedOption(
-            "use the flavor key 'vrrp_advert_interval'",
-            "a load balancer with one amphora has no standby (loadbalancer_topology)",
-            _REMEDY,
         )
 
 

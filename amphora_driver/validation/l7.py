@@ -2,9 +2,9 @@
 """Validation of L7 policies and rules, and the parser of their values.
 
 Invariant: HAProxy's configuration can express every accepted policy and rule with the meaning that the user intended.
-All others are refused.
+Each check raises `UnsupportedOption` for all others.
 
-Attributes of another type or action are ignored: a HEADER rule that becomes a PATH rule keeps its key, because
+The checks ignore attributes of another type or action: a HEADER rule that becomes a PATH rule keeps its key, because
 Octavia's API cannot remove the key.
 """
 
@@ -18,7 +18,7 @@ from amphora_driver.validation import regex
 from amphora_driver.validation.unsupported import refuse, require_one_of
 
 MAX_RULES = 50
-"""Largest number of rules of a policy, as in Octavia. HAProxy accepts 64 words per line; an action needs seven."""
+"""Largest number of rules of a policy, as in Octavia. HAProxy accepts 64 words per line, and an action needs seven."""
 
 REDIRECT_CODES = (301, 302, 303, 307, 308)
 DEFAULT_REDIRECT_CODE = 302
@@ -28,7 +28,7 @@ COMPARISONS: dict[L7RuleType, tuple[L7Compare, ...]] = {
     L7RuleType.SSL_CONN_HAS_CERT: (L7Compare.EQUAL_TO,),
     L7RuleType.SSL_VERIFY_RESULT: (L7Compare.EQUAL_TO,),
 }
-"""Accepted comparisons. Octavia's API accepts FILE_TYPE with EQUAL_TO and REGEX only; the others work as well."""
+"""Accepted comparisons. Octavia's API accepts FILE_TYPE with EQUAL_TO and REGEX only."""
 
 MAX_VERIFY_RESULT = 2**31 - 1
 
@@ -45,19 +45,11 @@ _NUMBER = re.compile(r"[0-9]{1,10}")
 
 
 def check_l7policy(policy: L7Policy) -> None:
-    """Check the options of a policy without its rules.
-
-    Raises:
-        UnsupportedOption: an option or its value is not supported.
-    """
+    """Check the options of a policy without its rules."""
     if policy.action is L7Action.REDIRECT_TO_POOL:
         if not policy.redirect_pool_id:
-            refuse(
-                "L7 policy option redirect_pool_id",
-                None,
-                "the action REDIRECT_TO_POOL needs a pool",
-                "Set redirect_pool_id.",
-            )
+            reason = "the action REDIRECT_TO_POOL needs a pool"
+            refuse("L7 policy option redirect_pool_id", None, reason, "Set redirect_pool_id.")
     elif policy.action is not L7Action.REJECT:
         check_redirect_target(policy)
         if policy.redirect_http_code is not None:
@@ -67,11 +59,8 @@ def check_l7policy(policy: L7Policy) -> None:
 def check_redirect_target(policy: L7Policy) -> str:
     """Return the target of a redirecting policy without any change.
 
-    HAProxy sends the text in a Location header. Characters that a URI reference (RFC 3986) does not permit, such as a
-    space, are the user's choice. Characters that a header cannot contain are refused.
-
-    Raises:
-        UnsupportedOption: the policy has no target, or a header cannot contain the target.
+    HAProxy sends the text in a Location header. The function refuses characters that a header cannot contain, but not
+    characters that a URI reference (RFC 3986) does not permit, such as a space.
     """
     name = "redirect_url" if policy.action is L7Action.REDIRECT_TO_URL else "redirect_prefix"
     option, value = f"L7 policy option {name}", getattr(policy, name)
@@ -84,21 +73,13 @@ def check_redirect_target(policy: L7Policy) -> str:
 
 
 def check_l7rule(rule: L7Rule) -> None:
-    """Check the options of a rule.
-
-    Raises:
-        UnsupportedOption: an option or its value is not supported.
-        ConfigurationError: the rule has a regular expression, and PCRE2 is not installed on this host.
-    """
+    """Check the options of a rule. Raise ConfigurationError for a regular expression on a host without PCRE2."""
     if rule.compare_type not in COMPARISONS[rule.type]:
         require_one_of(f"compare_type of an L7 rule of type {rule.type}:", rule.compare_type, COMPARISONS[rule.type])
     keys = _KEYS.get(rule.type)
     if keys is not None and not keys.fullmatch(rule.key or ""):
-        reason = (
-            "it is not a field of a distinguished name"
-            if rule.type is L7RuleType.SSL_DN_FIELD
-            else "it is not a valid name"
-        )
+        is_dn = rule.type is L7RuleType.SSL_DN_FIELD
+        reason = "it is not a field of a distinguished name" if is_dn else "it is not a valid name"
         refuse(f"key of an L7 rule of type {rule.type}:", rule.key, reason, "Use letters, digits and '-'.")
     option = _VALUE[rule.type]
     _check_text(option, rule.value)
@@ -114,7 +95,7 @@ def check_l7rule(rule: L7Rule) -> None:
 
 
 def check_rule_pattern(rule: L7Rule) -> regex.PatternFacts:
-    """Check the regular expression of a rule; return its properties."""
+    """Check the regular expression of a rule, and return its properties."""
     return regex.check_pattern(_VALUE[rule.type], rule.value, caseless=rule.type is L7RuleType.HOST_NAME)
 
 
@@ -122,19 +103,15 @@ def parse_verify_result(rule: L7Rule) -> int:
     """Return the number of an SSL_VERIFY_RESULT rule."""
     option = _VALUE[rule.type]
     if not _NUMBER.fullmatch(rule.value) or int(rule.value) > MAX_VERIFY_RESULT:
-        refuse(
-            option,
-            rule.value,
-            "it is not the number of a verification result",
-            f"Use a number from 0 to {MAX_VERIFY_RESULT}.",
-        )
+        reason = "it is not the number of a verification result"
+        refuse(option, rule.value, reason, f"Use a number from 0 to {MAX_VERIFY_RESULT}.")
     return int(rule.value)
 
 
 def parse_extension(rule: L7Rule) -> str:
     """Return the extension of a FILE_TYPE rule without a dot at its start: `jpg` for `.jpg`.
 
-    Only EQUAL_TO can contain a dot (`tar.gz`): other comparisons see the part after the last dot only.
+    Only EQUAL_TO can contain a dot (`tar.gz`), because other comparisons see the part after the last dot only.
     """
     value = rule.value.removeprefix(".")
     inner = "/" if rule.compare_type is L7Compare.EQUAL_TO else "/."
@@ -152,7 +129,7 @@ def list_spellings(value: str) -> tuple[str, ...]:
     if value.isascii() and not _OUTSIDE.search(value):
         return (value,)
     upper = [outside.sub(_percent, value) for outside in (_IMPOSSIBLE, _OUTSIDE)]
-    lower = [outside.sub(_percent_lower, value) for outside in (_IMPOSSIBLE, _OUTSIDE)]
+    lower = [outside.sub(lambda found: _percent(found).lower(), value) for outside in (_IMPOSSIBLE, _OUTSIDE)]
     return tuple(dict.fromkeys((value, *upper, *lower)))
 
 
@@ -164,13 +141,9 @@ def _percent(found: re.Match[str]) -> str:
     return "".join(f"%{octet:02X}" for octet in found[0].encode())
 
 
-def _percent_lower(found: re.Match[str]) -> str:
-    return _percent(found).lower()
-
-
 def _check_text(option: str, value: str) -> None:
     if value and value.isascii() and value.isprintable() and len(value) <= _MAX_BYTES:
-        # Fast path for most values.
+        # Most values end here, which saves the slower checks.
         return
     if not value:
         refuse(option, value, "it is empty", "Set a value.")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Validation of an operator's log-format (HAProxy configuration manual, section 8.2.6).
 
-Invariant: the agent accepts every accepted format, and HAProxy can parse it in an HTTP frontend. The arguments of
-sample expressions in `%[…]` are not checked: they differ between HAProxy's versions.
+Invariant: the agent accepts every accepted format, and HAProxy can parse the format in an HTTP frontend. The arguments
+of sample expressions in `%[…]` differ between HAProxy's versions, so this module does not check them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from amphora_agent.directives.expressions import EXPRESSION
 from amphora_driver.errors import UnsupportedOption
 
-# The variables of HAProxy 2.6; newer versions have them, too.
+# HAProxy 2.6 and all newer versions have these variables.
 _VARIABLES = (
     "o B CC CS H HM HP HPO HQ HU HV ID ST T Ta Tc Td Th Ti Tl Tq TR Tr Ts Tt Tu Tw U ac b bc bi bp bq ci cp f fc fi fp "
     "ft hr hrl hs hsl lc ms pid r rc rt s sc si sp sq sslc sslv t tr trg trl ts tsc"
@@ -29,11 +29,7 @@ _PLACE = re.compile(r"\{\{ ?(project_id|lb_id) ?\}\}")
 
 
 def check_log_format(text: str) -> None:
-    """Refuse a format that HAProxy cannot parse.
-
-    Raises:
-        UnsupportedOption: the format is not valid. The error contains the variable or the position.
-    """
+    """Raise UnsupportedOption for a format that HAProxy cannot parse."""
     at = 0
     while at < len(text):
         piece = _PIECE.match(text, at)
@@ -41,9 +37,8 @@ def check_log_format(text: str) -> None:
             raise _refusal(f"HAProxy cannot parse it from {text[at : at + 20]!r} on", "Write %% for a percent sign.")
         variable, flags = piece["variable"], piece["flags"]
         if variable is not None and variable not in VARIABLES:
-            raise _refusal(
-                f"HAProxy has no variable %{variable}", "See section 8.2.6 of HAProxy's configuration manual."
-            )
+            manual = "See section 8.2.6 of HAProxy's configuration manual."
+            raise _refusal(f"HAProxy has no variable %{variable}", manual)
         if flags is not None and not _FLAGS.fullmatch(flags):
             raise _refusal(f"{{{flags}}} are not valid flags", "Use +Q, +X, +E, -Q, -X or -E.")
         expression = piece["expression"]
@@ -56,11 +51,7 @@ def check_log_format(text: str) -> None:
 
 
 def insert_ids(text: str, ids: Mapping[str, str]) -> str:
-    """Return the format with the ids of a load balancer in place of the placeholders, with `%` escaped.
-
-    Args:
-        ids: values of `project_id` and `lb_id`.
-    """
+    """Return the format with the values of `project_id` and `lb_id` in place of the placeholders, with `%` escaped."""
     return _PLACE.sub(lambda match: ids[match[1]].replace("%", "%%"), text)
 
 

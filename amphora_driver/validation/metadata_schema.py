@@ -21,12 +21,12 @@ NOT_SUPPORTED = "this provider does not support it"
 
 
 class KeySupport(msgspec.Struct, frozen=True):
-    """Whether a deployment supports a key.
+    """The support of a key by a deployment.
 
     Args:
-        refusal: reason why the key is not supported; None if it is.
+        refusal: reason for the refusal of the key; None for a supported key.
         values: the supported values; None for all values of the schema.
-        otherwise: reason why other values are not supported.
+        otherwise: reason for the refusal of other values.
     """
 
     refusal: str | None = None
@@ -35,12 +35,7 @@ class KeySupport(msgspec.Struct, frozen=True):
 
 
 class MetadataSchema:
-    """The schema of flavors or of availability zones.
-
-    Args:
-        what: the name in messages ("flavor").
-        file_name: JSON schema (draft-07) in the directory of this module.
-    """
+    """The schema of flavors or of availability zones, from a JSON schema (draft-07) in the directory of this module."""
 
     def __init__(self, what: str, file_name: str) -> None:
         document: dict[str, Any] = json.loads(resources.files(__package__).joinpath(file_name).read_bytes())
@@ -60,14 +55,10 @@ class MetadataSchema:
     def validate(
         self, metadata: Mapping[str, object] | None, support: Mapping[str, KeySupport]
     ) -> Mapping[str, object]:
-        """Check metadata and return it; for None, return empty metadata.
+        """Check metadata and return it; for None, return empty metadata. Raise UnsupportedOption.
 
         Args:
-            metadata: the operator's metadata; None and empty metadata are valid.
             support: the keys with restrictions.
-
-        Raises:
-            UnsupportedOption: a key is unknown, a value is not valid, or the deployment does not support it.
         """
         if metadata is None:
             return {}
@@ -113,7 +104,7 @@ def _shorten(value: object) -> str:
 
 
 def _reason(error: jsonschema.ValidationError) -> str:
-    """Return the reason of a schema error; the validator's own message repeats the whole value."""
+    # The validator's own message would repeat the whole value.
     wanted: Any = error.validator_value
     it = f"its item {_shorten(error.instance)}" if error.path else "it"
     rules = {

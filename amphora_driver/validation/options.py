@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Validation of the options of each object that Octavia passes to the driver.
 
-Invariant: every check is a pure function of one object without its children. It returns, or raises `UnsupportedOption`
-with the option and the value. The driver and the renderer use the same checks, so an accepted option is never ignored.
-Defaults that Octavia's API fills in are never refused.
+Invariant: every check is a pure function of one object without its children. The check returns, or raises
+`UnsupportedOption` with the option and the value. The driver and the renderer use the same checks, so the renderer
+ignores no accepted option. No check refuses a default of Octavia's API.
 """
 
 from __future__ import annotations
@@ -24,22 +24,7 @@ from amphora_driver.model.loadbalancer import (
 from amphora_driver.validation import addresses, health_monitors, insert_headers, l7, tls, udp
 from amphora_driver.validation.unsupported import NOT_SUPPORTED, refuse, require_absent, require_between, require_one_of
 
-LISTENER_PROTOCOLS = (
-    ListenerProtocol.HTTP,
-    ListenerProtocol.TCP,
-    ListenerProtocol.HTTPS,
-    ListenerProtocol.TERMINATED_HTTPS,
-    ListenerProtocol.PROMETHEUS,
-    ListenerProtocol.UDP,
-    ListenerProtocol.SCTP,
-)
-_PROXIED = (
-    PoolProtocol.HTTP,
-    PoolProtocol.TCP,
-    PoolProtocol.HTTPS,
-    PoolProtocol.PROXY,
-    PoolProtocol.PROXYV2,
-)
+_PROXIED = (PoolProtocol.HTTP, PoolProtocol.TCP, PoolProtocol.HTTPS, PoolProtocol.PROXY, PoolProtocol.PROXYV2)
 POOL_PROTOCOLS = (*_PROXIED, PoolProtocol.UDP, PoolProtocol.SCTP)
 ALGORITHMS = tuple(Algorithm)
 VNIC_TYPES = (None, "", "normal")
@@ -54,8 +39,8 @@ READS_HTTP = (ListenerProtocol.HTTP, ListenerProtocol.TERMINATED_HTTPS)
 """Protocols of listeners that parse and change HTTP."""
 
 BEHIND: dict[ListenerProtocol, tuple[PoolProtocol, ...]] = {
-    ListenerProtocol.TCP: _PROXIED,
     ListenerProtocol.HTTP: (PoolProtocol.HTTP, PoolProtocol.PROXY, PoolProtocol.PROXYV2),
+    ListenerProtocol.TCP: _PROXIED,
     ListenerProtocol.HTTPS: (PoolProtocol.HTTPS, PoolProtocol.TCP, PoolProtocol.PROXY, PoolProtocol.PROXYV2),
     ListenerProtocol.TERMINATED_HTTPS: (PoolProtocol.HTTP, PoolProtocol.PROXY, PoolProtocol.PROXYV2),
     ListenerProtocol.PROMETHEUS: (),
@@ -63,6 +48,7 @@ BEHIND: dict[ListenerProtocol, tuple[PoolProtocol, ...]] = {
     ListenerProtocol.SCTP: (PoolProtocol.SCTP,),
 }
 """Pool protocols that each listener protocol accepts (Octavia's matrix)."""
+LISTENER_PROTOCOLS = tuple(BEHIND)
 
 _TIMEOUTS = ("timeout_client_data", "timeout_member_connect", "timeout_member_data", "timeout_tcp_inspect")
 # The name of a cookie is a token (RFC 6265).
@@ -72,11 +58,8 @@ _COOKIE_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,255}")
 def check_loadbalancer(load_balancer: LoadBalancer) -> None:
     """Check the options of the load balancer itself.
 
-    `profile.choose_profile` checks flavor and availability zone at the creation. `check_vip_options` checks the options
-    of the VIP that depend on the network backend.
-
-    Raises:
-        UnsupportedOption: an option or its value is not supported.
+    `profile.choose_profile` checks flavor and availability zone. `check_vip_options` checks the options of the VIP that
+    depend on the network backend.
     """
     for security_group_id in load_balancer.vip_sg_ids or ():
         if not security_group_id:
@@ -84,16 +67,7 @@ def check_loadbalancer(load_balancer: LoadBalancer) -> None:
 
 
 def check_vip_options(load_balancer: LoadBalancer, backend: str, supports: Collection[str]) -> None:
-    """Refuse options of the VIP that the network backend does not support.
-
-    Args:
-        load_balancer: the load balancer with its options.
-        backend: name of the network backend.
-        supports: options that the backend supports.
-
-    Raises:
-        UnsupportedOption: the backend does not support an option.
-    """
+    """Refuse options of the VIP that the network backend does not support."""
     for name in VIP_OPTIONS:
         if name not in supports:
             reason = f"the network backend {backend} does not support it"
@@ -103,16 +77,12 @@ def check_vip_options(load_balancer: LoadBalancer, backend: str, supports: Colle
 def check_listener(listener: Listener) -> None:
     """Check the options of a listener without its L7 policies.
 
-    TLS options of a listener without TLS are ignored: the API fills some of them in.
-
-    Raises:
-        UnsupportedOption: an option or its value is not supported.
+    The check ignores TLS options of a listener without TLS, because the API sets some of them.
     """
-    protocol = listener.protocol
-    require_one_of("listener protocol", protocol, LISTENER_PROTOCOLS)
+    require_one_of("listener protocol", listener.protocol, LISTENER_PROTOCOLS)
     require_between("listener option protocol_port", listener.protocol_port, 1, 65535)
     if listener.connection_limit != -1:
-        # For HAProxy, 0 means "no limit" (manual: maxconn), the opposite of the literal meaning.
+        # HAProxy reads 0 as "no limit" (manual: maxconn), the opposite of the literal meaning.
         require_between("listener option connection_limit", listener.connection_limit, 1, MAX_TIMEOUT)
     for name in _TIMEOUTS:
         value = getattr(listener, name)
@@ -122,15 +92,11 @@ def check_listener(listener: Listener) -> None:
         try:
             addresses.parse_network(cidr)
         except ValueError:
-            refuse(
-                "listener option allowed_cidrs",
-                cidr,
-                "it is not a network",
-                "Use the form 198.51.100.0/24 or 2001:db8::/32.",
-            )
+            form = "Use the form 198.51.100.0/24 or 2001:db8::/32."
+            refuse("listener option allowed_cidrs", cidr, "it is not a network", form)
     insert_headers.check_inserted_headers(listener)
     _check_hsts(listener)
-    if protocol is ListenerProtocol.PROMETHEUS:
+    if listener.protocol is ListenerProtocol.PROMETHEUS:
         require_absent("listener option default_pool_id", listener.default_pool_id, "a PROMETHEUS listener has no pool")
     if listener.uses_l4:
         udp.check_l4_listener(listener)
@@ -140,38 +106,26 @@ def check_listener(listener: Listener) -> None:
 def _check_hsts(listener: Listener) -> None:
     age = listener.hsts_max_age
     if age is None:
-        # Without the age, HSTS is off; Octavia keeps the other HSTS options when a user removes the age.
+        # Octavia keeps the other HSTS options when a user removes the age and so disables HSTS.
         return
     if listener.protocol is not ListenerProtocol.TERMINATED_HTTPS:
-        refuse(
-            "listener option hsts_max_age",
-            age,
-            "only a TERMINATED_HTTPS listener can send the HSTS header",
-            "Remove this option.",
-        )
+        reason = "only a TERMINATED_HTTPS listener can send the HSTS header"
+        refuse("listener option hsts_max_age", age, reason, "Remove this option.")
     require_between("listener option hsts_max_age", age, 0, MAX_TIMEOUT)
 
 
 def check_policy_listener(policy: L7Policy, listener: Listener) -> None:
-    """Refuse an L7 policy of a listener that does not process HTTP.
-
-    Raises:
-        UnsupportedOption: the listener does not process HTTP.
-    """
+    """Refuse an L7 policy of a listener that does not process HTTP."""
     if listener.protocol not in READS_HTTP:
         reason = f"its listener {listener.id} has the protocol {listener.protocol} and does not process HTTP"
-        refuse(
-            "L7 policy action", str(policy.action), reason, "Use a listener with the protocol HTTP or TERMINATED_HTTPS."
-        )
+        remedy = "Use a listener with the protocol HTTP or TERMINATED_HTTPS."
+        refuse("L7 policy action", str(policy.action), reason, remedy)
 
 
 def check_pool(pool: Pool) -> None:
     """Check the options of a pool without its members and its health monitor.
 
-    Without tls_enabled the other TLS options are ignored: the API fills in versions and ciphers for every pool.
-
-    Raises:
-        UnsupportedOption: an option or its value is not supported.
+    Without tls_enabled the check ignores the other TLS options, because the API sets versions and ciphers of all pools.
     """
     require_one_of("pool protocol", pool.protocol, POOL_PROTOCOLS)
     require_one_of("pool option lb_algorithm", pool.lb_algorithm, ALGORITHMS)
@@ -186,29 +140,20 @@ def _check_persistence(pool: Pool, persistence: SessionPersistence) -> None:
     require_one_of(option, persistence.type, tuple(PersistenceType))
     if persistence.type is not PersistenceType.SOURCE_IP:
         if pool.protocol in (PoolProtocol.TCP, PoolProtocol.HTTPS):
-            refuse(
-                option,
-                str(persistence.type),
-                f"HAProxy does not read cookies for a {pool.protocol} pool",
-                "Use SOURCE_IP.",
-            )
+            reason = f"HAProxy does not read cookies for a {pool.protocol} pool"
+            refuse(option, str(persistence.type), reason, "Use SOURCE_IP.")
         name = persistence.cookie_name
         needed = bool(name) or persistence.type is PersistenceType.APP_COOKIE
         if needed and not (isinstance(name, str) and _COOKIE_NAME.fullmatch(name)):
-            refuse(
-                f"{option} cookie_name", name, "it is not a valid name of a cookie", "Use letters, digits, '_' and '-'."
-            )
+            reason = "it is not a valid name of a cookie"
+            refuse(f"{option} cookie_name", name, reason, "Use letters, digits, '_' and '-'.")
     reason = "only UDP and SCTP pools have it"
     require_absent(f"{option} persistence_timeout", persistence.persistence_timeout, reason)
     require_absent(f"{option} persistence_granularity", persistence.persistence_granularity, reason)
 
 
 def check_member(member: Member) -> None:
-    """Check the options of a member.
-
-    Raises:
-        UnsupportedOption: an option or its value is not supported, or an address cannot be a member's.
-    """
+    """Check the options of a member."""
     if member.vnic_type not in VNIC_TYPES:
         refuse("member option vnic_type", member.vnic_type, NOT_SUPPORTED, "Use the value normal.")
     _check_address("member option address", member.address)
@@ -227,11 +172,7 @@ def _check_address(option: str, value: str) -> None:
 
 
 def check_healthmonitor(monitor: HealthMonitor) -> None:
-    """Check the options of a health monitor. HTTP options of a monitor without HTTP are ignored.
-
-    Raises:
-        UnsupportedOption: an option or its value is not supported.
-    """
+    """Check the options of a health monitor. The check ignores HTTP options of a monitor without HTTP."""
     health_monitors.parse_monitor(monitor)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validation of all members of one pool together. Pure.
+"""Validation of all members of one pool together.
 
-Invariant: a pool contains each server once, in whatever form its address is written. A duplicate has two weights, two
-health checks and two sets of statistics.
+Invariant: a pool contains each server once, in any form of its address. A duplicate would have two weights, two health
+checks and two sets of statistics.
 """
 
 from __future__ import annotations
@@ -13,11 +13,7 @@ from amphora_driver.validation import addresses
 
 
 def check_members_distinct(pool: Pool) -> None:
-    """Refuse two members of a pool with the same address and port.
-
-    Raises:
-        UnsupportedOption: two members have the same address and port.
-    """
+    """Raise UnsupportedOption for two members of a pool with the same address and port."""
     seen: set[tuple[object, int]] = set()
     for member in pool.members:
         endpoint = (_normalize(member.address), member.protocol_port)

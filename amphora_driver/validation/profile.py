@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection of the profile of a new load balancer. Pure.
+"""Selection of the profile of a new load balancer.
 
-Invariant: the flavor overrides the configuration, and contradictions are refused. The load balancer keeps its topology,
-its backends and all values of the flavor for its lifetime. A value that the flavor does not set is None and follows the
-configuration.
+Invariant: the flavor overrides the configuration. The load balancer keeps its topology, its backends and all values of
+the flavor for its lifetime. A value that the flavor does not set is None and follows the configuration.
 """
 
 from __future__ import annotations
@@ -18,25 +17,11 @@ from amphora_driver.validation import availability_zones, flavors
 from amphora_driver.validation.backend_capabilities import Backend, Deployment
 from amphora_driver.validation.metadata_schema import NOT_SUPPORTED
 
-_WHOLE_NUMBERS = (
-    "timeout_client_data",
-    "timeout_member_connect",
-    "timeout_member_data",
-    "timeout_tunnel",
-    "timeout_http_request",
-    "connection_limit",
-    "process_connection_limit",
-    "process_threads",
-    "warm_spares",
-)
-_SAME_NAME = (
-    "compute_flavor",
-    "tls_minimum_version",
-    "tls_ciphers",
-    "connection_logging",
-    "log_format",
-    "client_address",
-)
+_TIMEOUTS = ("timeout_client_data", "timeout_member_connect", "timeout_member_data", "timeout_tunnel")
+_LIMITS = ("connection_limit", "process_connection_limit", "process_threads", "warm_spares")
+_WHOLE_NUMBERS = (*_TIMEOUTS, "timeout_http_request", *_LIMITS)
+_TLS = ("tls_minimum_version", "tls_ciphers")
+_SAME_NAME = ("compute_flavor", *_TLS, "connection_logging", "log_format", "client_address")
 
 
 def choose_profile(
@@ -46,16 +31,12 @@ def choose_profile(
     *,
     vip_network: str | None = None,
 ) -> Profile:
-    """Return the profile of a load balancer with this flavor in this availability zone.
+    """Return the profile of a load balancer with the metadata of its flavor and its availability zone.
+
+    Raise UnsupportedOption for an unsupported value or a contradiction.
 
     Args:
-        flavor: the flavor's metadata.
-        zone: the availability zone's metadata.
-        deployment: the enabled backends and the defaults.
-        vip_network: the network backend that has allocated the VIPs already, before the flavor is known.
-
-    Raises:
-        UnsupportedOption: a value is not supported, or contradicts another one.
+        vip_network: the network backend that has allocated the VIPs before the flavor is known.
     """
     wanted: Mapping[str, Any] = flavors.validate_metadata(flavor, deployment)
     zone_values: Mapping[str, Any] = availability_zones.validate_metadata(zone, deployment)
@@ -89,7 +70,7 @@ def choose_profile(
             )
     chosen: dict[str, Any] = {
         **{key: zone_values.get(key) for key in availability_zones.COMPUTE_KEYS},
-        # A whole number can be 5.0 in JSON.
+        # JSON may contain a whole number as 5.0.
         **{key: int(wanted[key]) for key in _WHOLE_NUMBERS if key in wanted},
         **{key: wanted[key] for key in _SAME_NAME if key in wanted},
     }
@@ -115,7 +96,7 @@ def _topology(name: str | None, deployment: Deployment) -> Topology:
 
 
 def _backend(kind: str, name: str, backends: Mapping[str, Backend]) -> Backend:
-    """Return the backend with this name; the backend of existing VIPs can be disabled meanwhile."""
+    # The operator may have disabled the backend of existing VIPs.
     if name not in backends:
         raise UnsupportedOption(
             f"use the {kind} backend {name}",

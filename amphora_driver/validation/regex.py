@@ -3,14 +3,13 @@
 
 Invariant: HAProxy accepts every pattern that `check_pattern` accepts. PCRE2 compiles the exact texts of
 `matching_pattern` and `inverse_pattern` with HAProxy's options: no UTF, no automatic captures, and the rule's case
-folding. Others are refused with PCRE2's message. Each trial search has a limit.
+folding.
 
 PCRE2 ends a search after `MATCH_LIMIT` steps (PCRE2 manual, pcre2pattern: "special start-of-pattern items"). HAProxy
 then sees "no match". A rule that must not fail open uses the negated `inverse_pattern`: an unfinished search counts as
-a match. Patterns with exponential effort are refused, as far as `_probes` finds them.
+a match. `check_pattern` refuses patterns with exponential effort, as far as `_probes` finds them.
 
-Without PCRE2's library on this host, no pattern can be checked. `ConfigurationError` then tells the operator; no object
-is refused and the load balancers stay unchanged.
+On a host without PCRE2's library, `ConfigurationError` informs the operator, and the load balancers stay unchanged.
 """
 
 from __future__ import annotations
@@ -32,14 +31,15 @@ LIBRARY = "libpcre2-8.so.0"
 MATCH_LIMIT = 10_000
 """Limit of PCRE2 steps of one search from one position of the text.
 
-Measured with HAProxy 2.6 and PCRE2 10.42 (JIT), paths of 8 and 14 KB: docs/reference/l7.md."""
+The page docs/reference/l7.md has the measurements."""
 
 MAX_TEXT = 8_192
 """Longest text in octets that `inverse_pattern` searches, except with patterns that match at the start only.
 
-The effort of many patterns grows with the square of the length in spite of the limit: each position is one step."""
+The effort of many patterns grows with the square of the length in spite of the limit, because the limit applies to each
+position of the text."""
 
-# pcre2.h
+# The header file pcre2.h defines these constants.
 _CASELESS = 0x00000008
 _NO_AUTO_CAPTURE = 0x00002000
 _ANCHORED = 0x80000000
@@ -50,31 +50,26 @@ _ERROR_JIT_BADOPTION = -45
 _ERROR_MATCHLIMIT = -47
 _FIRST_IS_START = 2
 
-# The check searches texts of about 64 characters with up to a hundred times HAProxy's limit of steps. Patterns pass if
-# their cost grows at most with the fourth power of the length (64^4 / 4! is below a million); exponential ones fail.
+# The check searches texts of about 64 characters with up to a hundred times HAProxy's limit of steps. A pattern passes
+# if its cost grows at most with the fourth power of the length (64^4 / 4! is below a million).
 _TRIAL_STEPS = (100, 1_000, 8_000, 60_000, 400_000, 1_000_000)
 _TRIAL_LENGTH = 64
-# Octets of all probes of one pattern. The limit of steps applies to one position, so the length counts as well.
+# The limit of steps applies to one position of a text, so the total length of the probes has a limit as well.
 _TRIAL_OCTETS = 64 << 10
 
-# Recursion of the whole pattern, which would include the text that this module adds.
+# A recursion of the whole pattern would include the text that this module adds.
 _WHOLE = re.compile(r"\(\?(?:R|0|&0)\)|\(\?[+-]?0\)|\\g[<'][+-]?0[>']")
 
 
 class PatternFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties of a pattern.
-
-    Attributes:
-        at_start: whether it can match at the start of a text only (texts have one line).
-        empty: whether it matches an empty text.
-    """
+    """Whether a pattern matches at the start of a text only, and whether it matches an empty text."""
 
     at_start: bool
     empty: bool
 
 
 def matching_pattern(pattern: str) -> str:
-    """Return the pattern for HAProxy with the step limit. A hit is certainly a match."""
+    """Return the pattern for HAProxy with the step limit."""
     return f"(*LIMIT_MATCH={MATCH_LIMIT}){pattern}"
 
 
@@ -87,19 +82,12 @@ def inverse_pattern(pattern: str, facts: PatternFacts) -> str:
 
 
 class _Refusal(msgspec.Struct, frozen=True):
-    """Reason why a pattern is refused, and the remedy."""
-
     reason: str
     remedy: str = "Correct the regular expression."
 
 
 def check_pattern(option: str, pattern: str, *, caseless: bool = False) -> PatternFacts:
     """Check a user's pattern and return its properties.
-
-    Args:
-        option: name of the option, for the message.
-        pattern: a regular expression of PCRE2.
-        caseless: whether upper and lower case are equal.
 
     Raises:
         UnsupportedOption: the pattern is not valid, its effort is exponential, or its check exceeds the limit of a
@@ -118,7 +106,7 @@ def check_pattern(option: str, pattern: str, *, caseless: bool = False) -> Patte
 
 @lru_cache(maxsize=4096)
 def _judge(pattern: str, caseless: bool) -> PatternFacts | _Refusal:
-    """Return the properties or the refusal; both are cached, so a repetition costs nothing."""
+    """Return the properties or the refusal. The cache holds both, so a repetition costs nothing."""
     if _UNREADABLE.search(pattern):
         return _Refusal("it contains a control character or an unpaired surrogate")
     fold = _CASELESS if caseless else 0
@@ -130,7 +118,7 @@ def _judge(pattern: str, caseless: bool) -> PatternFacts | _Refusal:
     if _WHOLE.search(pattern):
         return _Refusal("it refers to itself as a whole", "Use a named group and refer to that group.")
     try:
-        # Settings such as (*UTF) are valid at the very start only; behind anything else they are an error.
+        # Settings such as (*UTF) are valid only at the start of a pattern, so any text before them causes an error.
         _Code(f"(?:){pattern}", flags)
     except _CompileError as error:
         return _Refusal(f"settings at its start are not permitted: {error}", "Remove the settings.")
@@ -143,11 +131,7 @@ def _judge(pattern: str, caseless: bool) -> PatternFacts | _Refusal:
 
 
 def _try_probes(code: _Code, pattern: str) -> _Refusal | None:
-    """Search texts that can take long, each with growing limits: most need a small part of the last limit.
-
-    Raises:
-        BudgetExhausted: the budget of the request is exhausted.
-    """
+    """Search expensive texts with growing limits, because most texts need a small part of the last limit."""
     steps = octets = 0
     for probe in _probes(pattern):
         text = probe.encode()
@@ -165,8 +149,6 @@ def _try_probes(code: _Code, pattern: str) -> _Refusal | None:
             return _Refusal(f"its effort grows exponentially, for example with {probe[:12]!r}...", _SIMPLIFY)
     return None
 
-
-# -- texts with a high effort ---------------------------------------------
 
 _SIMPLIFY = "Avoid repetitions of repetitions, and of alternatives with the same start."
 _USE_FEWER = "Use fewer repetitions, in particular of '.', or a shorter expression."
@@ -198,7 +180,7 @@ def _probes(pattern: str) -> Iterator[str]:
 
 
 def _mark_repeated(pattern: str, pieces: list[tuple[str | None, str]]) -> list[bool]:
-    """Return for each piece whether a quantifier repeats it or its group: only these can be expensive."""
+    """Return for each piece whether a quantifier repeats it or its group. Only repeated pieces can be expensive."""
     if _RECURSION.search(pattern):
         return [True] * len(pieces)
     marks, begins = [False] * len(pieces), []
@@ -222,29 +204,22 @@ def _sample(kind: str | None, text: str) -> str:
     if kind == "escape":
         return _CLASSES.get(text[1], "" if text[1].isalnum() else text[1])
     if kind == "set":
-        return _sample_of_set(text)
+        try:
+            wanted = _Code(text, 0)
+        except _CompileError:
+            return "a"
+        return next((one for one in _SAMPLES if wanted.run(one.encode()) >= 0), text.strip("[]^")[:1])
     if kind == "other":
         return "" if text in "^$|)" else "a" if text == "." else text
     return ""
 
 
-def _sample_of_set(text: str) -> str:
-    try:
-        wanted = _Code(text, 0)
-    except _CompileError:
-        return "a"
-    return next((one for one in _SAMPLES if wanted.run(one.encode()) >= 0), text.strip("[]^")[:1])
-
-
-# -- PCRE2 ----------------------------------------------------------------------------------
-
-
 class _CompileError(Exception):
-    """PCRE2 refuses a pattern; the argument is its message."""
+    """PCRE2 refuses a pattern. The argument is PCRE2's message."""
 
 
 class _Code:
-    """A compiled pattern, with JIT where PCRE2 supports it, as in HAProxy."""
+    """A compiled pattern. Like HAProxy, it uses JIT if PCRE2 supports JIT."""
 
     def __init__(self, pattern: str, flags: int) -> None:
         self._pcre = _library()
@@ -267,8 +242,7 @@ class _Code:
     def run(self, text: bytes, limit: int | None = None) -> int:
         """Return PCRE2's result, which is negative for "no match" and for errors.
 
-        Args:
-            limit: steps from each position of the text; the limit in the pattern applies as well.
+        The `limit` of steps applies to each position of the text, in addition to a limit in the pattern.
         """
         pcre = self._pcre
         found = pcre.pcre2_match_data_create_from_pattern_8(self._code, None)

@@ -12,16 +12,11 @@ from typing import NoReturn
 from amphora_driver.errors import UnsupportedOption
 
 NOT_SUPPORTED = "this provider does not support it"
-
 _MAX_VALUE = 80
 
 
 def refuse(option: str, value: object, reason: str, remedy: str) -> NoReturn:
-    """Refuse a value of an option.
-
-    Raises:
-        UnsupportedOption: always.
-    """
+    """Raise UnsupportedOption for a value of an option."""
     shown = ascii(value)
     if len(shown) > _MAX_VALUE:
         shown = f"{shown[: _MAX_VALUE - 3]}..."
@@ -41,6 +36,6 @@ def require_absent(option: str, value: object, reason: str = NOT_SUPPORTED) -> N
 
 
 def require_between(option: str, value: object, low: int, high: int) -> None:
-    """Refuse a value that is not a whole number of this range; a bool is not a number."""
+    """Refuse a value that is not a whole number of this range. A bool is no number."""
     if type(value) is not int or not low <= value <= high:
         refuse(option, value, f"it is not a whole number from {low} to {high}", "Use a value in this range.")

@@ -266,8 +266,7 @@ def understood(heartbeat: Heartbeat, drifts: DriftReports, turn: int) -> None:
     statuses = operating_statuses(TREE, [report])
     assert statuses.keys() <= {"b", "l1", "l2", "p", "h", "m1", "m2", "m3"}
     assert all(len(one.reason) < 512 for one in statuses.values())
-    batch = statistics.changed_rows({amphora: report}, {amphora: "b"}, {"l1": "b", "l2": "b"}, {})
-    for row in batch.rows:
+    for row in statistics.changed_rows({amphora: report}, "b", {"l1", "l2"}, {}):
         values = (row.active_connections, row.bytes_in, row.bytes_out, row.request_errors, row.total_connections)
         assert all(type(one) is int and 0 <= one < 2**59 for one in values)
     now = 100.0 * turn

@@ -193,7 +193,7 @@ def test_a_partner_that_falls_silent_is_in_the_log_once(house, caplog):
         house.say("b", "UP", holds_vip=True)
         house.books.flush()
     assert [one.getMessage() for one in caplog.records if "silent" in one.getMessage()] == [
-        "load balancer lb: amphora a is silent, its partner sends heartbeats"
+        "amphora a of load balancer lb is silent, its partner sends heartbeats"
     ]
 
 

@@ -108,9 +108,9 @@ def test_an_old_datagram_is_refused_after_a_restart(conf, database):
         send(manager, datagram(1), datagram(2))
     with running(conf) as manager:
         send(manager, datagram(2), datagram(1), datagram(9, epoch=EPOCH - 1))
-        assert manager._reports.last_reports() == {}
+        assert manager._reports._states == {}
         send(manager, datagram(3))
-        assert manager._reports.last_reports().keys() == {AMPHORA}
+        assert manager._reports._states.keys() == {AMPHORA}
     assert place(database) == (EPOCH, 3)
 
 
@@ -129,9 +129,9 @@ def test_an_old_datagram_is_refused_even_when_the_database_was_away_at_the_start
 
     with running(conf, before=away) as manager:
         send(manager, datagram(5))
-        assert manager._reports.last_reports() == {}
+        assert manager._reports._states == {}
         send(manager, datagram(6))
-        assert manager._reports.last_reports().keys() == {AMPHORA}
+        assert manager._reports._states.keys() == {AMPHORA}
 
 
 @pytest.mark.parametrize("error", [StoreError("write", "away"), RuntimeError("a fault of ours")])
