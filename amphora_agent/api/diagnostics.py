@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """GET /v2/diagnostics: the state of the amphora for fault finding, as one document.
 
-Invariant: a part that fails contains its error; the other parts are complete. Time and size are bounded. The document
-contains no secret and no content of clients' requests.
+Invariant: time and size are bounded. The document contains no secret and no content of clients' requests. A part that
+fails contains its error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from flask import Blueprint, Response
 from flask.typing import ResponseReturnValue
 
 from amphora_agent import host_info
-from amphora_agent.api.info import program_version
 from amphora_agent.apply.applier import Applier
 from amphora_agent.config import Settings
 from amphora_agent.haproxy.process import SERVICE, Haproxy
@@ -37,9 +36,9 @@ from amphora_agent.tls_identity import Identity
 from amphora_agent.version import agent_version
 
 VIRTUAL_TABLE = "amphora_virtual"
-# The limit of one answer of HAProxy in bytes.
+# The agent reads at most 8 MiB of one answer of HAProxy.
 _MOST = 8 << 20
-# Questions to HAProxy. `show ssl cert` and `show table` without arguments list names only.
+# HAProxy's answers to `show ssl cert` and `show table` contain names only, and no keys.
 _QUESTIONS = {
     "show info": "show info",
     "show stat": "show stat -1 7 -1",
@@ -51,11 +50,8 @@ _QUESTIONS = {
     "show startup-logs": "show startup-logs",
 }
 _SERVICES = {
-    "haproxy": SERVICE,
-    "keepalived": keepalived.SERVICE,
-    "responder": responder.SERVICE,
-    "checker": checker.SERVICE,
-}
+    "haproxy": SERVICE, "keepalived": keepalived.SERVICE, "responder": responder.SERVICE, "checker": checker.SERVICE
+}  # fmt: skip
 
 
 def blueprint(
@@ -127,7 +123,6 @@ def _secrets(settings: Settings) -> list[str]:
 
 
 def _text(file: Path) -> str | None:
-    """Return the content of a file; None if it does not exist."""
     try:
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -148,7 +143,7 @@ def _virtual_table() -> str:
 
 
 def _versions() -> dict[str, Any]:
-    programs = {name: program_version(name) for name in ("haproxy", "keepalived")}
+    programs = {name: host_info.program_version(name) for name in ("haproxy", "keepalived")}
     return {"agent": agent_version(), **programs, **host_info.versions()}
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Applies bundles: receive, compare, change, verify, confirm, or roll back.
 
-Invariant: one bundle at a time. If a step fails, the previous configuration is still served, and HAProxy has checked
-the file that it would start from, with all files it names. A bundle is confirmed only after HAProxy has reported what
-it runs. A confirmed bundle with missing files is not reported as served.
+Invariant: one bundle at a time. If a step fails, the amphora still serves the previous configuration, and HAProxy has
+checked the file that it would start from, with all files that this one names. The agent confirms a bundle only after
+HAProxy has reported its configuration. The agent does not report a confirmed bundle with missing files as served.
 """
 
 from __future__ import annotations
@@ -12,19 +12,17 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from amphora_agent.apply import confirmed_bundle, generation_check, recovery, udp_update
+from amphora_agent.apply import bundle_check, confirmed_bundle, recovery, udp_update
 from amphora_agent.apply.apply_queue import ApplyQueue
-from amphora_agent.apply.change_log import UNCHANGED, Change, ChangeLog
+from amphora_agent.apply.change_log import UNCHANGED, ApplyResult, Change, ChangeLog
 from amphora_agent.apply.components import Components
 from amphora_agent.apply.confirmed_bundle import Confirmed, Draft
-from amphora_agent.apply.haproxy_update import NOT_AS_CONFIGURED, HaproxyPlan
+from amphora_agent.apply.haproxy_update import NOT_AS_CONFIGURED, HaproxyPlan, RuntimeResult
 from amphora_agent.apply.network_update import NetworkUpdate
-from amphora_agent.apply.result import ApplyResult
-from amphora_agent.apply.runtime_update import RuntimeResult
 from amphora_agent.bundle import OCTAVIA_API_V1_ID, Bundle, Host, VrrpInstance, digest, parse
 from amphora_agent.config import Settings
 from amphora_agent.errors import AgentError, MachineError
@@ -38,9 +36,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Attempt:
-    """One attempt to apply a bundle.
+    """One attempt to apply a bundle; ``draft`` is None if the bundle is confirmed already.
 
-    ``draft`` is None if the bundle is confirmed already. A ``reload_reason`` makes HAProxy reload in any case.
+    A ``reload_reason`` makes HAProxy reload in any case.
     """
 
     bundle: Bundle
@@ -49,10 +47,9 @@ class _Attempt:
 
 
 class Applier:
-    """Changes this amphora; nothing else does.
+    """The only class that changes this amphora.
 
     Args:
-        parts: the parts of the amphora that a bundle changes.
         on_applied: called after each push that succeeded.
         set_ping_targets: receives the addresses to ping, by member id, when they change.
     """
@@ -86,13 +83,11 @@ class Applier:
         try:
             self._confirmed = confirmed_bundle.read(self._paths.confirmed, self._paths.configuration)
         except MachineError as error:
-            _log.error("%s", error)
+            _log.error("Cannot read the confirmed bundle; waiting for a push: %s", error)
         found = self._confirmed
         if found is not None and not self._parts.files.holds(found.bundle.files):
             self._confirmed, self._lost = None, found
-            _log.warning("The files of generation %d are lost; waiting for another push", found.bundle.generation)
-
-    # -- the present state ----------------------------------------------------------------------------------
+            _log.warning("TLS files of generation %d are lost; waiting for another push", found.bundle.generation)
 
     @property
     def confirmed(self) -> Confirmed | None:
@@ -101,7 +96,7 @@ class Applier:
 
     @property
     def lost(self) -> Confirmed | None:
-        """The last confirmed bundle if its files are lost, so that it cannot be served."""
+        """The last confirmed bundle if its files are lost, so that the amphora cannot serve it."""
         return self._lost
 
     @property
@@ -114,7 +109,7 @@ class Applier:
 
     @property
     def vrrp_instance(self) -> VrrpInstance | None:
-        """The VRRP configuration with the other amphora; None for a single amphora, or if no bundle is served."""
+        """The VRRP instance of the confirmed bundle; None for a single amphora, or without a bundle."""
         confirmed = self._confirmed
         return None if confirmed is None else confirmed.bundle.vrrp_instance
 
@@ -128,40 +123,32 @@ class Applier:
 
     @property
     def _last(self) -> Bundle | None:
-        """The bundle that was confirmed last, whether or not it can be served."""
+        """The bundle that was confirmed last, also if its files are lost."""
         last = self._confirmed or self._lost
         return None if last is None else last.bundle
-
-    # -- requests -------------------------------------------------------------------------------------------
 
     def apply_body(self, body: bytes) -> ApplyResult:
         """Apply a bundle in its wire format. Raises the errors of `apply_bundle`, and `MalformedBundle`."""
         return self.apply_bundle(parse(body), digest(body))
 
     def apply_bundle(self, bundle: Bundle, received: str) -> ApplyResult:
-        """Apply a bundle, unless a newer one was applied while this one was in the queue.
+        """Apply a bundle, or return the result of a newer one in the queue.
 
-        Args:
-            received: the digest that is stored with the bundle.
-
-        Returns:
-            The result for this generation, or for a newer one.
-
-        Raises:
-            AgentError: as in docs/reference/agent-api.md; the last good configuration is served.
+        The agent stores the `received` digest with the bundle. Raises an AgentError as in docs/reference/agent-api.md;
+        the amphora then serves the last good configuration.
         """
-        generation_check.refuse_foreign(bundle, self._settings.amphora_id, self._last)
+        bundle_check.refuse_foreign(bundle, self._settings.amphora_id, self._last)
         result = self._queue.run_in_turn(
             bundle.generation, bundle.load_balancer_id, lambda: self._apply_received(bundle, received)
         )
         if result.generation != bundle.generation:
-            _log.info("Generation %d was skipped: generation %d is applied", bundle.generation, result.generation)
+            _log.info("Skipped generation %d: generation %d is applied", bundle.generation, result.generation)
         return result
 
     def _apply_received(self, bundle: Bundle, received: str) -> ApplyResult:
         with self._lock:
             reach(Point.TAKEN)
-            generation_check.refuse_stale(bundle, self._last, lost=self._lost is not None)
+            bundle_check.refuse_stale(bundle, self._last, lost=self._lost is not None)
             # A repeated push keeps the time of the first confirmation.
             same = self._confirmed is not None and self._confirmed.digest == received
             record = None if same else confirmed_bundle.confirmed_now(bundle, received)
@@ -176,7 +163,7 @@ class Applier:
             finally:
                 self._ping_confirmed()
                 self._remove_unused_files()
-        _log.info("Generation %d: %s. %s", result.generation, result.how, result.reason)
+        self._report("Applied", result)
         self._on_applied()
         return result
 
@@ -199,38 +186,39 @@ class Applier:
                 self._remove_unused_files()
 
     def apply_confirmed(self) -> bool:
-        """Apply the bundle that was confirmed before this agent started, or before a failed change.
+        """Apply the bundle that was confirmed before the start of the agent, or before a failed change.
 
-        Returns:
-            Whether nothing is left to do.
+        Returns False if another attempt is necessary.
         """
         with self._lock:
-            # A push may have been faster.
+            # A push that arrived during the start has already applied a bundle.
             if self._confirmed is None or (self._has_applied and not self._parts.swap.is_interrupted):
                 return True
             try:
                 result = self._apply(_Attempt(self._confirmed.bundle, None))
             except AgentError as error:
-                _log.warning("%s", error)
+                _log.warning("Cannot serve the confirmed bundle; retrying: %s", error)
                 return False
             finally:
                 self._remove_unused_files()
-        _log.info("Generation %d again: %s. %s", result.generation, result.how, result.reason)
+        self._report("Applied again", result)
         self._on_applied()
         return True
 
-    # -- drift ----------------------------------------------------------------------------------------------
+    def _report(self, event: str, result: ApplyResult) -> None:
+        change = result.change
+        _log.info(
+            "%s: generation %d, method %s, reason: %s", event, result.generation, change.how, change.reason or "-"
+        )
 
     def add_change_listener(self, listener: Callable[[], None]) -> None:
         """Call a function at the start of each change, under the lock."""
         self._change_listeners.append(listener)
 
     def run_on_confirmed(self, inspect: Callable[[Bundle], T]) -> T | None:
-        """Call a function with the confirmed bundle while no change can begin.
+        """Call a function with the confirmed bundle while no change can begin, and return the result.
 
-        Returns:
-            The result of the function. None while a change runs or waits, and if this agent has not applied the
-            confirmed bundle yet.
+        Returns None while a change runs or waits, and if this agent has not applied the confirmed bundle yet.
         """
         if self._queue.waiting or not self._lock.acquire(blocking=False):
             return None
@@ -242,14 +230,14 @@ class Applier:
 
     @property
     def _verifiable(self) -> Bundle | None:
-        """The confirmed bundle if this agent keeps the amphora as in that bundle."""
+        """The confirmed bundle if this agent has to keep the amphora equal to that bundle."""
         bundle = self._served
-        # Octavia's worker repairs an amphora that it drives through its own API.
+        # The agent leaves the repair of an amphora behind Octavia's API to Octavia's worker.
         ours = bundle is not None and bundle.load_balancer_id != OCTAVIA_API_V1_ID
         return bundle if ours and self._has_applied and not self._parts.swap.is_interrupted else None
 
     def reapply_confirmed(self, reload_reason: str) -> None:
-        """Apply the confirmed bundle again; does nothing if no bundle is confirmed and applied.
+        """Apply the confirmed bundle again, if this agent has applied it.
 
         Args:
             reload_reason: why HAProxy may run another configuration than the confirmed one; empty if it does not.
@@ -273,9 +261,7 @@ class Applier:
             finally:
                 self._ping_confirmed()
                 self._remove_unused_files()
-        _log.info("Generation %d repaired: %s. %s", result.generation, result.how, result.reason)
-
-    # -- the change -----------------------------------------------------------------------------------------
+        self._report("Repaired drift", result)
 
     def _apply(self, attempt: _Attempt) -> ApplyResult:
         """Change this amphora to a bundle and confirm it, or roll back."""
@@ -289,8 +275,8 @@ class Applier:
             else:
                 change, loaded = self._update_haproxy(attempt, bundle.haproxy, network)
             change = self._update_udp(bundle, change)
-            # Last: a node may get the VIPs only when it serves.
-            self._parts.keepalived.apply(attempt.bundle.vrrp_instance)
+            # keepalived is last, because an amphora may get the VIPs only when it serves.
+            self._parts.keepalived.apply(bundle.vrrp_instance)
             self._confirm(attempt.draft)
         except (AgentError, OSError) as error:
             self._roll_back(attempt)
@@ -308,7 +294,7 @@ class Applier:
         for listener in self._change_listeners:
             listener()
         if self._confirmed is not None and bundle == self._confirmed.bundle:
-            # A repeated bundle is a request to compare everything with the bundle.
+            # A repeated push is a request to compare the whole amphora with the bundle.
             self._parts.plumbing.invalidate()
             self._parts.files.invalidate()
             self._parts.swap.invalidate()
@@ -324,7 +310,6 @@ class Applier:
         return self._firewall_change(attempt.bundle) if change == UNCHANGED else change, loaded
 
     def _update_haproxy(self, attempt: _Attempt, text: str, network: NetworkUpdate) -> tuple[Change, Loaded]:
-        """Apply the text of a bundle to HAProxy, between the two steps of the network."""
         haproxy = self._parts.haproxy_update
         served = self._served.files if self._served is not None else ()
         plan = haproxy.plan(attempt.bundle, text, self._last, served, attempt.reload_reason)
@@ -333,7 +318,7 @@ class Applier:
             loaded = self._verify_unchanged(attempt, plan, network)
             if loaded is not None:
                 return self._firewall_change(attempt.bundle), loaded
-            plan = plan.with_decision(NOT_AS_CONFIGURED)
+            plan = replace(plan, decision=NOT_AS_CONFIGURED)
         else:
             early = self._check_candidate(attempt, plan, network)
         haproxy.commit(plan)
@@ -354,29 +339,32 @@ class Applier:
     def _check_candidate(self, attempt: _Attempt, plan: HaproxyPlan, network: NetworkUpdate) -> RuntimeResult | None:
         """Have HAProxy and keepalived check their files.
 
-        A runtime update that needs no other network is made while HAProxy checks the file: both take time.
-
-        Returns:
-            The result of that runtime update; None if there was none.
+        To save time, the agent carries out a runtime update during the check, if the network stays the same. The result
+        of this update is returned.
         """
         reach(Point.CHECKING)
         self._reserve_space(attempt.draft, plan.file)
-        early = self._parts.haproxy_update.runtime_update(plan, allowed=not network.is_needed)
+        haproxy = self._parts.haproxy_update
+        actions = None if network.is_needed else plan.actions
+        early: RuntimeResult | None = None
         try:
-            early.start()
-            with self._parts.haproxy_update.checking(plan) as check:
-                early.verify()
+            if actions is not None:
+                early = haproxy.run_actions(plan, actions)
+            with haproxy.checking(plan) as check:
+                if actions is not None:
+                    early = early or haproxy.verify_actions(plan, actions)
                 confirmed_bundle.sync_candidate(attempt.draft, plan.file)
                 check.wait()
             reach(Point.CHECKED)
             network.begin()
             self._parts.keepalived.check_configuration(attempt.bundle.vrrp_instance)
         except (AgentError, OSError):
-            self._parts.haproxy_update.undo(early, plan.before)
+            if actions is not None:
+                haproxy.undo(plan.before)
             raise
         if network.is_needed:
             reach(Point.PLUGGED)
-        return early.result
+        return early
 
     def _update_udp(self, bundle: Bundle, change: Change) -> Change:
         """Serve the virtual servers of a bundle, and add their changes to the reason."""
@@ -394,11 +382,7 @@ class Applier:
         return Change("runtime", reason) if reason else UNCHANGED
 
     def _reserve_space(self, draft: Draft | None, file: Path | None) -> None:
-        """Reserve all disk space that the change needs: no later step allocates any.
-
-        Args:
-            file: the next file of HAProxy.
-        """
+        """Reserve the disk space for the whole change; `file` is the next file of HAProxy."""
         self._parts.swap.reserve()
         if draft is not None:
             draft.reserve(file)
@@ -414,7 +398,7 @@ class Applier:
         reach(Point.FINISHED)
 
     def _roll_back(self, attempt: _Attempt) -> None:
-        """Restore the previous configuration. The mark of an unfinished change stays: the next change reloads."""
+        """Restore the previous configuration. The mark of an unfinished change makes the next change reload."""
         try:
             if attempt.draft is not None:
                 attempt.draft.discard()
@@ -423,7 +407,7 @@ class Applier:
                 if change is not None:
                     self._count(change)
         except (AgentError, OSError) as error:
-            _log.error("Rollback failed; the next change reloads HAProxy: %s", error)
+            _log.error("Rollback of a bundle failed; the next change reloads HAProxy: %s", error)
         finally:
             self._parts.udp_update.roll_back(self._served, attempt.bundle)
             self._parts.plumbing.roll_back(self._served)
@@ -432,8 +416,6 @@ class Applier:
         self._changes.count(change)
         while self._parts.haproxy.ended_workers:
             self._changes.count_ended_worker(self._parts.haproxy.ended_workers.pop())
-
-    # -- around the change ----------------------------------------------------------------------------------
 
     def _ping(self, targets: Mapping[str, Host]) -> None:
         """Set the ping targets: during a change, those of the confirmed bundle and of the new one."""
@@ -444,10 +426,9 @@ class Applier:
         self._ping_targets = targets
 
     def _ping_confirmed(self) -> None:
-        """Set the ping targets of the confirmed bundle.
+        """Set the ping targets of the confirmed bundle; after a failure the responder has too many targets.
 
-        A failure leaves additional targets, which is harmless. Without a confirmed bundle the targets stay: HAProxy may
-        still serve a bundle whose targets only the responder knows.
+        Without a confirmed bundle the targets stay, because HAProxy may still serve a bundle that needs them.
         """
         if self._confirmed is not None:
             with suppress(MachineError):
@@ -463,5 +444,5 @@ class Applier:
                 needed.add(document.files)
             self._parts.files.keep_only(needed)
         except OSError as error:
-            _log.error("Removing unused files failed: %s", error)
+            _log.error("Cannot remove unused TLS files; the next change retries: %s", error)
         reach(Point.TIDIED)

@@ -2,8 +2,8 @@
 """The queue of concurrent requests that change this amphora.
 
 Invariant: one request runs at a time, and the newest generation in the queue runs next, whatever the order of arrival.
-If a request succeeds, the older ones in the queue return its result: their state is outdated. If it fails, the next
-newest one runs, so that a wrong bundle does not discard another change.
+If a request succeeds, the older ones in the queue return its result, because they are outdated. If a request fails, the
+next newest one runs, so that a wrong bundle does not discard another change.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ T = TypeVar("T")
 
 
 class _Waiting(Generic[T]):
-    """A request in the queue, and the result of a newer one as soon as there is one."""
-
     def __init__(self, generation: int, kind: Hashable) -> None:
         self.generation = generation
         self.kind = kind
@@ -38,11 +36,7 @@ class ApplyQueue(Generic[T]):
         return len(self._waiting)
 
     def run_in_turn(self, generation: int, kind: Hashable, work: Callable[[], T]) -> T:
-        """Run `work` as soon as it is the newest request, unless a newer one of its kind succeeds first.
-
-        Returns:
-            The result of `work`, or the result of the newer request.
-        """
+        """Run `work` when it is the newest request, or return the result of a newer request of this kind."""
         request = _Waiting[T](generation, kind)
         with self._changed:
             self._waiting.append(request)
@@ -64,4 +58,4 @@ class ApplyQueue(Generic[T]):
         return result
 
     def _newest(self) -> _Waiting[T]:
-        return max(self._waiting, key=lambda one: one.generation)  # the first of equal generations
+        return max(self._waiting, key=lambda one: one.generation)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of HAProxy: what was done, why, and how often.
+"""Changes of HAProxy: the method, the reason, and the number.
 
 Invariant: each start, runtime update, reload and stop of HAProxy has a reason.
 """
@@ -9,18 +9,16 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
+
+from amphora_agent.haproxy.runtime_state import Loaded
 
 How = Literal["start", "unchanged", "runtime", "reload", "stop"]
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change of HAProxy with its reason.
-
-    Raises:
-        ValueError: the reason is missing, although ``how`` is not "unchanged".
-    """
+    """A change of HAProxy. A missing reason is a ValueError unless ``how`` is "unchanged"."""
 
     how: How
     reason: str
@@ -33,12 +31,25 @@ class Change:
 UNCHANGED = Change("unchanged", "")
 
 
+@dataclass(frozen=True)
+class ApplyResult:
+    """The change that was made for a generation, and the configuration that HAProxy reports."""
+
+    generation: int
+    change: Change
+    loaded: Loaded
+
+    def document(self) -> dict[str, Any]:
+        """Return the answer to a push."""
+        return {"generation": self.generation, **vars(self.change), "loaded": self.loaded.document()}
+
+
 class ChangeLog:
     """Counts the changes since the agent started. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: dict[str, int] = {"start": 0, "unchanged": 0, "runtime": 0, "reload": 0, "stop": 0}
+        self._counts: dict[str, int] = dict.fromkeys(get_args(How), 0)
         self._last: dict[str, tuple[str, float]] = {}
         self._workers_ended = 0
         self._connections_ended = 0

@@ -12,14 +12,11 @@ from amphora_agent.bundle import Bundle
 
 
 class NetworkUpdate:
-    """The network steps for one bundle.
+    """The network steps for one bundle; ``is_needed`` if the network differed at the start of the change.
 
     Args:
-        served: the bundle that is served until now; None for nothing.
+        served: the bundle of the running configuration; None for nothing.
         may_lack: a missing interface without a VIP is no error, because the bundle is confirmed already.
-
-    Attributes:
-        is_needed: whether the network differs from the bundle at the start of the change.
     """
 
     def __init__(self, parts: Components, bundle: Bundle, served: Bundle | None, *, may_lack: bool) -> None:
@@ -38,10 +35,9 @@ class NetworkUpdate:
         """Remove what no bundle needs any more, and announce the VIPs."""
         if not self.is_needed:
             return
-        if self._bundle.virtual_servers:  # apply the rules before the announcement of the VIPs attracts packets
+        if self._bundle.virtual_servers:  # the forwarding rules must exist before the VIPs are announced
             self._parts.udp_update.apply(self._bundle)
         keepalived = self._parts.keepalived
         ends_vrrp = self._bundle.vrrp_instance is None and keepalived.is_running()
-        self._parts.plumbing.commit(
-            self._bundle, may_lack=self._may_lack, ending=keepalived.stop if ends_vrrp else None
-        )
+        ending = keepalived.stop if ends_vrrp else None
+        self._parts.plumbing.commit(self._bundle, may_lack=self._may_lack, ending=ending)

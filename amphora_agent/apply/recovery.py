@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Retries of the confirmed bundle after a start of the agent, or after a change that failed half-way.
+"""Retries of the confirmed bundle after a start of the agent, or after a failed change.
 
-Invariant: an amphora with a confirmed bundle retries until it serves that bundle. A change of an interface, or a few
-seconds, starts the next attempt.
+Invariant: an amphora with a confirmed bundle retries until it serves that bundle. A change of an interface, or a
+time-out of a few seconds, starts the next attempt.
 """
 
 from __future__ import annotations
@@ -28,11 +28,7 @@ def start_retrying(attempt: Callable[[], bool]) -> threading.Thread:
 
 
 class RecoveryLoop:
-    """Removes the remains of a failed change without another push.
-
-    Args:
-        attempt: tries the recovery and returns whether it is complete.
-    """
+    """Retries after a failed change until `attempt` returns True."""
 
     def __init__(self, attempt: Callable[[], bool]) -> None:
         self._attempt = attempt
@@ -40,7 +36,7 @@ class RecoveryLoop:
         self._running = False
 
     def start(self) -> None:
-        """Start retrying in a new thread; does nothing if that thread runs already."""
+        """Start retrying in a new thread, unless that thread runs already."""
         with self._lock:
             if not self._running:
                 self._running = True
@@ -63,11 +59,7 @@ def _retry(attempt: Callable[[], bool]) -> None:
             except Exception:  # noqa: BLE001 (the loop must go on: a later attempt may succeed)
                 _log.exception("Applying the confirmed bundle failed; retrying")
             select.select([links], [], [], RETRY_SECONDS)
-            _discard_events(links)
-
-
-def _discard_events(links: socket.socket) -> None:
-    # BlockingIOError: no more events. ENOBUFS: events were lost, but each of them has the same meaning here.
-    with suppress(OSError):
-        while True:
-            links.recv(65536)
+            # The kernel raises BlockingIOError after the last event, and ENOBUFS after lost events.
+            with suppress(OSError):
+                while True:
+                    links.recv(65536)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drift report: the differences between this amphora and its confirmed bundle.
 
-Invariant: pure memory. An unrepaired difference is reported until it is gone. The last repaired one is reported too:
-after a change by hand, an operator finds there why it was reverted. Lists and sentences are short, because each
-heartbeat carries them.
+Invariant: the report has the unrepaired differences and the last repaired one, which explains to an operator why the
+agent reverted a change. Lists and sentences are short, because each heartbeat carries them.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Limits of one report: the number of sentences, and the characters of each.
+# A drift report has at most five sentences of 160 characters.
 _MAX_SENTENCES, _MAX_SENTENCE_LENGTH = 5, 160
 
 
@@ -41,12 +40,8 @@ class Finding:
     def document(self) -> dict[str, Any]:
         """Return the finding for a heartbeat and for ``GET /v2/info``."""
         sentences = [one.sentence[:_MAX_SENTENCE_LENGTH] for one in self.differences[:_MAX_SENTENCES]]
-        return {
-            "at": round(self.at, 3),
-            "kinds": kinds(self.differences),
-            "sentences": sentences,
-            "repaired": self.repaired,
-        }
+        found = {"at": round(self.at, 3), "kinds": kinds(self.differences), "sentences": sentences}
+        return {**found, "repaired": self.repaired}
 
 
 def kinds(differences: Iterable[Difference]) -> list[str]:
@@ -71,7 +66,6 @@ class DriftReport:
         self._checks = 0
 
     def count_check(self) -> None:
-        """Count a completed check."""
         with self._lock:
             self._checks += 1
 
@@ -80,7 +74,7 @@ class DriftReport:
         with self._lock:
             new = {one.kind for one in differences} - {one.kind for one in self._unrepaired}
             self._counts.update(new)
-            # A difference that stays is reported with the time of its first finding.
+            # The report keeps the time of the first finding of a difference that stays.
             if new or self._last is None or not unrepaired:
                 self._last = Finding(time.time(), tuple(differences), repaired=not unrepaired)
             self._unrepaired = tuple(unrepaired)
@@ -92,11 +86,11 @@ class DriftReport:
 
     @property
     def unrepaired(self) -> tuple[Difference, ...]:
-        """The present differences that a repair did not remove."""
+        """The differences that a repair did not remove."""
         return self._unrepaired
 
     def heartbeat(self) -> dict[str, Any]:
-        """Return the keys of a heartbeat; empty if no check has ever found a difference."""
+        """Return the keys for a heartbeat; empty if no check has found a difference."""
         with self._lock:
             keys: dict[str, Any] = {} if self._last is None else {"drifted": self._last.document()}
             if self._unrepaired:

@@ -2,7 +2,7 @@
 """HAProxy's configuration file: a head from the agent, then the load balancer's text.
 
 Invariant: pure, except for the limit on open files. The head names the directory of the TLS files and the limits of the
-process. So HAProxy checks all of them together, and one rename changes all of them.
+process, so that HAProxy checks them together with the text, and one rename changes all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 
 from amphora_agent.bundle import Host, Vrrp
 from amphora_agent.haproxy.config_parser import AGENT_PREFIX, Configuration
-from amphora_agent.haproxy.stick_table_sync import PEERS
 
 _METRICS = """\
 # What a Prometheus listener serves: the agent's responder.
@@ -29,8 +28,10 @@ backend {prefix}metrics
     http-request deny deny_status 404 unless {{ path / /metrics }}
     server responder 127.0.0.1:{port} maxconn 4
 """
+PEERS = "amphora"
+"""The name of the section with the peers of the stick tables."""
 RESPONDER_PORT = 9101
-"""On the loopback of the inner namespace."""
+"""The port of the responder on the loopback of the inner namespace."""
 MAX_CONNECTIONS = 50_000
 _END_OF_HEAD = "# From here on: the load balancer's part.\n"
 _NEVER_BOUND = 9103
@@ -54,7 +55,7 @@ PAIR_PORT = 1025
 
 
 def peers(vrrp: Vrrp | None) -> tuple[Peer, ...]:
-    """Return the peers that share stick tables: this amphora first, then the others."""
+    """Return the peers that share stick tables, this amphora first."""
     if vrrp is None:
         return SINGLE
     return tuple(Peer(each.name, each.address, PAIR_PORT) for each in (vrrp.local, *vrrp.peers))
@@ -98,7 +99,7 @@ class Document:
         return int(found.group(1)) if found else DRAIN_SECONDS
 
     def line(self, number: int) -> int:
-        """Return the line of the text for a line of the file; below 1 in the head."""
+        """Return the line of the text for a line of the file; a line of the head is below 1."""
         return number - self.head.count("\n")
 
 
@@ -112,15 +113,14 @@ def compose(
     certificates: Iterable[str],
     sharing: Sequence[Peer] = SINGLE,
 ) -> Document:
-    """Return the document for a text.
+    """Return the document for a text with TLS files in a directory.
 
     Args:
         drain: seconds that its worker may go on after its replacement (manual, "hard-stop-after").
         sharing: the peers of the stick tables, this HAProxy first (manual, "peers").
-        files: the directory of the TLS files.
-        certificates: those files that servers present as client certificates. HAProxy 2.6 opens them only after it
-            has read the configuration and left this directory. A frontend that is never bound makes HAProxy open them
-            earlier; the server then finds them in memory under the same name.
+        certificates: the files that servers present as client certificates. HAProxy 2.6 opens them only after it has
+            read the configuration and left this directory. A frontend that is never bound makes HAProxy load them
+            earlier, and the server finds them in memory.
     """
     head = (
         "# What the load balancer's part needs of this machine. Written by the agent.\n"

@@ -15,79 +15,64 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from amphora_agent.bundle import File, Limits, Vrrp
 from amphora_agent.errors import AgentError, HaproxyError
 from amphora_agent.failpoints import Point, reach
-from amphora_agent.haproxy import (
-    config_file,
-    drain_removed_servers,
-    runtime_state,
-    server_state,
-    stick_table_sync,
-    workers,
-)
-from amphora_agent.haproxy.config_check import (
-    ALERT,
-    MIN_READ_SECONDS,
-    Check,
-    read_timeout,
-    start_check,
-    translate_error,
-)
+from amphora_agent.haproxy import config_check, config_file, runtime_state, worker_replacement, workers
+from amphora_agent.haproxy.config_check import ALERT, Check
 from amphora_agent.haproxy.config_file import DRAIN_SECONDS, MAX_CONNECTIONS, Document
 from amphora_agent.haproxy.config_parser import Configuration
 from amphora_agent.haproxy.features import Features, probe_features
-from amphora_agent.haproxy.partial_check import omit_checked_servers
 from amphora_agent.haproxy.runtime_socket import Socket
 from amphora_agent.haproxy.runtime_state import Loaded
 from amphora_agent.haproxy.verify import Verifier
-from amphora_agent.haproxy.workers import WorkerCounters, Workers
+from amphora_agent.haproxy.workers import Workers
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths, write, write_atomically
 from amphora_agent.services.control import ServiceManager, ServicePolicy
 from amphora_agent.services.health_file import Probe
+
+if TYPE_CHECKING:
+    from amphora_agent.stats.collector import Collector
 
 _log = logging.getLogger(__name__)
 SERVICE = "haproxy"
 MAX_THREADS = 64
 STICK_TABLES_SECONDS = 11.0
 STOP_SECONDS, OLD_WORKER_END_SECONDS = 1.0, 2.0
-# A frozen HAProxy is detected after 0.6 to 0.75 s.
+# The service manager detects a frozen HAProxy after 0.6 to 0.75 s.
 PROBE_SECONDS, FROZEN_SECONDS = 0.15, 0.6
 _POLL_SECONDS = 0.002
 _SLOW_POLL_SECONDS = 0.05
-# A master is busy during a reload and answers again after it. A master that still reports the old state after this time
-# has lost the command: it was just executing itself again (2.6: after the start of its worker).
+# A master does not answer during a reload. A master that reports the old state after this time has lost the command:
+# HAProxy 2.6 executes itself again after the start of its worker, and loses commands then.
 _LOST_COMMAND_SECONDS = 2.0
 # The first thread of the old worker handles the signal of the master in milliseconds, on a busy machine later.
 _STOPPING_SECONDS = 2.0
-# Alerts without a reason: they refer to an earlier alert.
+# HAProxy's alerts with one of these phrases have no reason, but refer to an earlier alert.
 _EMPTY_PHRASES = ("Fatal errors", "Error(s) found", "exited with code", "failed to start their listeners")
 
 
 class Haproxy:
     """The one HAProxy of this amphora.
 
-    Args:
-        counters: reads the counters of the workers.
-
-    Attributes:
-        ended_workers: the number of connections of each old worker that was ended at the limit of old workers. The
-            caller removes the entries.
+    ``ended_workers`` has the number of connections of each old worker that was ended at the limit of old workers. The
+    caller removes the entries.
     """
 
-    def __init__(self, paths: Paths, services: ServiceManager, inner: Namespace, counters: WorkerCounters) -> None:
+    def __init__(self, paths: Paths, services: ServiceManager, inner: Namespace, counters: Collector) -> None:
         self._paths = paths
         self._services = services
         self._inner = inner
-        self._counters = counters
+        self.counters = counters
         self.ended_workers: list[int] = []
-        self._had_table_entries = True  # a started agent does not know it
+        self._had_table_entries = True  # a new agent process assumes that HAProxy's stick tables have entries
         self._features: Features | None = None
-        self._read_seconds = MIN_READ_SECONDS
+        self._read_seconds = config_check.MIN_READ_SECONDS
         self.worker = Socket(paths.stats_socket)
         self._verifier = Verifier(self.worker)
         self.master = Socket(paths.master_socket, half_close=True)
@@ -96,8 +81,6 @@ class Haproxy:
             undefined=StrictUndefined,
             keep_trailing_newline=True,
         )
-
-    # -- files ----------------------------------------------------------------------------------------------
 
     def compose_document(
         self,
@@ -108,12 +91,8 @@ class Haproxy:
         limits: Limits,
         vrrp: Vrrp | None,
     ) -> Document:
-        """Return the content of HAProxy's file for a load balancer's text.
-
-        Args:
-            directory: of the TLS files.
-        """
-        self._read_seconds = read_timeout(configuration)
+        """Return the content of HAProxy's file for a load balancer's text with TLS files in a directory."""
+        self._read_seconds = config_check.read_timeout(configuration)
         threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
         return config_file.compose(
             text,
@@ -131,7 +110,7 @@ class Haproxy:
         if _content(self._paths.machine_configuration) != text:
             write_atomically(self._paths.machine_configuration, text)
         if not self._paths.server_state.exists():
-            self._write_server_state(server_state.EMPTY)
+            self._write_server_state(worker_replacement.NO_STATES)
 
     def _machine_text(self) -> str:
         return self._templates.get_template("machine.cfg.j2").render(
@@ -142,11 +121,11 @@ class Haproxy:
         )
 
     def is_machine_configuration_intact(self) -> bool:
-        """Whether that part is unmodified or missing."""
+        """Whether the machine's part of the configuration is unmodified or missing."""
         return _content(self._paths.machine_configuration) in (None, self._machine_text())
 
     def _write_server_state(self, text: str) -> None:
-        """Write the file without a sync: after a power cut no worker lives that it describes."""
+        """Write the server-state file without a sync, because a power cut ends all workers that it describes."""
         write_atomically(self._paths.server_state, text, durable=False)
 
     @contextmanager
@@ -162,45 +141,44 @@ class Haproxy:
 
         Args:
             place: the file with the document (`write_candidate`).
-            accepted: the running configuration, if no reload is needed. The check then omits the servers that both
-                configurations have.
+            accepted: the running configuration, if no reload is needed. The check omits the servers of both.
         """
         self.write_machine_configuration()
-        short = wanted.text if accepted is None else omit_checked_servers(wanted.text, configuration, accepted)
+        short = wanted.text
+        if accepted is not None:
+            short = config_check.omit_checked_servers(short, configuration, accepted)
         if short != wanted.text:
             place = self._paths.abridged
             write(place, wanted.head + short, durable=False)
         arguments = ["-f", str(self._paths.machine_configuration), "-f", str(place)]
-        process = self._inner.run(start_check, ["haproxy", "-c", *arguments])
+        process = self._inner.run(config_check.start_check, ["haproxy", "-c", *arguments])
+
+        def error(output: str) -> AgentError:
+            return config_check.translate_error(output, wanted, configuration, files, place)
+
         try:
-            yield Check(
-                process,
-                lambda output: translate_error(output, wanted, configuration, files, place),
-                self._read_seconds,
-            )
+            yield Check(process, error, self._read_seconds)
         finally:
             process.kill()
             process.communicate()
 
     def write_candidate(self, wanted: Document, serving: Document | None) -> Path:
-        """Write a document to the candidate file and return its path; the caller syncs it.
+        """Write a document to the candidate file without a sync, and return its path.
 
-        An existing file with this document is used again, because the disk may be full.
-
-        Args:
-            serving: the content of HAProxy's file.
+        An existing file with this document is used again, because the disk may be full. HAProxy's file has the document
+        `serving`.
         """
         if serving == wanted:
             return self._paths.configuration
-        if _content(self._paths.previous) == wanted.content:  # the change after this document was interrupted
+        if (
+            _content(self._paths.previous) == wanted.content
+        ):  # an interrupted change has left a file with the same document
             self._paths.previous.replace(self._paths.candidate)
         else:
-            # Never overwrite it: it may have a second name (`amphora_agent.apply.confirmed_bundle`).
+            # A write into the old file would also change its hard link, the text of the confirmed bundle.
             self._paths.candidate.unlink(missing_ok=True)
             write(self._paths.candidate, wanted.content, durable=False)
         return self._paths.candidate
-
-    # -- processes ------------------------------------------------------------------------------------------
 
     def is_running(self) -> bool:
         status = self._services.status(SERVICE)
@@ -211,11 +189,11 @@ class Haproxy:
         self._had_table_entries = False
         self._verifier.invalidate()
         self.write_machine_configuration()
-        self._write_server_state(server_state.EMPTY)
+        self._write_server_state(worker_replacement.NO_STATES)
         starts = self._starts()
         self._services.start(SERVICE, self._arguments(), inner=True, policy=self._policy())
         deadline = time.monotonic() + self._read_seconds
-        while self._worker_pid() is None:
+        while self.worker_pid() is None:
             status = self._services.status(SERVICE)
             failed = status is None or status.pid is None or status.starts > starts + 1
             if failed or time.monotonic() > deadline:
@@ -223,8 +201,8 @@ class Haproxy:
                 self._services.stop(SERVICE, missed=True)
                 raise HaproxyError("start HAProxy", why)
             time.sleep(_POLL_SECONDS)  # HAProxy 2.6 notifies systemd only
-        # The responder can answer requests for metrics at once, even if this agent crashes now.
-        self._counters.sample()
+        # The first sample of the counters lets the responder answer metrics, even if the agent crashes now.
+        self.counters.sample()
 
     def ensure_wanted(self) -> None:
         """Keep a running HAProxy running, even if the previous agent crashed while it stopped HAProxy."""
@@ -237,15 +215,15 @@ class Haproxy:
         return ["haproxy", "-W", "-S", f"{self._paths.master_socket},mode,600", *files]
 
     def _policy(self) -> ServicePolicy:
-        """Return how the service manager detects a dead or frozen HAProxy, so that the other node takes over."""
+        """Return how the service manager detects a dead or frozen HAProxy, so that the partner takes the VIPs."""
         probe = Probe(str(self._paths.stats_socket), "show version\n", PROBE_SECONDS, FROZEN_SECONDS)
         return ServicePolicy(health=self._paths.haproxy_health, probe=probe)
 
     def stop(self, drain: float = DRAIN_SECONDS) -> None:
-        """Stop HAProxy. Requests may finish within a second; then their connections are closed and counted.
+        """Stop HAProxy. Requests may finish within a second; then HAProxy closes and counts their connections.
 
         Args:
-            drain: the deadline in seconds of its workers if this agent crashes meanwhile.
+            drain: the time limit in seconds for the workers if this agent crashes meanwhile.
         """
         if self.is_running():
             self._services.dismiss(SERVICE)
@@ -254,13 +232,13 @@ class Haproxy:
         self._services.stop(SERVICE)
 
     def _drain_worker(self, drain: float) -> None:
-        worker = self._worker_pid()
+        worker = self.worker_pid()
         if worker is not None:
-            self._counters.hold(drain)
-            # The worker closes its listeners, and our connection keeps it alive. A signal to the master would end the
-            # master, and the service manager would restart it.
+            self.counters.hold(drain)
+            # The worker closes its listeners, and our connection keeps the worker alive. The signal must not reach the
+            # master: the master would end, and the service manager would restart HAProxy.
             os.kill(worker, signal.SIGUSR1)
-        self._counters.finish_all(STOP_SECONDS)
+        self.counters.finish_all(STOP_SECONDS)
 
     def reload(self, configuration: Configuration, *, drain: float, max_old_workers: int | None) -> None:
         """Replace the worker by one with the present file; the old one ends with its last connection.
@@ -277,14 +255,13 @@ class Haproxy:
         self._end_excess_workers(max_old_workers)
         self._await_stick_tables()
         states = self.worker.ask(runtime_state.SERVERS)
-        self._write_server_state(server_state.compose_state(states, configuration))
-        self._counters.hold(drain)
+        self._write_server_state(worker_replacement.compose_states(states, configuration))
+        self.counters.hold(drain)
         reach(Point.HANDED_OVER)
-        old, reloads, starts = self._worker_pid(), self._workers().reloads, self._starts()
+        old, reloads, starts = self.worker_pid(), self._workers().reloads, self._starts()
         self._verifier.invalidate()
         drained = self._drain_removed_servers(states, configuration)
         try:
-            # HAProxy 2.8 answers after the reload.
             self.master.ask("reload", seconds=self._read_seconds)
             reach(Point.RELOADING)
             self._await_reload(old, reloads, starts)
@@ -292,28 +269,28 @@ class Haproxy:
             self._undo_drain(drained)
             raise
         finally:
-            # A start after a crash must not read these states: they are outdated then.
-            self._write_server_state(server_state.EMPTY)
-            self._counters.sample()
+            # A start of HAProxy after a crash must not read the server states of the earlier reload.
+            self._write_server_state(worker_replacement.NO_STATES)
+            self.counters.sample()
 
     def _drain_removed_servers(self, states: str, wanted: Configuration) -> list[str]:
         """Stop requests of the present worker to members that the next one does not have; return the commands."""
         sent: list[str] = []
-        # A failure costs at most one more request to a removed member. A refused command does not stop the others; a
-        # missing answer does, because each further command would wait as long.
+        # A failure costs at most one more request to a removed member. After a missing answer the agent sends no more
+        # commands, because each would wait as long.
         with suppress(HaproxyError):
-            for command in drain_removed_servers.drain_commands(wanted, runtime_state.parse_servers(states)):
-                sent.append(command)  # HAProxy may carry it out without an answer
+            for command in worker_replacement.drain_commands(wanted, runtime_state.parse_servers(states)):
+                sent.append(command)  # HAProxy may carry out a command without an answer
                 self.worker.ask(command)
         return sent
 
     def _undo_drain(self, sent: Sequence[str]) -> None:
-        with suppress(HaproxyError):  # the worker has crashed, and the next one was not drained
+        with suppress(HaproxyError):  # a worker that crashed needs no command to revert the drain
             for command in sent:
-                self.worker.ask(drain_removed_servers.ready_command(command))
+                self.worker.ask(worker_replacement.ready_command(command))
 
     def _await_worker(self) -> None:
-        """Wait for a HAProxy that was just started by this agent, or after a crash by the service manager."""
+        """Wait for a HAProxy that this agent, or the service manager after a crash, has just started."""
         deadline = time.monotonic() + self._read_seconds
         while not self._is_up():
             if not self.is_running() or time.monotonic() > deadline:
@@ -323,50 +300,37 @@ class Haproxy:
     def _end_excess_workers(self, limit: int | None) -> None:
         """End the oldest workers if the reload would exceed the limit of old workers.
 
-        Workers without a connection end as soon as their counters are read. A short wait for them avoids that quick
-        reloads close the connections of another worker.
+        Workers without a connection end as soon as their counters are read. After a short wait for them, fewer workers
+        with connections have to end.
         """
         deadline = time.monotonic() + OLD_WORKER_END_SECONDS
         while workers.excess_workers(self._workers(), limit) and time.monotonic() < deadline:
-            self._counters.sample()
+            self.counters.sample()
             time.sleep(_SLOW_POLL_SECONDS)
         for pid in workers.excess_workers(self._workers(), limit):
-            closed = self._counters.finish(pid, 0.0)
+            closed = self.counters.finish(pid, 0.0)
             if closed:
-                _log.warning("Worker %d was ended with %d connections: too many old workers", pid, closed)
+                _log.warning("Ended old HAProxy worker %d with %d connections: too many old workers", pid, closed)
                 self.ended_workers.append(closed)
             deadline = time.monotonic() + OLD_WORKER_END_SECONDS
             while pid in self._workers().replaced:
-                if time.monotonic() > deadline:  # the worker is not held, or a connection does not close
-                    _log.warning("Worker %d was killed: too many old workers", pid)
+                if time.monotonic() > deadline:  # another process holds the worker, or a connection does not close
+                    _log.warning("Killing old HAProxy worker %d: too many old workers, and it does not end", pid)
                     self.ended_workers.append(closed)
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGTERM)
                     break
                 time.sleep(_POLL_SECONDS)
 
-    def read_counters(self, servers: Sequence[tuple[str, str]] | None) -> None:
-        """Read the counters of the worker.
-
-        Args:
-            servers: of these only, by HAProxy's numbers of backend and server; None for all.
-        """
-        if servers is None:
-            self._counters.sample()
-        else:
-            self._counters.sample_servers(servers)
-
     def _await_stick_tables(self) -> None:
         """Wait until the worker would pass its stick tables to the next one, if they have entries."""
         deadline = time.monotonic() + STICK_TABLES_SECONDS
-        answer = self.worker.ask(stick_table_sync.QUESTION)
-        while (
-            stick_table_sync.would_lose_entries(answer, has_predecessor=self._had_table_entries)
-            and time.monotonic() < deadline
-        ):
+        had = self._had_table_entries
+        answer = self.worker.ask(worker_replacement.TABLES)
+        while worker_replacement.would_lose_entries(answer, has_predecessor=had) and time.monotonic() < deadline:
             time.sleep(_SLOW_POLL_SECONDS)  # HAProxy sends no notification
-            answer = self.worker.ask(stick_table_sync.QUESTION)
-        self._had_table_entries = stick_table_sync.has_entries(answer)
+            answer = self.worker.ask(worker_replacement.TABLES)
+        self._had_table_entries = worker_replacement.has_entries(answer)
 
     def _starts(self) -> int:
         status = self._services.status(SERVICE)
@@ -383,23 +347,22 @@ class Haproxy:
                     self.master.ask("reload", seconds=self._read_seconds)
                     again = time.monotonic() + _LOST_COMMAND_SECONDS
             except HaproxyError:
-                count, worker = reloads, None  # the master is executing itself again, or has crashed
+                count, worker = reloads, None  # a master that executes itself again does not answer
                 if self._starts() > starts + 1:
                     raise HaproxyError("reload HAProxy", self._last_alert() or "it crashed twice") from None
             if count != reloads and worker is None:
                 why = self._last_alert() or "the new worker did not start"
                 raise HaproxyError("reload HAProxy", why, "The old worker still serves.")
-            if worker not in (None, old) and self._worker_pid() == worker:
+            if worker not in (None, old) and self.worker_pid() == worker:
                 self._await_stopping(old)
                 return
-            time.sleep(_POLL_SECONDS)  # HAProxy 2.6 answers 'reload' before the reload ends, 2.8 after it
+            time.sleep(_POLL_SECONDS)  # HAProxy 2.6 answers 'reload' at once, 2.8 after the reload
         raise HaproxyError("reload HAProxy", f"no new worker within {self._read_seconds:.0f} s")
 
     def _await_stopping(self, old: int | None) -> None:
         """Wait until the old worker accepts no connections.
 
-        Until then, both workers accept on the same sockets. The old worker would answer questions and run commands
-        that are meant for the new one.
+        Until then both workers accept on the same sockets, and the old one may receive commands for the new one.
         """
         deadline = time.monotonic() + _STOPPING_SECONDS
         with suppress(HaproxyError):  # a frozen worker accepts no connections
@@ -423,19 +386,16 @@ class Haproxy:
         """
         with suppress(HaproxyError):
             self._workers()  # after a failed reload the master reports no present worker
-            return self._worker_pid() is not None
+            return self.worker_pid() is not None
         return False
-
-    def worker_pid(self) -> int | None:
-        """Return the pid of the serving worker; None if it does not answer."""
-        return self._worker_pid()
 
     def is_wanted(self) -> bool:
         """Whether HAProxy runs, or the service manager is about to restart it."""
         status = self._services.status(SERVICE)
         return status is not None and (status.pid is not None or status.wanted)
 
-    def _worker_pid(self) -> int | None:
+    def worker_pid(self) -> int | None:
+        """Return the pid of the serving worker; None if it does not answer."""
         try:
             found = re.search(r"^Pid: (\d+)$", self.worker.ask("show info"), re.MULTILINE)
         except HaproxyError:
@@ -447,16 +407,14 @@ class Haproxy:
         specific = [text for text in alerts if not any(phrase in text for phrase in _EMPTY_PHRASES)]
         return (specific or alerts or [""])[-1]
 
-    # -- the running configuration --------------------------------------------------------------------------
-
     def verify(
         self, wanted: Configuration, files: Path | None = None, touched: Collection[tuple[str, str]] | None = None
     ) -> Loaded:
-        """Compare the running configuration with the wanted one: `amphora_agent.haproxy.verify`."""
+        """Compare the running configuration with the wanted one (`Verifier.verify`)."""
         return self._verifier.verify(wanted, files, touched)
 
     def features(self) -> Features:
-        """Return the features of this HAProxy, which are probed once."""
+        """Return the features of this HAProxy; only the first call asks HAProxy."""
         if self._features is None:
             self._features = probe_features(self.worker)
         return self._features

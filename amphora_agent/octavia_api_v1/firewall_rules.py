@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of the worker's firewall rules to the allowed networks of a bundle.
 
-Invariant: no I/O. Rules name permitted traffic. If any rule exists, a port of HAProxy without a rule is closed. VRRP
-and stick-table peers follow from the bundle's `vrrp`; rules do not change them.
+Invariant: no I/O. Rules name permitted traffic. If a rule exists, the ports of HAProxy without a rule are closed. Rules
+do not change VRRP and the stick-table peers, which the bundle's `vrrp` defines.
 """
 
 from __future__ import annotations
@@ -30,11 +30,7 @@ class Rule:
 
 
 def read(document: Any) -> tuple[Rule, ...]:
-    """Return the rules in the body of PUT interface/<address>/rules.
-
-    Raises:
-        RequestRefused: the body is not valid.
-    """
+    """Return the rules in the body of PUT interface/<address>/rules. Raises RequestRefused."""
     try:
         return tuple(_rule(each) for each in _list(document) if each["protocol"] == "TCP")
     except (ValueError, TypeError, KeyError) as error:
@@ -42,11 +38,7 @@ def read(document: Any) -> tuple[Rule, ...]:
 
 
 def allowed(rules: Iterable[Rule], ports: Collection[int]) -> tuple[AllowedSources, ...]:
-    """Return the allowed networks of a bundle for these rules.
-
-    Args:
-        ports: the ports of HAProxy's listeners.
-    """
+    """Return the allowed networks of a bundle for these rules and the ports of HAProxy's listeners."""
     by_port: dict[int, list[Network | None]] = {port: [] for port in ports}
     for rule in rules:
         by_port.setdefault(rule.port, []).append(rule.network)

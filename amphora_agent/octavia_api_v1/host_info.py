@@ -41,7 +41,7 @@ def figures(inner: Namespace) -> dict[str, Any]:
 
 
 def cpu(stat: str) -> dict[str, Any]:
-    """Return jiffies since boot. In the API the parts are strings and their sum is a number."""
+    """Return jiffies since boot. The API has strings for the parts, and a number for their sum."""
     spent = dict(zip(_CPU, stat.split("\n", 1)[0].split()[1:], strict=False))
     return {
         "total": sum(map(int, spent.values())),

@@ -11,6 +11,7 @@ import ipaddress
 import itertools
 import re
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from amphora_agent.bundle import Address, Interface, Network, Route
@@ -25,14 +26,7 @@ _EVERYTHING = {4: ipaddress.ip_network("0.0.0.0/0"), 6: ipaddress.ip_network("::
 
 
 def vip_port(vip: str, document: Any) -> Interface:
-    """Return the interface for the body of POST plug/vip.
-
-    Args:
-        vip: the primary VIP, from the URL.
-
-    Raises:
-        RequestRefused: the body is not valid.
-    """
+    """Return the interface for the body of POST plug/vip with this primary VIP. Raises RequestRefused."""
     try:
         found = _object(document)
         own = [_fixed(found["vrrp_ip"], found["subnet_cidr"])]
@@ -53,13 +47,9 @@ def vip_port(vip: str, document: Any) -> Interface:
 
 
 def member_port(document: Any, plugged: Collection[Interface]) -> Interface:
-    """Return the interface for the body of POST plug/network.
+    """Return the interface for the body of POST plug/network. Raises RequestRefused.
 
-    Args:
-        plugged: the present interfaces; a repeated port changes its interface.
-
-    Raises:
-        RequestRefused: the body is not valid.
+    A repeated port changes its interface, which is one of the `plugged` ones.
     """
     try:
         found = _object(document)
@@ -92,7 +82,7 @@ def _shared(found: Mapping[str, Any], fixed: list[dict[str, Any]], known: Interf
     if found.get("vip_net_info"):
         net_info = _object(found["vip_net_info"])
         port = vip_port(net_info["vip"], {"mac_address": found["mac_address"], **net_info})
-        # This body does not contain the additional VIPs.
+        # A plug request for a shared network does not contain the additional VIPs.
         if known is not None and not net_info.get("additional_vips"):
             port = _joined(port, (), known.vips, known.routes)
     elif known is not None:
@@ -105,10 +95,8 @@ def _shared(found: Mapping[str, Any], fixed: list[dict[str, Any]], known: Interf
 def _joined(
     port: Interface, addresses: Iterable[Address], vips: Iterable[Address], routes: Iterable[Route]
 ) -> Interface:
-    return Interface(
-        mac=port.mac,
-        name=port.name,
-        mtu=port.mtu,
+    return replace(
+        port,
         addresses=tuple(dict.fromkeys((*port.addresses, *addresses))),
         vips=tuple(dict.fromkeys((*port.vips, *vips))),
         routes=_unique((*port.routes, *routes)),
@@ -130,11 +118,10 @@ def _default(subnet: Mapping[str, Any]) -> list[Route]:
 
 
 def _host_routes(subnet: Mapping[str, Any]) -> list[Route]:
-    routes = []
-    for each in subnet.get("host_routes") or ():
-        destination: Network = ipaddress.ip_network(each["destination"], strict=False)
-        routes.append(Route(destination, ipaddress.ip_address(each["nexthop"])))
-    return routes
+    return [
+        Route(ipaddress.ip_network(each["destination"], strict=False), ipaddress.ip_address(each["nexthop"]))
+        for each in subnet.get("host_routes") or ()
+    ]
 
 
 def _unique(routes: Iterable[Route]) -> tuple[Route, ...]:

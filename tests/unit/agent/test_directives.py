@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from amphora_agent.apply.directive_check import refuse_directives
+from amphora_agent.apply.bundle_check import refuse_directives
 from amphora_agent.bundle import File
 from amphora_agent.directives import allowed
 from amphora_agent.directives.crt_lists import refused_line
