@@ -13,9 +13,9 @@ from flask.typing import ResponseReturnValue
 from werkzeug.exceptions import HTTPException
 
 from amphora_agent.api import certificate, diagnostics, state, vrrp
-from amphora_agent.apply import recovery
 from amphora_agent.apply.applier import Applier
 from amphora_agent.apply.components import Components
+from amphora_agent.apply.recovery import RecoveryLoop
 from amphora_agent.config import Settings
 from amphora_agent.drift.check import DriftChecker
 from amphora_agent.drift.repair import DriftRepair
@@ -76,7 +76,7 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
         vrrp_state.refresh()
         sender.send_soon()
 
-    parts = Components.create(paths, haproxy, keepalived, inner, virtual)
+    parts = Components(paths, haproxy, keepalived, inner, virtual)
     applier = Applier(settings, parts, on_applied=after, set_ping_targets=responder.set_targets)
     drift_checker = DriftChecker(applier, parts)
     handover = VipHandover(paths, inner, vrrp_state, lambda: applier.vrrp_instance)
@@ -104,7 +104,7 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
         responder.wait(RESPONDER_SECONDS)
         return applier.apply_confirmed()
 
-    recovery.start_retrying(serve_confirmed)
+    RecoveryLoop(serve_confirmed).start()
     vrrp_state.start()
     handover.start()
     sender.start()
@@ -113,8 +113,6 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
 
 
 def _answer_errors(app: Flask) -> None:
-    """Answer each error in the format of docs/reference/agent-api.md."""
-
     @app.errorhandler(AgentError)
     def ours(error: AgentError) -> ResponseReturnValue:
         _log.warning("A request was refused or failed: %s", error)

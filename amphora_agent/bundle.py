@@ -70,7 +70,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class File:
-    """A TLS file. Two files are equal if their digests are, even if only one has its content."""
+    """A TLS file. Files with the same name and digest are equal, with or without content."""
 
     name: str
     sha256: str
@@ -78,7 +78,7 @@ class File:
 
     @property
     def object_id(self) -> str:
-        """The id of its listener or pool."""
+        """The id of the file's listener or pool."""
         return self.name.split("/")[1]
 
 
@@ -86,7 +86,7 @@ class File:
 class Limits:
     """The limits of HAProxy; None is the limit of the machine, or the agent's default.
 
-    ``drain``: seconds that an old worker may go on with its connections. ``workers``: the number of old workers.
+    ``drain`` limits the time of an old worker in seconds. ``workers`` limits the number of old workers.
     """
 
     connections: int | None
@@ -212,7 +212,7 @@ def _allowed_document(one: AllowedSources) -> dict[str, Any]:
 
 
 def digest(body: bytes) -> str:
-    """Return the digest that `GET /v2/bundle` shows for a body."""
+    """Return the SHA-256 of a body or a file."""
     return hashlib.sha256(body).hexdigest()
 
 
@@ -320,7 +320,7 @@ def _file(document: Any, where: str) -> File:
     content = _encoded(found["content"], f"the content of {name}")
     if len(content) > MAX_FILE_BYTES:
         raise ValueError(f"{name} has {len(content)} bytes, at most {MAX_FILE_BYTES} are allowed")
-    return File(name, hashlib.sha256(content).hexdigest(), found["content"])
+    return File(name, digest(content), found["content"])
 
 
 def _stored_file(document: Any, where: str) -> File:

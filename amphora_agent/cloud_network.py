@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The management interface: from the cloud's network document to a file of systemd-networkd.
 
-Invariant: pure. No text of the document enters a file: each value is parsed as an address, a MAC address or a number
-and written in canonical form. Only the management interface is configured; the agent moves all others to the load
-balancer's namespace.
-Source: OpenStack's network_data.json (Nova, "Metadata"); systemd.network(5).
+Invariant: pure. No text of the document enters a file: each value is parsed as an address, a MAC address or a number.
+Only the management interface is configured; the agent moves all others to the load balancer's namespace. Source:
+OpenStack's network_data.json (Nova, "Metadata"); systemd.network(5).
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ class Route:
 
 @dataclass(frozen=True)
 class Interface:
-    """The management interface. Without an ``mtu`` it keeps the default of the kernel.
+    """The management interface; ``mtu`` None is the default of the kernel.
 
-    ``dhcp`` has "ipv4" and "ipv6" if the interface uses DHCP. ``routers``: it accepts router advertisements.
+    ``dhcp`` has "ipv4" and "ipv6" if the interface uses DHCP. ``routers``: the interface accepts router advertisements.
     """
 
     mac: str
@@ -63,9 +62,7 @@ def management(document: Mapping[str, Any], address: str | None) -> Interface | 
     """Return the management interface of network_data.json; None if the document has no interface.
 
     The address of the agent selects the interface, because after a migration the document may also have ports of the
-    load balancer. Without a match, the first interface is returned.
-
-    Raises SettingsError if the document has another format.
+    load balancer. Without a match, the first interface is returned. Raises SettingsError for another format.
     """
     try:
         links = _listed(document, "links")

@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from amphora_agent import cloud_network
 from amphora_agent.errors import AgentError, SettingsError
+from amphora_agent.paths import write_atomically
 
 LABEL = "config-2"
 LATEST = "openstack/latest"
@@ -86,7 +87,7 @@ def label(header: bytes) -> tuple[str, str] | None:
 
 
 def find(places: Places, seconds: float) -> tuple[Path, str]:
-    """Wait for the drive; return its device and file system. Raises SettingsError after these seconds."""
+    """Wait up to `seconds` for the drive; return its device and file system. Raises SettingsError."""
     deadline = time.monotonic() + seconds
     with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _KOBJECT_UEVENT) as events:
         events.bind((0, 1))  # the bind precedes the first search, so that no device event is lost
@@ -138,7 +139,7 @@ def mounted(device: Path, kind: str) -> Iterator[int]:
 
 
 def read(root: int) -> DriveContent:
-    """Read and check the documents and files below a descriptor of the drive's root directory.
+    """Read and check the documents and files below the descriptor of a directory.
 
     Raises SettingsError if this is no config drive, or a document is invalid.
     """
@@ -169,7 +170,7 @@ def read(root: int) -> DriveContent:
 
 
 def content(root: int, path: str, largest: int) -> bytes:
-    """Return the content of a file below a descriptor. No part of its path may be a link.
+    """Return the content of a file below a descriptor. Links in the path are refused.
 
     Raises SettingsError if the file does not exist, is no regular file, or has more than `largest` bytes.
     """
@@ -226,10 +227,7 @@ def _hostname(meta: Mapping[str, Any]) -> str | None:
 
 
 def write_files(places: Places, told: DriveContent) -> None:
-    """Write the missing files, agent.conf last, then the network.
-
-    Raises SettingsError if the network document is invalid, and OSError.
-    """
+    """Write the missing files, agent.conf last, then the network. Raises SettingsError and OSError."""
     places.files.mkdir(mode=0o700, parents=True, exist_ok=True)
     for name in sorted(told.files, key=lambda name: name == "agent.conf"):
         _write_new(places.files / name, told.files[name])
@@ -249,7 +247,7 @@ def _bind_address(settings: bytes) -> str | None:
 
 
 def _write_new(path: Path, data: bytes) -> None:
-    """Write a file of mode 0600 unless it exists; a reader never finds a part of it."""
+    """Write a file of mode 0600 completely, unless it exists."""
     temporary = path.with_name(f".{path.name}.new")
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -263,10 +261,7 @@ def _write_new(path: Path, data: bytes) -> None:
 def _write(path: Path, text: str) -> None:
     """Write a file that all users can read: networkd and chrony do not run as root."""
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(text, encoding="ascii")
-    temporary.chmod(0o644)
-    temporary.replace(path)
+    write_atomically(path, text, durable=False, mode=0o644)
 
 
 def set_clock() -> None:
@@ -278,7 +273,7 @@ def set_clock() -> None:
 
 
 def wait_seconds(command_line: str) -> float:
-    """Return the time-out for the drive in seconds; ``amphora.wait=`` of the kernel sets it."""
+    """Return the time-out for the drive in seconds, from ``amphora.wait=`` of the kernel's command line."""
     for word in command_line.split():
         name, _, value = word.partition("=")
         if name == "amphora.wait":

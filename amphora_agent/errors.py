@@ -10,11 +10,9 @@ from __future__ import annotations
 class AgentError(Exception):
     """Base of all errors.
 
-    Args:
-        wanted: the attempted action as an infinitive ("add member 1234").
-        happened: the cause, in the words of the component that failed.
-        remedy: the next action of the reader; may be empty.
-        object_id: the listener, pool or member with the error.
+    ``wanted`` is the attempted action as an infinitive ("add member 1234"). ``happened`` is the cause in the words of
+    the failed component, and ``remedy`` the next action of the reader. ``object_id`` is the listener, pool or member
+    with the error.
     """
 
     status = 500

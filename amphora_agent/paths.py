@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paths of the agent's files, and functions that write files.
-
-Invariant: all paths are below one root, so that a test can move them together.
-"""
+"""The paths of the agent's files below one root, and functions that write files."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from pathlib import Path
 
 
 class Paths:
-    """The compute backend writes ``etc``. A boot keeps ``var`` and removes ``run``."""
+    """The compute backend writes ``etc``. The directory ``run`` is empty after a boot."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self.root = root
@@ -78,12 +75,26 @@ class Paths:
         self.virtual_totals = var / "virtual-totals.json"
 
 
-def write_atomically(path: Path, content: str, *, durable: bool = True, mode: int = 0o600) -> None:
-    """Replace a file, so that a reader finds the old or the new content, also after a power cut.
+def file_identity(path: Path) -> tuple[int, ...] | None:
+    """Return the inode fields that change with the content (inode(7)); None without a file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
-    Args:
-        durable: False for a file that is not read after a power cut, which may then leave any content.
-        mode: the permissions; the umask does not change them.
+
+def read_if_exists(path: Path, errors: str = "strict") -> str | None:
+    """Return the text of a file; None if it does not exist."""
+    with suppress(FileNotFoundError):
+        return path.read_text(encoding="utf-8", errors=errors)
+    return None
+
+
+def write_atomically(path: Path, content: str, *, durable: bool = True, mode: int = 0o600) -> None:
+    """Replace a file completely. The `mode` does not depend on the umask.
+
+    After a power cut, a durable file has the old or the new content, and another file may have any content.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -98,7 +109,10 @@ def write_atomically(path: Path, content: str, *, durable: bool = True, mode: in
 
 
 def write(path: Path, content: str, *, durable: bool, mode: int = 0o600) -> None:
-    """Write a file. A durable file is on disk afterwards; another one has its space reserved there."""
+    """Write a file of mode 0600 or another mode, and sync a durable file to disk.
+
+    The disk space of another file is reserved, so that a later `sync` cannot fail on a full disk.
+    """
     data = content.encode()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "wb") as file:

@@ -31,7 +31,7 @@ Part = Callable[[], Any]
 
 
 class TimeBudget:
-    """The time for several questions to one process. After a time-out the next questions get less time."""
+    """The time for several questions to one process. A time-out shortens the time of later questions."""
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self._end = time.monotonic() + seconds
@@ -80,7 +80,7 @@ def _redact(value: Any, secrets: Sequence[str]) -> Any:
 
 
 def redacted(text: str, secrets: Sequence[str]) -> str:
-    """Return a text of bounded length, without private keys and these secret values."""
+    """Return a text of bounded length, without private keys and without these secrets."""
     if len(text) > MOST:
         text = f"{text[:MOST]}\n[cut: {len(text)} characters in total]\n"
     if "PRIVATE KEY" in text:

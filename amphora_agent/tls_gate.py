@@ -61,7 +61,7 @@ class _Peer:
 
 
 class Bucket:
-    """A token bucket."""
+    """A token bucket, which limits a rate and a burst."""
 
     def __init__(self, rate: float, burst: float, now: float) -> None:
         self._rate, self._burst = rate, burst
@@ -109,7 +109,7 @@ class Budget:
 
 
 class TlsGate:
-    """A listening socket whose `accept` returns authenticated connections that have sent data."""
+    """A listening socket with a method `accept` that returns authenticated connections with data."""
 
     def __init__(self, listener: Any, identity: Identity) -> None:
         self._listener = listener

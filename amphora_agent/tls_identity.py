@@ -3,8 +3,8 @@
 
 Invariant: new handshakes use the files; while they cannot be read, the former content stays in use. The agent proves a
 received certificate in a handshake before and after writing it. No step can lock out the controller that sent it. No
-key is in an error or a log. A boot restores the files of the first boot. The CA of the clients is also on the disk, so
-that the agent never trusts a replaced CA again. Source: RFC 5280 section 6; TLS 1.3 (RFC 8446).
+key is in an error or a log. A boot restores the files of the first boot. The agent also stores the CA of the clients on
+the disk, and never trusts a replaced CA again. Source: RFC 5280 section 6; TLS 1.3 (RFC 8446).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from amphora_agent.errors import AgentError, CertificateRefused, MachineError
-from amphora_agent.paths import Paths, write, write_atomically
+from amphora_agent.paths import Paths, file_identity, read_if_exists, write, write_atomically
 
 _log = logging.getLogger(__name__)
 _PEM = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
@@ -49,7 +49,6 @@ class Certificate:
 
     @property
     def expires_at(self) -> str:
-        """The end of its validity in the format of RFC 3339."""
         return datetime.fromtimestamp(self.expires, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -73,14 +72,11 @@ class Identity:
         self.refused: Counter[str] = Counter()
 
     def context(self) -> ssl.SSLContext:
-        """Return the context for the next handshake.
-
-        Raises MachineError if the files cannot be read and there is no former context.
-        """
+        """Return the context for the next handshake. Raises MachineError if no files could be read."""
         with self._lock:
             if self._context is None:
                 self._restore()
-            marks = tuple(map(_mark, (self._own, self._callers)))
+            marks = tuple(map(file_identity, (self._own, self._callers)))
             if self._context is None or marks != self._marks:
                 try:
                     self._context = _server(self._own, self._callers)
@@ -96,7 +92,7 @@ class Identity:
     def _restore(self) -> None:
         """Restore the CA of the clients if the file has a replaced one.
 
-        An unknown CA in the file is trusted, because the operator has installed it.
+        An operator installs an unknown CA in the file, so the agent trusts an unknown CA.
         """
         try:
             callers, replaced = _read_kept(self._kept)
@@ -198,12 +194,12 @@ class Identity:
     def _anchor(self, server_ca: str | None, pem: str) -> str:
         """Return the CAs that must have signed a new certificate, in PEM.
 
-        Without a configured CA of amphorae, it is the CA of the controllers if that has signed the present certificate.
-        Otherwise only the controller knows the CA; all other properties are checked.
+        Without a configured CA of amphorae, the CA of the controllers is returned if that CA has signed the present
+        certificate. Otherwise only the controller knows the CA, and all other properties are checked.
         """
         if server_ca is not None:
             return server_ca
-        if (known := _content(self._issuers)) is not None:
+        if (known := read_if_exists(self._issuers)) is not None:
             return known
         callers = self._callers.read_text(encoding="utf-8")
         try:
@@ -213,7 +209,7 @@ class Identity:
         return callers
 
     def _exchange(self, contents: Mapping[Path, str], wanted: Certificate, prove: Callable[[], str]) -> None:
-        before = {file: _content(file) for file in contents}
+        before = {file: read_if_exists(file) for file in contents}
         try:
             for file, content in contents.items():
                 write_atomically(file, content)
@@ -234,7 +230,7 @@ class Identity:
 def shown_by(host: str, port: int, name: str, authorities: str) -> str:
     """Make a handshake as a controller does; return the fingerprint of the server's certificate.
 
-    No client certificate is needed: in TLS 1.3 the server refuses its absence after the handshake. Raises OSError.
+    In TLS 1.3 the server refuses a missing client certificate only after the handshake. Raises OSError.
     """
     client = _client(authorities)
     local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
@@ -313,7 +309,6 @@ def _digest(text: str) -> str:
 
 
 def _leaf(pem: str) -> str:
-    """Return the first certificate of a PEM text. Raises ValueError without one."""
     found = _PEM.search(pem)
     if found is None:
         raise ValueError("there is no certificate")
@@ -321,7 +316,7 @@ def _leaf(pem: str) -> str:
 
 
 def _admits(client_ca: str, caller: Name) -> None:
-    """Refuse CAs of which none has signed the client's certificate: this client would be locked out."""
+    """Refuse CAs if none has signed the client's certificate, because they would lock out this client."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_verify_locations(cadata=client_ca)
@@ -340,19 +335,6 @@ def _admits(client_ca: str, caller: Name) -> None:
 
 def _fingerprint(certificate: bytes | None) -> str:
     return hashlib.sha256(certificate or b"").hexdigest()
-
-
-def _mark(file: Path) -> object:
-    with suppress(OSError):
-        found = file.stat()
-        return found.st_ino, found.st_size, found.st_mtime_ns
-    return None
-
-
-def _content(file: Path) -> str | None:
-    with suppress(FileNotFoundError):
-        return file.read_text(encoding="utf-8")
-    return None
 
 
 def _reason(error: Exception) -> str:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The version of this agent.
-
-Invariant: the version is read once: a running agent keeps its version when a package is installed.
-"""
+"""The version of this agent, read once: a running agent keeps its version during an installation."""
 
 from __future__ import annotations
 

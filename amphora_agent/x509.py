@@ -41,7 +41,6 @@ def client_refusal(certificate: bytes, said: Mapping[str, Any]) -> str | None:
 
 
 def _purposes(certificate: bytes) -> list[bytes]:
-    """Return the object identifiers in the extended key usage; empty without this extension."""
     found = []
     for tag, content in _elements(_first(_first(certificate))):
         if tag != _EXTENSIONS:
@@ -66,10 +65,10 @@ def _is_uuid(name: str) -> bool:
 
 
 def revoked_serials(text: str) -> tuple[int, list[int]] | None:
-    """Return the number of revocation lists in a PEM text and their serial numbers; None if it is invalid."""
+    """Return the number of revocation lists in a PEM text and their serial numbers; None if invalid."""
     blocks = dict.fromkeys(_LIST.findall(text))
     try:
-        found = [serial for block in blocks for serial in _serials(_decoded(block))]
+        found = [serial for block in blocks for serial in _serials(block)]
     except (ValueError, IndexError):
         return None
     return len(blocks), sorted(found)
@@ -80,12 +79,9 @@ def shown_serials(answer: str) -> tuple[int, list[int]]:
     return len(_SHOWN_LIST.findall(answer)), sorted(int(serial, 16) for serial in _SHOWN.findall(answer))
 
 
-def _decoded(block: str) -> bytes:
-    return ssl.PEM_cert_to_DER_cert(f"-----BEGIN CERTIFICATE-----{block}-----END CERTIFICATE-----\n")
-
-
-def _serials(der: bytes) -> Iterator[int]:
-    """Yield the serial numbers of one list, which are in the sequence after one or two times."""
+def _serials(block: str) -> Iterator[int]:
+    """Yield the serial numbers of one list in PEM, which are in the sequence after one or two times."""
+    der = ssl.PEM_cert_to_DER_cert(f"-----BEGIN CERTIFICATE-----{block}-----END CERTIFICATE-----\n")
     seen_time = False
     for tag, content in _elements(_first(_first(der))):
         if tag == _SEQUENCE and seen_time:
@@ -103,12 +99,7 @@ def _first(der: bytes) -> bytes:
 
 
 def _elements(der: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield tag and content of each element.
-
-    Raises:
-        ValueError: an element is longer than its container.
-        IndexError: an element ends in its header.
-    """
+    """Yield tag and content of each element. Raises ValueError or IndexError for incomplete elements."""
     at = 0
     while at < len(der):
         tag, length = der[at], der[at + 1]

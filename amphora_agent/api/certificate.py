@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """PUT /v2/certificate: a new certificate for this agent.
 
-Invariant: the agent answers after a TLS handshake has shown the new certificate. No answer and no log has content of
-the request.
+Invariant: the agent answers after a TLS handshake has shown the new certificate. No answer and no log quotes the
+request.
 """
 
 from __future__ import annotations

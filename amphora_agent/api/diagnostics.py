@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """GET /v2/diagnostics: the state of the amphora for fault finding, as one document.
 
-Invariant: time and size are bounded. The document contains no secret and no content of clients' requests. A part that
-fails contains its error.
+Invariant: the document has no secret and no content of clients' requests. Its time and size are limited.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from flask import Blueprint, Response
@@ -27,7 +25,7 @@ from amphora_agent.l4_daemon import client as checker
 from amphora_agent.l4_daemon.client import ANSWER_TIMEOUT_SECONDS, CheckerClient
 from amphora_agent.network import interfaces, libnftables, nft_apply
 from amphora_agent.network.namespace import Namespace
-from amphora_agent.paths import Paths
+from amphora_agent.paths import Paths, read_if_exists
 from amphora_agent.redaction import Part, TimeBudget, document, errors_without_content, sessions
 from amphora_agent.responder import responder_daemon as responder
 from amphora_agent.services.control import ServiceManager
@@ -70,10 +68,10 @@ def blueprint(
     parts_of_agent: dict[str, Part] = {
         "time": time.time,
         "versions": _versions,
-        "agent.conf": partial(_text, paths.etc / "agent.conf"),
-        "machine.cfg": partial(_text, paths.machine_configuration),
-        "haproxy.cfg": partial(_text, paths.configuration),
-        "keepalived.conf": partial(_text, paths.keepalived_configuration),
+        "agent.conf": partial(read_if_exists, paths.etc / "agent.conf"),
+        "machine.cfg": partial(read_if_exists, paths.machine_configuration),
+        "haproxy.cfg": partial(read_if_exists, paths.configuration),
+        "keepalived.conf": partial(read_if_exists, paths.keepalived_configuration),
         "generation": lambda: applier.generation,
         "changes": applier.change_counts,
         "holds_vip": lambda: vrrp_state.holds_vip,
@@ -103,8 +101,6 @@ def blueprint(
 
 
 def _haproxy_parts(haproxy: Haproxy, budget: TimeBudget) -> dict[str, Part]:
-    """Return the questions to HAProxy within a time budget."""
-
     def ask(question: str, process: Socket = haproxy.worker) -> str:
         return budget.ask(lambda seconds: process.ask(question, seconds=seconds, most=_MOST))
 
@@ -117,16 +113,9 @@ def _haproxy_parts(haproxy: Haproxy, budget: TimeBudget) -> dict[str, Part]:
 
 
 def _secrets(settings: Settings) -> list[str]:
-    """Return the heartbeat key in all forms; a key from Octavia is any text."""
+    """Return the heartbeat key in all its forms, because a key from Octavia is any text."""
     key = settings.heartbeat_key
     return [key.hex(), key.decode(errors="replace")] if key else []
-
-
-def _text(file: Path) -> str | None:
-    try:
-        return file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
 
 
 def _virtual(checker: CheckerClient) -> dict[str, Any] | None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """GET /v2/info, GET and PUT /v2/bundle, GET /v2/configuration.
 
-Invariant: the agent answers a PUT after the amphora serves the bundle, or after the rollback. Files appear with name
-and digest only. Secret values of a configuration are hidden as in the diagnostics.
+Invariant: the agent answers a PUT after the amphora serves the bundle, or after the rollback. An answer has names and
+digests of files only, and no secret values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from amphora_agent.haproxy import config_file
 from amphora_agent.keepalived.vrrp_state import VrrpState
 from amphora_agent.network import interfaces
 from amphora_agent.network.namespace import Namespace
-from amphora_agent.paths import Paths
+from amphora_agent.paths import Paths, read_if_exists
 from amphora_agent.redaction import redacted
 from amphora_agent.tls_identity import Identity
 from amphora_agent.version import agent_version
@@ -78,27 +78,19 @@ def blueprint(
     @routes.get("/v2/configuration")
     def get_configuration() -> ResponseReturnValue:
         confirmed = applier.confirmed
+        content = read_if_exists(paths.configuration, "replace")
         document = {} if confirmed is None else confirmed.bundle.to_document()
         document.pop("haproxy", None)
         return {
             "generation": applier.generation,
             "digest": confirmed.digest if confirmed is not None else None,
-            "haproxy": _text(paths),
+            "haproxy": None if content is None else redacted(config_file.read(content).text, ()),
             "bundle": document if confirmed is not None else None,
             "interfaces": _interfaces(inner),
             "drift": drift.document(),
         }
 
     return routes
-
-
-def _text(paths: Paths) -> str | None:
-    """Return the load balancer's part of HAProxy's file; None if there is no file."""
-    try:
-        content = paths.configuration.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return None
-    return redacted(config_file.read(content).text, ())
 
 
 def _interfaces(inner: Namespace) -> Any:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Applies bundles: receive, compare, change, verify, confirm, or roll back.
 
-Invariant: one bundle at a time. If a step fails, the amphora still serves the previous configuration, and HAProxy has
-checked the file that it would start from, with all files that this one names. The agent confirms a bundle only after
-HAProxy has reported its configuration. The agent does not report a confirmed bundle with missing files as served.
+Invariant: one bundle at a time. After a failed step, the amphora still serves the previous configuration. HAProxy has
+checked its configuration file with all TLS files, so that a restart succeeds. The agent confirms a bundle only after
+HAProxy has reported its configuration.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from amphora_agent.apply import bundle_check, confirmed_bundle, recovery, udp_update
+from amphora_agent.apply import bundle_check, confirmed_bundle, udp_update
 from amphora_agent.apply.apply_queue import ApplyQueue
 from amphora_agent.apply.change_log import UNCHANGED, ApplyResult, Change, ChangeLog
 from amphora_agent.apply.components import Components
 from amphora_agent.apply.confirmed_bundle import Confirmed, Draft
 from amphora_agent.apply.haproxy_update import NOT_AS_CONFIGURED, HaproxyPlan, RuntimeResult
 from amphora_agent.apply.network_update import NetworkUpdate
+from amphora_agent.apply.recovery import RecoveryLoop
 from amphora_agent.bundle import OCTAVIA_API_V1_ID, Bundle, Host, VrrpInstance, digest, parse
 from amphora_agent.config import Settings
 from amphora_agent.errors import AgentError, MachineError
@@ -36,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Attempt:
-    """One attempt to apply a bundle; ``draft`` is None if the bundle is confirmed already.
+    """An attempt to apply a bundle. A confirmed bundle has no ``draft``.
 
     A ``reload_reason`` makes HAProxy reload in any case.
     """
@@ -69,7 +70,7 @@ class Applier:
         self._lock = threading.Lock()
         self._queue: ApplyQueue[ApplyResult] = ApplyQueue()
         self._changes = ChangeLog()
-        self._recovery = recovery.RecoveryLoop(lambda: not parts.swap.is_interrupted or self.apply_confirmed())
+        self._recovery = RecoveryLoop(lambda: not parts.swap.is_interrupted or self.apply_confirmed())
         self._change_listeners: list[Callable[[], None]] = []
         self._has_applied = False
         self._confirmed: Confirmed | None = None
@@ -91,7 +92,6 @@ class Applier:
 
     @property
     def confirmed(self) -> Confirmed | None:
-        """The last confirmed bundle."""
         return self._confirmed
 
     @property
@@ -114,7 +114,6 @@ class Applier:
         return None if confirmed is None else confirmed.bundle.vrrp_instance
 
     def change_counts(self) -> dict[str, Any]:
-        """Return the changes of HAProxy since the start of the agent, and the number of waiting requests."""
         return {**self._changes.document(), "waiting": self._queue.waiting}
 
     @property
@@ -123,7 +122,6 @@ class Applier:
 
     @property
     def _last(self) -> Bundle | None:
-        """The bundle that was confirmed last, also if its files are lost."""
         last = self._confirmed or self._lost
         return None if last is None else last.bundle
 
@@ -163,16 +161,12 @@ class Applier:
             finally:
                 self._ping_confirmed()
                 self._remove_unused_files()
-        self._report("Applied", result)
+        self._report("applied", result)
         self._on_applied()
         return result
 
     def validate_bundle(self, bundle: Bundle) -> None:
-        """Have HAProxy check the configuration of a bundle; the amphora is unchanged.
-
-        Raises:
-            AgentError: the agent or HAProxy refuses the configuration.
-        """
+        """Have HAProxy check the configuration of a bundle, without a change. Raises AgentError."""
         if bundle.haproxy is None:
             return
         with self._lock:
@@ -186,7 +180,7 @@ class Applier:
                 self._remove_unused_files()
 
     def apply_confirmed(self) -> bool:
-        """Apply the bundle that was confirmed before the start of the agent, or before a failed change.
+        """Apply the last confirmed bundle after a start of the agent or a failed change.
 
         Returns False if another attempt is necessary.
         """
@@ -201,22 +195,20 @@ class Applier:
                 return False
             finally:
                 self._remove_unused_files()
-        self._report("Applied again", result)
+        self._report("applied again", result)
         self._on_applied()
         return True
 
     def _report(self, event: str, result: ApplyResult) -> None:
-        change = result.change
-        _log.info(
-            "%s: generation %d, method %s, reason: %s", event, result.generation, change.how, change.reason or "-"
-        )
+        change, reason = result.change, result.change.reason or "none"
+        _log.info("Generation %d is %s, method %s, reason: %s", result.generation, event, change.how, reason)
 
     def add_change_listener(self, listener: Callable[[], None]) -> None:
         """Call a function at the start of each change, under the lock."""
         self._change_listeners.append(listener)
 
     def run_on_confirmed(self, inspect: Callable[[Bundle], T]) -> T | None:
-        """Call a function with the confirmed bundle while no change can begin, and return the result.
+        """Call a function with the confirmed bundle while no change can begin; return the result.
 
         Returns None while a change runs or waits, and if this agent has not applied the confirmed bundle yet.
         """
@@ -230,20 +222,17 @@ class Applier:
 
     @property
     def _verifiable(self) -> Bundle | None:
-        """The confirmed bundle if this agent has to keep the amphora equal to that bundle."""
+        """The confirmed bundle, if drift from that bundle has to be repaired."""
         bundle = self._served
         # The agent leaves the repair of an amphora behind Octavia's API to Octavia's worker.
         ours = bundle is not None and bundle.load_balancer_id != OCTAVIA_API_V1_ID
         return bundle if ours and self._has_applied and not self._parts.swap.is_interrupted else None
 
     def reapply_confirmed(self, reload_reason: str) -> None:
-        """Apply the confirmed bundle again, if this agent has applied it.
+        """Apply the confirmed bundle again, if this agent has applied the bundle before.
 
-        Args:
-            reload_reason: why HAProxy may run another configuration than the confirmed one; empty if it does not.
-
-        Raises:
-            AgentError: the bundle could not be applied; the agent retries.
+        Raises AgentError after a failure; the agent then retries. The `reload_reason` is empty if HAProxy runs the
+        confirmed configuration.
         """
         with self._lock:
             bundle, confirmed = self._verifiable, self._confirmed
@@ -261,10 +250,10 @@ class Applier:
             finally:
                 self._ping_confirmed()
                 self._remove_unused_files()
-        self._report("Repaired drift", result)
+        self._report("applied again to repair drift", result)
 
     def _apply(self, attempt: _Attempt) -> ApplyResult:
-        """Change this amphora to a bundle and confirm it, or roll back."""
+        """Change this amphora to a bundle and confirm the bundle, or roll back."""
         bundle = attempt.bundle
         try:
             self._prepare(bundle)
@@ -288,7 +277,6 @@ class Applier:
         return ApplyResult(bundle.generation, change, loaded)
 
     def _prepare(self, bundle: Bundle) -> None:
-        """Drop cached state that the change must not rely on."""
         if not self._has_applied and bundle.haproxy is not None:
             self._parts.haproxy.ensure_wanted()
         for listener in self._change_listeners:
@@ -301,7 +289,7 @@ class Applier:
             self._parts.udp_update.invalidate()
 
     def _stop_haproxy(self, attempt: _Attempt, network: NetworkUpdate) -> tuple[Change, Loaded]:
-        """Apply a bundle without a listener that HAProxy serves."""
+        """Apply a bundle without a listener for HAProxy."""
         network.begin()
         self._parts.keepalived.check_configuration(attempt.bundle.vrrp_instance)
         self._reserve_space(attempt.draft, None)
@@ -328,7 +316,7 @@ class Applier:
         return change, loaded
 
     def _verify_unchanged(self, attempt: _Attempt, plan: HaproxyPlan, network: NetworkUpdate) -> Loaded | None:
-        """Change the network only; None if HAProxy does not run the configuration of its file."""
+        """Change the network only. Returns None if HAProxy does not run its configuration file."""
         self._reserve_space(attempt.draft, plan.file)
         network.begin()
         if network.is_needed:
@@ -339,8 +327,8 @@ class Applier:
     def _check_candidate(self, attempt: _Attempt, plan: HaproxyPlan, network: NetworkUpdate) -> RuntimeResult | None:
         """Have HAProxy and keepalived check their files.
 
-        To save time, the agent carries out a runtime update during the check, if the network stays the same. The result
-        of this update is returned.
+        To save time, the agent carries out a runtime update during the check, if the network stays the same. Returns
+        the result of the runtime update.
         """
         reach(Point.CHECKING)
         self._reserve_space(attempt.draft, plan.file)
@@ -367,7 +355,6 @@ class Applier:
         return early
 
     def _update_udp(self, bundle: Bundle, change: Change) -> Change:
-        """Serve the virtual servers of a bundle, and add their changes to the reason."""
         self._parts.udp_update.apply(bundle)
         served = self._served.virtual_servers if self._served is not None else ()
         reason = udp_update.describe_change(served, bundle.virtual_servers)
@@ -376,7 +363,7 @@ class Applier:
         return Change("runtime", reason) if change == UNCHANGED else Change(change.how, f"{change.reason}; {reason}")
 
     def _firewall_change(self, bundle: Bundle) -> Change:
-        """Return the change for a bundle that leaves HAProxy as it is: only the firewall may differ."""
+        """Return the change for a bundle that does not change HAProxy."""
         before = firewall.UNRESTRICTED if self._served is None else firewall.restrictions_of(self._served)
         reason = firewall.describe_change(before, firewall.restrictions_of(bundle))
         return Change("runtime", reason) if reason else UNCHANGED
@@ -418,7 +405,6 @@ class Applier:
             self._changes.count_ended_worker(self._parts.haproxy.ended_workers.pop())
 
     def _ping(self, targets: Mapping[str, Host]) -> None:
-        """Set the ping targets: during a change, those of the confirmed bundle and of the new one."""
         try:
             self._set_ping_targets(targets)
         except OSError as error:
@@ -426,7 +412,7 @@ class Applier:
         self._ping_targets = targets
 
     def _ping_confirmed(self) -> None:
-        """Set the ping targets of the confirmed bundle; after a failure the responder has too many targets.
+        """Set the ping targets of the confirmed bundle; unnecessary targets after a failure are harmless.
 
         Without a confirmed bundle the targets stay, because HAProxy may still serve a bundle that needs them.
         """

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Iterable
 
 from amphora_agent.bundle import OCTAVIA_API_V1_ID, Bundle, File
-from amphora_agent.directives import crt_lists
+from amphora_agent.directives import allowed
 from amphora_agent.errors import BundleRefused, ConfigurationRefused
 from amphora_agent.haproxy import tls_diff
 from amphora_agent.haproxy.config_parser import Configuration, Server
@@ -53,22 +53,17 @@ def refuse_stale(bundle: Bundle, confirmed: Bundle | None, *, lost: bool) -> Non
 
 
 def refuse_directives(configuration: Configuration, files: Iterable[File]) -> None:
-    """Refuse a configuration or a crt-list with a directive that no load balancer may have.
+    """Raise ConfigurationRefused for a forbidden directive, with its line.
 
-    A stored file without content was checked when the agent received it.
-
-    Raises:
-        ConfigurationRefused: the error names the line and the directive.
+    A stored file has no content here, because the agent checked the file when it was received.
     """
     for section in configuration.sections:
         if section.refused:
             raise _refusal(configuration)
     named = tls_diff.files_of_binds(configuration, "crt-list")
     for file in files:
-        if file.name not in named or file.content is None:
-            continue
-        number = crt_lists.refused_line(file.content)
-        if number is not None:
+        checked = file.content if file.name in named else None
+        if checked is not None and (number := allowed.refused_crt_list_line(checked)) is not None:
             raise ConfigurationRefused(
                 _ACTION,
                 f"{file.name}, line {number}: a list of certificates names files of its bundle and ALPN only",
@@ -78,7 +73,6 @@ def refuse_directives(configuration: Configuration, files: Iterable[File]) -> No
 
 
 def _refusal(configuration: Configuration) -> ConfigurationRefused:
-    """Return the error about the first line that is refused."""
     for number, row in enumerate(configuration.rows, start=1):
         line = row.line if isinstance(row, Server) else row
         if line is not None and line.refusal is not None:

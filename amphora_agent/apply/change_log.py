@@ -40,7 +40,6 @@ class ApplyResult:
     loaded: Loaded
 
     def document(self) -> dict[str, Any]:
-        """Return the answer to a push."""
         return {"generation": self.generation, **vars(self.change), "loaded": self.loaded.document()}
 
 
@@ -60,13 +59,13 @@ class ChangeLog:
             self._last[change.how] = change.reason, time.time()
 
     def count_ended_worker(self, connections: int) -> None:
-        """Count an old worker that was ended while it still had connections."""
+        """Count an old worker that was ended with open connections."""
         with self._lock:
             self._workers_ended += 1
             self._connections_ended += connections
 
     def document(self) -> dict[str, Any]:
-        """Return the counts for `GET /v2/info` and `GET /v2/diagnostics`; ``at`` is in seconds since 1970."""
+        """Return the counts for `GET /v2/info` and the diagnostics; ``at`` is in seconds since 1970."""
         with self._lock:
             found: dict[str, Any] = {how: {"count": count} for how, count in self._counts.items()}
             for how, (reason, at) in self._last.items():

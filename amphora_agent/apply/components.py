@@ -6,7 +6,6 @@ Invariant: an agent has one of each, and uses the parts under the lock of the ap
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from amphora_agent.apply.config_swap import ConfigSwap
@@ -23,31 +22,17 @@ if TYPE_CHECKING:
     from amphora_agent.l4_daemon.client import CheckerClient
 
 
-@dataclass(frozen=True)
 class Components:
     """The parts that the applier changes and the drift check reads."""
 
-    paths: Paths
-    haproxy: Haproxy
-    keepalived: Keepalived
-    plumbing: Plumbing
-    files: FileSets
-    swap: ConfigSwap
-    haproxy_update: HaproxyUpdate
-    udp_update: UdpUpdate
-
-    @classmethod
-    def create(
-        cls, paths: Paths, haproxy: Haproxy, keepalived: Keepalived, inner: Namespace, checker: CheckerClient
-    ) -> Components:
-        files, swap = FileSets(paths), ConfigSwap(paths)
-        return cls(
-            paths=paths,
-            haproxy=haproxy,
-            keepalived=keepalived,
-            plumbing=Plumbing(inner),
-            files=files,
-            swap=swap,
-            haproxy_update=HaproxyUpdate(haproxy, swap, files, paths),
-            udp_update=UdpUpdate(checker),
-        )
+    def __init__(
+        self, paths: Paths, haproxy: Haproxy, keepalived: Keepalived, inner: Namespace, checker: CheckerClient
+    ) -> None:
+        self.paths = paths
+        self.haproxy = haproxy
+        self.keepalived = keepalived
+        self.plumbing = Plumbing(inner)
+        self.files = FileSets(paths)
+        self.swap = ConfigSwap(paths)
+        self.haproxy_update = HaproxyUpdate(haproxy, self.swap, self.files, paths)
+        self.udp_update = UdpUpdate(checker)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exchange of HAProxy's configuration file, and its rollback.
 
-Invariant: the file always holds a configuration that HAProxy has checked. Until a change is finished, the previous file
-exists under another name. Commit and rollback are renames: neither needs space on the disk.
+Invariant: the file always has a configuration that HAProxy has checked. The previous file exists until the end of the
+change. Commit and rollback are renames, which need no disk space.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ConfigSwap:
         self._read: tuple[tuple[int, ...], Document] | None = None
 
     def current(self) -> Document | None:
-        """The document that HAProxy runs or would start from; None if there is no file."""
+        """The document of HAProxy's file; None without a file."""
         try:
             found = self._paths.configuration.stat()
             # The agent never writes into an existing file, so that another content is another inode.
@@ -64,8 +64,8 @@ class ConfigSwap:
     def commit(self) -> None:
         """Replace the file by the candidate.
 
-        After a power cut HAProxy does not run, and the agent applies the confirmed bundle. So the confirmation of the
-        new bundle is early enough to sync this rename and the mark.
+        No sync is necessary: after a power cut HAProxy does not run, and the agent applies the confirmed bundle. The
+        confirmation of the new bundle syncs the directory.
         """
         self._paths.candidate.replace(self._paths.configuration)
         self.committed = True
@@ -74,7 +74,7 @@ class ConfigSwap:
     def roll_back(self) -> Document | None:
         """Restore the previous file and return it; None if there was none.
 
-        The mark of an unfinished change stays: the next change reloads HAProxy.
+        The mark of an unfinished change stays, so that the next change reloads HAProxy.
         """
         reach(Point.RETURNING)
         if self.committed:
@@ -86,13 +86,13 @@ class ConfigSwap:
         return self.before
 
     def remove(self) -> None:
-        """Remove the file, because no HAProxy is wanted. The previous file is kept until `finish`."""
+        """Remove the file, because HAProxy is not wanted. The previous file exists until `finish`."""
         self.reserve()
         self._paths.configuration.unlink(missing_ok=True)
         self.committed = True
 
     def finish(self) -> None:
-        """End the change: HAProxy runs the document of the file."""
+        """End the change, because HAProxy runs the document of the file."""
         self.committed = False
         self._paths.unfinished.unlink(missing_ok=True)
         self._paths.candidate.unlink(missing_ok=True)

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The last confirmed bundle on disk.
 
-Invariant: the amphora served the bundle when it was stored. The record has names and digests of the TLS files, never
-their content. The agent reserves the space for a new record before any change of a serving process, and syncs the
-record before the rename that confirms the bundle. That rename needs no space.
-
-HAProxy's text may have megabytes, so the record does not repeat it: a hard link gives HAProxy's file a second name.
-Each text has its own link, so the rename of `confirmed.json` also selects the text.
+Invariant: the record has names and digests of the TLS files, never their content. The agent reserves the space for a
+new record before any change of a serving process. A synced record becomes the confirmed one by a rename. HAProxy's text
+may have megabytes, so the record does not repeat the text. A hard link gives HAProxy's file a second name, which the
+record contains. The rename of the record therefore also selects the text.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -20,7 +17,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from amphora_agent.bundle import Bundle, parse_stored
+from amphora_agent.bundle import Bundle, digest, parse_stored
 from amphora_agent.errors import MachineError
 from amphora_agent.haproxy import config_file
 from amphora_agent.paths import sync, write
@@ -38,14 +35,14 @@ class Confirmed:
     applied_at: str
 
 
-def confirmed_now(bundle: Bundle, digest: str) -> Confirmed:
+def confirmed_now(bundle: Bundle, received: str) -> Confirmed:
     """Return the record of a bundle with the present time."""
     moment = datetime.now(timezone.utc).replace(microsecond=0)
-    return Confirmed(bundle.without_contents(), digest, moment.isoformat().replace("+00:00", "Z"))
+    return Confirmed(bundle.without_contents(), received, moment.isoformat().replace("+00:00", "Z"))
 
 
 class Draft:
-    """The record that becomes the confirmed bundle if the change succeeds."""
+    """The record of a bundle, which becomes the confirmed one after a successful change."""
 
     def __init__(self, path: Path, confirmed: Confirmed) -> None:
         self.confirmed = confirmed
@@ -54,10 +51,9 @@ class Draft:
         self._reserved = self._synced = False
 
     def reserve(self, file: Path | None) -> None:
-        """Write the record under a temporary name, once; `file` is HAProxy's file, if HAProxy is wanted.
+        """Write the record under a temporary name, once. Raises OSError on a full disk.
 
-        Raises:
-            OSError: the disk is full.
+        `file` is HAProxy's file, if HAProxy is wanted.
         """
         if self._reserved:
             return
@@ -66,7 +62,7 @@ class Draft:
             "applied_at": self.confirmed.applied_at,
             "digest": self.confirmed.digest,
             "text": None if file is None else self._text_path.name,
-            "text_sha256": None if text is None else _sha256(text),
+            "text_sha256": None if text is None else digest(text.encode()),
             "bundle": replace(self.confirmed.bundle, haproxy=None).to_document(),
         }
         try:
@@ -94,7 +90,6 @@ class Draft:
                 found.unlink(missing_ok=True)
 
     def discard(self) -> None:
-        """Remove the record after a failed change."""
         self._reserved = self._synced = False
         try:
             self._new_path.unlink()
@@ -120,10 +115,6 @@ def _text_path(path: Path, confirmed: Confirmed) -> Path:
     return path.with_name(f"{_TEXTS}{confirmed.digest[:_DIGITS]}.cfg")
 
 
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def _link(file: Path, name: Path) -> None:
     """Link a file to a second name; replace an existing file with this name."""
     temporary = name.with_name(f".{name.name}.tmp")
@@ -141,7 +132,7 @@ def _read_text(places: Sequence[Path], sha256: str | None) -> str:
     for place in places:
         with suppress(FileNotFoundError):
             text = config_file.read(place.read_text(encoding="utf-8")).text
-            if sha256 is None or _sha256(text) == sha256:
+            if sha256 is None or digest(text.encode()) == sha256:
                 return text
     raise ValueError("HAProxy's text is missing or was modified")
 
@@ -149,10 +140,8 @@ def _read_text(places: Sequence[Path], sha256: str | None) -> str:
 def read(path: Path, file: Path) -> Confirmed | None:
     """Return the confirmed bundle; None if this amphora has never confirmed one.
 
-    If another program has modified the stored text, HAProxy's `file` may still have it.
-
-    Raises:
-        MachineError: the record exists, but is unreadable, or its text is lost.
+    If another program has modified the stored text, HAProxy's `file` may still have the text. Raises MachineError if
+    the record is unreadable or the text is lost.
     """
     if not path.exists():
         return None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The TLS files of HAProxy: certificates with their keys, CA certificates, CRLs.
 
-Invariant: the files are in memory (tmpfs) only, and only root can read them. The name of a set's directory is a digest
-of the set. Such a directory is complete and never changes. HAProxy's configuration names the directory, so that text
-and files change together with one rename. The previous set stays until nothing needs it.
+Invariant: the files are in memory (tmpfs) only, and only root can read them. Each set has a directory, whose name is a
+digest of the set; the directory is complete and never changes. HAProxy's configuration names the directory, so that
+text and files change together with one rename.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from amphora_agent.errors import MachineError
 from amphora_agent.haproxy import tls_diff
 from amphora_agent.haproxy.config_parser import Configuration
 from amphora_agent.haproxy.tls_diff import TlsState
-from amphora_agent.paths import Paths
+from amphora_agent.paths import Paths, file_identity
 
 _DIGITS = 32
 
 
 class FileSets:
-    """All file sets of this amphora."""
+    """The TLS files of this amphora, in sets."""
 
     def __init__(self, paths: Paths) -> None:
         self._root = paths.files
@@ -65,18 +65,15 @@ class FileSets:
         return wrong
 
     def invalidate(self) -> None:
-        """Read each file again before its next use, because another program may have modified it."""
+        """Read each file again before its next use, because another program may have changed the file."""
         self._known.clear()
         self._intact.clear()
 
     def create(self, files: Sequence[File], served: Sequence[File] = ()) -> Path:
-        """Create the directory of a set, if it does not exist, and return it.
+        """Create the directory of a set, if necessary, and return its path.
 
-        Identical files of the `served` set are linked, because that needs no memory.
-
-        Raises:
-            MachineError: the set does not exist, and the bundle does not have the contents.
-            OSError: for example, the memory is full.
+        Identical files of the `served` set are linked, which needs no memory. Raises MachineError if the bundle does
+        not have the contents, and OSError.
         """
         directory = self.directory(files)
         if directory in self._known and directory.is_dir():
@@ -110,7 +107,7 @@ class FileSets:
     ) -> TlsState:
         """Return a configuration with its files in a directory, and the contents for a comparison.
 
-        These are the contents of crt-lists, ticket keys, and the files with these `names`.
+        A comparison needs the contents of crt-lists, ticket keys, and the files with the given `names`.
         """
         listed = (tls_diff.files_of_binds(configuration, keyword) for keyword in ("crt-list", "tls-ticket-keys"))
         needed = set(names).union(*listed)
@@ -119,20 +116,11 @@ class FileSets:
         return TlsState(configuration, tuple(files), texts)
 
     def keep_only(self, directories: Collection[Path]) -> None:
-        """Remove all other sets, and incomplete ones that a crash of the agent left behind."""
+        """Remove all other sets, and incomplete ones after a crash of the agent."""
         for found in list(self._root.iterdir()) if self._root.is_dir() else ():
             if found not in directories:
                 self._known.discard(found)
                 _remove(found)
-
-
-def file_identity(path: Path) -> tuple[int, ...] | None:
-    """Return the inode fields that change with the content (inode(7)); None without a file."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _make_directories(directory: Path) -> None:

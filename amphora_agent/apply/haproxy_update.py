@@ -2,7 +2,7 @@
 """The update of HAProxy for a bundle, and its rollback.
 
 Invariant: each change has a reason and ends with a verification of the running HAProxy. A runtime update that fails
-becomes a reload. The methods use the configuration file as it is; the applier decides when the file is replaced.
+becomes a reload. The applier decides when the configuration file is replaced.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class HaproxyPlan:
 
     @property
     def actions(self) -> tuple[Action, ...] | None:
-        """The actions of a runtime update; None if the decision is another one."""
+        """The actions of a runtime update; None for another decision."""
         return self.decision.actions if isinstance(self.decision, Runtime) else None
 
 
@@ -74,7 +74,7 @@ class HaproxyUpdate:
         self._parsed: tuple[str, Configuration] | None = None
 
     def parse(self, text: str) -> Configuration:
-        """Parse a text; the cached text of the last change makes this faster."""
+        """Parse a text; the cached text of the last change saves time."""
         if self._parsed is not None and self._parsed[0] == text:
             return self._parsed[1]
         return config_parser.parse(text, self._parsed[1] if self._parsed is not None else None)
@@ -87,7 +87,7 @@ class HaproxyUpdate:
         Args:
             last: the bundle that was confirmed last, even if its files are lost.
             served: the TLS files in use.
-            reload_reason: why HAProxy has to reload in any case; empty for no such reason.
+            reload_reason: the reason for a reload in any case; empty without such a reason.
         """
         before = self._swap.current()
         wanted, directory, document = self._compose(bundle, text, served)
@@ -101,7 +101,7 @@ class HaproxyUpdate:
         wanted = self.parse(text)
         bundle_check.refuse_directives(wanted, bundle.files)
         directory = self._files.create(bundle.files, served)
-        document = self._haproxy.compose_document(text, wanted, bundle.files, directory, bundle.limits, bundle.vrrp)
+        document = self._haproxy.compose_document(text, wanted, bundle, directory)
         return wanted, directory, document
 
     def _decide(
@@ -136,11 +136,7 @@ class HaproxyUpdate:
             return Reload("the previous configuration cannot be compared")
 
     def validate(self, bundle: Bundle, text: str, served: Sequence[File]) -> None:
-        """Have HAProxy check the configuration of a bundle; the running HAProxy is unchanged.
-
-        Raises:
-            AgentError: the configuration is refused.
-        """
+        """Have HAProxy check the configuration of a bundle, without a change. Raises AgentError."""
         wanted, _, document = self._compose(bundle, text, served)
         file = self._haproxy.write_candidate(document, self._swap.current())
         with self._haproxy.checking(document, file, wanted, bundle.files) as check:
@@ -152,10 +148,9 @@ class HaproxyUpdate:
         return self._haproxy.checking(plan.document, plan.file, plan.wanted, plan.bundle.files, accepted)
 
     def run_actions(self, plan: HaproxyPlan, actions: Sequence[Action]) -> HaproxyError | None:
-        """Mark the change as unfinished and carry out the actions; return the error of a failed action.
+        """Mark the change as unfinished and carry out the actions; return an error of HAProxy.
 
-        Raises:
-            OSError: the mark could not be written; HAProxy is unchanged.
+        Raises OSError if the mark cannot be written; HAProxy is then unchanged.
         """
         self._swap.mark_unfinished()
         haproxy, failed = self._haproxy, None
@@ -188,10 +183,9 @@ class HaproxyUpdate:
             self._swap.commit()
 
     def apply(self, plan: HaproxyPlan, early: RuntimeResult | None) -> tuple[Change, Loaded]:
-        """Bring HAProxy to the content of its file: start it, change it at run time, or reload it.
+        """Start HAProxy, change it at run time, or reload it.
 
-        Args:
-            early: the result of a runtime update that was made before the file was replaced.
+        `early` is the result of a runtime update before the exchange of the file.
         """
         decision = plan.decision
         if decision is None:
@@ -235,7 +229,7 @@ class HaproxyUpdate:
         return Change("stop", "no listener is wanted"), NOTHING_LOADED
 
     def undo(self, before: Document | None) -> None:
-        """Revert an early runtime update after the candidate was refused; HAProxy's file is still the old one."""
+        """Revert an early runtime update after HAProxy refused the candidate."""
         try:
             self._return_to(before)
             self._paths.unfinished.unlink(missing_ok=True)

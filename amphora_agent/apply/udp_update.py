@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The update of the UDP and SCTP listeners (virtual servers) for a bundle, and its rollback.
 
-Invariant: if the state of the checker is not known, the next change asks the checker again. The reason of a change
-names the listener, and the member if there is one.
+Invariant: the agent asks the checker again if the state of the checker is not known.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ class UdpUpdate:
         self._validated: _Wanted | None = None
 
     def invalidate(self) -> None:
-        """Forget the known state, so that the next change asks the checker."""
         self._served = self._validated = None
 
     def validate(self, bundle: Bundle) -> None:
@@ -46,8 +44,7 @@ class UdpUpdate:
     def apply(self, bundle: Bundle) -> None:
         """Serve the virtual servers of a bundle, unless the checker serves them already.
 
-        Raises:
-            AgentError: the update failed; the checker still serves the previous virtual servers.
+        Raises AgentError after a failure; the checker then serves the previous virtual servers.
         """
         wanted = _wanted(bundle)
         if wanted == self._served:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The directives that a load balancer's configuration may contain, with the syntax of their arguments.
 
-Invariant: pure. With an accepted line, HAProxy opens no file except those of the bundle and of this machine, runs no
-program, and opens no socket except listeners, members and their checks. A line without a matching entry is refused.
-The entries are those of this project's template (`amphora_driver/render`) and of Octavia's
-(`docs/reference/amphora-api-v1.md`); a directive that is new in one of them needs an entry here first.
-Source: HAProxy manual, sections 4, 5 and 7.
+Invariant: pure. An accepted line makes HAProxy open only files of the bundle and of this machine, and only sockets of
+listeners, members and checks. HAProxy runs no program. A directive that is new in this project's template
+(`amphora_driver/render`) or in Octavia's (`docs/reference/amphora-api-v1.md`) needs an entry here first. Source:
+HAProxy manual, sections 4, 5 and 7.
 """
 
 from __future__ import annotations
@@ -137,6 +136,9 @@ _ARGUMENTS: Mapping[str, str] = {
     "use_backend": rf"(?:{_BACKEND}|%\[var\({_VARIABLE}\)\]){_WHEN}",
 }
 _PATTERNS = {first: _compile(shape) for first, shape in _ARGUMENTS.items()}
+_CRT_LIST_LINE = re.compile(
+    rf"[ \t]*(?:{FILE}(?:[ \t]+\[[ \t]*alpn[ \t]+[A-Za-z0-9./,-]+[ \t]*\])?(?:[ \t]+[!A-Za-z0-9*._-]+)*[ \t]*)?(?:#.*)?"
+)
 _OPTIONS = {"bind": (2, _BIND), "server": (3, _SERVER)}
 # Error messages name the first two words of these directives.
 _COMPOUND = {
@@ -158,6 +160,18 @@ def refusal(words: Sequence[str]) -> str | None:
     return None
 
 
+def refused_crt_list_line(text: str) -> int | None:
+    """Return the number of the first refused line of a crt-list; None if all are accepted.
+
+    An accepted crt-list (HAProxy manual, "crt-list") names certificates of the bundle only, and sets no option except
+    ALPN.
+    """
+    refused = (
+        number for number, line in enumerate(text.split("\n"), start=1) if _CRT_LIST_LINE.fullmatch(line) is None
+    )
+    return next(refused, None)
+
+
 def name_directive(words: Sequence[str]) -> str:
     """Return the refused directive, or the refused keyword of a `bind` or `server` line, without values."""
     first = words[0]
@@ -176,7 +190,6 @@ def name_directive(words: Sequence[str]) -> str:
 
 
 def _shown(word: str) -> str:
-    """Return a keyword for an error, shortened to the characters of keywords."""
     return re.sub(r"[^A-Za-z0-9_.-].*", "…", word[:40], flags=re.DOTALL) or "…"
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patterns of HAProxy's sample expressions, log-formats and conditions (manual, 7 and 8.2.6).
 
-Invariant: pure. No fetch or converter that matches here opens a file, reads the environment or starts a program. An ACL
-takes its patterns from its own line. Words are separated by line ends, which no word contains.
+Invariant: pure. No fetch or converter that matches opens a file, reads the environment or starts a program. Words are
+separated by line ends, which no word contains.
 """
 
 from __future__ import annotations

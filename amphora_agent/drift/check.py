@@ -7,23 +7,22 @@ without a repair is no difference, for example a daemon that its supervisor is a
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 
 from amphora_agent.apply.applier import Applier
 from amphora_agent.apply.components import Components
-from amphora_agent.apply.file_sets import file_identity
 from amphora_agent.bundle import Bundle
 from amphora_agent.drift.report import Difference
 from amphora_agent.errors import HaproxyError, MachineError
 from amphora_agent.haproxy.config_file import Document
+from amphora_agent.paths import file_identity
 
 RELOAD_KINDS = frozenset({"haproxy.cfg", "machine.cfg"})
 """The kinds of differences with which HAProxy may run a configuration that a read-back does not show."""
 
 
 class DriftChecker:
-    """Compares one amphora with its confirmed bundle, and applies that bundle again for a repair."""
+    """Compares one amphora with its confirmed bundle, and repairs differences."""
 
     def __init__(self, applier: Applier, parts: Components) -> None:
         self._applier = applier
@@ -36,7 +35,6 @@ class DriftChecker:
 
     @property
     def generation(self) -> int | None:
-        """The confirmed generation."""
         return self._applier.generation
 
     def invalidate(self) -> None:
@@ -44,10 +42,9 @@ class DriftChecker:
         self._intact, self._misread = None, False
 
     def differences(self) -> tuple[Difference, ...] | None:
-        """Return the differences between the amphora and its confirmed bundle.
+        """Return the differences from the confirmed bundle. Raises AgentError without an answer.
 
-        Returns None while a change runs or waits, and if this agent has not applied the confirmed bundle yet. Raises
-        AgentError if a component does not answer.
+        Returns None while a change runs or waits, and if this agent has not applied the confirmed bundle yet.
         """
         try:
             return self._applier.run_on_confirmed(self._compare)
@@ -76,7 +73,7 @@ class DriftChecker:
         directory = self._parts.files.directory(bundle.files)
         if not haproxy.is_machine_configuration_intact():
             yield Difference("machine.cfg", "machine.cfg was modified")
-        document = haproxy.compose_document(text, wanted, bundle.files, directory, bundle.limits, bundle.vrrp)
+        document = haproxy.compose_document(text, wanted, bundle, directory)
         yield from self._haproxy_file(document)
         if not haproxy.is_wanted():
             yield Difference("haproxy", "HAProxy does not run, and the service manager does not start it")
@@ -91,7 +88,7 @@ class DriftChecker:
     def _haproxy_file(self, wanted: Document) -> Iterator[Difference]:
         identity, worker = file_identity(self._file), self._parts.haproxy.worker_pid()
         if self._intact is None or identity is None or self._intact[0] != identity:
-            if identity is None or _digest(self._file.read_bytes()) != _digest(wanted.content.encode()):
+            if identity is None or self._file.read_bytes() != wanted.content.encode():
                 yield Difference("haproxy.cfg", "haproxy.cfg was modified")
                 return
             # HAProxy's file was modified and restored. A worker that started meanwhile may have read the other content.
@@ -100,7 +97,3 @@ class DriftChecker:
         self._intact = identity, worker
         if self._misread:
             yield Difference("haproxy.cfg", "HAProxy has read haproxy.cfg while it was modified")
-
-
-def _digest(content: bytes) -> bytes:
-    return hashlib.sha256(content).digest()

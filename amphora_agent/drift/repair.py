@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Repairs configuration drift: checks periodically, and applies the confirmed bundle again.
 
-Invariant: no repair runs during a change, and none without two checks that found the same kind of difference.
-Heartbeats report an unsuccessful repair, and the agent retries with an increasing back-off. The back-off also applies
-if the same difference returns soon after a repair: a program that modifies a file again and again must not make HAProxy
-reload at each check. Checks take at most 1/`DUTY_DIVISOR` of the time.
+Invariant: no repair runs during a change, and none without two checks that found the same kind of difference. The agent
+retries an unsuccessful repair with an increasing back-off. The back-off also applies if the same difference returns
+soon after a repair, so that HAProxy does not reload at each check. Checks take at most 1/`DUTY_DIVISOR` of the time.
 """
 
 from __future__ import annotations
@@ -29,11 +28,9 @@ _RECENT_CHECKS = 10
 
 
 class DriftRepair:
-    """Checks and repairs periodically, in its own thread.
+    """Checks every `interval` seconds, and repairs, in its own thread.
 
-    Args:
-        interval: seconds between two checks.
-        on_finding: called when a difference was found, and when it is gone.
+    `on_finding` is called when a difference was found, and when it is gone.
     """
 
     def __init__(
@@ -87,7 +84,7 @@ class DriftRepair:
         self._repair(found)
 
     def _has_returned(self, new: set[str]) -> bool:
-        """Whether a kind of difference was found recently, and was repaired by the agent or by a push."""
+        """Whether an earlier difference, which a repair or a push has removed, has returned."""
         if self._checker.generation != self._generation:
             # A new generation makes the findings of the earlier generation invalid.
             self._seen, self._generation = {}, self._checker.generation
@@ -97,7 +94,6 @@ class DriftRepair:
         return bool(new) and new <= before
 
     def _recent_kinds(self) -> set[str]:
-        """Return the kinds found so recently that another finding means an unsuccessful repair."""
         now, recent = time.monotonic(), _RECENT_CHECKS * max(self._interval, self._min_pause)
         return {kind for kind, at in self._seen.items() if now - at <= recent}
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drift report: the differences between this amphora and its confirmed bundle.
 
-Invariant: the report has the unrepaired differences and the last repaired one, which explains to an operator why the
-agent reverted a change. Lists and sentences are short, because each heartbeat carries them.
+Invariant: the last repaired difference stays in the report and explains why the agent reverted a change. Lists and
+sentences are short, because each heartbeat carries them.
 """
 
 from __future__ import annotations
@@ -38,19 +38,18 @@ class Finding:
     repaired: bool
 
     def document(self) -> dict[str, Any]:
-        """Return the finding for a heartbeat and for ``GET /v2/info``."""
         sentences = [one.sentence[:_MAX_SENTENCE_LENGTH] for one in self.differences[:_MAX_SENTENCES]]
         found = {"at": round(self.at, 3), "kinds": kinds(self.differences), "sentences": sentences}
         return {**found, "repaired": self.repaired}
 
 
 def kinds(differences: Iterable[Difference]) -> list[str]:
-    """Return each kind once, sorted."""
+    """Return the sorted kinds of the differences."""
     return sorted({one.kind for one in differences})
 
 
 def seen_twice(first: Sequence[Difference], second: Sequence[Difference]) -> tuple[Difference, ...]:
-    """Return the second check's differences of kinds that both checks have found: others were transient."""
+    """Return the second check's differences of kinds that both checks have found."""
     before = {one.kind for one in first}
     return tuple(one for one in second if one.kind in before)
 
@@ -80,7 +79,6 @@ class DriftReport:
             self._unrepaired = tuple(unrepaired)
 
     def clear(self) -> None:
-        """Record that the amphora is as confirmed."""
         with self._lock:
             self._unrepaired = ()
 
@@ -98,7 +96,7 @@ class DriftReport:
             return keys
 
     def document(self) -> Mapping[str, Any]:
-        """Return the report for ``GET /v2/info``; ``unrepaired`` has the kinds of the unrepaired differences."""
+        """Return the report for ``GET /v2/info``."""
         with self._lock:
             last = None if self._last is None else self._last.document()
             unrepaired = kinds(self._unrepaired)

@@ -20,8 +20,8 @@ from amphora_agent.errors import AgentError, ConfigurationRefused, MachineError
 from amphora_agent.haproxy.config_file import Document
 from amphora_agent.haproxy.config_parser import Configuration, Section
 
-# HAProxy 2.6 needs 4 s of an idle processor for 10,000 members of one pool, and a change makes HAProxy read them two or
-# three times. On a busy machine this took a minute. A shorter time-out would only repeat the work.
+# HAProxy 2.6 needs 4 s of an idle processor to read 10,000 members, and reads them up to three times for a change. A
+# busy machine needed a minute. A shorter time-out would only repeat the work.
 MIN_READ_SECONDS, READ_SECONDS_PER_SERVER = 60.0, 0.02
 ALERT = re.compile(r"^\[ALERT\]\s+\(\d+\) : (?:config : )?(?P<text>.*)$", re.MULTILINE)
 _PLACE = re.compile(r"(?:[Pp]arsing )?\[(?P<file>[^\]]*):(?P<line>\d+)\]\s*:?\s*")
@@ -65,7 +65,7 @@ class Check:
 
 
 def start_check(argv: list[str]) -> subprocess.Popen[str]:
-    """Start HAProxy. The caller is in the network namespace that has the addresses of the file."""
+    """Start HAProxy in the calling network namespace, which has the addresses of the file."""
     return subprocess.Popen(
         argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )
@@ -97,13 +97,12 @@ def translate_error(
 
 
 def _owner_of_a_file(message: str, files: Sequence[File]) -> str | None:
-    """Return the listener or pool of the file that the message names last, which is the innermost one."""
+    """Return the listener or pool of the innermost file, which the message names last."""
     named = [(message.rfind(file.name), file.object_id) for file in files if file.name in message]
     return max(named)[1] if named else None
 
 
 def _l7_rule_at(configuration: Configuration, number: int) -> str | None:
-    """Return the id of the L7 rule that names the ACL on a line."""
     line = configuration.line_at(number)
     if line is not None and line.words[0] == "acl" and len(line.words) > 1:
         with suppress(ValueError):
@@ -124,10 +123,10 @@ def _shows_a_key(message: str, files: Sequence[File]) -> bool:
 def omit_checked_servers(text: str, wanted: Configuration, accepted: Configuration) -> str:
     """Return a short text whose check has the same result as the check of the text of `wanted`.
 
-    A server is omitted only if the running, `accepted` configuration has the same line in the same backend, and if
-    nothing in that backend refers to more than one server. Each line keeps its number. `wanted` was parsed after
-    `accepted`, so equal lines are the same objects. (HAProxy 2.6 compares each server of a backend with each other: it
-    reads 10,000 servers in a second or more, and one changed server in some milliseconds.)
+    A server is omitted if the running, `accepted` configuration has the same line in the same backend. The whole
+    backend stays if it refers to more than one server. Each line keeps its number. `wanted` was parsed after
+    `accepted`, so equal lines are the same objects. HAProxy 2.6 compares each server of a backend with each other:
+    10,000 servers take a second or more.
     """
     fetches_state = any(_STATE_FETCH in word for one in wanted.sections for line in one.lines for word in line.words)
     if wanted.size < MIN_SERVERS or fetches_state:

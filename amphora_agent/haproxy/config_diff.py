@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides how HAProxy gets from one configuration to another: by nothing, at run time, or by a reload.
 
-Invariant: pure. `Runtime` is returned only if its actions bring a running HAProxy 2.6 to the state in which HAProxy
-would have started from the new text. In case of doubt the result is `Reload`, always with a reason.
+Invariant: pure. The actions of `Runtime` bring a running HAProxy 2.6 to the state that a start with the new text would
+produce. In case of doubt the result is `Reload`, always with a reason.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from amphora_agent.haproxy.config_parser import Configuration, Section, Server
 from amphora_agent.haproxy.features import MINIMAL_FEATURES, Features
 from amphora_agent.haproxy.tls_diff import TlsChanges
 
-# A server with one of these keywords cannot be added at run time: HAProxy 2.6 refuses them (tests/dataplane verifies
-# this), HAProxy 3.0 refuses "enabled", and "track" is untested.
+# HAProxy 2.6 refuses these keywords for a server added at run time (tests/dataplane verifies this). HAProxy 3.0 refuses
+# "enabled", and "track" is untested.
 _NOT_AT_RUNTIME = {
     "cookie", "enabled", "init-addr", "log-proto", "max-reuse", "namespace", "no-check", "no-check-send-proxy",
     "no-check-ssl", "no-ssl", "non-stick", "redir", "resolve-net", "resolve-opts", "resolve-prefer", "resolvers",
@@ -42,7 +42,7 @@ class Unchanged:
 
 @dataclass(frozen=True)
 class Runtime:
-    """The running HAProxy can be changed by actions."""
+    """Actions change the running HAProxy."""
 
     actions: tuple[act.Action, ...]
     reason: str
@@ -99,7 +99,7 @@ def compare_configurations(
 
 
 def _other_changes(old: Configuration, new: Configuration) -> list[str]:
-    """Return the differences that concern more than servers."""
+    """Return the differences that no change of servers can explain."""
     before = {(s.kind, s.name): s for s in old.sections}
     after = {(s.kind, s.name): s for s in new.sections}
     reasons = [f"{kind} {name} added" for kind, name in after if (kind, name) not in before]
@@ -143,7 +143,6 @@ def _summary(reasons: list[str]) -> str:
 
 
 def _changed_range(old: Sequence[Server], new: Sequence[Server]) -> tuple[Sequence[Server], Sequence[Server]]:
-    """Return both lists without their common start and end."""
     first = _common_length(old, new)
     old, new = old[first:], new[first:]
     last = _common_length(old[::-1], new[::-1])
@@ -165,9 +164,7 @@ def _section_actions(
 ) -> Runtime | Reload:
     """Return the actions for one section; actions that remove capacity come last.
 
-    Args:
-        before: the servers of the old section that may differ.
-        changed: the servers of the new section that may differ.
+    `before` and `changed` are the servers of the old and the new section that may differ.
     """
     after = {server.name: server for server in changed}
     actions: list[act.Action] = []
@@ -206,7 +203,7 @@ def _section_actions(
 
 
 def _may_await_check(server: Server, old: Section, new: Section) -> bool:
-    """Whether a new server can wait for its first successful check, because another server stays."""
+    """Whether a new server can wait for its first check, because another server stays."""
     if not server.checked or server.disabled:
         return False
     after = {one.name for one in new.servers if not one.disabled}
@@ -214,9 +211,8 @@ def _may_await_check(server: Server, old: Section, new: Section) -> bool:
 
 
 def _server_actions(backend: str, old: Server, new: Server) -> Iterable[tuple[act.ServerChange, str]]:
-    """Return the actions that change a server, each with its reason."""
     name = new.name
-    if old.address != new.address and (place := _endpoint(new.address)) is not None:
+    if old.address != new.address and (place := _endpoint(new)) is not None:
         yield act.SetAddress(backend, name, *place), f"is at {new.address}"
     if _check_endpoint(old) != _check_endpoint(new):
         address, port = _check_endpoint(new)
@@ -263,18 +259,17 @@ def _not_replaceable(section: Section, old: Server, new: Server, wanted: Configu
 
 def _unchangeable(section: Section, old: Server, new: Server, configuration: Configuration) -> str:
     """Return why the running HAProxy cannot change a server; empty if it can."""
-    if old.address != new.address and (_endpoint(old.address) is None or _endpoint(new.address) is None):
+    if old.address != new.address and None in (_endpoint(old), _endpoint(new)):
         return f"its address is {new.address}"
     if old.weight != new.weight and not _is_dynamic(section, configuration):
         return "weights are fixed with its balancing method"
     return ""
 
 
-def _endpoint(address: str) -> tuple[str, int] | None:
+def _endpoint(server: Server) -> tuple[str, int] | None:
     """Return an address and a port in the syntax of HAProxy's sockets; None for another text."""
-    host, _, port = address.rpartition(":")
     try:
-        return str(ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))), int(port)
+        return str(ipaddress.ip_address(server.endpoint[0])), int(server.endpoint[1])
     except ValueError:
         return None
 
@@ -285,7 +280,7 @@ def _check_endpoint(server: Server) -> tuple[str | None, int | None]:
 
 
 def _fixed_keywords(server: Server, other: Server) -> tuple[str, ...]:
-    """Return the keywords that no command can change to those of the other server."""
+    """Return the keywords whose values no command can change to the values of the other server."""
     words = list(server.keywords)
     for keyword in _SETTABLE:
         # A runtime command can change the target of a check, but cannot remove it.
@@ -299,7 +294,7 @@ def _fixed_keywords(server: Server, other: Server) -> tuple[str, ...]:
 
 
 def _effective(section: Section, configuration: Configuration, first: str) -> tuple[str, ...] | None:
-    """Return a setting of a backend, or of the ``defaults`` section that applies to it."""
+    """Return a setting of a backend, or of its ``defaults`` section."""
     own = section.setting(first)
     if own is not None:
         return own

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parses a load balancer's HAProxy configuration into sections and lines.
 
-Invariant: pure. A parsed text has ``defaults``, ``frontend`` and ``backend`` sections only, and words and sections are
-those that HAProxy would read. Lines that also occur in an earlier text are the same objects, so that one changed line
-among 10,000 costs little more than one line.
+Invariant: pure. A parsed text has ``defaults``, ``frontend`` and ``backend`` sections only, with the words that HAProxy
+would read. A line that also occurs in an earlier text is the same object. So one changed line among 10,000 costs little
+time.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Line:
 
     @cached_property
     def refusal(self) -> str | None:
-        """Why the line is not allowed in a load balancer; None if it is."""
+        """The reason why the line is not allowed in a load balancer; None for an allowed line."""
         if not self.literal:
             directive = allowed.name_directive(self.words)
             return f"{directive} contains an environment variable or an escape of another character"
@@ -76,6 +76,12 @@ class Server:
         if keyword not in self.keywords:
             return ""
         return next(iter(self.keywords[self.keywords.index(keyword) + 1 :]), "")
+
+    @property
+    def endpoint(self) -> tuple[str, str]:
+        """The host without brackets, and the port; the address may also be a name or a path."""
+        host, _, port = self.address.rpartition(":")
+        return host.strip("[]"), port
 
     def _number(self, keyword: str, default: int) -> int:
         text = self.value(keyword)
@@ -115,7 +121,7 @@ Row = Line | Server | None
 
 @dataclass(frozen=True)
 class Section:
-    """A section whose first line has this number; ``servers`` has the server lines."""
+    """A section with the number of its first line; ``servers`` has the server lines."""
 
     kind: str
     name: str
@@ -132,11 +138,10 @@ class Section:
 
     @property
     def object_id(self) -> str | None:
-        """The id of the listener or pool."""
         return self.name.partition(":")[0] or None
 
     def setting(self, first: str) -> tuple[str, ...] | None:
-        """Return the words after the directive on the last line with it."""
+        """Return the words after the last occurrence of a directive; None without one."""
         found = [line.words[1:] for line in self.lines if line.words[0] == first]
         return found[-1] if found else None
 
@@ -159,7 +164,6 @@ class Configuration:
 
     @cached_property
     def servers(self) -> dict[tuple[str, str], Server]:
-        """Every server by backend and name."""
         return {(s.name, server.name): server for s in self.backends.values() for server in s.servers}
 
     @property
@@ -169,14 +173,13 @@ class Configuration:
 
     @cached_property
     def server_files(self) -> frozenset[tuple[str, str]]:
-        """The files of all servers, each with its keyword."""
         return frozenset(file for section in self.sections for server in section.servers for file in server.files)
 
     def _row(self, number: int) -> Row:
         return self.rows[number - 1] if 0 < number <= len(self.rows) else None
 
     def line_at(self, number: int) -> Line | None:
-        """Return the line with this number, unless it starts a section or defines a server."""
+        """Return the line with a number, unless it starts a section or defines a server."""
         row = self._row(number)
         return row if isinstance(row, Line) and row.words[0] not in ALLOWED else None
 
@@ -191,7 +194,7 @@ class Configuration:
         return None
 
     def object_named(self, name: str) -> str | None:
-        """Return the id of the object with a name in HAProxy: a proxy, or ``backend/server``."""
+        """Return the id of the object with a name in HAProxy, for example ``backend/server``."""
         backend, _, server = name.partition("/")
         if server and (backend, server) in self.servers:
             return server
@@ -205,8 +208,8 @@ EMPTY = Configuration(())
 def split(text: str) -> tuple[list[str], bool]:
     """Split a line as HAProxy does; return the words, and whether they are plain.
 
-    The sockets split commands at blanks and semicolons and know the backslash, but no quotes. A word with one of these
-    characters, an escape or a variable is not plain, because no command can contain it.
+    HAProxy's sockets split commands at blanks and semicolons and know the backslash, but no quotes. No command can
+    contain a word with a blank, a semicolon, an escape or a variable, so such a word is not plain.
     """
     if _SPECIAL.search(text) is None:
         return text.split(), True
@@ -238,10 +241,9 @@ def _unquoted(piece: str) -> str:
 
 
 def parse(text: str, before: Configuration | None = None) -> Configuration:
-    """Read a load balancer's configuration; an earlier one with most lines of this text makes it faster.
+    """Read a load balancer's configuration. A similar earlier one (`before`) saves time.
 
-    Raises:
-        ConfigurationRefused: a section is reserved for the agent, or the agent cannot interpret a line safely.
+    Raises ConfigurationRefused if a section is reserved for the agent, or a line cannot be interpreted safely.
     """
     before = before or EMPTY
     rows, same = _read(text, before)
@@ -261,7 +263,7 @@ def parse(text: str, before: Configuration | None = None) -> Configuration:
 
 @dataclass(frozen=True)
 class CommonLines:
-    """The numbers of common lines at the start and the end of two texts, and their numbers of characters."""
+    """The numbers of lines and characters that two texts share at the start and the end."""
 
     first: int = 0
     last: int = 0
@@ -294,7 +296,6 @@ def _common(old: str, new: str, spare: int, *, backwards: bool = False) -> int:
 
 
 def _section_starts(rows: Sequence[Row], same: CommonLines, before: Configuration) -> list[int]:
-    """Return the row numbers, from 0, at which sections begin."""
     known = [section.number - 1 for section in before.sections]
     kept, more = len(before.rows) - same.last, len(rows) - len(before.rows)
     changed = range(same.first, len(rows) - same.last)
@@ -306,7 +307,7 @@ def _section_starts(rows: Sequence[Row], same: CommonLines, before: Configuratio
 
 
 def _unchanged_sections(same: CommonLines, length: int, before: Configuration) -> dict[tuple[int, int], Section]:
-    """Return the unchanged sections by their start and end in the new text, which has `length` lines."""
+    """Return the unchanged sections by their start and end in the new text."""
     ends = itertools.chain((section.number - 1 for section in before.sections[1:]), [len(before.rows)])
     kept, more = len(before.rows) - same.last, length - len(before.rows)
     found = {}
@@ -320,7 +321,6 @@ def _unchanged_sections(same: CommonLines, length: int, before: Configuration) -
 
 
 def _section(rows: Sequence[Row], begin: int, end: int, former: Mapping[tuple[str, str], Section]) -> Section:
-    """Return the section whose head is the row `begin`, and which ends before the row `end`."""
     head = rows[begin]
     assert isinstance(head, Line)  # noqa: S101 - `_section_starts` returns such rows only
     if len(head.words) < 2 and head.words[0] != "defaults":
@@ -340,12 +340,10 @@ _Item = TypeVar("_Item", Line, Server)
 
 
 def _reuse_if_same(old: tuple[_Item, ...], new: tuple[_Item, ...]) -> tuple[_Item, ...]:
-    """Return the old tuple if the new one has the same objects."""
     return old if len(old) == len(new) and all(map(is_, old, new)) else new
 
 
 def _read(text: str, before: Configuration) -> tuple[list[Row], CommonLines]:
-    """Return the rows of a text, and its common lines with an earlier text."""
     same = common_lines(before.text, text) if before.rows else CommonLines()
     kept = len(before.rows) - same.last
     new, old = (_lines(each, same) for each in (text, before.text))
@@ -366,7 +364,6 @@ def _read(text: str, before: Configuration) -> tuple[list[Row], CommonLines]:
 
 
 def _lines(text: str, same: CommonLines) -> list[str]:
-    """Return the lines between the common ones."""
     between = text[same.begin : len(text) - same.end]
     if not same.last:
         return between.split("\n")
@@ -374,7 +371,6 @@ def _lines(text: str, same: CommonLines) -> list[str]:
 
 
 def _row(raw: str, number: int) -> Row:
-    """Parse one line without a look at the lines before it."""
     words, plain = split(raw)
     if not words:
         return None
@@ -392,7 +388,7 @@ def _row(raw: str, number: int) -> Row:
 
 
 def _decoded_by_haproxy(raw: str) -> bool:
-    """Whether the first word is quoted, escaped or a variable, so that it could become a section name."""
+    """Whether the first word is quoted, escaped or a variable, and may name a section."""
     return not set("\\\"'$").isdisjoint(raw.translate(_TO_SPACES).lstrip(" ").partition(" ")[0])
 
 

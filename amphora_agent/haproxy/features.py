@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asks the running HAProxy for its features over the stats socket.
 
-Invariant: no feature is derived from a version. The questions leave HAProxy unchanged: each command that would add a
-server ends with a keyword that no HAProxy knows.
+Invariant: no feature is derived from a version. The questions do not change HAProxy, because each of them ends with an
+unknown keyword.
 """
 
 from __future__ import annotations
@@ -53,6 +53,6 @@ def probe_features(worker: Socket) -> Features:
 
 
 def _knows_keyword(worker: Socket, keyword: str) -> bool:
-    """Whether HAProxy accepts a keyword and complains about the unknown keyword behind it."""
+    """Whether HAProxy complains about the unknown keyword only."""
     command = f"add server {AGENT_PREFIX}metrics/asked 127.0.0.1:1 {keyword} {_UNKNOWN_KEYWORD}"
     return _UNKNOWN_KEYWORD in worker.ask(command)

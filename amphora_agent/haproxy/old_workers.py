@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Workers that were replaced by a reload and still have connections.
 
-Invariant: an old worker lives at least as long as the agent's connection to the worker, so that the agent can read its
-final counters. The agent closes the connections of clients one by one, because HAProxy 2.6 adds the bytes of a
-connection when the connection ends. SIGTERM and ``hard-stop-after`` would lose these bytes.
+Invariant: an old worker lives until the agent has read its final counters. The agent closes the connections of clients
+one by one, because HAProxy 2.6 adds the bytes of a connection when the connection ends. SIGTERM and ``hard-stop-after``
+would lose these bytes.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class OldWorker:
         return self._socket.fileno()
 
     def recover(self) -> None:
-        """Discard the rest of an answer to the previous agent process, before the answer to this question."""
+        """Discard the rest of an answer to the previous agent process."""
         answer = self.ask(_LEVEL)
         while not answer.rstrip().endswith(_OUR_LEVEL):
             answer = self._read(_LEVEL)

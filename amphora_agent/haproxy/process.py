@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """HAProxy's processes: a master that the service manager runs, and its workers.
 
-Invariant: HAProxy has checked the file that it would read at a start. A start or a reload ends only when the new worker
+Invariant: HAProxy has checked the file that it would read at a start. A start or a reload ends when the new worker
 answers, or when the reason of the failure is known.
 """
 
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from amphora_agent.bundle import File, Limits, Vrrp
+from amphora_agent.bundle import Bundle, File
 from amphora_agent.errors import AgentError, HaproxyError
 from amphora_agent.failpoints import Point, reach
 from amphora_agent.haproxy import config_check, config_file, runtime_state, worker_replacement, workers
@@ -32,7 +32,7 @@ from amphora_agent.haproxy.runtime_state import Loaded
 from amphora_agent.haproxy.verify import Verifier
 from amphora_agent.haproxy.workers import Workers
 from amphora_agent.network.namespace import Namespace
-from amphora_agent.paths import Paths, write, write_atomically
+from amphora_agent.paths import Paths, read_if_exists, write, write_atomically
 from amphora_agent.services.control import ServiceManager, ServicePolicy
 from amphora_agent.services.health_file import Probe
 
@@ -48,8 +48,8 @@ STOP_SECONDS, OLD_WORKER_END_SECONDS = 1.0, 2.0
 PROBE_SECONDS, FROZEN_SECONDS = 0.15, 0.6
 _POLL_SECONDS = 0.002
 _SLOW_POLL_SECONDS = 0.05
-# A master does not answer during a reload. A master that reports the old state after this time has lost the command:
-# HAProxy 2.6 executes itself again after the start of its worker, and loses commands then.
+# A master does not answer during a reload. HAProxy 2.6 executes itself again after the start of its worker and may lose
+# a command. A master that reports the old state after two seconds has lost the command.
 _LOST_COMMAND_SECONDS = 2.0
 # The first thread of the old worker handles the signal of the master in milliseconds, on a busy machine later.
 _STOPPING_SECONDS = 2.0
@@ -60,7 +60,7 @@ _EMPTY_PHRASES = ("Fatal errors", "Error(s) found", "exited with code", "failed 
 class Haproxy:
     """The one HAProxy of this amphora.
 
-    ``ended_workers`` has the number of connections of each old worker that was ended at the limit of old workers. The
+    ``ended_workers`` has the number of connections of each old worker that exceeded the limit of old workers. The
     caller removes the entries.
     """
 
@@ -82,17 +82,10 @@ class Haproxy:
             keep_trailing_newline=True,
         )
 
-    def compose_document(
-        self,
-        text: str,
-        configuration: Configuration,
-        files: Sequence[File],
-        directory: Path,
-        limits: Limits,
-        vrrp: Vrrp | None,
-    ) -> Document:
-        """Return the content of HAProxy's file for a load balancer's text with TLS files in a directory."""
+    def compose_document(self, text: str, configuration: Configuration, bundle: Bundle, directory: Path) -> Document:
+        """Return the content of HAProxy's file for the text of a bundle with TLS files in a directory."""
         self._read_seconds = config_check.read_timeout(configuration)
+        limits = bundle.limits
         threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
         return config_file.compose(
             text,
@@ -100,14 +93,14 @@ class Haproxy:
             maxconn=min(limits.connections or MAX_CONNECTIONS, config_file.max_connections(configuration)),
             threads=min(limits.threads or threads, threads),
             drain=limits.drain or DRAIN_SECONDS,
-            certificates=[file.name for file in files if ("crt", file.name) in configuration.server_files],
-            sharing=config_file.peers(vrrp),
+            certificates=[file.name for file in bundle.files if ("crt", file.name) in configuration.server_files],
+            sharing=config_file.peers(bundle.vrrp),
         )
 
     def write_machine_configuration(self) -> None:
         """Write the part of HAProxy's configuration that depends on this machine."""
         text = self._machine_text()
-        if _content(self._paths.machine_configuration) != text:
+        if read_if_exists(self._paths.machine_configuration) != text:
             write_atomically(self._paths.machine_configuration, text)
         if not self._paths.server_state.exists():
             self._write_server_state(worker_replacement.NO_STATES)
@@ -122,10 +115,10 @@ class Haproxy:
 
     def is_machine_configuration_intact(self) -> bool:
         """Whether the machine's part of the configuration is unmodified or missing."""
-        return _content(self._paths.machine_configuration) in (None, self._machine_text())
+        return read_if_exists(self._paths.machine_configuration) in (None, self._machine_text())
 
     def _write_server_state(self, text: str) -> None:
-        """Write the server-state file without a sync, because a power cut ends all workers that it describes."""
+        """Write the file without a sync, because a power cut ends all workers."""
         write_atomically(self._paths.server_state, text, durable=False)
 
     @contextmanager
@@ -137,11 +130,10 @@ class Haproxy:
         files: Sequence[File],
         accepted: Configuration | None = None,
     ) -> Iterator[Check]:
-        """Start a second HAProxy that checks a document within the block; `Check.wait` returns its result.
+        """Start a second HAProxy that checks a document in the file `place` within the block.
 
-        Args:
-            place: the file with the document (`write_candidate`).
-            accepted: the running configuration, if no reload is needed. The check omits the servers of both.
+        `Check.wait` returns the result. `accepted` is the running configuration, if no reload is needed; the check
+        omits the servers of both.
         """
         self.write_machine_configuration()
         short = wanted.text
@@ -163,16 +155,14 @@ class Haproxy:
             process.communicate()
 
     def write_candidate(self, wanted: Document, serving: Document | None) -> Path:
-        """Write a document to the candidate file without a sync, and return its path.
+        """Write a document to the candidate file without a sync, and return the path.
 
-        An existing file with this document is used again, because the disk may be full. HAProxy's file has the document
-        `serving`.
+        If a file with this document exists, such as HAProxy's own file (`serving`), the disk may be full.
         """
         if serving == wanted:
             return self._paths.configuration
-        if (
-            _content(self._paths.previous) == wanted.content
-        ):  # an interrupted change has left a file with the same document
+        if read_if_exists(self._paths.previous) == wanted.content:
+            # An interrupted change has left a file with the same document.
             self._paths.previous.replace(self._paths.candidate)
         else:
             # A write into the old file would also change its hard link, the text of the confirmed bundle.
@@ -185,7 +175,7 @@ class Haproxy:
         return status is not None and status.pid is not None
 
     def start(self) -> None:
-        """Start HAProxy with the present files, and wait until it answers."""
+        """Start HAProxy with the present files, and wait until HAProxy answers."""
         self._had_table_entries = False
         self._verifier.invalidate()
         self.write_machine_configuration()
@@ -205,7 +195,7 @@ class Haproxy:
         self.counters.sample()
 
     def ensure_wanted(self) -> None:
-        """Keep a running HAProxy running, even if the previous agent crashed while it stopped HAProxy."""
+        """Make the service manager keep HAProxy running after an interrupted stop."""
         status = self._services.status(SERVICE)
         if status is not None and status.pid is not None and not status.wanted:
             self._services.start(SERVICE, self._arguments(), inner=True, policy=self._policy())
@@ -215,40 +205,31 @@ class Haproxy:
         return ["haproxy", "-W", "-S", f"{self._paths.master_socket},mode,600", *files]
 
     def _policy(self) -> ServicePolicy:
-        """Return how the service manager detects a dead or frozen HAProxy, so that the partner takes the VIPs."""
         probe = Probe(str(self._paths.stats_socket), "show version\n", PROBE_SECONDS, FROZEN_SECONDS)
         return ServicePolicy(health=self._paths.haproxy_health, probe=probe)
 
     def stop(self, drain: float = DRAIN_SECONDS) -> None:
-        """Stop HAProxy. Requests may finish within a second; then HAProxy closes and counts their connections.
+        """Stop HAProxy. After a second, HAProxy closes and counts the connections of running requests.
 
-        Args:
-            drain: the time limit in seconds for the workers if this agent crashes meanwhile.
+        `drain` limits the time of the workers, in seconds, if this agent crashes meanwhile.
         """
         if self.is_running():
             self._services.dismiss(SERVICE)
             with suppress(AgentError, ProcessLookupError):
-                self._drain_worker(drain)
+                worker = self.worker_pid()
+                if worker is not None:
+                    self.counters.hold(drain)
+                    # The worker closes its listeners, and the held connection keeps the worker alive. A signal to the
+                    # master would end the master, and the service manager would restart HAProxy.
+                    os.kill(worker, signal.SIGUSR1)
+                self.counters.finish_all(STOP_SECONDS)
         self._services.stop(SERVICE)
 
-    def _drain_worker(self, drain: float) -> None:
-        worker = self.worker_pid()
-        if worker is not None:
-            self.counters.hold(drain)
-            # The worker closes its listeners, and our connection keeps the worker alive. The signal must not reach the
-            # master: the master would end, and the service manager would restart HAProxy.
-            os.kill(worker, signal.SIGUSR1)
-        self.counters.finish_all(STOP_SECONDS)
-
     def reload(self, configuration: Configuration, *, drain: float, max_old_workers: int | None) -> None:
-        """Replace the worker by one with the present file; the old one ends with its last connection.
+        """Replace the worker; the old worker ends with its last connection.
 
-        Args:
-            drain: seconds that the old worker may go on.
-            max_old_workers: the limit after the reload; None for the default.
-
-        Raises:
-            HaproxyError: the new worker did not start; the old one still serves.
+        `drain` limits the time of the old worker in seconds. `max_old_workers` None is the default limit after the
+        reload. Raises HaproxyError if the new worker did not start; the old worker then still serves.
         """
         self.write_machine_configuration()
         self._await_worker()
@@ -266,7 +247,9 @@ class Haproxy:
             reach(Point.RELOADING)
             self._await_reload(old, reloads, starts)
         except HaproxyError:
-            self._undo_drain(drained)
+            with suppress(HaproxyError):  # a worker that crashed needs no command to revert the drain
+                for command in drained:
+                    self.worker.ask(worker_replacement.ready_command(command))
             raise
         finally:
             # A start of HAProxy after a crash must not read the server states of the earlier reload.
@@ -274,7 +257,7 @@ class Haproxy:
             self.counters.sample()
 
     def _drain_removed_servers(self, states: str, wanted: Configuration) -> list[str]:
-        """Stop requests of the present worker to members that the next one does not have; return the commands."""
+        """Stop requests of the old worker to removed members; return the commands."""
         sent: list[str] = []
         # A failure costs at most one more request to a removed member. After a missing answer the agent sends no more
         # commands, because each would wait as long.
@@ -284,13 +267,8 @@ class Haproxy:
                 self.worker.ask(command)
         return sent
 
-    def _undo_drain(self, sent: Sequence[str]) -> None:
-        with suppress(HaproxyError):  # a worker that crashed needs no command to revert the drain
-            for command in sent:
-                self.worker.ask(worker_replacement.ready_command(command))
-
     def _await_worker(self) -> None:
-        """Wait for a HAProxy that this agent, or the service manager after a crash, has just started."""
+        """Wait for a HAProxy that the agent or the service manager has just started."""
         deadline = time.monotonic() + self._read_seconds
         while not self._is_up():
             if not self.is_running() or time.monotonic() > deadline:
@@ -300,8 +278,8 @@ class Haproxy:
     def _end_excess_workers(self, limit: int | None) -> None:
         """End the oldest workers if the reload would exceed the limit of old workers.
 
-        Workers without a connection end as soon as their counters are read. After a short wait for them, fewer workers
-        with connections have to end.
+        Workers without a connection end as soon as the agent has read their counters. A short wait for them keeps
+        connections of other workers open.
         """
         deadline = time.monotonic() + OLD_WORKER_END_SECONDS
         while workers.excess_workers(self._workers(), limit) and time.monotonic() < deadline:
@@ -323,7 +301,7 @@ class Haproxy:
                 time.sleep(_POLL_SECONDS)
 
     def _await_stick_tables(self) -> None:
-        """Wait until the worker would pass its stick tables to the next one, if they have entries."""
+        """Wait until the worker can pass the entries of its stick tables to the next one."""
         deadline = time.monotonic() + STICK_TABLES_SECONDS
         had = self._had_table_entries
         answer = self.worker.ask(worker_replacement.TABLES)
@@ -372,7 +350,7 @@ class Haproxy:
                 time.sleep(_POLL_SECONDS)
 
     def _workers(self) -> Workers:
-        # The master does not answer while it reads a configuration.
+        # HAProxy's master does not answer while it reads a configuration.
         answer = self.master.ask("show proc", seconds=self._read_seconds)
         found = workers.parse(answer)
         if found is None:
@@ -390,12 +368,12 @@ class Haproxy:
         return False
 
     def is_wanted(self) -> bool:
-        """Whether HAProxy runs, or the service manager is about to restart it."""
+        """Whether HAProxy runs, or the service manager is about to restart HAProxy."""
         status = self._services.status(SERVICE)
         return status is not None and (status.pid is not None or status.wanted)
 
     def worker_pid(self) -> int | None:
-        """Return the pid of the serving worker; None if it does not answer."""
+        """Return the pid of the serving worker; None without an answer."""
         try:
             found = re.search(r"^Pid: (\d+)$", self.worker.ask("show info"), re.MULTILINE)
         except HaproxyError:
@@ -410,18 +388,9 @@ class Haproxy:
     def verify(
         self, wanted: Configuration, files: Path | None = None, touched: Collection[tuple[str, str]] | None = None
     ) -> Loaded:
-        """Compare the running configuration with the wanted one (`Verifier.verify`)."""
         return self._verifier.verify(wanted, files, touched)
 
     def features(self) -> Features:
-        """Return the features of this HAProxy; only the first call asks HAProxy."""
         if self._features is None:
             self._features = probe_features(self.worker)
         return self._features
-
-
-def _content(file: Path) -> str | None:
-    try:
-        return file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None

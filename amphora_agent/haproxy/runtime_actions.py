@@ -45,7 +45,7 @@ class ReplaceServer:
 
 @dataclass(frozen=True)
 class RemoveServer:
-    """Remove a server; a disabled one is not drained first."""
+    """Remove a server; a disabled server needs no drain."""
 
     backend: str
     name: str
@@ -150,7 +150,7 @@ class RemoveFromCrtList:
 
 @dataclass(frozen=True)
 class AddTicketKeys:
-    """Add the last `count` ticket keys of a file; HAProxy drops as many of the oldest ones."""
+    """Add the last `count` ticket keys of a file; HAProxy drops the same number of the oldest keys."""
 
     name: str
     count: int

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Carries out runtime actions on HAProxy's stats socket.
 
-Invariant: only known success answers count as success. HAProxy reports errors as ordinary text, so any other answer is
-an error.
+Invariant: HAProxy reports errors as ordinary text, so any answer other than a known success is an error.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ _DELETED = "Server deleted."
 
 
 class ActionRunner:
-    """Changes a running worker to a configuration with these features, whose files are in a directory.
+    """Changes a running worker; the TLS files are in a directory.
 
-    Before the runner deletes servers it reads their counters, because HAProxy deletes these too.
+    HAProxy deletes the counters of a server with the server, so the runner reads the counters before.
     """
 
     def __init__(self, worker: Socket, features: Features, counters: Collector, directory: Path) -> None:
@@ -46,11 +45,9 @@ class ActionRunner:
         self._files = TlsStore(worker, directory)
 
     def run(self, actions: Iterable[act.Action]) -> None:
-        """Carry out actions in their order. Removals of one backend that follow each other are one step.
+        """Carry out actions in their order. Consecutive removals of one backend are one step.
 
-        Raises:
-            HaproxyError: an action failed; the actions before it are done.
-            OSError: a file is missing.
+        Raises HaproxyError after a failed action; the earlier actions are done. Raises OSError for a missing file.
         """
         for backend, group in groupby(actions, lambda one: one.backend if isinstance(one, act.RemoveServer) else None):
             if backend is not None:
@@ -97,7 +94,7 @@ class ActionRunner:
                 worker.order(f"set maxconn frontend {frontend} {limit or self._process_limit()}")
 
     def _process_limit(self) -> int:
-        """Return the connection limit of the process, which also limits a listener without its own limit."""
+        """Return the limit of the process, which also limits a listener without a limit."""
         for line in self._worker.ask("show info").splitlines():
             name, _, value = line.partition(": ")
             if name == "Maxconn" and value.isdecimal():
@@ -115,9 +112,10 @@ class ActionRunner:
         self._worker.order("; ".join(commands), _ADDED)  # a failed command adds other text to HAProxy's answer
 
     def _replace(self, action: act.ReplaceServer) -> None:
-        """Remove a server and add it again with other keywords, if that interrupts no client.
+        """Remove a server and add it again with other keywords, without an interruption of clients.
 
-        The added server starts in the state "up", so it has to be up now. Another server has to serve meanwhile.
+        The added server starts in the state "up", so the removed server has to be up. Another server has to serve
+        meanwhile.
         """
         name = action.server.name
         if not action.idle:
@@ -166,10 +164,10 @@ class ActionRunner:
             self._delete(f"{backend}/{action.name}", deadline)
 
     def _delete(self, server: str, deadline: float) -> None:
-        """Delete a server in maintenance, as soon as HAProxy's threads have closed its idle connections.
+        """Delete a server in maintenance, as soon as HAProxy has closed its idle connections.
 
-        A server that was disabled during a request may have a connection that became idle afterwards. HAProxy 2.8 keeps
-        the connection and the server for five more seconds, unless the server enters maintenance again.
+        HAProxy 2.8 keeps a server with a connection that became idle in maintenance for five seconds. Maintenance after
+        a drain ends such a connection at once.
         """
         command, tried = f"del server {server}", False
         while (answer := self._worker.ask(command).strip()) != _DELETED:
@@ -181,7 +179,6 @@ class ActionRunner:
             time.sleep(_POLL_SECONDS)
 
     def _order_all(self, commands: Sequence[str]) -> None:
-        """Send commands without an answer, many on one line."""
         for first in range(0, len(commands), _MAX_BATCH):
             self._worker.order("; ".join(commands[first : first + _MAX_BATCH]))
 

@@ -16,9 +16,8 @@ ANSWER_SECONDS = 10.0
 class Socket:
     """One of HAProxy's sockets.
 
-    Args:
-        half_close: shut down the sending side after the question. The master of HAProxy 2.6 completes its answer only
-            then; a worker would close the connection instead.
+    With `half_close` the client shuts down its sending side after the question. The master of HAProxy 2.6 completes its
+    answer only then; a worker would close the connection.
     """
 
     def __init__(self, path: object, *, half_close: bool = False) -> None:
@@ -28,13 +27,8 @@ class Socket:
     def ask(self, question: str, shown: str = "", *, seconds: float = ANSWER_SECONDS, most: int | None = None) -> str:
         """Send one or several commands, with semicolons between them; return the answer.
 
-        Args:
-            shown: replaces a question with a secret in errors.
-            seconds: the time-out for each part of the answer.
-            most: the largest answer in bytes; the rest is not read.
-
-        Raises:
-            HaproxyError: HAProxy does not answer.
+        Errors contain `shown` instead of a question with a secret. Each part of the answer has a time-out in `seconds`.
+        An answer ends after `most` bytes. Raises HaproxyError without an answer.
         """
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:

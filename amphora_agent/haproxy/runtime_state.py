@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parses the state that a running HAProxy reports, and compares it with a configuration.
 
-Invariant: pure. All values that HAProxy reports are compared: an action with a successful answer but without an effect
-is found here.
+Invariant: pure. The comparison finds runtime actions with a successful answer but without an effect.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from typing import NamedTuple
 from amphora_agent.haproxy.config_parser import AGENT_PREFIX, Configuration, Section, Server
 
 PROXIES, SERVERS = "show stat -1 3 -1", "show servers state"
+_Key = tuple[str, str]
 # The columns of `show servers state` (management guide, 9.3).
 _BACKEND, _NAME, _ADDRESS, _RUNNING, _ADMIN, _WEIGHT, _PORT = 1, 3, 4, 5, 6, 7, 18
 _CHECK_PORT, _CHECK_ADDRESS, _FIELDS = 21, 22, 25
@@ -32,7 +32,7 @@ _MAX_SEARCHED = 20
 
 
 class ServerState(NamedTuple):
-    """The reported state of a server; a check address that was never set is "-", such a port is 0."""
+    """The reported state of a server; "-" and 0 are an unset check address and port."""
 
     up: bool
     weight: int
@@ -51,7 +51,7 @@ class ServerState(NamedTuple):
 
 @dataclass(frozen=True)
 class Loaded:
-    """The reported listeners with their connection limits, and backends with their numbers of servers."""
+    """The reported listeners with their limits, and backends with their numbers of servers."""
 
     frontends: dict[str, int]
     members: dict[str, int]
@@ -90,7 +90,7 @@ def _parse_server(line: str) -> tuple[str, str, ServerState] | None:
 def select_servers(answer: str, backend: str, names: Collection[str]) -> tuple[int, dict[tuple[str, str], ServerState]]:
     """Return the number of servers of a backend, and the states of the named ones.
 
-    A backend may have 10,000 servers, so only the lines of the named ones are parsed.
+    A backend may have 10,000 servers, so only the lines of the named servers are parsed.
     """
     first = next(
         (line for line in answer.split("\n", _HEAD_LINES)[:_HEAD_LINES] if line.split(" ")[_BACKEND:2] == [backend]), ""
@@ -128,7 +128,7 @@ def listener_limits(answer: str) -> dict[str, int]:
 
 
 def closed_listeners(answer: str) -> list[str]:
-    """Return the listeners that accept no connections, because an operator has disabled them by hand."""
+    """Return the listeners that an operator has disabled by hand."""
     closed = [row[_PROXY] for row in _proxies(answer, "FRONTEND", _STATUS) if row[_STATUS] not in _LISTENS]
     return sorted(name for name in closed if not name.startswith(AGENT_PREFIX))
 
@@ -140,7 +140,10 @@ def find_difference(
     if why := _listener_difference(wanted, listeners):
         return why
     live = _enabled(wanted.backends)
-    members = {key: server for key, server in wanted.servers.items() if key[0] in live}
+    return _member_difference({key: server for key, server in wanted.servers.items() if key[0] in live}, servers)
+
+
+def _member_difference(members: Mapping[_Key, Server], servers: Mapping[_Key, ServerState]) -> str:
     if missing := members.keys() ^ servers.keys():
         backend, name = min(missing)
         return f"member {name} of {backend} is missing or unexpected"
@@ -170,17 +173,10 @@ def find_partial_difference(wanted: Configuration, touched: Collection[tuple[str
     if different := _enabled(wanted.backends).keys() ^ found.backends:
         return f"backend {min(different)} is missing or unexpected"
     for backend in sorted({backend for backend, _ in touched}):
-        section = wanted.backends[backend]
-        if (count := found.members.get(backend, 0)) != len(section.servers):
-            return f"{backend} has {count} members, not {len(section.servers)}"
-        names = {name for each, name in touched if each == backend}
-        members = {server.name: server for server in section.servers if server.name in names}
-        if missing := members.keys() ^ {name for each, name in found.servers if each == backend}:
-            return f"member {min(missing)} of {backend} is missing or unexpected"
-        for name, server in members.items():
-            if why := _server_difference(server, found.servers[backend, name]):
-                return f"member {name} of {backend} {why}"
-    return ""
+        wanted_count = len(wanted.backends[backend].servers)
+        if (count := found.members.get(backend, 0)) != wanted_count:
+            return f"{backend} has {count} members, not {wanted_count}"
+    return _member_difference({key: wanted.servers[key] for key in touched if key in wanted.servers}, found.servers)
 
 
 def _enabled(sections: dict[str, Section]) -> dict[str, Section]:
@@ -199,7 +195,7 @@ def _listener_difference(wanted: Configuration, listeners: dict[str, int]) -> st
 
 
 def _server_difference(server: Server, state: ServerState) -> str:
-    if not _same_endpoint(server.address, state.address, state.port):
+    if not _same_endpoint(server, state.address, state.port):
         return f"is at {state.address} port {state.port}, not at {server.address}"
     if server.checked:
         address, port = server.value("addr"), server.value("port")
@@ -215,11 +211,10 @@ def _server_difference(server: Server, state: ServerState) -> str:
     return "gets no new requests" if state.draining else ""
 
 
-def _same_endpoint(address: str, host: str, port: int) -> bool:
-    if address == f"{host}:{port}":  # the comparison of texts is fast for 10,000 servers
+def _same_endpoint(server: Server, host: str, port: int) -> bool:
+    if server.address == f"{host}:{port}":  # the comparison of texts is fast for 10,000 servers
         return True
-    wanted, _, number = address.rpartition(":")
-    wanted = wanted.removeprefix("[").removesuffix("]")
+    wanted, number = server.endpoint
     if not (_is_address(wanted) and number.isdecimal()):
         return True  # no runtime action changes a name, a socket or a port offset
     return _same_address(wanted, host) and int(number) == port

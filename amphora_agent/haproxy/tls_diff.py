@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the TLS files of two configurations: certificates, CAs, CRLs, crt-lists, ticket keys.
 
-Invariant: pure. HAProxy knows a file by its name in the text, so names are compared. Contents matter only for crt-lists
-and ticket keys. A difference that needs a reload is an obstacle, in words.
+Invariant: pure. HAProxy knows a file by its name in the text, so names are compared. A difference that needs a reload
+is an obstacle, in words.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _connection_obstacles(
 def _compare_crt_list(
     name: str, old: str | None, new: str | None, actions: list[act.FileAction], after: list[act.FileAction]
 ) -> str:
-    """Append the actions for a crt-list; return why it cannot be changed, if so."""
+    """Append the actions for a crt-list; return the reason of an obstacle, or an empty text."""
     if old is None or new is None:
         return "was not served before"
     before, wanted = crt_list_entries(old), crt_list_entries(new)

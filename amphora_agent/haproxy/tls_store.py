@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes the TLS files in HAProxy's memory over the stats socket, and reads them back.
 
-Invariant: a change is complete only when HAProxy reports the new content. An error repeats no answer that could show a
-key, and never a content that was sent. No transaction stays open. HAProxy knows a file by its name in the configuration
-(manual, "default-path"), so the name is the same for files from disk and from the socket.
-Source: management guide, 9.3, "set ssl cert" and the commands after it.
+Invariant: a change is complete only when HAProxy reports the new content. No error shows a content that was sent. No
+transaction stays open. HAProxy knows a file by its name in the configuration (manual, "default-path"). Source:
+management guide, 9.3, "set ssl cert" and the commands after it.
 """
 
 from __future__ import annotations
@@ -172,7 +171,7 @@ class TlsStore:
 
 
 def _payload(text: str) -> str:
-    """Return a text without empty lines, because an empty line would end it on HAProxy's socket."""
+    """Return a text without empty lines, because an empty line ends a payload on HAProxy's socket."""
     return "".join(f"{line.strip()}\n" for line in text.splitlines() if line.strip())
 
 

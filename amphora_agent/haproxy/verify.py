@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verifies the running HAProxy: reads back its state and compares it with the configuration.
+"""Reads back the state of the running HAProxy and compares it with the configuration.
 
-Invariant: after a verification without differences, the agent reads only changed servers again. After a start or a
-reload, it reads everything.
+Invariant: the agent reads everything after a start or a reload, and afterwards only changed servers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data of an old worker for the next one: check results, stick tables, drained servers.
-
-Invariant: pure.
-"""
+"""The data of an old worker for the next one: check results, stick tables, drained servers."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ def compose_states(answer: str, wanted: Configuration) -> str:
     """Return the server-state file for a worker with the configuration `wanted`.
 
     The file has the results of health checks from the old worker's answer to ``show servers state``. Weight and
-    maintenance are those of the new configuration. Servers without a check, or with another address, are left out.
+    maintenance come from the new configuration. Servers without a check, or with another address, are left out.
     """
     lines = answer.split("\n")
     if lines[0].strip() != _VERSION:
@@ -46,7 +43,8 @@ def compose_states(answer: str, wanted: Configuration) -> str:
         if len(fields) < _FIELDS:
             continue
         server = wanted.servers.get((fields[_BACKEND], fields[_NAME]))
-        if server is None or not server.checked or not _same_address(server.address, fields):
+        place = fields[_ADDRESS].lower(), fields[_PORT]
+        if server is None or not server.checked or (server.endpoint[0].lower(), server.endpoint[1]) != place:
             continue
         fields[_ADMIN] = _MAINTENANCE_BY_CONFIGURATION if server.disabled else "0"
         fields[_WEIGHT] = fields[_INITIAL_WEIGHT] = str(server.weight)
@@ -54,18 +52,13 @@ def compose_states(answer: str, wanted: Configuration) -> str:
     return "\n".join(kept) + "\n"
 
 
-def _same_address(address: str, fields: list[str]) -> bool:
-    host, _, port = address.rpartition(":")
-    return host.strip("[]").lower() == fields[_ADDRESS].lower() and port == fields[_PORT]
-
-
 def drain_commands(wanted: Configuration, states: Mapping[tuple[str, str], ServerState]) -> list[str]:
     """Return the commands that drain removed servers in the worker before a reload.
 
-    After its replacement a worker accepts no commands ("Proxy is disabled"). But it serves one more request of each
-    client that kept its connection, with its old configuration. So servers that the `wanted` configuration removes,
-    disables, moves or gives the weight 0 are drained before. A backend without any other server is left out, because
-    that request would then fail. Running requests continue.
+    A replaced worker accepts no commands. But the worker serves one more request of each client with an open
+    connection, with its old configuration. So the agent drains servers that the `wanted` configuration removes,
+    disables or moves, and servers with the new weight 0. A backend without any other server is left out, because that
+    request would fail. Running requests continue.
     """
     serving: dict[str, list[str]] = {}
     for (backend, name), state in states.items():
@@ -95,8 +88,7 @@ def _drained(server: Server | None) -> str:
 def _stays(server: Server | None, state: ServerState) -> bool:
     if server is None or server.disabled or server.weight == 0:
         return False
-    host, _, port = server.address.rpartition(":")
-    return (host.strip("[]"), port) == (state.address, str(state.port)) or not port.isdecimal()
+    return server.endpoint == (state.address, str(state.port)) or not server.endpoint[1].isdecimal()
 
 
 def has_entries(answer: str) -> bool:
@@ -107,13 +99,12 @@ def has_entries(answer: str) -> bool:
 def would_lose_entries(answer: str, *, has_predecessor: bool = False) -> bool:
     """Whether a reload now would lose entries of stick tables, according to the answer to `TABLES`.
 
-    A worker sends its tables to its successor only after it has learned the tables itself. It learns from its own
-    predecessor (about 100 ms after a reload); the first worker waits five seconds for one. If the predecessor had not
-    learned yet, the worker waits five seconds for it, and five more for other peers (HAProxy 2.6 and 2.8, not 3.0;
-    source: ``show peers`` before and after reloads).
+    A worker sends its tables to its successor only after it has learned the tables of its own predecessor. Learning
+    takes about 100 ms after a reload, and five seconds for a worker without a predecessor. If the predecessor had not
+    learned its tables, the worker waits five seconds, and five more for other peers (HAProxy 2.6 and 2.8, not 3.0).
+    Source: ``show peers`` before and after reloads.
 
-    Args:
-        has_predecessor: the previous worker had entries, which this one may not have learned yet.
+    With `has_predecessor`, the previous worker had entries.
     """
     flags = _FLAGS.search(answer)
     some = has_entries(answer) or (has_predecessor and _TABLE.search(answer) is not None)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HAProxy's workers, as its master lists them.
-
-Invariant: pure. Source: ``show proc`` on the master's socket (HAProxy management guide, 9.4).
-"""
+"""HAProxy's workers, as its master lists them (``show proc``, management guide, 9.4)."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ class Workers:
 
 
 def parse(answer: str) -> Workers | None:
-    """Parse the answer to ``show proc``; None if it is another text."""
+    """Parse the answer to ``show proc``; None for another text."""
     reloads: int | None = None
     present: int | None = None
     replaced: list[tuple[int, int]] = []

@@ -7,7 +7,6 @@ the confirmation. These requests never change an amphora that serves a bundle of
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import threading
@@ -19,7 +18,7 @@ from typing import Any
 
 from amphora_agent.apply.applier import Applier
 from amphora_agent.apply.change_log import ApplyResult
-from amphora_agent.bundle import OCTAVIA_API_V1_ID, Bundle, Interface, Limits, parse_stored
+from amphora_agent.bundle import OCTAVIA_API_V1_ID, Bundle, Interface, Limits, digest, parse_stored
 from amphora_agent.config import Settings
 from amphora_agent.errors import AgentError, ConfigurationRefused, MachineError, RequestRefused
 from amphora_agent.network import links
@@ -53,7 +52,6 @@ class OctaviaAmphora:
 
     @property
     def state(self) -> State:
-        """The state of all requests."""
         return self._state
 
     def _read(self) -> State:
@@ -77,12 +75,10 @@ class OctaviaAmphora:
         return self._draining[1]
 
     def plug_vip(self, vip: str, document: Any) -> Interface:
-        """Add or change the interface with the VIPs."""
         with self.changing(403):
             return self._plug(ports.vip_port(vip, document))
 
     def plug_network(self, document: Any) -> Interface:
-        """Add or change an interface on a network of members."""
         with self.changing(403):
             return self._plug(ports.member_port(document, self._state.interfaces))
 
@@ -94,7 +90,6 @@ class OctaviaAmphora:
         return port
 
     def set_rules(self, document: Any) -> None:
-        """Set the firewall rules."""
         with self.changing():
             # The worker sends an empty list for a new amphora. An empty list must not open an amphora with rules.
             read = firewall_rules.read(document)
@@ -134,14 +129,13 @@ class OctaviaAmphora:
                 raise RequestRefused(f"Error {action}ing haproxy", error.happened, 500) from error
 
     def delete(self, object_id: str) -> None:
-        """Stop a load balancer and delete its state; no error if it does not exist."""
+        """Stop a load balancer and delete its state, if it exists."""
         with self.changing():
             if object_id == self._state.load_balancer_id:
                 self._apply(replace(self._bare(self._state), load_balancer_id=None, uploaded=None))
                 self._uploads.forget()
 
     def _serving(self, state: State) -> State:
-        """Return the state in which HAProxy serves the last upload."""
         owner = state.load_balancer_id
         if owner is None or state.uploaded is None:
             raise RequestRefused(NO_LOAD_BALANCER, "no configuration was uploaded", 404)
@@ -158,18 +152,15 @@ class OctaviaAmphora:
         return replace(state, wanted=wanted, ports=frozenset(found.ports))
 
     def _bare(self, state: State) -> State:
-        """Return the state without HAProxy."""
         return replace(state, wanted=replace(state.wanted, haproxy=None, files=(), pings={}), ports=frozenset())
 
     def put_file(self, load_balancer_id: str, name: str, body: bytes) -> None:
-        """Store a certificate, a CA, a revocation list or a crt-list."""
         with self.changing():
             self._refuse_another(load_balancer_id)
             uploads.checked_name(name)
             self._uploads.put(load_balancer_id, name, uploads.checked_content(name, body))
 
     def file(self, load_balancer_id: str, name: str) -> bytes | None:
-        """Return the content of an uploaded file; None if it does not exist."""
         content = self._uploads.get(load_balancer_id, uploads.checked_name(name))
         return None if content is None else content.encode()
 
@@ -179,14 +170,13 @@ class OctaviaAmphora:
             self._uploads.delete(load_balancer_id, uploads.checked_name(name))
 
     def upload_vrrp(self, body: bytes) -> None:
-        """Store the VRRP configuration; the next start or reload of keepalived uses it."""
+        """Store the VRRP configuration for the next start or reload of keepalived."""
         with self.changing():
             names = {each.name for each in self._state.interfaces}
             vrrp = keepalived.read(body.decode(errors="replace"), names)
             self._remember(replace(self._state, wanted=replace(self._state.wanted, vrrp=vrrp)))
 
     def act_vrrp(self, action: str) -> None:
-        """Start, stop or reload keepalived."""
         with self.changing():
             wanted = f"Failed to {action} octavia-keepalived service"
             if self._state.wanted.vrrp is None:
@@ -200,7 +190,7 @@ class OctaviaAmphora:
     def changing(self, status: int = 409) -> Iterator[None]:
         """Hold the lock for a change. Raises RequestRefused if another controller manages this amphora.
 
-        The refusal of a plug request needs another HTTP status, because the worker interprets a 409 there as success.
+        The refusal of a plug request has another HTTP status, because the worker interprets 409 as success of the plug.
         """
         with self._lock:
             last = self._last()
@@ -235,8 +225,7 @@ class OctaviaAmphora:
             # After a reboot the uploaded files are lost, and Octavia's worker uploads them again.
             state = self._bare(state)
         bundle = self._bundle(state)
-        digest = hashlib.sha256(json.dumps(bundle.to_document()).encode()).hexdigest()
-        outcome = self._applier.apply_bundle(bundle, digest)
+        outcome = self._applier.apply_bundle(bundle, digest(json.dumps(bundle.to_document()).encode()))
         self._remember(state)
         return outcome
 
@@ -250,6 +239,5 @@ class OctaviaAmphora:
 
 
 def _macs() -> set[str]:
-    """Return the MAC addresses of all interfaces of the calling network namespace."""
     with IPRoute() as route:
         return {link.mac for link in links.list_links(route)}

@@ -2,8 +2,8 @@
 """Conversion of an uploaded HAProxy configuration to the text of a bundle.
 
 Invariant: no I/O. Each line of the upload is kept, rewritten or empty in the result, so that line numbers in HAProxy's
-messages are right. Sections of the machine (`global`, `peers`, the metrics exporter) become empty. Other unknown
-sections and directives stay in the text; `haproxy.config_parser` and `directives` refuse them.
+messages are right. Sections of the machine (`global`, `peers`, the metrics exporter) become empty.
+`haproxy.config_parser` and `directives` refuse other unknown sections and directives.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _PING = ["http-check send meth GET uri-lf '/ping/%[srv_name]'", "option httpchk"
 class Translation:
     """The result of a conversion.
 
-    ``connections`` is the limit of the process, ``files`` are the uploaded files that the text names, ``ports`` the
-    ports of listeners, ``pings`` the addresses of PING checks by member.
+    ``connections`` is the limit of the process. ``files`` are the uploaded files that the text names. ``ports`` are the
+    ports of listeners. ``pings`` has the addresses of PING checks by member.
     """
 
     text: str = ""

@@ -2,7 +2,7 @@
 """Conversion of an uploaded keepalived configuration to the `vrrp` of a bundle.
 
 Invariant: no I/O. keepalived never gets this text: the agent renders its own configuration with the numbers and
-addresses of the text. It ignores VIPs, routes and rules, because the plug requests contain them.
+addresses of the text. The agent takes VIPs and routes from the plug requests.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ _USUAL_ADVERT = 1.0
 
 
 def read(text: str, interfaces: Collection[str]) -> Vrrp:
-    """Return the VRRP part of a bundle for these plugged interfaces.
-
-    Raises RequestRefused unless the text has exactly one complete instance.
-    """
+    """Return the VRRP part of a bundle. Raises RequestRefused without exactly one complete instance."""
     instances = [body for head, body in _blocks(text) if head[:1] == ["vrrp_instance"]]
     if len(instances) != 1:
         _refuse(f"one vrrp_instance is needed, there are {len(instances)}")
@@ -68,7 +65,7 @@ def _word(lines: dict[str, list[str]], keyword: str) -> str:
 
 
 def _blocks(text: str) -> list[tuple[list[str], list[str]]]:
-    """Return the outermost blocks: words before the brace, and words inside with braces and line ends."""
+    """Return the outermost blocks, each with the words before the brace and the words inside."""
     found: list[tuple[list[str], list[str]]] = []
     head: list[str] = []
     body: list[str] = []
@@ -96,7 +93,6 @@ def _blocks(text: str) -> list[tuple[list[str], list[str]]]:
 
 
 def _lines(body: list[str]) -> dict[str, list[str]]:
-    """Return the words of lines outside inner blocks, by first word."""
     lines: list[list[str]] = [[]]
     depth = 0
     for token in body:

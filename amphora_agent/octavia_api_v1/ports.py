@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of plug requests to interfaces of a bundle.
 
-Invariant: no I/O. A MAC address identifies a port, which keeps its first name. The interface with the VIPs is
-`VIP_NAME`.
+Invariant: no I/O. A MAC address identifies a port, which keeps its first name.
 """
 
 from __future__ import annotations
@@ -58,9 +57,11 @@ def member_port(document: Any, plugged: Collection[Interface]) -> Interface:
         fixed = [_object(each) for each in found.get("fixed_ips") or ()]
         if found.get("vip_net_info") or (known is not None and known.name == VIP_NAME):
             return _shared(found, fixed, known)
+        taken = {each.name for each in plugged}
+        free = next(name for n in itertools.count(_FIRST_MEMBER_NETWORK) if (name := f"eth{n}") not in taken)
         return Interface(
             mac=mac,
-            name=known.name if known is not None else _free_name({each.name for each in plugged}),
+            name=known.name if known is not None else free,
             mtu=_mtu(found.get("mtu")),
             addresses=tuple(_fixed(each["ip_address"], each["subnet_cidr"]) for each in fixed),
             vips=(),
@@ -73,12 +74,11 @@ def member_port(document: Any, plugged: Collection[Interface]) -> Interface:
 
 
 def with_port(plugged: Collection[Interface], port: Interface) -> tuple[Interface, ...]:
-    """Return the interfaces with one added or replaced. One of them has the VIPs."""
+    """Return the interfaces with one added or replaced."""
     return tuple(sorted((*(each for each in plugged if each.name != port.name), port), key=lambda each: each.name))
 
 
 def _shared(found: Mapping[str, Any], fixed: list[dict[str, Any]], known: Interface | None) -> Interface:
-    """Return the interface with the VIPs, which also reaches subnets of members."""
     if found.get("vip_net_info"):
         net_info = _object(found["vip_net_info"])
         port = vip_port(net_info["vip"], {"mac_address": found["mac_address"], **net_info})
@@ -125,15 +125,11 @@ def _host_routes(subnet: Mapping[str, Any]) -> list[Route]:
 
 
 def _unique(routes: Iterable[Route]) -> tuple[Route, ...]:
-    """Return the first route of each destination; the primary VIP is first."""
+    """Return the first route of each destination."""
     found: dict[Network, Route] = {}
     for route in routes:
         found.setdefault(route.destination, route)
     return tuple(found.values())
-
-
-def _free_name(taken: Collection[str]) -> str:
-    return next(name for n in itertools.count(_FIRST_MEMBER_NETWORK) if (name := f"eth{n}") not in taken)
 
 
 def _object(document: Any) -> dict[str, Any]:
@@ -143,7 +139,6 @@ def _object(document: Any) -> dict[str, Any]:
 
 
 def _fixed(address: Any, subnet: Any) -> Address:
-    """Return an address with the prefix length of its subnet."""
     if not isinstance(address, str):
         raise TypeError("an address of the port's own is needed: this amphora asks no DHCP server for one")
     length = ipaddress.ip_network(subnet, strict=False).prefixlen

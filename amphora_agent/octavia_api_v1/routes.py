@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes of Octavia's amphora API 1.0 (docs/reference/amphora-api-v1.md).
-
-Invariant: a route reads its request, calls one method, and answers in the format of the API. Routes that only read
-answer each kind of controller.
-"""
+"""Routes of Octavia's amphora API 1.0 (docs/reference/amphora-api-v1.md)."""
 
 from __future__ import annotations
 
@@ -45,9 +41,8 @@ def blueprint(
 ) -> Blueprint:
     """Return the routes.
 
-    Args:
-        configure: applies the text of Octavia's agent configuration.
-        take_certificate: replaces the agent's certificate and key.
+    `configure` applies the text of Octavia's agent configuration; `take_certificate` replaces the agent's certificate
+    and key.
     """
     routes = Blueprint("octavia", __name__)
     _answer_errors(routes)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state from all requests of Octavia's worker, and its conversion to a bundle.
 
-Invariant: Octavia's API configures a load balancer in parts; `bundle` combines them, so that each request is one more
-generation. The state contains no content of files. The only I/O is one file.
+Octavia's API configures a load balancer in parts, so that each request is one more generation. The state contains no
+content of files.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def recovered(served: Bundle) -> State:
 def bundle(state: State, generation: int, *, pair: bool) -> Bundle:
     """Return the bundle of a state.
 
-    An amphora of a pair, also before a VRRP upload, has no VIPs until keepalived starts: the partner may have them.
+    An amphora of a pair has no VIPs until keepalived starts, because its partner may have the VIPs.
     """
     interfaces = state.interfaces
     if (pair or state.wanted.vrrp is not None) and not state.vrrp_started:

@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files that Octavia's worker uploads: certificates with keys, CAs, revocation lists and crt-lists.
 
-Invariant: only root can read the uploaded files, which are in memory: after a reboot the worker uploads them again. A
-bundle contains only files of the served load balancer that its text or a crt-list names. No error repeats the content
-of a file.
+Invariant: only root can read the uploaded files, which are in memory. After a reboot the worker uploads them again. A
+bundle contains only files of the served load balancer. No error repeats the content of a file.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from amphora_agent.bundle import MAX_FILE_BYTES, MAX_FILES, MAX_FILES_BYTES, File
+from amphora_agent.bundle import MAX_FILE_BYTES, MAX_FILES, MAX_FILES_BYTES, File, digest
 from amphora_agent.errors import RequestRefused
 from amphora_agent.paths import Paths, write_atomically
 
@@ -57,11 +55,8 @@ def bundle_name(path: str, load_balancer_id: str) -> str:
 def collect(names: Iterable[str], read: Callable[[str], str | None], load_balancer_id: str) -> tuple[File, ...]:
     """Return the files of a bundle: the named ones, and the files that their crt-lists name.
 
-    Args:
-        read: returns the uploaded content of a file; None if it does not exist.
-
-    Raises:
-        RequestRefused: a file was not uploaded, or belongs to another load balancer.
+    `read` returns the content of an uploaded file; None without one. Raises RequestRefused if a file was not uploaded,
+    or belongs to another load balancer.
     """
     found: dict[str, File] = {}
     pending = sorted(names)
@@ -76,13 +71,11 @@ def collect(names: Iterable[str], read: Callable[[str], str | None], load_balanc
             paths = [line.split()[0] for line in content.splitlines() if line.split()]
             pending += [path.rpartition("/")[2] for path in paths]
             content = _rewritten(content, load_balancer_id)
-        digest = hashlib.sha256(content.encode()).hexdigest()
-        found[name] = File(f"tls/{load_balancer_id}/{name}", digest, content)
+        found[name] = File(f"tls/{load_balancer_id}/{name}", digest(content.encode()), content)
     return tuple(sorted(found.values(), key=lambda file: file.name))
 
 
 def _rewritten(crt_list: str, load_balancer_id: str) -> str:
-    """Convert the file names of a crt-list (HAProxy manual 3.2, "crt-list") to those of the bundle."""
     lines = []
     for line in crt_list.splitlines():
         first, blank, rest = line.strip().partition(" ")
