@@ -1,6 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent inside an amphora.
-
-Invariant: no module imports the control plane. The interface is docs/reference/agent-api.md and
-docs/reference/heartbeat.md.
-"""
+"""The agent inside an amphora. Its interfaces are docs/reference/agent-api.md and heartbeat.md."""

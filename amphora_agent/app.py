@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent, put together.
+"""The application: creates all parts of the agent and connects them.
 
-Invariant: everything the agent is made of is made here, once for each worker process and after its fork, so
-that no thread or socket is ever shared between processes.
+Invariant: each worker process creates the parts after its fork, so that processes share no thread or socket.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from flask import Flask, jsonify
 from flask.typing import ResponseReturnValue
 from werkzeug.exceptions import HTTPException
 
-from amphora_agent.api import bundle, certificate, config_state, diagnostics, info, vrrp
-from amphora_agent.apply import recovery
+from amphora_agent.api import certificate, diagnostics, state, vrrp
 from amphora_agent.apply.applier import Applier
 from amphora_agent.apply.components import Components
+from amphora_agent.apply.recovery import RecoveryLoop
 from amphora_agent.config import Settings
 from amphora_agent.drift.check import DriftChecker
 from amphora_agent.drift.repair import DriftRepair
@@ -31,7 +30,7 @@ from amphora_agent.l4_daemon.client import CheckerClient
 from amphora_agent.network import sysctls
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.octavia_api_v1 import agent_conf as octavia_settings
-from amphora_agent.octavia_api_v1 import host_routes, routes
+from amphora_agent.octavia_api_v1 import routes
 from amphora_agent.octavia_api_v1.amphora import OctaviaAmphora
 from amphora_agent.paths import Paths
 from amphora_agent.responder.responder_daemon import ResponderDaemon
@@ -46,12 +45,12 @@ from amphora_agent.tls_identity import Identity
 
 _log = logging.getLogger(__name__)
 LARGEST_BODY = 32 * 1024 * 1024
-# HAProxy is not started before the responder answers, unless that takes longer.
+# The agent starts HAProxy when the responder answers, or after this number of seconds.
 RESPONDER_SECONDS = 3.0
 
 
 def create(settings: Settings, paths: Paths, identity: Identity, inheritance: Inherited = NOTHING_INHERITED) -> Flask:
-    """Make the application and start its threads."""
+    """Create the application and start its threads."""
     services = connect_service_manager(settings.services, paths, inheritance)
     inner = Namespace(paths.inner_namespace)
     sysctls.apply_settings(inner)
@@ -62,7 +61,7 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
 
     def sender_for(wanted: Settings) -> Sender:
         if wanted.heartbeat_format == "octavia":
-            # `octavia` is made below, after the first sender: hence the lambda.
+            # The lambda is necessary because the variable `octavia` is assigned later.
             return OctaviaSender(wanted, paths, collector, lambda: octavia.draining())  # noqa: PLW0108
         return HeartbeatSender(
             wanted, paths, collector, lambda: applier.generation, lambda: vrrp_state.holds_vip, drift.heartbeat
@@ -77,15 +76,13 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
         vrrp_state.refresh()
         sender.send_soon()
 
-    parts = Components.create(paths, haproxy, keepalived, inner, virtual)
+    parts = Components(paths, haproxy, keepalived, inner, virtual)
     applier = Applier(settings, parts, on_applied=after, set_ping_targets=responder.set_targets)
     drift_checker = DriftChecker(applier, parts)
     handover = VipHandover(paths, inner, vrrp_state, lambda: applier.vrrp_instance)
     app = Flask("amphora_agent")
     app.config["MAX_CONTENT_LENGTH"] = LARGEST_BODY
-    app.register_blueprint(bundle.blueprint(applier))
-    app.register_blueprint(info.blueprint(settings, applier, vrrp_state, identity, drift))
-    app.register_blueprint(config_state.blueprint(paths, applier, inner, drift))
+    app.register_blueprint(state.blueprint(settings, paths, applier, inner, vrrp_state, identity, drift))
     app.register_blueprint(vrrp.blueprint(handover))
     app.register_blueprint(certificate.blueprint(settings, identity))
     app.register_blueprint(
@@ -98,15 +95,16 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
         octavia_settings.keep(text, paths)
         sender.change(wanted)
 
-    app.register_blueprint(routes.blueprint(octavia))
-    app.register_blueprint(
-        host_routes.blueprint(
-            octavia, applier, haproxy, inner, configure, certificate.certificate_setter(settings, identity)
-        )
-    )
+    set_certificate = certificate.certificate_setter(settings, identity)
+    app.register_blueprint(routes.blueprint(octavia, applier, haproxy, inner, configure, set_certificate))
     _answer_errors(app)
     responder.start()
-    recovery.start_retrying(lambda: _serve_confirmed(applier, responder))
+
+    def serve_confirmed() -> bool:
+        responder.wait(RESPONDER_SECONDS)
+        return applier.apply_confirmed()
+
+    RecoveryLoop(serve_confirmed).start()
     vrrp_state.start()
     handover.start()
     sender.start()
@@ -114,17 +112,10 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
     return app
 
 
-def _serve_confirmed(applier: Applier, responder: ResponderDaemon) -> bool:
-    responder.wait(RESPONDER_SECONDS)
-    return applier.apply_confirmed()
-
-
 def _answer_errors(app: Flask) -> None:
-    """Answer every error as docs/reference/agent-api.md says."""
-
     @app.errorhandler(AgentError)
     def ours(error: AgentError) -> ResponseReturnValue:
-        _log.warning("%s", error)
+        _log.warning("A request was refused or failed: %s", error)
         return jsonify(error.document()), error.status
 
     @app.errorhandler(HTTPException)
@@ -134,6 +125,6 @@ def _answer_errors(app: Flask) -> None:
 
     @app.errorhandler(Exception)
     def unforeseen(error: Exception) -> ResponseReturnValue:
-        _log.exception("Unforeseen error")
+        _log.exception("A request failed with an unexpected error; the client receives status 500")
         said = AgentError("serve the request", f"{type(error).__name__}: {error}", "This is an error of the agent.")
         return jsonify(said.document()), 500

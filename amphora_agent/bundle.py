@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bundle: the complete desired state of an amphora, as typed values.
 
-Invariant: a `Bundle` from `parse` is complete and well-formed. A body with an unknown key, a missing key or a value of
-the wrong type is refused. Parsing has no side effects, and no error repeats the content of a file.
+Invariant: `parse` refuses a body with an unknown key, a missing key or a value of the wrong type. No error repeats the
+content of a file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from ipaddress import IPv4Interface, IPv4Network, IPv6Interface, IPv6Network
 from typing import Any
 
@@ -25,13 +25,12 @@ FORMAT = 1
 OCTAVIA_API_V1_ID = uuid.UUID(int=0)
 """The load balancer id in bundles that come from Octavia's amphora API 1.0.
 
-Octavia plugs an amphora before it names the load balancer. No other controller uses this id, so its bundles are refused
-by an amphora that Octavia drives.
+Octavia plugs an amphora before it names the load balancer. No other controller uses this id.
 """
 _MAC = re.compile(r"(?:[0-9a-f]{2}:){5}[0-9a-f]{2}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,14}")
 _MIN_MTU, _MAX_MTU = 68, 65535
-# No part begins with a dot: no hidden file, and no path out of the directory.
+# No part of a file name begins with a dot, which excludes hidden files and parent directories.
 _FILE = re.compile(r"tls/[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}/[a-z0-9_][a-z0-9_.-]{0,99}")
 _PARTNER = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _MAX_PORT = 65535
@@ -71,7 +70,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class File:
-    """A TLS file. Two files are equal if their digests are, even if only one has its content."""
+    """A TLS file. Files with the same name and digest are equal, with or without content."""
 
     name: str
     sha256: str
@@ -79,7 +78,7 @@ class File:
 
     @property
     def object_id(self) -> str:
-        """The id of its listener or pool."""
+        """The id of the file's listener or pool."""
         return self.name.split("/")[1]
 
 
@@ -87,8 +86,7 @@ class File:
 class Limits:
     """The limits of HAProxy; None is the limit of the machine, or the agent's default.
 
-    ``drain`` is the number of seconds that an old worker may go on with its connections, ``workers`` the number of old
-    workers at once.
+    ``drain`` limits the time of an old worker in seconds. ``workers`` limits the number of old workers.
     """
 
     connections: int | None
@@ -116,9 +114,9 @@ class Partner:
 
 @dataclass(frozen=True)
 class Vrrp:
-    """The VRRP settings of an amphora in a pair (RFC 9568).
+    """The VRRP settings of an amphora in a pair (RFC 9568); ``advert_interval`` is in seconds.
 
-    ``interface`` is the name of the interface with the VIPs, ``advert_interval`` is in seconds.
+    ``interface`` is the name of the interface with the VIPs.
     """
 
     interface: str
@@ -151,8 +149,8 @@ class VrrpInstance:
 class Bundle:
     """The desired state of one amphora. ``haproxy`` is None if no listener needs HAProxy.
 
-    ``pings`` holds the addresses to ping for members with a PING monitor, by member id. ``vrrp`` is None for a single
-    amphora, which always has the VIPs. ``virtual_servers`` are the UDP and SCTP listeners.
+    ``pings`` has the addresses to ping for members with a PING monitor, by member id. ``vrrp`` is None for a single
+    amphora. ``virtual_servers`` are the UDP and SCTP listeners.
     """
 
     amphora_id: uuid.UUID
@@ -191,55 +189,35 @@ class Bundle:
             "files": [{"name": file.name, "sha256": file.sha256} for file in self.files],
             "pings": {member: str(address) for member, address in self.pings.items()},
             "limits": asdict(self.limits),
-            "interfaces": [_interface_document(interface) for interface in self.interfaces],
+            "interfaces": [_plain(interface) for interface in self.interfaces],
             "allowed": [_allowed_document(one) for one in self.allowed],
-            "vrrp": None if self.vrrp is None else _vrrp_document(self.vrrp),
-            # Omitted without virtual servers, as controllers do: agents before 2.0 refuse the key.
+            "vrrp": None if self.vrrp is None else _plain(self.vrrp),
+            # Agents before 2.0 refuse the key `virtual_servers`, so a bundle without virtual servers omits it.
             **({"virtual_servers": model.to_document(self.virtual_servers)} if self.virtual_servers else {}),
         }
 
 
-def _interface_document(interface: Interface) -> dict[str, Any]:
-    return {
-        "mac": interface.mac,
-        "name": interface.name,
-        "mtu": interface.mtu,
-        "addresses": [str(address) for address in interface.addresses],
-        "vips": [str(address) for address in interface.vips],
-        "routes": [
-            {"destination": str(r.destination), "gateway": None if r.gateway is None else str(r.gateway)}
-            for r in interface.routes
-        ],
-    }
+def _plain(value: Any) -> Any:
+    """Return a value of a bundle in the types of JSON: addresses become texts."""
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]
+    if is_dataclass(value):
+        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
+    return value if value is None or isinstance(value, int | float) else str(value)
 
 
 def _allowed_document(one: AllowedSources) -> dict[str, Any]:
-    document: dict[str, Any] = {"port": one.port, "networks": [str(each) for each in one.networks]}
-    return document if one.protocol == _TCP else {**document, "protocol": one.protocol}
-
-
-def _vrrp_document(vrrp: Vrrp) -> dict[str, Any]:
-    return {
-        "interface": vrrp.interface,
-        "router_id": vrrp.router_id,
-        "priority": vrrp.priority,
-        "advert_interval": vrrp.advert_interval,
-        "local": {"name": vrrp.local.name, "address": str(vrrp.local.address)},
-        "peers": [{"name": peer.name, "address": str(peer.address)} for peer in vrrp.peers],
-    }
+    document: dict[str, Any] = _plain(one)
+    return {name: value for name, value in document.items() if (name, value) != ("protocol", _TCP)}
 
 
 def digest(body: bytes) -> str:
-    """Return the digest of a body for `GET /v2/bundle`."""
+    """Return the SHA-256 of a body or a file."""
     return hashlib.sha256(body).hexdigest()
 
 
 def parse(body: bytes) -> Bundle:
-    """Parse a request body.
-
-    Raises:
-        MalformedBundle: with the name of the wrong key.
-    """
+    """Parse a request body. A `MalformedBundle` names the wrong key."""
     try:
         return _bundle(json.loads(body, object_pairs_hook=_reject_duplicate_keys), _file)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -251,8 +229,7 @@ def parse(body: bytes) -> Bundle:
 def parse_stored(document: Any) -> Bundle:
     """Parse the result of `Bundle.to_document`.
 
-    Raises:
-        ValueError, KeyError, TypeError: the document has another form.
+    Raises ValueError, KeyError or TypeError for another document.
     """
     return _bundle(document, _stored_file)
 
@@ -290,9 +267,8 @@ def _bundle(document: Any, read_file: Callable[[Any, str], File]) -> Bundle:
     generation = _typed(found["generation"], int, "generation")
     if generation < 0:
         raise ValueError("generation is negative")
-    text = found["haproxy"]
-    if text is not None:
-        _encoded(text, "haproxy")
+    if found["haproxy"] is not None:
+        _encoded(found["haproxy"], "haproxy")
     interfaces = tuple(_interface(item) for item in _typed(found["interfaces"], list, "interfaces"))
     for attribute in ("mac", "name"):
         values = [getattr(interface, attribute) for interface in interfaces]
@@ -305,7 +281,7 @@ def _bundle(document: Any, read_file: Callable[[Any, str], File]) -> Bundle:
         amphora_id=uuid.UUID(_typed(found["amphora_id"], str, "amphora_id")),
         load_balancer_id=uuid.UUID(_typed(found["load_balancer_id"], str, "load_balancer_id")),
         generation=generation,
-        haproxy=text,
+        haproxy=found["haproxy"],
         files=_files(found["files"], read_file),
         pings=_pings(found["pings"]),
         limits=_limits(found["limits"]),
@@ -317,7 +293,6 @@ def _bundle(document: Any, read_file: Callable[[Any, str], File]) -> Bundle:
 
 
 def _encoded(value: Any, where: str) -> bytes:
-    """Return a text as it is written to a file."""
     text: str = _typed(value, str, where)
     if "\0" in text:
         raise ValueError(f"{where} contains a NUL character")
@@ -345,7 +320,7 @@ def _file(document: Any, where: str) -> File:
     content = _encoded(found["content"], f"the content of {name}")
     if len(content) > MAX_FILE_BYTES:
         raise ValueError(f"{name} has {len(content)} bytes, at most {MAX_FILE_BYTES} are allowed")
-    return File(name, hashlib.sha256(content).hexdigest(), found["content"])
+    return File(name, digest(content), found["content"])
 
 
 def _stored_file(document: Any, where: str) -> File:
@@ -386,15 +361,12 @@ def _allowed(document: Any) -> AllowedSources:
     port = _typed(found["port"], int, "port")
     if not 1 <= port <= _MAX_PORT:
         raise ValueError(f"port {port} is out of range")
-    networks = tuple(
-        ipaddress.ip_network(_unscoped(item, "networks")) for item in _typed(found["networks"], list, "networks")
-    )
-    return AllowedSources(port, networks, protocol)
+    listed = _typed(found["networks"], list, "networks")
+    return AllowedSources(port, tuple(ipaddress.ip_network(_unscoped(one, "networks")) for one in listed), protocol)
 
 
 def _vrrp(document: Any, interfaces: tuple[Interface, ...]) -> Vrrp:
-    names = ("interface", "router_id", "priority", "advert_interval", "local", "peers")
-    found = _keys(document, "vrrp", names)
+    found = _keys(document, "vrrp", [one.name for one in fields(Vrrp)])
     interface = _typed(found["interface"], str, "interface")
     if interface not in {each.name for each in interfaces}:
         raise ValueError(f"vrrp: there is no interface {interface!r}")
@@ -422,7 +394,7 @@ def _partner(document: Any) -> Partner:
 
 
 def _interface(document: Any) -> Interface:
-    found = _keys(document, "an interface", ("mac", "name", "mtu", "addresses", "vips", "routes"))
+    found = _keys(document, "an interface", [one.name for one in fields(Interface)])
     mac = _typed(found["mac"], str, "mac").lower()
     name = _typed(found["name"], str, "name")
     if not _MAC.fullmatch(mac):

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The management interface: from the cloud's network document to a file of systemd-networkd.
 
-Invariant: pure. No text of the document enters a file: each value is parsed as an address, a MAC address or a number
-and written in canonical form. Only the management interface is configured; the agent moves all others to the load
-balancer's namespace.
-Source: OpenStack's network_data.json (Nova, "Metadata"); systemd.network(5).
+Invariant: pure. No text of the document enters a file: each value is parsed as an address, a MAC address or a number.
+Only the management interface is configured; the agent moves all others to the load balancer's namespace. Source:
+OpenStack's network_data.json (Nova, "Metadata"); systemd.network(5).
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ Address = ipaddress.IPv4Interface | ipaddress.IPv6Interface
 _MAC = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}")
 _LEAST_MTU, _LARGEST_MTU = 576, 65535
 _MOST = 64
-# Types of networks without addresses in the document, and networkd's settings for them: DHCP, router advertisements.
+# The document has no addresses for these types of networks. The settings of networkd are the family of DHCP, and the
+# use of router advertisements.
 _DYNAMIC = {
     "ipv4_dhcp": ("ipv4", False),
     "ipv6_dhcp": ("ipv6", True),
@@ -45,15 +45,9 @@ class Route:
 
 @dataclass(frozen=True)
 class Interface:
-    """The management interface.
+    """The management interface; ``mtu`` None is the default of the kernel.
 
-    Attributes:
-        mac: its MAC address.
-        mtu: in bytes; None keeps the default.
-        addresses: static addresses.
-        routes: static routes.
-        dhcp: "ipv4" and "ipv6", if DHCP is used.
-        routers: whether router advertisements are used.
+    ``dhcp`` has "ipv4" and "ipv6" if the interface uses DHCP. ``routers``: the interface accepts router advertisements.
     """
 
     mac: str
@@ -65,15 +59,10 @@ class Interface:
 
 
 def management(document: Mapping[str, Any], address: str | None) -> Interface | None:
-    """Return the management interface; None if the document names no interface.
+    """Return the management interface of network_data.json; None if the document has no interface.
 
-    Args:
-        document: network_data.json. After a migration of the machine it may name ports of the load balancer, too.
-        address: the address on which the agent listens, which selects the interface. Without a match the first
-            interface is returned.
-
-    Raises:
-        SettingsError: the document has another format.
+    The address of the agent selects the interface, because after a migration the document may also have ports of the
+    load balancer. Without a match, the first interface is returned. Raises SettingsError for another format.
     """
     try:
         links = _listed(document, "links")
@@ -108,9 +97,8 @@ def rendered(interface: Interface) -> str:
         *("[Match]", f"MACAddress={interface.mac}", "", *mtu),
         *("[Network]", *(f"Address={address.with_prefixlen}" for address in interface.addresses)),
         *(f"DHCP={dhcp}", f"IPv6AcceptRA={'yes' if interface.routers else 'no'}"),
-        # The amphora resolves no names. The address stays without a carrier, because the agent listens on it.
+        # The amphora resolves no names. Its address stays without a carrier, because the agent listens on the address.
         *("LLMNR=no", "MulticastDNS=no", "IgnoreCarrierLoss=yes", "ConfigureWithoutCarrier=yes", ""),
-        # The cloud guarantees a unique address, and controllers wait for the agent: no duplicate address detection.
         *("[DHCPv4]", "UseDNS=no", "UseHostname=no", "", "[DHCPv6]", "UseDNS=no", ""),
     ]
     for route in interface.routes:
@@ -168,7 +156,7 @@ def _prefix(netmask: str) -> int:
 def _routes(network: Mapping[str, Any]) -> list[Route]:
     found = []
     listed = _listed(network, "routes")
-    if network.get("gateway"):  # the format of Nova before 2016, and of other clouds
+    if network.get("gateway"):  # Nova before 2016 and other clouds use the key `gateway`
         everything = "::" if network["type"] == "ipv6" else "0.0.0.0"
         listed = [{"network": everything, "netmask": everything, "gateway": network["gateway"]}, *listed]
     for route in listed:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings: agent.conf and the key beside it.
 
-Invariant: either every setting is there and of its type, or the agent does not start and says which one is
-not.
+Invariant: the agent starts only if each setting is valid. Otherwise the error names the setting.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import configparser
 import ipaddress
 import logging
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from amphora_agent.errors import SettingsError
@@ -24,7 +24,7 @@ _LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARNING": logging.WARN
 
 @dataclass(frozen=True)
 class Target:
-    """Where heartbeats go."""
+    """An address and port that receives heartbeats."""
 
     host: str
     port: int
@@ -35,11 +35,10 @@ class Target:
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything the compute backend decided at boot.
+    """The settings of an amphora, which the compute backend writes. Intervals are in seconds.
 
-    ``heartbeat_format`` is "native" or "octavia" (docs/reference/amphora-api-v1.md); in the latter the key is any text.
-    ``pair`` tells that this amphora is one of two in Octavia's topology. ``audit_interval`` is the time between two
-    drift checks in seconds.
+    With the ``heartbeat_format`` "octavia" (docs/reference/amphora-api-v1.md) the key is any text; the other format is
+    "native". ``pair``: this amphora is one of two in Octavia's topology.
     """
 
     amphora_id: uuid.UUID
@@ -60,25 +59,21 @@ class Settings:
 
 
 def load(paths: Paths) -> Settings:
-    """Read the settings.
-
-    Raises:
-        SettingsError: naming the setting that is missing or wrong.
-    """
+    """Read the settings; a `SettingsError` names a missing or wrong one."""
     parser = configparser.ConfigParser(interpolation=None)
     file = paths.etc / "agent.conf"
     try:
         with file.open(encoding="utf-8") as text:
             parser.read_file(text)
-        heartbeat_format = _format(parser.get("heartbeat", "format", fallback="native"))
+        heartbeat_format = _one_of(_FORMATS, "format", parser.get("heartbeat", "format", fallback="native"))
         return Settings(
             amphora_id=uuid.UUID(parser.get("agent", "amphora_id")),
             bind_address=str(ipaddress.ip_address(parser.get("agent", "bind_address"))),
             bind_port=parser.getint("agent", "bind_port", fallback=9443),
             services=parser.get("agent", "services", fallback="systemd"),
-            log_level=_level(parser.get("agent", "log_level", fallback="INFO")),
+            log_level=_LEVELS[_one_of(_LEVELS, "log_level", parser.get("agent", "log_level", fallback="INFO"))],
             interval=_positive(parser.getfloat("heartbeat", "interval", fallback=3.0)),
-            targets=_targets(parser.get("heartbeat", "targets", fallback="")),
+            targets=parse_targets(parser.get("heartbeat", "targets", fallback="")),
             heartbeat_key=_key((paths.etc / "heartbeat.key").read_text(encoding="ascii"), heartbeat_format),
             heartbeat_format=heartbeat_format,
             pair=parser.getboolean("octavia", "pair", fallback=False),
@@ -90,22 +85,16 @@ def load(paths: Paths) -> Settings:
         ) from error
 
 
-def _level(name: str) -> int:
-    if name not in _LEVELS:
-        raise ValueError(f"log_level = {name} is none of {', '.join(_LEVELS)}")
-    return _LEVELS[name]
+def _one_of(known: Collection[str], setting: str, name: str) -> str:
+    if name not in known:
+        raise ValueError(f"{setting} = {name} is none of {', '.join(known)}")
+    return name
 
 
 def _positive(value: float) -> float:
     if value <= 0:
         raise ValueError(f"interval = {value} is not positive")
     return value
-
-
-def _format(name: str) -> str:
-    if name not in _FORMATS:
-        raise ValueError(f"format = {name} is none of {', '.join(_FORMATS)}")
-    return name
 
 
 def _key(text: str, heartbeat_format: str) -> bytes:
@@ -117,10 +106,10 @@ def _key(text: str, heartbeat_format: str) -> bytes:
     return key
 
 
-def _targets(text: str) -> tuple[Target, ...]:
+def parse_targets(text: str) -> tuple[Target, ...]:
+    """Parse addresses with ports, separated by commas and perhaps in quotes. Raises ValueError."""
     targets = []
-    for item in filter(None, (part.strip() for part in text.split(","))):
+    for item in filter(None, (part.strip("'\" ") for part in text.split(","))):
         host, _, port = item.rpartition(":")
-        address = ipaddress.ip_address(host.strip("[]"))
-        targets.append(Target(str(address), int(port)))
+        targets.append(Target(str(ipaddress.ip_address(host.strip("[]"))), int(port)))
     return tuple(targets)

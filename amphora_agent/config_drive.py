@@ -29,11 +29,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# The program is started by its path, which may be a link; -I leaves the package out of the search path.
+# Python's option -I removes the package from the search path, and the path of this program may be a link.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from amphora_agent import cloud_network
 from amphora_agent.errors import AgentError, SettingsError
+from amphora_agent.paths import write_atomically
 
 LABEL = "config-2"
 LATEST = "openstack/latest"
@@ -46,40 +47,21 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HOSTNAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?)*")
 _PUBLIC_KEY = re.compile(r"(ssh|ecdsa|sk-ssh|sk-ecdsa)-[ -~]{16,8192}")
 _KEYS = "authorized_keys"
-# mount(2): read only, without set-user-id, devices, programs, links (MS_NOSYMFOLLOW).
+# The flags of mount(2) forbid writes, set-user-id, devices, programs and links (MS_NOSYMFOLLOW).
 _MOUNT_FLAGS = 1 | 2 | 4 | 8 | 256
 _KOBJECT_UEVENT = 15
 
 
-@dataclass(frozen=True)
 class Places:
     """The paths that the program uses; a test moves them."""
 
-    root: Path = Path("/")
-
-    @property
-    def files(self) -> Path:
-        return self.root / "etc/amphora-agent"
-
-    @property
-    def network(self) -> Path:
-        return self.root / "run/systemd/network/10-management.network"
-
-    @property
-    def time_servers(self) -> Path:
-        return self.root / "run/amphora-chrony/config-drive.sources"
-
-    @property
-    def command_line(self) -> Path:
-        return self.root / "proc/cmdline"
-
-    @property
-    def blocks(self) -> Path:
-        return self.root / "sys/class/block"
-
-    @property
-    def devices(self) -> Path:
-        return self.root / "dev"
+    def __init__(self, root: Path = Path("/")) -> None:
+        self.files = root / "etc/amphora-agent"
+        self.network = root / "run/systemd/network/10-management.network"
+        self.time_servers = root / "run/amphora-chrony/config-drive.sources"
+        self.command_line = root / "proc/cmdline"
+        self.blocks = root / "sys/class/block"
+        self.devices = root / "dev"
 
 
 @dataclass(frozen=True)
@@ -92,30 +74,23 @@ class DriveContent:
     network: Mapping[str, Any]
 
 
-# --- find the drive ----------------------------------------------------------------------------------------
-
-
 def label(header: bytes) -> tuple[str, str] | None:
-    """Return file system and label from the first 34 KiB of a device; None if unknown."""
+    """Return file system and label from the first 34 KiB of a device; None for another file system."""
     descriptor = header[32768:32840]
     if descriptor[:6] == b"\x01CD001":
         return "iso9660", descriptor[40:72].decode("ascii", "replace").strip()
     if header[510:512] == b"\x55\xaa":
-        for kind, name in ((82, 71), (54, 43)):  # FAT32, then FAT12 and FAT16
+        for kind, name in ((82, 71), (54, 43)):  # FAT32 has other offsets than FAT12 and FAT16
             if header[kind : kind + 3] == b"FAT":
                 return "vfat", header[name : name + 11].decode("ascii", "replace").strip()
     return None
 
 
 def find(places: Places, seconds: float) -> tuple[Path, str]:
-    """Wait for the drive; return its device and file system.
-
-    Raises:
-        SettingsError: no drive appears in time.
-    """
+    """Wait up to `seconds` for the drive; return its device and file system. Raises SettingsError."""
     deadline = time.monotonic() + seconds
     with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _KOBJECT_UEVENT) as events:
-        events.bind((0, 1))  # bind before the first look, so that no device event is lost
+        events.bind((0, 1))  # the bind precedes the first search, so that no device event is lost
         first = True
         while True:
             found = _look(places)
@@ -132,7 +107,7 @@ def find(places: Places, seconds: float) -> tuple[Path, str]:
                 _log("waiting for the config drive")
                 first = False
             events.settimeout(min(left, _LOOK_SECONDS))
-            with suppress(OSError):  # without an event, or after too many: look again
+            with suppress(OSError):  # a time-out or a lost event starts the next search for the drive
                 events.recv(65536)
 
 
@@ -163,17 +138,10 @@ def mounted(device: Path, kind: str) -> Iterator[int]:
             libc.umount2(place.encode(), 0)
 
 
-# --- read the drive ----------------------------------------------------------------------------------------
-
-
 def read(root: int) -> DriveContent:
-    """Read and check the documents and files of the drive.
+    """Read and check the documents and files below the descriptor of a directory.
 
-    Args:
-        root: a descriptor of its root directory.
-
-    Raises:
-        SettingsError: the drive is not a config drive, or a document is invalid.
+    Raises SettingsError if this is no config drive, or a document is invalid.
     """
     meta = _document(root, "meta_data.json")
     try:
@@ -202,15 +170,9 @@ def read(root: int) -> DriveContent:
 
 
 def content(root: int, path: str, largest: int) -> bytes:
-    """Return the content of a file. Neither the file nor a directory of its path may be a link.
+    """Return the content of a file below a descriptor. Links in the path are refused.
 
-    Args:
-        root: a descriptor of a directory.
-        path: the path below this directory.
-        largest: the limit of its size in bytes.
-
-    Raises:
-        SettingsError: the file does not exist, is not a regular file, or is too large.
+    Raises SettingsError if the file does not exist, is no regular file, or has more than `largest` bytes.
     """
     parts = path.split("/")
     wanted = f"read {path[:200]!r} of the config drive"
@@ -219,8 +181,7 @@ def content(root: int, path: str, largest: int) -> bytes:
     directory = os.dup(root)
     try:
         for part in parts[:-1]:
-            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-            inside = os.open(part, flags, dir_fd=directory)
+            inside = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
             os.close(directory)
             directory = inside
         descriptor = os.open(parts[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
@@ -242,7 +203,7 @@ def _document(root: int, name: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        # The error does not quote the document, which may contain keys.
+        # The JSON parser's error would quote the document, which may contain keys.
         raise SettingsError(f"read {name}", f"it is not JSON ({type(error).__name__})") from None
     if not isinstance(found, dict):
         raise SettingsError(f"read {name}", "it is not an object")
@@ -265,16 +226,8 @@ def _hostname(meta: Mapping[str, Any]) -> str | None:
     return name if isinstance(name, str) and len(name) <= 64 and _HOSTNAME.fullmatch(name) else None
 
 
-# --- write the files ---------------------------------------------------------------------------------------
-
-
 def write_files(places: Places, told: DriveContent) -> None:
-    """Write the missing files, agent.conf last, then the network.
-
-    Raises:
-        SettingsError: the network document is invalid.
-        OSError: a file cannot be written.
-    """
+    """Write the missing files, agent.conf last, then the network. Raises SettingsError and OSError."""
     places.files.mkdir(mode=0o700, parents=True, exist_ok=True)
     for name in sorted(told.files, key=lambda name: name == "agent.conf"):
         _write_new(places.files / name, told.files[name])
@@ -294,6 +247,7 @@ def _bind_address(settings: bytes) -> str | None:
 
 
 def _write_new(path: Path, data: bytes) -> None:
+    """Write a file of mode 0600 completely, unless it exists."""
     temporary = path.with_name(f".{path.name}.new")
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -307,14 +261,11 @@ def _write_new(path: Path, data: bytes) -> None:
 def _write(path: Path, text: str) -> None:
     """Write a file that all users can read: networkd and chrony do not run as root."""
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(text, encoding="ascii")
-    temporary.chmod(0o644)
-    temporary.replace(path)
+    write_atomically(path, text, durable=False, mode=0o644)
 
 
 def set_clock() -> None:
-    """Set the time from the hardware clock: after a resume the clock has the time of the snapshot."""
+    """Set the time from the hardware clock: after a resume the system clock has the time of the snapshot."""
     with suppress(OSError, ValueError):
         now = float(Path("/sys/class/rtc/rtc0/since_epoch").read_text(encoding="ascii"))
         if abs(now - time.time()) > _CLOCK_SECONDS:
@@ -322,7 +273,7 @@ def set_clock() -> None:
 
 
 def wait_seconds(command_line: str) -> float:
-    """Return the time-out for the drive in seconds; ``amphora.wait=`` of the kernel sets it."""
+    """Return the time-out for the drive in seconds, from ``amphora.wait=`` of the kernel's command line."""
     for word in command_line.split():
         name, _, value = word.partition("=")
         if name == "amphora.wait":
@@ -348,7 +299,7 @@ def main() -> None:
             socket.sethostname(told.hostname)
         write_files(places, told)
     except (AgentError, OSError) as error:
-        # The machine gets a network in any case, for an image with ssh.
+        # The machine gets a network also after an error: an operator may log in with ssh.
         if not places.network.exists():
             _write(places.network, cloud_network.FALLBACK)
         sys.exit(f"amphora: {error}")

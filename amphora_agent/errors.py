@@ -1,22 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent's exception tree.
-
-AgentError                      the attempted action, the cause, the remedy; the HTTP status of the answer
-├── MalformedBundle             400: the body is not a bundle
-├── BundleRefused               409: the bundle is stale or belongs to another amphora
-├── RequestRefused              400, 403, 404, 409: a request of Octavia's API that the agent cannot serve
-├── MalformedCertificate        400: the body is not a request for a new certificate
-├── CertificateRefused          422: the certificate belongs to another amphora, or would lock out the controllers
-├── NotElected                  409: this amphora does not hold the VIPs, or no partner can take them
-├── ConfigurationRefused        422: HAProxy or the agent refuses the text; the error names the object
-└── MachineError                500: the machine failed; the last good configuration serves
-    ├── SettingsError           agent.conf or a file beside it is missing or invalid
-    ├── ServiceError            a daemon could not be started, stopped or signalled
-    ├── HaproxyError            HAProxy does not answer, or its answer does not mean success
-    ├── KeepalivedError         keepalived refuses its configuration
-    ├── InterfaceError          an interface is missing, or the kernel refused an address or a route
-    ├── FirewallError           the rules that restrict clients cannot be set
-    └── VirtualServersError     UDP or SCTP cannot be forwarded, or the L4 daemon does not answer
+"""The agent's exceptions: the action, the cause, the remedy, and the HTTP status of the answer.
 
 Invariant: the agent's own code answers the controller with these errors only.
 """
@@ -27,11 +10,9 @@ from __future__ import annotations
 class AgentError(Exception):
     """Base of all errors.
 
-    Args:
-        wanted: the attempted action as an infinitive ("add member 1234").
-        happened: the cause, in the words of the component that failed.
-        remedy: the next action of the reader; may be empty.
-        object_id: the listener, pool or member of the error, if it is known.
+    ``wanted`` is the attempted action as an infinitive ("add member 1234"). ``happened`` is the cause in the words of
+    the failed component, and ``remedy`` the next action of the reader. ``object_id`` is the listener, pool or member
+    with the error.
     """
 
     status = 500
@@ -48,7 +29,6 @@ class AgentError(Exception):
         return f"Could not {self.wanted}: {self.happened}.{tail}"
 
     def document(self) -> dict[str, object]:
-        """Return the answer to the controller."""
         return {"error": {"wanted": self.wanted, "happened": self.happened, "remedy": self.remedy}}
 
 
@@ -71,11 +51,7 @@ class CertificateRefused(AgentError):
 
 
 class BundleRefused(AgentError):
-    """The bundle is older than the confirmed one, or belongs to another amphora.
-
-    Args:
-        generation: the confirmed generation.
-    """
+    """The bundle is older than the confirmed `generation`, or belongs to another amphora."""
 
     status = 409
 
@@ -88,12 +64,9 @@ class BundleRefused(AgentError):
 
 
 class RequestRefused(AgentError):
-    """The agent cannot serve a request of Octavia's amphora API (docs/reference/amphora-api-v1.md).
+    """The agent cannot serve a request of Octavia's amphora API.
 
-    Args:
-        message: the message of Octavia's API for this case.
-        details: the cause.
-        status: the HTTP status of the answer.
+    The API defines the `message` for each case.
     """
 
     def __init__(self, message: str, details: str, status: int = 400) -> None:
@@ -122,7 +95,7 @@ class ConfigurationRefused(AgentError):
 
 
 class MachineError(AgentError):
-    """The machine could not carry out the action."""
+    """The machine could not carry out the action; the last good configuration serves."""
 
 
 class SettingsError(MachineError):

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Versions, memory, load, disks and processes of this machine, for diagnostics.
 
-Invariant: all functions only read. psutil is imported at the first call: the agent does not need it to serve.
+Invariant: the functions import psutil at the first call, because the agent serves without psutil.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import ssl
+import subprocess
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,17 @@ from typing import Any
 def versions() -> dict[str, str]:
     """Return the versions of Python, OpenSSL and the kernel."""
     return {"python": platform.python_version(), "openssl": ssl.OPENSSL_VERSION, "kernel": os.uname().release}
+
+
+@cache
+def program_version(program: str) -> str | None:
+    """Return the version that a program reports; None if the program is not installed."""
+    try:
+        result = subprocess.run([program, "-v"], capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(r"\bv?(\d+\.\d+\.\d+\S*)", result.stdout + result.stderr)
+    return found.group(1) if found else None
 
 
 def memory() -> dict[str, int]:
@@ -44,11 +58,7 @@ def load() -> dict[str, Any]:
 
 
 def disk(*directories: Path) -> dict[str, dict[str, int]]:
-    """Return the size of the file systems of these directories in bytes, and their numbers of files.
-
-    Raises:
-        OSError: a directory does not exist.
-    """
+    """Return the size in bytes and the number of files of the file systems of some existing directories."""
     found = {}
     for directory in directories:
         usage, files = shutil.disk_usage(directory), os.statvfs(directory)

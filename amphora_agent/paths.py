@@ -1,203 +1,100 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paths of the agent's files.
-
-Invariant: all paths are below one root, so that a test can move them together.
-"""
+"""The paths of the agent's files below one root, and functions that write files."""
 
 from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
-INNER_NAMESPACE = "amphora-haproxy"
 
-
-@dataclass(frozen=True)
 class Paths:
-    """All of them. ``etc`` is written by the compute backend, ``var`` survives a boot, ``run`` does not."""
+    """The compute backend writes ``etc``. The directory ``run`` is empty after a boot."""
 
-    root: Path = Path("/")
+    def __init__(self, root: Path = Path("/")) -> None:
+        self.root = root
+        self.etc = root / "etc/amphora-agent"
+        self.var = var = root / "var/lib/amphora-agent"
+        self.run = run = root / "run/amphora-agent"
+        self.inner_namespace = root / "run/netns/amphora-haproxy"
+        # The supervisor keeps the files that an amphora in a network namespace writes in directories of its host.
+        self.private = root / "run/private"
+        self.supervisor_socket = run / "supervisor.sock"
+        # Each daemon that systemd runs has a directory of state files in `services`, and a unit in `units`.
+        self.services = run / "services"
+        self.units = root / "run/systemd/system"
 
-    @property
-    def etc(self) -> Path:
-        return self.root / "etc/amphora-agent"
+        self.confirmed = var / "confirmed.json"
+        # The file `unfinished` exists while HAProxy's file and the running HAProxy may differ.
+        self.unfinished = var / "unfinished"
+        # The CA of the controllers and the digests of its predecessors; the config drive has the first CA.
+        self.callers = var / "callers.json"
+        # Each set of TLS files has a directory in `files`, which is in memory.
+        self.files = run / "files"
 
-    @property
-    def var(self) -> Path:
-        return self.root / "var/lib/amphora-agent"
+        # HAProxy reads two files: the part of this machine, and the part of the load balancer.
+        self.machine_configuration = var / "machine.cfg"
+        self.configuration = var / "haproxy.cfg"
+        self.candidate = var / "haproxy.cfg.new"
+        self.previous = var / "haproxy.cfg.old"
+        # The check by HAProxy may read a short form of the candidate.
+        self.abridged = run / "haproxy.cfg.abridged"
+        # HAProxy's old worker passes the results of health checks to the next one in the server-state file.
+        self.server_state = run / "server-state"
+        self.stats_socket = run / "haproxy.sock"
+        self.master_socket = run / "haproxy-master.sock"
+        # The responder asks HAProxy on the metrics socket, which accepts no changes.
+        self.metrics_socket = run / "metrics.sock"
+        # keepalived watches `haproxy.health`: 0 while HAProxy serves or is not wanted, otherwise 1.
+        self.haproxy_health = run / "haproxy.health"
+        # HAProxy's root directory is always empty.
+        self.empty = run / "empty"
 
-    @property
-    def run(self) -> Path:
-        return self.root / "run/amphora-agent"
+        # The responder adds the counters of ended workers to those of the present worker.
+        self.earlier = run / "earlier"
+        self.totals = var / "totals.json"
+        self.epoch = var / "epoch"
+        self.pings = run / "pings"
 
-    @property
-    def inner_namespace(self) -> Path:
-        return self.root / "run/netns" / INNER_NAMESPACE
+        # keepalived watches `vrrp.released`: 1 while the VIPs move to the partner, otherwise 0.
+        self.released = run / "vrrp.released"
+        # `handover.json` has the times at which connections end after the VIPs moved; a boot makes them invalid.
+        self.handover = run / "handover.json"
+        self.keepalived_configuration = run / "keepalived.conf"
+        self.keepalived_candidate = run / "keepalived.conf.new"
+        # keepalived has a parent process and a child process for VRRP.
+        self.keepalived_pid_files = run / "keepalived.pid", run / "keepalived-vrrp.pid"
 
-    @property
-    def private(self) -> Path:
-        """What an amphora made of namespaces writes in directories that it shares with its host."""
-        return self.root / "run/private"
+        # In a virtual machine the checker writes in this directory only.
+        self.checker = run / "checker"
+        self.checker_socket = self.checker / "checker.sock"
+        # The checker writes its virtual servers, and the states of members for its next process.
+        self.virtual_servers = self.checker / "virtual-servers.json"
+        self.virtual_states = self.checker / "virtual-states.json"
+        # `virtual-totals.json` has the counters of virtual servers over all boots of the machine.
+        self.virtual_totals = var / "virtual-totals.json"
 
-    @property
-    def supervisor_socket(self) -> Path:
-        return self.run / "supervisor.sock"
 
-    @property
-    def services(self) -> Path:
-        """What is known of the daemons that systemd runs: a directory for each."""
-        return self.run / "services"
+def file_identity(path: Path) -> tuple[int, ...] | None:
+    """Return the inode fields that change with the content (inode(7)); None without a file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
-    @property
-    def units(self) -> Path:
-        """The units of those daemons; gone after a boot."""
-        return self.root / "run/systemd/system"
 
-    @property
-    def confirmed(self) -> Path:
-        """The last confirmed bundle."""
-        return self.var / "confirmed.json"
-
-    @property
-    def callers(self) -> Path:
-        """The CA of the controllers and the digests of its predecessors; the config drive has the first one."""
-        return self.var / "callers.json"
-
-    @property
-    def unfinished(self) -> Path:
-        """Exists while HAProxy's file and what HAProxy runs may differ."""
-        return self.var / "unfinished"
-
-    @property
-    def machine_configuration(self) -> Path:
-        return self.var / "machine.cfg"
-
-    @property
-    def configuration(self) -> Path:
-        """The load balancer's part of HAProxy's configuration."""
-        return self.var / "haproxy.cfg"
-
-    @property
-    def candidate(self) -> Path:
-        return self.var / "haproxy.cfg.new"
-
-    @property
-    def abridged(self) -> Path:
-        """What HAProxy reads of a candidate whose other servers it has read before."""
-        return self.run / "haproxy.cfg.abridged"
-
-    @property
-    def previous(self) -> Path:
-        """The configuration before the one that is being switched to."""
-        return self.var / "haproxy.cfg.old"
-
-    @property
-    def server_state(self) -> Path:
-        """What the checks found out, from one worker to the next: of no use after a boot."""
-        return self.run / "server-state"
-
-    @property
-    def earlier(self) -> Path:
-        """What has to be added to the counters of the present worker, for the responder."""
-        return self.run / "earlier"
-
-    @property
-    def totals(self) -> Path:
-        return self.var / "totals.json"
-
-    @property
-    def epoch(self) -> Path:
-        return self.var / "epoch"
-
-    @property
-    def stats_socket(self) -> Path:
-        return self.run / "haproxy.sock"
-
-    @property
-    def master_socket(self) -> Path:
-        return self.run / "haproxy-master.sock"
-
-    @property
-    def haproxy_health(self) -> Path:
-        """HAProxy's health file for keepalived: 0 while it serves or is not wanted, otherwise 1."""
-        return self.run / "haproxy.health"
-
-    @property
-    def released(self) -> Path:
-        """1 in the moment in which the VIPs are given to the partner, otherwise 0; keepalived watches it."""
-        return self.run / "vrrp.released"
-
-    @property
-    def handover(self) -> Path:
-        """Until when connections go on after the VIPs have moved; its times mean nothing after a boot."""
-        return self.run / "handover.json"
-
-    @property
-    def keepalived_configuration(self) -> Path:
-        return self.run / "keepalived.conf"
-
-    @property
-    def keepalived_candidate(self) -> Path:
-        return self.run / "keepalived.conf.new"
-
-    @property
-    def keepalived_pid_files(self) -> tuple[Path, Path]:
-        """Of the parent and of the child that speaks VRRP."""
-        return self.run / "keepalived.pid", self.run / "keepalived-vrrp.pid"
-
-    @property
-    def metrics_socket(self) -> Path:
-        """HAProxy's other socket: for the responder, and for questions only."""
-        return self.run / "metrics.sock"
-
-    @property
-    def checker(self) -> Path:
-        """The directory of the checker, which in a virtual machine writes nowhere else."""
-        return self.run / "checker"
-
-    @property
-    def pings(self) -> Path:
-        """The addresses to ping, for the responder."""
-        return self.run / "pings"
-
-    @property
-    def virtual_servers(self) -> Path:
-        """What the checker serves; it writes this itself, after it has brought it about."""
-        return self.checker / "virtual-servers.json"
-
-    @property
-    def virtual_states(self) -> Path:
-        """What the checker has found out, from one process to the next: of no use after a boot."""
-        return self.checker / "virtual-states.json"
-
-    @property
-    def checker_socket(self) -> Path:
-        return self.checker / "checker.sock"
-
-    @property
-    def virtual_totals(self) -> Path:
-        """The sums over what kernels have counted of virtual servers."""
-        return self.var / "virtual-totals.json"
-
-    @property
-    def files(self) -> Path:
-        """Certificates with their keys, and what else HAProxy reads: a directory for each set, in memory."""
-        return self.run / "files"
-
-    @property
-    def empty(self) -> Path:
-        """HAProxy's root directory: there is nothing to be found in it."""
-        return self.run / "empty"
+def read_if_exists(path: Path, errors: str = "strict") -> str | None:
+    """Return the text of a file; None if it does not exist."""
+    with suppress(FileNotFoundError):
+        return path.read_text(encoding="utf-8", errors=errors)
+    return None
 
 
 def write_atomically(path: Path, content: str, *, durable: bool = True, mode: int = 0o600) -> None:
-    """Replace a file so that a reader, or a power cut, meets the old or the new content, nothing between.
+    """Replace a file completely. The `mode` does not depend on the umask.
 
-    Args:
-        durable: False for a file that is not read after a power cut, which may then leave any content.
-        mode: its permissions, whatever the process's mask is.
+    After a power cut, a durable file has the old or the new content, and another file may have any content.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -208,14 +105,13 @@ def write_atomically(path: Path, content: str, *, durable: bool = True, mode: in
             temporary.unlink()
         raise
     if durable:
-        sync_directory(path.parent)
+        sync(path.parent)
 
 
 def write(path: Path, content: str, *, durable: bool, mode: int = 0o600) -> None:
-    """Write a file that only its owner may read, unless a mode says otherwise.
+    """Write a file of mode 0600 or another mode, and sync a durable file to disk.
 
-    If durable, its content is on disk when this returns. Otherwise it has its room there, so that `sync` need not find
-    any.
+    The disk space of another file is reserved, so that a later `sync` cannot fail on a full disk.
     """
     data = content.encode()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -230,14 +126,9 @@ def write(path: Path, content: str, *, durable: bool, mode: int = 0o600) -> None
 
 
 def sync(path: Path) -> None:
-    """Have a file's content on disk when this returns."""
+    """Sync the content of a file to disk, or the renames and removals in a directory."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def sync_directory(path: Path) -> None:
-    """Make renames and removals in a directory survive a power cut."""
-    sync(path)

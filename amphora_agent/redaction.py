@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The diagnostics document: parts within a time budget, without secrets.
-
-Invariant: pure. Private keys and known secrets are removed from each part, also the content of clients' requests.
-"""
+"""The diagnostics document: parts within a time budget, without secrets."""
 
 from __future__ import annotations
 
@@ -14,19 +11,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 SECONDS = 30.0
-# Seconds to wait for one answer: before and after the first time-out.
+# HAProxy has 5 s for each answer. After the first time-out it has 0.3 s.
 FIRST_TIMEOUT, LATER_TIMEOUT = 5.0, 0.3
-# The limit of one text in characters.
+# A text in the diagnostics has at most 6 MiB characters.
 MOST = 6 << 20
 HIDDEN = "***"
 _KEY_BLOCK = re.compile(
     r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----.*?(?:-----END [A-Z0-9 ]*PRIVATE KEY-----|\Z)", re.DOTALL
 )
-# Directives with a secret value: HAProxy's cookie key, passwords of keepalived and HAProxy.
+# The values of these directives are secret: HAProxy's cookie key, passwords of keepalived and HAProxy.
 _SECRET_WORDS = re.compile(
     r"\b(dynamic-cookie-key|auth_pass|password|insecure-password|heartbeat_key)([ \t]*[=:][ \t]*|[ \t]+)\S+"
 )
-# A line with captured bytes in `show errors`: "  00000  GET / HTTP/1.1\r\n".
+# HAProxy's `show errors` has lines with captured bytes, for example "  00000  GET / HTTP/1.1\r\n".
 _CAPTURED = re.compile(r"^ +\d{5}[+ ] .*\n?", re.MULTILINE)
 _SESSION = re.compile(r"\bfe=(\S+)(?: .*?\bbe=(\S+))?(?: .*?\bsrv=(\S+))?")
 
@@ -34,18 +31,14 @@ Part = Callable[[], Any]
 
 
 class TimeBudget:
-    """The time for several questions to one process. After a time-out the next questions get less time."""
+    """The time for several questions to one process. A time-out shortens the time of later questions."""
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self._end = time.monotonic() + seconds
         self._timeout = FIRST_TIMEOUT
 
     def ask(self, question: Callable[[float], str]) -> str:
-        """Call `question` with its time-out in seconds; return the answer.
-
-        Raises:
-            TimeoutError: the budget is used up.
-        """
+        """Call `question` with its time-out in seconds. Raises TimeoutError after the end of the budget."""
         left = self._end - time.monotonic()
         if left <= 0:
             raise TimeoutError("other parts have used the time budget")
@@ -77,7 +70,6 @@ def _read_part(read: Part) -> Any:
 
 
 def _redact(value: Any, secrets: Sequence[str]) -> Any:
-    """Return a value with secrets removed and texts of bounded length."""
     if isinstance(value, str):
         return redacted(value, secrets)
     if isinstance(value, Mapping):
@@ -88,12 +80,7 @@ def _redact(value: Any, secrets: Sequence[str]) -> Any:
 
 
 def redacted(text: str, secrets: Sequence[str]) -> str:
-    """Return a text without secrets.
-
-    Args:
-        text: any text.
-        secrets: known secret values.
-    """
+    """Return a text of bounded length, without private keys and without these secrets."""
     if len(text) > MOST:
         text = f"{text[:MOST]}\n[cut: {len(text)} characters in total]\n"
     if "PRIVATE KEY" in text:

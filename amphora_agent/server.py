@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process of the agent: gunicorn behind mutual TLS.
 
-Invariant: an HTTP request needs TLS 1.3 and a certificate of the controllers' authority. The worker ends with the
-master: after a kill of the agent no process answers in its name.
+Invariant: an HTTP request needs TLS 1.3 and a certificate of the controllers' CA. The worker ends with the master, so
+that no process answers after a kill of the agent.
 """
 
 from __future__ import annotations
@@ -28,18 +28,15 @@ THREADS = 16
 KEEPALIVE_SECONDS = 75
 _PR_SET_PDEATHSIG = 1
 _M_ARENA_MAX = -8
-# A thread that reads ten thousand counters yields earlier than after the usual 5 ms. A change waits for HAProxy and the
-# disk a dozen times, and needs the interpreter again after each wait.
+# A change waits for HAProxy and the disk a dozen times, and needs the interpreter again after each wait. A thread that
+# reads ten thousand counters would keep the interpreter for the usual 5 ms each time.
 SWITCH_SECONDS = 0.0005
 
 
 class Server(BaseApplication):
     """gunicorn with the agent's settings only, none from files or the environment.
 
-    Args:
-        settings: address, port and log level.
-        paths: the files of the agent.
-        inherited: the notification socket and descriptors from systemd; the worker uses them.
+    The worker uses the notification socket and descriptors of systemd (`inherited`).
     """
 
     def __init__(self, settings: Settings, paths: Paths, inherited: Inherited = NOTHING_INHERITED) -> None:
@@ -66,14 +63,14 @@ class Server(BaseApplication):
         if self._inherited.address is not None:
             options["child_exit"] = _exit_with_worker
         for name, value in options.items():
-            if name in self.cfg.settings:  # older versions of gunicorn have no control socket
+            if name in self.cfg.settings:  # older versions of gunicorn have no option `control_socket_disable`
                 self.cfg.set(name, value)
 
     def load(self) -> Any:
-        # The worker alone imports the application. Measured: reference counting copies nearly all shared pages, so that
-        # an import in the master costs more memory.
+        # Only the worker imports the application. An import in the master costs more memory, because reference counting
+        # makes the kernel copy nearly all shared pages (measured).
         sys.setswitchinterval(SWITCH_SECONDS)
-        gc.disable()  # imports create no garbage
+        gc.disable()  # imports create no garbage, so the garbage collector would only cost time
         from amphora_agent import app  # noqa: PLC0415
         from amphora_agent.tls_identity import Identity  # noqa: PLC0415
 
@@ -104,7 +101,7 @@ def _exit_with_worker(_arbiter: Any, _worker: Any) -> None:
 def _reduce_memory() -> None:
     """Use one heap for all threads, so that freed memory is reused (mallopt(3)); share the master's pages."""
     ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
-    # Frozen objects are not visited by the garbage collector, so that the worker's pages stay shared.
+    # The garbage collector does not write to frozen objects, so that the worker's pages stay shared.
     gc.collect()
     gc.freeze()
 
@@ -121,7 +118,7 @@ def main() -> None:
         sys.exit(str(error))
     logging.getLogger().setLevel(settings.log_level)
     paths.run.mkdir(parents=True, exist_ok=True, mode=0o700)
-    paths.run.chmod(0o711)  # the responder and the L4 daemon run as other users
+    paths.run.chmod(0o711)  # the responder and the L4 daemon run as other users and need access
     paths.var.mkdir(parents=True, exist_ok=True, mode=0o700)
     paths.empty.mkdir(exist_ok=True, mode=0o755)
     Server(settings, paths, inherited).run()

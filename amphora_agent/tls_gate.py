@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """TLS handshakes outside the threads of the HTTP server.
 
-Invariant: a connection uses a thread only after its client has authenticated as a controller and has sent data. Before,
-it uses a socket for a limited time. The number of these sockets is limited; an unauthenticated client displaces no
-authenticated one. A handshake costs a signature in the process that sends heartbeats: each address without a known
-controller has a budget of handshakes, and all such addresses together have one.
-
-gunicorn uses one of few threads for each new connection, and for its handshake without a time-out: a few silent clients
-would stop it.
+gunicorn uses one of few threads for each new connection and for its handshake, without a time-out. A few silent clients
+would stop gunicorn. Invariants:
+* A connection uses a thread only after its client has authenticated as a controller and has sent data.
+* The number of waiting connections and their time are limited. An unauthenticated client displaces no controller.
+* Addresses without a known controller have a budget of handshakes each, and one together. Each handshake costs a
+  signature in the process that sends heartbeats.
 """
 
 from __future__ import annotations
@@ -24,26 +23,26 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from amphora_agent import x509
 from amphora_agent.errors import AgentError
 from amphora_agent.tls_identity import Identity
-from amphora_agent.x509 import callers
 
 _log = logging.getLogger(__name__)
 HANDSHAKE_SECONDS = 10.0
 SILENT_SECONDS = 75.0
-# The time-out of one read or write within a request.
+# One read or write within a request has this time-out in seconds.
 EXCHANGE_SECONDS = 30.0
-# The limit of connections in a handshake, and of authenticated connections without data.
+# At most 128 connections are in a handshake, and at most 128 authenticated connections wait for data.
 MOST = 128
 _MOST_REASONS = 64
-# Handshakes per second and as a burst: of one address, and of all addresses together. In HANDSHAKE_SECONDS unknown
-# addresses begin at most 40 + 8 * 10 handshakes: fewer than MOST, so that a controller always has a place.
+# Limits of handshakes per second and as a burst, for one address and for all unknown addresses. In HANDSHAKE_SECONDS
+# unknown addresses begin at most 40 + 8 * 10 handshakes. MOST is higher, so that a controller can always connect.
 ADDRESS_RATE, ADDRESS_BURST = 1.0, 10.0
 UNKNOWN_RATE, UNKNOWN_BURST = 8.0, 40.0
-# Seconds after its last handshake in which the address of a controller needs no budget.
+# For one hour after a handshake, the address of a controller needs no budget.
 KNOWN_SECONDS = 3600.0
 _MOST_KNOWN, _MOST_UNKNOWN = 256, 1024
-# A refused connection is reset and leaves no state in the kernel.
+# The kernel resets a refused connection and keeps no state of the connection.
 _RESET = struct.pack("ii", 1, 0)
 
 
@@ -51,7 +50,6 @@ class Connection(ssl.SSLSocket):
     """A connection with a time-out in blocking mode."""
 
     def setblocking(self, flag: bool, /) -> None:
-        """Block for at most `EXCHANGE_SECONDS`."""
         self.settimeout(EXCHANGE_SECONDS if flag else 0.0)
 
 
@@ -63,14 +61,13 @@ class _Peer:
 
 
 class Bucket:
-    """A token bucket."""
+    """A token bucket, which limits a rate and a burst."""
 
     def __init__(self, rate: float, burst: float, now: float) -> None:
         self._rate, self._burst = rate, burst
         self._tokens, self._at = burst, now
 
     def has(self, now: float) -> bool:
-        """Return whether a token is available."""
         self._tokens = min(self._burst, self._tokens + (now - self._at) * self._rate)
         self._at = now
         return self._tokens >= 1.0
@@ -82,7 +79,7 @@ class Bucket:
 class Budget:
     """The budget of handshakes by address. Times are seconds of a monotonic clock.
 
-    Its memory is bounded. A dropped address starts with a full bucket, within the bucket of all unknown addresses.
+    The number of addresses is bounded. A dropped address starts with a full bucket.
     """
 
     def __init__(self, now: float) -> None:
@@ -105,7 +102,6 @@ class Budget:
         return True
 
     def add_controller(self, address: str, now: float) -> None:
-        """Record that a controller has authenticated from this address."""
         self._known[address] = now + KNOWN_SECONDS
         self._known.move_to_end(address)
         while len(self._known) > _MOST_KNOWN:
@@ -113,7 +109,7 @@ class Budget:
 
 
 class TlsGate:
-    """A listening socket whose `accept` returns authenticated connections that have sent data."""
+    """A listening socket with a method `accept` that returns authenticated connections with data."""
 
     def __init__(self, listener: Any, identity: Identity) -> None:
         self._listener = listener
@@ -121,7 +117,7 @@ class TlsGate:
         self._ready: deque[tuple[Connection, Any]] = deque()
         self._wakeup, self._waker = socket.socketpair()
         self._wakeup.setblocking(False)
-        # Both are in the order of the deadlines.
+        # The entries of both mappings are in the order of their deadlines.
         self._handshakes: dict[int, _Peer] = {}
         self._idle: dict[int, _Peer] = {}
         self._budget = Budget(time.monotonic())
@@ -132,10 +128,8 @@ class TlsGate:
         self._thread = threading.Thread(target=self._run, name="gate", daemon=True)
         self._thread.start()
 
-    # -- the methods of a listening socket -------------------------------------------------------------------
-
     def fileno(self) -> int:
-        """Return a descriptor that is readable when a connection can be accepted."""
+        """Return a descriptor that is readable when `accept` has a connection."""
         return self._wakeup.fileno()
 
     def getsockname(self) -> Any:
@@ -145,11 +139,7 @@ class TlsGate:
         """Do nothing: the gate never blocks."""
 
     def accept(self) -> tuple[Connection, Any]:
-        """Return a connection and the address of its client.
-
-        Raises:
-            BlockingIOError: no connection is ready.
-        """
+        """Return a connection and the address of its client. Raises BlockingIOError without one."""
         self._wakeup.recv(1)
         return self._ready.popleft()
 
@@ -159,8 +149,6 @@ class TlsGate:
         with suppress(OSError):
             self._waker.send(b".")
         self._listener.close()
-
-    # -- the thread -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._closing:
@@ -176,7 +164,9 @@ class TlsGate:
         if number in self._handshakes:
             self._continue_handshake(self._handshakes[number])
         elif number in self._idle:
-            self._admit(self._idle[number])
+            peer = self._idle[number]
+            self._forget(peer)
+            self._hand_over(peer)
         else:
             self._accept()
 
@@ -194,7 +184,7 @@ class TlsGate:
             plain, address = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        # The agent verifies a new certificate from its own address, which no other machine has.
+        # The agent's own address needs no budget: the agent verifies a new certificate from there.
         if not self._budget.take(address[0], time.monotonic()) and address[0] != _local_address(plain):
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             plain.close()
@@ -211,9 +201,8 @@ class TlsGate:
             self._count(f"{type(error).__name__}: {error}")
             return
         assert isinstance(wrapped, Connection)  # noqa: S101 (the context's class, for the type checker)
-        self._keep(
-            self._handshakes, _Peer(wrapped, address, time.monotonic() + HANDSHAKE_SECONDS), selectors.EVENT_READ
-        )
+        peer = _Peer(wrapped, address, time.monotonic() + HANDSHAKE_SECONDS)
+        self._keep(self._handshakes, peer, selectors.EVENT_READ)
 
     def _keep(self, peers: dict[int, _Peer], peer: _Peer, events: int) -> None:
         while len(peers) >= MOST:
@@ -232,7 +221,7 @@ class TlsGate:
             self._close(peer, getattr(error, "reason", None) or type(error).__name__)
         else:
             shown = peer.connection
-            if why := callers.refusal(shown.getpeercert(binary_form=True) or b"", shown.getpeercert() or {}):
+            if why := x509.client_refusal(shown.getpeercert(binary_form=True) or b"", shown.getpeercert() or {}):
                 self._close(peer, why)
                 return
             self._forget(peer)
@@ -243,10 +232,6 @@ class TlsGate:
                 self._hand_over(peer)
             else:
                 self._keep(self._idle, peer, selectors.EVENT_READ)
-
-    def _admit(self, peer: _Peer) -> None:
-        self._forget(peer)
-        self._hand_over(peer)
 
     def _hand_over(self, peer: _Peer) -> None:
         self._ready.append((peer.connection, peer.address))
@@ -271,7 +256,7 @@ class TlsGate:
 
 
 def _local_address(connection: socket.socket) -> str | None:
-    """Return the local address of a connection; None if it is closed."""
+    """Return the local address of a connection; None if the connection is closed."""
     try:
         return str(connection.getsockname()[0])
     except OSError:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The TLS identity of the agent: its certificate, and the CA of its clients, the controllers.
 
-Invariant: new handshakes use the files; while they cannot be read, the former content stays in use. A certificate that
-arrives over the API is proven in a handshake before and after it is written. No step can lock out the controller that
-sent it. No key is in an error or a log. A boot restores the files of the first boot. A replaced CA of the clients is
-not trusted again after a boot: its successor is on the disk, because it is not secret.
-Source: RFC 5280 section 6; TLS 1.3 (RFC 8446).
+Invariant: new handshakes use the files; while they cannot be read, the former content stays in use. The agent proves a
+received certificate in a handshake before and after writing it. No step can lock out the controller that sent it. No
+key is in an error or a log. A boot restores the files of the first boot. The agent also stores the CA of the clients on
+the disk, and never trusts a replaced CA again. Source: RFC 5280 section 6; TLS 1.3 (RFC 8446).
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from pathlib import Path
 from typing import Any
 
 from amphora_agent.errors import AgentError, CertificateRefused, MachineError
-from amphora_agent.paths import Paths, write, write_atomically
+from amphora_agent.paths import Paths, file_identity, read_if_exists, write, write_atomically
 
 _log = logging.getLogger(__name__)
 _PEM = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
-# OpenSSL's X509_V_FLAG_NO_CHECK_TIME; the ssl module does not name it.
+# The ssl module has no name for OpenSSL's X509_V_FLAG_NO_CHECK_TIME.
 _NO_CHECK_TIME = 0x200000
 _MOST_FLIGHTS = 8
 SELF_SECONDS = 5.0
 _WANTED = "install a new certificate"
-# An issuer or a subject in the format of the ssl module.
+# The ssl module represents an issuer or a subject as nested tuples.
 Name = tuple[tuple[tuple[str, str], ...], ...]
 
 
@@ -50,15 +49,13 @@ class Certificate:
 
     @property
     def expires_at(self) -> str:
-        """The end of its validity in the format of RFC 3339."""
         return datetime.fromtimestamp(self.expires, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 class Identity:
     """The certificates in /etc/amphora-agent, and the TLS context that uses them.
 
-    Attributes:
-        refused: the number of failed handshakes, by OpenSSL's reason.
+    ``refused`` counts failed handshakes by OpenSSL's reason.
     """
 
     def __init__(self, paths: Paths, amphora_id: uuid.UUID) -> None:
@@ -75,15 +72,11 @@ class Identity:
         self.refused: Counter[str] = Counter()
 
     def context(self) -> ssl.SSLContext:
-        """Return the context for the next handshake.
-
-        Raises:
-            MachineError: the files cannot be read, and there is no former context.
-        """
+        """Return the context for the next handshake. Raises MachineError if no files could be read."""
         with self._lock:
             if self._context is None:
                 self._restore()
-            marks = tuple(map(_mark, (self._own, self._callers)))
+            marks = tuple(map(file_identity, (self._own, self._callers)))
             if self._context is None or marks != self._marks:
                 try:
                     self._context = _server(self._own, self._callers)
@@ -93,33 +86,30 @@ class Identity:
                     if self._context is None:
                         raise MachineError("read the certificates", _reason(error)) from None
                     _log.warning("Cannot read the certificate files; the former certificates stay in use: %s", error)
-                self._marks = marks  # set also after an error: the next change of the files starts the next attempt
+                self._marks = marks  # after an error, the agent reads the files again when they change
             return self._context
 
     def _restore(self) -> None:
         """Restore the CA of the clients if the file has a replaced one.
 
-        An unknown CA in the file was installed on purpose, and is trusted.
+        An operator installs an unknown CA in the file, so the agent trusts an unknown CA.
         """
         try:
             callers, replaced = _read_kept(self._kept)
             if _digest(self._callers.read_text(encoding="utf-8")) in replaced:
                 write_atomically(self._callers, callers)
-                _log.warning("The authority of callers from before the start is in use: the file had an earlier one")
+                _log.warning("Restored the CA of the controllers: %s had a replaced CA", self._callers)
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, TypeError) as error:
-            _log.error("Could not restore the authority of callers; %s is in use: %s", self._callers, error)
+            _log.error("Cannot restore the CA of the controllers; the agent uses %s: %s", self._callers, error)
 
     def _keep(self) -> None:
-        """Write the CA of the clients and the digests of its predecessors to the disk.
-
-        On a full disk the agent continues and logs the error.
-        """
+        """Write the CA of the clients and the digests of its predecessors to the disk, or log the error."""
         try:
             self._note(self._callers.read_text(encoding="utf-8"))
         except OSError as error:
-            _log.error("The authority of callers may be an earlier one after a boot: %s", error)
+            _log.error("Cannot store the CA of the controllers; after a boot the agent may use an older CA: %s", error)
 
     def _note(self, callers: str) -> None:
         before, replaced = "", set[str]()
@@ -139,26 +129,20 @@ class Identity:
         return self._certificate
 
     def replace(
-        self,
-        pem: str,
-        *,
-        client_ca: str | None,
-        server_ca: str | None,
-        caller: Name,
-        prove: Callable[[str], str],
+        self, pem: str, *, client_ca: str | None, server_ca: str | None, caller: Name, prove: Callable[[str], str]
     ) -> Certificate:
-        """Install a new certificate. Open connections continue.
+        """Install a certificate with its intermediate certificates and its key. Open connections continue.
 
         Args:
-            pem: the certificate, its intermediate certificates, and its private key.
+            pem: the certificates and the key.
             client_ca: the new CAs of the clients; None keeps the present ones.
             server_ca: the new CAs of amphorae; None keeps the present ones.
             caller: the issuer of the client certificate of this request.
             prove: makes a handshake with this agent that trusts the given CAs; returns the fingerprint that was shown.
 
         Raises:
-            CertificateRefused: the certificate belongs to another amphora, is not valid, or would lock out controllers.
-            MachineError: it could not be written or is not in use; the former files are restored.
+            CertificateRefused: the certificate is not valid for this amphora, or would lock out controllers.
+            MachineError: the certificate could not be written or is not in use; the former files are restored.
         """
         with self._changing:
             candidate = self._own.with_name(".server.pem.new")
@@ -171,18 +155,17 @@ class Identity:
             finally:
                 with suppress(OSError):
                     candidate.unlink(missing_ok=True)
-            # The CAs are written before the certificate, which is of no use without them.
+            # The agent writes the CAs before the certificate, which is of no use without its CA.
             contents = {self._issuers: server_ca, self._callers: client_ca, self._own: pem}
             changed = {file: content for file, content in contents.items() if content is not None}
             self._exchange(changed, found, lambda: prove(anchor))
-        _log.info("New certificate: valid until %s, fingerprint %s", found.expires_at, found.fingerprint)
+        _log.info("Installed a new certificate, valid until %s, fingerprint %s", found.expires_at, found.fingerprint)
         return found
 
     def _examine(self, candidate: Path, pem: str, server_ca: str | None) -> tuple[Certificate, str]:
         """Make a handshake in memory between a candidate and a client with a controller's checks.
 
-        Returns:
-            The facts of the certificate, and the CAs that the client trusted.
+        Returns the facts of the certificate, and the CAs that the client trusted.
         """
         write(candidate, pem, durable=False)
         try:
@@ -211,12 +194,12 @@ class Identity:
     def _anchor(self, server_ca: str | None, pem: str) -> str:
         """Return the CAs that must have signed a new certificate, in PEM.
 
-        Without a configured CA of amphorae, it is the CA of the controllers if that has signed the present certificate.
-        Otherwise only the controller knows the CA; all other properties are checked.
+        Without a configured CA of amphorae, the CA of the controllers is returned if that CA has signed the present
+        certificate. Otherwise only the controller knows the CA, and all other properties are checked.
         """
         if server_ca is not None:
             return server_ca
-        if (known := _content(self._issuers)) is not None:
+        if (known := read_if_exists(self._issuers)) is not None:
             return known
         callers = self._callers.read_text(encoding="utf-8")
         try:
@@ -226,14 +209,14 @@ class Identity:
         return callers
 
     def _exchange(self, contents: Mapping[Path, str], wanted: Certificate, prove: Callable[[], str]) -> None:
-        before = {file: _content(file) for file in contents}
+        before = {file: read_if_exists(file) for file in contents}
         try:
             for file, content in contents.items():
                 write_atomically(file, content)
             if prove() != wanted.fingerprint:
                 raise MachineError(_WANTED, "handshakes still show another certificate")
             if (callers := contents.get(self._callers)) is not None:
-                self._note(callers)  # a full disk is an error here: the CA would be lost at a boot
+                self._note(callers)  # an unwritten CA is an error, because a boot would restore the old CA
         except (AgentError, OSError) as error:
             for file, old in reversed(before.items()):
                 if old is None:
@@ -245,15 +228,9 @@ class Identity:
 
 
 def shown_by(host: str, port: int, name: str, authorities: str) -> str:
-    """Make a handshake as a controller does, but without a client certificate.
+    """Make a handshake as a controller does; return the fingerprint of the server's certificate.
 
-    In TLS 1.3 the server refuses a missing client certificate only after the handshake.
-
-    Returns:
-        The fingerprint of the server's certificate.
-
-    Raises:
-        OSError: the handshake failed.
+    In TLS 1.3 the server refuses a missing client certificate only after the handshake. Raises OSError.
     """
     client = _client(authorities)
     local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
@@ -267,7 +244,9 @@ def shown_by(host: str, port: int, name: str, authorities: str) -> str:
 def _server(own: Path, callers: Path | None) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.load_cert_chain(own, password=b"")  # an encrypted key raises an error instead of a prompt on a terminal
+    context.load_cert_chain(
+        own, password=b""
+    )  # with an empty password, OpenSSL refuses an encrypted key instead of a prompt
     if callers is not None:
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(cafile=callers)
@@ -286,13 +265,9 @@ def _client(authorities: str, *, timeless: bool = False) -> ssl.SSLContext:
 
 
 def _shake(server: ssl.SSLContext, client: ssl.SSLContext, name: str | None) -> ssl.SSLObject:
-    """Make a handshake in memory.
+    """Make a handshake in memory; return the client's end before the server has verified the client.
 
-    Returns:
-        The client's end, before the server has verified the client.
-
-    Raises:
-        SSLError: one end refused the other.
+    Raises SSLError if one end refuses the other.
     """
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     ours = client.wrap_bio(to_client, to_server, server_hostname=name)
@@ -309,8 +284,7 @@ def _shake(server: ssl.SSLContext, client: ssl.SSLContext, name: str | None) -> 
 
 
 def _describe(server: ssl.SSLContext, pem: str) -> Certificate:
-    """Return the facts of the certificate of a context, with any issuer and validity."""
-    # The ssl module returns the fields of verified certificates only: the certificate is trusted as its own CA.
+    # The ssl module returns the fields of verified certificates only, so this client trusts the certificate itself.
     client = _client(_leaf(pem), timeless=True)
     client.check_hostname = False
     end = _shake(server, client, None)
@@ -323,8 +297,7 @@ def _describe(server: ssl.SSLContext, pem: str) -> Certificate:
 def _read_kept(file: Path) -> tuple[str, set[str]]:
     """Return the CA of the clients and the digests of its predecessors.
 
-    Raises:
-        OSError, ValueError, KeyError, TypeError: the file is missing or damaged.
+    Raises OSError, ValueError, KeyError or TypeError for a missing or damaged file.
     """
     found = json.loads(file.read_text(encoding="utf-8"))
     _leaf(found["client_ca"])
@@ -336,11 +309,6 @@ def _digest(text: str) -> str:
 
 
 def _leaf(pem: str) -> str:
-    """Return the first certificate of a PEM text.
-
-    Raises:
-        ValueError: there is no certificate.
-    """
     found = _PEM.search(pem)
     if found is None:
         raise ValueError("there is no certificate")
@@ -348,7 +316,7 @@ def _leaf(pem: str) -> str:
 
 
 def _admits(client_ca: str, caller: Name) -> None:
-    """Refuse CAs of which none has signed the client's certificate: this client would be locked out."""
+    """Refuse CAs if none has signed the client's certificate, because they would lock out this client."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_verify_locations(cadata=client_ca)
@@ -367,19 +335,6 @@ def _admits(client_ca: str, caller: Name) -> None:
 
 def _fingerprint(certificate: bytes | None) -> str:
     return hashlib.sha256(certificate or b"").hexdigest()
-
-
-def _mark(file: Path) -> object:
-    with suppress(OSError):
-        found = file.stat()
-        return found.st_ino, found.st_size, found.st_mtime_ns
-    return None
-
-
-def _content(file: Path) -> str | None:
-    with suppress(FileNotFoundError):
-        return file.read_text(encoding="utf-8")
-    return None
 
 
 def _reason(error: Exception) -> str:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which version this agent is.
-
-Invariant: it is what is installed, asked once: whatever is put beside a running agent, that one stays what it is.
-"""
+"""The version of this agent, read once: a running agent keeps its version during an installation."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ DISTRIBUTION = "octavia-amphora-driver"
 
 @cache
 def agent_version() -> str:
-    """The installed version; "unknown" for a tree that is not installed."""
-    from importlib import metadata  # noqa: PLC0415 (takes a part of the start, and is needed once)
+    """Return the installed version; "unknown" for a tree that is not installed."""
+    from importlib import metadata  # noqa: PLC0415 (the import takes time, and the agent needs it once)
 
     try:
         return metadata.version(DISTRIBUTION)

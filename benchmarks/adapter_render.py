@@ -5,14 +5,14 @@ The measured time includes only the load balancer's part, as in production: the 
 own templates. This part precedes the text, so that `haproxy -c` reads the same configuration as in an amphora.
 """
 
-import hashlib
 import sys
+import uuid
 from pathlib import Path
 
 import msgspec
 from adapter_tree import tree
 
-from amphora_agent.bundle import File, Limits
+from amphora_agent.bundle import Bundle, File, Limits, digest
 from amphora_agent.haproxy.config_parser import parse
 from amphora_agent.haproxy.process import Haproxy as Agent
 from amphora_agent.paths import Paths
@@ -50,10 +50,9 @@ class Rendering:
         # This instance only writes and computes: it needs no services, no namespace and no accounting.
         agent = Agent(paths, None, None, None)
         agent.write_machine_configuration()
-        files = [File(one.name, hashlib.sha256(one.name.encode()).hexdigest()) for one in rendered.files]
-        document = agent.compose_document(
-            rendered.text, parse(rendered.text), files, self._place, Limits(None, None), None
-        )
+        files = tuple(File(one.name, digest(one.name.encode())) for one in rendered.files)
+        bundle = Bundle(uuid.UUID(int=1), uuid.UUID(int=2), 1, rendered.text, files, {}, Limits(None, None), ())
+        document = agent.compose_document(rendered.text, parse(rendered.text), bundle, self._place)
         return paths.machine_configuration.read_text() + document.head
 
 

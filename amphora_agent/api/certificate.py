@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """PUT /v2/certificate: a new certificate for this agent.
 
-Invariant: no content of the request is in an answer or a log. The agent answers after a TLS handshake has shown the new
-certificate.
+Invariant: the agent answers after a TLS handshake has shown the new certificate. No answer and no log quotes the
+request.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flask.typing import ResponseReturnValue
 
 from amphora_agent.config import Settings
 from amphora_agent.errors import MalformedCertificate
-from amphora_agent.tls_identity import Identity, Name, shown_by
+from amphora_agent.tls_identity import Identity, shown_by
 
 LARGEST = 1 << 20
 _OPTIONAL = ("client_ca", "server_ca")
@@ -35,7 +35,7 @@ def blueprint(settings: Settings, identity: Identity) -> Blueprint:
             document["certificate"],
             client_ca=document.get("client_ca"),
             server_ca=document.get("server_ca"),
-            caller=_issuer(request.environ.get("gunicorn.socket")),
+            caller=request.environ["gunicorn.socket"].getpeercert()["issuer"],
             prove=_prover(settings),
         )
         return {"expires_at": found.expires_at, "fingerprint": found.fingerprint}
@@ -66,7 +66,7 @@ def _read(body: bytes) -> dict[str, Any]:
     try:
         document = json.loads(body)
     except (ValueError, RecursionError):
-        # The error does not quote the request, which may contain a key.
+        # The JSON parser's error would quote the request, which may contain a private key.
         raise MalformedCertificate(_ACTION, "the request is not JSON") from None
     if not isinstance(document, dict) or not isinstance(document.get("certificate"), str):
         raise MalformedCertificate(_ACTION, "the request has no string 'certificate'")
@@ -76,9 +76,3 @@ def _read(body: bytes) -> dict[str, Any]:
     if any(not isinstance(document.get(name), str | None) for name in _OPTIONAL):
         raise MalformedCertificate(_ACTION, "a CA certificate is neither a string nor null")
     return document
-
-
-def _issuer(connection: Any) -> Name:
-    """Return the issuer of the client certificate."""
-    found: Name = connection.getpeercert()["issuer"]
-    return found

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """GET /v2/diagnostics: the state of the amphora for fault finding, as one document.
 
-Invariant: a part that fails contains its error; the other parts are complete. Time and size are bounded. The document
-contains no secret and no content of clients' requests.
+Invariant: the document has no secret and no content of clients' requests. Its time and size are limited.
 """
 
 from __future__ import annotations
@@ -10,14 +9,12 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from flask import Blueprint, Response
 from flask.typing import ResponseReturnValue
 
 from amphora_agent import host_info
-from amphora_agent.api.info import program_version
 from amphora_agent.apply.applier import Applier
 from amphora_agent.config import Settings
 from amphora_agent.haproxy.process import SERVICE, Haproxy
@@ -28,7 +25,7 @@ from amphora_agent.l4_daemon import client as checker
 from amphora_agent.l4_daemon.client import ANSWER_TIMEOUT_SECONDS, CheckerClient
 from amphora_agent.network import interfaces, libnftables, nft_apply
 from amphora_agent.network.namespace import Namespace
-from amphora_agent.paths import Paths
+from amphora_agent.paths import Paths, read_if_exists
 from amphora_agent.redaction import Part, TimeBudget, document, errors_without_content, sessions
 from amphora_agent.responder import responder_daemon as responder
 from amphora_agent.services.control import ServiceManager
@@ -37,9 +34,9 @@ from amphora_agent.tls_identity import Identity
 from amphora_agent.version import agent_version
 
 VIRTUAL_TABLE = "amphora_virtual"
-# The limit of one answer of HAProxy in bytes.
+# The agent reads at most 8 MiB of one answer of HAProxy.
 _MOST = 8 << 20
-# Questions to HAProxy. `show ssl cert` and `show table` without arguments list names only.
+# HAProxy's answers to `show ssl cert` and `show table` contain names only, and no keys.
 _QUESTIONS = {
     "show info": "show info",
     "show stat": "show stat -1 7 -1",
@@ -51,11 +48,8 @@ _QUESTIONS = {
     "show startup-logs": "show startup-logs",
 }
 _SERVICES = {
-    "haproxy": SERVICE,
-    "keepalived": keepalived.SERVICE,
-    "responder": responder.SERVICE,
-    "checker": checker.SERVICE,
-}
+    "haproxy": SERVICE, "keepalived": keepalived.SERVICE, "responder": responder.SERVICE, "checker": checker.SERVICE
+}  # fmt: skip
 
 
 def blueprint(
@@ -74,10 +68,10 @@ def blueprint(
     parts_of_agent: dict[str, Part] = {
         "time": time.time,
         "versions": _versions,
-        "agent.conf": partial(_text, paths.etc / "agent.conf"),
-        "machine.cfg": partial(_text, paths.machine_configuration),
-        "haproxy.cfg": partial(_text, paths.configuration),
-        "keepalived.conf": partial(_text, paths.keepalived_configuration),
+        "agent.conf": partial(read_if_exists, paths.etc / "agent.conf"),
+        "machine.cfg": partial(read_if_exists, paths.machine_configuration),
+        "haproxy.cfg": partial(read_if_exists, paths.configuration),
+        "keepalived.conf": partial(read_if_exists, paths.keepalived_configuration),
         "generation": lambda: applier.generation,
         "changes": applier.change_counts,
         "holds_vip": lambda: vrrp_state.holds_vip,
@@ -107,8 +101,6 @@ def blueprint(
 
 
 def _haproxy_parts(haproxy: Haproxy, budget: TimeBudget) -> dict[str, Part]:
-    """Return the questions to HAProxy within a time budget."""
-
     def ask(question: str, process: Socket = haproxy.worker) -> str:
         return budget.ask(lambda seconds: process.ask(question, seconds=seconds, most=_MOST))
 
@@ -121,17 +113,9 @@ def _haproxy_parts(haproxy: Haproxy, budget: TimeBudget) -> dict[str, Part]:
 
 
 def _secrets(settings: Settings) -> list[str]:
-    """Return the heartbeat key in all forms; a key from Octavia is any text."""
+    """Return the heartbeat key in all its forms, because a key from Octavia is any text."""
     key = settings.heartbeat_key
     return [key.hex(), key.decode(errors="replace")] if key else []
-
-
-def _text(file: Path) -> str | None:
-    """Return the content of a file; None if it does not exist."""
-    try:
-        return file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
 
 
 def _virtual(checker: CheckerClient) -> dict[str, Any] | None:
@@ -148,7 +132,7 @@ def _virtual_table() -> str:
 
 
 def _versions() -> dict[str, Any]:
-    programs = {name: program_version(name) for name in ("haproxy", "keepalived")}
+    programs = {name: host_info.program_version(name) for name in ("haproxy", "keepalived")}
     return {"agent": agent_version(), **programs, **host_info.versions()}
 
 

@@ -39,11 +39,7 @@ def blueprint(handover: VipHandover) -> Blueprint:
 
 
 def _seconds(name: str, default: float | None) -> float:
-    """Return the value of the only key of a request.
-
-    Raises:
-        MalformedBundle: the key is missing or invalid, or the request has other keys.
-    """
+    """Return the value of the only key of a request. Raises MalformedBundle for another request."""
     wanted = f"read {name}"
     try:
         document = json.loads(request.get_data() or b"{}")

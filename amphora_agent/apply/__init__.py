@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Apply a bundle: receive, compare, change, verify, confirm, or roll back."""
+"""The order of a change, its rollback, and its confirmation."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Applies bundles: receive, compare, change, verify, confirm, or roll back.
 
-Invariant: one bundle at a time. If a step fails, the previous configuration is still served, and HAProxy has checked
-the file that it would start from, with all files it names. A bundle is confirmed only after HAProxy has reported what
-it runs. A confirmed bundle with missing files is not reported as served.
+Invariant: one bundle at a time. After a failed step, the amphora still serves the previous configuration. HAProxy has
+checked its configuration file with all TLS files, so that a restart succeeds. The agent confirms a bundle only after
+HAProxy has reported its configuration.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from amphora_agent.apply import confirmed_bundle, generation_check, recovery, udp_update
+from amphora_agent.apply import bundle_check, confirmed_bundle, udp_update
 from amphora_agent.apply.apply_queue import ApplyQueue
-from amphora_agent.apply.change_log import UNCHANGED, Change, ChangeLog
+from amphora_agent.apply.change_log import UNCHANGED, ApplyResult, Change, ChangeLog
 from amphora_agent.apply.components import Components
 from amphora_agent.apply.confirmed_bundle import Confirmed, Draft
-from amphora_agent.apply.haproxy_update import NOT_AS_CONFIGURED, HaproxyPlan
+from amphora_agent.apply.haproxy_update import NOT_AS_CONFIGURED, HaproxyPlan, RuntimeResult
 from amphora_agent.apply.network_update import NetworkUpdate
-from amphora_agent.apply.result import ApplyResult
-from amphora_agent.apply.runtime_update import RuntimeResult
+from amphora_agent.apply.recovery import RecoveryLoop
 from amphora_agent.bundle import OCTAVIA_API_V1_ID, Bundle, Host, VrrpInstance, digest, parse
 from amphora_agent.config import Settings
 from amphora_agent.errors import AgentError, MachineError
@@ -38,9 +37,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Attempt:
-    """One attempt to apply a bundle.
+    """An attempt to apply a bundle. A confirmed bundle has no ``draft``.
 
-    ``draft`` is None if the bundle is confirmed already. A ``reload_reason`` makes HAProxy reload in any case.
+    A ``reload_reason`` makes HAProxy reload in any case.
     """
 
     bundle: Bundle
@@ -49,10 +48,9 @@ class _Attempt:
 
 
 class Applier:
-    """Changes this amphora; nothing else does.
+    """The only class that changes this amphora.
 
     Args:
-        parts: the parts of the amphora that a bundle changes.
         on_applied: called after each push that succeeded.
         set_ping_targets: receives the addresses to ping, by member id, when they change.
     """
@@ -72,7 +70,7 @@ class Applier:
         self._lock = threading.Lock()
         self._queue: ApplyQueue[ApplyResult] = ApplyQueue()
         self._changes = ChangeLog()
-        self._recovery = recovery.RecoveryLoop(lambda: not parts.swap.is_interrupted or self.apply_confirmed())
+        self._recovery = RecoveryLoop(lambda: not parts.swap.is_interrupted or self.apply_confirmed())
         self._change_listeners: list[Callable[[], None]] = []
         self._has_applied = False
         self._confirmed: Confirmed | None = None
@@ -86,22 +84,19 @@ class Applier:
         try:
             self._confirmed = confirmed_bundle.read(self._paths.confirmed, self._paths.configuration)
         except MachineError as error:
-            _log.error("%s", error)
+            _log.error("Cannot read the confirmed bundle; waiting for a push: %s", error)
         found = self._confirmed
         if found is not None and not self._parts.files.holds(found.bundle.files):
             self._confirmed, self._lost = None, found
-            _log.warning("The files of generation %d are lost; waiting for another push", found.bundle.generation)
-
-    # -- the present state ----------------------------------------------------------------------------------
+            _log.warning("TLS files of generation %d are lost; waiting for another push", found.bundle.generation)
 
     @property
     def confirmed(self) -> Confirmed | None:
-        """The last confirmed bundle."""
         return self._confirmed
 
     @property
     def lost(self) -> Confirmed | None:
-        """The last confirmed bundle if its files are lost, so that it cannot be served."""
+        """The last confirmed bundle if its files are lost, so that the amphora cannot serve it."""
         return self._lost
 
     @property
@@ -114,12 +109,11 @@ class Applier:
 
     @property
     def vrrp_instance(self) -> VrrpInstance | None:
-        """The VRRP configuration with the other amphora; None for a single amphora, or if no bundle is served."""
+        """The VRRP instance of the confirmed bundle; None for a single amphora, or without a bundle."""
         confirmed = self._confirmed
         return None if confirmed is None else confirmed.bundle.vrrp_instance
 
     def change_counts(self) -> dict[str, Any]:
-        """Return the changes of HAProxy since the start of the agent, and the number of waiting requests."""
         return {**self._changes.document(), "waiting": self._queue.waiting}
 
     @property
@@ -128,40 +122,31 @@ class Applier:
 
     @property
     def _last(self) -> Bundle | None:
-        """The bundle that was confirmed last, whether or not it can be served."""
         last = self._confirmed or self._lost
         return None if last is None else last.bundle
-
-    # -- requests -------------------------------------------------------------------------------------------
 
     def apply_body(self, body: bytes) -> ApplyResult:
         """Apply a bundle in its wire format. Raises the errors of `apply_bundle`, and `MalformedBundle`."""
         return self.apply_bundle(parse(body), digest(body))
 
     def apply_bundle(self, bundle: Bundle, received: str) -> ApplyResult:
-        """Apply a bundle, unless a newer one was applied while this one was in the queue.
+        """Apply a bundle, or return the result of a newer one in the queue.
 
-        Args:
-            received: the digest that is stored with the bundle.
-
-        Returns:
-            The result for this generation, or for a newer one.
-
-        Raises:
-            AgentError: as in docs/reference/agent-api.md; the last good configuration is served.
+        The agent stores the `received` digest with the bundle. Raises an AgentError as in docs/reference/agent-api.md;
+        the amphora then serves the last good configuration.
         """
-        generation_check.refuse_foreign(bundle, self._settings.amphora_id, self._last)
+        bundle_check.refuse_foreign(bundle, self._settings.amphora_id, self._last)
         result = self._queue.run_in_turn(
             bundle.generation, bundle.load_balancer_id, lambda: self._apply_received(bundle, received)
         )
         if result.generation != bundle.generation:
-            _log.info("Generation %d was skipped: generation %d is applied", bundle.generation, result.generation)
+            _log.info("Skipped generation %d: generation %d is applied", bundle.generation, result.generation)
         return result
 
     def _apply_received(self, bundle: Bundle, received: str) -> ApplyResult:
         with self._lock:
             reach(Point.TAKEN)
-            generation_check.refuse_stale(bundle, self._last, lost=self._lost is not None)
+            bundle_check.refuse_stale(bundle, self._last, lost=self._lost is not None)
             # A repeated push keeps the time of the first confirmation.
             same = self._confirmed is not None and self._confirmed.digest == received
             record = None if same else confirmed_bundle.confirmed_now(bundle, received)
@@ -176,16 +161,12 @@ class Applier:
             finally:
                 self._ping_confirmed()
                 self._remove_unused_files()
-        _log.info("Generation %d: %s. %s", result.generation, result.how, result.reason)
+        self._report("applied", result)
         self._on_applied()
         return result
 
     def validate_bundle(self, bundle: Bundle) -> None:
-        """Have HAProxy check the configuration of a bundle; the amphora is unchanged.
-
-        Raises:
-            AgentError: the agent or HAProxy refuses the configuration.
-        """
+        """Have HAProxy check the configuration of a bundle, without a change. Raises AgentError."""
         if bundle.haproxy is None:
             return
         with self._lock:
@@ -199,38 +180,37 @@ class Applier:
                 self._remove_unused_files()
 
     def apply_confirmed(self) -> bool:
-        """Apply the bundle that was confirmed before this agent started, or before a failed change.
+        """Apply the last confirmed bundle after a start of the agent or a failed change.
 
-        Returns:
-            Whether nothing is left to do.
+        Returns False if another attempt is necessary.
         """
         with self._lock:
-            # A push may have been faster.
+            # A push that arrived during the start has already applied a bundle.
             if self._confirmed is None or (self._has_applied and not self._parts.swap.is_interrupted):
                 return True
             try:
                 result = self._apply(_Attempt(self._confirmed.bundle, None))
             except AgentError as error:
-                _log.warning("%s", error)
+                _log.warning("Cannot serve the confirmed bundle; retrying: %s", error)
                 return False
             finally:
                 self._remove_unused_files()
-        _log.info("Generation %d again: %s. %s", result.generation, result.how, result.reason)
+        self._report("applied again", result)
         self._on_applied()
         return True
 
-    # -- drift ----------------------------------------------------------------------------------------------
+    def _report(self, event: str, result: ApplyResult) -> None:
+        change, reason = result.change, result.change.reason or "none"
+        _log.info("Generation %d is %s, method %s, reason: %s", result.generation, event, change.how, reason)
 
     def add_change_listener(self, listener: Callable[[], None]) -> None:
         """Call a function at the start of each change, under the lock."""
         self._change_listeners.append(listener)
 
     def run_on_confirmed(self, inspect: Callable[[Bundle], T]) -> T | None:
-        """Call a function with the confirmed bundle while no change can begin.
+        """Call a function with the confirmed bundle while no change can begin; return the result.
 
-        Returns:
-            The result of the function. None while a change runs or waits, and if this agent has not applied the
-            confirmed bundle yet.
+        Returns None while a change runs or waits, and if this agent has not applied the confirmed bundle yet.
         """
         if self._queue.waiting or not self._lock.acquire(blocking=False):
             return None
@@ -242,20 +222,17 @@ class Applier:
 
     @property
     def _verifiable(self) -> Bundle | None:
-        """The confirmed bundle if this agent keeps the amphora as in that bundle."""
+        """The confirmed bundle, if drift from that bundle has to be repaired."""
         bundle = self._served
-        # Octavia's worker repairs an amphora that it drives through its own API.
+        # The agent leaves the repair of an amphora behind Octavia's API to Octavia's worker.
         ours = bundle is not None and bundle.load_balancer_id != OCTAVIA_API_V1_ID
         return bundle if ours and self._has_applied and not self._parts.swap.is_interrupted else None
 
     def reapply_confirmed(self, reload_reason: str) -> None:
-        """Apply the confirmed bundle again; does nothing if no bundle is confirmed and applied.
+        """Apply the confirmed bundle again, if this agent has applied the bundle before.
 
-        Args:
-            reload_reason: why HAProxy may run another configuration than the confirmed one; empty if it does not.
-
-        Raises:
-            AgentError: the bundle could not be applied; the agent retries.
+        Raises AgentError after a failure; the agent then retries. The `reload_reason` is empty if HAProxy runs the
+        confirmed configuration.
         """
         with self._lock:
             bundle, confirmed = self._verifiable, self._confirmed
@@ -273,12 +250,10 @@ class Applier:
             finally:
                 self._ping_confirmed()
                 self._remove_unused_files()
-        _log.info("Generation %d repaired: %s. %s", result.generation, result.how, result.reason)
-
-    # -- the change -----------------------------------------------------------------------------------------
+        self._report("applied again to repair drift", result)
 
     def _apply(self, attempt: _Attempt) -> ApplyResult:
-        """Change this amphora to a bundle and confirm it, or roll back."""
+        """Change this amphora to a bundle and confirm the bundle, or roll back."""
         bundle = attempt.bundle
         try:
             self._prepare(bundle)
@@ -289,8 +264,8 @@ class Applier:
             else:
                 change, loaded = self._update_haproxy(attempt, bundle.haproxy, network)
             change = self._update_udp(bundle, change)
-            # Last: a node may get the VIPs only when it serves.
-            self._parts.keepalived.apply(attempt.bundle.vrrp_instance)
+            # keepalived is last, because an amphora may get the VIPs only when it serves.
+            self._parts.keepalived.apply(bundle.vrrp_instance)
             self._confirm(attempt.draft)
         except (AgentError, OSError) as error:
             self._roll_back(attempt)
@@ -302,20 +277,19 @@ class Applier:
         return ApplyResult(bundle.generation, change, loaded)
 
     def _prepare(self, bundle: Bundle) -> None:
-        """Drop cached state that the change must not rely on."""
         if not self._has_applied and bundle.haproxy is not None:
             self._parts.haproxy.ensure_wanted()
         for listener in self._change_listeners:
             listener()
         if self._confirmed is not None and bundle == self._confirmed.bundle:
-            # A repeated bundle is a request to compare everything with the bundle.
+            # A repeated push is a request to compare the whole amphora with the bundle.
             self._parts.plumbing.invalidate()
             self._parts.files.invalidate()
             self._parts.swap.invalidate()
             self._parts.udp_update.invalidate()
 
     def _stop_haproxy(self, attempt: _Attempt, network: NetworkUpdate) -> tuple[Change, Loaded]:
-        """Apply a bundle without a listener that HAProxy serves."""
+        """Apply a bundle without a listener for HAProxy."""
         network.begin()
         self._parts.keepalived.check_configuration(attempt.bundle.vrrp_instance)
         self._reserve_space(attempt.draft, None)
@@ -324,7 +298,6 @@ class Applier:
         return self._firewall_change(attempt.bundle) if change == UNCHANGED else change, loaded
 
     def _update_haproxy(self, attempt: _Attempt, text: str, network: NetworkUpdate) -> tuple[Change, Loaded]:
-        """Apply the text of a bundle to HAProxy, between the two steps of the network."""
         haproxy = self._parts.haproxy_update
         served = self._served.files if self._served is not None else ()
         plan = haproxy.plan(attempt.bundle, text, self._last, served, attempt.reload_reason)
@@ -333,7 +306,7 @@ class Applier:
             loaded = self._verify_unchanged(attempt, plan, network)
             if loaded is not None:
                 return self._firewall_change(attempt.bundle), loaded
-            plan = plan.with_decision(NOT_AS_CONFIGURED)
+            plan = replace(plan, decision=NOT_AS_CONFIGURED)
         else:
             early = self._check_candidate(attempt, plan, network)
         haproxy.commit(plan)
@@ -343,7 +316,7 @@ class Applier:
         return change, loaded
 
     def _verify_unchanged(self, attempt: _Attempt, plan: HaproxyPlan, network: NetworkUpdate) -> Loaded | None:
-        """Change the network only; None if HAProxy does not run the configuration of its file."""
+        """Change the network only. Returns None if HAProxy does not run its configuration file."""
         self._reserve_space(attempt.draft, plan.file)
         network.begin()
         if network.is_needed:
@@ -354,32 +327,34 @@ class Applier:
     def _check_candidate(self, attempt: _Attempt, plan: HaproxyPlan, network: NetworkUpdate) -> RuntimeResult | None:
         """Have HAProxy and keepalived check their files.
 
-        A runtime update that needs no other network is made while HAProxy checks the file: both take time.
-
-        Returns:
-            The result of that runtime update; None if there was none.
+        To save time, the agent carries out a runtime update during the check, if the network stays the same. Returns
+        the result of the runtime update.
         """
         reach(Point.CHECKING)
         self._reserve_space(attempt.draft, plan.file)
-        early = self._parts.haproxy_update.runtime_update(plan, allowed=not network.is_needed)
+        haproxy = self._parts.haproxy_update
+        actions = None if network.is_needed else plan.actions
+        early: RuntimeResult | None = None
         try:
-            early.start()
-            with self._parts.haproxy_update.checking(plan) as check:
-                early.verify()
+            if actions is not None:
+                early = haproxy.run_actions(plan, actions)
+            with haproxy.checking(plan) as check:
+                if actions is not None:
+                    early = early or haproxy.verify_actions(plan, actions)
                 confirmed_bundle.sync_candidate(attempt.draft, plan.file)
                 check.wait()
             reach(Point.CHECKED)
             network.begin()
             self._parts.keepalived.check_configuration(attempt.bundle.vrrp_instance)
         except (AgentError, OSError):
-            self._parts.haproxy_update.undo(early, plan.before)
+            if actions is not None:
+                haproxy.undo(plan.before)
             raise
         if network.is_needed:
             reach(Point.PLUGGED)
-        return early.result
+        return early
 
     def _update_udp(self, bundle: Bundle, change: Change) -> Change:
-        """Serve the virtual servers of a bundle, and add their changes to the reason."""
         self._parts.udp_update.apply(bundle)
         served = self._served.virtual_servers if self._served is not None else ()
         reason = udp_update.describe_change(served, bundle.virtual_servers)
@@ -388,17 +363,13 @@ class Applier:
         return Change("runtime", reason) if change == UNCHANGED else Change(change.how, f"{change.reason}; {reason}")
 
     def _firewall_change(self, bundle: Bundle) -> Change:
-        """Return the change for a bundle that leaves HAProxy as it is: only the firewall may differ."""
+        """Return the change for a bundle that does not change HAProxy."""
         before = firewall.UNRESTRICTED if self._served is None else firewall.restrictions_of(self._served)
         reason = firewall.describe_change(before, firewall.restrictions_of(bundle))
         return Change("runtime", reason) if reason else UNCHANGED
 
     def _reserve_space(self, draft: Draft | None, file: Path | None) -> None:
-        """Reserve all disk space that the change needs: no later step allocates any.
-
-        Args:
-            file: the next file of HAProxy.
-        """
+        """Reserve the disk space for the whole change; `file` is the next file of HAProxy."""
         self._parts.swap.reserve()
         if draft is not None:
             draft.reserve(file)
@@ -414,7 +385,7 @@ class Applier:
         reach(Point.FINISHED)
 
     def _roll_back(self, attempt: _Attempt) -> None:
-        """Restore the previous configuration. The mark of an unfinished change stays: the next change reloads."""
+        """Restore the previous configuration. The mark of an unfinished change makes the next change reload."""
         try:
             if attempt.draft is not None:
                 attempt.draft.discard()
@@ -423,7 +394,7 @@ class Applier:
                 if change is not None:
                     self._count(change)
         except (AgentError, OSError) as error:
-            _log.error("Rollback failed; the next change reloads HAProxy: %s", error)
+            _log.error("Rollback of a bundle failed; the next change reloads HAProxy: %s", error)
         finally:
             self._parts.udp_update.roll_back(self._served, attempt.bundle)
             self._parts.plumbing.roll_back(self._served)
@@ -433,10 +404,7 @@ class Applier:
         while self._parts.haproxy.ended_workers:
             self._changes.count_ended_worker(self._parts.haproxy.ended_workers.pop())
 
-    # -- around the change ----------------------------------------------------------------------------------
-
     def _ping(self, targets: Mapping[str, Host]) -> None:
-        """Set the ping targets: during a change, those of the confirmed bundle and of the new one."""
         try:
             self._set_ping_targets(targets)
         except OSError as error:
@@ -444,10 +412,9 @@ class Applier:
         self._ping_targets = targets
 
     def _ping_confirmed(self) -> None:
-        """Set the ping targets of the confirmed bundle.
+        """Set the ping targets of the confirmed bundle; unnecessary targets after a failure are harmless.
 
-        A failure leaves additional targets, which is harmless. Without a confirmed bundle the targets stay: HAProxy may
-        still serve a bundle whose targets only the responder knows.
+        Without a confirmed bundle the targets stay, because HAProxy may still serve a bundle that needs them.
         """
         if self._confirmed is not None:
             with suppress(MachineError):
@@ -463,5 +430,5 @@ class Applier:
                 needed.add(document.files)
             self._parts.files.keep_only(needed)
         except OSError as error:
-            _log.error("Removing unused files failed: %s", error)
+            _log.error("Cannot remove unused TLS files; the next change retries: %s", error)
         reach(Point.TIDIED)

@@ -1,27 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """The queue of concurrent requests that change this amphora.
 
-Invariant: one request runs at a time, and the newest generation in the queue runs next, whatever the order of arrival.
-If a request succeeds, the older ones in the queue return its result: their state is outdated. If it fails, the next
-newest one runs, so that a wrong bundle does not discard another change.
+Invariant: one request runs at a time, and the newest generation in the queue runs next. After a success, the older
+requests in the queue return the same result, because they are outdated. After a failure, the next newest request runs,
+so that a wrong bundle does not discard another change.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class _Waiting(Generic[T]):
-    """A request in the queue, and the result of a newer one as soon as there is one."""
-
-    def __init__(self, generation: int, kind: Hashable) -> None:
-        self.generation = generation
-        self.kind = kind
-        self.result: T | None = None
+    generation: int
+    kind: Hashable
+    result: T | None = None
 
 
 class ApplyQueue(Generic[T]):
@@ -38,11 +37,7 @@ class ApplyQueue(Generic[T]):
         return len(self._waiting)
 
     def run_in_turn(self, generation: int, kind: Hashable, work: Callable[[], T]) -> T:
-        """Run `work` as soon as it is the newest request, unless a newer one of its kind succeeds first.
-
-        Returns:
-            The result of `work`, or the result of the newer request.
-        """
+        """Run `work` in its turn, or return the result of a newer request of the same kind."""
         request = _Waiting[T](generation, kind)
         with self._changed:
             self._waiting.append(request)
@@ -64,4 +59,4 @@ class ApplyQueue(Generic[T]):
         return result
 
     def _newest(self) -> _Waiting[T]:
-        return max(self._waiting, key=lambda one: one.generation)  # the first of equal generations
+        return max(self._waiting, key=lambda one: one.generation)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of HAProxy: what was done, why, and how often.
+"""Changes of HAProxy: the method, the reason, and the number.
 
 Invariant: each start, runtime update, reload and stop of HAProxy has a reason.
 """
@@ -9,18 +9,16 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
+
+from amphora_agent.haproxy.runtime_state import Loaded
 
 How = Literal["start", "unchanged", "runtime", "reload", "stop"]
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change of HAProxy with its reason.
-
-    Raises:
-        ValueError: the reason is missing, although ``how`` is not "unchanged".
-    """
+    """A change of HAProxy. A missing reason is a ValueError unless ``how`` is "unchanged"."""
 
     how: How
     reason: str
@@ -33,12 +31,24 @@ class Change:
 UNCHANGED = Change("unchanged", "")
 
 
+@dataclass(frozen=True)
+class ApplyResult:
+    """The change that was made for a generation, and the configuration that HAProxy reports."""
+
+    generation: int
+    change: Change
+    loaded: Loaded
+
+    def document(self) -> dict[str, Any]:
+        return {"generation": self.generation, **vars(self.change), "loaded": self.loaded.document()}
+
+
 class ChangeLog:
     """Counts the changes since the agent started. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: dict[str, int] = {"start": 0, "unchanged": 0, "runtime": 0, "reload": 0, "stop": 0}
+        self._counts: dict[str, int] = dict.fromkeys(get_args(How), 0)
         self._last: dict[str, tuple[str, float]] = {}
         self._workers_ended = 0
         self._connections_ended = 0
@@ -49,13 +59,13 @@ class ChangeLog:
             self._last[change.how] = change.reason, time.time()
 
     def count_ended_worker(self, connections: int) -> None:
-        """Count an old worker that was ended while it still had connections."""
+        """Count an old worker that was ended with open connections."""
         with self._lock:
             self._workers_ended += 1
             self._connections_ended += connections
 
     def document(self) -> dict[str, Any]:
-        """Return the counts for `GET /v2/info` and `GET /v2/diagnostics`; ``at`` is in seconds since 1970."""
+        """Return the counts for `GET /v2/info` and the diagnostics; ``at`` is in seconds since 1970."""
         with self._lock:
             found: dict[str, Any] = {how: {"count": count} for how, count in self._counts.items()}
             for how, (reason, at) in self._last.items():

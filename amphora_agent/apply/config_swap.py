@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exchange of HAProxy's configuration file, and its rollback.
 
-Invariant: the file always holds a configuration that HAProxy has checked. Until a change is finished, the previous file
-exists under another name. Commit and rollback are renames: neither needs space on the disk.
+Invariant: the file always has a configuration that HAProxy has checked. The previous file exists until the end of the
+change. Commit and rollback are renames, which need no disk space.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from amphora_agent.paths import Paths
 class ConfigSwap:
     """One change at a time: `reserve`, `mark_unfinished`, `commit`, and then `finish` or `roll_back`.
 
-    Attributes:
-        committed: whether the file was replaced since the last `reserve` or `finish`.
+    ``committed``: the file was replaced since the last `reserve` or `finish`. ``before``: the document at the start of
+    the change.
     """
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
         self.committed = False
-        self._before: Document | None = None
+        self.before: Document | None = None
         self._read: tuple[tuple[int, ...], Document] | None = None
 
     def current(self) -> Document | None:
-        """The document that HAProxy runs or would start from; None if there is no file."""
+        """The document of HAProxy's file; None without a file."""
         try:
             found = self._paths.configuration.stat()
-            # The agent never writes into an existing file: another content is another inode.
+            # The agent never writes into an existing file, so that another content is another inode.
             identity = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
             if self._read is None or self._read[0] != identity:
                 self._read = identity, config_file.read(self._paths.configuration.read_text(encoding="utf-8"))
@@ -41,13 +41,8 @@ class ConfigSwap:
             return None
 
     def invalidate(self) -> None:
-        """Read the file again at the next `current`: another program may have written into it."""
+        """Read the file again at the next `current`, because another program may have changed the file."""
         self._read = None
-
-    @property
-    def before(self) -> Document | None:
-        """The document of the file when the present change began."""
-        return self._before
 
     @property
     def is_interrupted(self) -> bool:
@@ -55,14 +50,10 @@ class ConfigSwap:
         return self._paths.unfinished.exists()
 
     def reserve(self) -> None:
-        """Keep the present file under a second name.
-
-        Raises:
-            OSError: the disk has no space for a directory entry.
-        """
-        self.committed, self._before = False, self.current()
+        """Keep the present file under a second name. Raises OSError on a full disk."""
+        self.committed, self.before = False, self.current()
         self._paths.previous.unlink(missing_ok=True)
-        if self._before is not None:
+        if self.before is not None:
             os.link(self._paths.configuration, self._paths.previous)
 
     def mark_unfinished(self) -> None:
@@ -73,8 +64,8 @@ class ConfigSwap:
     def commit(self) -> None:
         """Replace the file by the candidate.
 
-        After a power cut HAProxy does not run, and the agent applies the confirmed bundle. So neither this rename nor
-        the mark has to be on disk before that bundle is; its confirmation syncs the directory.
+        No sync is necessary: after a power cut HAProxy does not run, and the agent applies the confirmed bundle. The
+        confirmation of the new bundle syncs the directory.
         """
         self._paths.candidate.replace(self._paths.configuration)
         self.committed = True
@@ -83,26 +74,25 @@ class ConfigSwap:
     def roll_back(self) -> Document | None:
         """Restore the previous file and return it; None if there was none.
 
-        The mark of an unfinished change stays: the next change reloads HAProxy.
+        The mark of an unfinished change stays, so that the next change reloads HAProxy.
         """
         reach(Point.RETURNING)
-        if not self.committed:
-            return self._before
-        if self._before is None:
-            self._paths.configuration.unlink(missing_ok=True)
-        else:
-            self._paths.previous.replace(self._paths.configuration)
-        self.committed = False
-        return self._before
+        if self.committed:
+            if self.before is None:
+                self._paths.configuration.unlink(missing_ok=True)
+            else:
+                self._paths.previous.replace(self._paths.configuration)
+            self.committed = False
+        return self.before
 
     def remove(self) -> None:
-        """Remove the file, because no HAProxy is wanted. The previous file is kept until `finish`."""
+        """Remove the file, because HAProxy is not wanted. The previous file exists until `finish`."""
         self.reserve()
         self._paths.configuration.unlink(missing_ok=True)
         self.committed = True
 
     def finish(self) -> None:
-        """End the change: HAProxy runs the document of the file."""
+        """End the change, because HAProxy runs the document of the file."""
         self.committed = False
         self._paths.unfinished.unlink(missing_ok=True)
         self._paths.candidate.unlink(missing_ok=True)

@@ -1,29 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """The last confirmed bundle on disk.
 
-Invariant: the stored bundle was served when it was stored, and it is replaced as a whole or not at all. It holds names
-and digests of the TLS files, never their content. The space for a new bundle is reserved before any change of a serving
-process, and its data is on disk before the rename that confirms it. That rename needs no space.
-
-HAProxy's text may have megabytes, so it is not written twice: a hard link gives HAProxy's file a second name. Each text
-has its own link, so the rename of `confirmed.json` also selects the text.
+Invariant: the record has names and digests of the TLS files, never their content. The agent reserves the space for a
+new record before any change of a serving process. A synced record becomes the confirmed one by a rename. HAProxy's text
+may have megabytes, so the record does not repeat the text. A hard link gives HAProxy's file a second name, which the
+record contains. The rename of the record therefore also selects the text.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from amphora_agent.bundle import Bundle, parse_stored
+from amphora_agent.bundle import Bundle, digest, parse_stored
 from amphora_agent.errors import MachineError
 from amphora_agent.haproxy import config_file
-from amphora_agent.paths import sync, sync_directory, write
+from amphora_agent.paths import sync, write
 
 _TEXTS = "confirmed."
 _DIGITS = 32
@@ -31,58 +28,41 @@ _DIGITS = 32
 
 @dataclass(frozen=True)
 class Confirmed:
-    """A bundle that HAProxy has confirmed.
-
-    ``digest`` is the digest of the received body. ``applied_at`` is the time at which the change began.
-    """
+    """A confirmed bundle, the digest of the received body, and the time at which the change began."""
 
     bundle: Bundle
     digest: str
     applied_at: str
 
 
-def confirmed_now(bundle: Bundle, digest: str) -> Confirmed:
-    """Return the record of a bundle that is being applied, with the present time."""
+def confirmed_now(bundle: Bundle, received: str) -> Confirmed:
+    """Return the record of a bundle with the present time."""
     moment = datetime.now(timezone.utc).replace(microsecond=0)
-    return Confirmed(bundle.without_contents(), digest, moment.isoformat().replace("+00:00", "Z"))
+    return Confirmed(bundle.without_contents(), received, moment.isoformat().replace("+00:00", "Z"))
 
 
 class Draft:
-    """The record that becomes the confirmed bundle if the change succeeds."""
+    """The record of a bundle, which becomes the confirmed one after a successful change."""
 
     def __init__(self, path: Path, confirmed: Confirmed) -> None:
         self.confirmed = confirmed
-        self._path = path
+        self._path, self._new_path = path, path.with_name(f"{path.name}.new")
+        self._text_path = _text_path(path, confirmed)
         self._reserved = self._synced = False
 
-    @property
-    def _haproxy(self) -> str | None:
-        return self.confirmed.bundle.haproxy
-
-    @property
-    def _new_path(self) -> Path:
-        return self._path.with_name(f"{self._path.name}.new")
-
-    @property
-    def _text_path(self) -> Path:
-        return _text_path(self._path, self.confirmed)
-
     def reserve(self, file: Path | None) -> None:
-        """Write the record under a temporary name; does nothing the second time.
+        """Write the record under a temporary name, once. Raises OSError on a full disk.
 
-        Args:
-            file: HAProxy's file; None if no HAProxy is wanted.
-
-        Raises:
-            OSError: the disk is full.
+        `file` is HAProxy's file, if HAProxy is wanted.
         """
         if self._reserved:
             return
+        text = self.confirmed.bundle.haproxy
         document = {
             "applied_at": self.confirmed.applied_at,
             "digest": self.confirmed.digest,
             "text": None if file is None else self._text_path.name,
-            "text_sha256": None if self._haproxy is None else _sha256(self._haproxy),
+            "text_sha256": None if text is None else digest(text.encode()),
             "bundle": replace(self.confirmed.bundle, haproxy=None).to_document(),
         }
         try:
@@ -95,67 +75,48 @@ class Draft:
         self._reserved = True
 
     def sync(self) -> None:
-        """Sync the record to disk; does nothing the second time.
-
-        Raises:
-            OSError: the disk is broken.
-        """
+        """Sync the record to disk, once. Raises OSError."""
         if not self._synced:
             sync(self._new_path)
         self._synced = True
 
     def confirm(self) -> None:
-        """Make the record the confirmed bundle, and sync its directory with all other renames in it.
-
-        Raises:
-            OSError: the disk is broken.
-        """
+        """Make the record the confirmed bundle, and sync its directory with all other renames. Raises OSError."""
         self.sync()
         self._new_path.replace(self._path)
-        sync_directory(self._path.parent)
-        _remove_other_texts(self._path, self._text_path)
+        sync(self._path.parent)
+        for found in self._path.parent.glob(f"{_TEXTS}*.cfg"):
+            if found != self._text_path:
+                found.unlink(missing_ok=True)
 
     def discard(self) -> None:
-        """Remove the record, because the change failed."""
         self._reserved = self._synced = False
         try:
             self._new_path.unlink()
         except FileNotFoundError:
-            return  # the text is not reserved, or it is confirmed and in use
+            return  # without a temporary record, the text file belongs to the confirmed bundle
         self._text_path.unlink(missing_ok=True)
 
 
 def sync_candidate(draft: Draft | None, file: Path) -> None:
-    """Sync HAProxy's file, and the draft that belongs to it, to disk.
-
-    Raises:
-        OSError: the disk is broken.
-    """
+    """Sync HAProxy's file and its draft to disk. Raises OSError."""
     sync(file)
     if draft is not None:
         draft.sync()
 
 
 def relink_text(path: Path, confirmed: Confirmed, file: Path) -> None:
-    """Link HAProxy's repaired file to the name by which the confirmed bundle refers to it.
-
-    Raises:
-        OSError: the disk has no space for a directory entry.
-    """
+    """Link HAProxy's repaired file to the name in the confirmed bundle. Raises OSError on a full disk."""
     _link(file, _text_path(path, confirmed))
-    sync_directory(path.parent)
+    sync(path.parent)
 
 
 def _text_path(path: Path, confirmed: Confirmed) -> Path:
     return path.with_name(f"{_TEXTS}{confirmed.digest[:_DIGITS]}.cfg")
 
 
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def _link(file: Path, name: Path) -> None:
-    """Link a file to a second name, and replace the file that has this name so far."""
+    """Link a file to a second name; replace an existing file with this name."""
     temporary = name.with_name(f".{name.name}.tmp")
     temporary.unlink(missing_ok=True)
     os.link(file, temporary)
@@ -163,29 +124,15 @@ def _link(file: Path, name: Path) -> None:
     temporary.unlink(missing_ok=True)  # rename(2) does nothing if both names are the same file
 
 
-def _texts(path: Path) -> Iterator[Path]:
-    return path.parent.glob(f"{_TEXTS}*.cfg")
-
-
-def _remove_other_texts(path: Path, text: Path) -> None:
-    for found in _texts(path):
-        if found != text:
-            found.unlink(missing_ok=True)
-
-
 def _read_text(places: Sequence[Path], sha256: str | None) -> str:
     """Return the load balancer's text from the first of these files with the correct digest.
 
-    Args:
-        sha256: of the text; None if an older version of the agent has stored the bundle without it.
-
-    Raises:
-        ValueError: none of the files holds the text.
+    An older version of the agent has stored bundles without the digest. Raises ValueError if no file has the text.
     """
     for place in places:
         with suppress(FileNotFoundError):
             text = config_file.read(place.read_text(encoding="utf-8")).text
-            if sha256 is None or _sha256(text) == sha256:
+            if sha256 is None or digest(text.encode()) == sha256:
                 return text
     raise ValueError("HAProxy's text is missing or was modified")
 
@@ -193,12 +140,8 @@ def _read_text(places: Sequence[Path], sha256: str | None) -> str:
 def read(path: Path, file: Path) -> Confirmed | None:
     """Return the confirmed bundle; None if this amphora has never confirmed one.
 
-    Args:
-        path: of the bundle.
-        file: HAProxy's file, which holds the same text if the other one was modified.
-
-    Raises:
-        MachineError: the file exists, but is unreadable or differs from the confirmed bundle.
+    If another program has modified the stored text, HAProxy's `file` may still have the text. Raises MachineError if
+    the record is unreadable or the text is lost.
     """
     if not path.exists():
         return None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The TLS files of HAProxy: certificates with their keys, CA certificates, CRLs.
 
-Invariant: the files are in memory (tmpfs) only, and only root can read them. Each set of files has its own directory,
-named after a digest of the set; a directory with that name is complete and never changes. HAProxy's configuration names
-the directory, so text and files change together with one rename. The previous set stays until nothing needs it.
+Invariant: the files are in memory (tmpfs) only, and only root can read them. Each set has a directory, whose name is a
+digest of the set; the directory is complete and never changes. HAProxy's configuration names the directory, so that
+text and files change together with one rename.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from amphora_agent.errors import MachineError
 from amphora_agent.haproxy import tls_diff
 from amphora_agent.haproxy.config_parser import Configuration
 from amphora_agent.haproxy.tls_diff import TlsState
-from amphora_agent.paths import Paths
+from amphora_agent.paths import Paths, file_identity
 
 _DIGITS = 32
 
 
 class FileSets:
-    """All file sets of this amphora."""
+    """The TLS files of this amphora, in sets."""
 
     def __init__(self, paths: Paths) -> None:
         self._root = paths.files
         self._empty = paths.empty
         self._known: set[Path] = set()
-        # The identity of each file of the set checked last, at a time when its content was correct.
+        # The identities of the files of the last checked set, at a time when the contents were correct.
         self._intact: dict[Path, tuple[int, ...]] = {}
 
     def directory(self, files: Sequence[File]) -> Path:
-        """Return the directory of a set, whether or not it exists."""
+        """Return the directory of a set, which may not exist."""
         if not files:
             return self._empty
         names = "\n".join(f"{file.sha256} {file.name}" for file in files)
@@ -52,7 +52,7 @@ class FileSets:
         return complete
 
     def damaged(self, files: Sequence[File]) -> list[str]:
-        """Return the names of missing or modified files of a set; reads only files whose inode changed."""
+        """Return the names of missing or modified files of a set; read only files whose inode changed."""
         directory, wrong = self.directory(files), []
         before, self._intact = self._intact, {}
         for file in files:
@@ -65,19 +65,15 @@ class FileSets:
         return wrong
 
     def invalidate(self) -> None:
-        """Read each file again before its next use: another program may have modified it."""
+        """Read each file again before its next use, because another program may have changed the file."""
         self._known.clear()
         self._intact.clear()
 
     def create(self, files: Sequence[File], served: Sequence[File] = ()) -> Path:
-        """Create the directory of a set, if it does not exist, and return it.
+        """Create the directory of a set, if necessary, and return its path.
 
-        Args:
-            served: the files in use; identical ones are linked instead of written.
-
-        Raises:
-            MachineError: the set does not exist, and the bundle does not hold the contents.
-            OSError: the memory is full, for example.
+        Identical files of the `served` set are linked, which needs no memory. Raises MachineError if the bundle does
+        not have the contents, and OSError.
         """
         directory = self.directory(files)
         if directory in self._known and directory.is_dir():
@@ -100,7 +96,7 @@ class FileSets:
                     os.link(source, target)
                 else:
                     _write(target, file)
-            _remove(directory)  # the directory is damaged
+            _remove(directory)  # a directory with this name has missing or modified files
             incomplete.rename(directory)
         except BaseException:
             _remove(incomplete)
@@ -109,32 +105,22 @@ class FileSets:
     def tls_state(
         self, configuration: Configuration, files: Sequence[File], directory: Path, names: Iterable[str]
     ) -> TlsState:
-        """Return a configuration with its files and the contents that a comparison needs.
+        """Return a configuration with its files in a directory, and the contents for a comparison.
 
-        Args:
-            directory: of the files.
-            names: files whose contents are needed besides the crt-lists and ticket keys.
+        A comparison needs the contents of crt-lists, ticket keys, and the files with the given `names`.
         """
-        needed = {*tls_diff.crt_lists(configuration), *tls_diff.ticket_keys(configuration), *names}
+        listed = (tls_diff.files_of_binds(configuration, keyword) for keyword in ("crt-list", "tls-ticket-keys"))
+        needed = set(names).union(*listed)
         existing = {file.name for file in files}
         texts = {name: (directory / name).read_text(encoding="utf-8") for name in needed & existing}
         return TlsState(configuration, tuple(files), texts)
 
     def keep_only(self, directories: Collection[Path]) -> None:
-        """Remove all other sets, and incomplete ones that a crash of the agent left behind."""
-        for found in _entries(self._root):
+        """Remove all other sets, and incomplete ones after a crash of the agent."""
+        for found in list(self._root.iterdir()) if self._root.is_dir() else ():
             if found not in directories:
                 self._known.discard(found)
                 _remove(found)
-
-
-def file_identity(path: Path) -> tuple[int, ...] | None:
-    """Return the inode fields that always change with the content (inode(7)); None without a file."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _make_directories(directory: Path) -> None:
@@ -157,12 +143,6 @@ def _digest(path: Path) -> str | None:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
         return None
-
-
-def _entries(directory: Path) -> Iterable[Path]:
-    with suppress(FileNotFoundError):
-        return list(directory.iterdir())
-    return []
 
 
 def _remove(directory: Path) -> None:

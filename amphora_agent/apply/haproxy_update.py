@@ -2,22 +2,21 @@
 """The update of HAProxy for a bundle, and its rollback.
 
 Invariant: each change has a reason and ends with a verification of the running HAProxy. A runtime update that fails
-becomes a reload. The methods use the configuration file as it is; the applier decides when the file is replaced.
+becomes a reload. The applier decides when the configuration file is replaced.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from amphora_agent.apply import directive_check
+from amphora_agent.apply import bundle_check
 from amphora_agent.apply.change_log import UNCHANGED, Change
 from amphora_agent.apply.config_swap import ConfigSwap
 from amphora_agent.apply.file_sets import FileSets
-from amphora_agent.apply.runtime_update import RuntimeResult, RuntimeUpdate
 from amphora_agent.bundle import Bundle, File
 from amphora_agent.errors import AgentError, ConfigurationRefused, HaproxyError
 from amphora_agent.failpoints import Point, reach
@@ -27,19 +26,23 @@ from amphora_agent.haproxy.config_diff import Decision, Reload, Runtime, Unchang
 from amphora_agent.haproxy.config_file import Document
 from amphora_agent.haproxy.config_parser import Configuration
 from amphora_agent.haproxy.process import Haproxy
+from amphora_agent.haproxy.runtime_actions import Action, changed_servers
+from amphora_agent.haproxy.runtime_commands import ActionRunner
 from amphora_agent.haproxy.runtime_state import NOTHING_LOADED, Loaded
 from amphora_agent.paths import Paths
 
 _log = logging.getLogger(__name__)
 NOT_AS_CONFIGURED = Reload("HAProxy did not run its configuration")
+RuntimeResult = Loaded | HaproxyError
+"""The configuration that HAProxy reports after a runtime update, or the reason why the update failed."""
 
 
 @dataclass(frozen=True)
 class HaproxyPlan:
     """A configuration for HAProxy, compared with the present one.
 
-    ``decision`` is None if HAProxy does not run. ``file`` holds ``document``; it is HAProxy's file itself if that has
-    the same content. ``directory`` holds the TLS files.
+    ``decision`` is None if HAProxy does not run. ``file`` has the content ``document``; an unchanged document is in
+    HAProxy's own file. ``directory`` has the TLS files.
     """
 
     bundle: Bundle
@@ -52,11 +55,12 @@ class HaproxyPlan:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether HAProxy's file and the running HAProxy are already as planned."""
         return self.before == self.document and isinstance(self.decision, Unchanged)
 
-    def with_decision(self, decision: Decision) -> HaproxyPlan:
-        return replace(self, decision=decision)
+    @property
+    def actions(self) -> tuple[Action, ...] | None:
+        """The actions of a runtime update; None for another decision."""
+        return self.decision.actions if isinstance(self.decision, Runtime) else None
 
 
 class HaproxyUpdate:
@@ -70,22 +74,10 @@ class HaproxyUpdate:
         self._parsed: tuple[str, Configuration] | None = None
 
     def parse(self, text: str) -> Configuration:
-        """Parse a text; the one applied last is cached, and speeds up the parsing of a similar one."""
+        """Parse a text; the cached text of the last change saves time."""
         if self._parsed is not None and self._parsed[0] == text:
             return self._parsed[1]
         return config_parser.parse(text, self._parsed[1] if self._parsed is not None else None)
-
-    def _parse_allowed(self, text: str, files: Iterable[File]) -> Configuration:
-        """Parse the text of a bundle.
-
-        Raises:
-            ConfigurationRefused: it holds a directive that no load balancer may have.
-        """
-        wanted = self.parse(text)
-        directive_check.refuse_directives(wanted, files)
-        return wanted
-
-    # -- before the change ----------------------------------------------------------------------------------
 
     def plan(
         self, bundle: Bundle, text: str, last: Bundle | None, served: Sequence[File], reload_reason: str
@@ -95,19 +87,22 @@ class HaproxyUpdate:
         Args:
             last: the bundle that was confirmed last, even if its files are lost.
             served: the TLS files in use.
-            reload_reason: why HAProxy has to reload in any case; empty for no such reason.
+            reload_reason: the reason for a reload in any case; empty without such a reason.
         """
         before = self._swap.current()
-        wanted = self._parse_allowed(text, bundle.files)
-        directory = self._files.create(bundle.files, served)
-        document = self._compose(bundle, text, wanted, directory)
+        wanted, directory, document = self._compose(bundle, text, served)
         reach(Point.FILES)
         decision = self._decide(before, last, wanted, bundle, directory, reload_reason)
         file = self._haproxy.write_candidate(document, before)
         return HaproxyPlan(bundle, before, document, wanted, directory, file, decision)
 
-    def _compose(self, bundle: Bundle, text: str, wanted: Configuration, directory: Path) -> Document:
-        return self._haproxy.compose_document(text, wanted, bundle.files, directory, bundle.limits, bundle.vrrp)
+    def _compose(self, bundle: Bundle, text: str, served: Sequence[File]) -> tuple[Configuration, Path, Document]:
+        """Return the parsed and allowed text, the directory of the TLS files, and the document."""
+        wanted = self.parse(text)
+        bundle_check.refuse_directives(wanted, bundle.files)
+        directory = self._files.create(bundle.files, served)
+        document = self._haproxy.compose_document(text, wanted, bundle, directory)
+        return wanted, directory, document
 
     def _decide(
         self,
@@ -118,7 +113,6 @@ class HaproxyUpdate:
         directory: Path,
         reload_reason: str,
     ) -> Decision | None:
-        """Return the kind of update that HAProxy needs; None if it does not run."""
         if not self._haproxy.is_running():
             return None
         if before is None or last is None or self._swap.is_interrupted:
@@ -142,31 +136,39 @@ class HaproxyUpdate:
             return Reload("the previous configuration cannot be compared")
 
     def validate(self, bundle: Bundle, text: str, served: Sequence[File]) -> None:
-        """Have HAProxy check the configuration of a bundle; the running HAProxy is unchanged.
-
-        Raises:
-            AgentError: the configuration is refused.
-        """
-        wanted = self._parse_allowed(text, bundle.files)
-        directory = self._files.create(bundle.files, served)
-        document = self._compose(bundle, text, wanted, directory)
+        """Have HAProxy check the configuration of a bundle, without a change. Raises AgentError."""
+        wanted, _, document = self._compose(bundle, text, served)
         file = self._haproxy.write_candidate(document, self._swap.current())
         with self._haproxy.checking(document, file, wanted, bundle.files) as check:
             check.wait()
 
     def checking(self, plan: HaproxyPlan) -> AbstractContextManager[Check]:
         """Have another HAProxy check the candidate within the block."""
-        accepted = (
-            self.parse(plan.before.text) if plan.before is not None and isinstance(plan.decision, Runtime) else None
-        )
+        accepted = None if plan.before is None or plan.actions is None else self.parse(plan.before.text)
         return self._haproxy.checking(plan.document, plan.file, plan.wanted, plan.bundle.files, accepted)
 
-    # -- the change -----------------------------------------------------------------------------------------
+    def run_actions(self, plan: HaproxyPlan, actions: Sequence[Action]) -> HaproxyError | None:
+        """Mark the change as unfinished and carry out the actions; return an error of HAProxy.
 
-    def runtime_update(self, plan: HaproxyPlan, *, allowed: bool = True) -> RuntimeUpdate:
-        """Return the runtime update of a plan; one without actions if it is not allowed or not possible."""
-        actions = plan.decision.actions if allowed and isinstance(plan.decision, Runtime) else None
-        return RuntimeUpdate(self._haproxy, self._swap, actions, plan.wanted, plan.directory)
+        Raises OSError if the mark cannot be written; HAProxy is then unchanged.
+        """
+        self._swap.mark_unfinished()
+        haproxy, failed = self._haproxy, None
+        try:
+            ActionRunner(haproxy.worker, haproxy.features(), haproxy.counters, plan.directory).run(actions)
+        except HaproxyError as error:
+            failed = error
+        except OSError as error:
+            failed = HaproxyError("change the running HAProxy", str(error))
+        reach(Point.EARLY)
+        return failed
+
+    def verify_actions(self, plan: HaproxyPlan, actions: Sequence[Action]) -> RuntimeResult:
+        """Read back the servers that the actions have changed."""
+        try:
+            return self._haproxy.verify(plan.wanted, touched=changed_servers(actions))
+        except HaproxyError as error:
+            return error
 
     def verify_unchanged(self, plan: HaproxyPlan) -> Loaded | None:
         """Return the configuration that HAProxy reports; None if that differs from the plan."""
@@ -181,17 +183,17 @@ class HaproxyUpdate:
             self._swap.commit()
 
     def apply(self, plan: HaproxyPlan, early: RuntimeResult | None) -> tuple[Change, Loaded]:
-        """Bring HAProxy to the content of its file: start it, change it at run time, or reload it.
+        """Start HAProxy, change it at run time, or reload it.
 
-        Args:
-            early: the result of a runtime update that was made before the file was replaced.
+        `early` is the result of a runtime update before the exchange of the file.
         """
         decision = plan.decision
         if decision is None:
             self._haproxy.start()
             return Change("start", "HAProxy was not running"), self._haproxy.verify(plan.wanted)
         if isinstance(decision, Runtime):
-            result = early or self._update_at_run_time(plan)
+            actions = decision.actions
+            result = early or self.run_actions(plan, actions) or self.verify_actions(plan, actions)
             if isinstance(result, Loaded):
                 return Change("runtime", decision.reason), result
             decision = Reload(f"{decision.reason}; at run time: {result.happened}")
@@ -204,21 +206,13 @@ class HaproxyUpdate:
         self._reload(plan.wanted, change, plan.bundle.limits.workers)
         return change, self._haproxy.verify(plan.wanted)
 
-    def _update_at_run_time(self, plan: HaproxyPlan) -> RuntimeResult:
-        update = self.runtime_update(plan)
-        update.start()
-        update.verify()
-        assert update.result is not None  # noqa: S101 - the decision is `Runtime`, so there are actions
-        return update.result
-
     def remember(self, plan: HaproxyPlan) -> None:
-        """Cache the parsed text: the next one is mostly the same."""
+        """Cache the parsed text, because the text of the next change is similar."""
         self._parsed = plan.document.text, plan.wanted
 
     def _reload(self, wanted: Configuration, change: Change, max_old_workers: int | None) -> None:
-        """Replace HAProxy's worker by one that reads the present file."""
         _log.info("Reloading HAProxy: %s", change.reason)
-        if not self._haproxy.is_running():  # HAProxy has crashed meanwhile
+        if not self._haproxy.is_running():  # HAProxy has crashed since the decision to reload
             self._haproxy.start()
             return
         before = self._swap.before
@@ -234,40 +228,32 @@ class HaproxyUpdate:
         self._haproxy.stop()
         return Change("stop", "no listener is wanted"), NOTHING_LOADED
 
-    # -- rollback -------------------------------------------------------------------------------------------
-
-    def undo(self, early: RuntimeUpdate, before: Document | None) -> None:
-        """Revert an early runtime update after the candidate was refused; HAProxy's file is still the old one."""
-        if early.actions is None:
-            return
+    def undo(self, before: Document | None) -> None:
+        """Revert an early runtime update after HAProxy refused the candidate."""
         try:
-            configuration = self.parse(before.text if before is not None else "")
-            try:
-                self._haproxy.verify(configuration, before.files if before is not None else None)
-            except HaproxyError as error:
-                self._reload(configuration, _rollback(error), None)
+            self._return_to(before)
             self._paths.unfinished.unlink(missing_ok=True)
         except (AgentError, OSError) as error:
-            _log.error("Rollback of HAProxy failed; the next change reloads it: %s", error)
+            _log.error("Rollback of HAProxy failed; the next change reloads HAProxy: %s", error)
 
     def restore(self, before: Document | None) -> Change | None:
         """Bring HAProxy back to the restored file; return the change if HAProxy was reloaded."""
         if before is None:
             self._haproxy.stop()
             self._swap.finish()
-            return None
-        configuration = self.parse(before.text)
-        if self._haproxy.is_running():
-            try:
-                self._haproxy.verify(configuration, before.files if before is not None else None)
-            except HaproxyError as error:
-                change = _rollback(error)
-                self._reload(configuration, change, None)
-                return change
+        elif self._haproxy.is_running():
+            return self._return_to(before)
         elif before.files is None or before.files.is_dir():
             self._haproxy.start()
         return None
 
-
-def _rollback(error: HaproxyError) -> Change:
-    return Change("reload", f"rollback: {error.happened}")
+    def _return_to(self, before: Document | None) -> Change | None:
+        """Reload HAProxy unless it runs the earlier document; return the change."""
+        configuration = self.parse("" if before is None else before.text)
+        try:
+            self._haproxy.verify(configuration, None if before is None else before.files)
+        except HaproxyError as error:
+            change = Change("reload", f"rollback: {error.happened}")
+            self._reload(configuration, change, None)
+            return change
+        return None

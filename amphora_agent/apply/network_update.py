@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The network steps of one change: interfaces, firewall, and the owner of the VIPs.
 
-Invariant: nothing that the running configuration uses is removed before `finish`. If the network is already as the
-bundle wants it, both steps do nothing.
+Invariant: the agent removes nothing that the running configuration uses before `finish`.
 """
 
 from __future__ import annotations
@@ -12,14 +11,9 @@ from amphora_agent.bundle import Bundle
 
 
 class NetworkUpdate:
-    """The network steps for one bundle.
+    """The network steps for one bundle. ``is_needed``: the network differed at the start of the change.
 
-    Args:
-        served: the bundle that is served until now; None for nothing.
-        may_lack: a missing interface without a VIP is no error, because the bundle is confirmed already.
-
-    Attributes:
-        is_needed: whether the network differs from the bundle at the start of the change.
+    With `may_lack`, a missing interface without a VIP is no error.
     """
 
     def __init__(self, parts: Components, bundle: Bundle, served: Bundle | None, *, may_lack: bool) -> None:
@@ -30,18 +24,17 @@ class NetworkUpdate:
         self.is_needed = not parts.plumbing.matches(bundle)
 
     def begin(self) -> None:
-        """Add what the new bundle needs, and allow only clients that both bundles allow."""
+        """Add the network configuration of the new bundle; allow only clients that both bundles allow."""
         if self.is_needed:
             self._parts.plumbing.prepare(self._bundle, self._served, may_lack=self._may_lack)
 
     def finish(self) -> None:
-        """Remove what no bundle needs any more, and announce the VIPs."""
+        """Remove the network configuration that no bundle needs, and announce the VIPs."""
         if not self.is_needed:
             return
-        if self._bundle.virtual_servers:  # apply the rules before the announcement of the VIPs attracts packets
+        if self._bundle.virtual_servers:  # the forwarding rules must exist before the VIPs are announced
             self._parts.udp_update.apply(self._bundle)
         keepalived = self._parts.keepalived
         ends_vrrp = self._bundle.vrrp_instance is None and keepalived.is_running()
-        self._parts.plumbing.commit(
-            self._bundle, may_lack=self._may_lack, ending=keepalived.stop if ends_vrrp else None
-        )
+        ending = keepalived.stop if ends_vrrp else None
+        self._parts.plumbing.commit(self._bundle, may_lack=self._may_lack, ending=ending)

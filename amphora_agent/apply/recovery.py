@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Retries of the confirmed bundle after a start of the agent, or after a change that failed half-way.
+"""Retries of the confirmed bundle after a start of the agent, or after a failed change.
 
-Invariant: an amphora with a confirmed bundle retries until it serves that bundle. A change of an interface, or a few
-seconds, starts the next attempt.
+Invariant: the agent retries until the amphora serves the bundle, after each change of an interface or after a few
+seconds.
 """
 
 from __future__ import annotations
@@ -20,19 +20,8 @@ _GROUP_LINK = 1
 RETRY_SECONDS = 5.0
 
 
-def start_retrying(attempt: Callable[[], bool]) -> threading.Thread:
-    """Call `attempt` in a new thread until it returns True."""
-    thread = threading.Thread(target=_retry, args=(attempt,), name="serve-again", daemon=True)
-    thread.start()
-    return thread
-
-
 class RecoveryLoop:
-    """Removes the remains of a failed change without another push.
-
-    Args:
-        attempt: tries the recovery and returns whether it is complete.
-    """
+    """Calls `attempt` in a thread of its own until the result is True."""
 
     def __init__(self, attempt: Callable[[], bool]) -> None:
         self._attempt = attempt
@@ -40,34 +29,28 @@ class RecoveryLoop:
         self._running = False
 
     def start(self) -> None:
-        """Start retrying in a new thread; does nothing if that thread runs already."""
+        """Start the thread, unless it runs already."""
         with self._lock:
             if not self._running:
                 self._running = True
-                start_retrying(self._try)
+                threading.Thread(target=self._run, name="serve-again", daemon=True).start()
+
+    def _run(self) -> None:
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_NONBLOCK, _NETLINK_ROUTE) as links:
+            links.bind((0, _GROUP_LINK))
+            while not self._try():
+                select.select([links], [], [], RETRY_SECONDS)
+                # The kernel raises BlockingIOError after the last event, and ENOBUFS after lost events.
+                with suppress(OSError):
+                    while True:
+                        links.recv(65536)
 
     def _try(self) -> bool:
-        done = self._attempt()
+        try:
+            done = self._attempt()
+        except Exception:  # noqa: BLE001 (the loop must go on: a later attempt may succeed)
+            _log.exception("Applying the confirmed bundle failed; retrying")
+            return False
         with self._lock:
             self._running = not done
         return done
-
-
-def _retry(attempt: Callable[[], bool]) -> None:
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_NONBLOCK, _NETLINK_ROUTE) as links:
-        links.bind((0, _GROUP_LINK))
-        while True:
-            try:
-                if attempt():
-                    return
-            except Exception:  # noqa: BLE001 (the loop must go on: a later attempt may succeed)
-                _log.exception("Applying the confirmed bundle failed; retrying")
-            select.select([links], [], [], RETRY_SECONDS)
-            _discard_events(links)
-
-
-def _discard_events(links: socket.socket) -> None:
-    # BlockingIOError: no more events. ENOBUFS: events were lost, but each of them has the same meaning here.
-    with suppress(OSError):
-        while True:
-            links.recv(65536)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The update of the UDP and SCTP listeners (virtual servers) for a bundle, and its rollback.
 
-Invariant: the checker serves the virtual servers of the last request, or their state is unknown; then the checker is
-asked again. The reason of a change names the listener, and the member if there is one.
+Invariant: the agent asks the checker again if the state of the checker is not known.
 """
 
 from __future__ import annotations
@@ -10,65 +9,49 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from amphora_agent.bundle import Bundle
 from amphora_agent.errors import AgentError
 from amphora_agent.l4.model import Member, VirtualServer
 
+if TYPE_CHECKING:
+    from amphora_agent.l4_daemon.client import CheckerClient
+
 _log = logging.getLogger(__name__)
 _Wanted = tuple[tuple[VirtualServer, ...], bool]
-
-
-class L4Service(Protocol):
-    """Serves virtual servers (`l4_daemon.client.CheckerClient`). Methods raise `AgentError`."""
-
-    def check_servers(self, servers: Sequence[VirtualServer], /) -> None:
-        """Refuse unsupported virtual servers; changes nothing."""
-
-    def serve(self, servers: Sequence[VirtualServer], /, *, paired: bool = False) -> None:
-        """Serve these virtual servers, and no others."""
-
-    def find_drift(self, servers: Sequence[VirtualServer], /, *, paired: bool = False) -> list[str]:
-        """Return the differences from these virtual servers, as sentences."""
 
 
 class UdpUpdate:
     """The virtual servers of one amphora during a change of the bundle. Not thread-safe."""
 
-    def __init__(self, service: L4Service) -> None:
+    def __init__(self, service: CheckerClient) -> None:
         self._service = service
-        # The state that the checker has confirmed; None if it is unknown.
+        # The checker has confirmed these virtual servers; None means that the state is not known.
         self._served: _Wanted | None = None
         self._validated: _Wanted | None = None
 
     def invalidate(self) -> None:
-        """Forget the known state, so that the next change asks the checker."""
         self._served = self._validated = None
 
     def validate(self, bundle: Bundle) -> None:
-        """Refuse unsupported virtual servers before any change.
-
-        Raises:
-            AgentError: a virtual server is not supported.
-        """
+        """Raise AgentError for unsupported virtual servers, before any change."""
         wanted = _wanted(bundle)
         if wanted not in (self._served, self._validated):
             self._service.check_servers(wanted[0])
             self._validated = wanted
 
     def apply(self, bundle: Bundle) -> None:
-        """Serve the virtual servers of a bundle; does nothing if the checker serves them already.
+        """Serve the virtual servers of a bundle, unless the checker serves them already.
 
-        Raises:
-            AgentError: the update failed; the previous virtual servers are still served.
+        Raises AgentError after a failure; the checker then serves the previous virtual servers.
         """
         wanted = _wanted(bundle)
         if wanted == self._served:
             return
         known, self._served = self._served, None
-        # The state is unknown: the comparison makes the checker read the kernel's state, and write what differs.
         if known is None:
+            # The drift query makes the checker read the rules of the kernel before the checker writes them.
             self._service.find_drift(wanted[0], paired=wanted[1])
         self._serve(bundle)
 
@@ -81,7 +64,7 @@ class UdpUpdate:
         """Restore the virtual servers of the previous bundle, unless they are still served."""
         before = replace(failed, virtual_servers=(), vrrp=None) if served is None else served
         wanted = _wanted(before)
-        # `validate` may have started the checker, and nothing needs it now: stop it again.
+        # `validate` may have started the checker. A request without virtual servers stops the checker again.
         is_idle = bool(failed.virtual_servers) and not wanted[0]
         if not is_idle and (wanted == self._served or (self._served is None and not wanted[0])):
             return
@@ -89,23 +72,16 @@ class UdpUpdate:
             self._serve(before)
         except AgentError as error:
             self._served = None
-            _log.error("Rollback of the virtual servers failed: %s", error)
+            _log.error("Rollback of the UDP and SCTP listeners failed; the drift check retries: %s", error)
 
     def differences(self, bundle: Bundle) -> list[str]:
-        """Return the differences from a bundle, as sentences; changes nothing.
-
-        Raises:
-            AgentError: the checker or the kernel does not answer.
-        """
+        """Return the differences from a bundle, as sentences. Raises AgentError without an answer."""
         servers, paired = _wanted(bundle)
         return self._service.find_drift(servers, paired=paired)
 
 
 def _wanted(bundle: Bundle) -> _Wanted:
     return bundle.virtual_servers, bundle.vrrp is not None
-
-
-# -- the reason of a change, in words ---------------------------------------------------------------------------------
 
 
 def describe_change(before: Sequence[VirtualServer], after: Sequence[VirtualServer]) -> str:

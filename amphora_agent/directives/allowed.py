@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The directives that a load balancer's configuration may contain, with the syntax of their arguments.
 
-Invariant: pure. With an accepted line, HAProxy opens no file except those of the bundle and of this machine, runs no
-program, and opens no socket except listeners, members and their checks. A line without a matching entry is refused.
-The entries are those of this project's template (`amphora_driver/render`) and of Octavia's
-(`docs/reference/amphora-api-v1.md`); a directive that is new in one of them needs an entry here first.
-Source: HAProxy manual, sections 4, 5 and 7.
+Invariant: pure. An accepted line makes HAProxy open only files of the bundle and of this machine, and only sockets of
+listeners, members and checks. HAProxy runs no program. A directive that is new in this project's template
+(`amphora_driver/render`) or in Octavia's (`docs/reference/amphora-api-v1.md`) needs an entry here first. Source:
+HAProxy manual, sections 4, 5 and 7.
 """
 
 from __future__ import annotations
@@ -18,21 +17,20 @@ from amphora_agent.directives.expressions import CONDITION, EXPRESSION, IDENTIFI
 
 _NUMBER = r"[0-9]{1,10}"
 _TIME = rf"{_NUMBER}(?:us|ms|s|m|h|d)?"
-# Without leading zeros: HAProxy would look up such an address as a name.
+# An IPv4 address has no leading zeros here, because HAProxy would look up such an address as a name.
 _OCTET = r"(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _IPV4 = rf"(?:{_OCTET}\.){{3}}{_OCTET}"
-# At least two colons, so that no name matches: HAProxy would look it up.
+# An IPv6 address needs two colons here, so that no host name matches, which HAProxy would look up.
 _IPV6 = r"[0-9A-Fa-f]*:[0-9A-Fa-f]*:[0-9A-Fa-f:.]*"
 _ADDRESS = rf"(?:{_IPV4}|{_IPV6}|\[{_IPV6}\])"
 _PORT = r"[1-9][0-9]{0,4}"
 _ENDPOINT = re.compile(rf"(?:({_IPV4})|\[({_IPV6})\]|({_IPV6})):{_PORT}")
-# As in a bundle: no part begins with a dot, none is absolute.
+# The path of a TLS file is relative, and none of its parts begins with a dot.
 FILE = r"tls/[A-Za-z0-9_][A-Za-z0-9_.-]*/[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _CIPHERS = r"[A-Za-z0-9+!:@=_.-]+"
 _PROTOCOLS = r"[A-Za-z0-9./,-]+"
 _VERSION = r"(?:SSLv3|TLSv1\.[0-3])"
 _HOST = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
-# The name of a header, a cookie or a variable.
 _NAME = r"[^\n\"'(),\\%{}]+"
 _VARIABLE = r"(?:sess|txn|req|res)\.[A-Za-z0-9_.]+"
 _WHEN = rf"{CONDITION}?"
@@ -52,20 +50,8 @@ _BIND: Mapping[str, str] = {
 }
 _SERVER: Mapping[str, str] = {
     **_TLS,
-    **dict.fromkeys(
-        (
-            "backup",
-            "check",
-            "check-send-proxy",
-            "check-ssl",
-            "disabled",
-            "send-proxy",
-            "send-proxy-v2",
-            "send-proxy-v2-ssl",
-            "send-proxy-v2-ssl-cn",
-        ),
-        "",
-    ),
+    **dict.fromkeys(("backup", "check", "check-send-proxy", "check-ssl", "disabled"), ""),
+    **dict.fromkeys(("send-proxy", "send-proxy-v2", "send-proxy-v2-ssl", "send-proxy-v2-ssl-cn"), ""),
     **dict.fromkeys(("fall", "id", "maxconn", "maxqueue", "rise", "weight"), _NUMBER),
     **dict.fromkeys(("inter", "fastinter", "downinter", "slowstart"), _TIME),
     **dict.fromkeys(("check-sni", "verifyhost"), _HOST),
@@ -98,7 +84,7 @@ _RETURN = (
 _REDIRECT = rf"(?:code 30[1-8] )?(?:(?:location|prefix) {LOG_FORMAT}|scheme https?)(?: code 30[1-8])?{_WHEN}"
 _SIZES = rf"size {_NUMBER}[kmg]?(?: expire {_TIME})?(?: peers amphora)?"
 
-# The arguments after the first word of a line.
+# Each pattern matches the arguments of a directive, without its first word.
 _ARGUMENTS: Mapping[str, str] = {
     "acl": rf"{IDENTIFIER} {MATCH}",
     "backend": IDENTIFIER,
@@ -150,8 +136,11 @@ _ARGUMENTS: Mapping[str, str] = {
     "use_backend": rf"(?:{_BACKEND}|%\[var\({_VARIABLE}\)\]){_WHEN}",
 }
 _PATTERNS = {first: _compile(shape) for first, shape in _ARGUMENTS.items()}
+_CRT_LIST_LINE = re.compile(
+    rf"[ \t]*(?:{FILE}(?:[ \t]+\[[ \t]*alpn[ \t]+[A-Za-z0-9./,-]+[ \t]*\])?(?:[ \t]+[!A-Za-z0-9*._-]+)*[ \t]*)?(?:#.*)?"
+)
 _OPTIONS = {"bind": (2, _BIND), "server": (3, _SERVER)}
-# Directives whose second word selects the function.
+# Error messages name the first two words of these directives.
 _COMPOUND = {
     "http-after-response", "http-check", "http-request", "http-response", "no", "option", "stick", "tcp-request",
     "timeout",
@@ -159,11 +148,7 @@ _COMPOUND = {
 
 
 def refusal(words: Sequence[str]) -> str | None:
-    """Return why a line is refused, with its directive; None for an accepted line.
-
-    Args:
-        words: at least one, split by HAProxy's rules.
-    """
+    """Return why a line of one or more words is refused, with its directive; None for an accepted line."""
     first, *others = words
     allowed = _PATTERNS.get(first)
     if allowed is None or allowed.fullmatch("\n".join(others)) is None:
@@ -173,6 +158,18 @@ def refusal(words: Sequence[str]) -> str | None:
         if not _is_endpoint(endpoint):
             return f"the address of '{first}' is not the IP address of another machine or a VIP, with a port"
     return None
+
+
+def refused_crt_list_line(text: str) -> int | None:
+    """Return the number of the first refused line of a crt-list; None if all are accepted.
+
+    An accepted crt-list (HAProxy manual, "crt-list") names certificates of the bundle only, and sets no option except
+    ALPN.
+    """
+    refused = (
+        number for number, line in enumerate(text.split("\n"), start=1) if _CRT_LIST_LINE.fullmatch(line) is None
+    )
+    return next(refused, None)
 
 
 def name_directive(words: Sequence[str]) -> str:
@@ -193,12 +190,11 @@ def name_directive(words: Sequence[str]) -> str:
 
 
 def _shown(word: str) -> str:
-    """Return a keyword for an error, shortened to the characters of keywords."""
     return re.sub(r"[^A-Za-z0-9_.-].*", "…", word[:40], flags=re.DOTALL) or "…"
 
 
 def _is_endpoint(word: str) -> bool:
-    """Whether a word is an IP address with a port: no name, path, descriptor or loopback address."""
+    """Whether a word is an IP address with a port, and no name, path, descriptor or loopback address."""
     found = _ENDPOINT.fullmatch(word)
     if found is None or int(word.rpartition(":")[2]) > 65535:
         return False

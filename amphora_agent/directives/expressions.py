@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patterns of HAProxy's sample expressions, log-formats and conditions (manual, 7 and 8.2.6).
 
-Invariant: pure. No fetch or converter that matches here opens a file, reads the environment or starts a program. An ACL
-takes its patterns from its own line. Words are separated by line ends, which no word contains.
+Invariant: pure. No fetch or converter that matches opens a file, reads the environment or starts a program. Words are
+separated by line ends, which no word contains.
 """
 
 from __future__ import annotations
 
-# The text of a value. The first value of an ACL is no flag, so it cannot name a file ("-f").
+# The first value of an ACL cannot be a flag: the flag "-f" would open a file.
 WORD = r"[^\n]+"
 _PATTERN = r"[^\n-][^\n]*"
 IDENTIFIER = r"[A-Za-z0-9][A-Za-z0-9_.:-]*"
@@ -35,7 +35,7 @@ MATCH = (
     rf"{EXPRESSION}(?: -i)?(?: -m (?:str|beg|end|sub|dir|dom|reg|len|int|bool|found))?"
     rf"(?: --(?: {WORD})+|(?: {_PATTERN})*)"
 )
-# An ACL in braces ends at the brace; no value of ours is a brace.
+# An ACL in braces ends at the brace; no value of this project is a brace.
 _INLINE = (
     rf"{EXPRESSION}(?: -i)?(?: -m (?:str|beg|end|sub|dir|dom|reg|len|int|bool|found))?"
     r"(?: --)?(?: (?!\}\n|\}$)[^\n-][^\n]*)*"

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration drift: detect that this amphora differs from its confirmed bundle, and repair it."""
+"""Configuration drift: detection and repair of differences from the confirmed bundle."""

@@ -1,56 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the amphora with its confirmed bundle.
 
-Invariant: a check changes nothing and takes a few milliseconds: it reads only what was modified since the last check.
-A state that ends without a repair is no difference, for example a daemon that its supervisor is about to restart.
+Invariant: a check changes nothing, and reads only files that were modified since the last check. A state that ends
+without a repair is no difference, for example a daemon that its supervisor is about to restart.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 
 from amphora_agent.apply.applier import Applier
 from amphora_agent.apply.components import Components
-from amphora_agent.apply.file_sets import file_identity
 from amphora_agent.bundle import Bundle
 from amphora_agent.drift.report import Difference
 from amphora_agent.errors import HaproxyError, MachineError
 from amphora_agent.haproxy.config_file import Document
+from amphora_agent.paths import file_identity
 
 RELOAD_KINDS = frozenset({"haproxy.cfg", "machine.cfg"})
-"""With one of these differences HAProxy may run a configuration that a read-back does not show."""
+"""The kinds of differences with which HAProxy may run a configuration that a read-back does not show."""
 
 
 class DriftChecker:
-    """Compares one amphora with its confirmed bundle, and applies that bundle again for a repair."""
+    """Compares one amphora with its confirmed bundle, and repairs differences."""
 
     def __init__(self, applier: Applier, parts: Components) -> None:
         self._applier = applier
         self._parts = parts
         self._file = parts.paths.configuration
-        # The identity of HAProxy's file when it was correct, and the worker at that time; None after a change.
+        # The inode fields of HAProxy's file when the last check found it correct, and the worker at that time.
         self._intact: tuple[tuple[int, ...] | None, int | None] | None = None
         self._misread = False
         applier.add_change_listener(self.invalidate)
 
     @property
     def generation(self) -> int | None:
-        """The confirmed generation."""
         return self._applier.generation
 
     def invalidate(self) -> None:
-        """Forget the known state: a change replaces files and processes."""
+        """Forget the known state, because a change replaces files and processes."""
         self._intact, self._misread = None, False
 
     def differences(self) -> tuple[Difference, ...] | None:
-        """Return the differences between the amphora and its confirmed bundle.
+        """Return the differences from the confirmed bundle. Raises AgentError without an answer.
 
-        Returns:
-            None while a change runs or waits, and if this agent has not applied the confirmed bundle yet.
-
-        Raises:
-            AgentError: a component does not answer.
+        Returns None while a change runs or waits, and if this agent has not applied the confirmed bundle yet.
         """
         try:
             return self._applier.run_on_confirmed(self._compare)
@@ -58,15 +52,13 @@ class DriftChecker:
             raise MachineError("check for configuration drift", str(error)) from error
 
     def repair(self, found: Sequence[Difference]) -> None:
-        """Apply the confirmed bundle again; does nothing if a change has replaced it since the check.
-
-        Raises:
-            AgentError: the repair failed; the agent retries.
-        """
+        """Apply the confirmed bundle again. Raises AgentError after a failure; the agent retries."""
         self._applier.reapply_confirmed(next((one.sentence for one in found if one.kind in RELOAD_KINDS), ""))
 
     def _compare(self, bundle: Bundle) -> tuple[Difference, ...]:
-        found = [*self._network(bundle), *self._files(bundle)]
+        found = [Difference(kind, f"{kind}: {one}") for kind, one in self._parts.plumbing.find_drift(bundle)]
+        damaged = self._parts.files.damaged(bundle.files)
+        found += [Difference("files", f"{name} is missing or was modified") for name in damaged]
         if bundle.haproxy is not None:
             found += self._haproxy(bundle, bundle.haproxy)
         elif self._file.exists() or self._parts.haproxy.is_wanted():
@@ -75,25 +67,17 @@ class DriftChecker:
         keepalived = self._parts.keepalived.describe_drift(bundle.vrrp_instance)
         return (*found, *([Difference("keepalived", f"keepalived: {keepalived}")] if keepalived else []))
 
-    def _network(self, bundle: Bundle) -> Iterator[Difference]:
-        for kind, sentence in self._parts.plumbing.find_drift(bundle):
-            yield Difference(kind, f"{kind}: {sentence}")
-
-    def _files(self, bundle: Bundle) -> Iterator[Difference]:
-        for name in self._parts.files.damaged(bundle.files):
-            yield Difference("files", f"{name} is missing or was modified")
-
     def _haproxy(self, bundle: Bundle, text: str) -> Iterator[Difference]:
         haproxy = self._parts.haproxy
         wanted = self._parts.haproxy_update.parse(text)
         directory = self._parts.files.directory(bundle.files)
         if not haproxy.is_machine_configuration_intact():
             yield Difference("machine.cfg", "machine.cfg was modified")
-        document = haproxy.compose_document(text, wanted, bundle.files, directory, bundle.limits, bundle.vrrp)
+        document = haproxy.compose_document(text, wanted, bundle, directory)
         yield from self._haproxy_file(document)
         if not haproxy.is_wanted():
             yield Difference("haproxy", "HAProxy does not run, and the service manager does not start it")
-        elif haproxy.worker_pid() is not None:  # otherwise HAProxy starts, or is busy
+        elif haproxy.worker_pid() is not None:  # a HAProxy that does not answer starts or is busy, which is no drift
             try:
                 haproxy.verify(wanted, directory)
             except (HaproxyError, OSError) as error:
@@ -104,16 +88,12 @@ class DriftChecker:
     def _haproxy_file(self, wanted: Document) -> Iterator[Difference]:
         identity, worker = file_identity(self._file), self._parts.haproxy.worker_pid()
         if self._intact is None or identity is None or self._intact[0] != identity:
-            if identity is None or _digest(self._file.read_bytes()) != _digest(wanted.content.encode()):
+            if identity is None or self._file.read_bytes() != wanted.content.encode():
                 yield Difference("haproxy.cfg", "haproxy.cfg was modified")
                 return
-            # The file was modified and is correct again: a worker that started meanwhile may have read other content.
+            # HAProxy's file was modified and restored. A worker that started meanwhile may have read the other content.
             earlier = None if self._intact is None else self._intact[1]
             self._misread = self._misread or (None not in (earlier, worker) and earlier != worker)
         self._intact = identity, worker
         if self._misread:
             yield Difference("haproxy.cfg", "HAProxy has read haproxy.cfg while it was modified")
-
-
-def _digest(content: bytes) -> bytes:
-    return hashlib.sha256(content).digest()

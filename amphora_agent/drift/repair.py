@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Repairs configuration drift: periodic checks, and the confirmed bundle applied again.
+"""Repairs configuration drift: checks periodically, and applies the confirmed bundle again.
 
-Invariant: no repair runs during a change, and none without two checks that found the same kind of difference. The only
-repair is to apply the confirmed bundle again, as a repeated push does. An unsuccessful repair is reported in heartbeats
-and retried with an increasing back-off. The back-off also applies if the same difference returns soon after a repair:
-a program that modifies a file again and again must not make HAProxy reload at each check.
-
-A check takes a few milliseconds. With thousands of members or certificates it takes longer and runs less often: checks
-take at most 1/`DUTY_DIVISOR` of the time.
+Invariant: no repair runs during a change, and none without two checks that found the same kind of difference. The agent
+retries an unsuccessful repair with an increasing back-off. The back-off also applies if the same difference returns
+soon after a repair, so that HAProxy does not reload at each check. Checks take at most 1/`DUTY_DIVISOR` of the time.
 """
 
 from __future__ import annotations
@@ -16,58 +12,41 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
+from amphora_agent.drift.check import DriftChecker
 from amphora_agent.drift.report import Difference, DriftReport, kinds, seen_twice
 from amphora_agent.errors import AgentError
 
 _log = logging.getLogger(__name__)
 DUTY_DIVISOR = 200
-# Seconds between the check that finds a difference and the one that confirms it.
+# A second check after this number of seconds confirms a difference.
 _CONFIRM_SECONDS = 1.0
-# The largest number of checks between two repairs of the same difference.
+# The back-off grows to at most this number of checks between two repairs of the same difference.
 _MAX_BACKOFF = 16
-# A difference that returns within this number of checks was not repaired permanently.
+# A difference that returns within this number of checks counts as not repaired.
 _RECENT_CHECKS = 10
 
 
-class Checker(Protocol):
-    """Checks and repairs an amphora (`drift.check.DriftChecker`)."""
-
-    @property
-    def generation(self) -> int | None:
-        """The confirmed generation."""
-
-    def differences(self) -> tuple[Difference, ...] | None:
-        """Return the present differences; None during a change, and without a confirmed bundle."""
-
-    def repair(self, found: Sequence[Difference]) -> None:
-        """Apply the confirmed bundle again. Raises `AgentError` if that fails."""
-
-
 class DriftRepair:
-    """Checks and repairs periodically, in its own thread.
+    """Checks every `interval` seconds, and repairs, in its own thread.
 
-    Args:
-        checker: checks and repairs the amphora.
-        report: receives the findings.
-        interval: seconds between two checks.
-        on_finding: called when a difference was found, and when it is gone.
+    `on_finding` is called when a difference was found, and when it is gone.
     """
 
-    def __init__(self, checker: Checker, report: DriftReport, interval: float, on_finding: Callable[[], None]) -> None:
+    def __init__(
+        self, checker: DriftChecker, report: DriftReport, interval: float, on_finding: Callable[[], None]
+    ) -> None:
         self._checker = checker
         self._report = report
         self._interval = interval
         self._on_finding = on_finding
         self._min_pause = 0.0
         self._backoff, self._skip = 1, 0
-        # The time of the last finding of each kind, on `time.monotonic()`'s clock.
+        # The mapping has the time of the last finding of each kind of drift, by the monotonic clock.
         self._seen: dict[str, float] = {}
         self._generation: int | None = None
 
     def start(self) -> None:
-        """Start the thread."""
         threading.Thread(target=self._run, name="audit", daemon=True).start()
 
     def _run(self) -> None:
@@ -76,16 +55,12 @@ class DriftRepair:
             try:
                 self.check_and_repair()
             except AgentError as error:
-                _log.warning("Drift check failed; the next one follows in %.0f s: %s", self._interval, error)
+                _log.warning("Drift check failed; the agent retries in %.0f s: %s", self._interval, error)
             except Exception:  # noqa: BLE001 (without this thread the agent would never repair drift again)
-                _log.exception("Drift check failed")
+                _log.exception("Drift check failed; the agent retries in %.0f s", self._interval)
 
     def check_and_repair(self) -> None:
-        """Check once, and repair the differences that a second check confirms.
-
-        Raises:
-            AgentError: a check failed.
-        """
+        """Check once, and repair the differences that a second check confirms. Raises AgentError."""
         first = self._check()
         if not first:
             if first is not None:
@@ -98,7 +73,7 @@ class DriftRepair:
         known, present = {one.kind for one in self._report.unrepaired}, {one.kind for one in found}
         returned = self._has_returned(present - known)
         if returned:
-            _log.warning("Drift returned soon after a repair: %s", ", ".join(sorted(present - known)))
+            _log.warning("Drift returned soon after a repair; backing off: %s", ", ".join(sorted(present - known)))
             self._backoff = self._next_backoff()
             self._skip = self._backoff - 1
             self._report.record(found, found)
@@ -109,12 +84,9 @@ class DriftRepair:
         self._repair(found)
 
     def _has_returned(self, new: set[str]) -> bool:
-        """Whether all kinds that the last check did not find were found recently.
-
-        Whether this agent or a push repaired them meanwhile makes no difference.
-        """
+        """Whether an earlier difference, which a repair or a push has removed, has returned."""
         if self._checker.generation != self._generation:
-            # Another generation was applied: earlier findings say nothing about it.
+            # A new generation makes the findings of the earlier generation invalid.
             self._seen, self._generation = {}, self._checker.generation
         before = self._recent_kinds()
         self._seen = {kind: self._seen[kind] for kind in before}
@@ -122,7 +94,6 @@ class DriftRepair:
         return bool(new) and new <= before
 
     def _recent_kinds(self) -> set[str]:
-        """Return the kinds found so recently that another finding means an unsuccessful repair."""
         now, recent = time.monotonic(), _RECENT_CHECKS * max(self._interval, self._min_pause)
         return {kind for kind, at in self._seen.items() if now - at <= recent}
 
@@ -142,20 +113,20 @@ class DriftRepair:
         if not self._recent_kinds():
             self._backoff = 1
         if self._report.unrepaired:
-            _log.info("The unrepaired drift is gone: %s", ", ".join(kinds(self._report.unrepaired)))
+            _log.info("Unrepaired drift has ended without a repair: %s", ", ".join(kinds(self._report.unrepaired)))
             self._report.clear()
             self._on_finding()
 
     def _repair(self, found: Sequence[Difference]) -> None:
         for one in found:
-            _log.warning("Configuration drift: %s", one.sentence)
+            _log.warning("Configuration drift, repair follows: %s", one.sentence)
         try:
             self._checker.repair(found)
         except AgentError as error:
             _log.warning("Drift repair failed; retrying with back-off: %s", error)
             unrepaired: tuple[Difference, ...] = tuple(found)
         else:
-            # None: a push is under way; the next check finds what it leaves.
+            # During a push the check returns None; the next periodic check finds the remaining drift.
             unrepaired = self._check() or ()
         self._report.record(found, unrepaired)
         if unrepaired:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drift report: the differences between this amphora and its confirmed bundle.
 
-Invariant: pure memory. An unrepaired difference is reported until it is gone. The last repaired one is reported too:
-after a change by hand, an operator finds there why it was reverted. Lists and sentences are short, because each
-heartbeat carries them.
+Invariant: the last repaired difference stays in the report and explains why the agent reverted a change. Lists and
+sentences are short, because each heartbeat carries them.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Limits of one report: the number of sentences, and the characters of each.
+# A drift report has at most five sentences of 160 characters.
 _MAX_SENTENCES, _MAX_SENTENCE_LENGTH = 5, 160
 
 
@@ -39,23 +38,18 @@ class Finding:
     repaired: bool
 
     def document(self) -> dict[str, Any]:
-        """Return the finding for a heartbeat and for ``GET /v2/info``."""
         sentences = [one.sentence[:_MAX_SENTENCE_LENGTH] for one in self.differences[:_MAX_SENTENCES]]
-        return {
-            "at": round(self.at, 3),
-            "kinds": kinds(self.differences),
-            "sentences": sentences,
-            "repaired": self.repaired,
-        }
+        found = {"at": round(self.at, 3), "kinds": kinds(self.differences), "sentences": sentences}
+        return {**found, "repaired": self.repaired}
 
 
 def kinds(differences: Iterable[Difference]) -> list[str]:
-    """Return each kind once, sorted."""
+    """Return the sorted kinds of the differences."""
     return sorted({one.kind for one in differences})
 
 
 def seen_twice(first: Sequence[Difference], second: Sequence[Difference]) -> tuple[Difference, ...]:
-    """Return the second check's differences of kinds that both checks have found: others were transient."""
+    """Return the second check's differences of kinds that both checks have found."""
     before = {one.kind for one in first}
     return tuple(one for one in second if one.kind in before)
 
@@ -71,7 +65,6 @@ class DriftReport:
         self._checks = 0
 
     def count_check(self) -> None:
-        """Count a completed check."""
         with self._lock:
             self._checks += 1
 
@@ -80,23 +73,22 @@ class DriftReport:
         with self._lock:
             new = {one.kind for one in differences} - {one.kind for one in self._unrepaired}
             self._counts.update(new)
-            # A difference that stays is reported with the time of its first finding.
+            # The report keeps the time of the first finding of a difference that stays.
             if new or self._last is None or not unrepaired:
                 self._last = Finding(time.time(), tuple(differences), repaired=not unrepaired)
             self._unrepaired = tuple(unrepaired)
 
     def clear(self) -> None:
-        """Record that the amphora is as confirmed."""
         with self._lock:
             self._unrepaired = ()
 
     @property
     def unrepaired(self) -> tuple[Difference, ...]:
-        """The present differences that a repair did not remove."""
+        """The differences that a repair did not remove."""
         return self._unrepaired
 
     def heartbeat(self) -> dict[str, Any]:
-        """Return the keys of a heartbeat; empty if no check has ever found a difference."""
+        """Return the keys for a heartbeat; empty if no check has found a difference."""
         with self._lock:
             keys: dict[str, Any] = {} if self._last is None else {"drifted": self._last.document()}
             if self._unrepaired:
@@ -104,7 +96,7 @@ class DriftReport:
             return keys
 
     def document(self) -> Mapping[str, Any]:
-        """Return the report for ``GET /v2/info``; ``unrepaired`` has the kinds of the unrepaired differences."""
+        """Return the report for ``GET /v2/info``."""
         with self._lock:
             last = None if self._last is None else self._last.document()
             unrepaired = kinds(self._unrepaired)

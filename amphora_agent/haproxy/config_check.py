@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks a configuration with ``haproxy -c`` (management guide, section 3), and translates its errors.
 
-Invariant: the check runs beside the serving HAProxy and changes nothing of it. An error has HAProxy's own words without
-the directories of this machine, and names the object with the fault. It never shows a part of a private key.
+Invariant: the check does not change the serving HAProxy. An error has HAProxy's own words without the directories of
+this machine, and names the object with the fault. No error shows a part of a private key.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ import subprocess
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
 
 from amphora_agent.bundle import File
 from amphora_agent.errors import AgentError, ConfigurationRefused, MachineError
 from amphora_agent.haproxy.config_file import Document
-from amphora_agent.haproxy.config_parser import Configuration
+from amphora_agent.haproxy.config_parser import Configuration, Section
 
-# HAProxy 2.6 needs 4 s of an idle processor for 10,000 members of one pool, and a change makes it read them two or
-# three times; on a busy machine this took a minute. A shorter time-out would only repeat the work.
+# HAProxy 2.6 needs 4 s of an idle processor to read 10,000 members, and reads them up to three times for a change. A
+# busy machine needed a minute. A shorter time-out would only repeat the work.
 MIN_READ_SECONDS, READ_SECONDS_PER_SERVER = 60.0, 0.02
 ALERT = re.compile(r"^\[ALERT\]\s+\(\d+\) : (?:config : )?(?P<text>.*)$", re.MULTILINE)
 _PLACE = re.compile(r"(?:[Pp]arsing )?\[(?P<file>[^\]]*):(?P<line>\d+)\]\s*:?\s*")
@@ -28,8 +29,16 @@ _NAMES = re.compile(r"'(?:server |backend |frontend )?([^' ]+)'")
 _ACTION = "load the configuration into HAProxy"
 _REMEDY = "The configuration served before is still served."
 _KEY = "PRIVATE KEY-----"
-# Characters of a base64 line; a match of so many is no coincidence.
+# A message that repeats 12 characters of a base64 line of a private key shows a part of the key.
 _KEY_MATCH_LENGTH = 12
+# Below 50 servers a full check by HAProxy is faster than the comparison of the texts.
+MIN_SERVERS = 50
+# The keywords `guid` and `track` also refer to servers of other backends.
+_GLOBAL_KEYWORDS = frozenset({"guid", "track"})
+# These directives of a backend refer to servers or create some. Any section may contain the fetches of a server's state
+# (manual, 7.3.2), which have the prefix `_STATE_FETCH`.
+_REFERRING = frozenset({"use-server", "force-persist", "ignore-persist", "server-template"})
+_STATE_FETCH = "srv_"
 
 
 def read_timeout(configuration: Configuration) -> float:
@@ -38,13 +47,7 @@ def read_timeout(configuration: Configuration) -> float:
 
 
 class Check:
-    """A running check.
-
-    Args:
-        process: from `start_check`.
-        translate: returns the error for the output of a refusal.
-        seconds: the time-out.
-    """
+    """A running check; `translate` returns the error for HAProxy's output."""
 
     def __init__(self, process: subprocess.Popen[str], translate: Callable[[str], AgentError], seconds: float) -> None:
         self._process = process
@@ -52,11 +55,7 @@ class Check:
         self._seconds = seconds
 
     def wait(self) -> None:
-        """Wait for the result.
-
-        Raises:
-            ConfigurationRefused: HAProxy refuses the configuration; with its first error and the object at fault.
-        """
+        """Wait for the result. A `ConfigurationRefused` has HAProxy's first error and the object at fault."""
         try:
             output, _ = self._process.communicate(timeout=self._seconds)
         except subprocess.TimeoutExpired as error:
@@ -66,7 +65,7 @@ class Check:
 
 
 def start_check(argv: list[str]) -> subprocess.Popen[str]:
-    """Start HAProxy. The caller is in the network namespace that has the addresses of the file."""
+    """Start HAProxy in the calling network namespace, which has the addresses of the file."""
     return subprocess.Popen(
         argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )
@@ -75,13 +74,7 @@ def start_check(argv: list[str]) -> subprocess.Popen[str]:
 def translate_error(
     output: str, document: Document, configuration: Configuration, files: Sequence[File], candidate: Path
 ) -> MachineError | ConfigurationRefused:
-    """Return the error for the output of a check.
-
-    Args:
-        document: the checked document, in the file `candidate`.
-        configuration: the parsed text of the document.
-        files: the TLS files of the bundle.
-    """
+    """Return the error for the output of a check of a document in the file `candidate`."""
     alert = ALERT.search(output)
     message = alert.group("text").strip() if alert else (output.strip().splitlines() or ["no reason given"])[-1]
     for directory in (document.files, candidate.parent):
@@ -104,13 +97,12 @@ def translate_error(
 
 
 def _owner_of_a_file(message: str, files: Sequence[File]) -> str | None:
-    """Return the listener or pool of the file that the message names last, which is the innermost one."""
+    """Return the listener or pool of the innermost file, which the message names last."""
     named = [(message.rfind(file.name), file.object_id) for file in files if file.name in message]
     return max(named)[1] if named else None
 
 
 def _l7_rule_at(configuration: Configuration, number: int) -> str | None:
-    """Return the id of the L7 rule that names the ACL on a line."""
     line = configuration.line_at(number)
     if line is not None and line.words[0] == "acl" and len(line.words) > 1:
         with suppress(ValueError):
@@ -126,3 +118,41 @@ def _shows_a_key(message: str, files: Sequence[File]) -> bool:
             if any(len(line) >= _KEY_MATCH_LENGTH and line[:_KEY_MATCH_LENGTH] in message for line in lines):
                 return True
     return False
+
+
+def omit_checked_servers(text: str, wanted: Configuration, accepted: Configuration) -> str:
+    """Return a short text whose check has the same result as the check of the text of `wanted`.
+
+    A server is omitted if the running, `accepted` configuration has the same line in the same backend. The whole
+    backend stays if it refers to more than one server. Each line keeps its number. `wanted` was parsed after
+    `accepted`, so equal lines are the same objects. HAProxy 2.6 compares each server of a backend with each other:
+    10,000 servers take a second or more.
+    """
+    fetches_state = any(_STATE_FETCH in word for one in wanted.sections for line in one.lines for word in line.words)
+    if wanted.size < MIN_SERVERS or fetches_state:
+        return text
+    lines = text.split("\n")
+    ends = (*(section.number for section in wanted.sections[1:]), len(wanted.rows) + 1)
+    for section, end in zip(wanted.sections, ends, strict=True):
+        was = accepted.backends.get(section.name) if section.kind == "backend" and _is_simple(section) else None
+        known = set(map(id, was.servers)) if was is not None else set()
+        if any(
+            server.related and id(server) not in known and not _GLOBAL_KEYWORDS.isdisjoint(server.keywords)
+            for server in section.servers
+        ):
+            return text
+        if known:
+            first, last = section.number - 1, end - 1
+            rows = zip(wanted.rows[first:last], lines[first:last], strict=True)
+            lines[first:last] = ["" if id(row) in known else line for row, line in rows]
+    return "\n".join(lines)
+
+
+def _is_simple(section: Section) -> bool:
+    """Whether HAProxy checks each server of the backend independently of the others."""
+    names = {server.name for server in section.servers}
+    return (
+        len(names) == len(section.servers)
+        and not any(line.words[0] in _REFERRING for line in section.lines)
+        and not any(map(attrgetter("related"), section.servers))
+    )

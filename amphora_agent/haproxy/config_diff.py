@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares two configurations: unchanged, changeable at run time, or only by a reload.
+"""Decides how HAProxy gets from one configuration to another: by nothing, at run time, or by a reload.
 
-Invariant: pure. `Runtime` is returned only if its actions leave a running HAProxy 2.6 in the state in which it would
-have started from the new text. In case of doubt the result is `Reload`, always with a reason.
+Invariant: pure. The actions of `Runtime` bring a running HAProxy 2.6 to the state that a start with the new text would
+produce. In case of doubt the result is `Reload`, always with a reason.
 """
 
 from __future__ import annotations
@@ -12,56 +12,26 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import is_
 
+from amphora_agent.haproxy import runtime_actions as act
 from amphora_agent.haproxy import tls_diff
-from amphora_agent.haproxy.config_parser import Configuration, Line, Section, Server
+from amphora_agent.haproxy.config_parser import Configuration, Section, Server
 from amphora_agent.haproxy.features import MINIMAL_FEATURES, Features
-from amphora_agent.haproxy.runtime_actions import (
-    Action,
-    AddServer,
-    ComputeCookies,
-    RemoveServer,
-    ReplaceServer,
-    ServerAction,
-    SetAddress,
-    SetCheck,
-    SetFrontendMaxconn,
-    SetMaintenance,
-    SetServerMaxconn,
-    SetWeight,
-)
 from amphora_agent.haproxy.tls_diff import TlsChanges
 
-# Keywords that HAProxy 2.6 refuses for a server added at run time (tests/dataplane verifies them), that 3.0 refuses
-# ("enabled"), or that are untested ("track").
+# HAProxy 2.6 refuses these keywords for a server added at run time (tests/dataplane verifies this). HAProxy 3.0 refuses
+# "enabled", and "track" is untested.
 _NOT_AT_RUNTIME = {
-    "cookie",
-    "enabled",
-    "init-addr",
-    "log-proto",
-    "max-reuse",
-    "namespace",
-    "no-check",
-    "no-check-send-proxy",
-    "no-check-ssl",
-    "no-ssl",
-    "non-stick",
-    "redir",
-    "resolve-net",
-    "resolve-opts",
-    "resolve-prefer",
-    "resolvers",
-    "socks4",
-    "stick",
-    "tcp-ut",
-    "track",
-}
-# Servers of a backend with a dynamic cookie: HAProxy 2.6 compares each with each other, 22 ms for 1,000.
+    "cookie", "enabled", "init-addr", "log-proto", "max-reuse", "namespace", "no-check", "no-check-send-proxy",
+    "no-check-ssl", "no-ssl", "non-stick", "redir", "resolve-net", "resolve-opts", "resolve-prefer", "resolvers",
+    "socks4", "stick", "tcp-ut", "track",
+}  # fmt: skip
+# HAProxy 2.6 compares each server of a backend with a dynamic cookie with each other: 22 ms for 1,000 servers.
 MAX_COOKIE_SERVERS = 1500
-# Balancing methods that accept new servers at run time; others need a consistent hash.
+# Four balancing methods accept new servers at run time; others need a consistent hash.
 _DYNAMIC_METHODS = {"roundrobin", "leastconn", "first", "random"}
-# For more replaced servers a reload is faster.
+# HAProxy reloads faster than it replaces more than 20 servers at run time.
 MAX_REPLACED = 20
-# Keywords of a server, each with a value, that a runtime command can change.
+# Runtime commands can change the weight, the connection limit and the check target of a server.
 _SETTABLE = ("weight", "maxconn", "addr", "port")
 
 
@@ -72,9 +42,9 @@ class Unchanged:
 
 @dataclass(frozen=True)
 class Runtime:
-    """The running HAProxy can be changed by actions."""
+    """Actions change the running HAProxy."""
 
-    actions: tuple[Action, ...]
+    actions: tuple[act.Action, ...]
     reason: str
 
 
@@ -95,35 +65,32 @@ def compare_configurations(
     files: TlsChanges = tls_diff.NO_CHANGES,
     features: Features = MINIMAL_FEATURES,
 ) -> Decision:
-    """Return how HAProxy gets from `old` to `new`.
-
-    Args:
-        process_changes: reasons outside the texts that require a reload.
-        files: the differences between the TLS files.
-        features: of this HAProxy.
-    """
+    """Return how HAProxy gets from `old` to `new`; `process_changes` are other reasons for a reload."""
     if outside := [*process_changes, *_other_changes(old, new)]:
         return Reload(_summary([*outside, *files.reasons]))
     if files.obstacles:
         return Reload(_summary(list(files.obstacles)))
-    actions: list[Action] = list(files.before)
+    actions: list[act.Action] = list(files.before)
     reasons: list[str] = list(files.reasons)
     order_only = False
     for before, after in zip(old.sections, new.sections, strict=True):
         if before.servers is after.servers and before.lines is after.lines:
-            continue  # both were parsed from equal lines, like most sections of a large text
+            continue  # sections of equal lines are the same objects, because the parser reuses them
         was, now = _changed_range(before.servers, after.servers)
         change = _section_actions(before, after, {server.name: server for server in was}, now, new, features)
         if isinstance(change, Reload):
             return change
-        limits = list(_limit_changes(before, after))
-        if limits and not features.limits:
-            return Reload(f"listener {after.name} accepts {limits[0].maxconn or 'all'} connections")
-        actions += [*limits, *change.actions]
-        reasons += [f"listener {after.name} accepts {limits[0].maxconn or 'all'} connections"] if limits else []
+        limits = [_limit(before), _limit(after)]
+        if limits[0] != limits[1]:
+            reason = f"listener {after.name} accepts {limits[1] or 'all'} connections"
+            if not features.limits:
+                return Reload(reason)
+            actions.append(act.SetFrontendMaxconn(after.name, limits[1]))
+            reasons.append(reason)
+        actions += change.actions
         reasons += [change.reason] if change.reason else []
         order_only = order_only or [s.name for s in was] != [s.name for s in now]
-    if (replaced := sum(isinstance(action, ReplaceServer) for action in actions)) > MAX_REPLACED:
+    if (replaced := sum(isinstance(action, act.ReplaceServer) for action in actions)) > MAX_REPLACED:
         return Reload(f"the keywords of {replaced} members differ")
     actions += files.after
     if actions or reasons:
@@ -132,7 +99,7 @@ def compare_configurations(
 
 
 def _other_changes(old: Configuration, new: Configuration) -> list[str]:
-    """Return the differences that concern more than servers."""
+    """Return the differences that no change of servers can explain."""
     before = {(s.kind, s.name): s for s in old.sections}
     after = {(s.kind, s.name): s for s in new.sections}
     reasons = [f"{kind} {name} added" for kind, name in after if (kind, name) not in before]
@@ -149,21 +116,15 @@ def _other_changes(old: Configuration, new: Configuration) -> list[str]:
 def _words(section: Section) -> list[tuple[str, ...]]:
     """Return the lines of a section that no runtime action can change."""
     limit = _limit(section)
-    return [line.words for line in section.lines if line is not limit]
+    return [line.words for line in section.lines if limit is None or line.words[0] != "maxconn"]
 
 
-def _limit(section: Section) -> Line | None:
+def _limit(section: Section) -> int | None:
     """Return the connection limit of a listener, if a runtime action can change it."""
-    found = [line for line in section.lines if line.words[0] == "maxconn"]
-    if section.kind != "frontend" or len(found) != 1 or len(found[0].words) != 2 or not found[0].words[1].isdecimal():
+    found = [line.words for line in section.lines if line.words[0] == "maxconn"]
+    if section.kind != "frontend" or len(found) != 1 or len(found[0]) != 2 or not found[0][1].isdecimal():
         return None
-    return found[0]
-
-
-def _limit_changes(old: Section, new: Section) -> Iterable[SetFrontendMaxconn]:
-    before, after = (None if (line := _limit(each)) is None else int(line.words[1]) for each in (old, new))
-    if before != after:
-        yield SetFrontendMaxconn(new.name, after)
+    return int(found[0][1])
 
 
 def _describe_change(old: Section, new: Section) -> str:
@@ -182,7 +143,6 @@ def _summary(reasons: list[str]) -> str:
 
 
 def _changed_range(old: Sequence[Server], new: Sequence[Server]) -> tuple[Sequence[Server], Sequence[Server]]:
-    """Return both lists without their common start and end, which were parsed from equal lines."""
     first = _common_length(old, new)
     old, new = old[first:], new[first:]
     last = _common_length(old[::-1], new[::-1])
@@ -190,7 +150,6 @@ def _changed_range(old: Sequence[Server], new: Sequence[Server]) -> tuple[Sequen
 
 
 def _common_length(old: Sequence[Server], new: Sequence[Server]) -> int:
-    """Return the number of common servers at the start."""
     alike = list(map(is_, old, new))
     return len(alike) if all(alike) else alike.index(False)
 
@@ -203,27 +162,24 @@ def _section_actions(
     wanted: Configuration,
     features: Features,
 ) -> Runtime | Reload:
-    """Return the actions for one section; those that remove capacity come last.
+    """Return the actions for one section; actions that remove capacity come last.
 
-    Args:
-        before: the servers of the old section that may differ.
-        changed: those of the new section.
+    `before` and `changed` are the servers of the old and the new section that may differ.
     """
     after = {server.name: server for server in changed}
-    actions: list[Action] = []
-    removing: list[Action] = []
+    actions: list[act.Action] = []
+    removing: list[act.Action] = []
     reasons: list[str] = []
     key = "" if features.cookies else _cookie_key(new, wanted)
     waiting = tuple(s.name for s in changed if s.name not in before and not s.disabled) if key else ()
     for name, server in after.items():
         was = before.get(name)
         if was is server:
-            continue  # both were parsed from equal lines
+            continue  # servers of equal lines are the same objects
         if was is None:
             why = _not_addable(new, server, wanted, features)
-            actions.append(
-                AddServer(new.name, server, name in waiting, features.init_state and _may_await_check(server, old, new))
-            )
+            awaits_check = features.init_state and _may_await_check(server, old, new)
+            actions.append(act.AddServer(new.name, server, name in waiting, awaits_check))
             reasons.append(f"member {name} added")
         elif _fixed_keywords(was, server) != _fixed_keywords(server, was):
             why = _not_replaceable(new, was, server, wanted, features)
@@ -236,50 +192,45 @@ def _section_actions(
                 reasons.append(f"member {name} {reason}")
         if why:
             return Reload(f"member {name} of {new.name}: {why}")
-    if any(isinstance(action, AddServer | ReplaceServer) for action in actions) and key:
-        actions.append(ComputeCookies(new.name, key, waiting))
+    if any(isinstance(action, act.AddServer | act.ReplaceServer) for action in actions) and key:
+        actions.append(act.ComputeCookies(new.name, key, waiting))
     actions += removing
     for name, server in before.items():
         if name not in after:
-            actions.append(RemoveServer(new.name, name, server.disabled))
+            actions.append(act.RemoveServer(new.name, name, server.disabled))
             reasons.append(f"member {name} removed")
     return Runtime(tuple(actions), _summary(reasons))
 
 
 def _may_await_check(server: Server, old: Section, new: Section) -> bool:
-    """Whether a new server can wait for its first successful check, because another server stays."""
+    """Whether a new server can wait for its first check, because another server stays."""
     if not server.checked or server.disabled:
         return False
     after = {one.name for one in new.servers if not one.disabled}
     return any(not one.disabled and one.name in after for one in old.servers)
 
 
-def _server_actions(backend: str, old: Server, new: Server) -> Iterable[tuple[ServerAction, str]]:
-    """Return the actions that change a server, each with its reason."""
+def _server_actions(backend: str, old: Server, new: Server) -> Iterable[tuple[act.ServerChange, str]]:
     name = new.name
-    if old.address != new.address and (place := _endpoint(new.address)) is not None:
-        yield SetAddress(backend, name, *place), f"is at {new.address}"
+    if old.address != new.address and (place := _endpoint(new)) is not None:
+        yield act.SetAddress(backend, name, *place), f"is at {new.address}"
     if _check_endpoint(old) != _check_endpoint(new):
         address, port = _check_endpoint(new)
-        yield SetCheck(backend, name, address, port), "is monitored elsewhere"
+        yield act.SetCheck(backend, name, address, port), "is monitored elsewhere"
     if old.maxconn != new.maxconn:
-        yield SetServerMaxconn(backend, name, new.maxconn), f"accepts {new.maxconn or 'all'} connections"
+        yield act.SetServerMaxconn(backend, name, new.maxconn), f"accepts {new.maxconn or 'all'} connections"
     if old.weight != new.weight:
-        yield SetWeight(backend, name, new.weight), f"has weight {new.weight}"
+        yield act.SetWeight(backend, name, new.weight), f"has weight {new.weight}"
     if old.disabled != new.disabled:
-        yield SetMaintenance(backend, name, new.disabled), "disabled" if new.disabled else "enabled"
+        yield act.SetMaintenance(backend, name, new.disabled), "disabled" if new.disabled else "enabled"
 
 
-def _removes_capacity(action: ServerAction) -> bool:
-    """Whether an action stops new requests to a server."""
-    match action:
-        case SetWeight(weight=0) | SetMaintenance(maintenance=True):
-            return True
-        case _:
-            return False
+def _removes_capacity(action: act.ServerChange) -> bool:
+    stops = isinstance(action, act.SetMaintenance) and action.maintenance
+    return stops or (isinstance(action, act.SetWeight) and action.weight == 0)
 
 
-def _replacement(section: Section, former: Section, old: Server, new: Server) -> ReplaceServer:
+def _replacement(section: Section, former: Section, old: Server, new: Server) -> act.ReplaceServer:
     before = {server.name: server for server in former.servers}
     others = frozenset(
         server.name
@@ -290,16 +241,14 @@ def _replacement(section: Section, former: Section, old: Server, new: Server) ->
         and not server.disabled
         and "backup" not in server.keywords
     )
-    return ReplaceServer(section.name, new, others, old.disabled)
+    return act.ReplaceServer(section.name, new, others, old.disabled)
 
 
-def _not_replaceable(
-    section: Section, old: Server, new: Server, configuration: Configuration, features: Features
-) -> str:
+def _not_replaceable(section: Section, old: Server, new: Server, wanted: Configuration, features: Features) -> str:
     """Return why a server cannot be removed and added again; empty if it can."""
-    if why := _not_addable(section, new, configuration, features):
+    if why := _not_addable(section, new, wanted, features):
         return f"its keywords differ; {why}"
-    if old.disabled and (new.disabled or not _cookie_key(section, configuration)):
+    if old.disabled and (new.disabled or not _cookie_key(section, wanted)):
         return ""
     if any(line.words[0] in ("cookie", "stick") for line in section.lines):
         return "its keywords differ, and its removal would move its clients to other members"
@@ -310,18 +259,17 @@ def _not_replaceable(
 
 def _unchangeable(section: Section, old: Server, new: Server, configuration: Configuration) -> str:
     """Return why the running HAProxy cannot change a server; empty if it can."""
-    if old.address != new.address and (_endpoint(old.address) is None or _endpoint(new.address) is None):
+    if old.address != new.address and None in (_endpoint(old), _endpoint(new)):
         return f"its address is {new.address}"
     if old.weight != new.weight and not _is_dynamic(section, configuration):
         return "weights are fixed with its balancing method"
     return ""
 
 
-def _endpoint(address: str) -> tuple[str, int] | None:
-    """Return an address and a port in the syntax of HAProxy's sockets; None for anything else."""
-    host, _, port = address.rpartition(":")
+def _endpoint(server: Server) -> tuple[str, int] | None:
+    """Return an address and a port in the syntax of HAProxy's sockets; None for another text."""
     try:
-        return str(ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))), int(port)
+        return str(ipaddress.ip_address(server.endpoint[0])), int(server.endpoint[1])
     except ValueError:
         return None
 
@@ -332,12 +280,12 @@ def _check_endpoint(server: Server) -> tuple[str | None, int | None]:
 
 
 def _fixed_keywords(server: Server, other: Server) -> tuple[str, ...]:
-    """Return the keywords that no command can change to those of the other server."""
+    """Return the keywords whose values no command can change to the values of the other server."""
     words = list(server.keywords)
     for keyword in _SETTABLE:
-        # A command can change the target of a check but not remove it, and only if the server has a check.
-        checks = keyword in ("addr", "port")
-        if checks and not (keyword in other.keywords and server.checked and "agent-check" not in words):
+        # A runtime command can change the target of a check, but cannot remove it.
+        is_check = keyword in ("addr", "port")
+        if is_check and not (keyword in other.keywords and server.checked and "agent-check" not in words):
             continue
         if keyword in words:
             place = words.index(keyword)
@@ -346,7 +294,7 @@ def _fixed_keywords(server: Server, other: Server) -> tuple[str, ...]:
 
 
 def _effective(section: Section, configuration: Configuration, first: str) -> tuple[str, ...] | None:
-    """Return a setting of a backend, or of the ``defaults`` section that applies to it."""
+    """Return a setting of a backend, or of its ``defaults`` section."""
     own = section.setting(first)
     if own is not None:
         return own

@@ -2,7 +2,7 @@
 """HAProxy's configuration file: a head from the agent, then the load balancer's text.
 
 Invariant: pure, except for the limit on open files. The head names the directory of the TLS files and the limits of the
-process. So HAProxy checks all of them together, and one rename changes all of them.
+process. HAProxy checks head and text together, and one rename changes both.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from amphora_agent.bundle import Host, Vrrp
+from amphora_agent.config import Target
 from amphora_agent.haproxy.config_parser import AGENT_PREFIX, Configuration
-from amphora_agent.haproxy.stick_table_sync import PEERS
 
 _METRICS = """\
 # What a Prometheus listener serves: the agent's responder.
@@ -29,8 +29,10 @@ backend {prefix}metrics
     http-request deny deny_status 404 unless {{ path / /metrics }}
     server responder 127.0.0.1:{port} maxconn 4
 """
+PEERS = "amphora"
+"""The name of the section with the peers of the stick tables."""
 RESPONDER_PORT = 9101
-"""On the loopback of the inner namespace."""
+"""The port of the responder on the loopback of the inner namespace."""
 MAX_CONNECTIONS = 50_000
 _END_OF_HEAD = "# From here on: the load balancer's part.\n"
 _NEVER_BOUND = 9103
@@ -54,7 +56,7 @@ PAIR_PORT = 1025
 
 
 def peers(vrrp: Vrrp | None) -> tuple[Peer, ...]:
-    """Return the peers that share stick tables: this amphora first, then the others."""
+    """Return the peers that share stick tables, this amphora first."""
     if vrrp is None:
         return SINGLE
     return tuple(Peer(each.name, each.address, PAIR_PORT) for each in (vrrp.local, *vrrp.peers))
@@ -63,8 +65,8 @@ def peers(vrrp: Vrrp | None) -> tuple[Peer, ...]:
 def max_connections(configuration: Configuration) -> int:
     """Return the number of connections for which the process may open enough files.
 
-    A connection needs two files, and half a file for the pipes of spliced connections: HAProxy reserves a pipe for each
-    fourth connection (manual 3.2, "maxpipes"). Servers, listeners and the process need some more.
+    A connection needs two files, and half a file for the pipes of spliced connections. HAProxy reserves a pipe for each
+    fourth connection (manual 3.2, "maxpipes").
     """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard == resource.RLIM_INFINITY:
@@ -87,18 +89,17 @@ class Document:
 
     @property
     def files(self) -> Path | None:
-        """The directory of the TLS files."""
         found = _ORIGIN.search(self.head)
         return Path(found.group(1)) if found else None
 
     @property
     def drain(self) -> int:
-        """Seconds that a worker with this document may go on after its replacement."""
+        """The limit in seconds for the time of a worker after its replacement."""
         found = _DRAIN.search(self.head)
         return int(found.group(1)) if found else DRAIN_SECONDS
 
     def line(self, number: int) -> int:
-        """Return the line of the text for a line of the file; below 1 in the head."""
+        """Return the line of the text for a line of the file; a line of the head is below 1."""
         return number - self.head.count("\n")
 
 
@@ -112,15 +113,14 @@ def compose(
     certificates: Iterable[str],
     sharing: Sequence[Peer] = SINGLE,
 ) -> Document:
-    """Return the document for a text.
+    """Return the document for a text with TLS files in a directory.
 
     Args:
-        drain: seconds that its worker may go on after its replacement (manual, "hard-stop-after").
+        drain: the limit in seconds for the time of a worker after its replacement (manual, "hard-stop-after").
         sharing: the peers of the stick tables, this HAProxy first (manual, "peers").
-        files: the directory of the TLS files.
-        certificates: those files that servers present as client certificates. HAProxy 2.6 opens them only after it
-            has read the configuration and left this directory. A frontend that is never bound makes HAProxy open them
-            earlier; the server then finds them in memory under the same name.
+        certificates: the files that servers present as client certificates. HAProxy 2.6 opens these files only after it
+            has read the configuration and left the directory. A frontend that is never bound makes HAProxy load the
+            files earlier.
     """
     head = (
         "# What the load balancer's part needs of this machine. Written by the agent.\n"
@@ -133,16 +133,12 @@ def compose(
         "# A new worker learns the stick tables from the old one, and from the other amphora of a pair.\n"
         f"peers {PEERS}\n"
     )
-    head += "".join(f"    peer {peer.name} {_endpoint(peer)}\n" for peer in sharing)
+    head += "".join(f"    peer {peer.name} {Target(str(peer.address), peer.port)}\n" for peer in sharing)
     head += _METRICS.format(prefix=AGENT_PREFIX, port=RESPONDER_PORT)
     binds = "".join(f"    bind 127.0.0.1:{_NEVER_BOUND} ssl crt {name}\n" for name in certificates)
     if binds:
         head += f"frontend {AGENT_PREFIX}certificates\n    disabled\n{binds}"
     return Document(head + _END_OF_HEAD, text)
-
-
-def _endpoint(peer: Peer) -> str:
-    return f"[{peer.address}]:{peer.port}" if peer.address.version == 6 else f"{peer.address}:{peer.port}"
 
 
 def read(content: str) -> Document:

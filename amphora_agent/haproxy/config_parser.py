@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parses a load balancer's HAProxy configuration into sections and lines.
 
-Invariant: pure. A parsed text has ``defaults``, ``frontend`` and ``backend`` sections only, as HAProxy itself would
-read them: words are split by HAProxy's rules, and indentation hides no section. Lines that also occur in an earlier
-text are the same objects. So one changed line among 10,000 costs little more than one line.
+Invariant: pure. A parsed text has ``defaults``, ``frontend`` and ``backend`` sections only, with the words that HAProxy
+would read. A line that also occurs in an earlier text is the same object. So one changed line among 10,000 costs little
+time.
 """
 
 from __future__ import annotations
@@ -20,40 +20,24 @@ from typing import TypeVar
 from amphora_agent.directives import allowed
 from amphora_agent.errors import ConfigurationRefused
 
-# Keywords of a server with the name of a file as their value.
+# The words after these keywords of a server are names of files.
 FILE_KEYWORDS = ("ca-file", "crl-file", "crt")
 _RELATED = frozenset({"cookie", "guid", "id", "track"})
 ALLOWED = frozenset({"defaults", "frontend", "backend"})
 AGENT_PREFIX = "amphora:"
 """The prefix of the names of the agent's own sections."""
-# All words with which HAProxy (up to 3.2) starts a section, with or without indentation.
-_SECTIONS = ALLOWED | {
-    "acme",
-    "cache",
-    "crt-store",
-    "fcgi-app",
-    "global",
-    "haterm",
-    "http-errors",
-    "listen",
-    "log-forward",
-    "log-profile",
-    "mailers",
-    "peers",
-    "program",
-    "resolvers",
-    "ring",
-    "traces",
-    "userlist",
-}
-_AGENT_SECTIONS = _SECTIONS - ALLOWED
+# HAProxy (up to 3.2) starts a section at each of these words, with or without indentation.
+_AGENT_SECTIONS = {
+    "acme", "cache", "crt-store", "fcgi-app", "global", "haterm", "http-errors", "listen", "log-forward", "log-profile",
+    "mailers", "peers", "program", "resolvers", "ring", "traces", "userlist",
+}  # fmt: skip
 _BLANKS = " \t\r\v\f"
 _TO_SPACES = str.maketrans(_BLANKS, " " * len(_BLANKS))
-# A line without these characters is split at spaces, and the sockets accept its words unchanged.
+# HAProxy splits a line without special characters at spaces, and its sockets accept the words unchanged.
 _SPECIAL = re.compile(r"""[^ -~]|["#$';<\\]""")
-# A comment, blanks, a quoted string, an escaped character, or other characters.
+# A token is a comment, blanks, a quoted string, an escaped character, or other characters.
 _TOKENS = re.compile(r"""#.*|[ \t\r\v\f]+|"(?:\\.|[^"\\])*"?|'[^']*'?|\\.?|[^ \t\r\v\f"'\\#]+""", re.DOTALL)
-# Tokens that HAProxy replaces. All other escapes stand for the character behind the backslash.
+# HAProxy replaces ambiguous tokens, such as variables. Other escapes stand for the character behind the backslash.
 _AMBIGUOUS = re.compile(r"""\\[^ \\'"#]?|"[^\\$]*[\\$].*""", re.DOTALL)
 
 
@@ -61,8 +45,8 @@ _AMBIGUOUS = re.compile(r"""\\[^ \\'"#]?|"[^\\$]*[\\$].*""", re.DOTALL)
 class Line:
     """A line that is neither empty nor a comment.
 
-    If ``plain``, HAProxy's sockets accept the words unchanged. If ``literal``, the words have no environment variable
-    and no escape of another character, so HAProxy reads exactly these words.
+    If ``plain``, HAProxy's sockets accept the words unchanged. If ``literal``, HAProxy reads exactly these words: they
+    have no environment variable and no escape of another character.
     """
 
     words: tuple[str, ...]
@@ -71,7 +55,7 @@ class Line:
 
     @cached_property
     def refusal(self) -> str | None:
-        """Why the line is not allowed in a load balancer; None if it is."""
+        """The reason why the line is not allowed in a load balancer; None for an allowed line."""
         if not self.literal:
             directive = allowed.name_directive(self.words)
             return f"{directive} contains an environment variable or an escape of another character"
@@ -87,22 +71,30 @@ class Server:
     keywords: tuple[str, ...]
     line: Line
 
-    def value(self, keyword: str, default: str = "") -> str:
-        """Return the word after a keyword."""
+    def value(self, keyword: str) -> str:
+        """Return the word after a keyword; empty without one."""
         if keyword not in self.keywords:
-            return default
-        return next(iter(self.keywords[self.keywords.index(keyword) + 1 :]), default)
+            return ""
+        return next(iter(self.keywords[self.keywords.index(keyword) + 1 :]), "")
+
+    @property
+    def endpoint(self) -> tuple[str, str]:
+        """The host without brackets, and the port; the address may also be a name or a path."""
+        host, _, port = self.address.rpartition(":")
+        return host.strip("[]"), port
+
+    def _number(self, keyword: str, default: int) -> int:
+        text = self.value(keyword)
+        return int(text) if text.isdecimal() else default
 
     @property
     def weight(self) -> int:
-        text = self.value("weight", "1")
-        return int(text) if text.isdecimal() else 1
+        return self._number("weight", 1)
 
     @property
     def maxconn(self) -> int:
         """The connection limit; 0 for no limit."""
-        text = self.value("maxconn", "0")
-        return int(text) if text.isdecimal() else 0
+        return self._number("maxconn", 0)
 
     @property
     def disabled(self) -> bool:
@@ -129,10 +121,7 @@ Row = Line | Server | None
 
 @dataclass(frozen=True)
 class Section:
-    """A section with its lines; the server lines are in ``servers``.
-
-    ``number`` is the number of its first line.
-    """
+    """A section with the number of its first line; ``servers`` has the server lines."""
 
     kind: str
     name: str
@@ -149,11 +138,10 @@ class Section:
 
     @property
     def object_id(self) -> str | None:
-        """The id of the listener or pool."""
         return self.name.partition(":")[0] or None
 
     def setting(self, first: str) -> tuple[str, ...] | None:
-        """Return the words after the directive on the last line with it."""
+        """Return the words after the last occurrence of a directive; None without one."""
         found = [line.words[1:] for line in self.lines if line.words[0] == first]
         return found[-1] if found else None
 
@@ -166,20 +154,16 @@ class Configuration:
     rows: Sequence[Row] = field(default=(), repr=False, compare=False)
     text: str = field(default="", repr=False, compare=False)
 
-    def of_kind(self, kind: str) -> dict[str, Section]:
-        return {section.name: section for section in self.sections if section.kind == kind}
-
     @cached_property
     def frontends(self) -> dict[str, Section]:
-        return self.of_kind("frontend")
+        return {section.name: section for section in self.sections if section.kind == "frontend"}
 
     @cached_property
     def backends(self) -> dict[str, Section]:
-        return self.of_kind("backend")
+        return {section.name: section for section in self.sections if section.kind == "backend"}
 
     @cached_property
     def servers(self) -> dict[tuple[str, str], Server]:
-        """Every server by backend and name."""
         return {(s.name, server.name): server for s in self.backends.values() for server in s.servers}
 
     @property
@@ -189,14 +173,13 @@ class Configuration:
 
     @cached_property
     def server_files(self) -> frozenset[tuple[str, str]]:
-        """The files of all servers, each with its keyword."""
         return frozenset(file for section in self.sections for server in section.servers for file in server.files)
 
     def _row(self, number: int) -> Row:
         return self.rows[number - 1] if 0 < number <= len(self.rows) else None
 
     def line_at(self, number: int) -> Line | None:
-        """Return the line with this number, unless it starts a section or defines a server."""
+        """Return the line with a number, unless it starts a section or defines a server."""
         row = self._row(number)
         return row if isinstance(row, Line) and row.words[0] not in ALLOWED else None
 
@@ -211,7 +194,7 @@ class Configuration:
         return None
 
     def object_named(self, name: str) -> str | None:
-        """Return the id of the object with a name in HAProxy: a proxy, or ``backend/server``."""
+        """Return the id of the object with a name in HAProxy, for example ``backend/server``."""
         backend, _, server = name.partition("/")
         if server and (backend, server) in self.servers:
             return server
@@ -223,12 +206,10 @@ EMPTY = Configuration(())
 
 
 def split(text: str) -> tuple[list[str], bool]:
-    """Split a line into words as HAProxy does.
+    """Split a line as HAProxy does; return the words, and whether they are plain.
 
-    Returns:
-        The words, and whether they are plain. The sockets split commands at blanks and semicolons and know the
-        backslash, but no quotes. A word with one of these characters, an escape or a variable is not plain: it cannot
-        be sent to a socket.
+    HAProxy's sockets split commands at blanks and semicolons and know the backslash, but no quotes. No command can
+    contain a word with a blank, a semicolon, an escape or a variable, so such a word is not plain.
     """
     if _SPECIAL.search(text) is None:
         return text.split(), True
@@ -260,14 +241,9 @@ def _unquoted(piece: str) -> str:
 
 
 def parse(text: str, before: Configuration | None = None) -> Configuration:
-    """Read a load balancer's configuration.
+    """Read a load balancer's configuration. A similar earlier one (`before`) saves time.
 
-    Args:
-        before: an earlier configuration that has most lines of this text.
-
-    Raises:
-        ConfigurationRefused: the text has a section that only the agent may have, or a line that the agent cannot
-            interpret safely.
+    Raises ConfigurationRefused if a section is reserved for the agent, or a line cannot be interpreted safely.
     """
     before = before or EMPTY
     rows, same = _read(text, before)
@@ -287,7 +263,7 @@ def parse(text: str, before: Configuration | None = None) -> Configuration:
 
 @dataclass(frozen=True)
 class CommonLines:
-    """The numbers of common lines at the start and the end of two texts, and their numbers of characters."""
+    """The numbers of lines and characters that two texts share at the start and the end."""
 
     first: int = 0
     last: int = 0
@@ -296,22 +272,18 @@ class CommonLines:
 
 
 def common_lines(old: str, new: str) -> CommonLines:
-    """Return the common lines of two texts; does not compare line by line."""
+    """Return the common lines of two texts, by a comparison of long parts."""
     begin = old.rfind("\n", 0, _common(old, new, 0)) + 1
     length = _common(old, new, begin, backwards=True)
     tail = new[len(new) - length :]
-    whole = tail.find("\n") + 1  # a line starts here in both texts
+    whole = tail.find("\n") + 1
     if not whole:
         return CommonLines(old.count("\n", 0, begin), begin=begin)
     return CommonLines(old.count("\n", 0, begin), 1 + tail.count("\n", whole), begin, length - whole)
 
 
 def _common(old: str, new: str, spare: int, *, backwards: bool = False) -> int:
-    """Return the number of common characters at the start or the end, by bisection.
-
-    Args:
-        spare: characters at the other end to leave out.
-    """
+    """Return the number of common characters at one end, without `spare` ones at the other end."""
     low, high = 0, min(len(old), len(new)) - spare
     while low < high:
         middle = (low + high + 1) // 2
@@ -324,7 +296,6 @@ def _common(old: str, new: str, spare: int, *, backwards: bool = False) -> int:
 
 
 def _section_starts(rows: Sequence[Row], same: CommonLines, before: Configuration) -> list[int]:
-    """Return the row numbers, from 0, at which sections begin."""
     known = [section.number - 1 for section in before.sections]
     kept, more = len(before.rows) - same.last, len(rows) - len(before.rows)
     changed = range(same.first, len(rows) - same.last)
@@ -336,7 +307,7 @@ def _section_starts(rows: Sequence[Row], same: CommonLines, before: Configuratio
 
 
 def _unchanged_sections(same: CommonLines, length: int, before: Configuration) -> dict[tuple[int, int], Section]:
-    """Return the unchanged sections by their start and end in the new text, which has so many lines."""
+    """Return the unchanged sections by their start and end in the new text."""
     ends = itertools.chain((section.number - 1 for section in before.sections[1:]), [len(before.rows)])
     kept, more = len(before.rows) - same.last, length - len(before.rows)
     found = {}
@@ -350,7 +321,6 @@ def _unchanged_sections(same: CommonLines, length: int, before: Configuration) -
 
 
 def _section(rows: Sequence[Row], begin: int, end: int, former: Mapping[tuple[str, str], Section]) -> Section:
-    """Return the section from the row `begin`, its head, to before `end`."""
     head = rows[begin]
     assert isinstance(head, Line)  # noqa: S101 - `_section_starts` returns such rows only
     if len(head.words) < 2 and head.words[0] != "defaults":
@@ -370,16 +340,14 @@ _Item = TypeVar("_Item", Line, Server)
 
 
 def _reuse_if_same(old: tuple[_Item, ...], new: tuple[_Item, ...]) -> tuple[_Item, ...]:
-    """Return the old tuple if the new one has the same objects."""
     return old if len(old) == len(new) and all(map(is_, old, new)) else new
 
 
 def _read(text: str, before: Configuration) -> tuple[list[Row], CommonLines]:
-    """Return the rows of a text, and its common lines with an earlier text."""
     same = common_lines(before.text, text) if before.rows else CommonLines()
     kept = len(before.rows) - same.last
     new, old = (_lines(each, same) for each in (text, before.text))
-    # A line that has moved is found by its text.
+    # The parser finds a moved line by its text, and uses the parsed line again.
     seen = dict(zip(old, before.rows[same.first : kept], strict=True)) if before.rows else {}
     middle: list[Row] = []
     for number, raw in enumerate(new, start=same.first + 1):
@@ -396,7 +364,6 @@ def _read(text: str, before: Configuration) -> tuple[list[Row], CommonLines]:
 
 
 def _lines(text: str, same: CommonLines) -> list[str]:
-    """Return the lines between the common ones."""
     between = text[same.begin : len(text) - same.end]
     if not same.last:
         return between.split("\n")
@@ -404,7 +371,6 @@ def _lines(text: str, same: CommonLines) -> list[str]:
 
 
 def _row(raw: str, number: int) -> Row:
-    """Parse one line, as far as that does not depend on the lines before it."""
     words, plain = split(raw)
     if not words:
         return None
@@ -422,7 +388,7 @@ def _row(raw: str, number: int) -> Row:
 
 
 def _decoded_by_haproxy(raw: str) -> bool:
-    """Whether the first word is quoted, escaped or a variable, which could become a section name."""
+    """Whether the first word is quoted, escaped or a variable, and may name a section."""
     return not set("\\\"'$").isdisjoint(raw.translate(_TO_SPACES).lstrip(" ").partition(" ")[0])
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The features of the running HAProxy, found by questions to its stats socket.
+"""Asks the running HAProxy for its features over the stats socket.
 
-Invariant: no feature is derived from a version. The questions leave HAProxy unchanged: each command that would add a
-server ends with a keyword that no HAProxy knows.
+Invariant: no feature is derived from a version. The questions do not change HAProxy, because each of them ends with an
+unknown keyword.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Features:
 
     Attributes:
         cookies: an added server has its cookie at once (2.8).
-        wait_command: the command ``wait`` tells when a server can be removed (3.0).
+        wait_command: the command ``wait`` returns when a server can be removed (3.0).
         init_state: an added server can start in the state "down" (3.1).
-        limits: the connection limit of a listener can be raised while the listener is full. HAProxy 2.6.12 then aborts
-            ("watchdog", SIGABRT), which no question shows; the versions with `cookies` were tested and do not.
+        limits: the connection limit of a full listener can be raised. HAProxy 2.6.12 then aborts ("watchdog", SIGABRT),
+            which no question shows. Tests have shown that versions with `cookies` do not abort.
     """
 
     cookies: bool = False
@@ -53,6 +53,6 @@ def probe_features(worker: Socket) -> Features:
 
 
 def _knows_keyword(worker: Socket, keyword: str) -> bool:
-    """Whether a server may be added with a keyword: then HAProxy complains about the unknown one after it."""
+    """Whether HAProxy complains about the unknown keyword only."""
     command = f"add server {AGENT_PREFIX}metrics/asked 127.0.0.1:1 {keyword} {_UNKNOWN_KEYWORD}"
     return _UNKNOWN_KEYWORD in worker.ask(command)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Workers that were replaced by a reload and still have connections.
 
-Invariant: an old worker lives at least as long as our connection to it, so its counters can be read to the last byte.
-Its clients' connections are closed one by one before it ends, so that HAProxy counts them. (HAProxy 2.6 adds the bytes
-of a connection when the connection ends; SIGTERM and ``hard-stop-after`` would lose them.)
+Invariant: an old worker lives until the agent has read its final counters. The agent closes the connections of clients
+one by one, because HAProxy 2.6 adds the bytes of a connection when the connection ends. SIGTERM and ``hard-stop-after``
+would lose these bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from amphora_agent.errors import HaproxyError
 from amphora_agent.haproxy.runtime_socket import ANSWER_SECONDS
 
 _PROMPT = b"\n> "
-# The sessions of clients, without our own connection and those to peers.
+# The pattern excludes the agent's own connection and connections to peers from the sessions.
 _SESSION = re.compile(r"^(0x[0-9a-f]+): proto=(?!unix_stream|\?)", re.MULTILINE)
 _COUNTS = re.compile(r"^(CurrConns|Listeners|Unstoppable Jobs): (\d+)$", re.MULTILINE)
 _POLL_SECONDS = 0.01
@@ -25,13 +25,13 @@ _LEVEL, _OUR_LEVEL = "show cli level", "admin"
 
 
 class OldWorker:
-    """A connection that keeps an old worker alive.
+    """A connection that keeps an old worker and its counters alive.
 
-    An old worker ends with its last connection, and its counters are lost then. This open connection prevents that. An
-    agent that receives it from the previous agent process calls `recover` first.
+    An agent that receives the connection from the previous agent process calls `recover` first. Questions raise a
+    `HaproxyError` if the worker has ended.
 
     Args:
-        identity: of the worker's process; unlike a pid it is never reused.
+        identity: the pid and start time of the worker, which the kernel never reuses.
         until: the deadline of the worker, in seconds of the monotonic clock, which is the same for all processes.
     """
 
@@ -45,11 +45,7 @@ class OldWorker:
 
     @classmethod
     def hold(cls, path: Path, identity: str, until: float) -> OldWorker:
-        """Connect to the present worker.
-
-        Raises:
-            OSError, HaproxyError: it does not answer.
-        """
+        """Connect to the present worker. Raises OSError or HaproxyError if the worker does not answer."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             held = cls(connection, identity, until)
@@ -62,7 +58,7 @@ class OldWorker:
 
     @property
     def name(self) -> str:
-        """The identity and the deadline; with the connection they are sufficient to create this object again."""
+        """The identity and the deadline, from which another agent process can create this object."""
         return f"{self.identity}@{self.until:.3f}"
 
     @property
@@ -73,21 +69,12 @@ class OldWorker:
         return self._socket.fileno()
 
     def recover(self) -> None:
-        """Discard the rest of an answer to the previous agent process: the answer to this question comes last.
-
-        Raises:
-            HaproxyError: the worker has ended.
-        """
+        """Discard the rest of an answer to the previous agent process."""
         answer = self.ask(_LEVEL)
         while not answer.rstrip().endswith(_OUR_LEVEL):
             answer = self._read(_LEVEL)
 
     def ask(self, question: str) -> str:
-        """Ask and return the answer.
-
-        Raises:
-            HaproxyError: the worker has ended.
-        """
         try:
             self._socket.sendall(question.encode() + b"\n")
         except OSError as error:
@@ -109,20 +96,10 @@ class OldWorker:
     def close(self) -> None:
         self._socket.close()
 
-    # -- its end ---------------------------------------------------------------------------------------------
-
     def finish(self, grace: float, close_timeout: float) -> int:
-        """Wait for the connections of the worker, and close those that are left.
+        """Wait up to `grace` seconds for the connections, then close the rest; return their number.
 
-        Args:
-            grace: seconds to wait.
-            close_timeout: seconds until all closed connections have to be gone.
-
-        Returns:
-            The number of closed connections. The counters are complete now.
-
-        Raises:
-            HaproxyError: the worker has ended.
+        The counters are complete when the closed connections have ended, at the latest after `close_timeout` seconds.
         """
         if self._is_idle_before(time.monotonic() + grace):
             return 0
@@ -140,7 +117,7 @@ class OldWorker:
         return True
 
     def jobs(self) -> int:
-        """Return the number of client connections and listeners; with a listener it still accepts connections.
+        """Return the number of client connections and listeners; a worker with a listener accepts connections.
 
         HAProxy's own number "Jobs" also has connections to its sockets and, for three seconds, to missing peers.
         """

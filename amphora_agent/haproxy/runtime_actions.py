@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The actions that change a running HAProxy.
 
-Invariant: pure data. An action never holds the content of a file, only its name, so that actions can be compared and
-logged. `runtime_commands` reads the content from the directory of the new configuration.
+Invariant: pure data. An action has the name of a file, never its content, so that actions can be compared and logged.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ Store = Literal["cert", "ca-file", "crl-file"]
 class AddServer:
     """Add a server.
 
-    With `awaits_cookie` it gets no requests before `ComputeCookies`; with `awaits_check` none before its first
-    successful check.
+    With `awaits_cookie` the server gets no requests before `ComputeCookies`, and with `awaits_check` none before its
+    first successful check.
     """
 
     backend: str
@@ -35,7 +34,7 @@ class AddServer:
 class ReplaceServer:
     """Remove a server and add it with other keywords, while one of the `others` serves.
 
-    An ``idle`` server (disabled before) gets no requests, so no other server has to serve.
+    An ``idle`` server was disabled before and gets no requests, so no other server has to serve.
     """
 
     backend: str
@@ -46,7 +45,7 @@ class ReplaceServer:
 
 @dataclass(frozen=True)
 class RemoveServer:
-    """Remove a server; a disabled one is not drained first."""
+    """Remove a server; a disabled server needs no drain."""
 
     backend: str
     name: str
@@ -83,7 +82,7 @@ class SetAddress:
 
 @dataclass(frozen=True)
 class SetCheck:
-    """Change the address or port of a server's check; None leaves one as it is."""
+    """Change the address or port of a server's check; None leaves the value as it is."""
 
     backend: str
     name: str
@@ -119,7 +118,7 @@ class ComputeCookies:
 
 @dataclass(frozen=True)
 class LoadFile:
-    """Load a file into HAProxy's memory, in place of a former content under that name."""
+    """Load a file into HAProxy's memory; it replaces a former content with this name."""
 
     store: Store
     name: str
@@ -151,25 +150,16 @@ class RemoveFromCrtList:
 
 @dataclass(frozen=True)
 class AddTicketKeys:
-    """Add the last `count` ticket keys of a file; HAProxy drops as many of the oldest ones."""
+    """Add the last `count` ticket keys of a file; HAProxy drops the same number of the oldest keys."""
 
     name: str
     count: int
 
 
 FileAction = LoadFile | UnloadFile | AddToCrtList | RemoveFromCrtList | AddTicketKeys
-ServerAction = (
-    AddServer
-    | ComputeCookies
-    | RemoveServer
-    | ReplaceServer
-    | SetWeight
-    | SetMaintenance
-    | SetAddress
-    | SetCheck
-    | SetServerMaxconn
-)
-Action = FileAction | ServerAction | SetFrontendMaxconn
+ServerChange = SetWeight | SetMaintenance | SetAddress | SetCheck | SetServerMaxconn
+SetAction = ServerChange | SetFrontendMaxconn
+Action = FileAction | SetAction | AddServer | ComputeCookies | RemoveServer | ReplaceServer
 
 
 def changed_servers(actions: Iterable[Action]) -> set[tuple[str, str]]:
@@ -183,6 +173,4 @@ def changed_servers(actions: Iterable[Action]) -> set[tuple[str, str]]:
                 found |= {(action.backend, name) for name in action.names}
             case RemoveServer() | SetWeight() | SetMaintenance() | SetAddress() | SetCheck() | SetServerMaxconn():
                 found.add((action.backend, action.name))
-            case _:
-                pass
     return found

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """HAProxy's sockets: one connection for each question.
 
-Invariant: this module imports almost nothing. The responder (amphora_agent/responder) is a process of its own, and its
-memory grows with each import.
+Invariant: this module imports almost nothing, because the responder is a process of its own with little memory.
 """
 
 from __future__ import annotations
@@ -17,10 +16,8 @@ ANSWER_SECONDS = 10.0
 class Socket:
     """One of HAProxy's sockets.
 
-    Args:
-        path: of the socket.
-        half_close: shut down the sending side after the question. The master of HAProxy 2.6 completes its answer only
-            then; a worker would close the connection instead.
+    With `half_close` the client shuts down its sending side after the question. The master of HAProxy 2.6 completes its
+    answer only then; a worker would close the connection.
     """
 
     def __init__(self, path: object, *, half_close: bool = False) -> None:
@@ -28,16 +25,10 @@ class Socket:
         self._half_close = half_close
 
     def ask(self, question: str, shown: str = "", *, seconds: float = ANSWER_SECONDS, most: int | None = None) -> str:
-        """Ask and return the answer.
+        """Send one or several commands, with semicolons between them; return the answer.
 
-        Args:
-            question: a command, or several with semicolons between them.
-            shown: replaces the question in errors, if the question holds a secret.
-            seconds: the time-out for each part of the answer.
-            most: the largest answer in bytes; the rest is not read.
-
-        Raises:
-            HaproxyError: HAProxy does not answer.
+        Errors contain `shown` instead of a question with a secret. Each part of the answer has a time-out in `seconds`.
+        An answer ends after `most` bytes. Raises HaproxyError without an answer.
         """
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -55,11 +46,7 @@ class Socket:
         return b"".join(parts).decode(errors="replace")
 
     def order(self, command: str, success: str = "") -> None:
-        """Send a command, or several with semicolons between them, and check the answer.
-
-        Raises:
-            HaproxyError: the answer differs from `success`.
-        """
+        """Send commands as `ask` does; raise HaproxyError if the answer differs from `success`."""
         answer = self.ask(command).strip()
         if answer != success:
             raise HaproxyError(f"have HAProxy do '{command}'", answer or "the answer is empty")

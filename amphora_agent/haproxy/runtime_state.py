@@ -1,37 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parses the state that a running HAProxy reports, and compares it with a configuration.
 
-Invariant: pure. All values that HAProxy reports are compared: an action with a successful answer but without an effect
-is found here.
+Invariant: pure. The comparison finds runtime actions with a successful answer but without an effect.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from amphora_agent.haproxy.config_parser import AGENT_PREFIX, Configuration, Server
+from amphora_agent.haproxy.config_parser import AGENT_PREFIX, Configuration, Section, Server
 
 PROXIES, SERVERS = "show stat -1 3 -1", "show servers state"
-"""The questions to HAProxy."""
-# Columns of `show servers state` (management guide, 9.3).
+_Key = tuple[str, str]
+# The columns of `show servers state` (management guide, 9.3).
 _BACKEND, _NAME, _ADDRESS, _RUNNING, _ADMIN, _WEIGHT, _PORT = 1, 3, 4, 5, 6, 7, 18
 _CHECK_PORT, _CHECK_ADDRESS, _FIELDS = 21, 22, 25
-# The bit of a disabled server. Another bit, 0x04, stays set if the file disabled it, even after it was enabled.
+# HAProxy sets the first bit for a disabled server. The bit 0x04 has no use here: it stays set after the server is
+# enabled if the file disabled the server.
 _FORCED_MAINTENANCE, _FORCED_DRAIN = 0x01, 0x08
 _UP = "2"
 _PROXY, _KIND, _LIMIT, _STATUS = 0, 1, 6, 17
 _LISTENS = ("OPEN", "FULL")
-# The version, the names of the columns, and the first server.
+# HAProxy's answer begins with the version, the names of the columns, and the first server.
 _HEAD_LINES = 3
+# For more than 20 servers it is faster to parse all lines of HAProxy's answer.
 _MAX_SEARCHED = 20
 
 
 class ServerState(NamedTuple):
-    """The reported state of a server; a check address that was never set is "-", such a port is 0."""
+    """The reported state of a server; "-" and 0 are an unset check address and port."""
 
     up: bool
     weight: int
@@ -44,13 +45,13 @@ class ServerState(NamedTuple):
 
     @property
     def serves(self) -> bool:
-        """Whether it gets new requests."""
+        """Whether the server gets new requests."""
         return self.up and self.weight > 0 and not (self.maintenance or self.draining)
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The reported listeners with their connection limits, and backends with their numbers of servers."""
+    """The reported listeners with their limits, and backends with their numbers of servers."""
 
     frontends: dict[str, int]
     members: dict[str, int]
@@ -64,11 +65,8 @@ NOTHING_LOADED = Loaded({}, {})
 
 def parse_servers(answer: str) -> dict[tuple[str, str], ServerState]:
     """Return the states of all servers of a load balancer, by backend and name."""
-    found = {}
-    for line in answer.splitlines():
-        if (one := _parse_server(line)) is not None:
-            found[one[:2]] = one[2]
-    return found
+    rows = filter(None, map(_parse_server, answer.splitlines()))
+    return {(backend, name): state for backend, name, state in rows}
 
 
 def _parse_server(line: str) -> tuple[str, str, ServerState] | None:
@@ -92,7 +90,7 @@ def _parse_server(line: str) -> tuple[str, str, ServerState] | None:
 def select_servers(answer: str, backend: str, names: Collection[str]) -> tuple[int, dict[tuple[str, str], ServerState]]:
     """Return the number of servers of a backend, and the states of the named ones.
 
-    Only the lines of these servers are parsed, because a backend may have 10,000.
+    A backend may have 10,000 servers, so only the lines of the named servers are parsed.
     """
     first = next(
         (line for line in answer.split("\n", _HEAD_LINES)[:_HEAD_LINES] if line.split(" ")[_BACKEND:2] == [backend]), ""
@@ -113,43 +111,39 @@ def select_servers(answer: str, backend: str, names: Collection[str]) -> tuple[i
     return count, found
 
 
+def _proxies(answer: str, kind: str, last: int) -> list[list[str]]:
+    """Return the rows of one kind that have the column `last`."""
+    rows = [line.split(",", last + 1) for line in answer.splitlines()]
+    return [row for row in rows if len(row) > last and row[_KIND] == kind]
+
+
 def backend_names(answer: str) -> set[str]:
     """Return the backends of a load balancer."""
-    rows = [line.split(",", _KIND + 1) for line in answer.splitlines()]
-    return {
-        row[_PROXY]
-        for row in rows
-        if len(row) > _KIND and row[_KIND] == "BACKEND" and not row[_PROXY].startswith(AGENT_PREFIX)
-    }
+    return {row[_PROXY] for row in _proxies(answer, "BACKEND", _KIND) if not row[_PROXY].startswith(AGENT_PREFIX)}
 
 
 def listener_limits(answer: str) -> dict[str, int]:
     """Return the connection limit of each listener."""
-    rows = [line.split(",", _LIMIT + 1) for line in answer.splitlines()]
-    return {row[_PROXY]: int(row[_LIMIT] or 0) for row in rows if len(row) > _LIMIT and row[_KIND] == "FRONTEND"}
+    return {row[_PROXY]: int(row[_LIMIT] or 0) for row in _proxies(answer, "FRONTEND", _LIMIT)}
 
 
 def closed_listeners(answer: str) -> list[str]:
-    """Return the listeners that accept no connections, because an operator has disabled them by hand."""
-    rows = [line.split(",", _STATUS + 1) for line in answer.splitlines()]
-    return sorted(
-        row[_PROXY]
-        for row in rows
-        if len(row) > _STATUS
-        and row[_KIND] == "FRONTEND"
-        and row[_STATUS] not in _LISTENS
-        and not row[_PROXY].startswith(AGENT_PREFIX)
-    )
+    """Return the listeners that an operator has disabled by hand."""
+    closed = [row[_PROXY] for row in _proxies(answer, "FRONTEND", _STATUS) if row[_STATUS] not in _LISTENS]
+    return sorted(name for name in closed if not name.startswith(AGENT_PREFIX))
 
 
 def find_difference(
     wanted: Configuration, listeners: dict[str, int], servers: dict[tuple[str, str], ServerState]
 ) -> str:
-    """Return the first difference from the configuration in words; empty without one."""
+    """Return the first difference from the configuration in words; empty for none."""
     if why := _listener_difference(wanted, listeners):
         return why
-    live = {name for name, section in wanted.backends.items() if section.setting("disabled") is None}
-    members = {key: server for key, server in wanted.servers.items() if key[0] in live}
+    live = _enabled(wanted.backends)
+    return _member_difference({key: server for key, server in wanted.servers.items() if key[0] in live}, servers)
+
+
+def _member_difference(members: Mapping[_Key, Server], servers: Mapping[_Key, ServerState]) -> str:
     if missing := members.keys() ^ servers.keys():
         backend, name = min(missing)
         return f"member {name} of {backend} is missing or unexpected"
@@ -161,13 +155,9 @@ def find_difference(
 
 @dataclass(frozen=True)
 class PartialState:
-    """The state that HAProxy reports after a change of some servers.
+    """All listeners with their limits, all backends, and the changed servers that HAProxy reports.
 
-    Attributes:
-        listeners: all listeners with their connection limits.
-        backends: all backends.
-        members: the numbers of servers of the backends with a changed server.
-        servers: the states of the changed servers.
+    ``members`` has the numbers of servers of the backends with a changed server.
     """
 
     listeners: dict[str, int]
@@ -177,32 +167,24 @@ class PartialState:
 
 
 def find_partial_difference(wanted: Configuration, touched: Collection[tuple[str, str]], found: PartialState) -> str:
-    """Return the same as `find_difference`, if only some servers were changed since it found none.
-
-    Args:
-        touched: the changed servers, by backend and name.
-    """
+    """Return the same as `find_difference`, if only `touched` servers have changed since then."""
     if why := _listener_difference(wanted, found.listeners):
         return why
-    live = {name for name, section in wanted.backends.items() if section.setting("disabled") is None}
-    if different := live ^ found.backends:
+    if different := _enabled(wanted.backends).keys() ^ found.backends:
         return f"backend {min(different)} is missing or unexpected"
     for backend in sorted({backend for backend, _ in touched}):
-        section = wanted.backends[backend]
-        if (count := found.members.get(backend, 0)) != len(section.servers):
-            return f"{backend} has {count} members, not {len(section.servers)}"
-        names = {name for each, name in touched if each == backend}
-        members = {server.name: server for server in section.servers if server.name in names}
-        if missing := members.keys() ^ {name for each, name in found.servers if each == backend}:
-            return f"member {min(missing)} of {backend} is missing or unexpected"
-        for name, server in members.items():
-            if why := _server_difference(server, found.servers[backend, name]):
-                return f"member {name} of {backend} {why}"
-    return ""
+        wanted_count = len(wanted.backends[backend].servers)
+        if (count := found.members.get(backend, 0)) != wanted_count:
+            return f"{backend} has {count} members, not {wanted_count}"
+    return _member_difference({key: wanted.servers[key] for key in touched if key in wanted.servers}, found.servers)
+
+
+def _enabled(sections: dict[str, Section]) -> dict[str, Section]:
+    return {name: section for name, section in sections.items() if section.setting("disabled") is None}
 
 
 def _listener_difference(wanted: Configuration, listeners: dict[str, int]) -> str:
-    expected = {name: section for name, section in wanted.frontends.items() if section.setting("disabled") is None}
+    expected = _enabled(wanted.frontends)
     if different := listeners.keys() ^ expected.keys():
         return f"listener {min(different)} is missing or unexpected"
     for name, section in expected.items():
@@ -213,8 +195,7 @@ def _listener_difference(wanted: Configuration, listeners: dict[str, int]) -> st
 
 
 def _server_difference(server: Server, state: ServerState) -> str:
-    """Return the first difference of a server; empty without one."""
-    if not _same_endpoint(server.address, state.address, state.port):
+    if not _same_endpoint(server, state.address, state.port):
         return f"is at {state.address} port {state.port}, not at {server.address}"
     if server.checked:
         address, port = server.value("addr"), server.value("port")
@@ -222,7 +203,7 @@ def _server_difference(server: Server, state: ServerState) -> str:
             return f"is monitored at {state.check_address}, not at {address}"
         if port.isdecimal() and int(port) != state.check_port:
             return f"is monitored on port {state.check_port}, not {port}"
-    if "agent-check" in server.keywords:  # its agent sets weight and maintenance
+    if "agent-check" in server.keywords:  # the agent check of the member sets weight and maintenance
         return ""
     if (state.weight, state.maintenance) != (server.weight, server.disabled):
         wanted = (server.weight, server.disabled)
@@ -230,13 +211,12 @@ def _server_difference(server: Server, state: ServerState) -> str:
     return "gets no new requests" if state.draining else ""
 
 
-def _same_endpoint(address: str, host: str, port: int) -> bool:
-    if address == f"{host}:{port}":  # a shortcut for most of up to 10,000 servers
+def _same_endpoint(server: Server, host: str, port: int) -> bool:
+    if server.address == f"{host}:{port}":  # the comparison of texts is fast for 10,000 servers
         return True
-    wanted, _, number = address.rpartition(":")
-    wanted = wanted.removeprefix("[").removesuffix("]")
+    wanted, number = server.endpoint
     if not (_is_address(wanted) and number.isdecimal()):
-        return True  # a name, a socket or a port offset: no runtime action changes these
+        return True  # no runtime action changes a name, a socket or a port offset
     return _same_address(wanted, host) and int(number) == port
 
 

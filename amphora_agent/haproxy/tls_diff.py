@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the TLS files of two configurations: certificates, CAs, CRLs, crt-lists, ticket keys.
 
-Invariant: pure. HAProxy knows a file by its name in the text, not by its directory, so names are compared. Contents
-matter only for crt-lists and ticket keys. A difference that needs a reload is an obstacle, in words.
+Invariant: pure. HAProxy knows a file by its name in the text, so names are compared. A difference that needs a reload
+is an obstacle, in words.
 """
 
 from __future__ import annotations
@@ -11,23 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from amphora_agent.bundle import File
+from amphora_agent.haproxy import runtime_actions as act
 from amphora_agent.haproxy.config_parser import FILE_KEYWORDS, Configuration, Line
-from amphora_agent.haproxy.runtime_actions import (
-    AddTicketKeys,
-    AddToCrtList,
-    FileAction,
-    LoadFile,
-    RemoveFromCrtList,
-    Store,
-    UnloadFile,
-)
+from amphora_agent.haproxy.runtime_actions import Store
 
 MAX_COMMAND_LENGTH = 15_000
 """Characters of one command; HAProxy reads it into a buffer of 16 KiB (manual, "tune.bufsize")."""
 TICKET_KEYS = 3
-"""HAProxy uses this number of the last keys of a file (manual, "tls-ticket-keys")."""
+"""HAProxy uses the last keys of a file, as many as this number (manual, "tls-ticket-keys")."""
 _STORES: dict[str, Store] = {"crt": "cert", "ca-file": "ca-file", "crl-file": "crl-file"}
-# A CRL is loaded before its CA: a client of the new CA is accepted only after both are loaded.
+# The agent loads a CRL before its CA, so that HAProxy accepts a client of the new CA only after both are loaded.
 _ORDER: tuple[Store, ...] = ("crl-file", "ca-file", "cert")
 
 
@@ -35,7 +28,7 @@ _ORDER: tuple[Store, ...] = ("crl-file", "ca-file", "cert")
 class TlsState:
     """A configuration with its TLS files.
 
-    ``texts`` has the contents of `crt_lists`, `ticket_keys` and changed files, if they are known.
+    ``texts`` has the known contents of the files that a comparison needs.
     """
 
     configuration: Configuration
@@ -47,8 +40,8 @@ class TlsState:
 class TlsChanges:
     """Actions before and after the changes of servers, their reasons, and obstacles that need a reload."""
 
-    before: tuple[FileAction, ...] = ()
-    after: tuple[FileAction, ...] = ()
+    before: tuple[act.FileAction, ...] = ()
+    after: tuple[act.FileAction, ...] = ()
     reasons: tuple[str, ...] = ()
     obstacles: tuple[str, ...] = ()
 
@@ -56,14 +49,9 @@ class TlsChanges:
 NO_CHANGES = TlsChanges()
 
 
-def crt_lists(configuration: Configuration) -> set[str]:
-    """Return the crt-lists that a configuration names."""
-    return {name for keyword, name, _ in _bind_files(configuration) if keyword == "crt-list"}
-
-
-def ticket_keys(configuration: Configuration) -> set[str]:
-    """Return the files with TLS ticket keys that a configuration names."""
-    return {name for keyword, name, _ in _bind_files(configuration) if keyword == "tls-ticket-keys"}
+def files_of_binds(configuration: Configuration, wanted: str) -> set[str]:
+    """Return the files of a keyword, for example "crt-list", on the `bind` lines."""
+    return {name for keyword, name, _ in _bind_files(configuration) if keyword == wanted}
 
 
 def changed_names(old: Sequence[File], new: Sequence[File]) -> list[str]:
@@ -77,18 +65,18 @@ def compare_files(old: TlsState, new: TlsState) -> TlsChanges:
     """Compare the files of two configurations with the same `bind` lines."""
     different = changed_names(old.files, new.files)
     known, wanted = stored_names(old), stored_names(new)
-    actions: list[FileAction] = []
-    after: list[FileAction] = []
+    actions: list[act.FileAction] = []
+    after: list[act.FileAction] = []
     obstacles: list[str] = []
     for store in _ORDER:
         loaded = sorted(
             name for kind, name in wanted if kind == store and ((kind, name) not in known or name in different)
         )
-        actions += [LoadFile(store, name) for name in loaded]
+        actions += [act.LoadFile(store, name) for name in loaded]
         obstacles += [
             _describe(name, f"has {size} characters, too many for the stats socket", new)
             for name in loaded
-            if (size := _excess_size(new, name))
+            if (size := len(new.texts.get(name, ""))) > MAX_COMMAND_LENGTH
         ]
     obstacles += [_describe(name, why, new) for name, why in _session_obstacles(new.configuration, different)]
     obstacles += [_describe(name, why, new) for name, why in _connection_obstacles(new.configuration, known, different)]
@@ -102,15 +90,14 @@ def compare_files(old: TlsState, new: TlsState) -> TlsChanges:
         else:
             continue
         obstacles += [_describe(name, why, new)] if why else []
-    after += [UnloadFile(store, name) for store, name in sorted(known - wanted)]
+    after += [act.UnloadFile(store, name) for store, name in sorted(known - wanted)]
     reasons = tuple(_reason(name, old, new) for name in different)
-    return TlsChanges(
-        tuple(dict.fromkeys(actions)), tuple(dict.fromkeys(after)), reasons, tuple(dict.fromkeys(obstacles))
-    )
+    before = tuple(dict.fromkeys(actions))
+    return TlsChanges(before, tuple(dict.fromkeys(after)), reasons, tuple(dict.fromkeys(obstacles)))
 
 
 def _bind_files(configuration: Configuration) -> Iterator[tuple[str, str, Line]]:
-    """Yield each file of a `bind` line, with its keyword."""
+    """Yield each file of a `bind` line, with its keyword and the line."""
     for section in configuration.frontends.values():
         for line in section.lines:
             if line.words[0] == "bind":
@@ -135,14 +122,11 @@ def crt_list_entries(text: str) -> list[tuple[str, ...]]:
     return [tuple(words) for line in text.splitlines() if (words := line.partition("#")[0].split())]
 
 
-def _excess_size(side: TlsState, name: str) -> int:
-    """Return the size of a file that is too large for one command; otherwise 0."""
-    size = len(side.texts.get(name, ""))
-    return size if size > MAX_COMMAND_LENGTH else 0
-
-
 def _session_obstacles(configuration: Configuration, different: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield changed client CAs and CRLs on lines with session tickets: a ticket bypasses the new check."""
+    """Yield changed client CAs and CRLs on lines with session tickets.
+
+    A ticket bypasses the check with the new CA or CRL.
+    """
     for keyword, name, line in _bind_files(configuration):
         if keyword in ("ca-file", "crl-file") and name in different and "no-tls-tickets" not in line.words:
             yield name, "clients could resume sessions that began before the change"
@@ -151,7 +135,7 @@ def _session_obstacles(configuration: Configuration, different: Sequence[str]) -
 def _connection_obstacles(
     configuration: Configuration, known: set[tuple[Store, str]], different: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield changed files of servers: HAProxy continues to use connections that it made with the old ones.
+    """Yield changed files of servers: HAProxy continues to use connections with the old content.
 
     HAProxy 2.6.12 and 3.0.11, but not 2.8.25, also continue to present the replaced client certificate to members.
     """
@@ -161,9 +145,9 @@ def _connection_obstacles(
 
 
 def _compare_crt_list(
-    name: str, old: str | None, new: str | None, actions: list[FileAction], after: list[FileAction]
+    name: str, old: str | None, new: str | None, actions: list[act.FileAction], after: list[act.FileAction]
 ) -> str:
-    """Append the actions for a crt-list; return why it cannot be changed, if so."""
+    """Append the actions for a crt-list; return the reason of an obstacle, or an empty text."""
     if old is None or new is None:
         return "was not served before"
     before, wanted = crt_list_entries(old), crt_list_entries(new)
@@ -173,24 +157,20 @@ def _compare_crt_list(
         return "names a certificate twice"
     if any(len(entry) > 1 for entry in set(before) ^ set(wanted)):
         return "has options besides names"
-    actions += [AddToCrtList(name, entry[0]) for entry in wanted if entry not in before]
-    after += [RemoveFromCrtList(name, entry[0]) for entry in before if entry not in wanted]
+    actions += [act.AddToCrtList(name, entry[0]) for entry in wanted if entry not in before]
+    after += [act.RemoveFromCrtList(name, entry[0]) for entry in before if entry not in wanted]
     return ""
 
 
-def _compare_ticket_keys(name: str, old: str | None, new: str | None, actions: list[FileAction]) -> str:
+def _compare_ticket_keys(name: str, old: str | None, new: str | None, actions: list[act.FileAction]) -> str:
     before, wanted = ([] if text is None else text.split()[-TICKET_KEYS:] for text in (old, new))
     if len(before) < TICKET_KEYS or len(wanted) < TICKET_KEYS:
         return "was not served before"
     if [len(key) for key in before] != [len(key) for key in wanted]:
         return "has keys of another length"
-    actions += [AddTicketKeys(name, count) for count in [_count_new_keys(before, wanted)] if count]
+    count = next(new for new in range(TICKET_KEYS + 1) if before[new:] == wanted[: TICKET_KEYS - new])
+    actions += [act.AddTicketKeys(name, count)] if count else []
     return ""
-
-
-def _count_new_keys(before: list[str], wanted: list[str]) -> int:
-    """Return the number of new keys at the end."""
-    return next(n for n in range(TICKET_KEYS + 1) if before[n:] == wanted[: TICKET_KEYS - n])
 
 
 def _describe(name: str, why: str, side: TlsState) -> str:

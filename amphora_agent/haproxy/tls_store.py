@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The TLS files in HAProxy's memory: changed and read back over the stats socket.
+"""Changes the TLS files in HAProxy's memory over the stats socket, and reads them back.
 
-Invariant: a change is complete only when HAProxy reports the new content. An error repeats no answer that could show a
-key, and never a content that was sent. No transaction stays open.
-
-HAProxy knows a file by its name in the configuration, not by its directory (manual, "default-path"). So a name has the
-same meaning for files from disk and for files from the socket.
-Source: management guide, 9.3, "set ssl cert" and the commands after it.
+Invariant: a change is complete only when HAProxy reports the new content. No error shows a content that was sent. No
+transaction stays open. HAProxy knows a file by its name in the configuration (manual, "default-path"). Source:
+management guide, 9.3, "set ssl cert" and the commands after it.
 """
 
 from __future__ import annotations
@@ -16,21 +13,14 @@ import re
 import ssl
 from pathlib import Path
 
+from amphora_agent import x509
 from amphora_agent.errors import HaproxyError
+from amphora_agent.haproxy import runtime_actions as act
 from amphora_agent.haproxy import tls_diff
 from amphora_agent.haproxy.config_parser import Configuration
-from amphora_agent.haproxy.runtime_actions import (
-    AddTicketKeys,
-    AddToCrtList,
-    FileAction,
-    LoadFile,
-    RemoveFromCrtList,
-    Store,
-    UnloadFile,
-)
+from amphora_agent.haproxy.runtime_actions import Store
 from amphora_agent.haproxy.runtime_socket import Socket
 from amphora_agent.haproxy.tls_diff import TICKET_KEYS, TlsState
-from amphora_agent.x509 import crl
 
 _NOUNS: dict[Store, str] = {"cert": "certificate", "ca-file": "CA", "crl-file": "CRL"}
 _PRINT = re.compile(r"^SHA1 FingerPrint: ([0-9A-F]{40})$", re.MULTILINE)
@@ -39,12 +29,7 @@ _SUCCESS = "Success!"
 
 
 class TlsStore:
-    """The TLS files of one worker.
-
-    Args:
-        worker: its socket.
-        directory: of the files that it has to load.
-    """
+    """The TLS files of one worker; the contents come from files in a directory."""
 
     def __init__(self, worker: Socket, directory: Path) -> None:
         self._worker = worker
@@ -55,37 +40,33 @@ class TlsStore:
         self._whole_lists: dict[str, set[str]] = {}
         self._tickets: list[str] = []
 
-    def run(self, action: FileAction) -> None:
+    def run(self, action: act.FileAction) -> None:
         """Carry out one action.
 
         Raises:
-            HaproxyError: HAProxy refused it and keeps the former content.
+            HaproxyError: HAProxy refused the action and keeps the former content.
             OSError: the file is missing.
         """
         match action:
-            case LoadFile():
+            case act.LoadFile():
                 self._load(action.store, action.name)
-            case UnloadFile():
-                # A file in use stays loaded: this has no effect, and the next worker does not load it.
+            case act.UnloadFile():
+                # HAProxy keeps a file in use; the next worker does not load the file.
                 self._worker.ask(f"del ssl {action.store} {action.name}")
                 self._names.get(action.store, set()).discard(action.name)
-            case AddToCrtList():
+            case act.AddToCrtList():
                 self._run(f"add ssl crt-list {action.crt_list} {action.name}", f"list {action.name}")
                 self._list_changes(action.crt_list)[0].add(action.name)
-            case RemoveFromCrtList():
+            case act.RemoveFromCrtList():
                 answer = self._worker.ask(f"del ssl crt-list {action.crt_list} {action.name}").strip()
                 if answer != f"Entry '{action.name}' deleted in crtlist '{action.crt_list}'!":
                     raise HaproxyError(f"remove {action.name} from its crt-list", answer or "the answer is empty")
                 self._list_changes(action.crt_list)[1].add(action.name)
-            case AddTicketKeys():
+            case act.AddTicketKeys():
                 self._add_keys(action)
 
     def verify(self) -> None:
-        """Read back all changed files.
-
-        Raises:
-            HaproxyError: with the name of the first file that differs.
-        """
+        """Read back all changed files; a `HaproxyError` names the first file that differs."""
         for (store, name), text in self._expected.items():
             if not self._holds(store, name, text):
                 raise HaproxyError(f"confirm {name}", "HAProxy has another content")
@@ -102,20 +83,14 @@ class TlsStore:
                 raise HaproxyError(f"confirm {name}", "HAProxy has other keys")
 
     def expect(self, configuration: Configuration) -> None:
-        """Verify all files of a configuration, also unchanged ones.
-
-        Raises:
-            OSError: a file is missing.
-        """
-        texts = {name: self._read(name) for name in tls_diff.crt_lists(configuration)}
+        """Let `verify` check all files of a configuration. Raises OSError if a file is missing."""
+        texts = {name: self._read(name) for name in tls_diff.files_of_binds(configuration, "crt-list")}
         self._whole_lists = {
             name: {entry[0] for entry in tls_diff.crt_list_entries(text)} for name, text in texts.items()
         }
         for store, name in tls_diff.stored_names(TlsState(configuration, texts=texts)):
             self._expected[store, name] = _payload(self._read(name))
-        self._tickets = sorted(tls_diff.ticket_keys(configuration))
-
-    # -- changes --------------------------------------------------------------------------------------------
+        self._tickets = sorted(tls_diff.files_of_binds(configuration, "tls-ticket-keys"))
 
     def _load(self, store: Store, name: str) -> None:
         text = _payload(self._read(name))
@@ -130,7 +105,7 @@ class TlsStore:
         self._expected[store, name] = text
 
     def _known_names(self, store: Store) -> set[str]:
-        """Return the names in one of HAProxy's stores, and abort an open transaction there."""
+        """Return the names in one of HAProxy's stores; abort an open transaction."""
         if store not in self._names:
             names = set()
             for line in self._lines(f"show ssl {store}"):
@@ -166,15 +141,13 @@ class TlsStore:
     def _keys(self, name: str) -> list[str]:
         return self._read(name).split()[-TICKET_KEYS:]
 
-    def _add_keys(self, action: AddTicketKeys) -> None:
+    def _add_keys(self, action: act.AddTicketKeys) -> None:
         for key in self._keys(action.name)[-action.count :]:
             command = f"set ssl tls-key {action.name}"
             answer = self._worker.ask(f"{command} {key}", shown=command).strip()
             if answer != "TLS ticket key updated!":
                 raise HaproxyError(f"add a key to {action.name}", "HAProxy refused it")
         self._tickets.append(action.name)
-
-    # -- reading back ---------------------------------------------------------------------------------------
 
     def _read(self, name: str) -> str:
         return (self._directory / name).read_text(encoding="utf-8")
@@ -186,26 +159,23 @@ class TlsStore:
         return [line for line in self._worker.ask(question).splitlines() if line and not line.startswith("#")]
 
     def _holds(self, store: Store, name: str, text: str) -> bool:
-        """Whether HAProxy reports the content of a text.
-
-        It is compared by the leaf of a certificate, and by the serial numbers of a CRL.
-        """
+        """Whether HAProxy reports the same leaf of a certificate, CAs, or serial numbers of a CRL."""
         answer = self._worker.ask(f"show ssl {store} {name}")
         blocks = [found.group(0) for found in _BLOCK.finditer(text)]
         if store == "crl-file":
-            revoked = crl.revoked(text)
-            return revoked is None or crl.shown(answer) == revoked
+            revoked = x509.revoked_serials(text)
+            return revoked is None or x509.shown_serials(answer) == revoked
         wanted = [_fingerprint(block) for block in blocks]
         shown = _PRINT.findall(answer)
         return shown == wanted[:1] if store == "cert" else set(shown) == set(wanted)
 
 
 def _payload(text: str) -> str:
-    """Return a file for HAProxy's socket, where an empty line would end it."""
+    """Return a text without empty lines, because an empty line ends a payload on HAProxy's socket."""
     return "".join(f"{line.strip()}\n" for line in text.splitlines() if line.strip())
 
 
 def _fingerprint(block: str) -> str:
-    """Return the fingerprint that HAProxy shows; it has no meaning for trust."""
+    """Return the fingerprint that HAProxy shows; trust does not depend on this fingerprint."""
     block = re.sub(r"(BEGIN|END) (?:X509|TRUSTED) ", r"\1 ", block)
     return hashlib.sha1(ssl.PEM_cert_to_DER_cert(block + "\n"), usedforsecurity=False).hexdigest().upper()

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verifies the running HAProxy: reads back its state and compares it with the configuration.
+"""Reads back the state of the running HAProxy and compares it with the configuration.
 
-Invariant: the answers come from the serving worker. After a verification without differences, only changed servers are
-read again; after a start or a reload, everything is.
+Invariant: the agent reads everything after a start or a reload, and afterwards only changed servers.
 """
 
 from __future__ import annotations
@@ -20,15 +19,11 @@ from amphora_agent.haproxy.tls_store import TlsStore
 
 
 class Verifier:
-    """Verifies the serving worker.
-
-    Args:
-        worker: its socket.
-    """
+    """Verifies the serving worker over its socket."""
 
     def __init__(self, worker: Socket) -> None:
         self._worker = worker
-        self._loaded: Loaded | None = None  # the last answer, if it had no differences
+        self._loaded: Loaded | None = None  # HAProxy's last answer, if it had no differences
 
     def invalidate(self) -> None:
         """Forget the last answer, because another worker will serve."""
@@ -37,14 +32,11 @@ class Verifier:
     def verify(
         self, wanted: Configuration, files: Path | None = None, touched: Collection[tuple[str, str]] | None = None
     ) -> Loaded:
-        """Read back the running configuration and compare it.
+        """Read back the running configuration; a `HaproxyError` names the first difference.
 
         Args:
-            files: the directory of the TLS files to compare; None if the worker has read them itself.
+            files: the directory of the TLS files to compare; None if the worker has read them from the disk.
             touched: the servers, by backend and name, that were changed since the last verification; None for all.
-
-        Raises:
-            HaproxyError: naming the first difference.
         """
         before, self._loaded = self._loaded, None
         if touched is None or before is None:

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of Octavia's agent configuration to settings of this agent.
 
-Invariant: only `stored` and `keep` do I/O. Only Octavia's options for heartbeats and topology are used. They never
-change the address of this agent or its trusted certificates.
+Invariant: the agent uses Octavia's options for heartbeats and topology only. They never change the address of this
+agent or its trusted certificates. Only `stored` and `keep` do I/O.
 """
 
 from __future__ import annotations
 
 import configparser
-import ipaddress
 import logging
 import uuid
 from contextlib import suppress
 from dataclasses import replace
 
-from amphora_agent.config import Settings, Target
+from amphora_agent.config import Settings, parse_targets
 from amphora_agent.errors import RequestRefused
 from amphora_agent.paths import Paths, write_atomically
 
@@ -26,8 +25,7 @@ _FILE = "octavia.conf"
 def changed(settings: Settings, text: str) -> Settings:
     """Return the settings after an upload; heartbeats then have Octavia's format.
 
-    Raises:
-        RequestRefused: the text is not valid, or it belongs to another amphora.
+    Raises RequestRefused for an invalid text, or for the text of another amphora.
     """
     parser = configparser.ConfigParser(interpolation=None, strict=False, default_section="\0none")
     try:
@@ -37,9 +35,9 @@ def changed(settings: Settings, text: str) -> Settings:
         interval = parser.getfloat("health_manager", "heartbeat_interval", fallback=settings.interval)
         key = parser.get("health_manager", "heartbeat_key", fallback=None)
         topology = parser.get("controller_worker", "loadbalancer_topology", fallback="")
-        found = settings.targets if targets is None else _targets(targets)
+        found = settings.targets if targets is None else parse_targets(targets.strip("[]"))
     except configparser.Error as error:
-        # The parser's error repeats lines of the file, and one of them may be the key.
+        # The text of the parser's error may repeat the line with the heartbeat key.
         raise RequestRefused(_REFUSED, f"{type(error).__name__}", 500) from None
     except ValueError as error:
         raise RequestRefused(_REFUSED, str(error), 500) from error
@@ -64,22 +62,10 @@ def stored(settings: Settings, paths: Paths) -> Settings:
         try:
             return changed(settings, text)
         except RequestRefused as error:
-            _log.error("%s: %s", _FILE, error)
+            _log.error("Ignoring the stored configuration of Octavia (%s): %s", _FILE, error)
     return settings
 
 
 def keep(text: str, paths: Paths) -> None:
-    """Store an upload for the next start of the agent.
-
-    Raises:
-        OSError: the disk is full, for example.
-    """
+    """Store an upload for the next start of the agent. Raises OSError."""
     write_atomically(paths.etc / _FILE, text)
-
-
-def _targets(text: str) -> tuple[Target, ...]:
-    targets = []
-    for item in filter(None, (part.strip() for part in text.strip("[]").split(","))):
-        host, _, port = item.strip("'\" ").rpartition(":")
-        targets.append(Target(str(ipaddress.ip_address(host.strip("[]"))), int(port)))
-    return tuple(targets)

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The amphora behind Octavia's API: single requests plug, configure and start it.
 
-Invariant: each change is a new generation of one bundle. The applier applies it like any other bundle, and the state is
-stored after the confirmation. An amphora that serves a bundle of another controller is never changed here.
+Invariant: each change is a new generation of one bundle, which the applier applies. The agent stores the state after
+the confirmation. These requests never change an amphora that serves a bundle of another controller.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import threading
@@ -18,34 +17,28 @@ from dataclasses import replace
 from typing import Any
 
 from amphora_agent.apply.applier import Applier
-from amphora_agent.apply.result import ApplyResult
-from amphora_agent.bundle import OCTAVIA_API_V1_ID, Bundle, Interface, Limits, parse_stored
+from amphora_agent.apply.change_log import ApplyResult
+from amphora_agent.bundle import OCTAVIA_API_V1_ID, Bundle, Interface, Limits, digest, parse_stored
 from amphora_agent.config import Settings
 from amphora_agent.errors import AgentError, ConfigurationRefused, MachineError, RequestRefused
 from amphora_agent.network import links
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.network.pyroute2_lazy import IPRoute
-from amphora_agent.octavia_api_v1 import certificates, firewall_rules, keepalived, ports
+from amphora_agent.octavia_api_v1 import firewall_rules, keepalived, ports, uploads
 from amphora_agent.octavia_api_v1 import haproxy_cfg as text_of
 from amphora_agent.octavia_api_v1 import stored_state as state_of
-from amphora_agent.octavia_api_v1.haproxy_cfg import Translation
 from amphora_agent.octavia_api_v1.stored_state import State
 from amphora_agent.octavia_api_v1.uploads import Uploads
 from amphora_agent.paths import Paths
 
 _log = logging.getLogger(__name__)
-# Messages of Octavia's API. Its worker retries after the first one.
+# Octavia's API defines both messages. Octavia's worker retries after NO_INTERFACE.
 NO_INTERFACE = "No suitable network interface found"
 NO_LOAD_BALANCER = "Loadbalancer Not Found"
-ACTIONS = ("start", "stop", "reload")
 
 
 class OctaviaAmphora:
-    """Performs the requests of Octavia's worker, one at a time.
-
-    Args:
-        settings: returns the present settings; an upload changes them.
-    """
+    """Performs the requests of Octavia's worker, one at a time. An upload changes the `settings`."""
 
     def __init__(self, settings: Callable[[], Settings], paths: Paths, applier: Applier, inner: Namespace) -> None:
         self._settings = settings
@@ -59,14 +52,13 @@ class OctaviaAmphora:
 
     @property
     def state(self) -> State:
-        """The state that the worker has requested."""
         return self._state
 
     def _read(self) -> State:
         try:
             found = state_of.read(self._file)
         except MachineError as error:
-            _log.error("%s", error)
+            _log.error("Cannot read the stored requests of Octavia's worker; waiting for its next update: %s", error)
             found = None
         if found is not None:
             return found
@@ -82,43 +74,32 @@ class OctaviaAmphora:
             self._draining = text, frozenset() if text is None else text_of.draining(text)
         return self._draining[1]
 
-    # -- ports ----------------------------------------------------------------------------------------------
-
     def plug_vip(self, vip: str, document: Any) -> Interface:
-        """Add or change the interface with the VIPs."""
         with self.changing(403):
-            port = ports.vip_port(vip, document)
-            self._plug(port)
-            return port
+            return self._plug(ports.vip_port(vip, document))
 
     def plug_network(self, document: Any) -> Interface:
-        """Add or change an interface on a network of members."""
         with self.changing(403):
-            port = ports.member_port(document, self._state.interfaces)
-            self._plug(port)
-            return port
+            return self._plug(ports.member_port(document, self._state.interfaces))
 
-    def _plug(self, port: Interface) -> None:
+    def _plug(self, port: Interface) -> Interface:
         if port.mac not in _macs() | self._inner.run(_macs):
             raise RequestRefused("Not Found", NO_INTERFACE, 404)
         wanted = replace(self._state.wanted, interfaces=ports.with_port(self._state.interfaces, port))
         self._apply(replace(self._state, wanted=wanted))
+        return port
 
     def set_rules(self, document: Any) -> None:
-        """Set the firewall rules."""
         with self.changing():
-            # The worker sends an empty list for a new amphora. It must not open an amphora that has rules.
+            # The worker sends an empty list for a new amphora. An empty list must not open an amphora with rules.
             read = firewall_rules.read(document)
             if read or self._state.rules is None:
                 self._apply(replace(self._state, rules=read))
 
-    # -- HAProxy --------------------------------------------------------------------------------------------
-
     def upload(self, amphora_id: str, load_balancer_id: str, body: bytes) -> None:
-        """Store a configuration; the next start or reload serves it.
+        """Store a configuration for the next start or reload.
 
-        Raises:
-            RequestRefused: HAProxy refuses it (with its message), or it belongs to another amphora.
+        Raises RequestRefused with HAProxy's message, or if the configuration belongs to another amphora.
         """
         with self.changing():
             if amphora_id != str(self._settings().amphora_id):
@@ -138,11 +119,7 @@ class OctaviaAmphora:
             self._remember(state)
 
     def act(self, load_balancer_id: str, action: str) -> ApplyResult:
-        """Start, stop or reload HAProxy.
-
-        Raises:
-            RequestRefused: the load balancer does not exist here, or the action failed.
-        """
+        """Start, stop or reload HAProxy. Raises RequestRefused for an unknown load balancer or a failure."""
         with self.changing():
             if load_balancer_id != self._state.load_balancer_id or self._state.uploaded is None:
                 raise RequestRefused(NO_LOAD_BALANCER, f"{load_balancer_id} was not uploaded", 404)
@@ -152,65 +129,54 @@ class OctaviaAmphora:
                 raise RequestRefused(f"Error {action}ing haproxy", error.happened, 500) from error
 
     def delete(self, object_id: str) -> None:
-        """Stop a load balancer and delete its state; no error if it does not exist."""
+        """Stop a load balancer and delete its state, if it exists."""
         with self.changing():
             if object_id == self._state.load_balancer_id:
                 self._apply(replace(self._bare(self._state), load_balancer_id=None, uploaded=None))
                 self._uploads.forget()
 
-    def _translated(self, state: State) -> tuple[str, Translation]:
-        if state.load_balancer_id is None or state.uploaded is None:
-            raise RequestRefused(NO_LOAD_BALANCER, "no configuration was uploaded", 404)
-        return state.load_balancer_id, text_of.translate(state.uploaded, state.load_balancer_id)
-
     def _serving(self, state: State) -> State:
-        """Return the state in which HAProxy serves the last upload."""
-        owner, found = self._translated(state)
+        owner = state.load_balancer_id
+        if owner is None or state.uploaded is None:
+            raise RequestRefused(NO_LOAD_BALANCER, "no configuration was uploaded", 404)
+        found = text_of.translate(state.uploaded, owner)
         if not found.ports:
-            return self._bare(state)  # All listeners are disabled, and HAProxy does not run without a listener.
+            return self._bare(state)  # HAProxy does not run without an enabled listener
         wanted = replace(
             state.wanted,
             haproxy=found.text,
-            files=certificates.collect(found.files, lambda name: self._uploads.get(owner, name), owner),
+            files=uploads.collect(found.files, lambda name: self._uploads.get(owner, name), owner),
             limits=Limits(found.connections, found.threads),
             pings=found.pings,
         )
-        return replace(state, wanted=wanted, ports=found.ports)
+        return replace(state, wanted=wanted, ports=frozenset(found.ports))
 
     def _bare(self, state: State) -> State:
-        """Return the state without HAProxy."""
         return replace(state, wanted=replace(state.wanted, haproxy=None, files=(), pings={}), ports=frozenset())
 
-    # -- files ----------------------------------------------------------------------------------------------
-
     def put_file(self, load_balancer_id: str, name: str, body: bytes) -> None:
-        """Store a certificate, a CA, a revocation list or a crt-list."""
         with self.changing():
             self._refuse_another(load_balancer_id)
-            certificates.checked_name(name)
-            self._uploads.put(load_balancer_id, name, certificates.checked_content(name, body))
+            uploads.checked_name(name)
+            self._uploads.put(load_balancer_id, name, uploads.checked_content(name, body))
 
     def file(self, load_balancer_id: str, name: str) -> bytes | None:
-        """Return the content of an uploaded file; None if it does not exist."""
-        content = self._uploads.get(load_balancer_id, certificates.checked_name(name))
+        content = self._uploads.get(load_balancer_id, uploads.checked_name(name))
         return None if content is None else content.encode()
 
     def delete_file(self, load_balancer_id: str, name: str) -> None:
-        """Delete a file. HAProxy uses it until the next reload."""
+        """Delete a file, which HAProxy uses until the next reload."""
         with self.changing():
-            self._uploads.delete(load_balancer_id, certificates.checked_name(name))
-
-    # -- keepalived -----------------------------------------------------------------------------------------
+            self._uploads.delete(load_balancer_id, uploads.checked_name(name))
 
     def upload_vrrp(self, body: bytes) -> None:
-        """Store the VRRP configuration; the next start or reload of keepalived uses it."""
+        """Store the VRRP configuration for the next start or reload of keepalived."""
         with self.changing():
             names = {each.name for each in self._state.interfaces}
             vrrp = keepalived.read(body.decode(errors="replace"), names)
             self._remember(replace(self._state, wanted=replace(self._state.wanted, vrrp=vrrp)))
 
     def act_vrrp(self, action: str) -> None:
-        """Start, stop or reload keepalived."""
         with self.changing():
             wanted = f"Failed to {action} octavia-keepalived service"
             if self._state.wanted.vrrp is None:
@@ -220,17 +186,11 @@ class OctaviaAmphora:
             except AgentError as error:
                 raise RequestRefused(wanted, error.happened, 500) from error
 
-    # -- the applier ----------------------------------------------------------------------------------------
-
     @contextmanager
     def changing(self, status: int = 409) -> Iterator[None]:
-        """Hold the lock for a change.
+        """Hold the lock for a change. Raises RequestRefused if another controller manages this amphora.
 
-        Args:
-            status: HTTP status of the refusal. The worker interprets a 409 to a plug request as success.
-
-        Raises:
-            RequestRefused: another controller manages this amphora through the interface v2.
+        The refusal of a plug request has another HTTP status, because the worker interprets 409 as success of the plug.
         """
         with self._lock:
             last = self._last()
@@ -255,18 +215,17 @@ class OctaviaAmphora:
         generation = 1 if last is None else last.generation + 1
         made = state_of.bundle(state, generation, pair=self._settings().pair)
         try:
-            parse_stored(made.to_document())  # A restarted agent validates it in the same way.
+            parse_stored(made.to_document())  # a restarted agent must be able to read the bundle
         except (ValueError, KeyError, TypeError) as error:
             raise RequestRefused("Invalid request", str(error)) from error
         return made
 
     def _apply(self, state: State) -> ApplyResult:
         if self._applier.lost is not None and any(file.content is None for file in state.wanted.files):
-            # After a reboot the files are lost. The worker finds this and uploads everything again.
+            # After a reboot the uploaded files are lost, and Octavia's worker uploads them again.
             state = self._bare(state)
         bundle = self._bundle(state)
-        digest = hashlib.sha256(json.dumps(bundle.to_document()).encode()).hexdigest()
-        outcome = self._applier.apply_bundle(bundle, digest)
+        outcome = self._applier.apply_bundle(bundle, digest(json.dumps(bundle.to_document()).encode()))
         self._remember(state)
         return outcome
 
@@ -280,6 +239,5 @@ class OctaviaAmphora:
 
 
 def _macs() -> set[str]:
-    """Return the MAC addresses of all interfaces of the calling network namespace."""
     with IPRoute() as route:
         return {link.mac for link in links.list_links(route)}

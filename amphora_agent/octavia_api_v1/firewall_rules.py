@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of the worker's firewall rules to the allowed networks of a bundle.
 
-Invariant: no I/O. Rules name permitted traffic. If any rule exists, a port of HAProxy without a rule is closed. VRRP
-and stick-table peers follow from the bundle's `vrrp`; rules do not change them.
+Invariant: no I/O. If a rule exists, the ports of HAProxy without a rule are closed. The bundle's `vrrp` opens the ports
+of VRRP and the stick-table peers.
 """
 
 from __future__ import annotations
@@ -30,23 +30,15 @@ class Rule:
 
 
 def read(document: Any) -> tuple[Rule, ...]:
-    """Return the rules in the body of PUT interface/<address>/rules.
-
-    Raises:
-        RequestRefused: the body is not valid.
-    """
+    """Return the rules in the body of PUT interface/<address>/rules. Raises RequestRefused."""
     try:
-        return tuple(_rule(each) for each in _list(document) if each["protocol"] == "TCP")
+        return tuple(filter(None, map(_rule, _list(document))))
     except (ValueError, TypeError, KeyError) as error:
         raise RequestRefused("Invalid rules information", str(error)) from error
 
 
 def allowed(rules: Iterable[Rule], ports: Collection[int]) -> tuple[AllowedSources, ...]:
-    """Return the allowed networks of a bundle for these rules.
-
-    Args:
-        ports: the ports of HAProxy's listeners.
-    """
+    """Return the allowed networks of a bundle for these rules and the ports of HAProxy's listeners."""
     by_port: dict[int, list[Network | None]] = {port: [] for port in ports}
     for rule in rules:
         by_port.setdefault(rule.port, []).append(rule.network)
@@ -57,18 +49,19 @@ def allowed(rules: Iterable[Rule], ports: Collection[int]) -> tuple[AllowedSourc
     )
 
 
-def _list(document: Any) -> list[dict[str, Any]]:
+def _list(document: Any) -> list[Any]:
     if not isinstance(document, list):
         raise TypeError("a list of rules is needed")
-    for each in document:
-        if not isinstance(each, dict) or set(each) != _KEYS or each["protocol"] not in _PROTOCOLS:
-            raise ValueError(f"{each!r} is not a rule")
-        port = each["port"]
-        if isinstance(port, bool) or not isinstance(port, int) or not 1 <= port <= _LARGEST_PORT:
-            raise ValueError(f"port {port!r} is out of range")
     return document
 
 
-def _rule(document: dict[str, Any]) -> Rule:
-    cidr = document["cidr"]
-    return Rule(document["port"], None if cidr in _EVERYBODY else ipaddress.ip_network(cidr, strict=False))
+def _rule(document: Any) -> Rule | None:
+    """Return a valid rule for TCP; None for another protocol."""
+    if not isinstance(document, dict) or set(document) != _KEYS or document["protocol"] not in _PROTOCOLS:
+        raise ValueError(f"{document!r} is not a rule")
+    port, cidr = document["port"], document["cidr"]
+    if isinstance(port, bool) or not isinstance(port, int) or not 1 <= port <= _LARGEST_PORT:
+        raise ValueError(f"port {port!r} is out of range")
+    if document["protocol"] != "TCP":
+        return None
+    return Rule(port, None if cidr in _EVERYBODY else ipaddress.ip_network(cidr, strict=False))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of an uploaded HAProxy configuration to the text of a bundle.
 
-Invariant: no I/O. Each line of the result is the same line of the upload: kept, rewritten or empty. Line numbers in
-HAProxy's messages are therefore right. Sections of the machine (`global`, `peers`, the metrics exporter) are omitted.
-Other unknown sections and directives stay in the text; `haproxy.config_parser` and `directives` refuse them.
+Invariant: no I/O. Each line of the upload is kept, rewritten or empty in the result, so that line numbers in HAProxy's
+messages are right. Sections of the machine (`global`, `peers`, the metrics exporter) become empty.
+`haproxy.config_parser` and `directives` refuse other unknown sections and directives.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 from amphora_agent.bundle import Host
 from amphora_agent.errors import RequestRefused
 from amphora_agent.haproxy import config_parser
-from amphora_agent.haproxy.config_file import RESPONDER_PORT
+from amphora_agent.haproxy.config_file import PEERS, RESPONDER_PORT
 from amphora_agent.haproxy.config_parser import AGENT_PREFIX
-from amphora_agent.haproxy.stick_table_sync import PEERS
-from amphora_agent.octavia_api_v1.certificates import bundle_name
+from amphora_agent.octavia_api_v1.uploads import bundle_name
 
-# The metrics service in the worker's template; ours is `AGENT_PREFIX` + "metrics".
+# The worker's template has this metrics service; the agent's own is `AGENT_PREFIX` + "metrics".
 _EXPORTERS = {("frontend", "prometheus-exporter-internal-endpoint"), ("backend", "prometheus-exporter-internal")}
 _EXPORTER = "prometheus-exporter-internal"
 _MACHINE = {"global", "peers"}
@@ -32,26 +31,15 @@ _LARGEST_PORT = 65535
 _PING = ["http-check send meth GET uri-lf '/ping/%[srv_name]'", "option httpchk"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Translation:
     """The result of a conversion.
 
-    ``connections`` is the limit of the process, ``files`` are the uploaded files that the text names, ``ports`` the
-    ports of listeners, ``pings`` the addresses of PING checks by member.
+    ``connections`` is the limit of the process. ``files`` are the uploaded files that the text names. ``ports`` are the
+    ports of listeners. ``pings`` has the addresses of PING checks by member.
     """
 
-    text: str
-    connections: int | None
-    threads: int | None
-    files: frozenset[str]
-    ports: frozenset[int]
-    pings: dict[str, Host]
-
-
-@dataclass
-class _Found:
-    """The state of a conversion in progress."""
-
+    text: str = ""
     connections: int | None = None
     threads: int | None = None
     files: set[str] = field(default_factory=set)
@@ -62,13 +50,9 @@ class _Found:
 def translate(uploaded: str, load_balancer_id: str) -> Translation:
     """Convert an upload to the text of a bundle.
 
-    Args:
-        load_balancer_id: the text may name files of this load balancer only.
-
-    Raises:
-        RequestRefused: it names a file of another load balancer, or repeats a section of the machine.
+    Raises RequestRefused if the text names a file of another load balancer, or repeats a section of the machine.
     """
-    found = _Found()
+    found = Translation()
     lines: list[str] = []
     machine: set[str] = set()
     for kind, name, section in _sections(uploaded.split("\n")):
@@ -76,14 +60,8 @@ def translate(uploaded: str, load_balancer_id: str) -> Translation:
             raise RequestRefused("Invalid request", f"line {len(lines) + 1}: a second '{kind}' section")
         machine |= {kind} & _MACHINE
         lines += _section(kind, name, section, load_balancer_id, found)
-    return Translation(
-        text="\n".join(lines),
-        connections=found.connections,
-        threads=found.threads,
-        files=frozenset(found.files),
-        ports=frozenset(found.ports),
-        pings=found.pings,
-    )
+    found.text = "\n".join(lines)
+    return found
 
 
 def draining(text: str) -> frozenset[tuple[str, str]]:
@@ -104,7 +82,7 @@ def _sections(lines: list[str]) -> Iterator[tuple[str, str, list[str]]]:
     yield kind, name, section
 
 
-def _section(kind: str, name: str, lines: list[str], load_balancer_id: str, found: _Found) -> list[str]:
+def _section(kind: str, name: str, lines: list[str], load_balancer_id: str, found: Translation) -> list[str]:
     if kind == "global":
         _limits(lines, found)
     if kind in _MACHINE or (kind, name) in _EXPORTERS:
@@ -113,7 +91,7 @@ def _section(kind: str, name: str, lines: list[str], load_balancer_id: str, foun
     return [_line(line, load_balancer_id, found, pinged=pinged) for line in lines]
 
 
-def _limits(lines: list[str], found: _Found) -> None:
+def _limits(lines: list[str], found: Translation) -> None:
     for line in lines:
         words = line.split()
         if len(words) == 2 and words[1].isdecimal() and int(words[1]) > 0:
@@ -123,7 +101,7 @@ def _limits(lines: list[str], found: _Found) -> None:
                 found.threads = int(words[1])
 
 
-def _line(line: str, load_balancer_id: str, found: _Found, *, pinged: bool) -> str:
+def _line(line: str, load_balancer_id: str, found: Translation, *, pinged: bool) -> str:
     words = line.split()
     first = words[0] if words else ""
     if first in ("bind", "server"):
@@ -149,14 +127,14 @@ def _indent(line: str) -> str:
     return line[: len(line) - len(line.lstrip())]
 
 
-def _named(match: re.Match[str], load_balancer_id: str, found: _Found) -> str:
+def _named(match: re.Match[str], load_balancer_id: str, found: Translation) -> str:
     keyword, blank, path = match.groups()
     name = path.rpartition("/")[2]
     found.files.add(name)
     return f"{keyword}{blank}{bundle_name(path, load_balancer_id)}"
 
 
-def _pinged(line: str, words: list[str], found: _Found) -> str:
+def _pinged(line: str, words: list[str], found: Translation) -> str:
     """Record a member with a PING check; the monitor's address has precedence over the member's."""
     text = words[words.index("addr") + 1] if "addr" in words[:-1] else words[2].rpartition(":")[0]
     try:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of this machine in the format of Octavia's API.
-
-Invariant: each figure comes from the kernel (proc(5)); a missing figure is zero.
-"""
+"""Figures of this machine in the format of Octavia's API. A missing figure is zero."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ def figures(inner: Namespace) -> dict[str, Any]:
 
 
 def cpu(stat: str) -> dict[str, Any]:
-    """Return jiffies since boot. In the API the parts are strings and their sum is a number."""
+    """Return jiffies since boot. Octavia's API has strings for the parts, and a number for their sum."""
     spent = dict(zip(_CPU, stat.split("\n", 1)[0].split()[1:], strict=False))
     return {
         "total": sum(map(int, spent.values())),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of an uploaded keepalived configuration to the `vrrp` of a bundle.
 
-Invariant: no I/O. keepalived never gets this text. Numbers and addresses are read from it, and the agent renders its
-own configuration. VIPs, routes and rules are ignored, because the plug requests contain them.
+Invariant: no I/O. keepalived never gets this text: the agent renders its own configuration with the numbers and
+addresses of the text. The agent takes VIPs and routes from the plug requests.
 """
 
 from __future__ import annotations
@@ -22,18 +22,12 @@ _USUAL_ADVERT = 1.0
 
 
 def read(text: str, interfaces: Collection[str]) -> Vrrp:
-    """Return the VRRP part of a bundle.
-
-    Args:
-        interfaces: the names of the plugged interfaces.
-
-    Raises:
-        RequestRefused: the text does not have exactly one complete instance.
-    """
+    """Return the VRRP part of a bundle. Raises RequestRefused without exactly one complete instance."""
     instances = [body for head, body in _blocks(text) if head[:1] == ["vrrp_instance"]]
     if len(instances) != 1:
         _refuse(f"one vrrp_instance is needed, there are {len(instances)}")
-    lines, blocks = _lines(instances[0]), dict(_named_blocks(instances[0]))
+    lines = _lines(instances[0])
+    blocks = {head[0]: inner for head, inner in _blocks(" ".join(instances[0])) if head}
     interface = _word(lines, "interface")
     if interface not in interfaces:
         _refuse(f"there is no interface {interface!r}")
@@ -55,7 +49,7 @@ def read(text: str, interfaces: Collection[str]) -> Vrrp:
 
 
 def partner(address: Host) -> Partner:
-    """Return a VRRP peer. The amphorae do not know each other's id, so the name is the address."""
+    """Return a VRRP peer. The name is the address, because Octavia's text has no ids of amphorae."""
     return Partner(str(address).replace(".", "-").replace(":", "-").strip("-"), address)
 
 
@@ -71,7 +65,7 @@ def _word(lines: dict[str, list[str]], keyword: str) -> str:
 
 
 def _blocks(text: str) -> list[tuple[list[str], list[str]]]:
-    """Yield outermost blocks: words before the brace, and words inside with braces and line ends."""
+    """Return the outermost blocks, each with the words before the brace and the words inside."""
     found: list[tuple[list[str], list[str]]] = []
     head: list[str] = []
     body: list[str] = []
@@ -98,13 +92,7 @@ def _blocks(text: str) -> list[tuple[list[str], list[str]]]:
     return found
 
 
-def _named_blocks(body: list[str]) -> list[tuple[str, list[str]]]:
-    text = " ".join(body)
-    return [(head[0], inner) for head, inner in _blocks(text) if head]
-
-
 def _lines(body: list[str]) -> dict[str, list[str]]:
-    """Return the words of lines outside inner blocks, by first word."""
     lines: list[list[str]] = [[]]
     depth = 0
     for token in body:

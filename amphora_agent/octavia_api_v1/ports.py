@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of plug requests to interfaces of a bundle.
 
-Invariant: no I/O. A MAC address identifies a port, which keeps its first name. The interface with the VIPs is
-`VIP_NAME`.
+Invariant: no I/O. A MAC address identifies a port, which keeps its first name.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import ipaddress
 import itertools
 import re
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from amphora_agent.bundle import Address, Interface, Network, Route
@@ -25,14 +25,7 @@ _EVERYTHING = {4: ipaddress.ip_network("0.0.0.0/0"), 6: ipaddress.ip_network("::
 
 
 def vip_port(vip: str, document: Any) -> Interface:
-    """Return the interface for the body of POST plug/vip.
-
-    Args:
-        vip: the primary VIP, from the URL.
-
-    Raises:
-        RequestRefused: the body is not valid.
-    """
+    """Return the interface for the body of POST plug/vip with this primary VIP. Raises RequestRefused."""
     try:
         found = _object(document)
         own = [_fixed(found["vrrp_ip"], found["subnet_cidr"])]
@@ -53,13 +46,9 @@ def vip_port(vip: str, document: Any) -> Interface:
 
 
 def member_port(document: Any, plugged: Collection[Interface]) -> Interface:
-    """Return the interface for the body of POST plug/network.
+    """Return the interface for the body of POST plug/network. Raises RequestRefused.
 
-    Args:
-        plugged: the present interfaces; a repeated port changes its interface.
-
-    Raises:
-        RequestRefused: the body is not valid.
+    A repeated port changes its interface, which is one of the `plugged` ones.
     """
     try:
         found = _object(document)
@@ -68,9 +57,11 @@ def member_port(document: Any, plugged: Collection[Interface]) -> Interface:
         fixed = [_object(each) for each in found.get("fixed_ips") or ()]
         if found.get("vip_net_info") or (known is not None and known.name == VIP_NAME):
             return _shared(found, fixed, known)
+        taken = {each.name for each in plugged}
+        free = next(name for n in itertools.count(_FIRST_MEMBER_NETWORK) if (name := f"eth{n}") not in taken)
         return Interface(
             mac=mac,
-            name=known.name if known is not None else _free_name({each.name for each in plugged}),
+            name=known.name if known is not None else free,
             mtu=_mtu(found.get("mtu")),
             addresses=tuple(_fixed(each["ip_address"], each["subnet_cidr"]) for each in fixed),
             vips=(),
@@ -83,16 +74,15 @@ def member_port(document: Any, plugged: Collection[Interface]) -> Interface:
 
 
 def with_port(plugged: Collection[Interface], port: Interface) -> tuple[Interface, ...]:
-    """Return the interfaces with one added or replaced. One of them has the VIPs."""
+    """Return the interfaces with one added or replaced."""
     return tuple(sorted((*(each for each in plugged if each.name != port.name), port), key=lambda each: each.name))
 
 
 def _shared(found: Mapping[str, Any], fixed: list[dict[str, Any]], known: Interface | None) -> Interface:
-    """Return the interface with the VIPs, which also reaches subnets of members."""
     if found.get("vip_net_info"):
         net_info = _object(found["vip_net_info"])
         port = vip_port(net_info["vip"], {"mac_address": found["mac_address"], **net_info})
-        # This body does not contain the additional VIPs.
+        # A plug request for a shared network does not contain the additional VIPs.
         if known is not None and not net_info.get("additional_vips"):
             port = _joined(port, (), known.vips, known.routes)
     elif known is not None:
@@ -105,10 +95,8 @@ def _shared(found: Mapping[str, Any], fixed: list[dict[str, Any]], known: Interf
 def _joined(
     port: Interface, addresses: Iterable[Address], vips: Iterable[Address], routes: Iterable[Route]
 ) -> Interface:
-    return Interface(
-        mac=port.mac,
-        name=port.name,
-        mtu=port.mtu,
+    return replace(
+        port,
         addresses=tuple(dict.fromkeys((*port.addresses, *addresses))),
         vips=tuple(dict.fromkeys((*port.vips, *vips))),
         routes=_unique((*port.routes, *routes)),
@@ -130,23 +118,18 @@ def _default(subnet: Mapping[str, Any]) -> list[Route]:
 
 
 def _host_routes(subnet: Mapping[str, Any]) -> list[Route]:
-    routes = []
-    for each in subnet.get("host_routes") or ():
-        destination: Network = ipaddress.ip_network(each["destination"], strict=False)
-        routes.append(Route(destination, ipaddress.ip_address(each["nexthop"])))
-    return routes
+    return [
+        Route(ipaddress.ip_network(each["destination"], strict=False), ipaddress.ip_address(each["nexthop"]))
+        for each in subnet.get("host_routes") or ()
+    ]
 
 
 def _unique(routes: Iterable[Route]) -> tuple[Route, ...]:
-    """Return the first route of each destination; the primary VIP is first."""
+    """Return the first route of each destination."""
     found: dict[Network, Route] = {}
     for route in routes:
         found.setdefault(route.destination, route)
     return tuple(found.values())
-
-
-def _free_name(taken: Collection[str]) -> str:
-    return next(name for n in itertools.count(_FIRST_MEMBER_NETWORK) if (name := f"eth{n}") not in taken)
 
 
 def _object(document: Any) -> dict[str, Any]:
@@ -156,7 +139,6 @@ def _object(document: Any) -> dict[str, Any]:
 
 
 def _fixed(address: Any, subnet: Any) -> Address:
-    """Return an address with the prefix length of its subnet."""
     if not isinstance(address, str):
         raise TypeError("an address of the port's own is needed: this amphora asks no DHCP server for one")
     length = ipaddress.ip_network(subnet, strict=False).prefixlen

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state from all requests of Octavia's worker, and its conversion to a bundle.
 
-Invariant: the only I/O is one file. Octavia's API configures a load balancer in parts; `bundle` combines them, so that
-each request is one more generation. The state contains no content of files.
+Octavia's API configures a load balancer in parts, so that each request is one more generation. The state contains no
+content of files.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from amphora_agent.paths import write_atomically
 class State:
     """The state from all requests of the worker.
 
-    ``wanted`` contains the parts of a bundle: the interfaces with all VIPs, the text to serve (not the last upload),
-    and the VRRP part, also before the start of keepalived. ``ports`` are the ports of the text.
+    ``wanted`` has the interfaces with all VIPs, the text to serve (not the last upload), and the VRRP part, also before
+    the start of keepalived. ``ports`` are the ports of the text.
     """
 
     wanted: Bundle
@@ -57,9 +57,7 @@ def recovered(served: Bundle) -> State:
 def bundle(state: State, generation: int, *, pair: bool) -> Bundle:
     """Return the bundle of a state.
 
-    Args:
-        pair: whether this amphora is one of a pair, also before a VRRP upload. The VIPs are then absent until
-            keepalived starts, because the partner may have them.
+    An amphora of a pair has no VIPs until keepalived starts, because its partner may have the VIPs.
     """
     interfaces = state.interfaces
     if (pair or state.wanted.vrrp is not None) and not state.vrrp_started:
@@ -74,11 +72,7 @@ def bundle(state: State, generation: int, *, pair: bool) -> Bundle:
 
 
 def write(path: Path, state: State) -> None:
-    """Write the state to a file.
-
-    Raises:
-        OSError: the disk is full, for example.
-    """
+    """Write the state to a file. Raises OSError."""
     document: dict[str, Any] = {
         "wanted": state.wanted.without_contents().to_document(),
         "load_balancer_id": state.load_balancer_id,
@@ -93,11 +87,7 @@ def write(path: Path, state: State) -> None:
 
 
 def read(path: Path) -> State | None:
-    """Return the stored state; None without a file.
-
-    Raises:
-        MachineError: the file cannot be read.
-    """
+    """Return the stored state; None without a file. Raises MachineError for an unreadable file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         rules = found["rules"]

@@ -16,10 +16,10 @@ from balancers import LB, balancer, listener, pool
 from octavia_process import interpreter
 from template_cases import M1, cases, policy, rule, terminated
 
-from amphora_agent.apply.directive_check import refuse_directives
+from amphora_agent.apply.bundle_check import refuse_directives
 from amphora_agent.errors import AgentError, ConfigurationRefused
 from amphora_agent.haproxy.config_parser import parse
-from amphora_agent.octavia_api_v1 import certificates
+from amphora_agent.octavia_api_v1 import uploads
 from amphora_agent.octavia_api_v1.haproxy_cfg import translate
 
 HERE = Path(__file__).parent
@@ -80,7 +80,7 @@ def rendered():
 def judge(text, files):
     """As the agent judges an upload."""
     found = translate(text, LB)
-    refuse_directives(parse(found.text), certificates.collect(found.files, files.get, LB))
+    refuse_directives(parse(found.text), uploads.collect(found.files, files.get, LB))
     return found
 
 

@@ -20,7 +20,7 @@ from flask import Flask
 from octavia_process import Refused
 from throwaway_authority import SERVER
 
-from amphora_agent.octavia_api_v1 import host_routes, routes
+from amphora_agent.octavia_api_v1 import routes
 
 SECOND_MAC = "02:00:00:00:5e:0c"
 KEY = "a key of an operator"
@@ -63,8 +63,7 @@ def status(amphora, name):
 
 def test_every_call_of_the_client_has_a_route(plugged):
     app = Flask("routes")
-    app.register_blueprint(routes.blueprint(None))
-    app.register_blueprint(host_routes.blueprint(None, None, None, None, None, None))
+    app.register_blueprint(routes.blueprint(None, None, None, None, None, None))
     bound = app.url_map.bind("amphora")
     calls = plugged("requests")
     assert len(calls) == 22

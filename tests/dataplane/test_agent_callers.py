@@ -16,8 +16,7 @@ from throwaway_authority import CLIENT, SERVER, Authority
 from amphora_agent.paths import Paths
 from amphora_agent.tls_gate import TlsGate
 from amphora_agent.tls_identity import Identity
-from amphora_agent.x509 import callers
-from amphora_agent.x509.callers import AMPHORA_NAME, AMPHORA_PURPOSE
+from amphora_agent.x509 import AMPHORA_NAME, AMPHORA_PURPOSE, client_refusal
 
 EMAIL = ExtendedKeyUsageOID.EMAIL_PROTECTION
 OWN, OTHER = (str(uuid.UUID(int=number, version=4)) for number in (1, 2))
@@ -118,6 +117,6 @@ def test_an_amphora_is_not_answered(agent, name, purposes, why):
 def test_an_unreadable_certificate_is_refused():
     pem = Authority("a").issue("controller", CLIENT)
     der = ssl.PEM_cert_to_DER_cert(pem[: pem.index("-----BEGIN PRIVATE")].strip())
-    assert callers.refusal(der, {}) is None
+    assert client_refusal(der, {}) is None
     for end in range(0, len(der), 7):
-        assert callers.refusal(der[:end], {}) == "client certificate cannot be read"
+        assert client_refusal(der[:end], {}) == "client certificate cannot be read"

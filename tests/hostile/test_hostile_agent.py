@@ -21,7 +21,7 @@ from test_hostile_corpus import taken
 from texts import anything
 
 from amphora_agent import bundle
-from amphora_agent.apply import directive_check
+from amphora_agent.apply import bundle_check
 from amphora_agent.errors import ConfigurationRefused, MalformedBundle
 from amphora_agent.haproxy.config_parser import ALLOWED, parse
 
@@ -39,7 +39,7 @@ def rendered() -> str:
 def test_every_rendered_text_is_taken():
     text = rendered()
     found = parse(text)
-    directive_check.refuse_directives(found, ())
+    bundle_check.refuse_directives(found, ())
     assert len(found.sections) == len(re.findall(r"^(?:defaults|frontend|backend)\b", text, re.MULTILINE))
     assert len(found.servers) == len(re.findall(r"^    server ", text, re.MULTILINE))
 

@@ -19,7 +19,7 @@ from haproxy_versions import VERSIONS, every_version
 from test_hostile_agent import rendered
 from watched_haproxy import Lines
 
-from amphora_agent.apply.directive_check import refuse_directives
+from amphora_agent.apply.bundle_check import refuse_directives
 from amphora_agent.errors import ConfigurationRefused
 from amphora_agent.haproxy.config_parser import parse
 

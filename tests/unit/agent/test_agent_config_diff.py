@@ -22,8 +22,8 @@ from amphora_agent.haproxy.runtime_actions import (
     SetWeight,
     UnloadFile,
 )
-from amphora_agent.haproxy.server_state import EMPTY, compose_state
 from amphora_agent.haproxy.tls_diff import TlsChanges
+from amphora_agent.haproxy.worker_replacement import NO_STATES, compose_states
 
 ONE = "server a 192.0.2.1:80 weight 1 check inter 5s"
 TWO = "server b 192.0.2.2:80 weight 2"
@@ -290,6 +290,6 @@ def state(name, *, port=80, operational=0, admin=0, weights="9 9", address="192.
     ],
 )
 def test_only_what_the_checks_found_out_goes_to_the_next_worker(line, server, expected):
-    rewritten = compose_state(f"1\n# head\n{line}\n\n", configuration(server))
+    rewritten = compose_states(f"1\n# head\n{line}\n\n", configuration(server))
     assert rewritten == "1\n# head\n" + (f"{expected}\n" if expected else "")
-    assert compose_state("2\n# another version\n", configuration(server)) == EMPTY
+    assert compose_states("2\n# another version\n", configuration(server)) == NO_STATES

@@ -11,7 +11,7 @@ import pytest
 from amphora_agent.apply.file_sets import FileSets
 from amphora_agent.bundle import File
 from amphora_agent.errors import ConfigurationRefused, MachineError
-from amphora_agent.haproxy import config_file, stick_table_sync
+from amphora_agent.haproxy import config_file, worker_replacement
 from amphora_agent.haproxy.config_check import translate_error
 from amphora_agent.haproxy.config_parser import parse
 from amphora_agent.paths import Paths
@@ -169,8 +169,8 @@ ANSWER = """# table: p:l, type: ipv6, size:10240, used:{used}
     [(1, "0x11", True), (20, "0x100c", True), (0, "0x11", False), (1, "0x33", False), (1, "0x1103", False)],
 )
 def test_stick_tables_are_passed_between_workers(used, flags, lost):
-    assert stick_table_sync.would_lose_entries(ANSWER.format(used=used, flags=flags)) is lost
-    assert stick_table_sync.would_lose_entries(ANSWER.format(used=0, flags=flags), has_predecessor=True) is (
+    assert worker_replacement.would_lose_entries(ANSWER.format(used=used, flags=flags)) is lost
+    assert worker_replacement.would_lose_entries(ANSWER.format(used=0, flags=flags), has_predecessor=True) is (
         flags in ("0x11", "0x100c")
     )
-    assert not stick_table_sync.would_lose_entries("# table: p:l, type: ipv6, size:10240, used:9\n\n")
+    assert not worker_replacement.would_lose_entries("# table: p:l, type: ipv6, size:10240, used:9\n\n")

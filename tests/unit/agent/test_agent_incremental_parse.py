@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from amphora_agent.errors import ConfigurationRefused
+from amphora_agent.haproxy.config_check import MIN_SERVERS, omit_checked_servers
 from amphora_agent.haproxy.config_parser import parse
-from amphora_agent.haproxy.partial_check import MIN_SERVERS, omit_checked_servers
 
 HEAD = "defaults\n    timeout connect 5s\n\nfrontend f\n    bind 127.0.0.1:80\n    default_backend b\n"
 LINES = [

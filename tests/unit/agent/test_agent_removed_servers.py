@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from amphora_agent.errors import HaproxyError
-from amphora_agent.haproxy import drain_removed_servers
+from amphora_agent.haproxy import worker_replacement
 from amphora_agent.haproxy.config_parser import parse
-from amphora_agent.haproxy.drain_removed_servers import drain_commands, ready_command
 from amphora_agent.haproxy.process import Haproxy
 from amphora_agent.haproxy.runtime_state import ServerState
+from amphora_agent.haproxy.worker_replacement import drain_commands, ready_command
 
 UP = ServerState(True, 1, False, False, "192.0.2.1", 80, "-", 0)
 MAINT, DRAIN = "set server b/x state maint", "set server b/x state drain"
@@ -78,6 +78,6 @@ def test_silence_ends_it_and_a_refusal_does_not(monkeypatch, answers, asked):
         return answer
 
     given = [f"set server b/{name} state maint" for name in "xyz"]
-    monkeypatch.setattr(drain_removed_servers, "drain_commands", lambda *_: given)
+    monkeypatch.setattr(worker_replacement, "drain_commands", lambda *_: given)
     told = Haproxy._drain_removed_servers(SimpleNamespace(worker=SimpleNamespace(ask=ask)), "", wanted())
     assert heard == told == given[:asked]

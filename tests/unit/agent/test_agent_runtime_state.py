@@ -13,7 +13,7 @@ from cryptography.x509.oid import NameOID
 
 from amphora_agent.haproxy import runtime_state
 from amphora_agent.haproxy.config_parser import parse
-from amphora_agent.x509 import crl
+from amphora_agent.x509 import revoked_serials, shown_serials
 
 STAT = "# pxname,svname,qcur,qmax,scur,smax,slim,stot\nl,FRONTEND,,,0,0,{limit},0\n\n"
 STATE = "1\n# head\n4 p:l 1 {name} {address} 2 {admin} {weight} 1 0 1 0 2 0 0 0 0 - {port} - 0 {checked} {at} - 0\n\n"
@@ -78,13 +78,13 @@ def revoking(*serials: int) -> str:
 
 def test_revoked_clients():
     many = tuple(range(1, 300))
-    assert crl.revoked(revoking()) == (1, [])
-    assert crl.revoked(revoking(2**100, 0x80) + revoking(*many)) == (2, sorted([0x80, 2**100, *many]))
+    assert revoked_serials(revoking()) == (1, [])
+    assert revoked_serials(revoking(2**100, 0x80) + revoking(*many)) == (2, sorted([0x80, 2**100, *many]))
     answer = "Certificate Revocation List #1:\nRevoked Certificates:\n    Serial Number: 5E51A7\n"
-    assert crl.shown(answer) == (1, [0x5E51A7])
+    assert shown_serials(answer) == (1, [0x5E51A7])
 
 
 @pytest.mark.parametrize("body", ["", "AAAA", "MIIB", "!", "MAA=", "MIL/"])
 def test_an_unreadable_list_is_not_compared(body):
-    found = crl.revoked(f"-----BEGIN X509 CRL-----\n{body}\n-----END X509 CRL-----\n")
+    found = revoked_serials(f"-----BEGIN X509 CRL-----\n{body}\n-----END X509 CRL-----\n")
     assert found in (None, (1, []))

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from amphora_agent.apply.directive_check import refuse_directives
+from amphora_agent.apply.bundle_check import refuse_directives
 from amphora_agent.bundle import File
 from amphora_agent.directives import allowed
-from amphora_agent.directives.crt_lists import refused_line
+from amphora_agent.directives.allowed import refused_crt_list_line
 from amphora_agent.errors import ConfigurationRefused
 from amphora_agent.haproxy.config_parser import parse
 
@@ -164,7 +164,7 @@ def test_a_line_is_judged_once(monkeypatch):
     ],
 )
 def test_lists_of_certificates(text, line):
-    assert refused_line(text) == line
+    assert refused_crt_list_line(text) == line
 
 
 def test_lists_are_judged_where_they_are_named():

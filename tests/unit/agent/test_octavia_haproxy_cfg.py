@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from amphora_agent.bundle import File
 from amphora_agent.errors import ConfigurationRefused, RequestRefused
 from amphora_agent.haproxy import config_parser
-from amphora_agent.octavia_api_v1 import certificates
+from amphora_agent.octavia_api_v1 import uploads
 from amphora_agent.octavia_api_v1.haproxy_cfg import draining, translate
 
 LB = "1b000000-0000-4000-8000-000000000001"
@@ -211,7 +211,7 @@ def test_files_are_those_that_are_named():
         "two.pem": PEM + "2",
         "stale.pem": PEM,
     }
-    found = certificates.collect(["list.pem"], uploaded.get, LB)
+    found = uploads.collect(["list.pem"], uploaded.get, LB)
     content = f"tls/{LB}/one.pem\ntls/{LB}/two.pem [alpn h2] *.example.com\n\n"
     assert found[0] == File(f"tls/{LB}/list.pem", hashlib.sha256(content.encode()).hexdigest())
     assert [file.content for file in found] == [content, PEM, PEM + "2"]
@@ -227,23 +227,23 @@ def test_files_are_those_that_are_named():
 )
 def test_files_that_cannot_be_had(uploaded, why):
     with pytest.raises(RequestRefused, match=why):
-        certificates.collect(["list.pem"], uploaded.get, LB)
+        uploads.collect(["list.pem"], uploaded.get, LB)
 
 
 @pytest.mark.parametrize("name", ["a.pem", "0123abcdef.pem", f"{LB}.pem", "a_b-c.d.pem"])
 def test_names_of_files(name):
-    assert certificates.checked_name(name) == name
+    assert uploads.checked_name(name) == name
 
 
 @pytest.mark.parametrize("name", ["", ".pem", "..pem", "a.crt", "a/b.pem", "../a.pem", "a.pem/", "A.pem", "a.pem\n"])
 def test_no_names_of_files(name):
     with pytest.raises(RequestRefused) as refused:
-        certificates.checked_name(name)
+        uploads.checked_name(name)
     assert refused.value.document()["message"] == "Filename has wrong format"
 
 
 def test_contents_are_text():
-    assert certificates.checked_content("a.pem", PEM.encode()) == PEM
+    assert uploads.checked_content("a.pem", PEM.encode()) == PEM
     for body in (b"\xff\xfe", b"a\0b"):
         with pytest.raises(RequestRefused, match="is not text"):
-            certificates.checked_content("a.pem", body)
+            uploads.checked_content("a.pem", body)
