@@ -12,13 +12,7 @@ from zlib import crc32
 
 PACKAGES = ("l4", "l4_checks", "l4_daemon", "l4_flow_log", "l4_nftables")
 # Files outside these packages that the checker imports; a unit test compares.
-ELSEWHERE = (
-    "__init__.py",
-    "errors.py",
-    "network/__init__.py",
-    "network/libnftables.py",
-    "network/icmp_echo.py",
-)
+ELSEWHERE = ("__init__.py", "errors.py", "network/__init__.py", "network/libnftables.py", "network/icmp_echo.py")
 
 
 def version() -> str:

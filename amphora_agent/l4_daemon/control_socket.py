@@ -154,12 +154,7 @@ class _Connection:
 
 
 def _error_document(error: AgentError) -> dict[str, Any]:
-    return {
-        "wanted": error.wanted,
-        "happened": error.happened,
-        "remedy": error.remedy,
-        "object_id": error.object_id,
-    }
+    return {"wanted": error.wanted, "happened": error.happened, "remedy": error.remedy, "object_id": error.object_id}
 
 
 def _unexpected_error(error: Exception, *, refused: bool) -> dict[str, Any]:

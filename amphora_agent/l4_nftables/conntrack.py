@@ -199,8 +199,7 @@ def _packed_destination(address: Host, number: int, port: int) -> tuple[bytes, b
 def _delete_marked(link: socket.socket, marks: set[int], masks: Collection[tuple[int, int]]) -> None:
     """Dump all flows, and delete the matching ones."""
     _delete_messages(
-        link,
-        [one for one, mark in _flows(link) if mark in marks or any(mark & mask == bits for bits, mask in masks)],
+        link, [one for one, mark in _flows(link) if mark in marks or any(mark & mask == bits for bits, mask in masks)]
     )
 
 

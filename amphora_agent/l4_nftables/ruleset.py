@@ -120,14 +120,10 @@ _CHAINS = {
     ),
     "arriving": Chain(
         "type nat hook prerouting priority -100; policy accept;",
-        (
-            "ip daddr . meta l4proto . th dport vmap @servers-4",
-            "ip6 daddr . meta l4proto . th dport vmap @servers-6",
-        ),
+        ("ip daddr . meta l4proto . th dport vmap @servers-4", "ip6 daddr . meta l4proto . th dport vmap @servers-6"),
     ),
     "leaving": Chain(
-        "type nat hook postrouting priority 100; policy accept;",
-        (f"ct mark & {SERVER_MASK:#x} @hidden masquerade",),
+        "type nat hook postrouting priority 100; policy accept;", (f"ct mark & {SERVER_MASK:#x} @hidden masquerade",)
     ),
     "forward": Chain(
         "type filter hook forward priority 0; policy accept;",

@@ -252,10 +252,7 @@ def render(wanted: Restrictions) -> str:
     entering = [rule for port in wanted.ports if port.protocol != _TCP for rule in _rules(port)]
     further = [
         text
-        for head, lines in (
-            (_LEAVING, list(_segment_size_rules(peers))),
-            (_ENTERING, entering),
-        )
+        for head, lines in ((_LEAVING, list(_segment_size_rules(peers))), (_ENTERING, entering))
         if lines
         for text in (head, *map(_line, lines))
     ]
