@@ -23,7 +23,9 @@ from typing import Any
 
 from amphora_agent.errors import ConfigurationRefused, ServiceError, VirtualServersError
 from amphora_agent.l4 import model
+from amphora_agent.l4.engine import Counters
 from amphora_agent.l4.model import VirtualServer
+from amphora_agent.l4.monotonic_counters import SUMMED
 from amphora_agent.l4_daemon.code_version import version
 from amphora_agent.paths import Paths
 from amphora_agent.services.control import ServiceManager, ServicePolicy
@@ -41,16 +43,6 @@ _RESTART_DELAY = 0.1
 _POLL_SECONDS = 0.02
 _READ_BYTES = 1 << 18
 _MEMBER_COUNTERS = ("active_connections", "total_connections", "bytes_in", "bytes_out")
-
-
-@dataclass(frozen=True)
-class ServerTotals:
-    """Counters of one virtual server since the start of the amphora's kernel."""
-
-    total_connections: int
-    bytes_in: int
-    bytes_out: int
-    request_errors: int
 
 
 @dataclass(frozen=True)
@@ -89,7 +81,7 @@ class CheckerState:
     birth: str
     error: str | None
     listeners: dict[str, ListenerState]
-    sums: dict[str, ServerTotals]
+    sums: dict[str, Counters]
     flow_log: dict[str, int] = field(default_factory=dict)
 
 
@@ -293,5 +285,5 @@ def _parse_pool(found: dict[str, Any], members: dict[str, dict[str, Any]]) -> Po
     )
 
 
-def _parse_totals(found: dict[str, Any]) -> ServerTotals:
-    return ServerTotals(found["total_connections"], found["bytes_in"], found["bytes_out"], found["request_errors"])
+def _parse_totals(found: dict[str, Any]) -> Counters:
+    return Counters(**{name: found[name] for name in SUMMED})

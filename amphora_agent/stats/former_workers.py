@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The counters of HAProxy's former workers, as a file for the responder.
 
-Invariant: pure, without imports: they would cost memory in the responder's process. The file names the present worker;
-its sums are valid only together with the counters of this worker.
+Invariant: this module is pure and imports little, because each import costs memory in the responder's process. The file
+names the present worker; its sums are valid only together with the counters of this worker.
 
     present 17
     columns stot,bin

@@ -42,8 +42,7 @@ def encode(amphora_id: uuid.UUID, key: bytes, epoch: int, sequence: int, documen
 def decode(datagram: bytes, key: bytes) -> Heartbeat:
     """Verify and decode a datagram.
 
-    Raises:
-        ValueError: it is not a heartbeat, or its HMAC was made with another key.
+    Raises ValueError if the datagram is not a heartbeat, or its HMAC was made with another key.
     """
     if len(datagram) < _HEADER.size + _MAC_BYTES or not datagram.startswith(MAGIC):
         raise ValueError("not a heartbeat")
@@ -57,13 +56,11 @@ def decode(datagram: bytes, key: bytes) -> Heartbeat:
 
 def datagrams(amphora_id: uuid.UUID, key: bytes, epoch: int, first: int, document: dict[str, Any]) -> Iterator[bytes]:
     """Yield the datagrams of a document, with sequence numbers from `first` on."""
-    sequence = first
-    pending = [document]
+    sequence, pending = first, [document]
     while pending:
         part = pending.pop()
         datagram = encode(amphora_id, key, epoch, sequence, part)
-        halves = _halves(part) if len(datagram) > LARGEST else None
-        if halves is not None:
+        if len(datagram) > LARGEST and (halves := _halves(part)) is not None:
             pending += reversed(halves)
             continue
         sequence += 1
