@@ -7,12 +7,10 @@ user reaches the file. The file makes keepalived run no program, balance no load
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
-
 from amphora_agent.bundle import VrrpInstance
+from amphora_agent.services.template_files import load_template
 
 # Interval of repeated gratuitous ARP: after two nodes had the VIPs, a neighbour may send to the wrong one for so long.
 # The holder cannot rely on the partner's advertisement: a node that has not sent to the holder lately first resolves
@@ -35,7 +33,7 @@ def render(instance: VrrpInstance, health: Path, released: Path) -> str:
     """
     vrrp = instance.vrrp
     family = vrrp.local.address.version
-    return _template().render(
+    return load_template("keepalived.conf.j2").render(
         name=vrrp.local.name,
         refresh=REFRESH_SECONDS,
         health=health,
@@ -49,18 +47,6 @@ def render(instance: VrrpInstance, health: Path, released: Path) -> str:
         vips=[vip for vip in instance.vips if vip.version == family],
         excluded=[vip for vip in instance.vips if vip.version != family],
     )
-
-
-@cache
-def _template() -> Template:
-    environment = Environment(  # noqa: S701 (keepalived's language, not HTML)
-        loader=FileSystemLoader(Path(__file__).parent.parent / "templates"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    return environment.get_template("keepalived.conf.j2")
 
 
 def _interval(seconds: float) -> str:

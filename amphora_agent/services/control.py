@@ -19,11 +19,8 @@ from amphora_agent.services.health_file import Probe
 class ServiceStatus:
     """The status of a daemon.
 
-    Attributes:
-        pid: its process id; None while it does not run.
-        starts: the number of its starts.
-        last_exit: its last exit code, negative for a signal; None before the first exit.
-        wanted: whether the service manager restarts it.
+    ``pid`` is None while the daemon does not run. ``last_exit`` is negative for a signal, and None before the first
+    exit. The service manager restarts a ``wanted`` daemon.
     """
 
     pid: int | None
@@ -36,11 +33,9 @@ class ServiceStatus:
 class ServicePolicy:
     """The supervision of a daemon.
 
-    Attributes:
-        health: a file that holds 0 while the daemon serves or is not wanted, and 1 after it exits or freezes.
-        probe: the question that shows that the daemon serves; without it, a running daemon counts as serving.
-        restart_delay: seconds between an exit and the restart.
-        leftovers: files that are removed before each start.
+    The file ``health`` holds 0 while the daemon serves or is not wanted, and 1 after the daemon exits or freezes.
+    ``probe`` shows that the daemon serves; without it, a running daemon counts as serving. ``restart_delay`` is in
+    seconds. ``leftovers`` are files that are removed before each start.
     """
 
     health: Path | None = None
@@ -49,7 +44,6 @@ class ServicePolicy:
     leftovers: tuple[Path, ...] = ()
 
     def document(self) -> dict[str, Any]:
-        """Return the policy as JSON values for the supervisor."""
         return {
             "health": None if self.health is None else str(self.health),
             "probe": None if self.probe is None else asdict(self.probe),
@@ -69,24 +63,22 @@ class ServiceManager(Protocol):
     ) -> ServiceStatus:
         """Start a daemon and keep it running.
 
-        If the daemon runs with these arguments already, only the policy changes.
+        If the daemon runs with these arguments, only the policy changes.
         """
 
     def stop(self, name: str, *, missed: bool = False) -> None:
-        """Stop a daemon and wait for its exit; no error if it does not run.
+        """Stop a daemon and wait for its exit; no error if the daemon does not run.
 
-        Args:
-            missed: the daemon is needed but cannot run; its health file holds 1.
+        A daemon that is ``missed`` is needed but cannot run: its health file holds 1.
         """
 
     def dismiss(self, name: str) -> None:
         """Do not restart a daemon that is about to exit; its exit is not a failure."""
 
-    def signal(self, name: str, number: signal.Signals) -> None:
-        """Send a signal to a daemon."""
+    def signal(self, name: str, number: signal.Signals) -> None: ...
 
     def status(self, name: str) -> ServiceStatus | None:
-        """Return the daemon's status, or None if it was never started."""
+        """Return the daemon's status; None if the daemon was never started."""
 
     def log(self, name: str) -> list[str]:
         """Return the last lines of the daemon's output."""
@@ -98,4 +90,4 @@ class ServiceManager(Protocol):
         """Return new copies of all stored files, by name."""
 
     def drop(self, name: str) -> None:
-        """Close the file that is stored under a name; no error if there is none."""
+        """Close the file that is stored under a name; no error without such a file."""

@@ -2,9 +2,9 @@
 """The process that keeps health files current in a virtual machine.
 
 Invariant: the watcher starts, stops and owns no daemon, so that its exit changes nothing; a new watcher reads its state
-from files. In an amphora of namespaces the supervisor does this work with the same `health_file`. The file shows an
-exit when the kernel announces it, and a freeze when a question stays unanswered. Without a watcher the script around
-the daemon (`templates/daemon.sh`) records exits, a little later.
+from files. In an amphora of namespaces the supervisor does this work with the same `health_file`. The health file shows
+an exit when the kernel announces the exit, and a freeze when a question stays unanswered. Without a watcher the script
+around the daemon (`templates/daemon.sh`) records exits, a little later.
 
     python -I -S health_watcher.py DIRECTORY
 
@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
-    # The program is started by its path: -I and -S save a megabyte, and leave the package out of the search path.
+    # The agent starts the program by its path: -I and -S save a megabyte, and omit the package from the search path.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from amphora_agent.services.health_file import HealthFile, Probe
@@ -40,7 +40,7 @@ _READ_SECONDS = 0.002
 def read_line(file: Path) -> str | None:
     """Return the content of a file of one line; None if there is no file.
 
-    An incomplete line is being written: the function reads again, for 0.1 s.
+    A line without its end is being written, so the function reads again for 0.1 s.
     """
     for _ in range(_READ_AGAIN):
         try:
@@ -54,7 +54,7 @@ def read_line(file: Path) -> str | None:
 
 
 def is_in_unit(pid: int, unit: str) -> bool:
-    """Return whether a process belongs to a unit (cgroups(7)): the kernel reuses process ids."""
+    """Return whether a process belongs to a unit (cgroups(7)), because the kernel reuses process ids."""
     with suppress(OSError):
         return any(line.endswith(f"/{unit}") for line in Path(f"/proc/{pid}/cgroup").read_text("utf-8").splitlines())
     return False
@@ -94,7 +94,7 @@ class WatchedService:
             self._follow_wanted(before)
 
     def _follow_wanted(self, before: str | None) -> None:
-        """Update the health file of a running daemon after the wanted flag changed."""
+        """Update the health file of a running daemon after its wanted flag changed."""
         if self._wanted not in _FAILURES:
             self.health.exited(wanted=False)
         elif before not in _FAILURES and (pid := running_pid(self._directory, self._directory.name)) is not None:
@@ -120,7 +120,7 @@ class WatchedService:
             self._descriptor = None
 
     def close(self) -> None:
-        """Stop watching; the content of the health file stays."""
+        """Stop the watch; the content of the health file stays."""
         self._release_process()
         self.health.stop_probing()
 
@@ -128,7 +128,7 @@ class WatchedService:
 class HealthWatcher:
     """Watches each daemon that has a health file, in one thread.
 
-    Events of the kernel and a periodic reading of the files drive it.
+    Events of the kernel and a periodic reading of the files drive the thread.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -141,7 +141,6 @@ class HealthWatcher:
         self._selector.register(reader, selectors.EVENT_READ, partial(os.read, reader, 64))
 
     def stop(self) -> None:
-        """Make `run` return."""
         self._stopping = True
         os.write(self._pipe[1], b"\n")
 

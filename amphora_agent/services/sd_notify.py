@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The notification protocol of systemd: readiness, and stored descriptors.
 
-Invariant: the inherited descriptors and variables are removed from the environment at start, so that no child process
-inherits them. Sources: sd_notify(3), sd_listen_fds(3).
+Invariant: the agent removes the inherited descriptors and variables from the environment at start, so that no child
+process inherits them. Sources: sd_notify(3), sd_listen_fds(3).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from urllib.parse import quote, unquote
 from amphora_agent.errors import ServiceError
 
 FIRST_DESCRIPTOR = 3
-# Distinguishes descriptors that the agent stored from those of socket units.
+# The prefix distinguishes descriptors that the agent stored from those of socket units.
 _PREFIX = "kept-"
 _LONGEST_NAME = 255
 _MOST_KEPT, _LARGEST_LIST = 64, 65536
@@ -28,17 +28,16 @@ ANSWER_SECONDS = 5.0
 class Inherited:
     """The notification socket and the stored descriptors that systemd passed to this process.
 
-    Attributes:
-        address: the address of systemd's notification socket; None without systemd.
-        holder: a socket whose queue holds the descriptors. No process has them open meanwhile: an open descriptor
-            would keep the peer of a connection alive. The process that needs them receives them once.
+    ``address`` is the address of systemd's notification socket; None without systemd. The queue of the socket
+    ``holder`` has the descriptors. Meanwhile no process has them open, because an open descriptor would keep the peer
+    of a connection alive. The process that needs the descriptors receives them once.
     """
 
     address: str | None = None
     holder: socket.socket | None = None
 
     def receive(self) -> dict[str, int]:
-        """Return the descriptors by name; nothing if they were received before."""
+        """Return the descriptors by name; the second call returns nothing."""
         if self.holder is None:
             return {}
         with self.holder:
@@ -52,9 +51,7 @@ NOTHING_INHERITED = Inherited()
 def take_inherited(environment: MutableMapping[str, str], process: int) -> Inherited:
     """Return what systemd passed to this process, and remove it from the environment.
 
-    Args:
-        environment: the variables of this process.
-        process: the id of this process; descriptors for another process are not touched.
+    Descriptors for another ``process`` id are not touched.
     """
     address = environment.pop("NOTIFY_SOCKET", None)
     words = [environment.pop(name, "") for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")]
@@ -91,7 +88,7 @@ def _decoded(encoded: str) -> str | None:
 
 
 def notify_ready(inherited: Inherited) -> None:
-    """Report that this process is ready; nothing without a notification socket."""
+    """Report that this process is ready; does nothing without a notification socket."""
     if inherited.address is not None:
         send(inherited.address, "READY=1")
 
@@ -99,8 +96,7 @@ def notify_ready(inherited: Inherited) -> None:
 def store_descriptor(address: str, name: str, descriptor: int) -> None:
     """Store a descriptor in systemd beyond the life of this process, even if its peer has closed.
 
-    Raises:
-        ServiceError: systemd does not listen or answer.
+    Raises ServiceError if systemd does not listen or answer.
     """
     send(address, f"FDSTORE=1\nFDPOLL=0\nFDNAME={_encoded(name)}", [descriptor])
     _await_barrier(address)
@@ -109,18 +105,13 @@ def store_descriptor(address: str, name: str, descriptor: int) -> None:
 def remove_descriptor(address: str, name: str) -> None:
     """Close the descriptor that systemd stores under a name.
 
-    Raises:
-        ServiceError: systemd does not listen.
+    Raises ServiceError if systemd does not listen.
     """
     send(address, f"FDSTOREREMOVE=1\nFDNAME={_encoded(name)}")
 
 
 def send(address: str, text: str, descriptors: Sequence[int] = ()) -> None:
-    """Send one notification.
-
-    Raises:
-        ServiceError: systemd does not listen.
-    """
+    """Send one notification; raises ServiceError if systemd does not listen."""
     path = "\0" + address[1:] if address.startswith("@") else address
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as connection:
@@ -139,6 +130,6 @@ def _await_barrier(address: str) -> None:
             send(address, "BARRIER=1", [theirs.fileno()])
         ours.settimeout(ANSWER_SECONDS)
         try:
-            ours.recv(1)  # systemd closes its end at this message
+            ours.recv(1)  # systemd closes the other end when it handles the message
         except OSError as error:
             raise ServiceError("notify systemd", f"it does not answer: {error}") from error

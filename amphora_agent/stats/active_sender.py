@@ -22,7 +22,7 @@ SAMPLE_SECONDS = 1.0
 
 
 class Sender:
-    """A thread that samples HAProxy and the L4 daemon, and sends heartbeats of one format with fixed settings."""
+    """A thread that samples all daemons and sends heartbeats of one format, with fixed settings."""
 
     def __init__(self, settings: Settings, collector: Collector) -> None:
         self._settings = settings

@@ -127,9 +127,10 @@ class Collector:
                 _log.warning("A restart of the agent loses the counters of worker %s: %s", identity, error)
 
     def finish(self, pid: int, grace: float) -> int:
-        """End a stopping worker, read its last counters, and release it; returns the number of closed connections.
+        """End a stopping worker, read its last counters, and release it.
 
-        ``grace`` is the number of seconds until the collector closes the open connections.
+        ``grace`` is the number of seconds until the collector closes the open connections. Returns the number of closed
+        connections.
         """
         with self._lock:
             held = next((one for one in self._held if one.pid == pid), None)

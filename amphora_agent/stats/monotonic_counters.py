@@ -64,7 +64,7 @@ class MonotonicCounters:
         self._drop_absent()
 
     def total(self, row: str, without: str = "") -> Counts:
-        """Return the counters of a row since the first boot of the amphora, ``without`` the readings of one worker."""
+        """Return the counters of a row since the first boot, ``without`` the readings of one worker."""
         total = self._settled.get(row, NONE)
         for identity, readings in self._running.items():
             if identity != without and row in readings:

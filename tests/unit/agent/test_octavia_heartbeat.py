@@ -141,6 +141,8 @@ def test_a_target_that_cannot_be_reached_is_seen(tmp_path):
     )
     sender = OctaviaSender(settings, paths, Counting(), frozenset)
     sender._send()
+    for each in sender._sockets.values():
+        each.close()
     assert sender.errors()["255.255.255.255:9"]["count"] == 1
 
 
