@@ -13,10 +13,10 @@ from amphora_agent.bundle import VrrpInstance
 from amphora_agent.services.template_files import load_template
 
 # Interval of repeated gratuitous ARP: after two nodes had the VIPs, a neighbour may send to the wrong one for so long.
-# The holder cannot rely on the partner's advertisement: a node that has not sent to the holder lately first resolves
-# its link-layer address, and the kernel drops the advertisement after three unanswered requests. Without repetition,
-# clients reach a node without VIPs for eight seconds, until their neighbour tables expire (Linux, arp(7): five seconds
-# and three requests). Cost: while both nodes have the VIPs, clients that hear both change sides every second.
+# The holder cannot rely on the partner's advertisement. A node that has not sent to the holder lately first resolves
+# the holder's link-layer address, and the kernel drops the advertisement after three unanswered requests.
+# Without repetition, clients reach a node without VIPs for eight seconds, until their neighbour tables expire (Linux,
+# arp(7)). Cost: while both nodes have the VIPs, clients that hear both change sides every second.
 REFRESH_SECONDS = 1
 # Without a partner, advertisements go to the loopback. With an empty "unicast_peer" keepalived sends them by multicast,
 # where another load balancer may use the same router id (manual, "unicast_peer").
@@ -27,9 +27,8 @@ _CENTISECONDS = 100
 def render(instance: VrrpInstance, health: Path, released: Path) -> str:
     """Return the configuration file.
 
-    Args:
-        health: the file that says whether HAProxy serves (`amphora_agent.services.control.ServicePolicy`).
-        released: the file that makes keepalived give the VIPs to the partner.
+    The file ``health`` says whether HAProxy serves (`amphora_agent.services.control.ServicePolicy`). The file
+    ``released`` makes keepalived give the VIPs to the partner.
     """
     vrrp = instance.vrrp
     family = vrrp.local.address.version

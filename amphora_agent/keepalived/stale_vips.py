@@ -9,30 +9,21 @@ and releases all of them. A keepalived that starts removes only the addresses th
 from __future__ import annotations
 
 import errno
-import ipaddress
-import socket
 from collections.abc import Iterable
 
 from amphora_agent.bundle import Address, VrrpInstance
+from amphora_agent.network.interfaces import present_addresses
 from amphora_agent.network.pyroute2_lazy import IPRoute, NetlinkError
-
-_SCOPE_LINK = 253
-_ATTRIBUTE = {socket.AF_INET: "IFA_LOCAL", socket.AF_INET6: "IFA_ADDRESS"}
 
 
 def remove_stale_vips(instance: VrrpInstance) -> None:
-    """Remove former VIPs from the interface. Called in the inner namespace.
+    """Remove former VIPs from the interface, in the inner namespace.
 
-    Raises:
-        NetlinkError: the kernel refused it.
+    Raises NetlinkError if the kernel refuses the removal.
     """
     with IPRoute() as route:
         for index in route.link_lookup(ifname=instance.vrrp.interface):
-            present = [
-                ipaddress.ip_interface(f"{message.get_attr(_ATTRIBUTE[message['family']])}/{message['prefixlen']}")
-                for message in route.get_addr(index=index)
-                if message["scope"] != _SCOPE_LINK
-            ]
+            present = [address for place, address in present_addresses(route) if place == index]
             for address in stale_addresses(instance, present):
                 try:
                     route.addr("del", index=index, address=str(address.ip), prefixlen=address.max_prefixlen)
@@ -42,7 +33,7 @@ def remove_stale_vips(instance: VrrpInstance) -> None:
 
 
 def stale_addresses(instance: VrrpInstance, present: Iterable[Address]) -> list[Address]:
-    """Return the host addresses (/32, /128) that are neither VIPs nor the amphora's own. Pure."""
+    """Return the host addresses (/32, /128) that are neither VIPs nor the amphora's own."""
     return [
         address
         for address in present

@@ -47,8 +47,7 @@ class HandoverDeadlines:
 class VipHandover:
     """Both sides of a hand-over.
 
-    Args:
-        instance: returns the current VRRP instance; None for a single amphora.
+    ``instance`` returns the current VRRP instance; None for a single amphora.
     """
 
     def __init__(
@@ -73,10 +72,8 @@ class VipHandover:
                 self._inner.run(connection_tunnel.stop_redirect)
                 self._remove_tunnel()
             except _FAILURES as error:
-                _log.warning("remains of a hand-over not removed: %s", error)
+                _log.warning("The remains of a former hand-over stay until the next hand-over: %s", error)
         self._thread.start()
-
-    # -- requests -------------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
         """Return the seconds until each deadline, and the number of connections to VIPs of this amphora."""
@@ -92,9 +89,8 @@ class VipHandover:
     def expect_vips(self, seconds: float) -> None:
         """Redirect packets of connections that are unknown here to the partner, for this time.
 
-        Raises:
-            NotElected: there is not exactly one partner.
-            InterfaceError, FirewallError: the kernel of this amphora refused the tunnel or the rules.
+        Raises NotElected without exactly one partner, and InterfaceError or FirewallError if the kernel refuses the
+        tunnel or the rules.
         """
         with self._lock:
             instance = self._instance_with_partner("expect the VIPs")
@@ -105,13 +101,11 @@ class VipHandover:
     def release_vips(self, drain: float) -> None:
         """Give the VIPs to the partner; returns when the VIPs have left this amphora.
 
-        Args:
-            drain: seconds for which open connections may continue; 0 ends them. Connections can continue by way of one
-                partner only, because the one of several partners that takes the VIPs is not known in advance.
+        ``drain`` is the number of seconds for which open connections may continue; 0 ends them. Connections continue by
+        way of one partner only, because it is not known in advance which one of several partners takes the VIPs.
 
-        Raises:
-            NotElected: this amphora does not have the VIPs, has no suitable partner, or kept the VIPs.
-            InterfaceError, FirewallError: the kernel refused the tunnel or the rules; the VIPs are still here.
+        Raises NotElected if this amphora does not have the VIPs, has no suitable partner, or kept the VIPs. Raises
+        InterfaceError or FirewallError if the kernel refuses the tunnel or the rules; the VIPs are still here.
         """
         with self._lock:
             instance = self._instance_with_partner("release the VIPs", only_one=drain > 0)
@@ -144,8 +138,6 @@ class VipHandover:
                 raise NotElected("release the VIPs", f"they are still here after {RELEASE_SECONDS:.0f} s")
             time.sleep(_POLL_SECONDS)
 
-    # -- the tunnel and the deadlines -----------------------------------------------------------------------------
-
     @contextmanager
     def _recording(self, deadlines: HandoverDeadlines) -> Iterator[None]:
         """Record deadlines before the kernel is changed, so that a crash leaves no tunnel for ever."""
@@ -175,7 +167,9 @@ class VipHandover:
             try:
                 self._end_expired()
             except _FAILURES as error:
-                _log.warning("end of a hand-over failed, retrying: %s", error)
+                _log.warning(
+                    "The agent could not end a hand-over, retrying in %.1f s: %s", _CHECK_INTERVAL_SECONDS, error
+                )
 
     def _end_expired(self) -> None:
         """End each side that has reached its deadline or has no connection left."""
@@ -190,17 +184,17 @@ class VipHandover:
                 return
             if left == HandoverDeadlines():
                 self._remove_tunnel()
-            self._deadlines = left  # updated last, so that a failed removal is retried
+            self._deadlines = left  # the last statement, so that the thread retries a failed removal
             self._write_deadlines()
 
     def _remove_tunnel(self) -> None:
-        # Only the local end. The partner may still need its own end.
+        # Only the local end is removed, because the partner may still need its own end.
         self._inner.run(connection_tunnel.remove_tunnel)
         with suppress(FirewallError):
             self._inner.run(connection_tunnel.remove_guard)
 
     def _is_peer_gone(self) -> bool:
-        """Return whether the far end of the tunnel is no partner any more; its connections are lost."""
+        """Return whether the far end of the tunnel is no partner any more, so that its connections are lost."""
         instance, peer = self._instance(), self._inner.run(connection_tunnel.tunnel_peer)
         return instance is not None and peer is not None and all(one.address != peer for one in instance.vrrp.peers)
 
@@ -223,6 +217,6 @@ class VipHandover:
 
 
 def _expire_new(before: HandoverDeadlines, begun: HandoverDeadlines, now: float) -> HandoverDeadlines:
-    """Return deadlines that expire the newly begun sides now and leave the others unchanged. Pure."""
+    """Return deadlines that expire the newly begun sides now and leave the others unchanged."""
     pairs = zip(astuple(before), astuple(begun), strict=True)
     return HandoverDeadlines(*(now if old is None and new is not None else old for old, new in pairs))

@@ -1,39 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether this amphora has the VIPs, according to the kernel.
 
-Invariant: the first VIP on the interface decides; keepalived is not asked. The kernel announces a change of addresses,
-and the callback is called then. Nothing is polled.
+Invariant: the first VIP on the interface decides; the agent does not ask keepalived. The kernel announces a change of
+addresses, and the thread reacts to the announcement. Nothing is polled.
 """
 
 from __future__ import annotations
 
-import errno
 import ipaddress
 import logging
 import select
 import socket
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 
 from amphora_agent.bundle import VrrpInstance
 from amphora_agent.errors import AgentError
 from amphora_agent.keepalived import stale_vips
+from amphora_agent.network import netlink_watch
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.network.pyroute2_lazy import IPRoute, NetlinkError
 
 _log = logging.getLogger(__name__)
-_NETLINK_ROUTE = 0
-_LINK, _IPV4_ADDRESS, _IPV6_ADDRESS = 0x1, 0x10, 0x100
 _RETRY_SECONDS = 5.0
 
 
 class VrrpState:
     """Thread that follows the kernel's announcements of addresses in the inner namespace.
 
-    Args:
-        instance: returns the current VRRP instance; None for a single amphora.
-        changed: called in this thread after a change.
+    ``instance`` returns the current VRRP instance; None for a single amphora. The thread calls ``changed`` after a
+    change.
     """
 
     def __init__(
@@ -44,7 +40,7 @@ class VrrpState:
         self._changed = changed
         self._holds_vip: bool | None = None
         self._lock = threading.Lock()
-        self._announcements = inner.run(_subscribe)
+        self._announcements = netlink_watch.watch_addresses(inner)
         self._thread = threading.Thread(target=self._run, name="role", daemon=True)
 
     @property
@@ -53,11 +49,10 @@ class VrrpState:
         return self._holds_vip
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def refresh(self) -> None:
-        """Read the state again. Needed after a change of the VRRP instance."""
+        """Read the state again, also after a change of the VRRP instance."""
         with self._lock:
             instance, before = self._instance(), self._holds_vip
             self._holds_vip = None if instance is None else self._inner.run(_has_first_vip, instance)
@@ -65,47 +60,28 @@ class VrrpState:
             if changed and instance is not None and not self._holds_vip:
                 self._remove_stale_vips(instance)
         if changed:
-            _log.info(
-                "The VIPs are %s",
-                {None: "not under VRRP", True: "on this amphora", False: "on a partner"}[self._holds_vip],
-            )
+            places = {None: "not under VRRP", True: "on this amphora", False: "on a partner"}
+            _log.info("The VIPs of the load balancer are %s", places[self._holds_vip])
             self._changed()
 
     def _remove_stale_vips(self, instance: VrrpInstance) -> None:
-        """Remove VIPs that keepalived did not release, because it died before it read its new file."""
+        """Remove VIPs of a keepalived that died before it read its new file."""
         try:
             self._inner.run(stale_vips.remove_stale_vips, instance)
         except NetlinkError as error:
-            _log.warning("stale VIPs not removed: %s", error)
+            _log.warning("The kernel did not remove stale VIPs, which stay until the next change: %s", error)
 
     def _run(self) -> None:
         timeout: float | None = 0.0
         while True:
             select.select([self._announcements], [], [], timeout)
             try:
-                _drain(self._announcements)
+                self._announcements.has_changed()
                 self.refresh()
                 timeout = None
             except (AgentError, OSError, NetlinkError) as error:
-                _log.warning("state of the VIPs unknown, retrying in %.0f s: %s", _RETRY_SECONDS, error)
+                _log.warning("Cannot read whether the VIPs are here, retrying in %.0f s: %s", _RETRY_SECONDS, error)
                 timeout = _RETRY_SECONDS
-
-
-def _subscribe() -> socket.socket:
-    opened = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_NONBLOCK, _NETLINK_ROUTE)
-    opened.bind((0, _LINK | _IPV4_ADDRESS | _IPV6_ADDRESS))
-    return opened
-
-
-def _drain(announcements: socket.socket) -> None:
-    with suppress(BlockingIOError):
-        while True:
-            try:
-                announcements.recv(65536)
-            except OSError as error:
-                # ENOBUFS: announcements were lost. The state is read afterwards in any case.
-                if error.errno != errno.ENOBUFS:
-                    raise
 
 
 def _has_first_vip(instance: VrrpInstance) -> bool:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Announce addresses to the neighbours: gratuitous ARP and unsolicited neighbour advertisements.
 
-Invariant: only addresses that this machine has just added are announced. Called in the namespace that has them.
+Invariant: only addresses that this machine has just added are announced. All functions run in the namespace that has
+the addresses.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ _LARGEST = 256
 _BUFFER_BYTES = 1 << 20
 _HEAD = struct.Struct("!BBH")  # type, code, checksum
 _NUMBERS = struct.Struct("!HH")  # identifier and sequence, between the head and the random bytes
-# From the kernel's headers; the socket module does not name them.
+# The socket module does not name these constants of the kernel's headers.
 _SO_RCVBUFFORCE = 33
 _SOL_RAW, _ICMP_FILTER, _ICMP6_FILTER = 255, 1, 1
 
@@ -53,9 +53,9 @@ _PROTOCOLS = {
 
 
 class Pinger:
-    """Pending echo requests. Created in the network namespace in which it sends.
+    """Pending echo requests, created in the network namespace in which it sends.
 
-    A requester is any object: a generic class would cost the responder half a megabyte (typing).
+    A requester is any object, because a generic class would cost the responder half a megabyte (typing).
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Pinger:
             raise
 
     def _open(self, family: socket.AddressFamily) -> None:
-        """Open a raw socket. The kernel's ping sockets are disabled in a new namespace."""
+        """Open a raw socket, because the kernel's ping sockets are disabled in a new namespace."""
         protocol = _PROTOCOLS[family]
         try:
             opened = socket.socket(family, socket.SOCK_RAW, protocol.number)
@@ -84,20 +84,19 @@ class Pinger:
         opened.setsockopt(*protocol.filter)
         try:
             opened.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER_BYTES)
-        except PermissionError:  # without CAP_NET_ADMIN the limit is net.core.rmem_max
+        except PermissionError:  # without CAP_NET_ADMIN the kernel limits the buffer to net.core.rmem_max
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
 
     def send(self, address: str, requester: object) -> bytes:
         """Send a request; returns its key for `cancel`.
 
-        Raises:
-            OSError: the request cannot be sent, for example without a route.
+        Raises OSError if the request cannot be sent, for example without a route.
         """
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         opened = self.sockets.get(family)
         if opened is None:
             raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
-        packed = socket.inet_pton(family, address)  # sendto() would resolve a text that is no address
+        packed = socket.inet_pton(family, address)  # inet_pton() refuses a name, which sendto() would resolve
         self._sequence = (self._sequence + 1) & 0xFFFF
         key = _NUMBERS.pack(self._identifier, self._sequence) + os.urandom(_NONCE_BYTES)
         opened.sendto(_request(_PROTOCOLS[family], key), (address, 0))

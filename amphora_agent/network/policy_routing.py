@@ -3,9 +3,9 @@
 
 Invariant: packets from a VIP leave by the VIP's network, whatever other networks the amphora has. A rule for each VIP
 ("from VIP lookup table 1") leads to a table with the connected subnets and the routes of the VIP's interface. A packet
-from a member of a virtual server to a client has the member's source address until the last moment, so a rule for a
-mark leads it to the same table. All other packets use the main table. There are no other routes and rules, except those
-of the kernel, which are not touched.
+from a member of a virtual server to a client keeps the member's source address until the last moment. So a rule for a
+mark leads this packet to the same table. All other packets use the main table. There are no other routes and rules,
+except those of the kernel, which are not touched.
 
 `wanted_*` and `plan_changes` are pure; `read_*`, `replace_*`, `add_*` and `delete_*` call the kernel.
 """
@@ -86,8 +86,7 @@ def _tables(interfaces: Sequence[Interface]) -> Iterator[tuple[int, Interface]]:
 def wanted_rules(interfaces: Sequence[Interface], *, forwards: bool = False) -> frozenset[Rule]:
     """Return a rule for each VIP, whether or not this amphora has the VIP now.
 
-    Args:
-        forwards: add a rule for packets that are forwarded from members to clients.
+    With ``forwards`` there is also a rule for packets that the amphora forwards from members to clients.
     """
     found = {(table, vip) for table, interface in _tables(interfaces) for vip in interface.vips}
     rules = {Rule(vip.version, _PRIORITY, table, vip.network) for table, vip in found}
@@ -99,9 +98,7 @@ def wanted_routes(interfaces: Sequence[Interface], indexes: Mapping[str, int]) -
     """Return all routes except those that the kernel derives from addresses.
 
     If two routes have the same destination, the first one wins. A connected subnet takes precedence over both.
-
-    Args:
-        indexes: interface indexes by MAC address.
+    ``indexes`` are interface indexes by MAC address.
     """
     connected = {address.network for interface in interfaces for address in interface.addresses}
     found: dict[tuple[int, Network], TableRoute] = {}
@@ -135,9 +132,6 @@ def plan_changes(present: frozenset[TableRoute], wanted: frozenset[TableRoute]) 
         (one for one in present - wanted if one.key not in replaced), key=lambda one: (one.gateway is None, str(one))
     )
     return Changes(tuple(replace), tuple(delete))
-
-
-# -- the kernel -----------------------------------------------------------------------------------------------------
 
 
 def read_routes(route: Any) -> frozenset[TableRoute]:
@@ -196,19 +190,15 @@ def delete_route(route: Any, item: TableRoute) -> None:
 
 
 def _arguments(item: TableRoute) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
-        "dst": str(item.destination),
-        "oif": item.interface,
-        "table": item.table,
-        "family": _FAMILIES[item.destination.version],
-    }
+    family = _FAMILIES[item.destination.version]
+    arguments: dict[str, Any] = {"dst": str(item.destination), "oif": item.interface, "table": item.table}
     if item.metric:
         arguments["priority"] = item.metric
     if item.gateway is not None:
         arguments["gateway"] = str(item.gateway)
     elif item.destination.version == 4:
         arguments["scope"] = _SCOPE_LINK
-    return arguments
+    return {**arguments, "family": family}
 
 
 def add_rule(route: Any, rule: Rule) -> None:

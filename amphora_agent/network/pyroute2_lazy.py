@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """pyroute2 without the modules that the agent does not use.
 
-Invariant: the classes are pyroute2's own. The whole package can still be imported in the same process.
+Invariant: the classes are pyroute2's own. The same process can still import the whole package.
 
 `import pyroute2` loads every protocol: 140 modules more than the agent uses, five megabytes of memory, and a tenth of a
 second at the start.
