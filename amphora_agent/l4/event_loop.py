@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Event loop of one thread: sockets and timers.
 
-Invariant: events of sockets are handled before expired timers. After a delay of the process, an answer that arrived in
-time is not taken for a missing one.
+Invariant: the loop handles events of sockets before expired timers. After a delay of the process, an answer that
+arrived in time does not count as missing.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
-# libnftables uses select(2), which supports descriptors below 1024 only. They are reserved for it from 512 on.
+# libnftables uses select(2), which supports descriptors below 1024 only. From 512 on they are reserved for libnftables.
 _RESERVED_FROM, _RESERVED_BELOW = 512, 1024
 # epoll counts milliseconds in 32 bits, so a longer wait is split.
 _MAX_WAIT_SECONDS = 3600.0
 
 
 class Timer:
-    """A call at a time, unless it is cancelled."""
+    """A call at a time, unless the timer is cancelled."""
 
     __slots__ = ("action", "order", "when")
 
@@ -31,7 +32,6 @@ class Timer:
         self.action: Callable[[], None] | None = action
 
     def cancel(self) -> None:
-        """Do not call the action."""
         self.action = None
 
     def __lt__(self, other: Timer) -> bool:
@@ -58,15 +58,12 @@ class EventLoop:
         self._selector.register(one, selectors.EVENT_READ, [action])
 
     def add_writer(self, one: socket.socket, action: Callable[[], None]) -> None:
-        """Call an action whenever a socket is writable."""
         self._selector.register(one, selectors.EVENT_WRITE, [action])
 
     def remove(self, one: socket.socket) -> None:
-        """Stop watching a socket; no error if it is not watched."""
-        try:
+        """Stop watching a socket; no error if the loop does not watch it."""
+        with suppress(KeyError, ValueError):
             self._selector.unregister(one)
-        except (KeyError, ValueError):
-            return
 
     def run_once(self, longest: float | None = None) -> None:
         """Wait for the next event, at most for this number of seconds, and handle everything that is due."""
@@ -90,7 +87,6 @@ class EventLoop:
         return until if longest is None else min(until, longest)
 
     def close(self) -> None:
-        """Close the selector."""
         self._selector.close()
 
 
@@ -105,8 +101,8 @@ def make_nonblocking(one: socket.socket) -> socket.socket:
         return one
     try:
         number = fcntl.fcntl(one.fileno(), fcntl.F_DUPFD_CLOEXEC, _RESERVED_BELOW)
-    except OSError:
-        return one  # the limit of descriptors is too low
+    except OSError:  # the limit of descriptors is too low
+        return one
     with one:
         moved = socket.socket(fileno=number)
     moved.setblocking(False)

@@ -27,7 +27,7 @@ LONGEST_FORMAT = 2048
 # Keys that older bundles do not have.
 _OPTIONAL = ("log_format",)
 _CODES = re.compile(r"[1-5][0-9]{2}(?:-[1-5][0-9]{2})?")
-# No space and no line end: either would change the request line (RFC 9112, section 3).
+# A path has no space and no line end, because both would change the request line (RFC 9112, section 3).
 _PATH = re.compile(r"/[!-~]*")
 _HOST = re.compile(r"[A-Za-z0-9.:\[\]_-]{1,255}")
 
@@ -96,8 +96,7 @@ class VirtualServer:
 def parse(value: Any) -> tuple[VirtualServer, ...]:
     """Return the virtual servers of a bundle's list.
 
-    Raises:
-        ValueError, KeyError, TypeError: naming the virtual server and the wrong key.
+    Raises ValueError, KeyError or TypeError with the virtual server and the wrong key.
     """
     found = tuple(_server(item) for item in _of(list, value, "virtual_servers"))
     for what, values in (
@@ -110,13 +109,10 @@ def parse(value: Any) -> tuple[VirtualServer, ...]:
 
 
 def reject_scope(value: str, where: str) -> str:
-    """Return an address without a scope (RFC 4007, section 11) unchanged.
+    """Return an address without a scope (RFC 4007, section 11) unchanged; raises ValueError for a scope.
 
     The standard library accepts any text after the "%" of an IPv6 address, even a line end. The text would reach the
     input of nft and keepalived.
-
-    Raises:
-        ValueError: the address has a scope.
     """
     if "%" in value:
         raise ValueError(f"{where} {value!r} has a scope, which is not supported")
@@ -210,7 +206,7 @@ def _server(value: Any) -> VirtualServer:
 
 
 def _log_format(value: Any, where: str) -> str:
-    """Return a printable text: a line must stay one line, and fit into one write to a pipe."""
+    """Return a printable text, because a line must stay one line and fit into one write to a pipe."""
     text: str = _of(str, value, where)
     if not text.isprintable() or not 1 <= len(text) <= LONGEST_FORMAT:
         raise ValueError(f"{where} is not one line of 1 to {LONGEST_FORMAT} printable characters")

@@ -10,23 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-COLUMNS = (
-    "pxname",
-    "svname",
-    "type",
-    "mode",
-    "status",
-    "scur",
-    "stot",
-    "conn_tot",
-    "bin",
-    "bout",
-    "ereq",
-    "weight",
-    "lbtot",
-)
+_IDENTITY = ("pxname", "svname", "type", "mode", "status")
+COLUMNS = (*_IDENTITY, "scur", "stot", "conn_tot", "bin", "bout", "ereq", "weight", "lbtot")
 _LISTENER, _POOL, _MEMBER = "0", "1", "2"
-# In HAProxy lbtot counts only sessions that the algorithm selected; here these are all sessions.
+# HAProxy counts in lbtot only sessions that the algorithm selected; for virtual servers these are all sessions.
 _OF_MEMBERS = {
     "scur": "active_connections",
     "stot": "total_connections",
@@ -39,8 +26,7 @@ _OF_MEMBERS = {
 def render_rows(servers: Mapping[str, Mapping[str, Any]]) -> str:
     """Return CSV: a line of column names, and a line for each listener, pool and member.
 
-    Args:
-        servers: the servers of the checker's state.
+    ``servers`` are the servers of the checker's state.
     """
     lines = [",".join(COLUMNS)]
     for name, found in servers.items():
@@ -52,7 +38,7 @@ def render_rows(servers: Mapping[str, Mapping[str, Any]]) -> str:
         if (pool := found["pool"]) is None:
             continue
         proxy = f"{pool['id']}:{name}"
-        # All flows of a listener go to its pool.
+        # The pool has the counters of the listener, because all flows of a listener go to its pool.
         lines.append(_row(proxy, "BACKEND", _POOL, pool["status"], counted))
         for member, one in pool["members"].items():
             own = {column: one[field] for column, field in _OF_MEMBERS.items() if field in one}

@@ -16,7 +16,7 @@ from amphora_agent.l4.model import Member, Monitor
 
 OnResult = Callable[[bool, str], None]
 """Called with the result: whether the member serves, and the reason in a few words."""
-# Errors of this machine. They say nothing about the member, so the check has no result.
+# Errors of this machine say nothing about the member, so the check has no result.
 _LOCAL_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.EAGAIN))
 
 
@@ -58,11 +58,7 @@ class CheckType(Protocol):
     """All checks of one monitor type."""
 
     def start(self, target: Target, on_result: OnResult) -> Check:
-        """Start a check.
-
-        Raises:
-            OSError: the check could not be sent.
-        """
+        """Start a check; raises OSError if the check could not be sent."""
 
     def close(self) -> None: ...
 

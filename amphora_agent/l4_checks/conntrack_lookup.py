@@ -10,10 +10,10 @@ import socket
 import struct
 from dataclasses import dataclass
 
-# linux/netfilter/nfnetlink.h, nfnetlink_conntrack.h
-_NETLINK_NETFILTER, _REQUEST, _ERROR = 12, 1, 2
+from amphora_agent.l4 import netlink
+
+# linux/netfilter/nfnetlink_conntrack.h
 _GET = 1 << 8 | 1
-_NESTED = 0x8000
 _TUPLE_REPLY, _TUPLE_IP, _TUPLE_PROTO = 2, 1, 2
 _SOURCE_OF, _DESTINATION_OF = {socket.AF_INET: 1, socket.AF_INET6: 3}, {socket.AF_INET: 2, socket.AF_INET6: 4}
 _PROTO_NUMBER, _PROTO_SOURCE, _PROTO_DESTINATION = 1, 2, 3
@@ -33,30 +33,23 @@ class Flow:
 def flow_exists(flow: Flow) -> bool:
     """Return whether connection tracking has this flow."""
     try:
-        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_NETFILTER) as link:
-            link.settimeout(_ANSWER_SECONDS)
-            link.bind((0, 0))
+        with netlink.open_socket(netlink.NETFILTER, timeout=_ANSWER_SECONDS) as link:
             link.send(build_request(flow))
             answer = link.recv(8192)
     except OSError:
         return False
     kind: int = struct.unpack_from("=H", answer, 4)[0]
-    return kind != _ERROR
+    return kind != netlink.ERROR
 
 
 def build_request(flow: Flow) -> bytes:
     """Return the request for the flow, by the tuple of its replies from the member."""
-    (member, port), (local, local_port) = flow.member, flow.local
-    family = flow.family
-    addresses = _attribute(_SOURCE_OF[family], socket.inet_pton(family, member))
-    addresses += _attribute(_DESTINATION_OF[family], socket.inet_pton(family, local))
-    protocol = _attribute(_PROTO_NUMBER, bytes((flow.protocol,)))
-    protocol += _attribute(_PROTO_SOURCE, struct.pack("!H", port))
-    protocol += _attribute(_PROTO_DESTINATION, struct.pack("!H", local_port))
-    nested = _attribute(_TUPLE_IP | _NESTED, addresses) + _attribute(_TUPLE_PROTO | _NESTED, protocol)
-    body = struct.pack("=BBH", family, 0, 0) + _attribute(_TUPLE_REPLY | _NESTED, nested)
-    return struct.pack("=IHHII", 16 + len(body), _GET, _REQUEST, 1, 0) + body
-
-
-def _attribute(kind: int, value: bytes) -> bytes:
-    return struct.pack("=HH", 4 + len(value), kind) + value + bytes(-len(value) % 4)
+    (member, port), (local, local_port), family = flow.member, flow.local, flow.family
+    addresses = netlink.attribute(_SOURCE_OF[family], socket.inet_pton(family, member))
+    addresses += netlink.attribute(_DESTINATION_OF[family], socket.inet_pton(family, local))
+    protocol = netlink.attribute(_PROTO_NUMBER, bytes((flow.protocol,)))
+    protocol += netlink.attribute(_PROTO_SOURCE, struct.pack("!H", port))
+    protocol += netlink.attribute(_PROTO_DESTINATION, struct.pack("!H", local_port))
+    nested = netlink.attribute(_TUPLE_IP | netlink.NESTED, addresses)
+    nested += netlink.attribute(_TUPLE_PROTO | netlink.NESTED, protocol)
+    return netlink.netfilter_message(_GET, 0, family, netlink.attribute(_TUPLE_REPLY | netlink.NESTED, nested))

@@ -10,20 +10,14 @@ from __future__ import annotations
 from amphora_agent.l4.event_loop import EventLoop
 from amphora_agent.l4_checks.check import Check, OnResult, Target, error_text
 from amphora_agent.l4_checks.http_response import MAX_LINE_BYTES, build_request, matches_codes, parse_status
-from amphora_agent.l4_checks.tcp import Connection
+from amphora_agent.l4_checks.tcp import Connection, TcpChecks
 
 
-class HttpChecks:
+class HttpChecks(TcpChecks):
     """Checks by an HTTP request."""
-
-    def __init__(self, loop: EventLoop) -> None:
-        self._loop = loop
 
     def start(self, target: Target, on_result: OnResult) -> Check:
         return _Request(self._loop, target, on_result)
-
-    def close(self) -> None:
-        """The checks share nothing."""
 
 
 class _Request(Connection):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The request of an HTTP/1 check, and the status line of the answer.
 
-Invariant: pure. Only the first line of an answer is read, and at most `MAX_LINE_BYTES` of it. The rest has no effect.
+Invariant: pure. The parser reads only the first line of an answer, and at most `MAX_LINE_BYTES` of it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ def build_request(monitor: Monitor, address: str, port: int) -> bytes:
 def parse_status(received: bytes) -> int | None:
     """Return the status of an answer; None if more bytes are needed.
 
-    Raises:
-        ValueError: it is not an HTTP/1 answer.
+    Raises ValueError if the bytes are not an HTTP/1 answer.
     """
     line = received[:MAX_LINE_BYTES]
     if (found := _FIRST_LINE.match(line)) is not None:
@@ -47,8 +46,5 @@ def _is_prefix(line: bytes) -> bool:
 
 def matches_codes(status: int, codes: tuple[str, ...]) -> bool:
     """Return whether a status is one of these codes; a code may be a range like 200-204."""
-    for code in codes:
-        least, _, most = code.partition("-")
-        if int(least) <= status <= int(most or least):
-            return True
-    return False
+    ranges = (code.partition("-") for code in codes)
+    return any(int(least) <= status <= int(most or least) for least, _, most in ranges)

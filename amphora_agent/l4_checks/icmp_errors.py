@@ -18,13 +18,14 @@ import struct
 from collections.abc import Callable
 from functools import partial
 
+from amphora_agent.l4 import netlink
 from amphora_agent.l4.event_loop import EventLoop
 from amphora_agent.l4_checks.conntrack_lookup import Flow
 
 OnIcmpError = Callable[[str, int, str], None]
 """Called with the address, the port (0 for all ports) and the error of a member."""
-_ETH_P_IP, _ETH_P_IPV6, _SO_ATTACH_FILTER, _PACKET_HOST = 0x0800, 0x86DD, 26, 0
-_NETLINK_ROUTE, _NEIGHBOR_GROUP, _NEW_NEIGHBOUR, _FAILED, _DESTINATION = 0, 0x4, 28, 0x20, 1
+_ETH_P_IP, _ETH_P_IPV6, _PACKET_HOST = 0x0800, 0x86DD, 0
+_NEIGHBOR_GROUP, _NEW_NEIGHBOUR, _FAILED, _DESTINATION = 0x4, 28, 0x20, 1
 _MAX_BYTES, _MAX_AT_ONCE = 8192, 64
 # Classic BPF (linux/filter.h): load a byte, load one after the IP header, header length, compare, return.
 _LOAD, _LOAD_BEHIND, _LENGTH, _IS, _RETURN = 0x30, 0x50, 0xB1, 0x15, 0x06
@@ -55,9 +56,8 @@ _PORT = {socket.AF_INET: 3, socket.AF_INET6: 4}
 class IcmpErrorMonitor:
     """Sockets that receive the errors, in the network namespace in which the object was created.
 
-    Args:
-        on_error: called for each error of a member.
-        flow_exists: returns whether connection tracking has a flow.
+    The monitor calls ``on_error`` for each error of a member. ``flow_exists`` returns whether connection tracking has a
+    flow.
     """
 
     def __init__(self, loop: EventLoop, on_error: OnIcmpError, flow_exists: Callable[[Flow], bool]) -> None:
@@ -68,7 +68,7 @@ class IcmpErrorMonitor:
         try:
             for family in (socket.AF_INET, socket.AF_INET6):
                 self._watch(_open_icmp_socket(family), partial(self._read_icmp, family))
-            self._watch(_open_neighbor_socket(), self._read_neighbors)
+            self._watch(netlink.open_socket(netlink.ROUTE, _NEIGHBOR_GROUP), self._read_neighbors)
         except OSError:
             self.close()
             raise
@@ -107,24 +107,15 @@ class IcmpErrorMonitor:
 
 def _open_icmp_socket(family: socket.AddressFamily) -> socket.socket:
     """Open a socket that receives a copy of each ICMP "unreachable" packet, on every interface."""
-    program = b"".join(struct.pack("=HBBI", *line) for line in _ONLY_UNREACHABLE[family])
-    code = ctypes.create_string_buffer(program, len(program))
-    # Built here, because the socket module requires an interface name (packet(7), struct sockaddr_ll).
+    # The socket module requires an interface name, so this function builds the address (packet(7), sockaddr_ll).
     link = socket.htons(_ETH_P_IP if family == socket.AF_INET else _ETH_P_IPV6)
     address = struct.pack("=HHiHBB8s", socket.AF_PACKET, link, 0, 0, 0, 0, b"")
     libc = ctypes.CDLL(None, use_errno=True)
     one = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, 0)  # an unbound packet socket receives nothing
-    place = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
-    one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, place)
+    netlink.attach_filter(one, _ONLY_UNREACHABLE[family])
     if libc.bind(one.fileno(), address, len(address)) != 0:
         one.close()
         raise OSError(ctypes.get_errno(), "the socket for ICMP errors cannot be bound")
-    return one
-
-
-def _open_neighbor_socket() -> socket.socket:
-    one = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_ROUTE)
-    one.bind((0, _NEIGHBOR_GROUP))
     return one
 
 
@@ -160,19 +151,10 @@ def parse_failed_neighbors(messages: bytes) -> list[str]:
         length, kind = struct.unpack_from("=IH", messages)
         family, state = messages[16], struct.unpack_from("=H", messages, 24)[0]
         if kind == _NEW_NEIGHBOUR and state & _FAILED and family in (socket.AF_INET, socket.AF_INET6):
-            found += _destination(socket.AddressFamily(family), messages[28:length])
+            address = netlink.attributes(messages[28:length]).get(_DESTINATION, b"")
+            if len(address) == (4 if family == socket.AF_INET else 16):
+                found.append(_text(socket.AddressFamily(family), address))
         if length < 28:
             break
         messages = messages[(length + 3) & ~3 :]
     return found
-
-
-def _destination(family: socket.AddressFamily, attributes: bytes) -> list[str]:
-    while len(attributes) >= 4:
-        length, kind = struct.unpack_from("=HH", attributes)
-        if kind == _DESTINATION and len(attributes[4:length]) == (4 if family == socket.AF_INET else 16):
-            return [_text(family, attributes[4:length])]
-        if length < 4:
-            break
-        attributes = attributes[(length + 3) & ~3 :]
-    return []

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The schedule of health checks.
 
-Invariant: each member is checked once in the interval of its monitor, at its own time; the checks of many members are
-spread evenly. After a delay of the process, late checks are spread out and not started all at once.
+Invariant: the schedule checks each member once in the interval of its monitor, at a time of its own; the checks of many
+members are spread evenly. After a delay of the process, late checks are spread out and do not start all at once.
 """
 
 from __future__ import annotations
 
 import random
-import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
 from amphora_agent.l4.event_loop import EventLoop, Timer
+from amphora_agent.l4.stderr_log import log
 from amphora_agent.l4_checks.check import Check, CheckType, Target, error_text, is_local_error
 from amphora_agent.l4_checks.member_state import MemberKey
 
@@ -41,9 +41,8 @@ class _ScheduledCheck:
 class Schedule:
     """Starts the checks of all members.
 
-    Args:
-        factories: create the checks of a monitor type when its first member appears. They are closed after its last.
-        on_result: called for each result.
+    ``factories`` create the checks of a monitor type when its first member appears; the schedule closes them after the
+    last member. The schedule calls ``on_result`` for each result.
     """
 
     def __init__(
@@ -114,8 +113,7 @@ class Schedule:
 
     def _log_error(self, text: str) -> None:
         if text != self._last_error:
-            sys.stderr.write(f"checker: checks cannot be started, retrying at the next interval: {text}\n")
-            sys.stderr.flush()
+            log(f"checks cannot be started, retrying at the next interval: {text}")
         self._last_error = text
 
     def _end(self, job: _ScheduledCheck) -> None:

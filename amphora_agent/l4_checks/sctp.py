@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
@@ -21,7 +20,7 @@ from amphora_agent.l4_checks.check import Check, OnResult, Target
 _MAX_BYTES = 2048
 _BUFFER_BYTES = 1 << 20
 _SO_RCVBUFFORCE = 33
-_FIRST_PORT, _PORTS = 32768, 28232  # Linux's default range of client ports
+_FIRST_PORT, _PORTS = 32768, 28232  # this is Linux's default range of client ports
 
 
 class SctpChecks:
@@ -62,18 +61,17 @@ class SctpChecks:
                 break
         else:
             raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
-        check = _Init(_FIRST_PORT + self._next, target, on_result, self._forget)
-        self._read_packets(opened)  # sendto() would raise a pending error of another member
+        check = _Init(_FIRST_PORT + self._next, target, on_result, self)
+        self._read_packets(opened)  # removes pending errors of other members, which sendto() would raise
         opened.sendto(sctp_packet.init(check.port, target.port, check.tag), (target.address, 0))
         self._pending[check.port] = check
         return check
 
-    def _forget(self, check: _Init) -> None:
+    def forget(self, check: _Init) -> None:
         if self._pending.get(check.port) is check:
             del self._pending[check.port]
 
     def _read_packets(self, opened: socket.socket) -> None:
-        """Read all errors and packets."""
         for error, address, packet_start in error_queue.read_errors(opened):
             check = self._pending.get(sctp_packet.source_port(packet_start) or 0)
             if check is not None and check.target.address == address:
@@ -109,12 +107,12 @@ class SctpChecks:
 
 
 class _Init:
-    def __init__(self, port: int, target: Target, on_result: OnResult, forget: Callable[[_Init], None]) -> None:
+    def __init__(self, port: int, target: Target, on_result: OnResult, checks: SctpChecks) -> None:
         self.port = port
         self.target = target
         self.tag = int.from_bytes(os.urandom(4), "big") or 1
         self._on_result = on_result
-        self._forget = forget
+        self._checks = checks
 
     def report(self, good: bool, reason: str) -> None:
         """End the check with a result."""
@@ -126,4 +124,4 @@ class _Init:
         return False, "no answer within the time"
 
     def end(self) -> None:
-        self._forget(self)
+        self._checks.forget(self)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """TCP checks: a member accepts a connection.
 
-Invariant: a check needs a socket only while it connects. The connection is reset, so no port stays in TIME-WAIT.
+Invariant: a check needs a socket only while it connects. The checker resets the connection, so no port stays in
+TIME-WAIT.
 """
 
 from __future__ import annotations
@@ -63,11 +64,7 @@ class Connection:
 
 
 def _start_connecting(target: Target) -> socket.socket:
-    """Return a socket that connects.
-
-    Raises:
-        OSError: the connection cannot be started.
-    """
+    """Return a socket that connects; raises OSError if the connection cannot be started."""
     opened = make_nonblocking(socket.socket(target.family, socket.SOCK_STREAM))
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
     try:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The agent's side of the checker: starts, replaces, and queries its process.
 
-Invariant: the checker outlives the agent. It is stopped only when no virtual server is wanted any more, or when its
-command line changes; the kernel forwards meanwhile. Without a virtual server the checker is never started.
+Invariant: the checker outlives the agent. The agent stops the checker only when no virtual server is wanted any more,
+or when its command line changes; the kernel forwards meanwhile. Without a virtual server the agent never starts the
+checker.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from amphora_agent.services.control import ServiceManager, ServicePolicy
 
 _log = logging.getLogger(__name__)
 SERVICE = "amphora-checker"
-# Heartbeats wait for this answer. After a time-out they use the previous one (`stats.udp_stats`).
+# Heartbeats wait for this answer. After a time-out they use the previous answer (`stats.udp_stats`).
 STATE_TIMEOUT_SECONDS = 0.3
 ANSWER_TIMEOUT_SECONDS = 1.0
 # A change of the kernel's table takes milliseconds, and longer on a busy machine.
@@ -73,8 +74,8 @@ class ListenerState:
 class CheckerState:
     """The state that the checker reports.
 
-    ``sums`` include virtual servers that were removed. ``birth`` identifies the counters: with another value they began
-    at zero. ``flow_log`` has the numbers of logged and lost flows since the start of the process.
+    ``sums`` include removed virtual servers. ``birth`` identifies the counters: with another value they began at zero.
+    ``flow_log`` has the numbers of logged and lost flows since the start of the process.
     """
 
     digest: str | None
@@ -106,9 +107,8 @@ class CheckerClient:
     def check_servers(self, servers: Sequence[VirtualServer]) -> None:
         """Check whether virtual servers can be served; changes nothing.
 
-        Raises:
-            ConfigurationRefused: they cannot be served.
-            VirtualServersError, ServiceError: the checker does not answer.
+        Raises ConfigurationRefused if they cannot be served, and VirtualServersError or ServiceError if the checker
+        does not answer.
         """
         if not servers:
             return
@@ -119,11 +119,8 @@ class CheckerClient:
     def serve(self, servers: Sequence[VirtualServer], *, paired: bool = False) -> None:
         """Serve exactly these virtual servers; returns when the kernel does.
 
-        Args:
-            paired: the amphora has a partner.
-
-        Raises:
-            ConfigurationRefused, VirtualServersError, ServiceError: the previous virtual servers are still served.
+        ``paired`` is whether the amphora has a partner. After a ConfigurationRefused, VirtualServersError or
+        ServiceError, the previous virtual servers are still served.
         """
         digest = desired_digest(servers, paired=paired)
         with self._lock:
@@ -131,7 +128,7 @@ class CheckerClient:
                 return
             document = {"op": "serve", "digest": digest, "paired": paired, "servers": model.to_document(servers)}
             if not servers and not self._may_be_forwarding():
-                # A checker that never started fails at once. One that is busy with the failed change answers later.
+                # A checker that never started fails at once. A checker with a failed change answers late.
                 with suppress(VirtualServersError, ConfigurationRefused):
                     if (state := _parse_state(self._request(document, SERVE_TIMEOUT_SECONDS))).sums:
                         self._keep_final_state(state)
@@ -157,8 +154,7 @@ class CheckerClient:
     def read_state(self, seconds: float = STATE_TIMEOUT_SECONDS, *, members: bool = False) -> CheckerState | None:
         """Return the checker's state; None without a checker, or without an answer in time.
 
-        Args:
-            members: include the counters of members, which takes longer.
+        With ``members`` the answer includes the counters of members, which takes longer.
         """
         if not self._paths.checker_socket.exists():
             return None
@@ -177,8 +173,6 @@ class CheckerClient:
         with self._final_state_lock:
             self._final_state = state
 
-    # -- the process ----------------------------------------------------------------------------------------
-
     def _exists(self) -> bool:
         """Return whether there is a checker, or should be one."""
         if self._paths.checker_socket.exists() or self._paths.virtual_servers.exists():
@@ -196,15 +190,14 @@ class CheckerClient:
             return True  # unknown
 
     def _ensure_running(self) -> None:
-        """Start the checker, or replace it if it runs other code; returns when it answers.
+        """Start the checker, or replace it if it runs other code; returns when the checker answers.
 
-        Raises:
-            ServiceError, VirtualServersError: it does not start.
+        Raises ServiceError or VirtualServersError if the checker does not start.
         """
         self._start()
         present = self._wait_for_version(None)
         if present != self._version:
-            _log.info("replacing the checker: running version %s, installed version %s", present, self._version)
+            _log.info("Replacing the checker: it runs code version %s, the sources have %s", present, self._version)
             self._services.signal(SERVICE, signal.SIGHUP)
             self._wait_for_version(self._version)
 
@@ -261,28 +254,21 @@ class CheckerClient:
 def _parse_state(answer: dict[str, Any]) -> CheckerState:
     listeners, sums = {}, {name: _parse_totals(found) for name, found in answer["former"].items()}
     for name, found in answer["servers"].items():
-        pool = found["pool"]
         sums[name] = _parse_totals(found)
-        listeners[name] = ListenerState(
-            found["status"], found["active_connections"], None if pool is None else _parse_pool(pool, pool["members"])
-        )
+        pool = None if found["pool"] is None else _parse_pool(found["pool"])
+        listeners[name] = ListenerState(found["status"], found["active_connections"], pool)
     logged = answer.get("flow_log", {})
     return CheckerState(answer["digest"], answer["birth"], answer["error"], listeners, sums, logged)
 
 
-def _parse_pool(found: dict[str, Any], members: dict[str, dict[str, Any]]) -> PoolState:
-    return PoolState(
-        id=found["id"],
-        status=found["status"],
-        members={name: one["status"] for name, one in members.items()},
-        reasons={name: one["reason"] for name, one in members.items()},
-        weights={name: one["weight"] for name, one in members.items()},
-        counters={
-            name: {key: one[key] for key in _MEMBER_COUNTERS}
-            for name, one in members.items()
-            if _MEMBER_COUNTERS[0] in one
-        },
+def _parse_pool(found: dict[str, Any]) -> PoolState:
+    members = found["members"]
+    statuses, reasons, weights = (
+        {name: one[key] for name, one in members.items()} for key in ("status", "reason", "weight")
     )
+    counted = {name: one for name, one in members.items() if _MEMBER_COUNTERS[0] in one}
+    counters = {name: {key: one[key] for key in _MEMBER_COUNTERS} for name, one in counted.items()}
+    return PoolState(found["id"], found["status"], statuses, reasons, weights, counters)
 
 
 def _parse_totals(found: dict[str, Any]) -> Counters:

@@ -17,7 +17,7 @@ ELSEWHERE = ("__init__.py", "errors.py", "network/__init__.py", "network/libnfta
 
 def version() -> str:
     """Return a checksum of the present source files and of the Python version."""
-    # pathlib needs a megabyte.
+    # pathlib would need a megabyte of the checker's memory.
     agent = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
     own = sorted(
         entry.path

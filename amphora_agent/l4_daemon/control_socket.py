@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,24 +18,23 @@ from typing import Any
 
 from amphora_agent.errors import AgentError, ConfigurationRefused
 from amphora_agent.l4.event_loop import EventLoop, Timer, make_nonblocking
+from amphora_agent.l4.stderr_log import log
 
 TIMEOUT_SECONDS = 10.0
 MAX_REQUEST_BYTES = 64 << 20
 _READ_BYTES = 1 << 18
 _BACKLOG = 32
-# Pause after a failed accept(), instead of a busy loop.
+# The pause after a failed accept() prevents a busy loop.
 _PAUSE_SECONDS = 0.1
 
 HandleRequest = Callable[[dict[str, Any]], dict[str, Any] | str]
 
 
 class ControlSocket:
-    """A listening socket.
+    """A listening socket with a file ``mode``.
 
-    Args:
-        path: the path of the socket. An existing one belongs to an ended process and is replaced.
-        handle_request: returns the answer to a request; raises AgentError, ValueError, KeyError, TypeError.
-        mode: the file mode of the socket.
+    An existing socket at ``path`` belongs to an ended process and is replaced. ``handle_request`` returns the answer to
+    a request; it raises AgentError, ValueError, KeyError or TypeError.
     """
 
     def __init__(self, loop: EventLoop, path: str, handle_request: HandleRequest, mode: int = 0o600) -> None:
@@ -67,7 +65,7 @@ class ControlSocket:
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError as error:  # the limit of open files is reached
-            _log(f"connections are not accepted for {_PAUSE_SECONDS} s: {error}")
+            log(f"connections are not accepted for {_PAUSE_SECONDS} s: {error}")
             self._loop.remove(self._listener)
             self._pause_timer = self._loop.call_at(time.monotonic() + _PAUSE_SECONDS, self._listen)
             return
@@ -129,7 +127,7 @@ class _Connection:
             self.end()
         elif data.endswith(b"\n"):
             self._loop.remove(self._socket)
-            self._timer.cancel()  # it limits the reception of the request only
+            self._timer.cancel()  # the first timer limits the reception of the request only
             self._unsent = memoryview(self._reply(bytes(self._received)))
             self._timer = self._loop.call_at(time.monotonic() + TIMEOUT_SECONDS, self.end)
             self._received.clear()
@@ -154,7 +152,7 @@ class _Connection:
 
 
 def _error_document(error: AgentError) -> dict[str, Any]:
-    return {"wanted": error.wanted, "happened": error.happened, "remedy": error.remedy, "object_id": error.object_id}
+    return {name: getattr(error, name) for name in ("wanted", "happened", "remedy", "object_id")}
 
 
 def _unexpected_error(error: Exception, *, refused: bool) -> dict[str, Any]:
@@ -165,9 +163,4 @@ def _unexpected_error(error: Exception, *, refused: bool) -> dict[str, Any]:
 def _log_traceback(error: Exception) -> None:
     import traceback  # noqa: PLC0415 (rarely needed, saves memory)
 
-    _log("".join(traceback.format_exception(error)).rstrip())
-
-
-def _log(text: str) -> None:
-    sys.stderr.write(f"checker: {text}\n")
-    sys.stderr.flush()
+    log("".join(traceback.format_exception(error)).rstrip())

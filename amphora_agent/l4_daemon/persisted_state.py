@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of the checker in two files of its run directory, for the next checker process.
 
-Invariant: a file has its old content or its new one. An unreadable file counts as missing: members are checked anew,
-and the agent requests the virtual servers again.
+Invariant: a file has its old content or its new one. An unreadable file counts as missing: the checker checks the
+members anew, and the agent requests the virtual servers again.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from amphora_agent.l4 import model
 from amphora_agent.l4.model import VirtualServer
 from amphora_agent.l4.monotonic_counters import MonotonicCounters
+from amphora_agent.l4.stderr_log import log
 from amphora_agent.l4_checks import member_state
 from amphora_agent.l4_checks.member_state import MemberKey, State
 
@@ -41,8 +41,7 @@ NO_SERVERS = DesiredState(None, (), False)
 def parse_desired(found: Mapping[str, Any]) -> DesiredState:
     """Return the desired state of a request or a file.
 
-    Raises:
-        KeyError, TypeError, ValueError: the document has another shape.
+    Raises KeyError, TypeError or ValueError if the document has another shape.
     """
     return DesiredState(str(found["digest"]), model.parse(found["servers"]), found["paired"] is True)
 
@@ -68,7 +67,6 @@ class StateFiles:
         self._directory = directory
 
     def load(self) -> LoadedState:
-        """Read both files."""
         loaded = LoadedState()
         try:
             loaded.desired = parse_desired(self._read(SERVERS))
@@ -87,11 +85,7 @@ class StateFiles:
         return loaded
 
     def write_servers(self, desired: DesiredState) -> None:
-        """Write the virtual servers that are served.
-
-        Raises:
-            OSError: the disk is full, for example.
-        """
+        """Write the virtual servers that are served; raises OSError if the disk is full, for example."""
         self._replace(SERVERS, to_document(desired))
 
     def write_states(self, states: Mapping[MemberKey, State], counters: MonotonicCounters) -> None:
@@ -117,5 +111,4 @@ class StateFiles:
 
 
 def _log_error(name: str, error: Exception) -> None:
-    sys.stderr.write(f"checker: {name}: {type(error).__name__}: {error}\n")
-    sys.stderr.flush()
+    log(f"the file {name} cannot be read or written and counts as missing: {type(error).__name__}: {error}")

@@ -21,17 +21,8 @@ _MAX_FORMER = 4096
 _SECOND = 10**9
 _SETTINGS = "/proc/sys/net/netfilter/nf_conntrack_"
 # linux/netfilter/nf_conntrack_sctp.h
-_SCTP_STATES = (
-    "",
-    "closed",
-    "cookie_wait",
-    "cookie_echoed",
-    "established",
-    "shutdown_sent",
-    "shutdown_recd",
-    "shutdown_ack_sent",
-    "heartbeat_sent",
-)
+_SETUP_STATES = ("", "closed", "cookie_wait", "cookie_echoed", "established")
+_SCTP_STATES = (*_SETUP_STATES, "shutdown_sent", "shutdown_recd", "shutdown_ack_sent", "heartbeat_sent")
 
 _Destination = tuple[int, str, int]
 _MemberAddress = tuple[str, int]
@@ -58,7 +49,7 @@ class FlowAttribution:
         self._begun: int | None = None
 
     def add_servers(self, servers: Sequence[VirtualServer]) -> None:
-        """Add listeners and members; called before they are served."""
+        """Add listeners and members, before they are served."""
         present = set(_destinations(servers))
         if len(self._listeners) > _MAX_FORMER:
             self._listeners = {place: one for place, one in self._listeners.items() if place in present}
@@ -84,8 +75,7 @@ class FlowAttribution:
     ) -> None:
         """Record the members whose flows the kernel has ended between `begun` and now.
 
-        Args:
-            done: False after an error. The next change then ends the remaining flows.
+        ``done`` is False after an error. The next change then ends the remaining flows.
         """
         begun = begun if self._begun is None else self._begun
         self._begun = None if done else begun
@@ -99,7 +89,7 @@ class FlowAttribution:
         }
         now = time.time_ns()
         for gone in self._retained - retained:
-            self._cut.pop(gone, None)  # the new key goes to the end: the oldest entry is the first
+            self._cut.pop(gone, None)  # pop() moves the entry to the end, so that the oldest entry is the first
             self._cut[gone] = begun, now
         for old in list(self._cut)[:-_MAX_FORMER]:
             del self._cut[old]
@@ -121,10 +111,7 @@ class FlowAttribution:
 
 
 class FlowTimeouts:
-    """The kernel's time-outs for silent flows.
-
-    The last packet of an expired flow came one time-out before its end.
-    """
+    """The kernel's time-outs for silent flows: the last packet of an expired flow came one time-out before its end."""
 
     def __init__(self) -> None:
         self._known: dict[str, int] = {}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lines of the flow log in HAProxy's log-format (configuration guide, 8.2.6).
 
-Invariant: pure. A variable has the same meaning as in HAProxy's lines; an unknown one is rendered as "-". A line
+Invariant: pure. A variable has the same meaning as in HAProxy's lines; the line has "-" for an unknown variable. A line
 contains no line end, whatever the format is.
 
 There are three additional expressions: ``%[protocol]``, ``%[packets_in]`` (from the client), ``%[packets_out]``.
@@ -65,12 +65,8 @@ def _duration(entry: LogEntry) -> str:
     return "-1" if entry.duration is None else str(entry.duration // _MILLISECOND)
 
 
-def _bytes(counters: FlowCounters | None) -> str:
-    return _UNKNOWN if counters is None else str(counters.bytes)
-
-
-def _packets(counters: FlowCounters | None) -> str:
-    return _UNKNOWN if counters is None else str(counters.packets)
+def _count(counters: FlowCounters | None, field: str) -> str:
+    return _UNKNOWN if counters is None else str(getattr(counters, field))
 
 
 _VARIABLES: dict[str, Callable[[LogEntry], str]] = {
@@ -89,8 +85,8 @@ _VARIABLES: dict[str, Callable[[LogEntry], str]] = {
     "Tl": _local_date,
     "Ts": lambda entry: str(int(_start_time(entry))),
     "ms": lambda entry: f"{int(_start_time(entry) % 1 * 1000):03}",
-    "B": lambda entry: _bytes(entry.flow.sent),
-    "U": lambda entry: _bytes(entry.flow.received),
+    "B": lambda entry: _count(entry.flow.sent, "bytes"),
+    "U": lambda entry: _count(entry.flow.received, "bytes"),
     "Tt": _duration,
     "Tu": _duration,
     "ts": lambda entry: entry.ended_by,
@@ -98,17 +94,13 @@ _VARIABLES: dict[str, Callable[[LogEntry], str]] = {
 }
 _EXPRESSIONS: dict[str, Callable[[LogEntry], str]] = {
     "protocol": lambda entry: PROTOCOL_NAMES[entry.flow.protocol],
-    "packets_in": lambda entry: _packets(entry.flow.received),
-    "packets_out": lambda entry: _packets(entry.flow.sent),
+    "packets_in": lambda entry: _count(entry.flow.received, "packets"),
+    "packets_out": lambda entry: _count(entry.flow.sent, "packets"),
 }
 
 
 class LogFormat:
-    """A parsed log format.
-
-    Args:
-        text: a log-format as for HAProxy, with the ids of project and load balancer inserted.
-    """
+    """A parsed log format: as for HAProxy, with the ids of project and load balancer inserted."""
 
     def __init__(self, text: str) -> None:
         self._pieces: list[str | Callable[[LogEntry], str]] = []
@@ -121,7 +113,7 @@ class LogFormat:
                 continue
             flags = (found["flags"] or "").split(",")
             wanted = "+Q" in flags or (quoted and "-Q" not in flags)
-            if found["name"] == "o":  # option 'o' has flags for all later variables
+            if found["name"] == "o":  # the option 'o' has flags for all later variables
                 quoted = wanted
                 continue
             self._pieces.append(_piece(found["name"], found["expression"], quoted=wanted))

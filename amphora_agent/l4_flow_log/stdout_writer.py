@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Non-blocking writer for lines on standard output.
 
-Invariant: no call blocks. Lines that the reader does not take are buffered up to `MAX_BACKLOG` bytes; further lines are
-dropped and counted. A line is written completely or not at all.
+Invariant: no call blocks. The writer buffers lines that the reader does not take, up to `MAX_BACKLOG` bytes; it drops
+and counts further lines. A line is written completely or not at all.
 """
 
 from __future__ import annotations
@@ -19,11 +19,7 @@ _PIPE_BYTES = 4096
 
 
 class StdoutWriter:
-    """Writes lines to a descriptor.
-
-    Args:
-        descriptor: shared with other processes; its flags are not changed.
-    """
+    """Writes lines to a descriptor, which other processes share; its flags are not changed."""
 
     def __init__(self, descriptor: int = 1) -> None:
         mode = os.fstat(descriptor).st_mode
@@ -33,14 +29,13 @@ class StdoutWriter:
         if stat.S_ISSOCK(mode):
             self._socket = socket.socket(fileno=os.dup(descriptor))
         elif stat.S_ISFIFO(mode):
-            # Opened again, because O_NONBLOCK of the shared descriptor would affect other processes.
+            # The pipe is opened again, because O_NONBLOCK of the shared descriptor would affect other processes.
             self._file = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         else:
             self._file = os.dup(descriptor)
 
     @property
     def has_backlog(self) -> bool:
-        """Whether lines are buffered."""
         return bool(self._unsent)
 
     def write(self, lines: Sequence[str]) -> int:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forwarding engine on nftables: loads the table of `ruleset` into the kernel.
 
-Invariant: one transaction for each change. The flows of members that stay are not disturbed, not even by a new process:
-it reads the assigned marks from the kernel.
+Invariant: one transaction for each change. `check_servers` refuses everything that the engine does not support, before
+anything is changed. `apply` disturbs no flow of a member that stays, not even in a new process: the new process reads
+the assigned marks from the kernel.
 
-Counting flows requires a dump of all of them. It takes at most one part in `COUNT_SHARE` of the time. For
-LEAST_CONNECTIONS the count and the resulting change take at most one part in `LEAST_SHARE`. While no flow begins, flows
-are counted every `IDLE_SECONDS`.
+A count of flows requires a dump of all flows. The dump takes at most one part in `COUNT_SHARE` of the time. For
+LEAST_CONNECTIONS the count and the resulting change take at most one part in `LEAST_SHARE`. While no flow begins, the
+engine counts flows every `IDLE_SECONDS`.
 """
 
 from __future__ import annotations
@@ -42,15 +43,19 @@ _TARGET = re.compile(r"(0x[0-9a-f]{8}) : ([0-9a-f.:]+) \. (\d+)")
 
 
 class NftablesEngine:
-    """The table and the flows of one namespace, which has the VIPs. Used by one thread."""
+    """The table and the flows of one namespace, which has the VIPs. Used by one thread.
+
+    In all methods, ``up`` is the health by virtual server id and member id; a member without an entry is up. ``paired``
+    is whether another amphora may have to continue the flows of this one.
+    """
 
     def __init__(self) -> None:
         self._table: Table | None = None
         self._marks = conntrack_marks.NO_MARKS
-        # The listing after our latest change, and the kernel's generation number of the ruleset at that time.
+        # The listing after the engine's latest change, and the kernel's generation number of the ruleset at that time.
         self._listed = ""
         self._generation: int | None = None
-        # Flows that still have to end: by mark, and by destination for flows without a mark.
+        # Flows that the engine still has to end: by mark, and by destination for flows without a mark.
         self._marks_to_end: set[int] = set()
         self._unmarked_places: set[ServicePlace] = set()
         # The latest count of flows, by mark.
@@ -60,10 +65,9 @@ class NftablesEngine:
         self._loads_read_at = self._counted_at = self._loads_due = 0.0
 
     def check_servers(self, servers: Sequence[VirtualServer]) -> None:
-        """Refuse virtual servers that the rules do not support.
+        """Refuse virtual servers that the rules do not support; changes nothing.
 
-        Raises:
-            ConfigurationRefused: naming the listener.
+        Raises ConfigurationRefused with the listener.
         """
         if len(servers) > MAX_SERVERS:
             raise ConfigurationRefused("forward by nftables", f"{len(servers)} listeners are more than {MAX_SERVERS}")
@@ -83,23 +87,19 @@ class NftablesEngine:
     def apply(
         self, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool = False
     ) -> None:
-        """See `Engine.apply`.
+        """Forward exactly for these, and end the flows of removed, disabled and failed members.
 
-        Raises:
-            VirtualServersError: nftables refused; the previous rules are still in force.
+        Raises VirtualServersError if nftables refuses the rules; the previous rules are still in force.
         """
         self.check_servers(servers)
         with suppress(VirtualServersError):  # after an error the previous loads stay valid
             self._update_loads(servers, at_once=self._loads_due - self._loads_read_at < PERIOD_SECONDS)
-        if (
-            self._table is None
-            or not self._is_unchanged()
-            or not self._apply_difference(self._table, servers, up, paired=paired)
-        ):
+        former = self._table if self._table is not None and self._is_unchanged() else None
+        if former is None or not self._apply_difference(former, servers, up, paired=paired):
             self._table = None
             self._rebuild(servers, up, paired=paired)
         self._record_listing()
-        # Last: packets that were matched by the former rules have become flows by now, so this finds them.
+        # The last step finds all flows, because packets that matched the former rules have become flows by now.
         self._end_flows()
 
     def _apply_difference(
@@ -129,24 +129,16 @@ class NftablesEngine:
         try:
             libnftables.run_commands(ruleset.rebuild_commands(present, table))
         except NftError:
-            # The table was changed from outside: delete it, and lose its counters.
+            # Another program has changed the table, so the engine deletes the table and loses its counters.
             self._run(ruleset.delete_commands() + ruleset.diff_commands(ruleset.EMPTY, table))
         self._record_table(table, marks, before, set())
-
-    def _build_table(
-        self, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool
-    ) -> Table:
-        return ruleset.build_table(
-            servers, up, conntrack_marks.assign_marks(self._marks, servers), paired=paired, loads=self._loads
-        )
 
     def _record_table(self, table: Table, marks: Marks, members: set[int], places: set[ServicePlace]) -> None:
         """Record the new table, and the flows of former members and places that have to end."""
         self._table, self._marks = table, marks
         self._marks_to_end |= members - ruleset.target_marks(table)
-        self._unmarked_places = (
-            self._unmarked_places | ruleset.service_places(table) - places
-        ) & ruleset.service_places(table)
+        served = ruleset.service_places(table)
+        self._unmarked_places = (self._unmarked_places | served - places) & served
 
     def _end_flows(self) -> None:
         """End the flows of removed members; those of a removed virtual server by its part of the mark.
@@ -168,7 +160,7 @@ class NftablesEngine:
         self._listed = self._list_table()
 
     def _is_unchanged(self) -> bool:
-        """Return whether our table is unchanged. Lists it only if any rule of the namespace has changed."""
+        """Return whether the table is unchanged. Lists it only if any rule of the namespace has changed."""
         generation = libnftables.ruleset_generation()
         if generation is not None and generation == self._generation and self._listed:
             return True
@@ -183,15 +175,16 @@ class NftablesEngine:
     def find_drift(
         self, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool = False
     ) -> list[str]:
-        """See `Engine.find_drift`: compares the kernel with the record, and the record with the wanted table.
+        """Return the differences from the state that `apply` would leave, as sentences; changes nothing.
 
-        Raises:
-            VirtualServersError: the kernel refused a request.
+        The method compares the kernel with the record, and the record with the wanted table. Raises VirtualServersError
+        if the kernel refuses a request.
         """
         if self._table is None:
             return ["the state of the forwarding rules is unknown"]
         found = []
-        wanted = self._build_table(servers, up, paired=paired)
+        marks = conntrack_marks.assign_marks(self._marks, servers)
+        wanted = ruleset.build_table(servers, up, marks, paired=paired, loads=self._loads)
         if ruleset.diff_commands(self._table, wanted):
             found.append("the forwarding rules belong to another configuration")
         if not self._is_unchanged():
@@ -204,10 +197,10 @@ class NftablesEngine:
     def rebalance(
         self, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool = False
     ) -> None:
-        """See `Engine.rebalance`: replaces the turns, if flows have begun or ended since the last plan.
+        """Replace the turns of LEAST_CONNECTIONS, if flows have begun or ended since the last plan.
 
-        Raises:
-            VirtualServersError: the kernel refused; the next change rebuilds the table.
+        The checker calls this method about once a second. Raises VirtualServersError if the kernel refuses the change;
+        the next change rebuilds the table.
         """
         former = self._table
         begun = time.monotonic()
@@ -222,11 +215,7 @@ class NftablesEngine:
     def _update_loads(self, servers: Sequence[VirtualServer], *, at_once: bool = False) -> bool:
         """Count flows for LEAST_CONNECTIONS; returns whether the loads have changed.
 
-        Args:
-            at_once: count even if the next count is not due.
-
-        Raises:
-            VirtualServersError: the kernel refused a request.
+        With ``at_once`` the next count need not be due. Raises VirtualServersError if the kernel refuses a request.
         """
         busy = [one.id for one in servers if ruleset.uses_least_connections(one)]
         now = time.monotonic()
@@ -239,7 +228,7 @@ class NftablesEngine:
             return False
         found = {mark: count for mark, count in self._count_flows().items() if mark}
         rest = LEAST_SHARE * (time.monotonic() - now)
-        # Expectation: flows begin at the recent rate until the next count.
+        # The plan expects that flows begin at the recent rate until the next count.
         ahead = max(PERIOD_SECONDS, rest) / max(now - self._loads_read_at, MIN_PERIOD_SECONDS)
         former, self._loads_due = self._loads, time.monotonic() + rest
         self._loads_read_at = self._counted_at = now
@@ -251,10 +240,9 @@ class NftablesEngine:
         return True
 
     def counters(self) -> Mapping[str, Counters]:
-        """See `Engine.counters`. Bytes include the IP headers.
+        """Return the counters by virtual server id. Bytes include the IP headers.
 
-        Raises:
-            VirtualServersError: the kernel refused a request.
+        Raises VirtualServersError if the kernel refuses a request.
         """
         found = self._named_counters()
         open_: dict[int, int] = {}
@@ -281,10 +269,9 @@ class NftablesEngine:
         return found
 
     def member_counters(self) -> Mapping[MemberPlace, MemberCounters]:
-        """See `Engine.member_counters`.
+        """Return the counters of members. Slower than `counters`; meant for occasional calls.
 
-        Raises:
-            VirtualServersError: the kernel refused a request.
+        Raises VirtualServersError if the kernel refuses a request.
         """
         if self._table is None or not libnftables.table_exists(FAMILY, TABLE):
             return {}
@@ -314,16 +301,15 @@ class NftablesEngine:
         return self._flows
 
     def release(self) -> None:
-        """See `Engine.release`. The flows end with the rules.
+        """Remove everything that `apply` made. The flows end with the rules.
 
-        Raises:
-            VirtualServersError: nftables refused.
+        Raises VirtualServersError if nftables refuses the removal.
         """
         listed = self._list_table()
         if listed:
             self._run(ruleset.delete_commands())
         for one in (_parse_marks(listed), self._marks):
-            # Both: after an error a number may belong to another virtual server at the next attempt.
+            # The flows of both end: after an error, a number may belong to another virtual server at the next attempt.
             self._marks_to_end |= {*one.servers.values(), *one.members.values()}
         self._table, self._marks, self._listed, self._generation = None, conntrack_marks.NO_MARKS, "", None
         self._loads = NO_LOADS

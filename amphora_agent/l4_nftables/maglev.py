@@ -17,7 +17,7 @@ from math import gcd
 Weighted = Sequence[tuple[int, int]]
 """Members as numbers, which mean the same member on every machine, each with its weight (1 or more)."""
 
-# Primes. With this number of slots for each member, shares are exact to a few percent.
+# The sizes are primes. With this number of slots for each member, shares are exact to a few percent.
 _SIZES = (1021, 4093, 16381, 65521)
 _SLOTS_PER_MEMBER = 15
 _MAX_TURNS = 4096

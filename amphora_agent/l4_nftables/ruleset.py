@@ -81,11 +81,8 @@ def build_table(
 ) -> Table:
     """Return the table for virtual servers.
 
-    Args:
-        up: the health of members.
-        marks: the result of `conntrack_marks.assign_marks`.
-        paired: another amphora has to select the same member for a flow that it has not seen.
-        loads: flow counts for LEAST_CONNECTIONS.
+    ``marks`` are the result of `conntrack_marks.assign_marks`, ``loads`` flow counts for LEAST_CONNECTIONS. With
+    ``paired``, another amphora has to select the same member for a flow that it has not seen.
     """
     counters = frozenset(f"{word}-{server.id}" for server in servers for word in _COUNTERS)
     maps = dict(_maps(servers, up, marks, loads, paired=paired))
@@ -199,7 +196,7 @@ def _serve_rules(server: VirtualServer, maps: Mapping[str, Map], loads: Loads, *
     versions = eligible_members.vip_families(server)
     for version in versions:
         name = f"slots-{server.id}-{version}"
-        # Without slots there is no modulus for the hash.
+        # A server without slots has no rule, because the hash needs a modulus.
         if maps[name].elements:
             by = _slot_expression(server, version, len(maps[name].elements), paired=paired)
             # A changed rule makes the kernel begin at the first turn.
@@ -231,9 +228,6 @@ def _slot_expression(server: VirtualServer, version: int, slots: int, *, paired:
     return f"jhash {source} {end}" if server.algorithm == "SOURCE_IP" else f"jhash {source} . th sport {end}"
 
 
-# -- commands --------------------------------------------------------------------------------------------------------
-
-
 def diff_commands(before: Table, after: Table) -> str:
     """Return the commands of the transaction from one table to another; empty without a difference."""
     commands = [*_additions(before, after), *_content_changes(before, after), *_removals(before, after)]
@@ -243,8 +237,7 @@ def diff_commands(before: Table, after: Table) -> str:
 def rebuild_commands(present: Mapping[str, str], after: Table) -> str:
     """Return the commands that rebuild a table with unknown contents; counters keep their values.
 
-    Args:
-        present: "chain", "map", "set" or "counter" by name; empty without a table.
+    ``present`` has "chain", "map", "set" or "counter" by name; empty without a table.
     """
     if not present:
         return diff_commands(EMPTY, after)
