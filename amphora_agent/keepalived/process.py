@@ -11,11 +11,12 @@ from __future__ import annotations
 import signal
 import subprocess
 from contextlib import suppress
+from functools import partial
 
 from amphora_agent.bundle import VrrpInstance
 from amphora_agent.errors import InterfaceError, KeepalivedError
-from amphora_agent.keepalived import stale_vips
 from amphora_agent.keepalived.configuration import render
+from amphora_agent.keepalived.vrrp_state import remove_stale_vips
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.network.pyroute2_lazy import NetlinkError
 from amphora_agent.paths import Paths, write_atomically
@@ -106,7 +107,7 @@ class Keepalived:
 
     def _remove_stale_vips(self, wanted: VrrpInstance) -> None:
         try:
-            self._inner.run(stale_vips.remove_stale_vips, wanted)
+            self._inner.run(remove_stale_vips, wanted)
         except NetlinkError as error:
             raise InterfaceError("remove stale VIPs", f"the kernel refused: {error}") from error
 
@@ -128,7 +129,10 @@ class Keepalived:
         return None
 
     def _run_check(self, argv: list[str]) -> None:
-        process = self._inner.run(_start_process, argv)
+        start = partial(
+            subprocess.Popen[str], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        process = self._inner.run(start, argv, text=True, errors="replace")
         try:
             output, _ = process.communicate(timeout=CHECK_SECONDS)
         except subprocess.TimeoutExpired as error:
@@ -139,9 +143,3 @@ class Keepalived:
         if process.returncode != 0:
             reason = next((line.strip() for line in output.splitlines() if line.strip()), "it gave no reason")
             raise KeepalivedError("check keepalived's configuration", reason)
-
-
-def _start_process(argv: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    )

@@ -76,7 +76,6 @@ class VipHandover:
         self._thread.start()
 
     def describe(self) -> dict[str, Any]:
-        """Return the seconds until each deadline, and the number of connections to VIPs of this amphora."""
         instance, now = self._instance(), time.monotonic()
         found = self._inner.run(connection_tunnel.list_connections, instance) if instance is not None else []
         deadlines = asdict(self._deadlines).items()
@@ -104,8 +103,8 @@ class VipHandover:
         ``drain`` is the number of seconds for which open connections may continue; 0 ends them. Connections continue by
         way of one partner only, because it is not known in advance which one of several partners takes the VIPs.
 
-        Raises NotElected if this amphora does not have the VIPs, has no suitable partner, or kept the VIPs. Raises
-        InterfaceError or FirewallError if the kernel refuses the tunnel or the rules; the VIPs are still here.
+        Raises NotElected if this amphora does not have the VIPs, has no suitable partner, or kept the VIPs. After an
+        InterfaceError or FirewallError the VIPs are still here.
         """
         with self._lock:
             instance = self._instance_with_partner("release the VIPs", only_one=drain > 0)
@@ -118,7 +117,11 @@ class VipHandover:
             # partner takes over at once. Then keepalived is healthy again, and takes the VIPs only if they are free.
             self._paths.released.write_text(DEAD, encoding="ascii")
             try:
-                self._wait_until_released()
+                deadline = time.monotonic() + RELEASE_SECONDS
+                while self._vrrp_state.holds_vip:
+                    if time.monotonic() > deadline:
+                        raise NotElected("release the VIPs", f"they are still here after {RELEASE_SECONDS:.0f} s")
+                    time.sleep(_POLL_SECONDS)
             finally:
                 self._paths.released.write_text(ALIVE, encoding="ascii")
 
@@ -130,13 +133,6 @@ class VipHandover:
         if only_one and partners > 1:
             raise NotElected(attempt, f"this amphora has {partners} partners, and connections can go to one only")
         return instance
-
-    def _wait_until_released(self) -> None:
-        deadline = time.monotonic() + RELEASE_SECONDS
-        while self._vrrp_state.holds_vip:
-            if time.monotonic() > deadline:
-                raise NotElected("release the VIPs", f"they are still here after {RELEASE_SECONDS:.0f} s")
-            time.sleep(_POLL_SECONDS)
 
     @contextmanager
     def _recording(self, deadlines: HandoverDeadlines) -> Iterator[None]:

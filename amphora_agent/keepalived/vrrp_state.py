@@ -7,17 +7,18 @@ addresses, and the thread reacts to the announcement. Nothing is polled.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
 import select
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from amphora_agent.bundle import VrrpInstance
+from amphora_agent.bundle import Address, VrrpInstance
 from amphora_agent.errors import AgentError
-from amphora_agent.keepalived import stale_vips
 from amphora_agent.network import netlink_watch
+from amphora_agent.network.interfaces import present_addresses
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.network.pyroute2_lazy import IPRoute, NetlinkError
 
@@ -67,7 +68,7 @@ class VrrpState:
     def _remove_stale_vips(self, instance: VrrpInstance) -> None:
         """Remove VIPs of a keepalived that died before it read its new file."""
         try:
-            self._inner.run(stale_vips.remove_stale_vips, instance)
+            self._inner.run(remove_stale_vips, instance)
         except NetlinkError as error:
             _log.warning("The kernel did not remove stale VIPs, which stay until the next change: %s", error)
 
@@ -96,3 +97,32 @@ def _has_first_vip(instance: VrrpInstance) -> bool:
             message["index"] == index and ipaddress.ip_address(message.get_attr(attribute)) == vip
             for message in route.get_addr(family=family, index=index)
         )
+
+
+def remove_stale_vips(instance: VrrpInstance) -> None:
+    """Remove former VIPs that a keepalived left on the interface when it died, in the inner namespace.
+
+    Called only while no keepalived runs, or right after it released the VIPs. A running holder removes a former VIP
+    itself when it reads its new file. If another process removes the address, keepalived assumes that it lost its VIPs
+    and releases all of them. A keepalived that starts removes only the addresses that its new file names.
+
+    Raises NetlinkError if the kernel refuses the removal.
+    """
+    with IPRoute() as route:
+        for index in route.link_lookup(ifname=instance.vrrp.interface):
+            present = [address for place, address in present_addresses(route) if place == index]
+            for address in stale_addresses(instance, present):
+                try:
+                    route.addr("del", index=index, address=str(address.ip), prefixlen=address.max_prefixlen)
+                except NetlinkError as error:
+                    if error.code != errno.EADDRNOTAVAIL:  # already removed
+                        raise
+
+
+def stale_addresses(instance: VrrpInstance, present: Iterable[Address]) -> list[Address]:
+    """Return the host addresses (/32, /128) that are neither VIPs nor the amphora's own."""
+    return [
+        address
+        for address in present
+        if address.network.prefixlen == address.max_prefixlen and address not in (*instance.vips, *instance.fixed)
+    ]

@@ -69,7 +69,8 @@ class EventLoop:
         """Wait for the next event, at most for this number of seconds, and handle everything that is due."""
         for key, _ in self._selector.select(self._timeout(longest)):
             # An earlier event may have closed the socket, and another socket may have its descriptor.
-            present = self._selector.get_map().get(key.fileobj) if _is_open(key.fileobj) else None
+            is_open = isinstance(key.fileobj, socket.socket) and key.fileobj.fileno() >= 0
+            present = self._selector.get_map().get(key.fileobj) if is_open else None
             if present is not None and present.data is key.data:
                 key.data[0]()
         now = time.monotonic()
@@ -88,10 +89,6 @@ class EventLoop:
 
     def close(self) -> None:
         self._selector.close()
-
-
-def _is_open(one: object) -> bool:
-    return isinstance(one, socket.socket) and one.fileno() >= 0
 
 
 def make_nonblocking(one: socket.socket) -> socket.socket:

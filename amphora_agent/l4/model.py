@@ -94,10 +94,7 @@ class VirtualServer:
 
 
 def parse(value: Any) -> tuple[VirtualServer, ...]:
-    """Return the virtual servers of a bundle's list.
-
-    Raises ValueError, KeyError or TypeError with the virtual server and the wrong key.
-    """
+    """Return the virtual servers of a bundle's list; raises ValueError, KeyError or TypeError."""
     found = tuple(_server(item) for item in _of(list, value, "virtual_servers"))
     for what, values in (
         ("id", [one.id for one in found]),

@@ -6,7 +6,7 @@ clients have the same source address. So under load a check may get no error, an
 Therefore errors for packets of clients count too, and failed neighbour resolution where a whole host has failed.
 
 Invariant: an error for a packet of a client counts only if connection tracking has the client's flow
-(`amphora_agent.l4_checks.conntrack_lookup`). A filter in the kernel selects the packets to read.
+(`flow_exists`). A filter in the kernel selects the packets to read.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import errno
 import socket
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from amphora_agent.l4 import netlink
 from amphora_agent.l4.event_loop import EventLoop
-from amphora_agent.l4_checks.conntrack_lookup import Flow
 
 OnIcmpError = Callable[[str, int, str], None]
 """Called with the address, the port (0 for all ports) and the error of a member."""
@@ -52,6 +52,23 @@ _IPV6_HEADER, _ICMP_HEADER = 40, 8
 # ICMP codes for a closed port (RFC 792; RFC 4443, section 3.1).
 _PORT = {socket.AF_INET: 3, socket.AF_INET6: 4}
 
+# linux/netfilter/nfnetlink_conntrack.h
+_GET = 1 << 8 | 1
+_TUPLE_REPLY, _TUPLE_IP, _TUPLE_PROTO = 2, 1, 2
+_SOURCE_OF, _DESTINATION_OF = {socket.AF_INET: 1, socket.AF_INET6: 3}, {socket.AF_INET: 2, socket.AF_INET6: 4}
+_PROTO_NUMBER, _PROTO_SOURCE, _PROTO_DESTINATION = 1, 2, 3
+_ANSWER_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A flow from ``local`` to ``member``, both as the member sees them."""
+
+    family: socket.AddressFamily
+    protocol: int
+    member: tuple[str, int]
+    local: tuple[str, int]
+
 
 class IcmpErrorMonitor:
     """Sockets that receive the errors, in the network namespace in which the object was created.
@@ -60,10 +77,9 @@ class IcmpErrorMonitor:
     flow.
     """
 
-    def __init__(self, loop: EventLoop, on_error: OnIcmpError, flow_exists: Callable[[Flow], bool]) -> None:
+    def __init__(self, loop: EventLoop, on_error: OnIcmpError) -> None:
         self._loop = loop
         self._on_error = on_error
-        self._flow_exists = flow_exists
         self._sockets: list[socket.socket] = []
         try:
             for family in (socket.AF_INET, socket.AF_INET6):
@@ -85,7 +101,7 @@ class IcmpErrorMonitor:
             except OSError:
                 return
             flow = parse_port_unreachable(family, packet) if sender[2] == _PACKET_HOST else None
-            if flow is not None and self._flow_exists(flow):
+            if flow is not None and flow_exists(flow):
                 self._on_error(*flow.member, "port unreachable")
 
     def _read_neighbors(self, one: socket.socket) -> None:
@@ -158,3 +174,28 @@ def parse_failed_neighbors(messages: bytes) -> list[str]:
             break
         messages = messages[(length + 3) & ~3 :]
     return found
+
+
+def flow_exists(flow: Flow) -> bool:
+    """Return whether connection tracking has this flow."""
+    try:
+        with netlink.open_socket(netlink.NETFILTER, timeout=_ANSWER_SECONDS) as link:
+            link.send(build_request(flow))
+            answer = link.recv(8192)
+    except OSError:
+        return False
+    kind: int = struct.unpack_from("=H", answer, 4)[0]
+    return kind != netlink.ERROR
+
+
+def build_request(flow: Flow) -> bytes:
+    """Return the request for the flow, by the tuple of its replies from the member."""
+    (member, port), (local, local_port), family = flow.member, flow.local, flow.family
+    addresses = netlink.attribute(_SOURCE_OF[family], socket.inet_pton(family, member))
+    addresses += netlink.attribute(_DESTINATION_OF[family], socket.inet_pton(family, local))
+    protocol = netlink.attribute(_PROTO_NUMBER, bytes((flow.protocol,)))
+    protocol += netlink.attribute(_PROTO_SOURCE, struct.pack("!H", port))
+    protocol += netlink.attribute(_PROTO_DESTINATION, struct.pack("!H", local_port))
+    nested = netlink.attribute(_TUPLE_IP | netlink.NESTED, addresses)
+    nested += netlink.attribute(_TUPLE_PROTO | netlink.NESTED, protocol)
+    return netlink.netfilter_message(_GET, 0, family, netlink.attribute(_TUPLE_REPLY | netlink.NESTED, nested))

@@ -149,10 +149,7 @@ def to_document(states: States) -> list[list[Any]]:
 
 
 def from_document(value: Any) -> dict[MemberKey, State]:
-    """Return the states of a document of `to_document`.
-
-    Raises KeyError, TypeError or ValueError if the document has another shape.
-    """
+    """Return the states of a document of `to_document`; raises KeyError, TypeError or ValueError."""
     types = {"up": bool, "proven": bool, "against": int, "since": float, "reason": str}
     return {
         (str(pool), str(member)): State(**{name: kind(plain[name]) for name, kind in types.items()})

@@ -83,18 +83,18 @@ class Schedule:
             job.check = None
         job.timer = self._loop.call_at(now + job.target.monitor.timeout, partial(self._expire, job))
         try:
-            job.check = self._check_type(job.target.monitor.type).start(job.target, partial(self._finish, job))
+            kind = job.target.monitor.type
+            if kind not in self._check_types:
+                self._check_types[kind] = self._factories[kind](self._loop)
+            job.check = self._check_types[kind].start(job.target, partial(self._finish, job))
         except OSError as error:
             if is_local_error(error):
-                self._log_error(str(error))
+                if str(error) != self._last_error:
+                    log(f"checks cannot be started, retrying at the next interval: {error}")
+                self._last_error = str(error)
                 self._schedule_next(job)
             else:
                 self._finish(job, False, error_text(error))
-
-    def _check_type(self, name: str) -> CheckType:
-        if name not in self._check_types:
-            self._check_types[name] = self._factories[name](self._loop)
-        return self._check_types[name]
 
     def _expire(self, job: _ScheduledCheck) -> None:
         if job.check is not None:
@@ -110,11 +110,6 @@ class Schedule:
             job.timer.cancel()
         job.when = max(time.monotonic(), job.started + job.target.monitor.interval) if when is None else when
         job.timer = self._loop.call_at(job.when, partial(self._start, job))
-
-    def _log_error(self, text: str) -> None:
-        if text != self._last_error:
-            log(f"checks cannot be started, retrying at the next interval: {text}")
-        self._last_error = text
 
     def _end(self, job: _ScheduledCheck) -> None:
         if job.timer is not None:

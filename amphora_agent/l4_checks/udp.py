@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 
 from amphora_agent.l4.event_loop import EventLoop, make_nonblocking
-from amphora_agent.l4_checks import conntrack_lookup, error_queue
+from amphora_agent.l4_checks import error_queue
 from amphora_agent.l4_checks.check import Check, OnResult, Target
 from amphora_agent.l4_checks.icmp_errors import IcmpErrorMonitor
 from amphora_agent.l4_checks.neighbor_probe import NeighborProbe
@@ -34,7 +34,7 @@ class UdpChecks:
         self._late_errors: dict[tuple[str, int], tuple[float, str]] = {}
         self.neighbors = NeighborProbe()
         try:
-            self._icmp_errors = IcmpErrorMonitor(loop, self._on_icmp_error, conntrack_lookup.flow_exists)
+            self._icmp_errors = IcmpErrorMonitor(loop, self._on_icmp_error)
         except OSError:
             self.neighbors.close()
             raise

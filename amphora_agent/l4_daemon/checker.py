@@ -15,10 +15,9 @@ from typing import Any
 
 from amphora_agent.errors import AgentError
 from amphora_agent.l4 import model, stat_rows
-from amphora_agent.l4.engine import MemberCounters, MemberPlace
+from amphora_agent.l4.counters import SUMMED, MemberCounters, MemberPlace
 from amphora_agent.l4.event_loop import EventLoop, Timer
 from amphora_agent.l4.model import VirtualServer
-from amphora_agent.l4.monotonic_counters import SUMMED
 from amphora_agent.l4.stderr_log import log
 from amphora_agent.l4_checks import member_state
 from amphora_agent.l4_checks.check import CheckType, target_of
@@ -113,15 +112,13 @@ class Checker:
             if text != self._last_error:
                 log(f"member states are not applied, retrying: {text}")
             self._last_error = text
-            self._retry_timer = self._loop.call_at(time.monotonic() + self._retry_seconds, self._clear_retry)
+            due = time.monotonic() + self._retry_seconds
+            self._retry_timer = self._loop.call_at(due, lambda: setattr(self, "_retry_timer", None))
             self._retry_seconds = min(LAST_RETRY_SECONDS, 2 * self._retry_seconds)
         else:
             self._mark_applied()
         self._save()
         self._apply_not_before = 2 * time.monotonic() - begun
-
-    def _clear_retry(self) -> None:
-        self._retry_timer = None
 
     def _mark_applied(self) -> None:
         self._must_apply, self._last_error, self._retry_seconds = False, None, FIRST_RETRY_SECONDS

@@ -24,9 +24,8 @@ from typing import Any
 
 from amphora_agent.errors import ConfigurationRefused, ServiceError, VirtualServersError
 from amphora_agent.l4 import model
-from amphora_agent.l4.engine import Counters
+from amphora_agent.l4.counters import SUMMED, Counters
 from amphora_agent.l4.model import VirtualServer
-from amphora_agent.l4.monotonic_counters import SUMMED
 from amphora_agent.l4_daemon.code_version import version
 from amphora_agent.paths import Paths
 from amphora_agent.services.control import ServiceManager, ServicePolicy

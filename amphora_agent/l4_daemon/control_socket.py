@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from amphora_agent.errors import AgentError, ConfigurationRefused
@@ -67,24 +68,25 @@ class ControlSocket:
         except OSError as error:  # the limit of open files is reached
             log(f"connections are not accepted for {_PAUSE_SECONDS} s: {error}")
             self._loop.remove(self._listener)
-            self._pause_timer = self._loop.call_at(time.monotonic() + _PAUSE_SECONDS, self._listen)
+            listen = partial(self._loop.add_reader, self._listener, self._accept)
+            self._pause_timer = self._loop.call_at(time.monotonic() + _PAUSE_SECONDS, listen)
             return
         ready = make_nonblocking(connection)
         self._connections.add(_Connection(self._loop, ready, self._reply, self._connections.discard))
-
-    def _listen(self) -> None:
-        self._loop.add_reader(self._listener, self._accept)
 
     def _reply(self, line: bytes) -> bytes:
         try:
             answer = self._handle_request(json.loads(line))
         except AgentError as error:
-            answer = {"error": {**_error_document(error), "refused": isinstance(error, ConfigurationRefused)}}
+            document = {name: getattr(error, name) for name in ("wanted", "happened", "remedy", "object_id")}
+            answer = {"error": {**document, "refused": isinstance(error, ConfigurationRefused)}}
         except (ValueError, KeyError, TypeError) as error:
             answer = {"error": _unexpected_error(error, refused=True)}
         except Exception as error:  # noqa: BLE001 (checks continue after any error)
             answer = {"error": _unexpected_error(error, refused=False)}
-            _log_traceback(error)
+            import traceback  # noqa: PLC0415 (rarely needed, saves memory)
+
+            log("".join(traceback.format_exception(error)).rstrip())
         if isinstance(answer, str):
             return answer.encode()
         return json.dumps(answer, separators=(",", ":")).encode() + b"\n"
@@ -151,16 +153,6 @@ class _Connection:
         self._ended(self)
 
 
-def _error_document(error: AgentError) -> dict[str, Any]:
-    return {name: getattr(error, name) for name in ("wanted", "happened", "remedy", "object_id")}
-
-
 def _unexpected_error(error: Exception, *, refused: bool) -> dict[str, Any]:
     text = f"{type(error).__name__}: {error}"
     return {"wanted": "serve UDP and SCTP listeners", "happened": text, "remedy": "", "refused": refused}
-
-
-def _log_traceback(error: Exception) -> None:
-    import traceback  # noqa: PLC0415 (rarely needed, saves memory)
-
-    log("".join(traceback.format_exception(error)).rstrip())

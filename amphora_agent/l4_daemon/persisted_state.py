@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from amphora_agent.l4 import model
+from amphora_agent.l4.counters import MonotonicCounters
 from amphora_agent.l4.model import VirtualServer
-from amphora_agent.l4.monotonic_counters import MonotonicCounters
 from amphora_agent.l4.stderr_log import log
 from amphora_agent.l4_checks import member_state
 from amphora_agent.l4_checks.member_state import MemberKey, State
@@ -39,10 +39,7 @@ NO_SERVERS = DesiredState(None, (), False)
 
 
 def parse_desired(found: Mapping[str, Any]) -> DesiredState:
-    """Return the desired state of a request or a file.
-
-    Raises KeyError, TypeError or ValueError if the document has another shape.
-    """
+    """Return the desired state of a request or a file; raises KeyError, TypeError or ValueError."""
     return DesiredState(str(found["digest"]), model.parse(found["servers"]), found["paired"] is True)
 
 

@@ -60,15 +60,9 @@ class FlowAttribution:
                 known = former.members if former is not None and former.id == server.id else {}
                 if len(known) > _MAX_FORMER:
                     known = {}
-                made = self._format(server.log_format)
-                self._listeners[place] = _Listener(server.id, server.pool_id or "", made, {**known, **members})
-
-    def _format(self, text: str | None) -> LogFormat | None:
-        if text is None:
-            return None
-        if text not in self._formats:
-            self._formats[text] = LogFormat(text)
-        return self._formats[text]
+                text = server.log_format
+                form = None if text is None else self._formats.setdefault(text, LogFormat(text))
+                self._listeners[place] = _Listener(server.id, server.pool_id or "", form, {**known, **members})
 
     def servers_applied(
         self, servers: Sequence[VirtualServer], up: eligible_members.MemberHealth, begun: int, *, done: bool

@@ -75,18 +75,17 @@ def _parse_event(message: bytes) -> EndedFlow | None:
         if protocol not in _PORTS:
             return None
         member, _, _, member_port, _ = _parse_tuple(family, found[_TUPLE_REPLY])
-        began, ended = _parse_times(found.get(_TIMES, b""))
+        times, info = attributes(found.get(_TIMES, b"")), attributes(found.get(_PROTOCOL_INFO, b""))
         return EndedFlow(
             protocol,
             (source, port),
             (target, local_port),
             (member, member_port),
             bool(int.from_bytes(found.get(_STATUS, b""), "big") & _ASSURED),
-            _parse_sctp_state(found.get(_PROTOCOL_INFO, b"")),
+            attributes(info.get(_INFO_SCTP, b"")).get(_SCTP_STATE, b"\0")[0],
             _parse_counters(found.get(_COUNTERS_ORIG)),
             _parse_counters(found.get(_COUNTERS_REPLY)),
-            began,
-            ended,
+            *(int.from_bytes(times.get(kind, b""), "big") or None for kind in (_BEGIN, _END)),
         )
     except (KeyError, IndexError, ValueError, OSError):
         return None
@@ -111,13 +110,3 @@ def _parse_counters(data: bytes | None) -> FlowCounters | None:
         return None
     found = attributes(data)
     return FlowCounters(int.from_bytes(found[_PACKETS], "big"), int.from_bytes(found[_BYTES], "big"))
-
-
-def _parse_times(data: bytes) -> tuple[int | None, int | None]:
-    found = attributes(data)
-    began, ended = (int.from_bytes(found.get(kind, b""), "big") or None for kind in (_BEGIN, _END))
-    return began, ended
-
-
-def _parse_sctp_state(data: bytes) -> int:
-    return attributes(attributes(data).get(_INFO_SCTP, b"")).get(_SCTP_STATE, b"\0")[0]

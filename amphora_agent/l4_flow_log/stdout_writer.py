@@ -48,13 +48,11 @@ class StdoutWriter:
                 dropped += 1
         with suppress(OSError):
             while self._unsent:
-                del self._unsent[: self._send(bytes(self._unsent[:_PIPE_BYTES]))]
+                data = bytes(self._unsent[:_PIPE_BYTES])
+                link = self._socket
+                sent = os.write(self._file, data) if link is None else link.send(data, socket.MSG_DONTWAIT)
+                del self._unsent[:sent]
         return dropped
-
-    def _send(self, data: bytes) -> int:
-        if self._socket is not None:
-            return self._socket.send(data, socket.MSG_DONTWAIT)
-        return os.write(self._file, data)
 
     def close(self) -> None:
         if self._socket is not None:

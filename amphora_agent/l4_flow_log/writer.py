@@ -12,6 +12,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from amphora_agent.l4.eligible_members import MemberHealth
 from amphora_agent.l4.event_loop import EventLoop, Timer
@@ -139,21 +140,15 @@ class FlowLog:
         """Read at most `_MAX_AT_ONCE` messages and write their lines; returns the number of messages."""
         lines: list[str] = []
         timeouts, read = FlowTimeouts(), 0
-        while read < _MAX_AT_ONCE and (message := self._receive()):
-            read += 1
-            flows = conntrack_events.parse_events(message)
-            lines += filter(None, (self._attribution.render(flow, timeouts) for flow in flows))
+        with suppress(OSError):
+            while self._socket is not None and read < _MAX_AT_ONCE:
+                flows = conntrack_events.parse_events(self._socket.recv(_MAX_MESSAGE_BYTES))
+                read += 1
+                lines += filter(None, (self._attribution.render(flow, timeouts) for flow in flows))
         dropped = len(lines) if self._writer is None else self._writer.write(lines)
         self._dropped += dropped
         self._logged += len(lines) - dropped
         return read
-
-    def _receive(self) -> bytes:
-        """Return the next message; empty if there is none."""
-        try:
-            return b"" if self._socket is None else self._socket.recv(_MAX_MESSAGE_BYTES)
-        except OSError:
-            return b""
 
     def _report_losses(self) -> None:
         """Report new losses, and retry buffered lines."""

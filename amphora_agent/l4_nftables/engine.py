@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from amphora_agent.errors import ConfigurationRefused, VirtualServersError
-from amphora_agent.l4.engine import Counters, MemberCounters, MemberPlace
+from amphora_agent.l4.counters import Counters, MemberCounters, MemberPlace
 from amphora_agent.l4.model import VirtualServer
 from amphora_agent.l4_nftables import conntrack, conntrack_marks, ruleset
 from amphora_agent.l4_nftables.conntrack_marks import MAX_MEMBERS, MAX_SERVERS, SERVER_MASK, Marks
@@ -240,10 +240,7 @@ class NftablesEngine:
         return True
 
     def counters(self) -> Mapping[str, Counters]:
-        """Return the counters by virtual server id. Bytes include the IP headers.
-
-        Raises VirtualServersError if the kernel refuses a request.
-        """
+        """Return the counters by virtual server id. Bytes include the IP headers; raises VirtualServersError."""
         found = self._named_counters()
         open_: dict[int, int] = {}
         for mark, count in self._flows_by_mark().items() if found else ():
@@ -301,10 +298,7 @@ class NftablesEngine:
         return self._flows
 
     def release(self) -> None:
-        """Remove everything that `apply` made. The flows end with the rules.
-
-        Raises VirtualServersError if nftables refuses the removal.
-        """
+        """Remove everything that `apply` made. The flows end with the rules; raises VirtualServersError."""
         listed = self._list_table()
         if listed:
             self._run(ruleset.delete_commands())

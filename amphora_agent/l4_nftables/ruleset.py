@@ -278,7 +278,8 @@ def _content_changes(before: Table, after: Table) -> Iterator[str]:
     for name, one in after.maps.items():
         former = before.maps.get(name, nothing).elements
         gone = [key for key, value in former.items() if one.elements.get(key) != value]
-        new = [_element(key, value) for key, value in one.elements.items() if former.get(key) != value]
+        added = ((key, value) for key, value in one.elements.items() if former.get(key) != value)
+        new = [f"{key} : {value}" if value else key for key, value in added]
         yield from _element_commands("delete", name, gone)
         yield from _element_commands("add", name, new)
     for name in changed:
@@ -287,10 +288,6 @@ def _content_changes(before: Table, after: Table) -> Iterator[str]:
 
 def _rules(table: Table, name: str) -> tuple[str, ...]:
     return table.chains[name].rules if name in table.chains else ()
-
-
-def _element(key: str, value: str) -> str:
-    return f"{key} : {value}" if value else key
 
 
 def _element_commands(verb: str, name: str, elements: Sequence[str]) -> Iterator[str]:

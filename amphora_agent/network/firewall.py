@@ -123,9 +123,8 @@ def _ranges(networks: Iterable[Network], version: int) -> Ranges:
     bounds = ((int(one.network_address), int(one.broadcast_address)) for one in networks if one.version == version)
     for first, last in sorted(bounds):
         if found and first <= found[-1][1] + 1:
-            found[-1] = found[-1][0], max(found[-1][1], last)
-        else:
-            found.append((first, last))
+            first, last = found[-1][0], max(found.pop()[1], last)  # noqa: PLW2901 (the range that contains both)
+        found.append((first, last))
     return tuple(found)
 
 
@@ -239,7 +238,6 @@ def _address(value: int, version: int) -> str:
 
 
 def _host_set(hosts: Iterable[Host]) -> str:
-    """Return one address, or several as a sorted nft set."""
     words = [_address(int(host), host.version) for host in sorted({*hosts}, key=int)]
     return words[0] if len(words) == 1 else f"{{ {', '.join(words)} }}"
 

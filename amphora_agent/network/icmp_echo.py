@@ -93,13 +93,14 @@ class Pinger:
         Raises OSError if the request cannot be sent, for example without a route.
         """
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        opened = self.sockets.get(family)
+        opened, protocol = self.sockets.get(family), _PROTOCOLS[family]
         if opened is None:
             raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
         packed = socket.inet_pton(family, address)  # inet_pton() refuses a name, which sendto() would resolve
         self._sequence = (self._sequence + 1) & 0xFFFF
         key = _NUMBERS.pack(self._identifier, self._sequence) + os.urandom(_NONCE_BYTES)
-        opened.sendto(_request(_PROTOCOLS[family], key), (address, 0))
+        checksum = _checksum(_HEAD.pack(protocol.request, 0, 0) + key) if protocol.checksum else 0
+        opened.sendto(_HEAD.pack(protocol.request, 0, checksum) + key, (address, 0))
         self._pending[key] = (packed, requester)
         return key
 
@@ -126,11 +127,6 @@ class Pinger:
     def close(self) -> None:
         for one in self.sockets.values():
             one.close()
-
-
-def _request(protocol: _Protocol, key: bytes) -> bytes:
-    message = _HEAD.pack(protocol.request, 0, 0) + key
-    return _HEAD.pack(protocol.request, 0, _checksum(message)) + key if protocol.checksum else message
 
 
 def _checksum(message: bytes) -> int:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interfaces, addresses, routes and rules of the inner namespace, as a bundle wants them.
 
-Invariant: idempotent. `add_missing` removes nothing. After `converge` the namespace has exactly the wanted interfaces,
-addresses, routes and rules. An unwanted interface is down, has no address, and is back in the management namespace.
-Correct items are not touched.
+Invariant: idempotent. Without ``removes``, `converge` removes nothing. With it, the namespace has exactly the wanted
+interfaces, addresses, routes and rules afterwards. An unwanted interface is down, has no address, and is back in the
+management namespace. Correct items are not touched.
 
 A pass adds the VIPs last: the routes and rules of their replies exist before the first client finds a VIP.
 """
@@ -72,36 +72,32 @@ def own_vips(wanted: WantedNetwork) -> tuple[AddedVip, ...]:
 class PassResult:
     """Result of one pass.
 
-    ``changed`` counts corrected items, ``left`` unwanted items that are still there. ``complete`` is whether all wanted
-    interfaces exist. ``added_vips`` are the VIPs that this pass added.
+    ``changed`` counts corrected items. ``complete`` is whether all wanted interfaces exist. ``added_vips`` are the VIPs
+    that this pass added.
     """
 
     changed: int
-    left: int
     complete: bool
     added_vips: tuple[AddedVip, ...] = ()
 
 
-def add_missing(inner: Namespace, wanted: WantedNetwork, *, may_lack: bool = False) -> PassResult:
-    """Add missing items. Added VIPs are not announced yet.
+def converge(inner: Namespace, wanted: WantedNetwork, *, may_lack: bool = False, removes: bool = True) -> PassResult:
+    """Add missing items, and remove unwanted ones with ``removes``. Added VIPs are not announced yet.
 
     With ``may_lack`` an interface without VIPs may be missing. Raises InterfaceError if another interface is missing,
     or the kernel refuses a request. Earlier changes stay, and the next call continues from there.
     """
-    return _converge(inner, wanted, None, may_lack=may_lack)
-
-
-def converge(inner: Namespace, wanted: WantedNetwork, *, may_lack: bool = False) -> PassResult:
-    """Add missing items, remove unwanted ones, and announce the added VIPs.
-
-    Errors are those of `add_missing`.
-    """
-    outer = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    outer = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC) if removes else None
     try:
-        done = _converge(inner, wanted, outer, may_lack=may_lack)
+        with kernel_errors():
+            done = inner.run(_run_pass, wanted, outer, lacking=False)
+            if done is None:
+                linking.move_in(inner, wanted.interfaces, may_lack=may_lack)
+                done = inner.run(_run_pass, wanted, outer, lacking=True)
     finally:
-        os.close(outer)
-    announce_vips(inner, done.added_vips)
+        if outer is not None:
+            os.close(outer)
+    assert done is not None  # noqa: S101 (a pass with lacking=True returns a result)
     return done
 
 
@@ -110,17 +106,6 @@ def announce_vips(inner: Namespace, vips: Iterable[AddedVip]) -> None:
     with kernel_errors():
         for one in vips:
             inner.run(announce, one.interface, one.mac, [one.vip])
-
-
-def _converge(inner: Namespace, wanted: WantedNetwork, outer: int | None, *, may_lack: bool) -> PassResult:
-    """Run one pass; move in missing interfaces first, if there are any."""
-    with kernel_errors():
-        done = inner.run(_run_pass, wanted, outer, lacking=False)
-        if done is None:
-            linking.move_in(inner, wanted.interfaces, may_lack=may_lack)
-            done = inner.run(_run_pass, wanted, outer, lacking=True)
-    assert done is not None  # noqa: S101 (a pass with lacking=True returns a result)
-    return done
 
 
 @contextmanager
@@ -196,15 +181,15 @@ def _run_pass(wanted: WantedNetwork, outer: int | None, *, lacking: bool) -> Pas
         changed += len(routes.replace) + len(rules - present_rules) + len(vips)
         addresses = list(state.unwanted_addresses(present))
         left = len(state.unwanted_links) + len(addresses) + len(routes.delete) + len(present_rules - rules)
-        if outer is not None and left:
+        if outer is not None:
             _remove_addresses(route, addresses)
             for rule in present_rules - rules:
                 policy_routing.delete_rule(route, rule)
             for item in routes.delete:
                 policy_routing.delete_route(route, item)
             linking.move_out(route, state.unwanted_links, outer)
-            changed, left = changed + left, 0
-        return PassResult(changed, left, state.is_complete, tuple(vips))
+            changed += left
+        return PassResult(changed, state.is_complete, tuple(vips))
 
 
 def _add_addresses(

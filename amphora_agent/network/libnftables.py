@@ -15,6 +15,7 @@ from typing import Any
 
 from amphora_agent.l4 import netlink
 
+REMEDY = "Use a kernel with nf_tables, and install libnftables1 or nftables."
 _LIBRARY = "libnftables.so.1"
 _TIMEOUT_SECONDS = 30
 _FD_SETSIZE = 1024

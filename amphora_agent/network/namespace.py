@@ -40,10 +40,7 @@ class Namespace:
             os.close(descriptor)
 
     def run(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Call a function in the namespace and return its result.
-
-        Raises InterfaceError if the namespace does not exist.
-        """
+        """Call a function in the namespace and return its result; raises InterfaceError."""
         try:
             return self._thread.submit(function, *args, **kwargs).result()
         except BrokenExecutor as error:

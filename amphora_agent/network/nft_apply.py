@@ -16,10 +16,9 @@ import re
 from amphora_agent.errors import FirewallError
 from amphora_agent.network import libnftables
 from amphora_agent.network.firewall import FAMILY, TABLE
-from amphora_agent.network.libnftables import STATELESS, NftError
+from amphora_agent.network.libnftables import REMEDY, STATELESS, NftError
 
 _log = logging.getLogger(__name__)
-_REMEDY = "Use a kernel with nf_tables, and install libnftables1 or nftables."
 _MISSING = f"table {FAMILY} {TABLE}\ndelete table {FAMILY} {TABLE}\n"
 # The contents of a table, as nft lists it.
 _SETS = re.compile(r"^\tset (?P<name>\S+) \{\n.*?^\t\}\n\n?", re.MULTILINE | re.DOTALL)
@@ -102,4 +101,4 @@ def execute(commands: str, flags: int = 0) -> str:
     try:
         return libnftables.run_commands(commands, flags)
     except NftError as error:
-        raise FirewallError("restrict the clients", str(error), _REMEDY) from error
+        raise FirewallError("restrict the clients", str(error), REMEDY) from error

@@ -105,7 +105,7 @@ class Plumbing:
         wanted = interfaces.wanted_network(bundle)
         if self._network != wanted:
             self._network = None
-            done = interfaces.add_missing(self._inner, wanted, may_lack=may_lack)
+            done = interfaces.converge(self._inner, wanted, may_lack=may_lack, removes=False)
             # After a start, the agent also announces VIPs that a crashed agent added without an announcement.
             self._unannounced |= dict.fromkeys(done.added_vips if served is not None else interfaces.own_vips(wanted))
         if restricted.forwards:  # the kernel already has the rules that limit forwarding
@@ -153,6 +153,7 @@ class Plumbing:
             if self._network == wanted:
                 return
             done = interfaces.converge(self._inner, wanted, may_lack=may_lack)
+            interfaces.announce_vips(self._inner, done.added_vips)
             if done.changed == 0 and not done.complete:
                 _log.warning("An interface of the confirmed bundle is missing; the agent continues without it")
                 return

@@ -6,8 +6,6 @@ Invariant: packets from a VIP leave by the VIP's network, whatever other network
 from a member of a virtual server to a client keeps the member's source address until the last moment. So a rule for a
 mark leads this packet to the same table. All other packets use the main table. There are no other routes and rules,
 except those of the kernel, which are not touched.
-
-`wanted_*` and `plan_changes` are pure; `read_*`, `replace_*`, `add_*` and `delete_*` call the kernel.
 """
 
 from __future__ import annotations
@@ -15,8 +13,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +77,7 @@ class Changes:
 
 
 def _tables(interfaces: Sequence[Interface]) -> Iterator[tuple[int, Interface]]:
-    yield from enumerate((interface for interface in interfaces if interface.vips), start=FIRST_TABLE)
+    return enumerate((interface for interface in interfaces if interface.vips), start=FIRST_TABLE)
 
 
 def wanted_rules(interfaces: Sequence[Interface], *, forwards: bool = False) -> frozenset[Rule]:
@@ -136,25 +133,24 @@ def plan_changes(present: frozenset[TableRoute], wanted: frozenset[TableRoute]) 
 
 def read_routes(route: Any) -> frozenset[TableRoute]:
     """Return all routes except those that the kernel derives from addresses and links."""
-    return frozenset(_routes(route))
+    messages = (message for family in _EVERYTHING for message in route.get_routes(family=family))
+    return frozenset(filter(None, map(_parse_route, messages)))
 
 
-def _routes(route: Any) -> Iterator[TableRoute]:
-    for family, everything in _EVERYTHING.items():
-        for message in route.get_routes(family=family):
-            if message["proto"] in (_PROTOCOL_KERNEL, _PROTOCOL_ROUTER_ADVERTISEMENT) or message["flags"] & _CLONED:
-                continue
-            if message["type"] != _UNICAST or message.get_attr("RTA_OIF") is None:
-                continue
-            target, gateway = message.get_attr("RTA_DST"), message.get_attr("RTA_GATEWAY")
-            text = everything if target is None else f"{target}/{message['dst_len']}"
-            yield TableRoute(
-                table=message.get_attr("RTA_TABLE") or message["table"],
-                destination=ipaddress.ip_network(text),
-                gateway=ipaddress.ip_address(gateway) if gateway else None,
-                interface=message.get_attr("RTA_OIF"),
-                metric=message.get_attr("RTA_PRIORITY") or 0,
-            )
+def _parse_route(message: Any) -> TableRoute | None:
+    if message["proto"] in (_PROTOCOL_KERNEL, _PROTOCOL_ROUTER_ADVERTISEMENT) or message["flags"] & _CLONED:
+        return None
+    if message["type"] != _UNICAST or message.get_attr("RTA_OIF") is None:
+        return None
+    target, gateway = message.get_attr("RTA_DST"), message.get_attr("RTA_GATEWAY")
+    text = _EVERYTHING[message["family"]] if target is None else f"{target}/{message['dst_len']}"
+    return TableRoute(
+        table=message.get_attr("RTA_TABLE") or message["table"],
+        destination=ipaddress.ip_network(text),
+        gateway=ipaddress.ip_address(gateway) if gateway else None,
+        interface=message.get_attr("RTA_OIF"),
+        metric=message.get_attr("RTA_PRIORITY") or 0,
+    )
 
 
 def read_rules(route: Any) -> frozenset[Rule]:
@@ -185,8 +181,7 @@ def replace_route(route: Any, item: TableRoute) -> None:
 
 def delete_route(route: Any, item: TableRoute) -> None:
     """Delete a route; no error if it does not exist."""
-    with _ignoring(errno.ESRCH):
-        route.route("del", **_arguments(item))
+    _delete(errno.ESRCH, route.route, _arguments(item))
 
 
 def _arguments(item: TableRoute) -> dict[str, Any]:
@@ -208,8 +203,7 @@ def add_rule(route: Any, rule: Rule) -> None:
 
 def delete_rule(route: Any, rule: Rule) -> None:
     """Delete a rule; no error if it does not exist."""
-    with _ignoring(errno.ENOENT):
-        route.rule("del", **_rule_arguments(rule))
+    _delete(errno.ENOENT, route.rule, _rule_arguments(rule))
 
 
 def _rule_arguments(rule: Rule) -> dict[str, Any]:
@@ -221,10 +215,9 @@ def _rule_arguments(rule: Rule) -> dict[str, Any]:
     return arguments
 
 
-@contextmanager
-def _ignoring(code: int) -> Iterator[None]:
+def _delete(missing: int, request: Callable[..., object], arguments: dict[str, Any]) -> None:
     try:
-        yield
+        request("del", **arguments)
     except NetlinkError as error:
-        if error.code != code:
+        if error.code != missing:
             raise

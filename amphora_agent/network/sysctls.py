@@ -57,10 +57,7 @@ _FORWARDING = ("ipv4/ip_forward", "ipv6/conf/all/forwarding")
 
 
 def apply_settings(inner: Namespace) -> None:
-    """Set all settings in the namespace.
-
-    Raises InterfaceError if the kernel lacks a required setting, or refuses a value.
-    """
+    """Set all settings in the namespace; raises InterfaceError."""
     inner.run(_write)
 
 

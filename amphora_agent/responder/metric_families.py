@@ -33,7 +33,7 @@ _OF_HTTP |= frozenset(("comp_in", "comp_out", "comp_byp", "comp_rsp"))
 class Family:
     """One metric, immutable: ``column`` is its key in `show info` or its column in `show stat`.
 
-    It is not a dataclass: that module costs a megabyte of the responder's memory.
+    The class is not a dataclass, because that module costs a megabyte of the responder's memory.
     """
 
     __slots__ = ("column", "meaning", "name")
@@ -95,7 +95,7 @@ _MEMORY = (
     ("used_bytes", "PoolUsed_bytes", "Memory in use in HAProxy's pools"),
     ("failures_total", "PoolFailed", "Failures to take memory for HAProxy's pools"),
 )
-# The letters name the objects that have the metric: listeners, pools, members.
+# The letters of a row name the objects that have the metric: listeners, pools, members.
 _STATISTICS = (
     ("LPM", "status", STATUS, "State: 1 for the present one, 0 for the others"),
     ("LPM", "current_sessions", "scur", "Sessions that are open"),

@@ -17,7 +17,7 @@ def text_of(pings: Mapping[str, object]) -> str:
 
 
 class Targets:
-    """The content of the file. It is read again only after a replacement of the file."""
+    """The content of the file. Only a replacement of the file causes a new reading."""
 
     def __init__(self, path: str) -> None:
         self._path = path

@@ -32,7 +32,7 @@ from amphora_agent.responder.metric_families import (
 from amphora_agent.stats.former_workers import FormerWorkers, read
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# A copy of constants of other modules, compared by a test: their import would double the responder's memory.
+# Copies of constants, whose modules would double the responder's memory. A test compares both.
 OWN = "amphora:"
 QUESTION = "show info;show stat -1 7 -1;show info"
 _UNKNOWN = "NaN"
@@ -42,7 +42,7 @@ _OTHERS_SECONDS = 1.0
 _POLL_SECONDS = 0.02
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 _SPECIAL = re.compile(r'[\\"\n]')
-# By the first word of HAProxy's status. All other words ("OPEN", "FULL", "no check" …) mean UP.
+# The state by the first word of HAProxy's status. All other words ("OPEN", "FULL", "no check" …) mean UP.
 _STATE_OF = {"DOWN": "DOWN", "STOP": "DOWN", "MAINT": "MAINT", "DRAIN": "DRAIN", "NOLB": "NOLB"}
 _Row = list[str]
 
@@ -50,14 +50,12 @@ _Row = list[str]
 def scrape(worker: Socket, sums: str = "", others: str = "") -> Iterator[str]:
     """Ask HAProxy and return the text of a scrape, one part for each metric.
 
-    Args:
-        sums: the path of the file with the counters of former workers (`amphora_agent.stats.former_workers`); empty if
-            there are none.
-        others: the path of the socket of the L4 daemon (`amphora_agent.l4.stat_rows`), which may not run.
+    ``sums`` is the path of the file with the counters of former workers (`amphora_agent.stats.former_workers`); empty
+    without such a file. ``others`` is the path of the socket of the L4 daemon (`amphora_agent.l4.stat_rows`), which may
+    not run.
 
-    Raises:
-        HaproxyError: HAProxy does not answer, or the counters of former workers are not known. Without them counters
-            would seem to restart at zero; a failed scrape does less harm.
+    Raises HaproxyError if HAProxy does not answer, or the counters of former workers are not known. Without them
+    counters would seem to restart at zero; a failed scrape does less harm.
     """
     if not sums:
         return exposition(_ask(worker), load=_load(), memory=_memory(), others=_ask_others(others))
@@ -68,10 +66,9 @@ def scrape(worker: Socket, sums: str = "", others: str = "") -> Iterator[str]:
         if found is not None and f"\nPid: {found.present}\n" in answer:
             return exposition(answer, load=_load(), memory=_memory(), before=found, others=_ask_others(others))
         if time.monotonic() > deadline:
-            raise HaproxyError(
-                "read HAProxy's statistics", "the agent has not written the counters of its former workers"
-            )
-        time.sleep(_POLL_SECONDS)  # the agent writes each second, and after a reload
+            cause = "the agent has not written the counters of its former workers"
+            raise HaproxyError("read HAProxy's statistics", cause)
+        time.sleep(_POLL_SECONDS)  # the agent writes the counters each second, and after a reload
 
 
 def _ask_others(path: str) -> str:
@@ -95,8 +92,8 @@ def _read_sums(path: str) -> FormerWorkers | None:
 def _ask(worker: Socket) -> str:
     """Ask until a worker that is not stopping gives a complete answer.
 
-    A stopping worker reports its listeners as stopped, and may end in the middle of its answer. Its successor listens
-    already at this time.
+    A stopping worker reports its listeners as stopped, and may end in the middle of its answer. At this time its
+    successor already listens.
     """
     error = HaproxyError("read HAProxy's statistics", "its worker is stopping")
     for _ in range(_ATTEMPTS):
@@ -127,12 +124,8 @@ def exposition(
 ) -> Iterator[str]:
     """Translate the answer to `QUESTION`; each part is one metric with all samples.
 
-    Args:
-        answer: the text of HAProxy.
-        load: the load of the machine in percent.
-        memory: the used memory in percent.
-        before: counters of former workers, which are added.
-        others: more rows, under a line with the names of their columns.
+    ``load`` of the machine and used ``memory`` are in percent. ``before`` has counters of former workers, which are
+    added. ``others`` has more rows, under a line with the names of their columns.
     """
     yield f"{CPU.head}{CPU.name} {load:.1f}\n{MEMORY.head}{MEMORY.name} {memory:.1f}\n"
     info, _, table = answer.partition("# pxname,")
@@ -175,8 +168,8 @@ def _add(others: str, columns: dict[str, int], rows: dict[Subject, list[_Row]]) 
 class _Part:
     """The rows for the samples of a metric.
 
-    A thousand members have fifty thousand samples. The lines of a metric are joined from lists of their parts: few
-    operations on lists instead of several on each line.
+    A thousand members have fifty thousand samples. The lines of a metric are joined from lists of their parts, which
+    needs few operations on lists instead of several on each line.
     """
 
     def __init__(

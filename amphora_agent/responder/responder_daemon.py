@@ -45,11 +45,7 @@ class ResponderDaemon:
         self._ready = threading.Event()
 
     def set_targets(self, pings: Mapping[str, object]) -> None:
-        """Set the members to ping.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Set the members to ping; raises OSError if the file cannot be written."""
         text = ping_targets.text_of(pings)
         if text != self._written:
             write_atomically(self._paths.pings, text, durable=False, mode=0o644)  # the responder runs as another user
@@ -60,7 +56,7 @@ class ResponderDaemon:
         threading.Thread(target=self._keep_trying, name="responder", daemon=True).start()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until the responder answers. Before that, HAProxy would report pinged members as down."""
+        """Wait until the responder answers, because HAProxy would report pinged members as down before."""
         return self._ready.wait(seconds)
 
     def _keep_trying(self) -> None:
@@ -68,17 +64,13 @@ class ResponderDaemon:
             try:
                 self.ensure()
             except AgentError as error:
-                _log.warning("%s", error)
+                _log.warning("The responder does not run its code, retrying in %.0f s: %s", _RETRY_SECONDS, error)
                 time.sleep(_RETRY_SECONDS)
             else:
                 return
 
     def ensure(self) -> None:
-        """Start the responder, replace one with other code, and wait for its answer.
-
-        Raises:
-            AgentError: no responder answers.
-        """
+        """Start the responder, replace one with other code, and wait for its answer; raises AgentError."""
         wanted = version()
         self._start()
         present = self._await(None)
@@ -108,11 +100,8 @@ class ResponderDaemon:
             if time.monotonic() > deadline:
                 said = self._services.log(SERVICE)
                 why = said[-1] if said else f"no answer within {REPLACEMENT_SECONDS:.0f} s"
-                raise ServiceError(
-                    "start the responder",
-                    why,
-                    "Without it HAProxy reports pinged members as down. See the log of the service.",
-                )
+                remedy = "Without it HAProxy reports pinged members as down. See the log of the service."
+                raise ServiceError("start the responder", why, remedy)
             time.sleep(_POLL_SECONDS)  # the responder sends no notification
 
 

@@ -12,10 +12,7 @@ from amphora_agent.services.systemd import Systemd
 
 
 def connect_service_manager(kind: str, paths: Paths, inherited: Inherited = NOTHING_INHERITED) -> ServiceManager:
-    """Return the service manager of agent.conf: ``systemd`` or ``supervisor``.
-
-    Raises SettingsError for another name.
-    """
+    """Return the service manager of agent.conf: ``systemd`` or ``supervisor``; raises SettingsError."""
     if kind == "supervisor":
         return SupervisorClient(paths.supervisor_socket)
     if kind == "systemd":

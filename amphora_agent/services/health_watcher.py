@@ -61,7 +61,7 @@ def is_in_unit(pid: int, unit: str) -> bool:
 
 
 def running_pid(directory: Path, unit: str) -> int | None:
-    """Return the first process of a unit if it runs; its directory holds the process id."""
+    """Return the first process of a unit if it runs; the unit's directory holds the process id."""
     line = read_line(directory / PID_FILE)
     if line is None or not line.isdecimal() or not is_in_unit(int(line), unit):
         return None
@@ -84,21 +84,18 @@ class WatchedService:
     def update(self) -> None:
         """Read the files of the unit and follow a change."""
         before, self._wanted = self._wanted, read_line(self._directory / WANTED_FILE)
-        if self._descriptor is None:
-            pid = running_pid(self._directory, self._directory.name)
-            if pid is not None and self._watch_process(pid) and self._wanted in _FAILURES:
+        if self._descriptor is not None and before == self._wanted:
+            return
+        is_needed, pid = self._wanted in _FAILURES, running_pid(self._directory, self._directory.name)
+        if self._descriptor is not None:
+            if not is_needed:
+                self.health.exited(wanted=False)
+            elif before not in _FAILURES and pid is not None:
                 self.health.started(pid)
-            elif pid is None and self._wanted != "wanted":
-                self.health.exited(wanted=self._wanted in _FAILURES)
-        elif before != self._wanted:
-            self._follow_wanted(before)
-
-    def _follow_wanted(self, before: str | None) -> None:
-        """Update the health file of a running daemon after its wanted flag changed."""
-        if self._wanted not in _FAILURES:
-            self.health.exited(wanted=False)
-        elif before not in _FAILURES and (pid := running_pid(self._directory, self._directory.name)) is not None:
+        elif pid is not None and self._watch_process(pid) and is_needed:
             self.health.started(pid)
+        elif pid is None and self._wanted != "wanted":
+            self.health.exited(wanted=is_needed)
 
     def _watch_process(self, pid: int) -> bool:
         try:
@@ -148,16 +145,14 @@ class HealthWatcher:
         with suppress(FileNotFoundError):
             for directory in self._directory.iterdir():
                 with suppress(FileNotFoundError):
-                    self._watch(directory, (directory / POLICY_FILE).read_text(encoding="utf-8"))
+                    policy = (directory / POLICY_FILE).read_text(encoding="utf-8")
+                    known = self._watched.get(directory.name)
+                    if known is None or known.policy != policy:
+                        if known is not None:
+                            known.close()
+                        self._watched[directory.name] = WatchedService(self._selector, directory, policy)
         for watched in self._watched.values():
             watched.update()
-
-    def _watch(self, directory: Path, policy: str) -> None:
-        known = self._watched.get(directory.name)
-        if known is None or known.policy != policy:
-            if known is not None:
-                known.close()
-            self._watched[directory.name] = WatchedService(self._selector, directory, policy)
 
     def run(self) -> None:
         """Keep the health files current until `stop` is called."""

@@ -28,9 +28,8 @@ ANSWER_SECONDS = 5.0
 class Inherited:
     """The notification socket and the stored descriptors that systemd passed to this process.
 
-    ``address`` is the address of systemd's notification socket; None without systemd. The queue of the socket
-    ``holder`` has the descriptors. Meanwhile no process has them open, because an open descriptor would keep the peer
-    of a connection alive. The process that needs the descriptors receives them once.
+    ``address`` is systemd's notification socket; None without systemd. The queue of the socket ``holder`` has the
+    descriptors, so that no process has them open: an open descriptor would keep the peer of a connection alive.
     """
 
     address: str | None = None
@@ -58,9 +57,8 @@ def take_inherited(environment: MutableMapping[str, str], process: int) -> Inher
     if words[0] != str(process):
         return Inherited(address)
     numbers = range(FIRST_DESCRIPTOR, FIRST_DESCRIPTOR + int(words[1] or 0))
-    found = dict(zip(map(_decoded, words[2].split(":")), numbers, strict=False))
-    found.pop(None, None)
-    holder = _in_queue({str(name): number for name, number in found.items()})
+    found = zip(words[2].split(":"), numbers, strict=False)
+    holder = _in_queue({unquote(name[len(_PREFIX) :]): number for name, number in found if name.startswith(_PREFIX)})
     for number in numbers:
         os.close(number)
     return Inherited(address, holder)
@@ -83,10 +81,6 @@ def _encoded(name: str) -> str:
     return encoded
 
 
-def _decoded(encoded: str) -> str | None:
-    return unquote(encoded[len(_PREFIX) :]) if encoded.startswith(_PREFIX) else None
-
-
 def notify_ready(inherited: Inherited) -> None:
     """Report that this process is ready; does nothing without a notification socket."""
     if inherited.address is not None:
@@ -103,10 +97,7 @@ def store_descriptor(address: str, name: str, descriptor: int) -> None:
 
 
 def remove_descriptor(address: str, name: str) -> None:
-    """Close the descriptor that systemd stores under a name.
-
-    Raises ServiceError if systemd does not listen.
-    """
+    """Close the descriptor that systemd stores under a name; raises ServiceError."""
     send(address, f"FDSTOREREMOVE=1\nFDNAME={_encoded(name)}")
 
 

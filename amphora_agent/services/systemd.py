@@ -158,10 +158,7 @@ class Systemd:
         )
 
     def _write_unit(self, unit: Unit) -> UnitChange:
-        """Write the file of a unit and make systemd read it.
-
-        Raises ServiceError if the daemon runs with another command.
-        """
+        """Write the file of a unit and make systemd read it; raises ServiceError."""
         file, text = self._paths.units / unit_name(unit.name), render_unit(unit)
         change = compare_units(_content(file), text)
         if change is UnitChange.NONE:

@@ -13,7 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from amphora_agent.stats.stat_columns import COUNTED
+# The columns of HAProxy's statistics that are summed over its workers. HAProxy only increases them (management guide,
+# 9.1, "CSV format"). Counters of health checks describe members, not traffic, and each worker counts the same checks.
+_TRAFFIC = ("stot", "bin", "bout")
+_ERRORS = ("ereq", "dreq", "dresp", "econ", "eresp", "wretr", "wredis", "wrew", "cli_abrt", "srv_abrt")
+_SESSIONS = ("lbtot", "connect", "reuse", "conn_tot", "dcon", "dses", "req_tot", "intercepted")
+_RESPONSES = ("hrsp_1xx", "hrsp_2xx", "hrsp_3xx", "hrsp_4xx", "hrsp_5xx", "hrsp_other")
+_CONTENT = ("cache_lookups", "cache_hits", "comp_in", "comp_out", "comp_byp", "comp_rsp")
+COUNTED = (*_TRAFFIC, *_ERRORS, *_SESSIONS, *_RESPONSES, *_CONTENT)
 
 
 class FormerWorkers:

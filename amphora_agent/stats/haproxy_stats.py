@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from amphora_agent.haproxy.config_parser import AGENT_PREFIX
-from amphora_agent.stats.stat_columns import COUNTED
+from amphora_agent.stats.former_workers import COUNTED
 
 # The second `show info` detects a worker that began to stop in between. Such a worker reports its listeners as stopped.
 QUESTION = "show info;show stat -1 7 -1;show info"

@@ -13,23 +13,11 @@ import struct
 import uuid
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 MAGIC = b"AHB1"
 LARGEST = 60_000
 _HEADER = struct.Struct("!4s16sQQ")
-_MAC_BYTES = 32
-
-
-@dataclass(frozen=True)
-class Heartbeat:
-    """The content of a datagram."""
-
-    amphora_id: uuid.UUID
-    epoch: int
-    sequence: int
-    document: dict[str, Any]
 
 
 def encode(amphora_id: uuid.UUID, key: bytes, epoch: int, sequence: int, document: dict[str, Any]) -> bytes:
@@ -37,21 +25,6 @@ def encode(amphora_id: uuid.UUID, key: bytes, epoch: int, sequence: int, documen
     packed = zlib.compress(json.dumps(document, separators=(",", ":")).encode())
     signed = _HEADER.pack(MAGIC, amphora_id.bytes, epoch, sequence) + packed
     return signed + hmac.digest(key, signed, hashlib.sha256)
-
-
-def decode(datagram: bytes, key: bytes) -> Heartbeat:
-    """Verify and decode a datagram.
-
-    Raises ValueError if the datagram is not a heartbeat, or its HMAC was made with another key.
-    """
-    if len(datagram) < _HEADER.size + _MAC_BYTES or not datagram.startswith(MAGIC):
-        raise ValueError("not a heartbeat")
-    signed, mac = datagram[:-_MAC_BYTES], datagram[-_MAC_BYTES:]
-    if not hmac.compare_digest(hmac.digest(key, signed, hashlib.sha256), mac):
-        raise ValueError("the HMAC was made with another key")
-    _, amphora, epoch, sequence = _HEADER.unpack_from(signed)
-    document = json.loads(zlib.decompress(signed[_HEADER.size :]))
-    return Heartbeat(uuid.UUID(bytes=amphora), epoch, sequence, document)
 
 
 def datagrams(amphora_id: uuid.UUID, key: bytes, epoch: int, first: int, document: dict[str, Any]) -> Iterator[bytes]:

@@ -14,8 +14,8 @@ from operator import add, lt
 from pathlib import Path
 from typing import Any
 
+from amphora_agent.stats.former_workers import COUNTED
 from amphora_agent.stats.haproxy_stats import NONE, Counts
-from amphora_agent.stats.stat_columns import COUNTED
 
 _log = logging.getLogger(__name__)
 # The number of rows that are kept although no worker has them. A row may return.
@@ -61,7 +61,10 @@ class MonotonicCounters:
         for identity in [known for known in self._running if known not in running]:
             for row, counts in self._running.pop(identity).items():
                 self._settle(row, counts)
-        self._drop_absent()
+        if len(self._settled) > MOST_ABSENT:
+            present = {row for readings in self._running.values() for row in readings}
+            for row in [row for row in self._settled if row not in present][:-MOST_ABSENT]:
+                del self._settled[row]
 
     def total(self, row: str, without: str = "") -> Counts:
         """Return the counters of a row since the first boot, ``without`` the readings of one worker."""
@@ -80,14 +83,6 @@ class MonotonicCounters:
         self.settlements += 1
         # pop() moves the row to the end, so that the oldest row is the first key.
         self._settled[row] = tuple(map(add, self._settled.pop(row, NONE), counts))
-
-    def _drop_absent(self) -> None:
-        if len(self._settled) <= MOST_ABSENT:
-            return
-        present = {row for readings in self._running.values() for row in readings}
-        absent = [row for row in self._settled if row not in present]
-        for row in absent[: max(0, len(absent) - MOST_ABSENT)]:
-            del self._settled[row]
 
     def document(self) -> dict[str, Any]:
         return {"columns": COUNTED, "settled": self._settled, "living": self._running}

@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from amphora_agent.l4.engine import Counters
+from amphora_agent.l4.counters import Counters
 from amphora_agent.l4_daemon.client import CheckerState, ListenerState
 from amphora_agent.paths import Paths, write_atomically
 from amphora_agent.stats import haproxy_stats
+from amphora_agent.stats.former_workers import COUNTED
 from amphora_agent.stats.monotonic_counters import MonotonicCounters
-from amphora_agent.stats.stat_columns import COUNTED
 
 # Seconds for which the last state of a failed daemon is valid. The kernel forwards traffic while the daemon restarts.
 STALE_SECONDS = 10.0
@@ -96,10 +96,7 @@ class UdpStats:
             }
 
     def write(self) -> None:
-        """Write the counters to disk if they have changed.
-
-        Raises OSError if the counters cannot be written, for example because the disk is full.
-        """
+        """Write the counters to disk if they have changed; raises OSError."""
         with self._lock:
             if not self._totals.running:
                 return  # the amphora never served a UDP or SCTP listener

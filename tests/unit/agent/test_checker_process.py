@@ -18,7 +18,7 @@ import pytest
 
 import amphora_agent
 from amphora_agent.errors import ConfigurationRefused, VirtualServersError
-from amphora_agent.l4.engine import Counters
+from amphora_agent.l4.counters import Counters
 from amphora_agent.l4.event_loop import EventLoop, make_nonblocking
 from amphora_agent.l4_daemon import client, code_version
 from amphora_agent.l4_daemon.client import CheckerClient, CheckerState, ListenerState, PoolState

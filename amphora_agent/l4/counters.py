@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums of kernel counters that never fall, although the kernel's table may be replaced.
+"""Counters of virtual servers and members, and sums that never fall although the kernel's table may be replaced.
 
 Invariant: pure. The totals of a virtual server never fall during the life of an object, or after `from_document`.
 """
@@ -8,16 +8,38 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from operator import add, lt
 from typing import Any
 
-from amphora_agent.l4.engine import Counters
+from amphora_agent.l4.model import Host
 
 SUMMED = ("total_connections", "bytes_in", "bytes_out", "request_errors")
 # The number of removed virtual servers whose sums are kept, because a virtual server may return.
 MAX_FORMER = 500
 _Sums = tuple[int, ...]
 _ZERO: _Sums = (0,) * len(SUMMED)
+
+
+@dataclass(frozen=True)
+class MemberCounters:
+    """Counters of a member since the engine's process began to count; bytes as clients see them."""
+
+    active_connections: int = 0
+    total_connections: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+
+@dataclass(frozen=True)
+class Counters(MemberCounters):
+    """Counters of a virtual server since the kernel began to count."""
+
+    request_errors: int = 0
+
+
+MemberPlace = tuple[str, Host, int]
+"""A member by the id of its virtual server, its address and its port."""
 
 
 class MonotonicCounters:
@@ -58,10 +80,7 @@ class MonotonicCounters:
 
     @classmethod
     def from_document(cls, value: Any) -> MonotonicCounters:
-        """Return the sums of a document of `to_document`.
-
-        Raises KeyError, TypeError or ValueError if the document has another shape.
-        """
+        """Return the sums of a document of `to_document`; raises KeyError, TypeError or ValueError."""
         if tuple(value["columns"]) != SUMMED:
             raise ValueError("other columns")
         counted = cls()
