@@ -56,10 +56,7 @@ class Keepalived:
         return "" if self._current_text() == self._render(wanted) else "its file has changed"
 
     def check_configuration(self, wanted: VrrpInstance | None) -> None:
-        """Let keepalived check the file that `apply` would write. The interface must exist.
-
-        Raises KeepalivedError with keepalived's message if keepalived refuses the file.
-        """
+        """Let keepalived check the file that `apply` would write; raises KeepalivedError with its message."""
         if wanted is not None:
             self._check(self._render(wanted))
 

@@ -45,10 +45,7 @@ class HandoverDeadlines:
 
 
 class VipHandover:
-    """Both sides of a hand-over.
-
-    ``instance`` returns the current VRRP instance; None for a single amphora.
-    """
+    """Both sides of a hand-over. ``instance`` returns the VRRP instance; None for a single amphora."""
 
     def __init__(
         self, paths: Paths, inner: Namespace, vrrp_state: VrrpState, instance: Callable[[], VrrpInstance | None]
@@ -86,10 +83,9 @@ class VipHandover:
         }
 
     def expect_vips(self, seconds: float) -> None:
-        """Redirect packets of connections that are unknown here to the partner, for this time.
+        """Redirect packets of unknown connections to the partner, for this time.
 
-        Raises NotElected without exactly one partner, and InterfaceError or FirewallError if the kernel refuses the
-        tunnel or the rules.
+        Raises NotElected without exactly one partner. Raises InterfaceError or FirewallError.
         """
         with self._lock:
             instance = self._instance_with_partner("expect the VIPs")

@@ -27,11 +27,7 @@ _RETRY_SECONDS = 5.0
 
 
 class VrrpState:
-    """Thread that follows the kernel's announcements of addresses in the inner namespace.
-
-    ``instance`` returns the current VRRP instance; None for a single amphora. The thread calls ``changed`` after a
-    change.
-    """
+    """Thread that follows the kernel's announcements of addresses, and calls ``changed`` after a change."""
 
     def __init__(
         self, inner: Namespace, instance: Callable[[], VrrpInstance | None], changed: Callable[[], None]

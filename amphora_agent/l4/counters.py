@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters of virtual servers and members, and sums that never fall although the kernel's table may be replaced.
-
-Invariant: pure. The totals of a virtual server never fall during the life of an object, or after `from_document`.
-"""
+"""Counters of virtual servers and members, and sums over replacements of the kernel's table."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ MemberPlace = tuple[str, Host, int]
 
 
 class MonotonicCounters:
-    """Sums by virtual server. ``birth`` is the identity of these sums; sums that begin at zero have another one."""
+    """Sums by virtual server, which never fall. Sums that begin at zero have another ``birth``."""
 
     def __init__(self) -> None:
         self.birth = os.urandom(8).hex()

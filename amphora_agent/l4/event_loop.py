@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Event loop of one thread: sockets and timers.
-
-Invariant: the loop handles events of sockets before expired timers. After a delay of the process, an answer that
-arrived in time does not count as missing.
-"""
+"""Event loop of one thread: it handles events of sockets before expired timers."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Virtual servers of a bundle: UDP and SCTP listeners with their members.
-
-Invariant: pure, standard library only, because the checker reads the same document. The result of `parse` is complete
-and well-formed, and `to_document` is its inverse.
-"""
+"""Virtual servers of a bundle: UDP and SCTP listeners with their members. Standard library only."""
 
 from __future__ import annotations
 
@@ -74,10 +70,7 @@ class Member:
 
 @dataclass(frozen=True)
 class VirtualServer:
-    """One listener. ``connection_limit`` None is "no limit"; without a pool there are no members.
-
-    ``log_format`` is the format of its lines in the flow log (`l4_flow_log.format`); None for no lines.
-    """
+    """One listener. ``log_format`` is the format of its flow log (`l4_flow_log.format`); None for no log."""
 
     id: str
     protocol: str

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Netlink messages (netlink(7)) and socket filters, with the standard library only.
-
-Invariant: attributes are aligned to four bytes. A malformed attribute ends the attributes of its message.
-"""
+"""Netlink messages (netlink(7)) and socket filters, with the standard library only."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Virtual servers as rows of HAProxy's statistics, for the responder's metrics.
-
-Invariant: pure. Columns have HAProxy's names and meanings (management guide 9.1). Values that virtual servers do not
-count have no column. No value contains a comma.
-"""
+"""Virtual servers as rows of HAProxy's statistics (management guide 9.1), for the responder."""
 
 from __future__ import annotations
 
@@ -24,10 +20,7 @@ _OF_MEMBERS = {
 
 
 def render_rows(servers: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return CSV: a line of column names, and a line for each listener, pool and member.
-
-    ``servers`` are the servers of the checker's state.
-    """
+    """Return CSV for the servers of the checker's state: columns, then listeners, pools and members."""
     lines = [",".join(COLUMNS)]
     for name, found in servers.items():
         total = found["total_connections"]

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of health checks: a target, one check of it, and the checks of one monitor type.
-
-Invariant: no method blocks. A check calls its callback at most once, and never after `end`.
-"""
+"""The interface of health checks. No method blocks; a check calls its callback once, before `end`."""
 
 from __future__ import annotations
 

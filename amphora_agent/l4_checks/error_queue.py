@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ICMP errors from the error queue of a socket (ip(7), IP_RECVERR).
-
-Invariant: reading empties the queue and never raises. A queue that is not empty keeps the socket readable.
-"""
+"""ICMP errors from the error queue of a socket (ip(7), IP_RECVERR)."""
 
 from __future__ import annotations
 

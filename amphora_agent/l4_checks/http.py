@@ -80,10 +80,7 @@ def build_request(monitor: Monitor, address: str, port: int) -> bytes:
 
 
 def parse_status(received: bytes) -> int | None:
-    """Return the status of an answer; None if more bytes are needed.
-
-    Raises ValueError if the bytes are not an HTTP/1 answer.
-    """
+    """Return the status of an answer; None if more bytes are needed. Raises ValueError without HTTP/1."""
     line = received[:MAX_LINE_BYTES]
     if (found := _FIRST_LINE.match(line)) is not None:
         return int(found[1])

@@ -71,11 +71,7 @@ class Flow:
 
 
 class IcmpErrorMonitor:
-    """Sockets that receive the errors, in the network namespace in which the object was created.
-
-    The monitor calls ``on_error`` for each error of a member. ``flow_exists`` returns whether connection tracking has a
-    flow.
-    """
+    """Sockets in the present namespace that receive the errors; ``on_error`` gets each error of a member."""
 
     def __init__(self, loop: EventLoop, on_error: OnIcmpError) -> None:
         self._loop = loop
@@ -136,10 +132,7 @@ def _open_icmp_socket(family: socket.AddressFamily) -> socket.socket:
 
 
 def parse_port_unreachable(family: socket.AddressFamily, packet: bytes) -> Flow | None:
-    """Return the flow that a "port unreachable" packet is about; None for another packet.
-
-    The sender of the packet must be the destination of the flow.
-    """
+    """Return the flow of a "port unreachable" packet from the flow's destination; None for other packets."""
     start = 4 * (packet[0] & 0x0F) if family == socket.AF_INET and packet else _IPV6_HEADER
     inner = start + _ICMP_HEADER
     if len(packet) < inner + 1 or packet[start + 1] != _PORT[family]:

@@ -81,10 +81,7 @@ def checked_members(servers: Iterable[VirtualServer]) -> dict[MemberKey, tuple[V
 def carry_over(
     known: States, before: Sequence[VirtualServer], wanted: Sequence[VirtualServer], now: float
 ) -> dict[MemberKey, State]:
-    """Return states for new virtual servers.
-
-    A known member keeps its state. A member that served without checks counts as up.
-    """
+    """Return states for new virtual servers. A member that served without checks counts as up."""
     unchecked = (server for server in before if server.monitor is None)
     serving = {(server.pool_id, member.id) for server in unchecked for member in server.members if member.enabled}
     served = State(up=True, proven=True, against=0, since=now, reason="served before the first check")

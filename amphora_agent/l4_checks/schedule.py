@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedule of health checks.
-
-Invariant: the schedule checks each member once in the interval of its monitor, at a time of its own; the checks of many
-members are spread evenly. After a delay of the process, late checks are spread out and do not start all at once.
-"""
+"""The schedule of health checks: each member is checked once in its interval, and checks are spread."""
 
 from __future__ import annotations
 
@@ -39,10 +35,9 @@ class _ScheduledCheck:
 
 
 class Schedule:
-    """Starts the checks of all members.
+    """Starts the checks of all members, and calls ``on_result`` for each result.
 
-    ``factories`` create the checks of a monitor type when its first member appears; the schedule closes them after the
-    last member. The schedule calls ``on_result`` for each result.
+    ``factories`` create the checks of a monitor type when its first member appears.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """SCTP checks: a member answers INIT with INIT ACK; the check then sends ABORT.
 
-Invariant: the member keeps no state of a check. There is one raw socket for each family, whatever the number of
-members. The kernel needs no support for SCTP.
+Invariant: the member keeps no state of a check, and the kernel needs no support for SCTP.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ from functools import partial
 from amphora_agent.l4.event_loop import EventLoop
 from amphora_agent.l4_checks import error_queue, sctp_packet
 from amphora_agent.l4_checks.check import Check, OnResult, Target
+from amphora_agent.network.icmp_echo import open_raw_socket
 
 _MAX_BYTES = 2048
-_BUFFER_BYTES = 1 << 20
-_SO_RCVBUFFORCE = 33
 _FIRST_PORT, _PORTS = 32768, 28232  # this is Linux's default range of client ports
 
 
@@ -39,17 +37,11 @@ class SctpChecks:
             raise
 
     def _open(self, family: socket.AddressFamily) -> None:
-        try:
-            opened = socket.socket(family, socket.SOCK_RAW, socket.IPPROTO_SCTP)
-        except OSError as error:
-            if error.errno == errno.EAFNOSUPPORT:
-                return
-            raise
-        self._sockets[family] = opened
-        opened.setblocking(False)
-        error_queue.enable(opened)
-        opened.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER_BYTES)
-        self._loop.add_reader(opened, partial(self._read_packets, opened))
+        opened = open_raw_socket(family, socket.IPPROTO_SCTP)
+        if opened is not None:
+            self._sockets[family] = opened
+            error_queue.enable(opened)
+            self._loop.add_reader(opened, partial(self._read_packets, opened))
 
     def start(self, target: Target, on_result: OnResult) -> Check:
         opened = self._sockets.get(target.family)

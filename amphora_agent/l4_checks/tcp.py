@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TCP checks: a member accepts a connection.
-
-Invariant: a check needs a socket only while it connects. The checker resets the connection, so no port stays in
-TIME-WAIT.
-"""
+"""TCP checks: a member accepts a connection, which the checker resets so that no port is in TIME-WAIT."""
 
 from __future__ import annotations
 

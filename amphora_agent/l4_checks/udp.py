@@ -2,8 +2,7 @@
 """UDP-CONNECT checks: a datagram is sent, and no ICMP error reports a closed port.
 
 Invariant: silence is success, as in Octavia, if the datagram was sent. An error that arrived since the previous check
-counts for this check. Such an error answered the previous check too late, or a packet of a client
-(`amphora_agent.l4_checks.icmp_errors`).
+counts, whether it answered a check or a packet of a client (`amphora_agent.l4_checks.icmp_errors`).
 """
 
 from __future__ import annotations

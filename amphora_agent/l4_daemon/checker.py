@@ -36,10 +36,7 @@ _SAVE_SECONDS = 1.0
 
 
 class Checker:
-    """Member states, and the engine that follows them. Used by one thread.
-
-    ``factories`` are those of `Schedule`. The agent asks for the ``version`` of the running code.
-    """
+    """Member states, and the engine that follows them. Used by one thread."""
 
     def __init__(
         self,
@@ -100,10 +97,7 @@ class Checker:
             log(f"member {key[1]} of pool {key[0]} is {Status.UP if state.up else Status.DOWN}: {reason}")
 
     def _apply_states(self) -> None:
-        """Apply the member states to the engine; schedule a retry after an error.
-
-        After many changes, the checks get half of the time.
-        """
+        """Apply the member states, and retry after an error. The checks get half of the time."""
         begun = time.monotonic()
         try:
             self._apply(self._desired, self._states)
@@ -180,10 +174,7 @@ class Checker:
         self._schedule_rebalance()
 
     def handle_request(self, request: Mapping[str, Any]) -> dict[str, Any] | str:
-        """Return the answer to a request on the control socket.
-
-        Raises AgentError if the engine refuses or fails, and KeyError, TypeError or ValueError for a malformed request.
-        """
+        """Return the answer to a request; raises AgentError, KeyError, TypeError or ValueError."""
         operation = request["op"]
         if operation == "version":
             return {"version": self._version}

@@ -47,10 +47,7 @@ _MEMBER_COUNTERS = ("active_connections", "total_connections", "bytes_in", "byte
 
 @dataclass(frozen=True)
 class PoolState:
-    """A pool of a virtual server; ``members`` are status words, ``reasons`` explain their latest change.
-
-    ``counters`` are the counters of members, if they were requested.
-    """
+    """A pool of a virtual server; ``reasons`` explain the latest change of the status words of members."""
 
     id: str
     status: str
@@ -104,11 +101,7 @@ class CheckerClient:
         self._final_state: CheckerState | None = None
 
     def check_servers(self, servers: Sequence[VirtualServer]) -> None:
-        """Check whether virtual servers can be served; changes nothing.
-
-        Raises ConfigurationRefused if they cannot be served, and VirtualServersError or ServiceError if the checker
-        does not answer.
-        """
+        """Raise ConfigurationRefused if virtual servers cannot be served; changes nothing."""
         if not servers:
             return
         with self._lock:
@@ -151,10 +144,7 @@ class CheckerClient:
             return [f"the checker of UDP and SCTP listeners: {error.happened}"]
 
     def read_state(self, seconds: float = STATE_TIMEOUT_SECONDS, *, members: bool = False) -> CheckerState | None:
-        """Return the checker's state; None without a checker, or without an answer in time.
-
-        With ``members`` the answer includes the counters of members, which takes longer.
-        """
+        """Return the state; None without an answer. Counters of ``members`` take longer."""
         if not self._paths.checker_socket.exists():
             return None
         try:
@@ -189,10 +179,7 @@ class CheckerClient:
             return True  # unknown
 
     def _ensure_running(self) -> None:
-        """Start the checker, or replace it if it runs other code; returns when the checker answers.
-
-        Raises ServiceError or VirtualServersError if the checker does not start.
-        """
+        """Start the checker, or replace it if it runs other code; returns when the checker answers."""
         self._start()
         present = self._wait_for_version(None)
         if present != self._version:

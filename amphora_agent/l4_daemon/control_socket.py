@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control socket of the checker: one request for each connection, a line of JSON each way.
-
-An answer may also be plain text.
-
-Invariant: a slow client delays neither other clients nor checks. An unknown request gets an error as its answer.
-"""
+"""The control socket of the checker: for each connection a line of JSON, and a line or text as answer."""
 
 from __future__ import annotations
 

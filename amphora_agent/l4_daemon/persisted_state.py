@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of the checker in two files of its run directory, for the next checker process.
 
-Invariant: a file has its old content or its new one. An unreadable file counts as missing: the checker checks the
-members anew, and the agent requests the virtual servers again.
+An unreadable file counts as missing: the checker checks the members anew, and the agent sends the virtual servers
+again.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,10 +26,7 @@ SERVERS, STATES = "virtual-servers.json", "virtual-states.json"
 
 @dataclass(frozen=True)
 class DesiredState:
-    """The virtual servers to serve. ``digest`` covers all of it; None before the first request.
-
-    ``paired`` is whether the amphora has a partner.
-    """
+    """The virtual servers to serve, whether the amphora has a partner, and the digest of both."""
 
     digest: str | None
     servers: tuple[VirtualServer, ...]
@@ -65,20 +63,12 @@ class StateFiles:
 
     def load(self) -> LoadedState:
         loaded = LoadedState()
-        try:
+        with _logged_errors(SERVERS):
             loaded.desired = parse_desired(self._read(SERVERS))
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            _log_error(SERVERS, error)
-        try:
+        with _logged_errors(STATES):
             found = self._read(STATES)
             loaded.states = member_state.from_document(found["states"])
             loaded.counters = MonotonicCounters.from_document(found["counted"])
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            _log_error(STATES, error)
         return loaded
 
     def write_servers(self, desired: DesiredState) -> None:
@@ -87,10 +77,8 @@ class StateFiles:
 
     def write_states(self, states: Mapping[MemberKey, State], counters: MonotonicCounters) -> None:
         """Write states and counters. After an error the next process checks all members anew."""
-        try:
+        with _logged_errors(STATES):
             self._replace(STATES, {"states": member_state.to_document(states), "counted": counters.to_document()})
-        except OSError as error:
-            _log_error(STATES, error)
 
     def _read(self, name: str) -> Any:
         with open(self._path(name), encoding="utf-8") as file:  # noqa: PTH123 (pathlib is a megabyte)
@@ -107,5 +95,11 @@ class StateFiles:
         os.replace(temporary, self._path(name))  # noqa: PTH105 (as above)
 
 
-def _log_error(name: str, error: Exception) -> None:
-    log(f"the file {name} cannot be read or written and counts as missing: {type(error).__name__}: {error}")
+@contextmanager
+def _logged_errors(name: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log(f"the file {name} cannot be read or written and counts as missing: {type(error).__name__}: {error}")

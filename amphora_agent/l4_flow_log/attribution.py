@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The listener, the member, the duration and the kind of end of an ended flow.
 
-Invariant: removed listeners and members stay known for a while, because the kernel reports the end of a flow after the
-removal. If another listener or member has the same address and port, it gets these flows too.
+Invariant: removed listeners and members stay known for a while, because the kernel reports ends after the removal.
 """
 
 from __future__ import annotations
@@ -67,10 +66,7 @@ class FlowAttribution:
     def servers_applied(
         self, servers: Sequence[VirtualServer], up: eligible_members.MemberHealth, begun: int, *, done: bool
     ) -> None:
-        """Record the members whose flows the kernel has ended between `begun` and now.
-
-        ``done`` is False after an error. The next change then ends the remaining flows.
-        """
+        """Record members whose flows the kernel ended since `begun`. A failed change is not ``done``."""
         begun = begun if self._begun is None else self._begun
         self._begun = None if done else begun
         if not done:
@@ -105,7 +101,7 @@ class FlowAttribution:
 
 
 class FlowTimeouts:
-    """The kernel's time-outs for silent flows: the last packet of an expired flow came one time-out before its end."""
+    """The kernel's time-outs for silent flows. An expired flow ended one time-out after its last packet."""
 
     def __init__(self) -> None:
         self._known: dict[str, int] = {}

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conntrack events for ended flows (linux/netfilter/nfnetlink_conntrack.h).
-
-Invariant: pure. The parser ignores a malformed message as a whole. Values that the kernel has not counted are None.
-"""
+"""Conntrack events for ended flows (linux/netfilter/nfnetlink_conntrack.h)."""
 
 from __future__ import annotations
 

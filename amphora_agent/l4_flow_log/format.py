@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lines of the flow log in HAProxy's log-format (configuration guide, 8.2.6).
 
-Invariant: pure. A variable has the same meaning as in HAProxy's lines; the line has "-" for an unknown variable. A line
-contains no line end, whatever the format is.
-
-There are three additional expressions: ``%[protocol]``, ``%[packets_in]`` (from the client), ``%[packets_out]``.
+An unknown variable is "-". Additional expressions: ``%[protocol]``, ``%[packets_in]`` (from the client) and
+``%[packets_out]``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Non-blocking writer for lines on standard output.
 
-Invariant: no call blocks. The writer buffers lines that the reader does not take, up to `MAX_BACKLOG` bytes; it drops
-and counts further lines. A line is written completely or not at all.
+Invariant: a line is written completely or not at all. With `MAX_BACKLOG` unread bytes, further lines are dropped.
 """
 
 from __future__ import annotations

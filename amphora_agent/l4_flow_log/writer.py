@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes a line for each ended flow of UDP and SCTP listeners, from conntrack events.
 
-Invariant: checks have priority. Lines take at most one part in `SHARE` of the time. A check waits for at most
-`_MAX_AT_ONCE` lines. The buffer of the socket limits the memory. The log counts and reports flows without a line, for
-lack of time or of a reader. Without a listener with a flow log there is no socket.
+Invariant: checks have priority. Lines take at most one part in `SHARE` of the time, and a check waits for at most
+`_MAX_AT_ONCE` lines. The log reports flows without a line, for lack of time or of a reader.
 """
 
 from __future__ import annotations
@@ -51,10 +50,7 @@ _ONLY_MARKED = (
 
 
 class FlowLog:
-    """Receives events while a listener has a flow log. Created in the namespace of the flows.
-
-    ``make_writer`` creates the writer for lines.
-    """
+    """Receives events while a listener has a flow log. Created in the namespace of the flows."""
 
     def __init__(self, loop: EventLoop, *, make_writer: Callable[[], StdoutWriter] = StdoutWriter) -> None:
         self._loop = loop

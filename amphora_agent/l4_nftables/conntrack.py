@@ -72,7 +72,7 @@ def end_unmarked_flows(places: Collection[tuple[Host, int, int]]) -> None:
 
 
 def count_flows(mask: int) -> dict[int, int]:
-    """Return the number of flows by the masked mark; raises VirtualServersError if the kernel refuses a request."""
+    """Return the number of flows by the masked mark; raises VirtualServersError."""
     found: dict[int, int] = {}
     with _session("count flows") as link:
         for answer, _ in _dump(link):
@@ -99,10 +99,7 @@ def _number(kind: int, value: int) -> bytes:
 
 
 def _dump(link: socket.socket, only: bytes = b"") -> Iterator[tuple[bytes, list[tuple[int, int]]]]:
-    """Yield received blocks of a dump, with the start and end of each flow's message.
-
-    ``only`` are attributes by which the kernel selects flows; empty for all flows.
-    """
+    """Yield blocks of a dump, with start and end of each message. ``only`` selects flows by attributes."""
     link.send(netlink.netfilter_message(_GET, netlink.DUMP, socket.AF_UNSPEC, only))
     unpack = struct.Struct("=IH").unpack_from
     while True:
@@ -142,7 +139,7 @@ def _find(message: bytes, at: int, stop: int, wanted: int) -> int | None:
 
 
 def _original_destination(message: bytes) -> tuple[bytes, bytes, bytes]:
-    """Return address, protocol number and port of the first packet's destination, as the kernel packs them."""
+    """Return address, protocol number and port of the first packet's destination, packed."""
     family = socket.AF_INET6 if message[16] == socket.AF_INET6 else socket.AF_INET
     original = netlink.attributes(netlink.attributes(message, netlink.FIRST_ATTRIBUTE).get(_TUPLE_ORIG, b""))
     address, protocol = (netlink.attributes(original.get(kind, b"")) for kind in (_TUPLE_IP, _TUPLE_PROTO))

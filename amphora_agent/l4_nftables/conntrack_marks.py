@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conntrack marks: the numbers of the virtual server and the member of each flow.
 
-Invariant: pure. A virtual server, and the address and port of a member, keep their number while they are wanted. A
-change does not reuse a number that becomes free, because old flows may still have it.
+Invariant: wanted objects keep their number. A change reuses no free number, because old flows may still have it.
 """
 
 from __future__ import annotations

@@ -65,10 +65,7 @@ class NftablesEngine:
         self._loads_read_at = self._counted_at = self._loads_due = 0.0
 
     def check_servers(self, servers: Sequence[VirtualServer]) -> None:
-        """Refuse virtual servers that the rules do not support; changes nothing.
-
-        Raises ConfigurationRefused with the listener.
-        """
+        """Refuse virtual servers that the rules do not support; raises ConfigurationRefused."""
         if len(servers) > MAX_SERVERS:
             raise ConfigurationRefused("forward by nftables", f"{len(servers)} listeners are more than {MAX_SERVERS}")
         for server in servers:
@@ -141,10 +138,7 @@ class NftablesEngine:
         self._unmarked_places = (self._unmarked_places | served - places) & served
 
     def _end_flows(self) -> None:
-        """End the flows of removed members; those of a removed virtual server by its part of the mark.
-
-        After an error the next call retries.
-        """
+        """End the flows of removed members and virtual servers. After an error the next call retries."""
         whole = {mark & SERVER_MASK for mark in self._marks_to_end} - {*self._marks.servers.values()}
         conntrack.end_flows(
             {mark for mark in self._marks_to_end if mark & SERVER_MASK not in whole},
@@ -175,11 +169,7 @@ class NftablesEngine:
     def find_drift(
         self, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool = False
     ) -> list[str]:
-        """Return the differences from the state that `apply` would leave, as sentences; changes nothing.
-
-        The method compares the kernel with the record, and the record with the wanted table. Raises VirtualServersError
-        if the kernel refuses a request.
-        """
+        """Return the differences from the state that `apply` would leave; raises VirtualServersError."""
         if self._table is None:
             return ["the state of the forwarding rules is unknown"]
         found = []
@@ -213,10 +203,7 @@ class NftablesEngine:
         self._loads_due = (ended := time.monotonic()) + LEAST_SHARE * (ended - begun)
 
     def _update_loads(self, servers: Sequence[VirtualServer], *, at_once: bool = False) -> bool:
-        """Count flows for LEAST_CONNECTIONS; returns whether the loads have changed.
-
-        With ``at_once`` the next count need not be due. Raises VirtualServersError if the kernel refuses a request.
-        """
+        """Count flows for LEAST_CONNECTIONS if due or ``at_once``; returns whether the loads have changed."""
         busy = [one.id for one in servers if ruleset.uses_least_connections(one)]
         now = time.monotonic()
         if not busy or (now < self._loads_due and not at_once):
@@ -266,10 +253,7 @@ class NftablesEngine:
         return found
 
     def member_counters(self) -> Mapping[MemberPlace, MemberCounters]:
-        """Return the counters of members. Slower than `counters`; meant for occasional calls.
-
-        Raises VirtualServersError if the kernel refuses a request.
-        """
+        """Return the counters of members, slower than `counters`; raises VirtualServersError."""
         if self._table is None or not libnftables.table_exists(FAMILY, TABLE):
             return {}
         flows_, in_, out = (

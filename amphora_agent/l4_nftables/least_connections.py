@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """LEAST_CONNECTIONS: a list of turns that gives the next flows to the members with the fewest flows.
 
-Invariant: pure. While no flow ends, each turn selects the member that weighted least connections would select: the one
-with the fewest flows for its weight. The number of flows that end between two counts limits the error.
-
-The kernel goes through the turns one after the other, and begins again at the end. Therefore there are twice as many
-turns as expected flows. If that is too many, each member gets its share of the expected flows.
+Invariant: while no flow ends, each turn selects the member with the fewest flows for its weight. The kernel begins
+again at the end, so there are twice as many turns as expected flows. If that is too many, each member gets its share of
+them.
 """
 
 from __future__ import annotations
@@ -23,9 +21,9 @@ MIN_TURNS, MAX_TURNS = 64, 512
 class Loads:
     """Flow counts from which turns are planned.
 
-    ``flows`` are the present flows of each member, by mark. ``begun`` are the flows since the start by virtual server;
-    they have used turns of the previous plan. ``expected`` flows by virtual server will begin before the next count. A
-    plan with a new ``number`` begins at its first turn.
+    ``flows`` are present flows by mark. ``begun`` counts flows since the start by virtual server; they have used turns.
+    ``expected`` flows by virtual server will begin before the next count. A plan with a new ``number`` begins at its
+    first turn.
     """
 
     flows: Mapping[int, int] = field(default_factory=dict)
@@ -38,10 +36,7 @@ NO_LOADS = Loads()
 
 
 def plan_turns(members: Sequence[tuple[int, int, int]], expected: int) -> list[int]:
-    """Return the member of each turn; empty without members.
-
-    Each member has its weight (1 or more) and its number of flows. ``expected`` flows will begin before the next plan.
-    """
+    """Return the member of each turn, for members with a weight and a number of flows."""
     if not members:
         return []
     if 2 * expected > MAX_TURNS:

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lookup tables of members: by a hash value, or by turn.
 
-Invariant: pure, with the same result on every machine. Each member gets its share of the slots, and at least one. When
-a member is added or removed, almost only its own slots change (`hash_table`).
+Invariant: the result is the same on every machine. Each member gets its share of the slots, and at least one.
 
 `hash_table` is Maglev's table (Eisenbud et al., "Maglev: A Fast and Reliable Software Network Load Balancer", NSDI
-2016, section 3.4): every member claims slots in an order of its own, one after the other. Here a member with twice the
-weight claims slots twice as often.
+2016, section 3.4): a change of one member changes almost only its own slots. Here a member with twice the weight claims
+slots twice as often.
 """
 
 from __future__ import annotations

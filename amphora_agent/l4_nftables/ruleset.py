@@ -235,10 +235,7 @@ def diff_commands(before: Table, after: Table) -> str:
 
 
 def rebuild_commands(present: Mapping[str, str], after: Table) -> str:
-    """Return the commands that rebuild a table with unknown contents; counters keep their values.
-
-    ``present`` has "chain", "map", "set" or "counter" by name; empty without a table.
-    """
+    """Return the commands that rebuild a table of objects with unknown contents, but keep its counters."""
     if not present:
         return diff_commands(EMPTY, after)
     maps = {name: word for name, word in present.items() if word in ("map", "set")}

@@ -90,10 +90,7 @@ def _endpoint(text: str) -> tuple[Host, int]:
 
 
 def create_tunnel(instance: VrrpInstance) -> None:
-    """Create the tunnel to the partner. A tunnel to another peer is removed, with its redirect rules.
-
-    Raises NetlinkError (the kernel has no VXLAN, for example) or FirewallError (the redirect rules cannot be removed).
-    """
+    """Create the tunnel to the partner in place of another peer's; raises NetlinkError or FirewallError."""
     local, remote = instance.vrrp.local.address, instance.vrrp.peers[0].address
     ends = {"vxlan_local": str(local), "vxlan_group": str(remote)}
     if local.version == 6:
@@ -111,10 +108,7 @@ def create_tunnel(instance: VrrpInstance) -> None:
 
 
 def add_vips(instance: VrrpInstance) -> None:
-    """Add the VIPs to the tunnel's interface; returns when the kernel accepts packets to them.
-
-    Raises NetlinkError if the kernel refuses an address, or an address is not ready in time.
-    """
+    """Add the VIPs to the tunnel's interface, and wait until the kernel is ready; raises NetlinkError."""
     with IPRoute() as route:
         index = _index(route)
         for vip in instance.vips:
@@ -173,7 +167,6 @@ def remove_guard() -> None:
 
 
 def _remove(family: str) -> None:
-    """Delete the table if it exists. Without a table neither libnftables nor nf_tables is needed."""
     if libnftables.table_exists(family, _TABLE):
         nft_apply.execute(_delete_table(family))
 
@@ -194,11 +187,10 @@ def guard_rules(instance: VrrpInstance) -> str:
 def redirect_rules(instance: VrrpInstance, known: Collection[Connection]) -> str:
     """Return the table that redirects packets.
 
-    There is no connection tracking; the table remembers only that a connection began here. The table remembers a SYN
-    for some seconds, and the connection when the client has sent a second packet. If there is no room for a SYN, the
-    partner gets the whole connection and serves it while it can. If only the SYN stayed here, the table would redirect
-    later packets, and the partner would answer with a reset. A connection that finds no room later stays here until it
-    is silent.
+    The table remembers a SYN for some seconds, and the connection when the client has sent a second packet. If there is
+    no room for a SYN, the partner gets the whole connection and serves it while it can. If only the SYN stayed here,
+    the table would redirect later packets, and the partner would answer with a reset. A connection that finds no room
+    later stays here until it is silent.
     """
     families = [
         {

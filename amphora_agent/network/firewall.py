@@ -1,28 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """nftables rules that say which clients may open connections to which ports.
 
-Invariant: pure. The rendered text is exactly what nft lists: numbers instead of names, the fewest ranges, in order. So
-`nft_apply` can compare it with the table in the kernel. If the two differ for any reason, one transaction replaces all
-rules. The name of a set contains a digest of its elements: the set exists before a rule uses it (`nft_apply`), and it
-never changes.
+Invariant: the text is exactly what nft lists, so `nft_apply` can compare it with the table in the kernel. The name of a
+set contains a digest of its elements: the set exists before a rule uses it, and it never changes.
 
 The rules match only the first packet of a connection (SYN without ACK, RFC 9293 section 3.5). The kernel does not track
-TCP connections, so connections of clients that lose their permission continue. A refused client gets a reset, as from a
-closed port. With the reset the client knows the result at once, instead of retrying for two minutes. The families are
-separate: an IPv4 network permits no IPv6 client. HAProxy alone uses the responder on the loopback, so the loopback
-stays open.
+TCP connections, so connections of clients that lose their permission continue. A refused client gets a reset and knows
+the result at once. The families are separate: an IPv4 network permits no IPv6 client. HAProxy alone uses the responder
+on the loopback, so the loopback stays open.
 
 For UDP and SCTP the rules match the first packet of a flow, before the engine selects a member (`l4_nftables.ruleset`).
-Known flows continue. An amphora that forwards is not a router: no other packets pass from one network to another.
-
-The rules accept VRRP advertisements and entries of stick tables from the partners only.
+An amphora that forwards is not a router: no other packets pass from one network to another.
 
 The kernel reassembles fragments before the rules see a packet (RFC 8200, section 4.5). For IPv6 the kernel does so only
 in a namespace with connection tracking. Therefore one rule uses the state of connections, and the chains `untracked`
 exclude all packets from connection tracking.
 
 Amphorae with IPv6 partners ask clients for TCP segments that fit into the tunnel (`connection_tunnel`). Linux fragments
-an IPv6 packet that is too large only for a local socket, and the client would get no message. IPv4 does both.
+an IPv6 packet that is too large only for a local socket, and the client would get no message.
 """
 
 from __future__ import annotations
@@ -76,10 +71,7 @@ class Port:
 
 @dataclass(frozen=True)
 class VrrpPeers:
-    """The addresses of this amphora and its partners, all of one family.
-
-    ``mtu`` is the MTU of their network in bytes; None if it is unknown.
-    """
+    """The addresses of this amphora and its partners, all of one family, and the MTU of their network."""
 
     local: Host
     peers: tuple[Host, ...]
@@ -88,10 +80,7 @@ class VrrpPeers:
 
 @dataclass(frozen=True)
 class Restrictions:
-    """All restrictions. A port that is not named is open.
-
-    ``forwards`` is whether the amphora has a VIP and forwards packets of virtual servers.
-    """
+    """All restrictions; other ports are open. ``forwards``: the amphora has a VIP and forwards packets."""
 
     ports: tuple[Port, ...] = ()
     vrrp_peers: VrrpPeers | None = None
@@ -243,10 +232,7 @@ def _host_set(hosts: Iterable[Host]) -> str:
 
 
 def _advertisement_rules(peers: VrrpPeers) -> Iterator[str]:
-    """Accept VRRP from the partners only: a forged advertisement would take the VIPs (RFC 9568, 9).
-
-    Other packets get no answer, because no sender of VRRP waits for one.
-    """
+    """Accept VRRP from the partners only: a forged advertisement would take the VIPs (RFC 9568, 9)."""
     if peers.peers:
         yield f"meta l4proto 112 {_WORDS[peers.local.version]} saddr {_host_set(peers.peers)} accept"
     yield "meta l4proto 112 counter drop"

@@ -2,7 +2,7 @@
 """ICMP echo requests and their replies.
 
 Invariant: a reply counts only if it comes from the requested address and repeats the random bytes of a pending request.
-There is one socket for each family, whatever the number of pending requests. No call blocks.
+No call blocks.
 """
 
 from __future__ import annotations
@@ -71,27 +71,13 @@ class Pinger:
             raise
 
     def _open(self, family: socket.AddressFamily) -> None:
-        """Open a raw socket, because the kernel's ping sockets are disabled in a new namespace."""
-        protocol = _PROTOCOLS[family]
-        try:
-            opened = socket.socket(family, socket.SOCK_RAW, protocol.number)
-        except OSError as error:
-            if error.errno == errno.EAFNOSUPPORT:
-                return
-            raise
-        self.sockets[family] = opened
-        opened.setblocking(False)
-        opened.setsockopt(*protocol.filter)
-        try:
-            opened.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER_BYTES)
-        except PermissionError:  # without CAP_NET_ADMIN the kernel limits the buffer to net.core.rmem_max
-            opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
+        opened = open_raw_socket(family, _PROTOCOLS[family].number)
+        if opened is not None:
+            self.sockets[family] = opened
+            opened.setsockopt(*_PROTOCOLS[family].filter)
 
     def send(self, address: str, requester: object) -> bytes:
-        """Send a request; returns its key for `cancel`.
-
-        Raises OSError if the request cannot be sent, for example without a route.
-        """
+        """Send a request; returns its key for `cancel`. Raises OSError, for example without a route."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         opened, protocol = self.sockets.get(family), _PROTOCOLS[family]
         if opened is None:
@@ -127,6 +113,25 @@ class Pinger:
     def close(self) -> None:
         for one in self.sockets.values():
             one.close()
+
+
+def open_raw_socket(family: socket.AddressFamily, protocol: int) -> socket.socket | None:
+    """Return a non-blocking raw socket with a large buffer; None if the kernel lacks the family.
+
+    Raw sockets are necessary for ping, because the kernel's ping sockets are disabled in a new namespace.
+    """
+    try:
+        opened = socket.socket(family, socket.SOCK_RAW, protocol)
+    except OSError as error:
+        if error.errno == errno.EAFNOSUPPORT:
+            return None
+        raise
+    opened.setblocking(False)
+    try:
+        opened.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER_BYTES)
+    except PermissionError:  # without CAP_NET_ADMIN the kernel limits the buffer to net.core.rmem_max
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
+    return opened
 
 
 def _checksum(message: bytes) -> int:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Differences between the interfaces of a namespace and a bundle.
 
-Invariant: read-only. The findings are exactly the changes that `interfaces.converge` would make. They do not include
-the addresses of keepalived and the tunnel of a hand-over.
+The findings are exactly the changes that `interfaces.converge` would make.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ _FOREVER = 0xFFFFFFFF
 class WantedNetwork:
     """The network that a bundle wants.
 
-    ``has_vips`` is False with VRRP: keepalived adds and removes the VIPs, and this module only their routes and rules.
-    ``forwards`` adds the rule for forwarded packets of virtual servers.
+    ``has_vips`` is False with VRRP: keepalived adds the VIPs, and this module only their routes and rules. ``forwards``
+    adds the rule for forwarded packets of virtual servers.
     """
 
     interfaces: tuple[Interface, ...]
@@ -70,11 +70,7 @@ def own_vips(wanted: WantedNetwork) -> tuple[AddedVip, ...]:
 
 @dataclass(frozen=True)
 class PassResult:
-    """Result of one pass.
-
-    ``changed`` counts corrected items. ``complete`` is whether all wanted interfaces exist. ``added_vips`` are the VIPs
-    that this pass added.
-    """
+    """Number of corrected items, whether all wanted interfaces exist, and the VIPs that the pass added."""
 
     changed: int
     complete: bool

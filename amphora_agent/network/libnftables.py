@@ -32,10 +32,7 @@ class NftError(Exception):
 
 
 def run_commands(commands: str, flags: int = 0) -> str:
-    """Run commands as one transaction; returns the output of nft.
-
-    Raises NftError if nftables refuses the commands; nothing has changed.
-    """
+    """Run commands as one transaction; returns the output of nft. After an NftError nothing has changed."""
     library = _library() if _is_low() else None
     status, output, message = _by_command(commands, flags) if library is None else _by_library(library, commands, flags)
     if status != 0:

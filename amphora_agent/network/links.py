@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Network interfaces: found by MAC address, moved into the namespace, renamed, configured, moved out.
-
-Invariant: two interfaces never have the same name. An interface that leaves the namespace is down and has no addresses.
-Links that are as wanted are not touched.
-"""
+"""Network interfaces: found by MAC address, moved into the namespace, renamed, configured, moved out."""
 
 from __future__ import annotations
 
@@ -78,10 +74,7 @@ def _spare_name(mac: str) -> str:
 
 
 def configure_links(route: Any, links: dict[str, Link], wanted: Sequence[Interface]) -> int:
-    """Set the names and MTUs of the wanted interfaces, and set them up; returns the number of changes.
-
-    ``links`` has every interface of the namespace by MAC address; this function updates it.
-    """
+    """Set names and MTUs of wanted interfaces, and set them up. Updates ``links``; returns the changes."""
     changed = 0
     for interface in wanted:
         _set_name(route, links, interface)

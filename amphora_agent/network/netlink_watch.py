@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Change notifications of the kernel for the interfaces or the nftables rules of a namespace.
 
-Invariant: if the kernel announces a change after one call of `has_changed`, the next call returns True. The next call
-also returns True if announcements were lost.
+Invariant: after a change or a loss of announcements, the next call of `has_changed` returns True.
 """
 
 from __future__ import annotations

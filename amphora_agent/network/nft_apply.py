@@ -84,20 +84,14 @@ def _old_style(found: re.Match[str]) -> str:
 
 
 def list_table(*, counters: bool = False) -> str:
-    """Return the table as nft lists it; empty without a table.
-
-    Raises FirewallError if the table exists and cannot be read.
-    """
+    """Return the table as nft lists it; empty without a table. Raises FirewallError."""
     if not libnftables.table_exists(FAMILY, TABLE):
         return ""
     return execute(f"list table {FAMILY} {TABLE}\n", 0 if counters else STATELESS)
 
 
 def execute(commands: str, flags: int = 0) -> str:
-    """Run commands in one transaction; returns the output of nft.
-
-    Raises FirewallError if nftables refuses the commands; nothing has changed.
-    """
+    """Run commands in one transaction; returns nft's output. After a FirewallError nothing has changed."""
     try:
         return libnftables.run_commands(commands, flags)
     except NftError as error:

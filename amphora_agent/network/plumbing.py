@@ -5,7 +5,6 @@ Invariant: at no moment, and whatever fails, is a client served that may not be 
 configuration uses is removed before its successor runs. Therefore a change has two phases:
 
     prepare     permit only clients that both bundles permit; add what the new bundle needs
-    (HAProxy changes its configuration)
     commit      announce new VIPs, which another amphora may have served until now; remove unwanted items; permit the
                 clients of the new bundle
     roll_back   restore the previous state, before or after `commit`
@@ -69,10 +68,7 @@ class Plumbing:
         return False
 
     def find_drift(self, bundle: Bundle) -> list[Finding]:
-        """Return the differences from a bundle. Read-only; without announced changes it sends no request.
-
-        Raises FirewallError or InterfaceError if the kernel refuses a request.
-        """
+        """Return the differences from a bundle; raises FirewallError or InterfaceError."""
         if self.matches(bundle):
             return []
         found: list[Finding] = []

@@ -81,10 +81,7 @@ def _tables(interfaces: Sequence[Interface]) -> Iterator[tuple[int, Interface]]:
 
 
 def wanted_rules(interfaces: Sequence[Interface], *, forwards: bool = False) -> frozenset[Rule]:
-    """Return a rule for each VIP, whether or not this amphora has the VIP now.
-
-    With ``forwards`` there is also a rule for packets that the amphora forwards from members to clients.
-    """
+    """Return a rule for each VIP, also of the partner. ``forwards`` adds one for packets to clients."""
     found = {(table, vip) for table, interface in _tables(interfaces) for vip in interface.vips}
     rules = {Rule(vip.version, _PRIORITY, table, vip.network) for table, vip in found}
     marked = {Rule(vip.version, _PRIORITY, table, None, _MARKED) for table, vip in found if table == FIRST_TABLE}
@@ -117,10 +114,7 @@ def wanted_routes(interfaces: Sequence[Interface], indexes: Mapping[str, int]) -
 
 
 def plan_changes(present: frozenset[TableRoute], wanted: frozenset[TableRoute]) -> Changes:
-    """Return the changes in an order that leaves no destination without a route.
-
-    Routes on the link come first, because gateways are reached over them.
-    """
+    """Return the changes; routes to gateways come first, so that no destination is without a route."""
     replace = sorted(
         wanted - present, key=lambda one: (one.gateway is not None, one.table, -one.destination.prefixlen, str(one))
     )

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernel settings of the load balancer's network namespace.
+"""Kernel settings of the load balancer's network namespace (Documentation/networking/ip-sysctl.rst).
 
-Invariant: the agent sets them before it moves in the first interface. Each setting belongs to the network namespace. A
-setting outside `_NEEDED` may be missing in the kernel. Reference: Documentation/networking/ip-sysctl.rst.
+The agent sets them before it moves in the first interface. Only a setting in `_NEEDED` must exist in the kernel.
 """
 
 from __future__ import annotations
@@ -78,11 +77,7 @@ def is_forwarding() -> bool:
 
 
 def set_forwarding(*, wanted: bool) -> None:
-    """Enable or disable forwarding in the current namespace.
-
-    The firewall rules that limit forwarding must exist before. A router ignores router advertisements; this namespace
-    ignores them in any case. Raises InterfaceError if the kernel refuses the change.
-    """
+    """Enable or disable forwarding here; raises InterfaceError. The rules that limit it must exist before."""
     for key in _forwarding_keys():
         file = _ROOT / key
         try:

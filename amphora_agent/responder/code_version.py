@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The version of the code that a responder runs.
-
-Invariant: two responders with equal versions were started from the same sources and the same Python.
-"""
+"""The version of the sources and of the Python that a responder runs."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small HTTP server for HAProxy: `GET /`, `GET /metrics` and `GET /ping/<member id>`.
 
-Invariant: the server listens on the loopback of the inner namespace only. One thread does all work except metrics: a
-waiting ping costs a socket, not a thread, and ends when HAProxy closes it. After an unexpected error the server closes
-all sockets and opens new ones. A new program continues open requests.
+Invariant: one thread does all work except metrics: a waiting ping costs a socket, not a thread. After an unexpected
+error the server closes all sockets and opens new ones. A new program continues open requests.
 """
 
 from __future__ import annotations
@@ -382,10 +381,7 @@ def _send_text(connection: socket.socket, status: int, text: str, head: str = ""
 
 
 def _stream(connection: socket.socket, parts: Iterator[str], *, chunked: bool) -> None:
-    """Send the parts as they are made. HTTP/1.0 has no chunks: the connection ends after the last part.
-
-    Raises TimeoutError if the scraper reads too slowly.
-    """
+    """Send the parts in chunks, or without them for HTTP/1.0. Raises TimeoutError for a slow scraper."""
     deadline = time.monotonic() + LONGEST_SECONDS
     coding = "Transfer-Encoding: chunked\r\n" if chunked else ""
     connection.sendall(

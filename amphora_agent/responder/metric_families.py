@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of PROMETHEUS listeners, and their columns in HAProxy's answers.
-
-Invariant: the names are exactly those that Octavia documents for PROMETHEUS listeners, because dashboards and alarms
-use them. Other counters of HAProxy are not included.
-"""
+"""The metrics that Octavia documents for PROMETHEUS listeners, and their columns in HAProxy's answers."""
 
 from __future__ import annotations
 
@@ -31,10 +27,7 @@ _OF_HTTP |= frozenset(("comp_in", "comp_out", "comp_byp", "comp_rsp"))
 
 
 class Family:
-    """One metric, immutable: ``column`` is its key in `show info` or its column in `show stat`.
-
-    The class is not a dataclass, because that module costs a megabyte of the responder's memory.
-    """
+    """One metric and its key in `show info` or `show stat`. A dataclass would need a megabyte of memory."""
 
     __slots__ = ("column", "meaning", "name")
 

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """HAProxy's statistics in the Prometheus text format, under the metric names of Octavia.
 
-Invariant: the samples have the values of HAProxy's own exporter under other names and label names. Mean times are more
-exact: the exporter of 2.6 divides by 1024 also before 1024 requests.
-
-The source is the CSV of the stats socket: 0.4 MB for a thousand members, where the exporter's answer has 12 MB.
+The source is the CSV of the stats socket: 0.4 MB for a thousand members, where HAProxy's own exporter has 12 MB. Mean
+times are more exact: the exporter of 2.6 divides by 1024 also before 1024 requests.
 """
 
 from __future__ import annotations
@@ -90,11 +88,7 @@ def _read_sums(path: str) -> FormerWorkers | None:
 
 
 def _ask(worker: Socket) -> str:
-    """Ask until a worker that is not stopping gives a complete answer.
-
-    A stopping worker reports its listeners as stopped, and may end in the middle of its answer. At this time its
-    successor already listens.
-    """
+    """Ask until a worker that is not stopping gives a complete answer."""
     error = HaproxyError("read HAProxy's statistics", "its worker is stopping")
     for _ in range(_ATTEMPTS):
         try:
@@ -166,11 +160,7 @@ def _add(others: str, columns: dict[str, int], rows: dict[Subject, list[_Row]]) 
 
 
 class _Part:
-    """The rows for the samples of a metric.
-
-    A thousand members have fifty thousand samples. The lines of a metric are joined from lists of their parts, which
-    needs few operations on lists instead of several on each line.
-    """
+    """The rows for the samples of a metric, as lists: a thousand members have fifty thousand samples."""
 
     def __init__(
         self, subject: Subject, columns: dict[str, int], rows: list[_Row], before: FormerWorkers | None

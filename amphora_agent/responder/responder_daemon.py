@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The agent's side of the responder: start, replacement after a change of its code, ping targets.
 
-Invariant: the responder outlives the agent. Only a change of its command line stops it. An agent that starts does not
-change the ping targets before it applies a bundle.
+Invariant: the responder outlives the agent. An agent changes the ping targets only with a bundle.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of a service manager: start, stop and observe the daemons of the amphora.
-
-Invariant: the agent is not the parent of any daemon. Its exit ends no daemon.
-"""
+"""The interface of a service manager. It is the parent of all daemons, so none ends with the agent."""
 
 from __future__ import annotations
 
@@ -17,11 +14,7 @@ from amphora_agent.services.health_file import Probe
 
 @dataclass(frozen=True)
 class ServiceStatus:
-    """The status of a daemon.
-
-    ``pid`` is None while the daemon does not run. ``last_exit`` is negative for a signal, and None before the first
-    exit. The service manager restarts a ``wanted`` daemon.
-    """
+    """The status of a daemon: ``pid`` is None while it does not run, ``last_exit`` negative for a signal."""
 
     pid: int | None
     starts: int
@@ -44,12 +37,9 @@ class ServicePolicy:
     leftovers: tuple[Path, ...] = ()
 
     def document(self) -> dict[str, Any]:
-        return {
-            "health": None if self.health is None else str(self.health),
-            "probe": None if self.probe is None else asdict(self.probe),
-            "restart_delay": self.restart_delay,
-            "leftovers": [str(path) for path in self.leftovers],
-        }
+        """Return the policy as JSON values for the supervisor."""
+        paths = {"health": self.health and str(self.health), "leftovers": [str(path) for path in self.leftovers]}
+        return {**asdict(self), **paths}
 
 
 DEFAULT_POLICY = ServicePolicy()
@@ -61,16 +51,10 @@ class ServiceManager(Protocol):
     def start(
         self, name: str, argv: Sequence[str], *, inner: bool, policy: ServicePolicy = DEFAULT_POLICY
     ) -> ServiceStatus:
-        """Start a daemon and keep it running.
-
-        If the daemon runs with these arguments, only the policy changes.
-        """
+        """Start a daemon and keep it running. For a running daemon only the policy changes."""
 
     def stop(self, name: str, *, missed: bool = False) -> None:
-        """Stop a daemon and wait for its exit; no error if the daemon does not run.
-
-        A daemon that is ``missed`` is needed but cannot run: its health file holds 1.
-        """
+        """Stop a daemon and wait for its exit. The health file of a ``missed`` daemon holds 1."""
 
     def dismiss(self, name: str) -> None:
         """Do not restart a daemon that is about to exit; its exit is not a failure."""

@@ -45,10 +45,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Activity:
-    """The activity of a process tree.
-
-    ``ticks`` is processor time in clock ticks. ``ready`` is whether a process runs or waits for a processor.
-    """
+    """The processor time of a process tree in clock ticks, and whether one of its processes is runnable."""
 
     ticks: int
     ready: bool
@@ -70,10 +67,7 @@ def read_activity(pid: int) -> Activity:
 
 
 class HealthFile:
-    """The health file of one daemon, and the probe that keeps it current.
-
-    ``due`` is the monotonic time in seconds at which `run_due` has work; None if there is no work.
-    """
+    """The health file of one daemon, and its probe. ``due`` is the monotonic time of the next `run_due`."""
 
     def __init__(self, selector: selectors.BaseSelector, file: Path | None, probe: Probe | None) -> None:
         self._selector = selector

@@ -2,9 +2,8 @@
 """The process that keeps health files current in a virtual machine.
 
 Invariant: the watcher starts, stops and owns no daemon, so that its exit changes nothing; a new watcher reads its state
-from files. In an amphora of namespaces the supervisor does this work with the same `health_file`. The health file shows
-an exit when the kernel announces the exit, and a freeze when a question stays unanswered. Without a watcher the script
-around the daemon (`templates/daemon.sh`) records exits, a little later.
+from files. In an amphora of namespaces the supervisor does this work with the same `health_file`. Without a watcher the
+script around the daemon (`templates/daemon.sh`) records exits, a little later.
 
     python -I -S health_watcher.py DIRECTORY
 
@@ -38,10 +37,7 @@ _READ_SECONDS = 0.002
 
 
 def read_line(file: Path) -> str | None:
-    """Return the content of a file of one line; None if there is no file.
-
-    A line without its end is being written, so the function reads again for 0.1 s.
-    """
+    """Return the content of a file of one line, when the line is complete; None if there is no file."""
     for _ in range(_READ_AGAIN):
         try:
             text = file.read_text(encoding="utf-8")
@@ -123,10 +119,7 @@ class WatchedService:
 
 
 class HealthWatcher:
-    """Watches each daemon that has a health file, in one thread.
-
-    Events of the kernel and a periodic reading of the files drive the thread.
-    """
+    """Watches each daemon that has a health file, in one thread."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

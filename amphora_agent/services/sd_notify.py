@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The notification protocol of systemd: readiness, and stored descriptors.
-
-Invariant: the agent removes the inherited descriptors and variables from the environment at start, so that no child
-process inherits them. Sources: sd_notify(3), sd_listen_fds(3).
-"""
+"""Notifications and stored descriptors of systemd (sd_notify(3), sd_listen_fds(3))."""
 
 from __future__ import annotations
 
@@ -48,10 +44,7 @@ NOTHING_INHERITED = Inherited()
 
 
 def take_inherited(environment: MutableMapping[str, str], process: int) -> Inherited:
-    """Return what systemd passed to this process, and remove it from the environment.
-
-    Descriptors for another ``process`` id are not touched.
-    """
+    """Return what systemd passed to this process, and remove it from the environment."""
     address = environment.pop("NOTIFY_SOCKET", None)
     words = [environment.pop(name, "") for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")]
     if words[0] != str(process):
@@ -88,10 +81,7 @@ def notify_ready(inherited: Inherited) -> None:
 
 
 def store_descriptor(address: str, name: str, descriptor: int) -> None:
-    """Store a descriptor in systemd beyond the life of this process, even if its peer has closed.
-
-    Raises ServiceError if systemd does not listen or answer.
-    """
+    """Store a descriptor in systemd beyond the life of this process; raises ServiceError."""
     send(address, f"FDSTORE=1\nFDPOLL=0\nFDNAME={_encoded(name)}", [descriptor])
     _await_barrier(address)
 

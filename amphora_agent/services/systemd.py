@@ -244,10 +244,7 @@ class Systemd:
 
 
 def exit_code(said: str | None) -> int | None:
-    """Return the exit code of a daemon: a status, or the negative number of the signal.
-
-    The argument has EXIT_CODE and EXIT_STATUS of systemd.exec(5); None or empty before the first exit.
-    """
+    """Return the exit code for EXIT_CODE and EXIT_STATUS of systemd.exec(5); negative for a signal."""
     how, _, what = (said or "").partition(" ")
     if how == "exited" and what.isdecimal():
         return int(what)

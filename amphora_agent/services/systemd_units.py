@@ -92,20 +92,14 @@ class Unit:
 
 
 def unit_name(service: str) -> str:
-    """Return the unit of a service; raises ServiceError for an invalid name.
-
-    The prefix distinguishes the unit from the unit of the daemon's Debian package.
-    """
+    """Return the unit of a service, with a prefix that no Debian package uses; raises ServiceError."""
     if not _NAME.fullmatch(service):
         raise ServiceError(f"run {service!r}", "this is not a valid name of a service")
     return f"{service if service.startswith(PREFIX) else PREFIX + service}.service"
 
 
 def quoted(word: str) -> str:
-    """Quote an argument for a command line without variable expansion (the prefix ``:``).
-
-    Raises ServiceError if the argument contains a character that the kernel does not accept.
-    """
+    """Quote an argument for a command line with the prefix ``:``; raises ServiceError."""
     if "\0" in word or any("\ud800" <= letter <= "\udfff" for letter in word):
         raise ServiceError("write a command line", "an argument contains a character that no argument can contain")
     return '"' + "".join(map(_escaped, word)) + '"'

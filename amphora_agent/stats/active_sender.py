@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The threads that send heartbeats, and their replacement at run time.
 
-Invariant: at most one thread sends heartbeats, and it uses the present settings. An error of one target does not stop
-the other targets; the agent logs and counts it.
+Invariant: at most one thread sends heartbeats. An error of one target does not stop the other targets.
 """
 
 from __future__ import annotations

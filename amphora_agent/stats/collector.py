@@ -100,10 +100,7 @@ class Collector:
         return others > FEW_ROWS or (latest is not None and len(latest.counts) > FEW_ROWS)
 
     def hold(self, drain: float) -> None:
-        """Read the present worker, and keep it readable while it stops.
-
-        ``drain`` is the number of seconds for which the worker may continue its open connections.
-        """
+        """Read the present worker, and keep it readable while it stops, for ``drain`` seconds."""
         until = time.monotonic() + drain - min(MARGIN_SECONDS, drain / 4)
         with self._lock:
             self._sample()
@@ -127,11 +124,7 @@ class Collector:
                 _log.warning("A restart of the agent loses the counters of worker %s: %s", identity, error)
 
     def finish(self, pid: int, grace: float) -> int:
-        """End a stopping worker, read its last counters, and release it.
-
-        ``grace`` is the number of seconds until the collector closes the open connections. Returns the number of closed
-        connections.
-        """
+        """End a stopping worker after ``grace`` seconds; returns the number of closed connections."""
         with self._lock:
             held = next((one for one in self._held if one.pid == pid), None)
             return self._finish(held, grace, release=True) if held is not None else 0
@@ -264,10 +257,7 @@ class Collector:
         return {**found, **{name: pool["members"] for name, pool in others.items()}} if others else found
 
     def write(self) -> None:
-        """Write the counters to disk if they have changed; many rows are written less often.
-
-        Raises OSError if the counters cannot be written, for example because the disk is full.
-        """
+        """Write changed counters to disk, many rows less often; raises OSError."""
         if self._udp is not None:
             self._udp.write()
         with self._lock:

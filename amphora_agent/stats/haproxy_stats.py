@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parser of HAProxy's statistics.
-
-Invariant: pure. The format is CSV: HAProxy needs a minute to write ten thousand servers as JSON.
-"""
+"""The parser of HAProxy's statistics as CSV. As JSON, HAProxy needs a minute for ten thousand servers."""
 
 from __future__ import annotations
 
@@ -70,10 +67,7 @@ def key(proxy: str, name: str = "FRONTEND") -> str:
 
 
 def parse(answer: str, before: Sample | None = None) -> Sample | None:
-    """Parse the answer to `QUESTION`; None if the answer has another format.
-
-    Rows that are unchanged since the sample `before` are not parsed again.
-    """
+    """Parse the answer to `QUESTION`; None for another format. Rows as in ``before`` are not parsed again."""
     info = dict(re.findall(r"^([A-Z][A-Za-z_ ]*): (\d+)$", answer, re.MULTILINE))
     head, separator, table = answer.partition("# pxname,")
     if not separator or "Pid" not in info or not head:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The encoding of heartbeat datagrams (docs/reference/heartbeat.md).
-
-Invariant: each datagram is complete, authenticated, and at most `LARGEST` bytes long.
-"""
+"""The encoding of heartbeats (docs/reference/heartbeat.md) as datagrams of at most `LARGEST` bytes."""
 
 from __future__ import annotations
 

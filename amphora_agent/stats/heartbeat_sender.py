@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sender of this project's heartbeats (docs/reference/heartbeat.md).
-
-Invariant: (epoch, sequence) grows with each datagram of this amphora, also after a change of the clock.
-"""
+"""The sender of heartbeats (docs/reference/heartbeat.md): (epoch, sequence) grows with each datagram."""
 
 from __future__ import annotations
 
@@ -62,11 +59,7 @@ class HeartbeatSender(Sender):
         self._wakeup.set()
 
     def send_soon(self) -> None:
-        """Send a heartbeat about a change; does not wait.
-
-        With many rows the heartbeat follows the next sample, within `SAMPLE_SECONDS`. Reading many rows at each change
-        would take the processor time of the next change.
-        """
+        """Send a heartbeat about a change. With many rows it waits for the next sample, to save time."""
         self._soon = True
         if not self._collector.is_large:
             self._wakeup.set()

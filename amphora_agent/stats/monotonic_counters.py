@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters that never decrease.
-
-Invariant: `total` of a row never decreases, also after a restore from `document`. HAProxy's workers start, stop, and
-count from zero; the last readings of each worker are kept.
-"""
+"""Counters of HAProxy's workers, which never decrease although each worker counts from zero."""
 
 from __future__ import annotations
 
@@ -89,10 +85,7 @@ class MonotonicCounters:
 
     @classmethod
     def restored(cls, document: Mapping[str, Any]) -> MonotonicCounters:
-        """Return the counters of a `document`, also with other columns.
-
-        Raises KeyError, TypeError or ValueError if the document has another format.
-        """
+        """Return the counters of a `document`; raises KeyError, TypeError or ValueError."""
         totals = cls()
         places = {name: place for place, name in enumerate(document["columns"])}
 

@@ -76,10 +76,7 @@ def _increase(count: int, before: int) -> int:
 
 
 class OctaviaSender(Sender):
-    """Sends heartbeats to Octavia at the interval, to one controller in turn.
-
-    ``draining`` returns the members of weight 0, each with its backend.
-    """
+    """Sends heartbeats to one of Octavia's controllers in turn. ``draining`` returns members of weight 0."""
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Statistics and member states of UDP and SCTP listeners.
 
-Invariant: reported counters never decrease, over replacements of the kernel's table, restarts of the L4 daemon and of
-the agent, and reboots. Nothing is counted twice: `CheckerState.birth` identifies each table of the kernel.
+Invariant: counters never decrease and count nothing twice: `CheckerState.birth` identifies each table of the kernel.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 from amphora_agent.l4.counters import Counters
-from amphora_agent.l4_daemon.client import CheckerState, ListenerState
+from amphora_agent.l4_daemon.client import CheckerClient, CheckerState, ListenerState
 from amphora_agent.paths import Paths, write_atomically
 from amphora_agent.stats import haproxy_stats
 from amphora_agent.stats.former_workers import COUNTED
@@ -25,18 +24,10 @@ from amphora_agent.stats.monotonic_counters import MonotonicCounters
 STALE_SECONDS = 10.0
 
 
-class Source(Protocol):
-    """The source of states (`amphora_agent.l4_daemon.client.CheckerClient`)."""
-
-    def read_state(self) -> CheckerState | None: ...
-
-    def take_final_state(self) -> CheckerState | None: ...
-
-
 class UdpStats:
     """The last state and the counters of all UDP and SCTP listeners. Thread-safe."""
 
-    def __init__(self, paths: Paths, source: Source) -> None:
+    def __init__(self, paths: Paths, source: CheckerClient) -> None:
         self._file = paths.virtual_totals
         self._source = source
         self._lock = threading.Lock()
