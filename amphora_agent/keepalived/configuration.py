@@ -25,23 +25,15 @@ _CENTISECONDS = 100
 
 
 def render(instance: VrrpInstance, health: Path, released: Path) -> str:
-    """Return the configuration file.
-
-    The file ``health`` says whether HAProxy serves (`amphora_agent.services.control.ServicePolicy`). The file
-    ``released`` makes keepalived give the VIPs to the partner.
-    """
+    """Return the file. keepalived gives up the VIPs while the file ``health`` or ``released`` holds 1."""
     vrrp = instance.vrrp
     family = vrrp.local.address.version
     return load_template("keepalived.conf.j2").render(
-        name=vrrp.local.name,
+        vrrp=vrrp,
         refresh=REFRESH_SECONDS,
         health=health,
         released=released,
-        interface=vrrp.interface,
-        router_id=vrrp.router_id,
-        priority=vrrp.priority,
         advert_interval=_interval(vrrp.advert_interval),
-        local=vrrp.local.address,
         peers=[peer.address for peer in vrrp.peers] or [_LOOPBACK[family]],
         vips=[vip for vip in instance.vips if vip.version == family],
         excluded=[vip for vip in instance.vips if vip.version != family],

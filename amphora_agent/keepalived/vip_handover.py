@@ -83,10 +83,7 @@ class VipHandover:
         }
 
     def expect_vips(self, seconds: float) -> None:
-        """Redirect packets of unknown connections to the partner, for this time.
-
-        Raises NotElected without exactly one partner. Raises InterfaceError or FirewallError.
-        """
+        """Redirect unknown connections to the partner; raises NotElected, InterfaceError or FirewallError."""
         with self._lock:
             instance = self._instance_with_partner("expect the VIPs")
             with self._recording(replace(self._deadlines, expecting=time.monotonic() + seconds)):
@@ -145,9 +142,8 @@ class VipHandover:
 
     def _create_tunnel(self, instance: VrrpInstance) -> None:
         try:
-            self._inner.run(connection_tunnel.add_guard, instance)
-            self._inner.run(connection_tunnel.create_tunnel, instance)
-            self._inner.run(connection_tunnel.add_vips, instance)
+            for step in (connection_tunnel.add_guard, connection_tunnel.create_tunnel, connection_tunnel.add_vips):
+                self._inner.run(step, instance)
         except NetlinkError as error:
             raise InterfaceError("create a tunnel to the partner", f"the kernel refused: {error}") from error
 

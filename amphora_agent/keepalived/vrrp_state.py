@@ -35,15 +35,11 @@ class VrrpState:
         self._inner = inner
         self._instance = instance
         self._changed = changed
-        self._holds_vip: bool | None = None
+        # None for a single amphora.
+        self.holds_vip: bool | None = None
         self._lock = threading.Lock()
         self._announcements = netlink_watch.watch_addresses(inner)
         self._thread = threading.Thread(target=self._run, name="role", daemon=True)
-
-    @property
-    def holds_vip(self) -> bool | None:
-        """Whether this amphora has the VIPs; None for a single amphora."""
-        return self._holds_vip
 
     def start(self) -> None:
         self._thread.start()
@@ -51,14 +47,14 @@ class VrrpState:
     def refresh(self) -> None:
         """Read the state again, also after a change of the VRRP instance."""
         with self._lock:
-            instance, before = self._instance(), self._holds_vip
-            self._holds_vip = None if instance is None else self._inner.run(_has_first_vip, instance)
-            changed = self._holds_vip != before
-            if changed and instance is not None and not self._holds_vip:
+            instance, before = self._instance(), self.holds_vip
+            self.holds_vip = None if instance is None else self._inner.run(_has_first_vip, instance)
+            changed = self.holds_vip != before
+            if changed and instance is not None and not self.holds_vip:
                 self._remove_stale_vips(instance)
         if changed:
             places = {None: "not under VRRP", True: "on this amphora", False: "on a partner"}
-            _log.info("The VIPs of the load balancer are %s", places[self._holds_vip])
+            _log.info("The VIPs of the load balancer are %s", places[self.holds_vip])
             self._changed()
 
     def _remove_stale_vips(self, instance: VrrpInstance) -> None:

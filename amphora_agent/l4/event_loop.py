@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 # libnftables uses select(2), which supports descriptors below 1024 only. From 512 on they are reserved for libnftables.
 _RESERVED_FROM, _RESERVED_BELOW = 512, 1024
@@ -17,21 +18,16 @@ _RESERVED_FROM, _RESERVED_BELOW = 512, 1024
 _MAX_WAIT_SECONDS = 3600.0
 
 
+@dataclass(order=True)
 class Timer:
     """A call at a time, unless the timer is cancelled."""
 
-    __slots__ = ("action", "order", "when")
-
-    def __init__(self, when: float, order: int, action: Callable[[], None]) -> None:
-        self.when = when
-        self.order = order
-        self.action: Callable[[], None] | None = action
+    when: float
+    order: int
+    action: Callable[[], None] | None = field(compare=False)
 
     def cancel(self) -> None:
         self.action = None
-
-    def __lt__(self, other: Timer) -> bool:
-        return (self.when, self.order) < (other.when, other.order)
 
 
 class EventLoop:

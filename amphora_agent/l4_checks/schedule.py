@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from amphora_agent.l4.event_loop import EventLoop, Timer
@@ -20,25 +21,20 @@ _LATE_SECONDS, _CATCH_UP_SHARE = 1.0, 0.2
 OnCheckResult = Callable[[MemberKey, bool, str], None]
 
 
+@dataclass(eq=False)
 class _ScheduledCheck:
-    """The schedule of one member."""
+    """The schedule of one member. Times are those of the monotonic clock."""
 
-    __slots__ = ("check", "key", "started", "target", "timer", "when")
-
-    def __init__(self, key: MemberKey, target: Target, when: float) -> None:
-        self.key = key
-        self.target = target
-        self.when = when
-        self.started = when
-        self.check: Check | None = None
-        self.timer: Timer | None = None
+    key: MemberKey
+    target: Target
+    when: float
+    started: float = 0.0
+    check: Check | None = None
+    timer: Timer | None = None
 
 
 class Schedule:
-    """Starts the checks of all members, and calls ``on_result`` for each result.
-
-    ``factories`` create the checks of a monitor type when its first member appears.
-    """
+    """Starts the checks of all members. ``factories`` create the checks of a monitor type when needed."""
 
     def __init__(
         self, loop: EventLoop, factories: Mapping[str, Callable[[EventLoop], CheckType]], on_result: OnCheckResult

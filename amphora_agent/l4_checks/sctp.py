@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SCTP checks: a member answers INIT with INIT ACK; the check then sends ABORT.
-
-Invariant: the member keeps no state of a check, and the kernel needs no support for SCTP.
-"""
+"""SCTP checks: INIT, an answer INIT ACK, and ABORT, so that the member keeps no state of a check."""
 
 from __future__ import annotations
 

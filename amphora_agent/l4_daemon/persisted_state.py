@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of the checker in two files of its run directory, for the next checker process.
-
-An unreadable file counts as missing: the checker checks the members anew, and the agent sends the virtual servers
-again.
-"""
+"""State of the checker in two files, for the next checker. An unreadable file counts as missing."""
 
 from __future__ import annotations
 
@@ -33,24 +29,16 @@ class DesiredState:
     paired: bool
 
 
-NO_SERVERS = DesiredState(None, (), False)
-
-
 def parse_desired(found: Mapping[str, Any]) -> DesiredState:
     """Return the desired state of a request or a file; raises KeyError, TypeError or ValueError."""
     return DesiredState(str(found["digest"]), model.parse(found["servers"]), found["paired"] is True)
-
-
-def to_document(desired: DesiredState) -> dict[str, Any]:
-    """Return the document that `parse_desired` reads."""
-    return {"digest": desired.digest, "paired": desired.paired, "servers": model.to_document(desired.servers)}
 
 
 @dataclass
 class LoadedState:
     """The content of both files; defaults for a missing one."""
 
-    desired: DesiredState = field(default_factory=lambda: NO_SERVERS)
+    desired: DesiredState = DesiredState(None, (), False)
     states: Mapping[MemberKey, State] = field(default_factory=dict)
     counters: MonotonicCounters = field(default_factory=MonotonicCounters)
 
@@ -73,33 +61,30 @@ class StateFiles:
 
     def write_servers(self, desired: DesiredState) -> None:
         """Write the virtual servers that are served; raises OSError if the disk is full, for example."""
-        self._replace(SERVERS, to_document(desired))
+        servers = model.to_document(desired.servers)
+        self._replace(SERVERS, {"digest": desired.digest, "paired": desired.paired, "servers": servers})
 
     def write_states(self, states: Mapping[MemberKey, State], counters: MonotonicCounters) -> None:
         """Write states and counters. After an error the next process checks all members anew."""
-        with _logged_errors(STATES):
+        with _logged_errors(STATES, may_lack=False):
             self._replace(STATES, {"states": member_state.to_document(states), "counted": counters.to_document()})
 
     def _read(self, name: str) -> Any:
-        with open(self._path(name), encoding="utf-8") as file:  # noqa: PTH123 (pathlib is a megabyte)
+        with open(f"{self._directory}/{name}", encoding="utf-8") as file:  # noqa: PTH123 (pathlib is a megabyte)
             return json.load(file)
 
-    def _path(self, name: str) -> str:
-        return f"{self._directory}/{name}"
-
     def _replace(self, name: str, document: Any) -> None:
-        temporary = self._path(f".{name}.tmp")
+        temporary = f"{self._directory}/.{name}.tmp"
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump(document, file, separators=(",", ":"))
-        os.replace(temporary, self._path(name))  # noqa: PTH105 (as above)
+        os.replace(temporary, f"{self._directory}/{name}")  # noqa: PTH105 (as above)
 
 
 @contextmanager
-def _logged_errors(name: str) -> Iterator[None]:
+def _logged_errors(name: str, *, may_lack: bool = True) -> Iterator[None]:
     try:
         yield
-    except FileNotFoundError:
-        pass
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        log(f"the file {name} cannot be read or written and counts as missing: {type(error).__name__}: {error}")
+        if not (may_lack and isinstance(error, FileNotFoundError)):
+            log(f"the file {name} cannot be read or written and counts as missing: {type(error).__name__}: {error}")

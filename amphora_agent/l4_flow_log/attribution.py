@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The listener, the member, the duration and the kind of end of an ended flow.
-
-Invariant: removed listeners and members stay known for a while, because the kernel reports ends after the removal.
-"""
+"""Attribution of ended flows. Removed listeners and members stay known for flows that end later."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines of the flow log in HAProxy's log-format (configuration guide, 8.2.6).
-
-An unknown variable is "-". Additional expressions: ``%[protocol]``, ``%[packets_in]`` (from the client) and
-``%[packets_out]``.
-"""
+"""Lines of the flow log in HAProxy's log-format (configuration guide, 8.2.6), with more expressions."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Non-blocking writer for lines on standard output.
-
-Invariant: a line is written completely or not at all. With `MAX_BACKLOG` unread bytes, further lines are dropped.
-"""
+"""Non-blocking writer on standard output: complete lines, and at most `MAX_BACKLOG` unread bytes."""
 
 from __future__ import annotations
 

@@ -36,11 +36,7 @@ _BATCH = 200
 
 
 def end_flows(marks: Collection[int], masks: Collection[tuple[int, int]] = ()) -> None:
-    """Delete every flow with one of these marks.
-
-    ``masks`` are pairs of bits and a mask; a flow matches if its masked mark has these bits. Raises VirtualServersError
-    if the kernel refuses a request.
-    """
+    """Delete flows with one of these marks, or these bits under a mask; raises VirtualServersError."""
     whole = [*masks, *((mark, 0xFFFFFFFF) for mark in marks)]
     if not whole:
         return

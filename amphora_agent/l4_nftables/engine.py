@@ -127,7 +127,7 @@ class NftablesEngine:
             libnftables.run_commands(ruleset.rebuild_commands(present, table))
         except NftError:
             # Another program has changed the table, so the engine deletes the table and loses its counters.
-            self._run(ruleset.delete_commands() + ruleset.diff_commands(ruleset.EMPTY, table))
+            self._run(ruleset.DELETE_COMMANDS + ruleset.diff_commands(ruleset.EMPTY, table))
         self._record_table(table, marks, before, set())
 
     def _record_table(self, table: Table, marks: Marks, members: set[int], places: set[ServicePlace]) -> None:
@@ -187,11 +187,7 @@ class NftablesEngine:
     def rebalance(
         self, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool = False
     ) -> None:
-        """Replace the turns of LEAST_CONNECTIONS, if flows have begun or ended since the last plan.
-
-        The checker calls this method about once a second. Raises VirtualServersError if the kernel refuses the change;
-        the next change rebuilds the table.
-        """
+        """Replace the turns of LEAST_CONNECTIONS, if flows have begun or ended; raises VirtualServersError."""
         former = self._table
         begun = time.monotonic()
         if former is None or begun < self._loads_due or not self._is_unchanged() or not self._update_loads(servers):
@@ -285,7 +281,7 @@ class NftablesEngine:
         """Remove everything that `apply` made. The flows end with the rules; raises VirtualServersError."""
         listed = self._list_table()
         if listed:
-            self._run(ruleset.delete_commands())
+            self._run(ruleset.DELETE_COMMANDS)
         for one in (_parse_marks(listed), self._marks):
             # The flows of both end: after an error, a number may belong to another virtual server at the next attempt.
             self._marks_to_end |= {*one.servers.values(), *one.members.values()}

@@ -58,8 +58,8 @@ def plan_turns(members: Sequence[tuple[int, int, int]], expected: int) -> list[i
 def _proportional_turns(members: Sequence[tuple[int, int, int]], expected: int) -> list[int]:
     """Return turns in proportion to the flows that each member lacks of the common level."""
     level = _level([(weight, flows) for _, weight, flows in members], expected)
-    lacking = [(member, round((weight * level - flows) * MAX_TURNS / expected)) for member, weight, flows in members]
-    return maglev.turn_table([(member, count) for member, count in lacking if count > 0])
+    turns = [(member, round((weight * level - flows) * MAX_TURNS / expected)) for member, weight, flows in members]
+    return maglev.turn_table([(member, count) for member, count in turns if count > 0])
 
 
 def _level(members: Sequence[tuple[int, int]], expected: int) -> float:

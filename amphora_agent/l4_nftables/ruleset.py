@@ -72,6 +72,7 @@ class Table:
 
 
 EMPTY = Table()
+DELETE_COMMANDS = f"add table {FAMILY} {TABLE}\ndelete table {FAMILY} {TABLE}\n"
 ServicePlace = tuple[Host, int, int]
 """The destination of clients: address, protocol number, port."""
 
@@ -246,11 +247,6 @@ def rebuild_commands(present: Mapping[str, str], after: Table) -> str:
         {name: Chain("", ("?",)) for name, word in present.items() if word == "chain"},
     )
     return "".join(f"{one}\n" for one in flushes) + diff_commands(unknown, after)
-
-
-def delete_commands() -> str:
-    """Return the commands that delete the table."""
-    return f"add table {FAMILY} {TABLE}\ndelete table {FAMILY} {TABLE}\n"
 
 
 def _command(verb: str, word: str, name: str, more: str = "") -> str:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import socket
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -134,17 +135,12 @@ def intersect(one: Restrictions, other: Restrictions) -> Restrictions:
 def _common(one: Port | None, other: Port | None, version: int) -> Ranges:
     if one is None or other is None:
         return next(port.ranges(version) for port in (one, other) if port is not None)
-    found = []
-    left, right = list(one.ranges(version)), list(other.ranges(version))
-    i = j = 0
-    while i < len(left) and j < len(right):
-        first, last = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+    found, left, right = [], deque(one.ranges(version)), deque(other.ranges(version))
+    while left and right:
+        first, last = max(left[0][0], right[0][0]), min(left[0][1], right[0][1])
         if first <= last:
             found.append((first, last))
-        if left[i][1] < right[j][1]:
-            i += 1
-        else:
-            j += 1
+        (left if left[0][1] < right[0][1] else right).popleft()
     return tuple(found)
 
 

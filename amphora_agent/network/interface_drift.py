@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Differences between the interfaces of a namespace and a bundle.
-
-The findings are exactly the changes that `interfaces.converge` would make.
-"""
+"""Differences between a namespace and a bundle: the changes that `interfaces.converge` would make."""
 
 from __future__ import annotations
 

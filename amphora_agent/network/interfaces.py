@@ -151,11 +151,7 @@ class NamespaceState:
 
 
 def _run_pass(wanted: WantedNetwork, outer: int | None, *, lacking: bool) -> PassResult | None:
-    """Run one pass in the namespace.
-
-    ``outer`` is the namespace for unwanted interfaces; None removes nothing. Without ``lacking``, a missing interface
-    stops the pass before its first change, and the result is None.
-    """
+    """Run one pass; None for missing interfaces without ``lacking``. ``outer`` gets unwanted interfaces."""
     with IPRoute() as route:
         state = NamespaceState(route, wanted)
         if not (state.is_complete or lacking):

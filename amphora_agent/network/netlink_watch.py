@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Change notifications of the kernel for the interfaces or the nftables rules of a namespace.
-
-Invariant: after a change or a loss of announcements, the next call of `has_changed` returns True.
-"""
+"""Change notifications of the kernel for the interfaces or the nftables rules of a namespace."""
 
 from __future__ import annotations
 

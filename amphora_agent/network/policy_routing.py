@@ -149,10 +149,7 @@ def _parse_route(message: Any) -> TableRoute | None:
 
 def read_rules(route: Any) -> frozenset[Rule]:
     """Return all rules except the initial ones of a namespace."""
-    return frozenset(_rules(route))
-
-
-def _rules(route: Any) -> Iterator[Rule]:
+    found = set()
     for version, family in _FAMILIES.items():
         for message in route.get_rules(family=family):
             priority = message.get_attr("FRA_PRIORITY") or 0
@@ -165,7 +162,8 @@ def _rules(route: Any) -> Iterator[Rule]:
             further += [(key, message[key]) for key in ("dst_len", "tos") if message[key]]
             if message["action"] != _LEADS_TO_A_TABLE:
                 further.append(("action", message["action"]))
-            yield Rule(version, priority, table, network, tuple((name, str(value)) for name, value in further))
+            found.add(Rule(version, priority, table, network, tuple((name, str(value)) for name, value in further)))
+    return frozenset(found)
 
 
 def replace_route(route: Any, item: TableRoute) -> None:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernel settings of the load balancer's network namespace (Documentation/networking/ip-sysctl.rst).
-
-The agent sets them before it moves in the first interface. Only a setting in `_NEEDED` must exist in the kernel.
-"""
+"""Kernel settings of the inner namespace, set before its first interface (networking/ip-sysctl.rst)."""
 
 from __future__ import annotations
 

@@ -39,14 +39,8 @@ _FRONT = "The metrics of this load balancer are at /metrics"
 Waiting = tuple[socket.socket, bytes]
 # Opens sockets in HAProxy's namespace.
 Opener = Callable[..., tuple[Pinger, socket.socket]]
-_REASONS = {
-    200: "OK",
-    400: "Bad Request",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    431: "Request Header Fields Too Large",
-    503: "Service Unavailable",
-}
+_REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed"}
+_REASONS |= {431: "Request Header Fields Too Large", 503: "Service Unavailable"}
 
 
 class Exchange:
@@ -134,7 +128,11 @@ class Responder:
                     if self._handing_over:
                         self._inherited, self._waiting = session.leave()
             except Exception as error:  # noqa: BLE001 (without answers HAProxy reports each pinged member as down)
-                self._report(error)
+                text = f"{type(error).__name__}: {error}"
+                if text != self.last_error:
+                    unexpected = not isinstance(error, (OSError, AgentError))
+                    _log(f"opening all sockets again after: {text}", unexpected=unexpected)
+                self.last_error = text
                 self._stopping.wait(_RETRY_SECONDS)
 
     def _open_session(self) -> _Session:
@@ -144,13 +142,6 @@ class Responder:
         for connection, received in waiting:
             session.adopt(connection, received)
         return session
-
-    def _report(self, error: Exception) -> None:
-        """Log an error once, also if it repeats."""
-        text = f"{type(error).__name__}: {error}"
-        if text != self.last_error:
-            _log(f"opening all sockets again after: {text}", unexpected=not isinstance(error, (OSError, AgentError)))
-        self.last_error = text
 
     def _answer_scrape(self, connection: socket.socket, version: str) -> None:
         """Answer in a separate thread, because a scraper may be slow."""

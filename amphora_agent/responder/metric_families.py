@@ -14,11 +14,8 @@ class Subject(Enum):
     MEMBER = "2"
 
 
-STATES = {
-    Subject.LISTENER: ("DOWN", "UP"),
-    Subject.POOL: ("DOWN", "UP"),
-    Subject.MEMBER: ("DOWN", "UP", "MAINT", "DRAIN", "NOLB"),
-}
+_BOTH = ("DOWN", "UP")
+STATES = {Subject.LISTENER: _BOTH, Subject.POOL: _BOTH, Subject.MEMBER: (*_BOTH, "MAINT", "DRAIN", "NOLB")}
 CODES = ("1xx", "2xx", "3xx", "4xx", "5xx", "other")
 STATUS, RESPONSES = "status", "hrsp_"
 _MILLISECONDS = frozenset(("qtime", "ctime", "rtime", "ttime", "qtime_max", "ctime_max", "rtime_max", "ttime_max"))

@@ -12,21 +12,12 @@ import os
 import re
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from amphora_agent.errors import HaproxyError
 from amphora_agent.haproxy.runtime_socket import Socket
-from amphora_agent.responder.metric_families import (
-    CODES,
-    CPU,
-    MEMORY,
-    PROCESS,
-    RESPONSES,
-    STATES,
-    STATISTICS,
-    STATUS,
-    Family,
-    Subject,
-)
+from amphora_agent.responder import metric_families
+from amphora_agent.responder.metric_families import RESPONSES, STATUS, Family, Subject
 from amphora_agent.stats.former_workers import FormerWorkers, read
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -71,20 +62,16 @@ def scrape(worker: Socket, sums: str = "", others: str = "") -> Iterator[str]:
 
 def _ask_others(path: str) -> str:
     """Return the rows of UDP and SCTP listeners; empty without an answer of the L4 daemon."""
-    if not path or not os.path.exists(path):  # noqa: PTH110 (pathlib is a megabyte)
-        return ""
-    try:
-        return Socket(path).ask('{"op":"rows"}', seconds=_OTHERS_SECONDS)
-    except HaproxyError:
-        return ""
+    if path and os.path.exists(path):  # noqa: PTH110 (pathlib is a megabyte)
+        with suppress(HaproxyError):
+            return Socket(path).ask('{"op":"rows"}', seconds=_OTHERS_SECONDS)
+    return ""
 
 
 def _read_sums(path: str) -> FormerWorkers | None:
-    try:
-        with open(path, encoding="utf-8") as file:  # noqa: PTH123 (pathlib is a megabyte)
-            return read(file.read())
-    except FileNotFoundError:
-        return None
+    with suppress(FileNotFoundError), open(path, encoding="utf-8") as file:  # noqa: PTH123 (pathlib is a megabyte)
+        return read(file.read())
+    return None
 
 
 def _ask(worker: Socket) -> str:
@@ -116,19 +103,16 @@ def _memory() -> float:
 def exposition(
     answer: str, *, load: float, memory: float, before: FormerWorkers | None = None, others: str = ""
 ) -> Iterator[str]:
-    """Translate the answer to `QUESTION`; each part is one metric with all samples.
-
-    ``load`` of the machine and used ``memory`` are in percent. ``before`` has counters of former workers, which are
-    added. ``others`` has more rows, under a line with the names of their columns.
-    """
-    yield f"{CPU.head}{CPU.name} {load:.1f}\n{MEMORY.head}{MEMORY.name} {memory:.1f}\n"
+    """Translate the answer to `QUESTION` and further rows; each part is one metric with all samples."""
+    machine = ((metric_families.CPU, load), (metric_families.MEMORY, memory))
+    yield "".join(f"{one.head}{one.name} {value:.1f}\n" for one, value in machine)
     info, _, table = answer.partition("# pxname,")
     known = dict(re.findall(r"^([A-Za-z_-]+): (\d+)$", info, re.MULTILINE))
-    yield "".join(f"{one.head}{one.name} {known.get(one.column, _UNKNOWN)}\n" for one in PROCESS)
+    yield "".join(f"{one.head}{one.name} {known.get(one.column, _UNKNOWN)}\n" for one in metric_families.PROCESS)
     columns, rows = _read(table)
     _add(others, columns, rows)
     mode = columns["mode"]
-    for subject, families in STATISTICS.items():
+    for subject, families in metric_families.STATISTICS.items():
         everything = of_http = _Part(subject, columns, rows[subject], before)
         if any(row[mode] != "http" for row in rows[subject]):
             of_http = _Part(subject, columns, [row for row in rows[subject] if row[mode] == "http"], before)
@@ -178,10 +162,10 @@ class _Part:
     def samples(self, family: Family) -> Iterator[str]:
         if family.column == STATUS:
             present = [_STATE_OF.get(value.partition(" ")[0], "UP") for value in self._columns[self._places[STATUS]]]
-            for state in STATES[self._subject]:
+            for state in metric_families.STATES[self._subject]:
                 yield self._lines(family, ["1" if one == state else "0" for one in present], f',state="{state}"')
         elif family.column == RESPONSES:
-            for code in CODES:
+            for code in metric_families.CODES:
                 yield self._lines(family, self._values(f"{RESPONSES}{code}"), f',code="{code}"')
         elif family.in_milliseconds:
             values = self._values(family.column)

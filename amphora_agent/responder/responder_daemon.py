@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent's side of the responder: start, replacement after a change of its code, ping targets.
-
-Invariant: the responder outlives the agent. An agent changes the ping targets only with a bundle.
-"""
+"""The agent's side of the responder, which outlives the agent: start, replacement, ping targets."""
 
 from __future__ import annotations
 

@@ -83,7 +83,16 @@ def notify_ready(inherited: Inherited) -> None:
 def store_descriptor(address: str, name: str, descriptor: int) -> None:
     """Store a descriptor in systemd beyond the life of this process; raises ServiceError."""
     send(address, f"FDSTORE=1\nFDPOLL=0\nFDNAME={_encoded(name)}", [descriptor])
-    _await_barrier(address)
+    # After the barrier systemd has the descriptor, and this process may exit.
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            send(address, "BARRIER=1", [theirs.fileno()])
+        ours.settimeout(ANSWER_SECONDS)
+        try:
+            ours.recv(1)  # systemd closes the other end when it handles the message
+        except OSError as error:
+            raise ServiceError("notify systemd", f"it does not answer: {error}") from error
 
 
 def remove_descriptor(address: str, name: str) -> None:
@@ -101,16 +110,3 @@ def send(address: str, text: str, descriptors: Sequence[int] = ()) -> None:
             socket.send_fds(connection, [text.encode()], list(descriptors))
     except OSError as error:
         raise ServiceError("notify systemd", f"its socket does not accept the message: {error}") from error
-
-
-def _await_barrier(address: str) -> None:
-    """Wait until systemd has processed all earlier notifications; afterwards this process may exit."""
-    ours, theirs = socket.socketpair()
-    with ours:
-        with theirs:
-            send(address, "BARRIER=1", [theirs.fileno()])
-        ours.settimeout(ANSWER_SECONDS)
-        try:
-            ours.recv(1)  # systemd closes the other end when it handles the message
-        except OSError as error:
-            raise ServiceError("notify systemd", f"it does not answer: {error}") from error

@@ -174,19 +174,12 @@ class Supervisor:
         service.starts += 1
         for leftover in service.leftovers:
             Path(leftover).unlink(missing_ok=True)
+        output = [(os.POSIX_SPAWN_DUP2, writer, number) for number in (1, 2)]
+        actions = [(os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0), *output]
+        signals = [signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGPIPE]
         try:
             service.pid = os.posix_spawnp(
-                argv[0],
-                argv,
-                os.environ,
-                setsigmask=[],
-                setpgroup=0,
-                setsigdef=[signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGPIPE],
-                file_actions=[
-                    (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
-                    (os.POSIX_SPAWN_DUP2, writer, 1),
-                    (os.POSIX_SPAWN_DUP2, writer, 2),
-                ],
+                argv[0], argv, os.environ, setsigmask=[], setpgroup=0, setsigdef=signals, file_actions=actions
             )
         except OSError as error:
             os.close(reader)

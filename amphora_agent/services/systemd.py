@@ -145,17 +145,9 @@ class Systemd:
         program = shutil.which(argv[0])
         if program is None:
             raise ServiceError(f"start {name}", f"there is no program {argv[0]}")
-        return Unit(
-            name,
-            (program, *argv[1:]),
-            self._paths.inner_namespace if inner else None,
-            _SCRIPT,
-            self._directory(name),
-            self._paths.run,
-            policy.health,
-            policy.restart_delay,
-            policy.leftovers,
-        )
+        namespace, command = self._paths.inner_namespace if inner else None, (program, *argv[1:])
+        supervision = (policy.health, policy.restart_delay, policy.leftovers)
+        return Unit(name, command, namespace, _SCRIPT, self._directory(name), self._paths.run, *supervision)
 
     def _write_unit(self, unit: Unit) -> UnitChange:
         """Write the file of a unit and make systemd read it; raises ServiceError."""

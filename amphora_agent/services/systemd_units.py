@@ -45,27 +45,19 @@ class Confinement:
 
 
 CHECKER_USER, RESPONDER_USER = "amphora-checker", "amphora-responder"
-_PACKETS = ("UNIX", "INET", "INET6", "NETLINK", "PACKET")
+_IP = ("UNIX", "INET", "INET6")
+_PACKETS = (*_IP, "NETLINK", "PACKET")
+_NETWORK_CAPABILITIES = ("NET_ADMIN", "NET_RAW")
+_MASTER_CAPABILITIES = ("KILL", "NET_BIND_SERVICE", "SETGID", "SETUID", "SYS_CHROOT")
 # A daemon without an entry has no capability and writes only to the run directory of the agent.
 CONFINEMENTS: Mapping[str, Confinement] = {
     # The master stays root because it opens ports and files at each reload. Its workers change to an empty root
     # directory and to the user `haproxy`. PCRE2 compiles regular expressions to machine code.
-    "haproxy": Confinement(
-        capabilities=("KILL", "NET_BIND_SERVICE", "SETGID", "SETUID", "SYS_CHROOT"),
-        families=("UNIX", "INET", "INET6"),
-        calls=("chroot",),
-        compiles=True,
-    ),
-    "keepalived": Confinement(capabilities=("NET_ADMIN", "NET_RAW"), families=_PACKETS),
-    "amphora-responder": Confinement(
-        user=RESPONDER_USER, capabilities=("NET_RAW",), families=("UNIX", "INET", "INET6"), directory=None
-    ),
+    "haproxy": Confinement(None, _MASTER_CAPABILITIES, _IP, calls=("chroot",), compiles=True),
+    "keepalived": Confinement(None, _NETWORK_CAPABILITIES, _PACKETS),
+    "amphora-responder": Confinement(RESPONDER_USER, ("NET_RAW",), _IP, directory=None),
     "amphora-checker": Confinement(
-        user=CHECKER_USER,
-        capabilities=("NET_ADMIN", "NET_RAW"),
-        families=_PACKETS,
-        directory="amphora-agent/checker",
-        sets=True,
+        CHECKER_USER, _NETWORK_CAPABILITIES, _PACKETS, directory="amphora-agent/checker", sets=True
     ),
 }
 
@@ -124,11 +116,7 @@ def _command(words: Sequence[object]) -> str:
 
 
 def render_unit(unit: Unit) -> str:
-    """Return the text of a unit file.
-
-    systemd restarts the daemon, at once or after the delay. The script adds the back-off between quick exits, because
-    systemd supports a back-off only from version 254.
-    """
+    """Return the text of a unit file. The script adds the back-off, which systemd has only since 254."""
     bounds = CONFINEMENTS.get(unit.name, Confinement())
     return load_template("daemon.service.j2").render(
         unit=unit,

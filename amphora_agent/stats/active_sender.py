@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The threads that send heartbeats, and their replacement at run time.
-
-Invariant: at most one thread sends heartbeats. An error of one target does not stop the other targets.
-"""
+"""The thread that sends heartbeats, and its replacement by a thread with other settings."""
 
 from __future__ import annotations
 
@@ -97,12 +94,8 @@ class ActiveSender:
     def __init__(self, settings: Settings, make: Callable[[Settings], Sender]) -> None:
         self._make = make
         self._lock = threading.Lock()
-        self._settings = settings
+        self.settings = settings
         self._sender = make(settings)
-
-    @property
-    def settings(self) -> Settings:
-        return self._settings
 
     def start(self) -> None:
         self._sender.start()
@@ -120,6 +113,6 @@ class ActiveSender:
         """Replace the sender by one with other settings."""
         with self._lock:
             self._sender.close()
-            self._settings = settings
+            self.settings = settings
             self._sender = self._make(settings)
             self._sender.start()

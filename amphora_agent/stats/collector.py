@@ -38,11 +38,7 @@ CUT_SECONDS = 1.0
 
 
 class Collector:
-    """Samples of HAProxy's workers, and the counters over them. Thread-safe.
-
-    ``store`` keeps connections to stopping workers beyond the life of the agent. ``udp`` has the statistics of UDP and
-    SCTP listeners; None without such listeners.
-    """
+    """Samples of HAProxy's workers and counters over them; ``store`` outlives the agent. Thread-safe."""
 
     def __init__(self, paths: Paths, store: ServiceManager | None = None, udp: UdpStats | None = None) -> None:
         self._paths = paths

@@ -39,13 +39,11 @@ def datagrams(amphora_id: uuid.UUID, key: bytes, epoch: int, first: int, documen
 
 def _halves(document: dict[str, Any]) -> list[dict[str, Any]] | None:
     """Split a document into two; None if it holds one object only."""
-    objects: list[tuple[str, str, str]] = [("listeners", name, "") for name in document["listeners"]]
+    objects = [("listeners", name, "") for name in document["listeners"]]
     for name, pool in document["pools"].items():
         objects += [("pools", name, member) for member in pool["members"]] or [("pools", name, "")]
-    if len(objects) < 2:
-        return None
     middle = len(objects) // 2
-    return [_part(document, objects[:middle]), _part(document, objects[middle:])]
+    return [_part(document, objects[:middle]), _part(document, objects[middle:])] if middle else None
 
 
 def _part(document: dict[str, Any], objects: list[tuple[str, str, str]]) -> dict[str, Any]:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics and member states of UDP and SCTP listeners.
-
-Invariant: counters never decrease and count nothing twice: `CheckerState.birth` identifies each table of the kernel.
-"""
+"""Statistics and member states of UDP and SCTP listeners. Counters never decrease."""
 
 from __future__ import annotations
 
