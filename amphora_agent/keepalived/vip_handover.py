@@ -69,7 +69,9 @@ class VipHandover:
                 self._inner.run(connection_tunnel.stop_redirect)
                 self._remove_tunnel()
             except _FAILURES as error:
-                _log.warning("The remains of a former hand-over stay until the next hand-over: %s", error)
+                _log.warning(
+                    "Cannot remove the tunnel of a former hand-over, which stays until the next one: %s", error
+                )
         self._thread.start()
 
     def describe(self) -> dict[str, Any]:
@@ -136,7 +138,7 @@ class VipHandover:
             yield
         except _FAILURES:
             self._deadlines = _expire_new(before, deadlines, time.monotonic())
-            with suppress(*_FAILURES):  # the thread retries
+            with suppress(*_FAILURES):  # the thread of the hand-over retries
                 self._end_expired()
             raise
 
@@ -156,7 +158,7 @@ class VipHandover:
                 self._end_expired()
             except _FAILURES as error:
                 _log.warning(
-                    "The agent could not end a hand-over, retrying in %.1f s: %s", _CHECK_INTERVAL_SECONDS, error
+                    "Cannot end the hand-over of the VIPs, retrying in %.1f s: %s", _CHECK_INTERVAL_SECONDS, error
                 )
 
     def _end_expired(self) -> None:
@@ -172,7 +174,7 @@ class VipHandover:
                 return
             if left == HandoverDeadlines():
                 self._remove_tunnel()
-            self._deadlines = left  # the last statement, so that the thread retries a failed removal
+            self._deadlines = left  # assigned last, so that the thread retries a failed removal
             self._write_deadlines()
 
     def _remove_tunnel(self) -> None:

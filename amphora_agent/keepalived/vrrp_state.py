@@ -35,7 +35,7 @@ class VrrpState:
         self._inner = inner
         self._instance = instance
         self._changed = changed
-        # None for a single amphora.
+        # The attribute is None for a single amphora.
         self.holds_vip: bool | None = None
         self._lock = threading.Lock()
         self._announcements = netlink_watch.watch_addresses(inner)
@@ -107,7 +107,7 @@ def remove_stale_vips(instance: VrrpInstance) -> None:
                 try:
                     route.addr("del", index=index, address=str(address.ip), prefixlen=address.max_prefixlen)
                 except NetlinkError as error:
-                    if error.code != errno.EADDRNOTAVAIL:  # already removed
+                    if error.code != errno.EADDRNOTAVAIL:  # the kernel has no such address
                         raise
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from amphora_agent.l4.model import Host
 
 SUMMED = ("total_connections", "bytes_in", "bytes_out", "request_errors")
-# The number of removed virtual servers whose sums are kept, because a virtual server may return.
+# A removed virtual server may return, so the sums of this number of removed virtual servers are kept.
 MAX_FORMER = 500
 _Sums = tuple[int, ...]
 _ZERO: _Sums = (0,) * len(SUMMED)

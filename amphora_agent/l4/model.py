@@ -20,7 +20,7 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "TRACE", "OPTIONS", "PATCH", 
 VERSIONS = ("1.0", "1.1")
 LARGEST_PORT, LARGEST_WEIGHT, LONGEST = 65535, 256, 2**31 - 1
 LONGEST_FORMAT = 2048
-# Keys that older bundles do not have.
+# Older bundles do not have these keys.
 _OPTIONAL = ("log_format",)
 _CODES = re.compile(r"[1-5][0-9]{2}(?:-[1-5][0-9]{2})?")
 # A path has no space and no line end, because both would change the request line (RFC 9112, section 3).

@@ -12,11 +12,11 @@ ROUTE, NETFILTER = 0, 12
 REQUEST, ACK, REPLACE, DUMP = 1, 4, 0x100, 0x300
 ERROR, DONE = 2, 3
 NESTED = 0x8000
-# Offset of the attributes in a message of netfilter: after nlmsghdr and nfgenmsg.
+# In a message of netfilter, the attributes follow nlmsghdr and nfgenmsg.
 FIRST_ATTRIBUTE = 20
-ATTRIBUTE = struct.Struct("=HH")  # length, type
+ATTRIBUTE = struct.Struct("=HH")  # The fields are length and type.
 TYPE_MASK = 0x3FFF
-_HEAD = struct.Struct("=IHHII")  # length, type, flags, sequence number, port
+_HEAD = struct.Struct("=IHHII")  # The fields are length, type, flags, sequence number and port.
 _SO_ATTACH_FILTER = 26
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 # The socket module does not name these constants of the kernel's headers.
 _IP_RECVERR, _IPV6_RECVERR, _MSG_ERRQUEUE = 11, 25, 0x2000
-_EXTENDED = struct.Struct("=IBBBBII")  # errno, origin, type, code, padding, info, data
+_EXTENDED = struct.Struct("=IBBBBII")  # The fields are errno, origin, type, code, padding, info and data.
 _LEVELS = {(socket.IPPROTO_IP, _IP_RECVERR), (socket.IPPROTO_IPV6, _IPV6_RECVERR)}
 _LARGEST = 512
 # These errors mean an unreachable member. Other errors are about the path, for example a packet that is too large.

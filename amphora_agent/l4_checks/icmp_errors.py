@@ -27,7 +27,7 @@ OnIcmpError = Callable[[str, int, str], None]
 _ETH_P_IP, _ETH_P_IPV6, _PACKET_HOST = 0x0800, 0x86DD, 0
 _NEIGHBOR_GROUP, _NEW_NEIGHBOUR, _FAILED, _DESTINATION = 0x4, 28, 0x20, 1
 _MAX_BYTES, _MAX_AT_ONCE = 8192, 64
-# Classic BPF (linux/filter.h): load a byte, load one after the IP header, header length, compare, return.
+# Instructions of classic BPF (linux/filter.h) load a byte, load one after the IP header, compare, and return.
 _LOAD, _LOAD_BEHIND, _LENGTH, _IS, _RETURN = 0x30, 0x50, 0xB1, 0x15, 0x06
 _ONLY_UNREACHABLE = {
     socket.AF_INET: (
@@ -49,7 +49,7 @@ _ONLY_UNREACHABLE = {
     ),
 }
 _IPV6_HEADER, _ICMP_HEADER = 40, 8
-# ICMP codes for a closed port (RFC 792; RFC 4443, section 3.1).
+# These ICMP codes mean a closed port (RFC 792; RFC 4443, section 3.1).
 _PORT = {socket.AF_INET: 3, socket.AF_INET6: 4}
 
 # linux/netfilter/nfnetlink_conntrack.h

@@ -15,7 +15,7 @@ from amphora_agent.l4_checks.check import Check, OnResult, Target
 from amphora_agent.network.icmp_echo import open_raw_socket
 
 _MAX_BYTES = 2048
-_FIRST_PORT, _PORTS = 32768, 28232  # this is Linux's default range of client ports
+_FIRST_PORT, _PORTS = 32768, 28232  # This is Linux's default range of client ports.
 
 
 class SctpChecks:
@@ -24,7 +24,7 @@ class SctpChecks:
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
         self._sockets: dict[socket.AddressFamily, socket.socket] = {}
-        self._pending: dict[int, _Init] = {}  # keys: local ports
+        self._pending: dict[int, _Init] = {}  # The keys are local ports.
         self._next = int.from_bytes(os.urandom(2), "big") % _PORTS
         try:
             for family in (socket.AF_INET, socket.AF_INET6):
@@ -51,7 +51,7 @@ class SctpChecks:
         else:
             raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
         check = _Init(_FIRST_PORT + self._next, target, on_result, self)
-        self._read_packets(opened)  # removes pending errors of other members, which sendto() would raise
+        self._read_packets(opened)  # sendto() would raise pending errors of other members
         opened.sendto(sctp_packet.init(check.port, target.port, check.tag), (target.address, 0))
         self._pending[check.port] = check
         return check

@@ -11,12 +11,12 @@ import struct
 from dataclasses import dataclass
 
 INIT, INIT_ACK, ABORT = 1, 2, 6
-# Section 3: source port, destination port, verification tag, checksum.
+# The fields of a packet are source port, destination port, verification tag and checksum (section 3).
 _HEADER = struct.Struct("!HHII")
-_CHUNK = struct.Struct("!BBH")  # type, flags, length
-_START = struct.Struct("!IIHHI")  # initiate tag, window, streams out and in, first TSN
+_CHUNK = struct.Struct("!BBH")  # The fields are type, flags and length.
+_START = struct.Struct("!IIHHI")  # The fields are initiate tag, window, streams and first TSN.
 _CHECKSUM_AT = 8
-# The smallest permitted window (section 3.3.2). No data is transferred.
+# The check transfers no data, so it announces the smallest permitted window (section 3.3.2).
 _WINDOW = 1500
 _CASTAGNOLI = 0x82F63B78
 

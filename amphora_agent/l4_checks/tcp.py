@@ -10,7 +10,7 @@ import socket
 from amphora_agent.l4.event_loop import EventLoop, make_nonblocking
 from amphora_agent.l4_checks.check import Check, OnResult, Target
 
-_RESET_ON_CLOSE = b"\1\0\0\0\0\0\0\0"  # struct linger
+_RESET_ON_CLOSE = b"\1\0\0\0\0\0\0\0"  # The bytes are a struct linger: on, 0 seconds.
 
 
 class TcpChecks:

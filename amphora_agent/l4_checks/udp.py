@@ -29,7 +29,7 @@ class UdpChecks:
 
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
-        self._checks: dict[str, set[_Datagram]] = {}  # by address
+        self._checks: dict[str, set[_Datagram]] = {}  # The keys are addresses.
         self._late_errors: dict[tuple[str, int], tuple[float, str]] = {}
         self.neighbors = NeighborProbe()
         try:

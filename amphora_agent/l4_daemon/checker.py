@@ -29,9 +29,9 @@ from amphora_agent.l4_flow_log.writer import FlowLog
 from amphora_agent.l4_nftables.engine import NftablesEngine
 
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.5, 30.0
-# Interval of flow counts for LEAST_CONNECTIONS.
+# The checker counts flows for LEAST_CONNECTIONS at this interval.
 _REBALANCE_SECONDS = 1.0
-# Delay before the checker writes changes that alter no member's status. A kill may lose these changes.
+# The checker delays the writing of changes that alter no member's status. A kill may lose these changes.
 _SAVE_SECONDS = 1.0
 
 
@@ -57,7 +57,7 @@ class Checker:
         self._counters = loaded.counters
         self._states = member_state.carry_over(loaded.states, (), loaded.desired.servers, time.time())
         self._monitors: dict[MemberKey, model.Monitor] = {}
-        # The health that was applied last; at the start, the recorded health of the previous process.
+        # The health that the engine has. At the start this is the recorded health of the previous process.
         self._applied_health = member_state.member_health(loaded.desired.servers, self._states)
         # The previous process may have applied a state that it did not record.
         self._must_apply = bool(loaded.desired.servers)

@@ -37,7 +37,7 @@ STATE_TIMEOUT_SECONDS = 0.3
 ANSWER_TIMEOUT_SECONDS = 1.0
 # A change of the kernel's table takes milliseconds, and longer on a busy machine.
 SERVE_TIMEOUT_SECONDS = 60.0
-# A busy emulated machine took more than fifteen seconds.
+# On a busy emulated machine, the start of the checker took more than fifteen seconds.
 START_TIMEOUT_SECONDS = 60.0
 _RESTART_DELAY = 0.1
 _POLL_SECONDS = 0.02
@@ -96,7 +96,7 @@ class CheckerClient:
         self._services = services
         self._lock = threading.Lock()
         self._version = version()
-        # A separate lock: a reader of the final state does not wait for the checker.
+        # The final state has a separate lock, so that its reader does not wait for the checker.
         self._final_state_lock = threading.Lock()
         self._final_state: CheckerState | None = None
 
@@ -176,7 +176,7 @@ class CheckerClient:
         except FileNotFoundError:
             return False
         except (OSError, ValueError, KeyError, TypeError):
-            return True  # unknown
+            return True  # the file is not readable, so the state is unknown
 
     def _ensure_running(self) -> None:
         """Start the checker, or replace it if it runs other code; returns when the checker answers."""

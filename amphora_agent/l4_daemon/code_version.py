@@ -8,7 +8,7 @@ import sys
 from zlib import crc32
 
 PACKAGES = ("l4", "l4_checks", "l4_daemon", "l4_flow_log", "l4_nftables")
-# Files outside these packages that the checker imports; a unit test compares.
+# The checker imports these files outside its packages. A unit test compares the list.
 ELSEWHERE = ("__init__.py", "errors.py", "network/__init__.py", "network/libnftables.py", "network/icmp_echo.py")
 
 

@@ -61,7 +61,7 @@ class ControlSocket:
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError as error:  # the limit of open files is reached
-            log(f"connections are not accepted for {_PAUSE_SECONDS} s: {error}")
+            log(f"control socket: connections are not accepted for {_PAUSE_SECONDS} s: {error}")
             self._loop.remove(self._listener)
             listen = partial(self._loop.add_reader, self._listener, self._accept)
             self._pause_timer = self._loop.call_at(time.monotonic() + _PAUSE_SECONDS, listen)
@@ -81,7 +81,7 @@ class ControlSocket:
             answer = {"error": _unexpected_error(error, refused=False)}
             import traceback  # noqa: PLC0415 (rarely needed, saves memory)
 
-            log("".join(traceback.format_exception(error)).rstrip())
+            log(f"a request failed with an unexpected error: {''.join(traceback.format_exception(error)).rstrip()}")
         if isinstance(answer, str):
             return answer.encode()
         return json.dumps(answer, separators=(",", ":")).encode() + b"\n"

@@ -38,9 +38,9 @@ class FlowAttribution:
     def __init__(self) -> None:
         self._listeners: dict[_Destination, _Listener] = {}
         self._formats: dict[str, LogFormat] = {}
-        # Members whose flows continue.
+        # The flows of these members continue.
         self._retained: set[tuple[_Destination, _MemberAddress]] = set()
-        # Members whose flows were ended: start and end of that change in nanoseconds.
+        # The kernel ended the flows of these members between two times, in nanoseconds.
         self._cut: dict[tuple[_Destination, _MemberAddress], tuple[int, int]] = {}
         self._begun: int | None = None
 

@@ -24,7 +24,7 @@ from amphora_agent.l4_flow_log.stdout_writer import StdoutWriter
 
 SHARE = 5
 REPORT_SECONDS = 10.0
-# Maximum time for the remaining messages at the end.
+# At its end, the flow log handles remaining messages for at most this time.
 _CLOSE_SECONDS = 1.0
 _MAX_AT_ONCE = 100
 _GROUP_DESTROYED = 1 << 2
@@ -33,16 +33,16 @@ _SO_RCVBUFFORCE, _SO_MEMINFO = 33, 55
 _MEMINFO = struct.Struct("=9I")
 _BUFFER, _MAX_MESSAGE_BYTES = 8 << 20, 1 << 16
 _SETTINGS = "/proc/sys/net/netfilter/nf_conntrack_"
-# Byte and packet counters, start and end times, and events.
+# Lines need counters of bytes and packets, the times of a flow, and events.
 _REQUIRED_SETTINGS = ("acct", "timestamp", "events")
-# Classic BPF (linux/filter.h): accept messages whose mark (found by SKF_AD_NLATTR) is not zero.
+# This classic BPF program (linux/filter.h) accepts messages whose mark (SKF_AD_NLATTR) is not zero.
 _ONLY_MARKED = (
-    (0x00, 0, 0, 20),  # A: offset of the attributes
-    (0x01, 0, 0, 8),  # X: attribute number of the mark
-    (0x20, 0, 0, 0xFFFFF00C),  # A: offset of the attribute
-    (0x15, 3, 0, 0),  # not found
+    (0x00, 0, 0, 20),  # A is the offset of the attributes.
+    (0x01, 0, 0, 8),  # X is the attribute number of the mark.
+    (0x20, 0, 0, 0xFFFFF00C),  # A is the offset of the attribute.
+    (0x15, 3, 0, 0),  # The program jumps if there is no mark.
     (0x07, 0, 0, 0),
-    (0x40, 0, 0, 4),  # A: its value
+    (0x40, 0, 0, 4),  # A is the value of the mark.
     (0x15, 0, 1, 0),
     (0x06, 0, 0, 0),
     (0x06, 0, 0, 0xFFFFFFFF),

@@ -27,7 +27,7 @@ _TUPLE_IP, _TUPLE_PROTO, _PROTO_NUMBER, _PROTO_DESTINATION = 1, 2, 1, 3
 _DESTINATION_OF = {socket.AF_INET: 2, socket.AF_INET6: 4}
 _TIMEOUT_SECONDS = 30.0
 _BUFFER = 1 << 20
-# A mark as an attribute. Attributes are aligned to four bytes, in a message and in a received block.
+# The pattern finds a mark. Attributes are aligned to four bytes, in a message and in a received block.
 _MARKED = re.compile(rb"\x08\x00\x08\x00(.{4})" if sys.byteorder == "little" else rb"\x00\x08\x00\x08(.{4})", re.DOTALL)
 # For each mark the kernel goes through all flows. For more marks than this, one dump of all flows is faster.
 _MAX_DUMPS = 8

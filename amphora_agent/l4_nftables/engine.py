@@ -52,13 +52,13 @@ class NftablesEngine:
     def __init__(self) -> None:
         self._table: Table | None = None
         self._marks = conntrack_marks.NO_MARKS
-        # The listing after the engine's latest change, and the kernel's generation number of the ruleset at that time.
+        # The engine keeps the listing after its latest change, and the kernel's generation of the ruleset at that time.
         self._listed = ""
         self._generation: int | None = None
-        # Flows that the engine still has to end: by mark, and by destination for flows without a mark.
+        # The engine still has to end these flows: by mark, and by destination for flows without a mark.
         self._marks_to_end: set[int] = set()
         self._unmarked_places: set[ServicePlace] = set()
-        # The latest count of flows, by mark.
+        # The engine keeps its latest count of flows, by mark.
         self._flows: dict[int, int] = {}
         self._flow_count_due = 0.0
         self._loads = NO_LOADS

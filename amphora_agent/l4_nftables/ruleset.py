@@ -222,7 +222,7 @@ def _slot_expression(server: VirtualServer, version: int, slots: int, *, paired:
     end = f"mod {slots} seed {int(server.id[:8], 16) or 1:#x}"
     if server.persistence is not None:
         prefix = server.persistence.prefix_v4 if version == 4 else server.persistence.prefix_v6
-        if prefix == 0:  # a prefix of 0 counts all clients as one
+        if prefix == 0:  # with a prefix of 0, all clients count as one
             return f"jhash {source} mod 1 seed 0x1"
         mask = ipaddress.ip_network(f"{'0.0.0.0' if version == 4 else '::'}/{prefix}").netmask
         return f"jhash {source} & {mask} {end}"

@@ -31,7 +31,7 @@ from amphora_agent.services.template_files import load_template
 
 NAME = "handover0"
 PORT = 4789
-# Locally administered MAC address of both ends, so that no end has to learn the other one.
+# Both ends have this locally administered MAC address, so that no end has to learn the other one.
 _MAC = "0a:00:00:00:00:01"
 _TABLE = "amphora_handover"
 # Limits for known connections, and for connections with a SYN only, with their time-out. Each kind has a limit of its

@@ -46,9 +46,9 @@ _TYPES = {4: "ipv4_addr", 6: "ipv6_addr"}
 # linux/netfilter.h
 _NFPROTO = {4: 2, 6: 10}
 _REFUSE = "counter reject with tcp reset"
-# Headers before a client's packet in the tunnel: IPv6, UDP, VXLAN (RFC 7348, section 5) and Ethernet.
+# The tunnel adds headers of IPv6, UDP, VXLAN (RFC 7348, section 5) and Ethernet to a client's packet.
 _TUNNEL_BYTES = 40 + 8 + 8 + 14
-# Headers that do not count as segment data (RFC 9293, section 3.7.1).
+# Headers of IP and TCP do not count as segment data (RFC 9293, section 3.7.1).
 _HEADER_BYTES = {4: 20 + 20, 6: 40 + 20}
 
 

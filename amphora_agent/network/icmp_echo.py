@@ -15,8 +15,8 @@ import struct
 _NONCE_BYTES = 16
 _LARGEST = 256
 _BUFFER_BYTES = 1 << 20
-_HEAD = struct.Struct("!BBH")  # type, code, checksum
-_NUMBERS = struct.Struct("!HH")  # identifier and sequence, between the head and the random bytes
+_HEAD = struct.Struct("!BBH")  # The fields are type, code and checksum.
+_NUMBERS = struct.Struct("!HH")  # The fields are identifier and sequence number.
 # The socket module does not name these constants of the kernel's headers.
 _SO_RCVBUFFORCE = 33
 _SOL_RAW, _ICMP_FILTER, _ICMP6_FILTER = 255, 1, 1
@@ -31,7 +31,7 @@ def _all_but(answer: int, words: int) -> bytes:
 
 _PROTOCOLS = {socket.AF_INET: socket.IPPROTO_ICMP, socket.AF_INET6: socket.IPPROTO_ICMPV6}
 _REQUEST_TYPES = {socket.AF_INET: 8, socket.AF_INET6: 128}
-# Type and code of a reply.
+# The first bytes of a reply are its type and its code.
 _REPLIES = {socket.AF_INET: bytes((0, 0)), socket.AF_INET6: bytes((129, 0))}
 _FILTERS = {
     socket.AF_INET: (_SOL_RAW, _ICMP_FILTER, _all_but(0, 1)),

@@ -13,7 +13,7 @@ from amphora_agent.network.links import Link
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.network.pyroute2_lazy import IPRoute
 
-# A category of the heartbeat format, and a sentence.
+# A finding has a category of the heartbeat format, and a sentence.
 Finding = tuple[str, str]
 
 

@@ -206,7 +206,7 @@ def _remove_addresses(route: Any, addresses: Iterable[tuple[int, Address]]) -> N
         try:
             route.addr("del", index=index, address=str(address.ip), prefixlen=address.network.prefixlen)
         except NetlinkError as error:
-            if error.code != errno.EADDRNOTAVAIL:  # the kernel removes secondary addresses with the first
+            if error.code != errno.EADDRNOTAVAIL:  # the kernel has removed it with the primary address
                 raise
 
 
@@ -289,7 +289,7 @@ def _names(route: Any) -> dict[int, str]:
 
 
 def _describe_neighbours() -> list[dict[str, Any]]:
-    # include/uapi/linux/neighbour.h; without NOARP (0x40)
+    # The states are those of linux/neighbour.h, without NOARP (0x40).
     states = {0x01: "incomplete", 0x02: "reachable", 0x04: "stale", 0x08: "delay", 0x10: "probe", 0x20: "failed"}
     with IPRoute() as route:
         names = _names(route)

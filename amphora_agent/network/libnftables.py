@@ -19,7 +19,7 @@ REMEDY = "Use a kernel with nf_tables, and install libnftables1 or nftables."
 _LIBRARY = "libnftables.so.1"
 _TIMEOUT_SECONDS = 30
 _FD_SETSIZE = 1024
-# nftables/libnftables.h: no counters; numbers for protocols, priorities, symbols and times
+# Flags of nftables/libnftables.h: output without counters; numbers instead of names.
 STATELESS, _NUMERIC = 1 << 2, 0b1111 << 7
 # linux/netfilter/nf_tables.h
 _GET_TABLE, _TABLE_NAME = 10 << 8 | 1, 1
@@ -36,7 +36,7 @@ def run_commands(commands: str, flags: int = 0) -> str:
     library = _library() if _is_low() else None
     status, output, message = _by_command(commands, flags) if library is None else _by_library(library, commands, flags)
     if status != 0:
-        # The first line is the reason; the next lines repeat the command.
+        # The first line of the message is the reason. The next lines repeat the command.
         lines = message.splitlines() or [f"status {status}"]
         raise NftError(f"nftables refused: {lines[0]}")
     return output

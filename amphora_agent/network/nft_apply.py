@@ -20,11 +20,11 @@ from amphora_agent.network.libnftables import REMEDY, STATELESS, NftError
 
 _log = logging.getLogger(__name__)
 _MISSING = f"table {FAMILY} {TABLE}\ndelete table {FAMILY} {TABLE}\n"
-# The contents of a table, as nft lists it.
+# These patterns find the contents of a table that nft has listed.
 _SETS = re.compile(r"^\tset (?P<name>\S+) \{\n.*?^\t\}\n\n?", re.MULTILINE | re.DOTALL)
 _CHAINS = re.compile(r"^\tchain (\S+) \{", re.MULTILINE)
 _OBJECTS = re.compile(r"^\t(\w+) ", re.MULTILINE)
-# TCP flags with a mask, as nft 1.1.3 (Debian 13) lists them.
+# nft 1.1.3 (Debian 13) lists TCP flags with a mask in this form.
 _FLAGS = re.compile(r"tcp flags & \(([0-9a-fx| ]+)\) == (0x[0-9a-f]+(?: \| 0x[0-9a-f]+)*)")
 
 

@@ -40,7 +40,7 @@ class Plumbing:
         self._inner = inner
         self._interface_watch = netlink_watch.watch_interfaces(inner)
         self._nftables_watch = netlink_watch.watch_nftables(inner)
-        # The state in the kernel; None if the state may have changed.
+        # The known state of the kernel. None means that the kernel's state may have changed.
         self._network: WantedNetwork | None = None
         self._restrictions: Restrictions | None = None
         self._is_changing = False
@@ -151,7 +151,8 @@ class Plumbing:
             done = interfaces.converge(self._inner, wanted, may_lack=may_lack)
             interfaces.announce_vips(self._inner, done.added_vips)
             if done.changed == 0 and not done.complete:
-                _log.warning("An interface of the confirmed bundle is missing; the agent continues without it")
+                absent = [one.name for one in wanted.interfaces if not one.vips]
+                _log.warning("One of the interfaces %s is missing; the agent continues without it", ", ".join(absent))
                 return
             if done.changed == 0:
                 self._network = wanted

@@ -26,14 +26,14 @@ FORWARDED = 0x616D
 FIRST_TABLE = 1
 """Table of the first interface with VIPs. There is only one; a second one would have the next table."""
 _PRIORITY = 100
-# Default metrics of the kernel (include/net/ip6_route.h).
+# The kernel has these default metrics (include/net/ip6_route.h).
 _METRICS = {4: 0, 6: 1024}
 _FAMILIES = {4: socket.AF_INET, 6: socket.AF_INET6}
 _EVERYTHING = {socket.AF_INET: "0.0.0.0/0", socket.AF_INET6: "::/0"}
 # include/uapi/linux/rtnetlink.h
 _PROTOCOL_KERNEL, _PROTOCOL_STATIC, _PROTOCOL_ROUTER_ADVERTISEMENT = 2, 4, 9
 _UNICAST, _CLONED, _SCOPE_LINK = 1, 0x200, 253
-# The initial rules of every namespace: tables local, main and default.
+# Every namespace begins with these rules, for the tables local, main and default.
 _KERNEL_RULES = {(0, 255), (32766, MAIN), (32767, 253)}
 _LEADS_TO_A_TABLE = 1
 _MARK = "FRA_FWMARK"

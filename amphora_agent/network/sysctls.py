@@ -24,8 +24,8 @@ _SETTINGS = {
     "ipv6/conf/default/accept_dad": "0",
     # Only the interface with the address answers ARP, also if two networks share a switch.
     "ipv4/conf/all/arp_ignore": "1",
-    # ARP requests use the fixed address. A request from the VIP would announce the VIP here, even in the moment after
-    # it has moved to the other amphora.
+    # ARP requests use the fixed address. A request from the VIP would announce the VIP here, even after the VIP has
+    # moved to the other amphora.
     "ipv4/conf/all/arp_announce": "2",
     # Clients may arrive by another interface than the one of their route (policy_routing.py), so the filter must be
     # loose. The kernel uses the larger value of "all" and the interface; the default of the host may be strict.
@@ -35,12 +35,12 @@ _SETTINGS = {
     "ipv4/conf/default/send_redirects": "0",
     # Without promotion the kernel removes all addresses of a subnet together with the first one.
     "ipv4/conf/all/promote_secondaries": "1",
-    # Upper limit of the accept queue; HAProxy requests a queue as long as its connection limits.
+    # The kernel must permit accept queues as long as HAProxy's connection limits.
     "core/somaxconn": "65535",
     "ipv4/tcp_max_syn_backlog": "65535",
     # With SYN cookies, a flood of SYNs with forged sources does not block real clients.
     "ipv4/tcp_syncookies": "1",
-    # Each connection to a member needs a local port: use all, except those on which the amphora listens.
+    # Each connection to a member needs a local port. So all ports are used, except those on which the amphora listens.
     "ipv4/ip_local_port_range": "1024 65535",
     "ipv4/ip_local_reserved_ports": "1025,9101-9102",
     # The kernel reuses a port in TIME-WAIT (a minute) for a new connection to the same member; TCP time stamps make the

@@ -9,7 +9,7 @@ from zlib import crc32
 
 _SUMS = ("stats/__init__.py", "stats/former_workers.py")
 _NETWORK = ("network/__init__.py", "network/icmp_echo.py")
-# Files outside this package that the responder imports; a unit test compares.
+# The responder imports these files outside its package. A unit test compares the list.
 ELSEWHERE = ("__init__.py", "errors.py", "haproxy/__init__.py", "haproxy/runtime_socket.py", *_NETWORK, *_SUMS)
 
 

@@ -33,11 +33,11 @@ _RETRY_SECONDS = 1.0
 _LARGEST_REQUEST = 8192
 _WANTED_FILES = 4 * MOST_OPEN
 _PING = "/ping/"
-# The answer to a browser at `/`, which Prometheus never requests.
+# The server sends this answer to a browser at `/`. Prometheus never requests this path.
 _FRONT = "The metrics of this load balancer are at /metrics"
-# An open connection and the bytes that the server has received so far.
+# A waiting connection comes with the bytes that the server has received so far.
 Waiting = tuple[socket.socket, bytes]
-# Opens sockets in HAProxy's namespace.
+# An opener runs a function in HAProxy's namespace.
 Opener = Callable[..., tuple[Pinger, socket.socket]]
 _REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed"}
 _REASONS |= {431: "Request Header Fields Too Large", 503: "Service Unavailable"}
@@ -131,7 +131,7 @@ class Responder:
                 text = f"{type(error).__name__}: {error}"
                 if text != self.last_error:
                     unexpected = not isinstance(error, (OSError, AgentError))
-                    _log(f"opening all sockets again after: {text}", unexpected=unexpected)
+                    _log(f"the server opens all sockets again after an error: {text}", unexpected=unexpected)
                 self.last_error = text
                 self._stopping.wait(_RETRY_SECONDS)
 
@@ -164,7 +164,7 @@ class Responder:
         except OSError:
             pass  # the scraper closed the connection
         except Exception as error:  # noqa: BLE001 (this thread has no caller)
-            _log(f"a scrape failed: {type(error).__name__}: {error}", unexpected=True)
+            _log(f"a scrape of the metrics failed: {type(error).__name__}: {error}", unexpected=True)
         finally:
             self._scrapes.discard(connection)
             connection.close()
@@ -186,7 +186,7 @@ class _Session:
         self._targets = targets
         self._version = version
         self._most = _room()
-        self._open: dict[int, Exchange] = {}  # sorted by deadline
+        self._open: dict[int, Exchange] = {}  # The keys are descriptors, sorted by deadline.
         self._pinger, self._listener = pinger, listener
         self._selector = selectors.DefaultSelector()
         self._selector.register(woken, selectors.EVENT_READ, lambda: None)

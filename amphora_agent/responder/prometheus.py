@@ -31,7 +31,7 @@ _OTHERS_SECONDS = 1.0
 _POLL_SECONDS = 0.02
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 _SPECIAL = re.compile(r'[\\"\n]')
-# The state by the first word of HAProxy's status. All other words ("OPEN", "FULL", "no check" …) mean UP.
+# The first word of HAProxy's status gives the state. All other words ("OPEN", "FULL", "no check" …) mean UP.
 _STATE_OF = {"DOWN": "DOWN", "STOP": "DOWN", "MAINT": "MAINT", "DRAIN": "DRAIN", "NOLB": "NOLB"}
 _Row = list[str]
 

@@ -23,7 +23,7 @@ from amphora_agent.services.control import ServiceManager
 _log = logging.getLogger(__name__)
 SERVICE = "amphora-responder"
 ANSWER_SECONDS = 1.0
-# The former program finishes open scrapes first.
+# A replacement takes long, because the former program finishes open scrapes first.
 REPLACEMENT_SECONDS = 15.0
 _RETRY_SECONDS = 5.0
 _POLL_SECONDS = 0.02
@@ -60,7 +60,7 @@ class ResponderDaemon:
             try:
                 self.ensure()
             except AgentError as error:
-                _log.warning("The responder does not run its code, retrying in %.0f s: %s", _RETRY_SECONDS, error)
+                _log.warning("The responder does not answer, retrying in %.0f s: %s", _RETRY_SECONDS, error)
                 time.sleep(_RETRY_SECONDS)
             else:
                 return

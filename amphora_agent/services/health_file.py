@@ -23,7 +23,7 @@ from pathlib import Path
 
 ALIVE, DEAD = "0", "1"
 BUSY_SECONDS = 5.0
-# After the replacement of a frozen worker, a question that this worker has accepted gets no answer. So it is repeated.
+# HealthFile repeats questions, because a worker that froze and was replaced never answers the questions it accepted.
 REPEAT_SECONDS = 2.0
 _LATE_SECONDS = 0.1
 _STATE, _USER_TIME, _SYSTEM_TIME = 0, 11, 12
@@ -85,7 +85,7 @@ class HealthFile:
     def started(self, pid: int) -> None:
         """Record a start. With a probe, the file changes with the first answer."""
         self._pid, self._answered = pid, False
-        # The script around the daemon may have written DEAD after an exit that this process has not seen.
+        # The script around the daemon may have written DEAD to the file, after an exit that this process has not seen.
         self._written = None
         if self._probe is None:
             self._write(ALIVE)

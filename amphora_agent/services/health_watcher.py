@@ -29,7 +29,7 @@ if __name__ == "__main__":
 from amphora_agent.services.health_file import HealthFile, Probe
 
 POLICY_FILE, WANTED_FILE, PID_FILE = "policy.json", "wanted", "pid"
-# The contents of WANTED_FILE for which an exit is a failure.
+# With these contents of WANTED_FILE, an exit of the daemon is a failure.
 _FAILURES = ("wanted", "missed")
 LOOK_SECONDS = 0.15
 _READ_AGAIN = 50

@@ -232,7 +232,7 @@ class Supervisor:
         backoff = max(backoff, service.restart_delay)
         service.due = time.monotonic() + backoff
         last = service.log[-1] if service.log else ""
-        self._log(f"{service.name} exited with {code} after {lived:.1f} s; restart in {backoff:.1f} s. {last}")
+        self._log(f"daemon {service.name} exited with {code} after {lived:.1f} s; restart in {backoff:.1f} s. {last}")
 
     @staticmethod
     def _log(line: str) -> None:
@@ -257,7 +257,7 @@ class Supervisor:
             answer = self._handlers[request["op"]](connection, request)
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             answer = {"ok": False, "error": f"{type(error).__name__}: {error}"}
-        while self._arrived:  # no handler has used these descriptors
+        while self._arrived:  # no handler has used the descriptor
             os.close(self._arrived.pop())
         if answer is not None:
             self._answer(connection, answer)

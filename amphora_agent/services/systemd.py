@@ -46,7 +46,7 @@ class Systemd:
         self._paths = paths
         self._address = inherited.address
         self._kept = inherited.receive()
-        # The lock prevents that a thread reads the half of a change of another thread.
+        # The lock prevents that a thread reads an incomplete change of another thread.
         self._lock = threading.Lock()
 
     def start(
@@ -103,7 +103,7 @@ class Systemd:
         try:
             descriptor = os.pidfd_open(pid)
             try:
-                if not health_watcher.is_in_unit(pid, unit_name(name)):  # the kernel has reused the id
+                if not health_watcher.is_in_unit(pid, unit_name(name)):  # the kernel has reused the process id
                     raise missing
                 signal.pidfd_send_signal(descriptor, number)
             finally:

@@ -61,7 +61,7 @@ class Collector:
         try:
             kept = self._store.kept()
         except AgentError as error:
-            _log.warning("Stopping workers of the former agent are not read any more: %s", error)
+            _log.warning("Cannot recover the former agent's stopping workers; their last counters are lost: %s", error)
             return
         for name, descriptor in kept.items():
             identity, _, until = name.rpartition("@")
@@ -156,7 +156,7 @@ class Collector:
 
     def _sample(self) -> None:
         before, self._latest = self._latest, None
-        with suppress(HaproxyError):  # without HAProxy `document` names no object
+        with suppress(HaproxyError):  # while HAProxy does not answer, `document` names no object
             self._latest = haproxy_stats.parse(self._worker.ask(haproxy_stats.QUESTION), before)
         if self._latest is not None and (identity := _identity(self._latest.pid)):
             self._totals.read(identity, self._latest.counts)

@@ -14,7 +14,7 @@ from amphora_agent.stats.former_workers import COUNTED
 QUESTION = "show info;show stat -1 7 -1;show info"
 # An interactive connection writes a prompt between answers, so the agent sends one question at a time.
 HELD_QUESTIONS = ("show info", "show stat -1 7 -1", "show info")
-# The counters of one row, in the order of `COUNTED`.
+# A row has its counters in the order of `COUNTED`.
 Counts = tuple[int, ...]
 NONE: Counts = (0,) * len(COUNTED)
 _CONNECTIONS, _BYTES_IN, _BYTES_OUT, _REQUEST_ERRORS = map(COUNTED.index, ("stot", "bin", "bout", "ereq"))

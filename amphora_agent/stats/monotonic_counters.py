@@ -14,7 +14,7 @@ from amphora_agent.stats.former_workers import COUNTED
 from amphora_agent.stats.haproxy_stats import NONE, Counts
 
 _log = logging.getLogger(__name__)
-# The number of rows that are kept although no worker has them. A row may return.
+# A row may return, so this number of rows is kept although no worker has them.
 MOST_ABSENT = 2000
 
 
@@ -45,7 +45,7 @@ class MonotonicCounters:
             if before is counts:
                 continue
             if before is not None and before != counts and any(map(lt, counts, before)):
-                self._settle(row, before)  # the counters were cleared, or the row was removed and added again
+                self._settle(row, before)  # HAProxy cleared or recreated the row
             known[row] = counts
 
     @property

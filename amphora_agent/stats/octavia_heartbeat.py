@@ -22,9 +22,9 @@ from amphora_agent.stats.active_sender import Sender
 from amphora_agent.stats.collector import Collector
 
 _log = logging.getLogger(__name__)
-# Format 3: pools are beside the listeners; traffic is the difference to the previous heartbeat.
+# In format 3, pools are beside the listeners, and traffic is the difference to the previous heartbeat.
 VERSION = 3
-# Octavia's names of the counters.
+# Octavia has short names for the counters.
 _TRAFFIC = {"tx": "bytes_out", "rx": "bytes_in", "totconns": "total_connections", "ereq": "request_errors"}
 
 Reported = dict[str, dict[str, int]]
