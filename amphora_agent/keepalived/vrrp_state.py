@@ -58,7 +58,6 @@ class VrrpState:
             self._changed()
 
     def _remove_stale_vips(self, instance: VrrpInstance) -> None:
-        """Remove VIPs of a keepalived that died before it read its new file."""
         try:
             self._inner.run(remove_stale_vips, instance)
         except NetlinkError as error:

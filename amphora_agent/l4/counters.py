@@ -69,7 +69,6 @@ class MonotonicCounters:
 
     @property
     def names(self) -> set[str]:
-        """All virtual servers with counters."""
         return {*self._settled, *self._last}
 
     def to_document(self) -> dict[str, Any]:

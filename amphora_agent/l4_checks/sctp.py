@@ -104,7 +104,6 @@ class _Init:
         self._checks = checks
 
     def report(self, good: bool, reason: str) -> None:
-        """End the check with a result."""
         self.end()
         self._on_result(good, reason)
 

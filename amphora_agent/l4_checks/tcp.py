@@ -46,7 +46,6 @@ class Connection:
         self.report(True, "connection accepted")
 
     def report(self, good: bool, reason: str) -> None:
-        """End the check with a result."""
         self.end()
         self._on_result(good, reason)
 

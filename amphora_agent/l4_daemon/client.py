@@ -82,10 +82,11 @@ class CheckerState:
     flow_log: dict[str, int] = field(default_factory=dict)
 
 
-def desired_digest(servers: Sequence[VirtualServer], *, paired: bool = False) -> str:
-    """Return the SHA-256 of the desired state, in hexadecimal."""
+def _desired_document(operation: str, servers: Sequence[VirtualServer], *, paired: bool) -> dict[str, Any]:
+    """Return the request for a desired state, with the SHA-256 of the state in hexadecimal."""
     document = {"paired": paired, "servers": model.to_document(servers)}
-    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+    return {"op": operation, "digest": digest, **document}
 
 
 class CheckerClient:
@@ -114,11 +115,10 @@ class CheckerClient:
         ``paired`` is whether the amphora has a partner. After a ConfigurationRefused, VirtualServersError or
         ServiceError, the previous virtual servers are still served.
         """
-        digest = desired_digest(servers, paired=paired)
         with self._lock:
             if not servers and not self._exists():
                 return
-            document = {"op": "serve", "digest": digest, "paired": paired, "servers": model.to_document(servers)}
+            document = _desired_document("serve", servers, paired=paired)
             if not servers and not self._may_be_forwarding():
                 # A checker that never started fails at once. A checker with a failed change answers late.
                 with suppress(VirtualServersError, ConfigurationRefused):
@@ -136,9 +136,8 @@ class CheckerClient:
         """Return the differences from the state that `serve` would leave, as sentences."""
         if not servers and not self._exists():
             return []
-        document = {"op": "differs", "digest": desired_digest(servers, paired=paired), "paired": paired}
         try:
-            answer = self._request({**document, "servers": model.to_document(servers)}, SERVE_TIMEOUT_SECONDS)
+            answer = self._request(_desired_document("differs", servers, paired=paired), SERVE_TIMEOUT_SECONDS)
             return [str(one) for one in answer["differs"]]
         except (VirtualServersError, ConfigurationRefused) as error:
             return [f"the checker of UDP and SCTP listeners: {error.happened}"]
@@ -214,7 +213,6 @@ class CheckerClient:
             time.sleep(_POLL_SECONDS)
 
     def _stop(self) -> None:
-        """Stop the checker. The kernel forwards for no virtual server any more."""
         self._services.stop(SERVICE)
         for path in (self._paths.checker_socket, self._paths.virtual_servers, self._paths.virtual_states):
             path.unlink(missing_ok=True)
@@ -249,9 +247,8 @@ def _parse_state(answer: dict[str, Any]) -> CheckerState:
 
 def _parse_pool(found: dict[str, Any]) -> PoolState:
     members = found["members"]
-    statuses, reasons, weights = (
-        {name: one[key] for name, one in members.items()} for key in ("status", "reason", "weight")
-    )
+    keys = ("status", "reason", "weight")
+    statuses, reasons, weights = ({name: one[key] for name, one in members.items()} for key in keys)
     counted = {name: one for name, one in members.items() if _MEMBER_COUNTERS[0] in one}
     counters = {name: {key: one[key] for key in _MEMBER_COUNTERS} for name, one in counted.items()}
     return PoolState(found["id"], found["status"], statuses, reasons, weights, counters)

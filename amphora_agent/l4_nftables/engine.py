@@ -241,7 +241,6 @@ class NftablesEngine:
         }
 
     def _named_counters(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """Return packets and bytes by virtual server and counter name."""
         found: dict[str, dict[str, tuple[int, int]]] = {}
         if libnftables.table_exists(FAMILY, TABLE):
             for word, name, packets, size in _COUNTED.findall(self._run(_COUNT)):
@@ -298,7 +297,6 @@ class NftablesEngine:
 
 
 def _parse_marks(listed: str) -> Marks:
-    """Return the marks of a listed table."""
     owners = {int(base, 16): name for base, name in _BASE.findall(listed)}
     members = {}
     for text, address, port in _TARGET.findall(listed):

@@ -214,7 +214,6 @@ def _serve_rules(server: VirtualServer, maps: Mapping[str, Map], loads: Loads, *
 
 
 def _slot_expression(server: VirtualServer, version: int, slots: int, *, paired: bool) -> str:
-    """Return the nft expression that selects a slot."""
     if not _is_hashed(server, paired=paired):
         return f"numgen inc mod {slots}"
     source = f"{_WORDS[version]} saddr"

@@ -187,7 +187,6 @@ def _run_pass(wanted: WantedNetwork, outer: int | None, *, lacking: bool) -> Pas
 def _add_addresses(
     state: NamespaceState, interface: Interface, addresses: tuple[Address, ...], present: set[tuple[int, Address]]
 ) -> list[Address]:
-    """Add missing addresses to an interface and return them."""
     index = state.links[interface.mac].index
     missing = [address for address in addresses if (index, address) not in present]
     for address in missing:

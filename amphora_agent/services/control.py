@@ -64,8 +64,7 @@ class ServiceManager(Protocol):
     def status(self, name: str) -> ServiceStatus | None:
         """Return the daemon's status; None if the daemon was never started."""
 
-    def log(self, name: str) -> list[str]:
-        """Return the last lines of the daemon's output."""
+    def log(self, name: str) -> list[str]: ...
 
     def keep(self, name: str, descriptor: int) -> None:
         """Store a copy of an open file under a name. The copy survives the exit of the agent."""

@@ -20,6 +20,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -206,16 +207,11 @@ class Supervisor:
         service.log.extend(data.decode(errors="replace").splitlines())
 
     def _reap(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            for service in self._services.values():
-                if service.pid == pid:
-                    self._died(service, os.waitstatus_to_exitcode(status))
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                for service in self._services.values():
+                    if service.pid == ended[0]:
+                        self._died(service, os.waitstatus_to_exitcode(ended[1]))
 
     def _died(self, service: Service, code: int | None) -> None:
         if service.health is not None:

@@ -34,7 +34,6 @@ class Sender:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread and wait for its end."""
         self._stopping.set()
         self._wakeup.set()
         self._thread.join()

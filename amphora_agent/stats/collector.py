@@ -221,7 +221,6 @@ class Collector:
                 _log.warning("Cannot write counters for the responder, retrying at the next sample: %s", error)
 
     def document(self, generation: int | None) -> dict[str, Any]:
-        """Return the content of a heartbeat."""
         document = self._haproxy_document(generation)
         if self._udp is not None:
             document["listeners"].update(self._udp.listeners())
@@ -246,7 +245,6 @@ class Collector:
             return {"generation": generation, "listeners": listeners, "pools": pools}
 
     def statuses(self) -> dict[str, dict[str, str]]:
-        """Return the status of each member, by pool."""
         with self._lock:
             found = self._latest.members if self._latest is not None else {}
         others = self._udp.pools() if self._udp is not None else {}

@@ -31,7 +31,6 @@ class MonotonicCounters:
         self._running: dict[str, dict[str, Counts]] = {}
 
     def read(self, identity: str, readings: Mapping[str, Counts]) -> None:
-        """Record all counters of a running worker."""
         known = self._running.setdefault(identity, {})
         for row in [row for row in known if row not in readings]:
             self._settle(row, known.pop(row))  # HAProxy has removed the member at run time
