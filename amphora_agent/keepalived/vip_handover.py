@@ -60,7 +60,7 @@ class VipHandover:
         self._thread = threading.Thread(target=self._run, name="handover", daemon=True)
 
     def start(self) -> None:
-        """Continue a hand-over that a previous agent recorded, or remove the remains of one without a record."""
+        """Continue a recorded hand-over of a former agent; remove the remains of one without a record."""
         with suppress(FileNotFoundError):
             if self._paths.released.read_text(encoding="ascii") != ALIVE:
                 self._paths.released.write_text(ALIVE, encoding="ascii")

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of health checks. No method blocks; a check calls its callback once, before `end`."""
+"""The interface of health checks. A check never blocks, and reports at most once before its end."""
 
 from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from amphora_agent.l4.event_loop import EventLoop
 from amphora_agent.l4.model import Member, Monitor
 
 OnResult = Callable[[bool, str], None]
@@ -58,6 +59,10 @@ class CheckType(Protocol):
         """Start a check; raises OSError if the check could not be sent."""
 
     def close(self) -> None: ...
+
+
+Factories = Mapping[str, Callable[[EventLoop], CheckType]]
+"""Functions that create the checks, by monitor type."""
 
 
 def is_local_error(error: OSError) -> bool:

@@ -80,7 +80,7 @@ def build_request(monitor: Monitor, address: str, port: int) -> bytes:
 
 
 def parse_status(received: bytes) -> int | None:
-    """Return the status of an answer; None if more bytes are needed. Raises ValueError without HTTP/1."""
+    """Return the status of an answer; None if more bytes are needed. Raises ValueError for other text."""
     line = received[:MAX_LINE_BYTES]
     if (found := _FIRST_LINE.match(line)) is not None:
         return int(found[1])

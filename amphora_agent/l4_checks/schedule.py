@@ -11,7 +11,7 @@ from functools import partial
 
 from amphora_agent.l4.event_loop import EventLoop, Timer
 from amphora_agent.l4.stderr_log import log
-from amphora_agent.l4_checks.check import Check, CheckType, Target, error_text, is_local_error
+from amphora_agent.l4_checks.check import Check, CheckType, Factories, Target, error_text, is_local_error
 from amphora_agent.l4_checks.member_state import MemberKey
 
 # The schedule starts at most this number of first checks in a second, and the check of a single new member at once.
@@ -36,9 +36,7 @@ class _ScheduledCheck:
 class Schedule:
     """Starts the checks of all members. ``factories`` create the checks of a monitor type when needed."""
 
-    def __init__(
-        self, loop: EventLoop, factories: Mapping[str, Callable[[EventLoop], CheckType]], on_result: OnCheckResult
-    ) -> None:
+    def __init__(self, loop: EventLoop, factories: Factories, on_result: OnCheckResult) -> None:
         self._loop = loop
         self._factories = factories
         self._on_result = on_result

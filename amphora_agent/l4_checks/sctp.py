@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SCTP checks: INIT, an answer INIT ACK, and ABORT, so that the member keeps no state of a check."""
+"""SCTP checks: INIT, INIT ACK and ABORT. The member keeps no state of a check."""
 
 from __future__ import annotations
 

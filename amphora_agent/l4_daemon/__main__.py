@@ -15,7 +15,6 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
 from functools import partial
 
 # The agent starts this file by its path with -I and -S, which save a megabyte. So the package is not on sys.path.
@@ -23,7 +22,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 
 from amphora_agent.l4.event_loop import EventLoop
 from amphora_agent.l4.model import MONITORS
-from amphora_agent.l4_checks.check import CheckType
+from amphora_agent.l4_checks.check import CheckType, Factories
 from amphora_agent.l4_daemon.checker import Checker
 from amphora_agent.l4_daemon.code_version import version
 from amphora_agent.l4_daemon.control_socket import ControlSocket
@@ -84,7 +83,7 @@ def _create_checks(kind: str, loop: EventLoop) -> CheckType:
     return PingChecks(loop)
 
 
-KINDS: Mapping[str, Callable[[EventLoop], CheckType]] = {kind: partial(_create_checks, kind) for kind in MONITORS}
+KINDS: Factories = {kind: partial(_create_checks, kind) for kind in MONITORS}
 """The check implementation for each health monitor type."""
 
 

@@ -8,7 +8,7 @@ previous one in force. The checker applies a changed member state before it does
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -20,7 +20,7 @@ from amphora_agent.l4.event_loop import EventLoop, Timer
 from amphora_agent.l4.model import VirtualServer
 from amphora_agent.l4.stderr_log import log
 from amphora_agent.l4_checks import member_state
-from amphora_agent.l4_checks.check import CheckType, target_of
+from amphora_agent.l4_checks.check import Factories, target_of
 from amphora_agent.l4_checks.member_state import MemberKey, States, Status
 from amphora_agent.l4_checks.schedule import Schedule
 from amphora_agent.l4_daemon import persisted_state
@@ -39,12 +39,7 @@ class Checker:
     """Member states, and the engine that follows them. Used by one thread."""
 
     def __init__(
-        self,
-        loop: EventLoop,
-        engine: NftablesEngine,
-        files: StateFiles,
-        factories: Mapping[str, Callable[[EventLoop], CheckType]],
-        version: str = "",
+        self, loop: EventLoop, engine: NftablesEngine, files: StateFiles, factories: Factories, version: str = ""
     ) -> None:
         self._loop = loop
         self._engine = engine
@@ -128,7 +123,7 @@ class Checker:
         self._files.write_states(self._states, self._counters)
 
     def _apply(self, desired: DesiredState, states: States) -> None:
-        """Apply to the engine. The kernel's table may be replaced, so counters are read before and after."""
+        """Apply a desired state to the engine, and read the counters before and after the change."""
         self._update_counters()
         up = member_state.member_health(desired.servers, states)
         self._flow_log.start(desired.servers)

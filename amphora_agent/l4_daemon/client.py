@@ -162,7 +162,7 @@ class CheckerClient:
             self._final_state = state
 
     def _exists(self) -> bool:
-        """Return whether there is a checker, or should be one."""
+        """Return whether a checker runs, or is wanted."""
         if self._paths.checker_socket.exists() or self._paths.virtual_servers.exists():
             return True
         status = self._services.status(SERVICE)

@@ -37,7 +37,7 @@ class ControlSocket:
         self._loop = loop
         self._path = path
         self._handle_request = handle_request
-        self._connections: set[_Connection] = set()
+        self.connections: set[_Connection] = set()
         self._pause_timer: Timer | None = None
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -67,9 +67,9 @@ class ControlSocket:
             self._pause_timer = self._loop.call_at(time.monotonic() + _PAUSE_SECONDS, listen)
             return
         ready = make_nonblocking(connection)
-        self._connections.add(_Connection(self._loop, ready, self._reply, self._connections.discard))
+        self.connections.add(_Connection(self._loop, ready, self))
 
-    def _reply(self, line: bytes) -> bytes:
+    def reply(self, line: bytes) -> bytes:
         try:
             answer = self._handle_request(json.loads(line))
         except AgentError as error:
@@ -87,7 +87,7 @@ class ControlSocket:
         return json.dumps(answer, separators=(",", ":")).encode() + b"\n"
 
     def close(self) -> None:
-        for connection in list(self._connections):
+        for connection in list(self.connections):
             connection.end()
         if self._pause_timer is not None:
             self._pause_timer.cancel()
@@ -96,17 +96,10 @@ class ControlSocket:
 
 
 class _Connection:
-    def __init__(
-        self,
-        loop: EventLoop,
-        connection: socket.socket,
-        reply: Callable[[bytes], bytes],
-        ended: Callable[[_Connection], None],
-    ) -> None:
+    def __init__(self, loop: EventLoop, connection: socket.socket, server: ControlSocket) -> None:
         self._loop = loop
         self._socket = connection
-        self._reply = reply
-        self._ended = ended
+        self._server = server
         self._received = bytearray()
         self._unsent = memoryview(b"")
         self._timer: Timer = loop.call_at(time.monotonic() + TIMEOUT_SECONDS, self.end)
@@ -125,7 +118,7 @@ class _Connection:
         elif data.endswith(b"\n"):
             self._loop.remove(self._socket)
             self._timer.cancel()  # the first timer limits the reception of the request only
-            self._unsent = memoryview(self._reply(bytes(self._received)))
+            self._unsent = memoryview(self._server.reply(bytes(self._received)))
             self._timer = self._loop.call_at(time.monotonic() + TIMEOUT_SECONDS, self.end)
             self._received.clear()
             self._loop.add_writer(self._socket, self._write)
@@ -145,7 +138,7 @@ class _Connection:
         self._timer.cancel()
         self._loop.remove(self._socket)
         self._socket.close()
-        self._ended(self)
+        self._server.connections.discard(self)
 
 
 def _unexpected_error(error: Exception, *, refused: bool) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from contextlib import suppress
 
 from amphora_agent.errors import ConfigurationRefused, VirtualServersError
 from amphora_agent.l4.counters import Counters, MemberCounters, MemberPlace
+from amphora_agent.l4.eligible_members import MemberHealth
 from amphora_agent.l4.model import VirtualServer
 from amphora_agent.l4_nftables import conntrack, conntrack_marks, ruleset
 from amphora_agent.l4_nftables.conntrack_marks import MAX_MEMBERS, MAX_SERVERS, SERVER_MASK, Marks
@@ -81,10 +82,8 @@ class NftablesEngine:
                     f"serve listener {server.id}", f"it has more than {MAX_MEMBERS} members", object_id=server.id
                 )
 
-    def apply(
-        self, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool = False
-    ) -> None:
-        """Forward exactly for these, and end the flows of removed, disabled and failed members.
+    def apply(self, servers: Sequence[VirtualServer], up: MemberHealth, *, paired: bool = False) -> None:
+        """Forward exactly for these virtual servers, and end the flows of all other members.
 
         Raises VirtualServersError if nftables refuses the rules; the previous rules are still in force.
         """
@@ -100,7 +99,7 @@ class NftablesEngine:
         self._end_flows()
 
     def _apply_difference(
-        self, former: Table, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool
+        self, former: Table, servers: Sequence[VirtualServer], up: MemberHealth, *, paired: bool
     ) -> bool:
         """Apply the difference; returns False if the kernel refuses it."""
         marks = conntrack_marks.assign_marks(self._marks, servers)
@@ -113,7 +112,7 @@ class NftablesEngine:
         self._record_table(table, marks, ruleset.target_marks(former), ruleset.service_places(former))
         return True
 
-    def _rebuild(self, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool) -> None:
+    def _rebuild(self, servers: Sequence[VirtualServer], up: MemberHealth, *, paired: bool) -> None:
         """Rebuild the table, whatever a previous process or an operator left."""
         listed = self._list_table()
         before = {*self._marks.members.values()}
@@ -166,9 +165,7 @@ class NftablesEngine:
     def _list_table(self) -> str:
         return self._run(_LIST, STATELESS) if libnftables.table_exists(FAMILY, TABLE) else ""
 
-    def find_drift(
-        self, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool = False
-    ) -> list[str]:
+    def find_drift(self, servers: Sequence[VirtualServer], up: MemberHealth, *, paired: bool = False) -> list[str]:
         """Return the differences from the state that `apply` would leave; raises VirtualServersError."""
         if self._table is None:
             return ["the state of the forwarding rules is unknown"]
@@ -184,9 +181,7 @@ class NftablesEngine:
             found.append("flows of removed members still continue")
         return found
 
-    def rebalance(
-        self, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool = False
-    ) -> None:
+    def rebalance(self, servers: Sequence[VirtualServer], up: MemberHealth, *, paired: bool = False) -> None:
         """Replace the turns of LEAST_CONNECTIONS, if flows have begun or ended; raises VirtualServersError."""
         former = self._table
         begun = time.monotonic()
@@ -223,7 +218,7 @@ class NftablesEngine:
         return True
 
     def counters(self) -> Mapping[str, Counters]:
-        """Return the counters by virtual server id. Bytes include the IP headers; raises VirtualServersError."""
+        """Return the counters by virtual server id, with IP headers in bytes; raises VirtualServersError."""
         found = self._named_counters()
         open_: dict[int, int] = {}
         for mark, count in self._flows_by_mark().items() if found else ():
@@ -277,7 +272,7 @@ class NftablesEngine:
         return self._flows
 
     def release(self) -> None:
-        """Remove everything that `apply` made. The flows end with the rules; raises VirtualServersError."""
+        """Remove everything that `apply` made, and end all flows; raises VirtualServersError."""
         listed = self._list_table()
         if listed:
             self._run(ruleset.DELETE_COMMANDS)

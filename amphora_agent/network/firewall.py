@@ -63,7 +63,7 @@ class Port:
 
     @property
     def key(self) -> tuple[bool, str, int]:
-        """Sort key and identity: TCP ports come first."""
+        """The sort key and identity of a port. TCP ports come first."""
         return self.protocol != _TCP, self.protocol, self.port
 
     def ranges(self, version: int) -> Ranges:
@@ -235,7 +235,7 @@ def _advertisement_rules(peers: VrrpPeers) -> Iterator[str]:
 
 
 def _segment_size_rules(peers: VrrpPeers | None) -> Iterator[str]:
-    """Lower the maximum segment size in SYN-ACK packets. nft never raises it."""
+    """Lower the maximum segment size in SYN-ACK packets. nft never raises the size."""
     if peers is not None and peers.mtu is not None and peers.local.version == 6:
         for version, header in _HEADER_BYTES.items():
             size = peers.mtu - _TUNNEL_BYTES - header

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interfaces, addresses, routes and rules of the inner namespace, as a bundle wants them.
 
-Invariant: idempotent. Without ``removes``, `converge` removes nothing. With it, the namespace has exactly the wanted
+Invariant: idempotent. Without ``removes``, `converge` removes nothing. Otherwise the namespace has exactly the wanted
 interfaces, addresses, routes and rules afterwards. An unwanted interface is down, has no address, and is back in the
 management namespace. Correct items are not touched.
 
@@ -151,7 +151,7 @@ class NamespaceState:
 
 
 def _run_pass(wanted: WantedNetwork, outer: int | None, *, lacking: bool) -> PassResult | None:
-    """Run one pass; None for missing interfaces without ``lacking``. ``outer`` gets unwanted interfaces."""
+    """Run one pass. The result is None, without a change, if interfaces are missing and not ``lacking``."""
     with IPRoute() as route:
         state = NamespaceState(route, wanted)
         if not (state.is_complete or lacking):
@@ -238,10 +238,7 @@ def _describe() -> list[dict[str, Any]]:
         addresses, routes = list(present_addresses(route)), _sorted_routes(route)
         return [
             {
-                "name": link.name,
-                "mac": link.mac,
-                "mtu": link.mtu,
-                "up": link.up,
+                **{name: getattr(link, name) for name in ("name", "mac", "mtu", "up")},
                 "addresses": [str(address) for index, address in addresses if index == link.index],
                 "routes": [
                     _describe_route(one)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of a service manager. It is the parent of all daemons, so none ends with the agent."""
+"""The interface of a service manager, which is the parent of all daemons instead of the agent."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ class Systemd:
 
 
 def exit_code(said: str | None) -> int | None:
-    """Return the exit code for EXIT_CODE and EXIT_STATUS of systemd.exec(5); negative for a signal."""
+    """Return the code for EXIT_CODE and EXIT_STATUS (systemd.exec(5)), negative for a signal."""
     how, _, what = (said or "").partition(" ")
     if how == "exited" and what.isdecimal():
         return int(what)

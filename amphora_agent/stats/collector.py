@@ -38,7 +38,7 @@ CUT_SECONDS = 1.0
 
 
 class Collector:
-    """Samples of HAProxy's workers and counters over them; ``store`` outlives the agent. Thread-safe."""
+    """Samples of HAProxy's workers, and counters over them. Thread-safe."""
 
     def __init__(self, paths: Paths, store: ServiceManager | None = None, udp: UdpStats | None = None) -> None:
         self._paths = paths

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parser of HAProxy's statistics as CSV. As JSON, HAProxy needs a minute for ten thousand servers."""
+"""The parser of HAProxy's statistics as CSV. As JSON, HAProxy writes ten thousand servers in a minute."""
 
 from __future__ import annotations
 

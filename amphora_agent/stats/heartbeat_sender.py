@@ -59,7 +59,7 @@ class HeartbeatSender(Sender):
         self._wakeup.set()
 
     def send_soon(self) -> None:
-        """Send a heartbeat about a change. With many rows it waits for the next sample, to save time."""
+        """Send a heartbeat about a change. With many rows the heartbeat waits for the next sample."""
         self._soon = True
         if not self._collector.is_large:
             self._wakeup.set()

@@ -28,6 +28,8 @@ VERSION = 3
 _TRAFFIC = {"tx": "bytes_out", "rx": "bytes_in", "totconns": "total_connections", "ereq": "request_errors"}
 
 Reported = dict[str, dict[str, int]]
+Draining = Callable[[], Collection[tuple[str, str]]]
+"""Returns the members of weight 0, each with its backend."""
 
 
 def encode(document: Mapping[str, Any], key: bytes) -> bytes:
@@ -76,15 +78,9 @@ def _increase(count: int, before: int) -> int:
 
 
 class OctaviaSender(Sender):
-    """Sends heartbeats to one of Octavia's controllers in turn. ``draining`` returns members of weight 0."""
+    """Sends heartbeats to Octavia at the interval, to one controller in turn."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        paths: Paths,
-        collector: Collector,
-        draining: Callable[[], Collection[tuple[str, str]]],
-    ) -> None:
+    def __init__(self, settings: Settings, paths: Paths, collector: Collector, draining: Draining) -> None:
         super().__init__(settings, collector)
         self._file = paths.var / "octavia-reported.json"
         self._draining = draining
