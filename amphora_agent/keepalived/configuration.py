@@ -7,18 +7,16 @@ user reaches the file. The file makes keepalived run no program, balance no load
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
-
 from amphora_agent.bundle import VrrpInstance
+from amphora_agent.services.template_files import load_template
 
 # Interval of repeated gratuitous ARP: after two nodes had the VIPs, a neighbour may send to the wrong one for so long.
-# The holder cannot rely on the partner's advertisement: a node that has not sent to the holder lately first resolves
-# its link-layer address, and the kernel drops the advertisement after three unanswered requests. Without repetition,
-# clients reach a node without VIPs for eight seconds, until their neighbour tables expire (Linux, arp(7): five seconds
-# and three requests). Cost: while both nodes have the VIPs, clients that hear both change sides every second.
+# The holder cannot rely on the partner's advertisement. A node that has not sent to the holder lately first resolves
+# the holder's link-layer address, and the kernel drops the advertisement after three unanswered requests.
+# Without repetition, clients reach a node without VIPs for eight seconds, until their neighbour tables expire (Linux,
+# arp(7)). Cost: while both nodes have the VIPs, clients that hear both change sides every second.
 REFRESH_SECONDS = 1
 # Without a partner, advertisements go to the loopback. With an empty "unicast_peer" keepalived sends them by multicast,
 # where another load balancer may use the same router id (manual, "unicast_peer").
@@ -27,40 +25,19 @@ _CENTISECONDS = 100
 
 
 def render(instance: VrrpInstance, health: Path, released: Path) -> str:
-    """Return the configuration file.
-
-    Args:
-        health: the file that says whether HAProxy serves (`amphora_agent.services.control.ServicePolicy`).
-        released: the file that makes keepalived give the VIPs to the partner.
-    """
+    """Return the file. keepalived gives up the VIPs while the file ``health`` or ``released`` holds 1."""
     vrrp = instance.vrrp
     family = vrrp.local.address.version
-    return _template().render(
-        name=vrrp.local.name,
+    return load_template("keepalived.conf.j2").render(
+        vrrp=vrrp,
         refresh=REFRESH_SECONDS,
         health=health,
         released=released,
-        interface=vrrp.interface,
-        router_id=vrrp.router_id,
-        priority=vrrp.priority,
         advert_interval=_interval(vrrp.advert_interval),
-        local=vrrp.local.address,
         peers=[peer.address for peer in vrrp.peers] or [_LOOPBACK[family]],
         vips=[vip for vip in instance.vips if vip.version == family],
         excluded=[vip for vip in instance.vips if vip.version != family],
     )
-
-
-@cache
-def _template() -> Template:
-    environment = Environment(  # noqa: S701 (keepalived's language, not HTML)
-        loader=FileSystemLoader(Path(__file__).parent.parent / "templates"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    return environment.get_template("keepalived.conf.j2")
 
 
 def _interval(seconds: float) -> str:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The keepalived processes: a parent that the service manager runs, and its child.
 
-Invariant: keepalived has checked the file that it would read at its next start or reload. It reloads only when its file
-has changed. It is never restarted for a change, because a keepalived that starts removes the VIPs first.
+Invariant: keepalived has checked the file that it would read at its next start or reload. keepalived reloads only when
+its file has changed. The agent never restarts keepalived for a change, because a keepalived that starts removes the
+VIPs first.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import signal
 import subprocess
 from contextlib import suppress
+from functools import partial
 
 from amphora_agent.bundle import VrrpInstance
 from amphora_agent.errors import InterfaceError, KeepalivedError
-from amphora_agent.keepalived import stale_vips
 from amphora_agent.keepalived.configuration import render
+from amphora_agent.keepalived.vrrp_state import remove_stale_vips
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.network.pyroute2_lazy import NetlinkError
 from amphora_agent.paths import Paths, write_atomically
@@ -23,8 +25,8 @@ from amphora_agent.services.health_file import ALIVE
 
 SERVICE = "keepalived"
 CHECK_SECONDS = 20.0
-# Restart delay, in advertisement intervals and seconds. A partner that receives no advertisement takes over after three
-# of them and a fraction (RFC 9568, 6.1); a busy machine is later. The partner announces the VIPs at once and again
+# Restart delay, in advertisement intervals and seconds. A partner without advertisements takes over after three
+# intervals and a fraction (RFC 9568, 6.1); a busy machine is later. The partner announces the VIPs at once and again
 # after one second (garp_master_delay). Until then the VIPs stay here, for neighbours that missed the first message.
 _ADVERTS_TO_WAIT = 4
 _SPARE_SECONDS = 1.5
@@ -45,11 +47,7 @@ class Keepalived:
         return status is not None and (status.pid is not None or status.wanted)
 
     def describe_drift(self, wanted: VrrpInstance | None) -> str:
-        """Return the difference from the state that `apply` would leave, as words; empty if there is none.
-
-        Raises:
-            ServiceError: the service manager does not answer.
-        """
+        """Return the difference from the state that `apply` would leave, as words; empty without a difference."""
         running = self.is_running()
         if wanted is None:
             return "it runs, although this amphora has no VRRP" if running else ""
@@ -58,11 +56,7 @@ class Keepalived:
         return "" if self._current_text() == self._render(wanted) else "its file has changed"
 
     def check_configuration(self, wanted: VrrpInstance | None) -> None:
-        """Let keepalived check the file that `apply` would write. The interface must exist.
-
-        Raises:
-            KeepalivedError: keepalived refuses the file; the error has keepalived's message.
-        """
+        """Let keepalived check the file that `apply` would write; raises KeepalivedError with its message."""
         if wanted is not None:
             self._check(self._render(wanted))
 
@@ -80,10 +74,8 @@ class Keepalived:
     def apply(self, wanted: VrrpInstance | None) -> None:
         """Run keepalived with this VRRP instance; stop it for None.
 
-        Raises:
-            KeepalivedError: keepalived refuses the file; it continues with the previous one.
-            ServiceError: keepalived could not be started or stopped.
-            InterfaceError: keepalived does not run, and the VIPs that it left could not be removed.
+        Raises KeepalivedError if keepalived refuses the file and continues with the previous one. Raises ServiceError
+        if keepalived cannot be started or stopped, and InterfaceError if VIPs of a former keepalived cannot be removed.
         """
         if wanted is None:
             self.stop()
@@ -93,7 +85,7 @@ class Keepalived:
         changed = text != self._current_text()
         if changed:
             write_atomically(self._paths.keepalived_configuration, text, durable=False)
-        # Before the first HAProxy there is no fault: the VIP is up before the first listener.
+        # Before the first HAProxy there is no fault, so that the VIP is up before the first listener.
         for watched in (self._paths.haproxy_health, self._paths.released):
             with suppress(FileExistsError), watched.open("x", encoding="ascii") as file:
                 file.write(ALIVE)
@@ -105,21 +97,21 @@ class Keepalived:
             self._services.signal(SERVICE, signal.SIGHUP)
 
     def stop(self) -> None:
-        """Stop keepalived. It removes the VIPs from the interface and tells the partners."""
+        """Stop keepalived, which removes the VIPs from the interface and tells the partners."""
         if self.is_running():
             self._services.stop(SERVICE)
         self._paths.keepalived_configuration.unlink(missing_ok=True)
 
     def _remove_stale_vips(self, wanted: VrrpInstance) -> None:
         try:
-            self._inner.run(stale_vips.remove_stale_vips, wanted)
+            self._inner.run(remove_stale_vips, wanted)
         except NetlinkError as error:
             raise InterfaceError("remove stale VIPs", f"the kernel refused: {error}") from error
 
     def _start(self, wanted: VrrpInstance) -> None:
         files = self._paths.keepalived_pid_files
-        # -P: no health checks of its own. -R: not the parent but the service manager restarts the child, after the
-        # partner has taken over. Until then the VIPs stay, and HAProxy serves on.
+        # -P disables keepalived's health checks. With -R the service manager restarts the child, after the partner has
+        # taken over. Until then the VIPs stay, and HAProxy serves on.
         argv = ["keepalived", "-n", "-l", "-P", "-R", "-f", str(self._paths.keepalived_configuration)]
         argv += ["-p", str(files[0]), "-r", str(files[1])]
         delay = wanted.vrrp.advert_interval * _ADVERTS_TO_WAIT + _SPARE_SECONDS
@@ -129,13 +121,15 @@ class Keepalived:
         return render(wanted, self._paths.haproxy_health, self._paths.released)
 
     def _current_text(self) -> str | None:
-        try:
+        with suppress(FileNotFoundError):
             return self._paths.keepalived_configuration.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return None
+        return None
 
     def _run_check(self, argv: list[str]) -> None:
-        process = self._inner.run(_start_process, argv)
+        start = partial(
+            subprocess.Popen[str], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        process = self._inner.run(start, argv, text=True, errors="replace")
         try:
             output, _ = process.communicate(timeout=CHECK_SECONDS)
         except subprocess.TimeoutExpired as error:
@@ -146,9 +140,3 @@ class Keepalived:
         if process.returncode != 0:
             reason = next((line.strip() for line in output.splitlines() if line.strip()), "it gave no reason")
             raise KeepalivedError("check keepalived's configuration", reason)
-
-
-def _start_process(argv: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    )

@@ -45,11 +45,7 @@ class HandoverDeadlines:
 
 
 class VipHandover:
-    """Both sides of a hand-over.
-
-    Args:
-        instance: returns the current VRRP instance; None for a single amphora.
-    """
+    """Both sides of a hand-over. ``instance`` returns the VRRP instance; None for a single amphora."""
 
     def __init__(
         self, paths: Paths, inner: Namespace, vrrp_state: VrrpState, instance: Callable[[], VrrpInstance | None]
@@ -64,7 +60,7 @@ class VipHandover:
         self._thread = threading.Thread(target=self._run, name="handover", daemon=True)
 
     def start(self) -> None:
-        """Continue a hand-over that a previous agent recorded, or remove the remains of one without a record."""
+        """Continue a recorded hand-over of a former agent; remove the remains of one without a record."""
         with suppress(FileNotFoundError):
             if self._paths.released.read_text(encoding="ascii") != ALIVE:
                 self._paths.released.write_text(ALIVE, encoding="ascii")
@@ -73,13 +69,12 @@ class VipHandover:
                 self._inner.run(connection_tunnel.stop_redirect)
                 self._remove_tunnel()
             except _FAILURES as error:
-                _log.warning("remains of a hand-over not removed: %s", error)
+                _log.warning(
+                    "Cannot remove the tunnel of a former hand-over, which stays until the next one: %s", error
+                )
         self._thread.start()
 
-    # -- requests -------------------------------------------------------------------------------------------------
-
     def describe(self) -> dict[str, Any]:
-        """Return the seconds until each deadline, and the number of connections to VIPs of this amphora."""
         instance, now = self._instance(), time.monotonic()
         found = self._inner.run(connection_tunnel.list_connections, instance) if instance is not None else []
         deadlines = asdict(self._deadlines).items()
@@ -90,12 +85,7 @@ class VipHandover:
         }
 
     def expect_vips(self, seconds: float) -> None:
-        """Redirect packets of connections that are unknown here to the partner, for this time.
-
-        Raises:
-            NotElected: there is not exactly one partner.
-            InterfaceError, FirewallError: the kernel of this amphora refused the tunnel or the rules.
-        """
+        """Redirect unknown connections to the partner; raises NotElected, InterfaceError or FirewallError."""
         with self._lock:
             instance = self._instance_with_partner("expect the VIPs")
             with self._recording(replace(self._deadlines, expecting=time.monotonic() + seconds)):
@@ -105,13 +95,11 @@ class VipHandover:
     def release_vips(self, drain: float) -> None:
         """Give the VIPs to the partner; returns when the VIPs have left this amphora.
 
-        Args:
-            drain: seconds for which open connections may continue; 0 ends them. Connections can continue by way of one
-                partner only, because the one of several partners that takes the VIPs is not known in advance.
+        ``drain`` is the number of seconds for which open connections may continue; 0 ends them. Connections continue by
+        way of one partner only, because it is not known in advance which one of several partners takes the VIPs.
 
-        Raises:
-            NotElected: this amphora does not have the VIPs, has no suitable partner, or kept the VIPs.
-            InterfaceError, FirewallError: the kernel refused the tunnel or the rules; the VIPs are still here.
+        Raises NotElected if this amphora does not have the VIPs, has no suitable partner, or kept the VIPs. After an
+        InterfaceError or FirewallError the VIPs are still here.
         """
         with self._lock:
             instance = self._instance_with_partner("release the VIPs", only_one=drain > 0)
@@ -124,7 +112,11 @@ class VipHandover:
             # partner takes over at once. Then keepalived is healthy again, and takes the VIPs only if they are free.
             self._paths.released.write_text(DEAD, encoding="ascii")
             try:
-                self._wait_until_released()
+                deadline = time.monotonic() + RELEASE_SECONDS
+                while self._vrrp_state.holds_vip:
+                    if time.monotonic() > deadline:
+                        raise NotElected("release the VIPs", f"they are still here after {RELEASE_SECONDS:.0f} s")
+                    time.sleep(_POLL_SECONDS)
             finally:
                 self._paths.released.write_text(ALIVE, encoding="ascii")
 
@@ -137,15 +129,6 @@ class VipHandover:
             raise NotElected(attempt, f"this amphora has {partners} partners, and connections can go to one only")
         return instance
 
-    def _wait_until_released(self) -> None:
-        deadline = time.monotonic() + RELEASE_SECONDS
-        while self._vrrp_state.holds_vip:
-            if time.monotonic() > deadline:
-                raise NotElected("release the VIPs", f"they are still here after {RELEASE_SECONDS:.0f} s")
-            time.sleep(_POLL_SECONDS)
-
-    # -- the tunnel and the deadlines -----------------------------------------------------------------------------
-
     @contextmanager
     def _recording(self, deadlines: HandoverDeadlines) -> Iterator[None]:
         """Record deadlines before the kernel is changed, so that a crash leaves no tunnel for ever."""
@@ -155,15 +138,14 @@ class VipHandover:
             yield
         except _FAILURES:
             self._deadlines = _expire_new(before, deadlines, time.monotonic())
-            with suppress(*_FAILURES):  # the thread retries
+            with suppress(*_FAILURES):  # the thread of the hand-over retries
                 self._end_expired()
             raise
 
     def _create_tunnel(self, instance: VrrpInstance) -> None:
         try:
-            self._inner.run(connection_tunnel.add_guard, instance)
-            self._inner.run(connection_tunnel.create_tunnel, instance)
-            self._inner.run(connection_tunnel.add_vips, instance)
+            for step in (connection_tunnel.add_guard, connection_tunnel.create_tunnel, connection_tunnel.add_vips):
+                self._inner.run(step, instance)
         except NetlinkError as error:
             raise InterfaceError("create a tunnel to the partner", f"the kernel refused: {error}") from error
 
@@ -175,7 +157,9 @@ class VipHandover:
             try:
                 self._end_expired()
             except _FAILURES as error:
-                _log.warning("end of a hand-over failed, retrying: %s", error)
+                _log.warning(
+                    "Cannot end the hand-over of the VIPs, retrying in %.1f s: %s", _CHECK_INTERVAL_SECONDS, error
+                )
 
     def _end_expired(self) -> None:
         """End each side that has reached its deadline or has no connection left."""
@@ -190,17 +174,17 @@ class VipHandover:
                 return
             if left == HandoverDeadlines():
                 self._remove_tunnel()
-            self._deadlines = left  # updated last, so that a failed removal is retried
+            self._deadlines = left  # assigned last, so that the thread retries a failed removal
             self._write_deadlines()
 
     def _remove_tunnel(self) -> None:
-        # Only the local end. The partner may still need its own end.
+        # Only the local end is removed, because the partner may still need its own end.
         self._inner.run(connection_tunnel.remove_tunnel)
         with suppress(FirewallError):
             self._inner.run(connection_tunnel.remove_guard)
 
     def _is_peer_gone(self) -> bool:
-        """Return whether the far end of the tunnel is no partner any more; its connections are lost."""
+        """Return whether the far end of the tunnel is no partner any more, so that its connections are lost."""
         instance, peer = self._instance(), self._inner.run(connection_tunnel.tunnel_peer)
         return instance is not None and peer is not None and all(one.address != peer for one in instance.vrrp.peers)
 
@@ -223,6 +207,6 @@ class VipHandover:
 
 
 def _expire_new(before: HandoverDeadlines, begun: HandoverDeadlines, now: float) -> HandoverDeadlines:
-    """Return deadlines that expire the newly begun sides now and leave the others unchanged. Pure."""
+    """Return deadlines that expire the newly begun sides now and leave the others unchanged."""
     pairs = zip(astuple(before), astuple(begun), strict=True)
     return HandoverDeadlines(*(now if old is None and new is not None else old for old, new in pairs))

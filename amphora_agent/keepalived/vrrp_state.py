@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether this amphora has the VIPs, according to the kernel.
 
-Invariant: the first VIP on the interface decides; keepalived is not asked. The kernel announces a change of addresses,
-and the callback is called then. Nothing is polled.
+Invariant: the first VIP on the interface decides; the agent does not ask keepalived. The kernel announces a change of
+addresses, and the thread reacts to the announcement. Nothing is polled.
 """
 
 from __future__ import annotations
@@ -13,28 +13,21 @@ import logging
 import select
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 
-from amphora_agent.bundle import VrrpInstance
+from amphora_agent.bundle import Address, VrrpInstance
 from amphora_agent.errors import AgentError
-from amphora_agent.keepalived import stale_vips
+from amphora_agent.network import netlink_watch
+from amphora_agent.network.interfaces import present_addresses
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.network.pyroute2_lazy import IPRoute, NetlinkError
 
 _log = logging.getLogger(__name__)
-_NETLINK_ROUTE = 0
-_LINK, _IPV4_ADDRESS, _IPV6_ADDRESS = 0x1, 0x10, 0x100
 _RETRY_SECONDS = 5.0
 
 
 class VrrpState:
-    """Thread that follows the kernel's announcements of addresses in the inner namespace.
-
-    Args:
-        instance: returns the current VRRP instance; None for a single amphora.
-        changed: called in this thread after a change.
-    """
+    """Thread that follows the kernel's announcements of addresses, and calls ``changed`` after a change."""
 
     def __init__(
         self, inner: Namespace, instance: Callable[[], VrrpInstance | None], changed: Callable[[], None]
@@ -42,70 +35,45 @@ class VrrpState:
         self._inner = inner
         self._instance = instance
         self._changed = changed
-        self._holds_vip: bool | None = None
+        # The attribute is None for a single amphora.
+        self.holds_vip: bool | None = None
         self._lock = threading.Lock()
-        self._announcements = inner.run(_subscribe)
+        self._announcements = netlink_watch.watch_addresses(inner)
         self._thread = threading.Thread(target=self._run, name="role", daemon=True)
 
-    @property
-    def holds_vip(self) -> bool | None:
-        """Whether this amphora has the VIPs; None for a single amphora."""
-        return self._holds_vip
-
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def refresh(self) -> None:
-        """Read the state again. Needed after a change of the VRRP instance."""
+        """Read the state again, also after a change of the VRRP instance."""
         with self._lock:
-            instance, before = self._instance(), self._holds_vip
-            self._holds_vip = None if instance is None else self._inner.run(_has_first_vip, instance)
-            changed = self._holds_vip != before
-            if changed and instance is not None and not self._holds_vip:
+            instance, before = self._instance(), self.holds_vip
+            self.holds_vip = None if instance is None else self._inner.run(_has_first_vip, instance)
+            changed = self.holds_vip != before
+            if changed and instance is not None and not self.holds_vip:
                 self._remove_stale_vips(instance)
         if changed:
-            _log.info(
-                "The VIPs are %s",
-                {None: "not under VRRP", True: "on this amphora", False: "on a partner"}[self._holds_vip],
-            )
+            places = {None: "not under VRRP", True: "on this amphora", False: "on a partner"}
+            _log.info("The VIPs of the load balancer are %s", places[self.holds_vip])
             self._changed()
 
     def _remove_stale_vips(self, instance: VrrpInstance) -> None:
-        """Remove VIPs that keepalived did not release, because it died before it read its new file."""
         try:
-            self._inner.run(stale_vips.remove_stale_vips, instance)
+            self._inner.run(remove_stale_vips, instance)
         except NetlinkError as error:
-            _log.warning("stale VIPs not removed: %s", error)
+            _log.warning("The kernel did not remove stale VIPs, which stay until the next change: %s", error)
 
     def _run(self) -> None:
         timeout: float | None = 0.0
         while True:
             select.select([self._announcements], [], [], timeout)
             try:
-                _drain(self._announcements)
+                self._announcements.has_changed()
                 self.refresh()
                 timeout = None
             except (AgentError, OSError, NetlinkError) as error:
-                _log.warning("state of the VIPs unknown, retrying in %.0f s: %s", _RETRY_SECONDS, error)
+                _log.warning("Cannot read whether the VIPs are here, retrying in %.0f s: %s", _RETRY_SECONDS, error)
                 timeout = _RETRY_SECONDS
-
-
-def _subscribe() -> socket.socket:
-    opened = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_NONBLOCK, _NETLINK_ROUTE)
-    opened.bind((0, _LINK | _IPV4_ADDRESS | _IPV6_ADDRESS))
-    return opened
-
-
-def _drain(announcements: socket.socket) -> None:
-    with suppress(BlockingIOError):
-        while True:
-            try:
-                announcements.recv(65536)
-            except OSError as error:
-                # ENOBUFS: announcements were lost. The state is read afterwards in any case.
-                if error.errno != errno.ENOBUFS:
-                    raise
 
 
 def _has_first_vip(instance: VrrpInstance) -> bool:
@@ -120,3 +88,32 @@ def _has_first_vip(instance: VrrpInstance) -> bool:
             message["index"] == index and ipaddress.ip_address(message.get_attr(attribute)) == vip
             for message in route.get_addr(family=family, index=index)
         )
+
+
+def remove_stale_vips(instance: VrrpInstance) -> None:
+    """Remove former VIPs that a keepalived left on the interface when it died, in the inner namespace.
+
+    Called only while no keepalived runs, or right after it released the VIPs. A running holder removes a former VIP
+    itself when it reads its new file. If another process removes the address, keepalived assumes that it lost its VIPs
+    and releases all of them. A keepalived that starts removes only the addresses that its new file names.
+
+    Raises NetlinkError if the kernel refuses the removal.
+    """
+    with IPRoute() as route:
+        for index in route.link_lookup(ifname=instance.vrrp.interface):
+            present = [address for place, address in present_addresses(route) if place == index]
+            for address in stale_addresses(instance, present):
+                try:
+                    route.addr("del", index=index, address=str(address.ip), prefixlen=address.max_prefixlen)
+                except NetlinkError as error:
+                    if error.code != errno.EADDRNOTAVAIL:  # the kernel has no such address
+                        raise
+
+
+def stale_addresses(instance: VrrpInstance, present: Iterable[Address]) -> list[Address]:
+    """Return the host addresses (/32, /128) that are neither VIPs nor the amphora's own."""
+    return [
+        address
+        for address in present
+        if address.network.prefixlen == address.max_prefixlen and address not in (*instance.vips, *instance.fixed)
+    ]

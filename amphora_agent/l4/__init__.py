@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""UDP and SCTP listeners: the model and the interface of the forwarding engine."""
+"""UDP and SCTP listeners: model, counters, event loop and kernel messages of the checker."""

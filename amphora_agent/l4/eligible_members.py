@@ -4,7 +4,7 @@
 Invariant: pure. A disabled or failed member keeps no flow and gets none. A member of weight 0 keeps its flows and gets
 no new ones. A backup member gets flows only while no other member of its family does.
 
-A client of IPv4 cannot be forwarded to a member of IPv6, so each member serves only the VIPs of its own family.
+The kernel cannot forward an IPv4 client to an IPv6 member, so each member serves only the VIPs of its own family.
 """
 
 from __future__ import annotations
@@ -23,11 +23,7 @@ def retained_members(server: VirtualServer, up: MemberHealth) -> tuple[Member, .
 
 
 def serving_members(server: VirtualServer, up: MemberHealth, version: int) -> tuple[Member, ...]:
-    """Return the members that get new flows of a family, in the order of the bundle.
-
-    Args:
-        version: 4 or 6.
-    """
+    """Return the members that get new flows of an IP version, in the order of the bundle."""
     able = [one for one in retained_members(server, up) if one.weight and one.address.version == version]
     return tuple(one for one in able if not one.backup) or tuple(able)
 

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Event loop of one thread: sockets and timers.
-
-Invariant: events of sockets are handled before expired timers. After a delay of the process, an answer that arrived in
-time is not taken for a missing one.
-"""
+"""Event loop of one thread: it handles events of sockets before expired timers."""
 
 from __future__ import annotations
 
@@ -13,29 +9,25 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
 
-# libnftables uses select(2), which supports descriptors below 1024 only. They are reserved for it from 512 on.
+# libnftables uses select(2), which supports descriptors below 1024 only. From 512 on they are reserved for libnftables.
 _RESERVED_FROM, _RESERVED_BELOW = 512, 1024
 # epoll counts milliseconds in 32 bits, so a longer wait is split.
 _MAX_WAIT_SECONDS = 3600.0
 
 
+@dataclass(order=True)
 class Timer:
-    """A call at a time, unless it is cancelled."""
+    """A call at a time, unless the timer is cancelled."""
 
-    __slots__ = ("action", "order", "when")
-
-    def __init__(self, when: float, order: int, action: Callable[[], None]) -> None:
-        self.when = when
-        self.order = order
-        self.action: Callable[[], None] | None = action
+    when: float
+    order: int
+    action: Callable[[], None] | None = field(compare=False)
 
     def cancel(self) -> None:
-        """Do not call the action."""
         self.action = None
-
-    def __lt__(self, other: Timer) -> bool:
-        return (self.when, self.order) < (other.when, other.order)
 
 
 class EventLoop:
@@ -58,21 +50,19 @@ class EventLoop:
         self._selector.register(one, selectors.EVENT_READ, [action])
 
     def add_writer(self, one: socket.socket, action: Callable[[], None]) -> None:
-        """Call an action whenever a socket is writable."""
         self._selector.register(one, selectors.EVENT_WRITE, [action])
 
     def remove(self, one: socket.socket) -> None:
-        """Stop watching a socket; no error if it is not watched."""
-        try:
+        """Stop watching a socket; no error if the loop does not watch it."""
+        with suppress(KeyError, ValueError):
             self._selector.unregister(one)
-        except (KeyError, ValueError):
-            return
 
     def run_once(self, longest: float | None = None) -> None:
         """Wait for the next event, at most for this number of seconds, and handle everything that is due."""
         for key, _ in self._selector.select(self._timeout(longest)):
             # An earlier event may have closed the socket, and another socket may have its descriptor.
-            present = self._selector.get_map().get(key.fileobj) if _is_open(key.fileobj) else None
+            is_open = isinstance(key.fileobj, socket.socket) and key.fileobj.fileno() >= 0
+            present = self._selector.get_map().get(key.fileobj) if is_open else None
             if present is not None and present.data is key.data:
                 key.data[0]()
         now = time.monotonic()
@@ -90,12 +80,7 @@ class EventLoop:
         return until if longest is None else min(until, longest)
 
     def close(self) -> None:
-        """Close the selector."""
         self._selector.close()
-
-
-def _is_open(one: object) -> bool:
-    return isinstance(one, socket.socket) and one.fileno() >= 0
 
 
 def make_nonblocking(one: socket.socket) -> socket.socket:
@@ -105,8 +90,8 @@ def make_nonblocking(one: socket.socket) -> socket.socket:
         return one
     try:
         number = fcntl.fcntl(one.fileno(), fcntl.F_DUPFD_CLOEXEC, _RESERVED_BELOW)
-    except OSError:
-        return one  # the limit of descriptors is too low
+    except OSError:  # the limit of descriptors is too low
+        return one
     with one:
         moved = socket.socket(fileno=number)
     moved.setblocking(False)

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Virtual servers of a bundle: UDP and SCTP listeners with their members.
-
-Invariant: pure, standard library only, because the checker reads the same document. The result of `parse` is complete
-and well-formed, and `to_document` is its inverse.
-"""
+"""Virtual servers of a bundle: UDP and SCTP listeners with their members. Standard library only."""
 
 from __future__ import annotations
 
@@ -24,10 +20,10 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "TRACE", "OPTIONS", "PATCH", 
 VERSIONS = ("1.0", "1.1")
 LARGEST_PORT, LARGEST_WEIGHT, LONGEST = 65535, 256, 2**31 - 1
 LONGEST_FORMAT = 2048
-# Keys that older bundles do not have.
+# Older bundles do not have these keys.
 _OPTIONAL = ("log_format",)
 _CODES = re.compile(r"[1-5][0-9]{2}(?:-[1-5][0-9]{2})?")
-# No space and no line end: either would change the request line (RFC 9112, section 3).
+# A path has no space and no line end, because both would change the request line (RFC 9112, section 3).
 _PATH = re.compile(r"/[!-~]*")
 _HOST = re.compile(r"[A-Za-z0-9.:\[\]_-]{1,255}")
 
@@ -74,10 +70,7 @@ class Member:
 
 @dataclass(frozen=True)
 class VirtualServer:
-    """One listener. ``connection_limit`` None is "no limit"; without a pool there are no members.
-
-    ``log_format`` is the format of its lines in the flow log (`l4_flow_log.format`); None for no lines.
-    """
+    """One listener. ``log_format`` is the format of its flow log (`l4_flow_log.format`); None for no log."""
 
     id: str
     protocol: str
@@ -94,11 +87,7 @@ class VirtualServer:
 
 
 def parse(value: Any) -> tuple[VirtualServer, ...]:
-    """Return the virtual servers of a bundle's list.
-
-    Raises:
-        ValueError, KeyError, TypeError: naming the virtual server and the wrong key.
-    """
+    """Return the virtual servers of a bundle's list; raises ValueError, KeyError or TypeError."""
     found = tuple(_server(item) for item in _of(list, value, "virtual_servers"))
     for what, values in (
         ("id", [one.id for one in found]),
@@ -110,13 +99,10 @@ def parse(value: Any) -> tuple[VirtualServer, ...]:
 
 
 def reject_scope(value: str, where: str) -> str:
-    """Return an address without a scope (RFC 4007, section 11) unchanged.
+    """Return an address without a scope (RFC 4007, section 11) unchanged; raises ValueError for a scope.
 
     The standard library accepts any text after the "%" of an IPv6 address, even a line end. The text would reach the
     input of nft and keepalived.
-
-    Raises:
-        ValueError: the address has a scope.
     """
     if "%" in value:
         raise ValueError(f"{where} {value!r} has a scope, which is not supported")
@@ -210,7 +196,7 @@ def _server(value: Any) -> VirtualServer:
 
 
 def _log_format(value: Any, where: str) -> str:
-    """Return a printable text: a line must stay one line, and fit into one write to a pipe."""
+    """Return a printable text, because a line must stay one line and fit into one write to a pipe."""
     text: str = _of(str, value, where)
     if not text.isprintable() or not 1 <= len(text) <= LONGEST_FORMAT:
         raise ValueError(f"{where} is not one line of 1 to {LONGEST_FORMAT} printable characters")

@@ -1,32 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Virtual servers as rows of HAProxy's statistics, for the responder's metrics.
-
-Invariant: pure. Columns have HAProxy's names and meanings (management guide 9.1). Values that virtual servers do not
-count have no column. No value contains a comma.
-"""
+"""Virtual servers as rows of HAProxy's statistics (management guide 9.1), for the responder."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-COLUMNS = (
-    "pxname",
-    "svname",
-    "type",
-    "mode",
-    "status",
-    "scur",
-    "stot",
-    "conn_tot",
-    "bin",
-    "bout",
-    "ereq",
-    "weight",
-    "lbtot",
-)
+_IDENTITY = ("pxname", "svname", "type", "mode", "status")
+COLUMNS = (*_IDENTITY, "scur", "stot", "conn_tot", "bin", "bout", "ereq", "weight", "lbtot")
 _LISTENER, _POOL, _MEMBER = "0", "1", "2"
-# In HAProxy lbtot counts only sessions that the algorithm selected; here these are all sessions.
+# HAProxy counts in lbtot only sessions that the algorithm selected; for virtual servers these are all sessions.
 _OF_MEMBERS = {
     "scur": "active_connections",
     "stot": "total_connections",
@@ -37,11 +20,7 @@ _OF_MEMBERS = {
 
 
 def render_rows(servers: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return CSV: a line of column names, and a line for each listener, pool and member.
-
-    Args:
-        servers: the servers of the checker's state.
-    """
+    """Return CSV for the servers of the checker's state: columns, then listeners, pools and members."""
     lines = [",".join(COLUMNS)]
     for name, found in servers.items():
         total = found["total_connections"]
@@ -52,7 +31,7 @@ def render_rows(servers: Mapping[str, Mapping[str, Any]]) -> str:
         if (pool := found["pool"]) is None:
             continue
         proxy = f"{pool['id']}:{name}"
-        # All flows of a listener go to its pool.
+        # The pool has the counters of the listener, because all flows of a listener go to its pool.
         lines.append(_row(proxy, "BACKEND", _POOL, pool["status"], counted))
         for member, one in pool["members"].items():
             own = {column: one[field] for column, field in _OF_MEMBERS.items() if field in one}

@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of health checks: a target, one check of it, and the checks of one monitor type.
-
-Invariant: no method blocks. A check calls its callback at most once, and never after `end`.
-"""
+"""The interface of health checks. A check never blocks, and reports at most once before its end."""
 
 from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from amphora_agent.l4.event_loop import EventLoop
 from amphora_agent.l4.model import Member, Monitor
 
 OnResult = Callable[[bool, str], None]
 """Called with the result: whether the member serves, and the reason in a few words."""
-# Errors of this machine. They say nothing about the member, so the check has no result.
+# Errors of this machine say nothing about the member, so the check has no result.
 _LOCAL_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.EAGAIN))
 
 
@@ -58,13 +56,13 @@ class CheckType(Protocol):
     """All checks of one monitor type."""
 
     def start(self, target: Target, on_result: OnResult) -> Check:
-        """Start a check.
-
-        Raises:
-            OSError: the check could not be sent.
-        """
+        """Start a check; raises OSError if the check could not be sent."""
 
     def close(self) -> None: ...
+
+
+Factories = Mapping[str, Callable[[EventLoop], CheckType]]
+"""Functions that create the checks, by monitor type."""
 
 
 def is_local_error(error: OSError) -> bool:

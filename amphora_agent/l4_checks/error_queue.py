@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ICMP errors from the error queue of a socket (ip(7), IP_RECVERR).
-
-Invariant: reading empties the queue and never raises. A queue that is not empty keeps the socket readable.
-"""
+"""ICMP errors from the error queue of a socket (ip(7), IP_RECVERR)."""
 
 from __future__ import annotations
 
@@ -11,12 +8,12 @@ import socket
 import struct
 from collections.abc import Iterator
 
-# From the kernel's headers; the socket module does not name them.
+# The socket module does not name these constants of the kernel's headers.
 _IP_RECVERR, _IPV6_RECVERR, _MSG_ERRQUEUE = 11, 25, 0x2000
-_EXTENDED = struct.Struct("=IBBBBII")  # errno, origin, type, code, padding, info, data
+_EXTENDED = struct.Struct("=IBBBBII")  # The fields are errno, origin, type, code, padding, info and data.
 _LEVELS = {(socket.IPPROTO_IP, _IP_RECVERR), (socket.IPPROTO_IPV6, _IPV6_RECVERR)}
 _LARGEST = 512
-# Errors that mean an unreachable member. Others are about the path, for example a packet that is too large.
+# These errors mean an unreachable member. Other errors are about the path, for example a packet that is too large.
 _UNREACHABLE = {
     errno.ECONNREFUSED: "port unreachable",
     errno.ENOPROTOOPT: "protocol unreachable",
@@ -28,16 +25,16 @@ _UNREACHABLE = {
 
 
 def enable(one: socket.socket) -> None:
-    """Enable the queue. Without it the kernel does not report unreachable hosts."""
-    if one.family == socket.AF_INET6:
-        one.setsockopt(socket.IPPROTO_IPV6, _IPV6_RECVERR, 1)
-    else:
-        one.setsockopt(socket.IPPROTO_IP, _IP_RECVERR, 1)
+    """Enable the queue, without which the kernel does not report unreachable hosts."""
+    is_ipv6 = one.family == socket.AF_INET6
+    option = (socket.IPPROTO_IPV6, _IPV6_RECVERR) if is_ipv6 else (socket.IPPROTO_IP, _IP_RECVERR)
+    one.setsockopt(*option, 1)
 
 
 def read_errors(one: socket.socket) -> Iterator[tuple[str, str, bytes]]:
     """Yield each error: its text, the address it is about, and the packet without the IP header."""
-    one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)  # reading clears the error, which the next call would raise
+    # Reading SO_ERROR clears the error, which the next call would raise.
+    one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     while True:
         try:
             packet, control, _, destination = one.recvmsg(_LARGEST, 256, _MSG_ERRQUEUE)

@@ -7,23 +7,23 @@ bytes within the monitor's time-out, however slowly the member sends.
 
 from __future__ import annotations
 
+import re
+
 from amphora_agent.l4.event_loop import EventLoop
+from amphora_agent.l4.model import Monitor
 from amphora_agent.l4_checks.check import Check, OnResult, Target, error_text
-from amphora_agent.l4_checks.http_response import MAX_LINE_BYTES, build_request, matches_codes, parse_status
-from amphora_agent.l4_checks.tcp import Connection
+from amphora_agent.l4_checks.tcp import Connection, TcpChecks
+
+MAX_LINE_BYTES = 1024
+# RFC 9112, section 4: the reason phrase may be missing, and the space before it too.
+_FIRST_LINE = re.compile(rb"HTTP/1\.[0-9] ([1-9][0-9]{2})(?: [^\r\n]*)?\r?\n")
 
 
-class HttpChecks:
+class HttpChecks(TcpChecks):
     """Checks by an HTTP request."""
-
-    def __init__(self, loop: EventLoop) -> None:
-        self._loop = loop
 
     def start(self, target: Target, on_result: OnResult) -> Check:
         return _Request(self._loop, target, on_result)
-
-    def close(self) -> None:
-        """The checks share nothing."""
 
 
 class _Request(Connection):
@@ -65,3 +65,32 @@ class _Request(Connection):
     def expire(self) -> tuple[bool, str]:
         self.end()
         return False, "no answer within the time" if self._is_connected else "no connection within the time"
+
+
+def build_request(monitor: Monitor, address: str, port: int) -> bytes:
+    """Return the request. HTTP/1.1 requires a host; the default is the member's address."""
+    host = monitor.host
+    if host is None and monitor.version == "1.1":
+        host = (f"[{address}]" if ":" in address else address) + ("" if port == 80 else f":{port}")
+    lines = [f"{monitor.method} {monitor.path} HTTP/{monitor.version}"]
+    lines += [f"Host: {host}"] if host is not None else []
+    lines += ["Content-Length: 0"] if monitor.method in ("POST", "PUT", "PATCH") else []
+    lines += ["User-Agent: amphora-checker", "Connection: close"]
+    return "".join(f"{line}\r\n" for line in [*lines, ""]).encode("ascii")
+
+
+def parse_status(received: bytes) -> int | None:
+    """Return the status of an answer; None if more bytes are needed. Raises ValueError for other text."""
+    line = received[:MAX_LINE_BYTES]
+    if (found := _FIRST_LINE.match(line)) is not None:
+        return int(found[1])
+    is_prefix = line.startswith(b"HTTP/1.") or b"HTTP/1.".startswith(line)
+    if b"\n" in line or len(received) >= MAX_LINE_BYTES or not is_prefix:
+        raise ValueError("not an HTTP/1 answer")
+    return None
+
+
+def matches_codes(status: int, codes: tuple[str, ...]) -> bool:
+    """Return whether a status is one of these codes; a code may be a range like 200-204."""
+    ranges = (code.partition("-") for code in codes)
+    return any(int(least) <= status <= int(most or least) for least, _, most in ranges)

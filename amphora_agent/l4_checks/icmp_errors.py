@@ -6,7 +6,7 @@ clients have the same source address. So under load a check may get no error, an
 Therefore errors for packets of clients count too, and failed neighbour resolution where a whole host has failed.
 
 Invariant: an error for a packet of a client counts only if connection tracking has the client's flow
-(`amphora_agent.l4_checks.conntrack_lookup`). A filter in the kernel selects the packets to read.
+(`flow_exists`). A filter in the kernel selects the packets to read.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ import errno
 import socket
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
+from amphora_agent.l4 import netlink
 from amphora_agent.l4.event_loop import EventLoop
-from amphora_agent.l4_checks.conntrack_lookup import Flow
 
 OnIcmpError = Callable[[str, int, str], None]
 """Called with the address, the port (0 for all ports) and the error of a member."""
-_ETH_P_IP, _ETH_P_IPV6, _SO_ATTACH_FILTER, _PACKET_HOST = 0x0800, 0x86DD, 26, 0
-_NETLINK_ROUTE, _NEIGHBOR_GROUP, _NEW_NEIGHBOUR, _FAILED, _DESTINATION = 0, 0x4, 28, 0x20, 1
+_ETH_P_IP, _ETH_P_IPV6, _PACKET_HOST = 0x0800, 0x86DD, 0
+_NEIGHBOR_GROUP, _NEW_NEIGHBOUR, _FAILED, _DESTINATION = 0x4, 28, 0x20, 1
 _MAX_BYTES, _MAX_AT_ONCE = 8192, 64
-# Classic BPF (linux/filter.h): load a byte, load one after the IP header, header length, compare, return.
+# Instructions of classic BPF (linux/filter.h) load a byte, load one after the IP header, compare, and return.
 _LOAD, _LOAD_BEHIND, _LENGTH, _IS, _RETURN = 0x30, 0x50, 0xB1, 0x15, 0x06
 _ONLY_UNREACHABLE = {
     socket.AF_INET: (
@@ -48,27 +49,38 @@ _ONLY_UNREACHABLE = {
     ),
 }
 _IPV6_HEADER, _ICMP_HEADER = 40, 8
-# ICMP codes for a closed port (RFC 792; RFC 4443, section 3.1).
+# These ICMP codes mean a closed port (RFC 792; RFC 4443, section 3.1).
 _PORT = {socket.AF_INET: 3, socket.AF_INET6: 4}
+
+# linux/netfilter/nfnetlink_conntrack.h
+_GET = 1 << 8 | 1
+_TUPLE_REPLY, _TUPLE_IP, _TUPLE_PROTO = 2, 1, 2
+_SOURCE_OF, _DESTINATION_OF = {socket.AF_INET: 1, socket.AF_INET6: 3}, {socket.AF_INET: 2, socket.AF_INET6: 4}
+_PROTO_NUMBER, _PROTO_SOURCE, _PROTO_DESTINATION = 1, 2, 3
+_ANSWER_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A flow from ``local`` to ``member``, both as the member sees them."""
+
+    family: socket.AddressFamily
+    protocol: int
+    member: tuple[str, int]
+    local: tuple[str, int]
 
 
 class IcmpErrorMonitor:
-    """Sockets that receive the errors, in the network namespace in which the object was created.
+    """Sockets in the present namespace that receive the errors; ``on_error`` gets each error of a member."""
 
-    Args:
-        on_error: called for each error of a member.
-        flow_exists: returns whether connection tracking has a flow.
-    """
-
-    def __init__(self, loop: EventLoop, on_error: OnIcmpError, flow_exists: Callable[[Flow], bool]) -> None:
+    def __init__(self, loop: EventLoop, on_error: OnIcmpError) -> None:
         self._loop = loop
         self._on_error = on_error
-        self._flow_exists = flow_exists
         self._sockets: list[socket.socket] = []
         try:
             for family in (socket.AF_INET, socket.AF_INET6):
                 self._watch(_open_icmp_socket(family), partial(self._read_icmp, family))
-            self._watch(_open_neighbor_socket(), self._read_neighbors)
+            self._watch(netlink.open_socket(netlink.ROUTE, _NEIGHBOR_GROUP), self._read_neighbors)
         except OSError:
             self.close()
             raise
@@ -85,7 +97,7 @@ class IcmpErrorMonitor:
             except OSError:
                 return
             flow = parse_port_unreachable(family, packet) if sender[2] == _PACKET_HOST else None
-            if flow is not None and self._flow_exists(flow):
+            if flow is not None and flow_exists(flow):
                 self._on_error(*flow.member, "port unreachable")
 
     def _read_neighbors(self, one: socket.socket) -> None:
@@ -107,32 +119,20 @@ class IcmpErrorMonitor:
 
 def _open_icmp_socket(family: socket.AddressFamily) -> socket.socket:
     """Open a socket that receives a copy of each ICMP "unreachable" packet, on every interface."""
-    program = b"".join(struct.pack("=HBBI", *line) for line in _ONLY_UNREACHABLE[family])
-    code = ctypes.create_string_buffer(program, len(program))
-    # Built here, because the socket module requires an interface name (packet(7), struct sockaddr_ll).
+    # The socket module requires an interface name, so this function builds the address (packet(7), sockaddr_ll).
     link = socket.htons(_ETH_P_IP if family == socket.AF_INET else _ETH_P_IPV6)
     address = struct.pack("=HHiHBB8s", socket.AF_PACKET, link, 0, 0, 0, 0, b"")
     libc = ctypes.CDLL(None, use_errno=True)
     one = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, 0)  # an unbound packet socket receives nothing
-    place = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
-    one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, place)
+    netlink.attach_filter(one, _ONLY_UNREACHABLE[family])
     if libc.bind(one.fileno(), address, len(address)) != 0:
         one.close()
         raise OSError(ctypes.get_errno(), "the socket for ICMP errors cannot be bound")
     return one
 
 
-def _open_neighbor_socket() -> socket.socket:
-    one = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_ROUTE)
-    one.bind((0, _NEIGHBOR_GROUP))
-    return one
-
-
 def parse_port_unreachable(family: socket.AddressFamily, packet: bytes) -> Flow | None:
-    """Return the flow that a "port unreachable" packet is about; None for another packet.
-
-    The sender of the packet must be the destination of the flow.
-    """
+    """Return the flow of a "port unreachable" packet from the flow's destination; None for other packets."""
     start = 4 * (packet[0] & 0x0F) if family == socket.AF_INET and packet else _IPV6_HEADER
     inner = start + _ICMP_HEADER
     if len(packet) < inner + 1 or packet[start + 1] != _PORT[family]:
@@ -160,19 +160,35 @@ def parse_failed_neighbors(messages: bytes) -> list[str]:
         length, kind = struct.unpack_from("=IH", messages)
         family, state = messages[16], struct.unpack_from("=H", messages, 24)[0]
         if kind == _NEW_NEIGHBOUR and state & _FAILED and family in (socket.AF_INET, socket.AF_INET6):
-            found += _destination(socket.AddressFamily(family), messages[28:length])
+            address = netlink.attributes(messages[28:length]).get(_DESTINATION, b"")
+            if len(address) == (4 if family == socket.AF_INET else 16):
+                found.append(_text(socket.AddressFamily(family), address))
         if length < 28:
             break
         messages = messages[(length + 3) & ~3 :]
     return found
 
 
-def _destination(family: socket.AddressFamily, attributes: bytes) -> list[str]:
-    while len(attributes) >= 4:
-        length, kind = struct.unpack_from("=HH", attributes)
-        if kind == _DESTINATION and len(attributes[4:length]) == (4 if family == socket.AF_INET else 16):
-            return [_text(family, attributes[4:length])]
-        if length < 4:
-            break
-        attributes = attributes[(length + 3) & ~3 :]
-    return []
+def flow_exists(flow: Flow) -> bool:
+    """Return whether connection tracking has this flow."""
+    try:
+        with netlink.open_socket(netlink.NETFILTER, timeout=_ANSWER_SECONDS) as link:
+            link.send(build_request(flow))
+            answer = link.recv(8192)
+    except OSError:
+        return False
+    kind: int = struct.unpack_from("=H", answer, 4)[0]
+    return kind != netlink.ERROR
+
+
+def build_request(flow: Flow) -> bytes:
+    """Return the request for the flow, by the tuple of its replies from the member."""
+    (member, port), (local, local_port), family = flow.member, flow.local, flow.family
+    addresses = netlink.attribute(_SOURCE_OF[family], socket.inet_pton(family, member))
+    addresses += netlink.attribute(_DESTINATION_OF[family], socket.inet_pton(family, local))
+    protocol = netlink.attribute(_PROTO_NUMBER, bytes((flow.protocol,)))
+    protocol += netlink.attribute(_PROTO_SOURCE, struct.pack("!H", port))
+    protocol += netlink.attribute(_PROTO_DESTINATION, struct.pack("!H", local_port))
+    nested = netlink.attribute(_TUPLE_IP | netlink.NESTED, addresses)
+    nested += netlink.attribute(_TUPLE_PROTO | netlink.NESTED, protocol)
+    return netlink.netfilter_message(_GET, 0, family, netlink.attribute(_TUPLE_REPLY | netlink.NESTED, nested))

@@ -2,7 +2,7 @@
 """The state of a member, and how each check changes it.
 
 Invariant: pure. A member changes its state after exactly `fall` failed checks in a row, or `rise` successful ones. The
-first check of a member decides at once. Before it, the member gets no clients while other members serve.
+first check of a member decides at once. Before the first check, the member gets no clients while other members serve.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Status:
     DRAIN = "DRAIN"
     MAINT = "MAINT"
     NO_CHECK = "no check"
-    # No information about the member: it was not checked yet.
+    # The checker has no result for the member yet.
     UNKNOWN = "NOLB"
     OPEN = "OPEN"
     FULL = "FULL"
@@ -81,21 +81,13 @@ def checked_members(servers: Iterable[VirtualServer]) -> dict[MemberKey, tuple[V
 def carry_over(
     known: States, before: Sequence[VirtualServer], wanted: Sequence[VirtualServer], now: float
 ) -> dict[MemberKey, State]:
-    """Return states for new virtual servers.
-
-    A known member keeps its state. A member that served without checks counts as up.
-    """
-    serving = {
-        (server.pool_id, member.id)
-        for server in before
-        if server.monitor is None
-        for member in server.members
-        if member.enabled
-    }
-    unchecked = State(up=True, proven=True, against=0, since=now, reason="served before the first check")
+    """Return states for new virtual servers. A member that served without checks counts as up."""
+    unchecked = (server for server in before if server.monitor is None)
+    serving = {(server.pool_id, member.id) for server in unchecked for member in server.members if member.enabled}
+    served = State(up=True, proven=True, against=0, since=now, reason="served before the first check")
     found, new, with_others = {}, [], set()
     for key, (_, member) in checked_members(wanted).items():
-        state = known.get(key) or (unchecked if key in serving else None)
+        state = known.get(key) or (served if key in serving else None)
         if state is None:
             new.append(key)
             continue
@@ -149,24 +141,14 @@ def last_change(server: VirtualServer, member: Member, states: States) -> tuple[
 
 
 def to_document(states: States) -> list[list[Any]]:
-    """Return the states for the disk."""
+    """Return the states as JSON values."""
     return [[pool, member, asdict(state)] for (pool, member), state in states.items()]
 
 
 def from_document(value: Any) -> dict[MemberKey, State]:
-    """Return the states of a document of `to_document`.
-
-    Raises:
-        KeyError, TypeError, ValueError: the document has another shape.
-    """
-    found = {}
-    for pool, member, plain in value:
-        state = State(
-            up=bool(plain["up"]),
-            proven=bool(plain["proven"]),
-            against=int(plain["against"]),
-            since=float(plain["since"]),
-            reason=str(plain["reason"]),
-        )
-        found[str(pool), str(member)] = state
-    return found
+    """Return the states of a document of `to_document`; raises KeyError, TypeError or ValueError."""
+    types = {"up": bool, "proven": bool, "against": int, "since": float, "reason": str}
+    return {
+        (str(pool), str(member)): State(**{name: kind(plain[name]) for name, kind in types.items()})
+        for pool, member, plain in value
+    }

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Let the kernel verify that a host on a connected network is still there.
 
-The kernel considers a neighbour reachable for up to a minute after the last contact (arp(7), `base_reachable_time`).
-Packets to a host that has failed meanwhile are lost without a message. After a probe the kernel sends three requests
-(ARP or neighbour solicitation), one a second, and reports "host unreachable" if none is answered
-(`amphora_agent.l4_checks.icmp_errors`). Packets of clients are sent as before meanwhile.
+The kernel considers a neighbour reachable for up to a minute after the last contact (arp(7), `base_reachable_time`). If
+the host has failed meanwhile, packets to it are lost without a message. After a probe the kernel sends three requests
+(ARP or neighbour solicitation), one a second. Without an answer the kernel reports "host unreachable"
+(`amphora_agent.l4_checks.icmp_errors`). Meanwhile the kernel sends packets of clients as before.
 
-Invariant: only neighbour entries that the kernel has learned are changed, and only their state. Raw rtnetlink(7) with
-the standard library only. No call waits: the kernel answers at once.
+Invariant: the probe changes only neighbour entries that the kernel has learned, and only their state. No call waits:
+the kernel answers at once.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ import sys
 from ipaddress import ip_address
 from typing import NamedTuple
 
-_NETLINK_ROUTE = 0
+from amphora_agent.l4 import netlink
+
+# linux/rtnetlink.h
 _GET_ROUTE, _NEW_ROUTE, _GET_NEIGHBOUR, _NEW_NEIGHBOUR = 26, 24, 30, 28
-_REQUEST, _REPLACE = 1, 0x100
 _ROUTE_TO, _ROUTE_LINK, _ROUTE_GATEWAY, _ROUTE_VIA = 1, 4, 5, 18
 _NEIGHBOUR_ADDRESS = 1
 # linux/neighbour.h
 _INCOMPLETE, _REACHABLE, _STALE, _DELAY, _PROBE, _FAILED = 0x01, 0x02, 0x04, 0x08, 0x10, 0x20
 _USABLE, _UNRESOLVED = _REACHABLE | _STALE | _DELAY, _INCOMPLETE | _FAILED
-_NOT_LEARNED = 0x02 | 0x10  # linux/neighbour.h: NTF_SELF, NTF_EXT_LEARNED
+_NOT_LEARNED = 0x02 | 0x10  # These flags are NTF_SELF and NTF_EXT_LEARNED.
 _UNICAST = 1
 _ANSWER_SECONDS, _LARGEST = 0.2, 8192
 
@@ -43,18 +44,17 @@ class NeighborProbe:
     """A netlink socket in the network namespace in which the object was created."""
 
     def __init__(self) -> None:
-        self._link = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_ROUTE)
-        self._link.settimeout(_ANSWER_SECONDS)
-        self._link.bind((0, 0))
+        self._link = netlink.open_socket(netlink.ROUTE, timeout=_ANSWER_SECONDS)
         self._number = 0
 
     def probe(self, address: str) -> bool:
-        """Start a probe of a host; returns False if the kernel has no usable entry for it."""
+        """Start a probe of a host; returns False if the kernel has no usable entry for the host."""
         found = self._entry(address)
         if found is None or not found.state & _USABLE or found.flags & _NOT_LEARNED:
             return False
         try:
-            self._send(_NEW_NEIGHBOUR, _REPLACE, _neighbour(found.family, found.address, found.interface, _PROBE))
+            entry = _neighbour(found.family, found.address, found.interface, _PROBE)
+            self._send(_NEW_NEIGHBOUR, netlink.REPLACE, entry)
         except OSError:
             return False
         return True
@@ -65,7 +65,7 @@ class NeighborProbe:
         return found is not None and bool(found.state & _UNRESOLVED)
 
     def _entry(self, address: str) -> _Entry | None:
-        """Return the neighbour entry of a host; None if there is none, or the host is behind a router."""
+        """Return the neighbour entry of a host; None without an entry, or for a host behind a router."""
         packed, family = ip_address(address).packed, socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
             interface = self._interface(family, packed)
@@ -79,11 +79,11 @@ class NeighborProbe:
     def _interface(self, family: int, packed: bytes) -> int:
         """Return the index of the interface that connects a host; 0 if it is behind a router."""
         body = struct.pack("=BBBBBBBBI", family, 8 * len(packed), 0, 0, 0, 0, 0, 0, 0)
-        answer = self._request(_GET_ROUTE, body + _attribute(_ROUTE_TO, packed), _NEW_ROUTE)
-        # struct rtmsg: the type of the route is its eighth byte.
+        answer = self._request(_GET_ROUTE, body + netlink.attribute(_ROUTE_TO, packed), _NEW_ROUTE)
+        # The type of the route is the eighth byte of struct rtmsg.
         if answer is None or answer[7] != _UNICAST:
             return 0
-        found = _attributes(answer[12:])
+        found = netlink.attributes(answer, 12)
         if _ROUTE_GATEWAY in found or _ROUTE_VIA in found:
             return 0
         return int.from_bytes(found.get(_ROUTE_LINK, b""), sys.byteorder)
@@ -99,7 +99,7 @@ class NeighborProbe:
 
     def _send(self, kind: int, flags: int, body: bytes) -> int:
         self._number = self._number % 0xFFFFFFFF + 1
-        self._link.send(struct.pack("=IHHII", 16 + len(body), kind, _REQUEST | flags, self._number, 0) + body)
+        self._link.send(netlink.message(kind, flags, body, self._number))
         return self._number
 
     def close(self) -> None:
@@ -108,19 +108,4 @@ class NeighborProbe:
 
 def _neighbour(family: int, packed: bytes, interface: int, state: int) -> bytes:
     head = struct.pack("=BBHiHBB", family, 0, 0, interface, state, 0, 0)
-    return head + _attribute(_NEIGHBOUR_ADDRESS, packed)
-
-
-def _attribute(kind: int, value: bytes) -> bytes:
-    return struct.pack("=HH", 4 + len(value), kind) + value + bytes(-len(value) % 4)
-
-
-def _attributes(data: bytes) -> dict[int, bytes]:
-    found, at = {}, 0
-    while at + 4 <= len(data):
-        size, kind = struct.unpack_from("=HH", data, at)
-        if size < 4:
-            break
-        found[kind & 0x3FFF] = data[at + 4 : at + size]
-        at += (size + 3) & ~3
-    return found
+    return head + netlink.attribute(_NEIGHBOUR_ADDRESS, packed)

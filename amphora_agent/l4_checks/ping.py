@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PING checks: a member's address answers an ICMP echo request.
-
-Invariant: one socket for each family, whatever the number of members (`amphora_agent.network.icmp_echo`).
-"""
+"""PING checks: a member's address answers an ICMP echo request."""
 
 from __future__ import annotations
 

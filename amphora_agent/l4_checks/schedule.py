@@ -1,54 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedule of health checks.
-
-Invariant: each member is checked once in the interval of its monitor, at its own time; the checks of many members are
-spread evenly. After a delay of the process, late checks are spread out and not started all at once.
-"""
+"""The schedule of health checks: each member is checked once in its interval, and checks are spread."""
 
 from __future__ import annotations
 
 import random
-import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from amphora_agent.l4.event_loop import EventLoop, Timer
-from amphora_agent.l4_checks.check import Check, CheckType, Target, error_text, is_local_error
+from amphora_agent.l4.stderr_log import log
+from amphora_agent.l4_checks.check import Check, CheckType, Factories, Target, error_text, is_local_error
 from amphora_agent.l4_checks.member_state import MemberKey
 
-# Maximum number of first checks in a second. A single new member is checked at once.
+# The schedule starts at most this number of first checks in a second, and the check of a single new member at once.
 _STARTS_PER_SECOND = 200
 _LATE_SECONDS, _CATCH_UP_SHARE = 1.0, 0.2
 
 OnCheckResult = Callable[[MemberKey, bool, str], None]
 
 
+@dataclass(eq=False)
 class _ScheduledCheck:
-    """The schedule of one member."""
+    """The schedule of one member. Times are those of the monotonic clock."""
 
-    __slots__ = ("check", "key", "started", "target", "timer", "when")
-
-    def __init__(self, key: MemberKey, target: Target, when: float) -> None:
-        self.key = key
-        self.target = target
-        self.when = when
-        self.started = when
-        self.check: Check | None = None
-        self.timer: Timer | None = None
+    key: MemberKey
+    target: Target
+    when: float
+    started: float = 0.0
+    check: Check | None = None
+    timer: Timer | None = None
 
 
 class Schedule:
-    """Starts the checks of all members.
+    """Starts the checks of all members. ``factories`` create the checks of a monitor type when needed."""
 
-    Args:
-        factories: create the checks of a monitor type when its first member appears. They are closed after its last.
-        on_result: called for each result.
-    """
-
-    def __init__(
-        self, loop: EventLoop, factories: Mapping[str, Callable[[EventLoop], CheckType]], on_result: OnCheckResult
-    ) -> None:
+    def __init__(self, loop: EventLoop, factories: Factories, on_result: OnCheckResult) -> None:
         self._loop = loop
         self._factories = factories
         self._on_result = on_result
@@ -84,18 +72,18 @@ class Schedule:
             job.check = None
         job.timer = self._loop.call_at(now + job.target.monitor.timeout, partial(self._expire, job))
         try:
-            job.check = self._check_type(job.target.monitor.type).start(job.target, partial(self._finish, job))
+            kind = job.target.monitor.type
+            if kind not in self._check_types:
+                self._check_types[kind] = self._factories[kind](self._loop)
+            job.check = self._check_types[kind].start(job.target, partial(self._finish, job))
         except OSError as error:
             if is_local_error(error):
-                self._log_error(str(error))
+                if str(error) != self._last_error:
+                    log(f"health checks cannot be started, retrying at the next interval: {error}")
+                self._last_error = str(error)
                 self._schedule_next(job)
             else:
                 self._finish(job, False, error_text(error))
-
-    def _check_type(self, name: str) -> CheckType:
-        if name not in self._check_types:
-            self._check_types[name] = self._factories[name](self._loop)
-        return self._check_types[name]
 
     def _expire(self, job: _ScheduledCheck) -> None:
         if job.check is not None:
@@ -111,12 +99,6 @@ class Schedule:
             job.timer.cancel()
         job.when = max(time.monotonic(), job.started + job.target.monitor.interval) if when is None else when
         job.timer = self._loop.call_at(job.when, partial(self._start, job))
-
-    def _log_error(self, text: str) -> None:
-        if text != self._last_error:
-            sys.stderr.write(f"checker: checks cannot be started, retrying at the next interval: {text}\n")
-            sys.stderr.flush()
-        self._last_error = text
 
     def _end(self, job: _ScheduledCheck) -> None:
         if job.timer is not None:

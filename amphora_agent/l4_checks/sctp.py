@@ -1,27 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SCTP checks: a member answers INIT with INIT ACK; the check then sends ABORT.
-
-Invariant: the member keeps no state of a check. There is one raw socket for each family, whatever the number of
-members. The kernel needs no support for SCTP.
-"""
+"""SCTP checks: INIT, INIT ACK and ABORT. The member keeps no state of a check."""
 
 from __future__ import annotations
 
 import errno
 import os
 import socket
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
 from amphora_agent.l4.event_loop import EventLoop
 from amphora_agent.l4_checks import error_queue, sctp_packet
 from amphora_agent.l4_checks.check import Check, OnResult, Target
+from amphora_agent.network.icmp_echo import open_raw_socket
 
 _MAX_BYTES = 2048
-_BUFFER_BYTES = 1 << 20
-_SO_RCVBUFFORCE = 33
-_FIRST_PORT, _PORTS = 32768, 28232  # Linux's default range of client ports
+_FIRST_PORT, _PORTS = 32768, 28232  # This is Linux's default range of client ports.
 
 
 class SctpChecks:
@@ -30,7 +24,7 @@ class SctpChecks:
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
         self._sockets: dict[socket.AddressFamily, socket.socket] = {}
-        self._pending: dict[int, _Init] = {}  # keys: local ports
+        self._pending: dict[int, _Init] = {}  # The keys are local ports.
         self._next = int.from_bytes(os.urandom(2), "big") % _PORTS
         try:
             for family in (socket.AF_INET, socket.AF_INET6):
@@ -40,17 +34,11 @@ class SctpChecks:
             raise
 
     def _open(self, family: socket.AddressFamily) -> None:
-        try:
-            opened = socket.socket(family, socket.SOCK_RAW, socket.IPPROTO_SCTP)
-        except OSError as error:
-            if error.errno == errno.EAFNOSUPPORT:
-                return
-            raise
-        self._sockets[family] = opened
-        opened.setblocking(False)
-        error_queue.enable(opened)
-        opened.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER_BYTES)
-        self._loop.add_reader(opened, partial(self._read_packets, opened))
+        opened = open_raw_socket(family, socket.IPPROTO_SCTP)
+        if opened is not None:
+            self._sockets[family] = opened
+            error_queue.enable(opened)
+            self._loop.add_reader(opened, partial(self._read_packets, opened))
 
     def start(self, target: Target, on_result: OnResult) -> Check:
         opened = self._sockets.get(target.family)
@@ -62,18 +50,17 @@ class SctpChecks:
                 break
         else:
             raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
-        check = _Init(_FIRST_PORT + self._next, target, on_result, self._forget)
-        self._read_packets(opened)  # sendto() would raise a pending error of another member
+        check = _Init(_FIRST_PORT + self._next, target, on_result, self)
+        self._read_packets(opened)  # sendto() would raise pending errors of other members
         opened.sendto(sctp_packet.init(check.port, target.port, check.tag), (target.address, 0))
         self._pending[check.port] = check
         return check
 
-    def _forget(self, check: _Init) -> None:
+    def forget(self, check: _Init) -> None:
         if self._pending.get(check.port) is check:
             del self._pending[check.port]
 
     def _read_packets(self, opened: socket.socket) -> None:
-        """Read all errors and packets."""
         for error, address, packet_start in error_queue.read_errors(opened):
             check = self._pending.get(sctp_packet.source_port(packet_start) or 0)
             if check is not None and check.target.address == address:
@@ -109,15 +96,14 @@ class SctpChecks:
 
 
 class _Init:
-    def __init__(self, port: int, target: Target, on_result: OnResult, forget: Callable[[_Init], None]) -> None:
+    def __init__(self, port: int, target: Target, on_result: OnResult, checks: SctpChecks) -> None:
         self.port = port
         self.target = target
         self.tag = int.from_bytes(os.urandom(4), "big") or 1
         self._on_result = on_result
-        self._forget = forget
+        self._checks = checks
 
     def report(self, good: bool, reason: str) -> None:
-        """End the check with a result."""
         self.end()
         self._on_result(good, reason)
 
@@ -126,4 +112,4 @@ class _Init:
         return False, "no answer within the time"
 
     def end(self) -> None:
-        self._forget(self)
+        self._checks.forget(self)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The SCTP packets that a check needs (RFC 9260).
 
-Invariant: pure. Built packets have a correct checksum. The checksum of received packets is not verified, because a
-sender on the same host leaves it to a network card. Instead, the verification tag must repeat 32 random bits.
+Invariant: pure. Built packets have a correct checksum. The parser does not verify the checksum of received packets,
+because a sender on the same host leaves it to a network card. Instead, the verification tag must repeat 32 random bits.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import struct
 from dataclasses import dataclass
 
 INIT, INIT_ACK, ABORT = 1, 2, 6
-# Section 3: source port, destination port, verification tag, checksum
+# The fields of a packet are source port, destination port, verification tag and checksum (section 3).
 _HEADER = struct.Struct("!HHII")
-_CHUNK = struct.Struct("!BBH")  # type, flags, length
-_START = struct.Struct("!IIHHI")  # initiate tag, window, streams out and in, first TSN
+_CHUNK = struct.Struct("!BBH")  # The fields are type, flags and length.
+_START = struct.Struct("!IIHHI")  # The fields are initiate tag, window, streams and first TSN.
 _CHECKSUM_AT = 8
-# The smallest permitted window (section 3.3.2). No data is transferred.
+# The check transfers no data, so it announces the smallest permitted window (section 3.3.2).
 _WINDOW = 1500
 _CASTAGNOLI = 0x82F63B78
 
@@ -45,7 +45,7 @@ def _table() -> tuple[int, ...]:
 _TABLE = _table()
 
 
-def crc32c(data: bytes) -> int:
+def crc32c(data: bytes | bytearray) -> int:
     """Return the checksum of appendix A."""
     value = 0xFFFFFFFF
     for byte in data:
@@ -65,9 +65,8 @@ def abort(source: int, destination: int, tag: int) -> bytes:
 
 
 def _packed(source: int, destination: int, tag: int, chunk: bytes) -> bytes:
-    summed = crc32c(_HEADER.pack(source, destination, tag, 0) + chunk)
     packet = bytearray(_HEADER.pack(source, destination, tag, 0) + chunk)
-    struct.pack_into("<I", packet, _CHECKSUM_AT, summed)
+    struct.pack_into("<I", packet, _CHECKSUM_AT, crc32c(packet))
     return bytes(packet)
 
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TCP checks: a member accepts a connection.
-
-Invariant: a check needs a socket only while it connects. The connection is reset, so no port stays in TIME-WAIT.
-"""
+"""TCP checks: a member accepts a connection, which the checker resets so that no port is in TIME-WAIT."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import socket
 from amphora_agent.l4.event_loop import EventLoop, make_nonblocking
 from amphora_agent.l4_checks.check import Check, OnResult, Target
 
-_RESET_ON_CLOSE = b"\1\0\0\0\0\0\0\0"  # struct linger
+_RESET_ON_CLOSE = b"\1\0\0\0\0\0\0\0"  # The bytes are a struct linger: on, 0 seconds.
 
 
 class TcpChecks:
@@ -49,7 +46,6 @@ class Connection:
         self.report(True, "connection accepted")
 
     def report(self, good: bool, reason: str) -> None:
-        """End the check with a result."""
         self.end()
         self._on_result(good, reason)
 
@@ -63,11 +59,7 @@ class Connection:
 
 
 def _start_connecting(target: Target) -> socket.socket:
-    """Return a socket that connects.
-
-    Raises:
-        OSError: the connection cannot be started.
-    """
+    """Return a socket that connects; raises OSError if the connection cannot be started."""
     opened = make_nonblocking(socket.socket(target.family, socket.SOCK_STREAM))
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
     try:

@@ -2,27 +2,25 @@
 """UDP-CONNECT checks: a datagram is sent, and no ICMP error reports a closed port.
 
 Invariant: silence is success, as in Octavia, if the datagram was sent. An error that arrived since the previous check
-counts for this check, whether it answered the previous check too late or a packet of a client
-(`amphora_agent.l4_checks.icmp_errors`).
+counts, whether it answered a check or a packet of a client (`amphora_agent.l4_checks.icmp_errors`).
 """
 
 from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
 from contextlib import suppress
 
 from amphora_agent.l4.event_loop import EventLoop, make_nonblocking
-from amphora_agent.l4_checks import conntrack_lookup, error_queue
+from amphora_agent.l4_checks import error_queue
 from amphora_agent.l4_checks.check import Check, OnResult, Target
 from amphora_agent.l4_checks.icmp_errors import IcmpErrorMonitor
 from amphora_agent.l4_checks.neighbor_probe import NeighborProbe
 
-# Some programs take an empty datagram for the end of input. Programs that log lines ignore a line feed.
+# A line feed disturbs no program that logs lines. Some programs take an empty datagram for the end of input.
 PAYLOAD = b"\n"
 _MAX_BYTES = 512
-# Includes errors of members that were removed.
+# The limit includes errors of removed members.
 _MAX_LATE_ERRORS = 4096
 
 
@@ -31,21 +29,21 @@ class UdpChecks:
 
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
-        self._checks: dict[str, set[_Datagram]] = {}  # by address
+        self._checks: dict[str, set[_Datagram]] = {}  # The keys are addresses.
         self._late_errors: dict[tuple[str, int], tuple[float, str]] = {}
-        self._neighbors = NeighborProbe()
+        self.neighbors = NeighborProbe()
         try:
-            self._icmp_errors = IcmpErrorMonitor(loop, self._on_icmp_error, conntrack_lookup.flow_exists)
+            self._icmp_errors = IcmpErrorMonitor(loop, self._on_icmp_error)
         except OSError:
-            self._neighbors.close()
+            self.neighbors.close()
             raise
 
     def start(self, target: Target, on_result: OnResult) -> Check:
         when, error = self._late_errors.pop(target.endpoint, (0.0, ""))
-        check = _Datagram(self._loop, target, on_result, self._keep_late_error, self._forget, self._neighbors)
+        check = _Datagram(self._loop, target, on_result, self)
         self._checks.setdefault(target.address, set()).add(check)
-        # A failed host sends no ICMP error, so its link-layer address is probed too.
-        self._neighbors.probe(target.address)
+        # A failed host sends no ICMP error, so the kernel also probes the link-layer address of the host.
+        self.neighbors.probe(target.address)
         if error and when >= time.monotonic() - target.monitor.interval:
             self._loop.call_at(0.0, lambda: check.report(False, error))
         return check
@@ -55,13 +53,13 @@ class UdpChecks:
             if port == 0 or (check.target.direct and port == check.target.port):
                 check.on_error(error)
 
-    def _keep_late_error(self, endpoint: tuple[str, int], error: str) -> None:
+    def keep_late_error(self, endpoint: tuple[str, int], error: str) -> None:
         """Keep an error for the next check, because no check is pending."""
         if len(self._late_errors) >= _MAX_LATE_ERRORS:
             self._late_errors.clear()
         self._late_errors[endpoint] = time.monotonic(), error
 
-    def _forget(self, check: _Datagram) -> None:
+    def forget(self, check: _Datagram) -> None:
         known = self._checks.get(check.target.address, set())
         known.discard(check)
         if not known:
@@ -69,27 +67,17 @@ class UdpChecks:
 
     def close(self) -> None:
         self._icmp_errors.close()
-        self._neighbors.close()
+        self.neighbors.close()
 
 
 class _Datagram:
     """One check. Its socket stays open until the next check, because errors may be late."""
 
-    def __init__(
-        self,
-        loop: EventLoop,
-        target: Target,
-        on_result: OnResult,
-        keep_late_error: Callable[[tuple[str, int], str], None],
-        forget: Callable[[_Datagram], None],
-        neighbors: NeighborProbe,
-    ) -> None:
+    def __init__(self, loop: EventLoop, target: Target, on_result: OnResult, checks: UdpChecks) -> None:
         self.target = target
         self._loop = loop
         self._on_result: OnResult | None = on_result
-        self._keep_late_error = keep_late_error
-        self._forget = forget
-        self._neighbors = neighbors
+        self._checks = checks
         self._socket = make_nonblocking(socket.socket(target.family, socket.SOCK_DGRAM))
         try:
             error_queue.enable(self._socket)
@@ -111,7 +99,7 @@ class _Datagram:
     def on_error(self, error: str) -> None:
         """Fail the check, or keep the error for the next one."""
         if self._on_result is None:
-            self._keep_late_error(self.target.endpoint, error)
+            self._checks.keep_late_error(self.target.endpoint, error)
         else:
             self.report(False, error)
 
@@ -123,12 +111,12 @@ class _Datagram:
 
     def expire(self) -> tuple[bool, str]:
         self._on_result = None
-        if self._neighbors.is_unresolved(self.target.address):
+        if self._checks.neighbors.is_unresolved(self.target.address):
             return False, "host unreachable"
         return True, "no error received"
 
     def end(self) -> None:
         self._on_result = None
-        self._forget(self)
+        self._checks.forget(self)
         self._loop.remove(self._socket)
         self._socket.close()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process of the checker.
 
-Invariant: it runs without the agent, and imports only the standard library. It runs in the load balancer's namespace.
-However it ends, the kernel continues to forward as before. On SIGHUP it executes itself again, with the present
-sources.
+Invariant: the checker runs without the agent, in the load balancer's namespace, and imports only the standard library.
+However it ends, the kernel continues to forward as before. On SIGHUP the checker executes itself again, with the
+present sources.
 
     python -I -S __main__.py RUN-DIRECTORY SOCKET
 """
@@ -15,14 +15,14 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from functools import partial
 
-# Started by path with -I and -S, which save a megabyte. So the package is not on sys.path.
+# The agent starts this file by its path with -I and -S, which save a megabyte. So the package is not on sys.path.
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # noqa: PTH100, PTH118, PTH120
 
-from amphora_agent.l4.engine import Engine
 from amphora_agent.l4.event_loop import EventLoop
-from amphora_agent.l4_checks.check import CheckType
+from amphora_agent.l4.model import MONITORS
+from amphora_agent.l4_checks.check import CheckType, Factories
 from amphora_agent.l4_daemon.checker import Checker
 from amphora_agent.l4_daemon.code_version import version
 from amphora_agent.l4_daemon.control_socket import ControlSocket
@@ -41,7 +41,7 @@ def main() -> None:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 (without a shell)
 
 
-def serve(engine: Engine, directory: str, path: str) -> int:
+def serve(engine: NftablesEngine, directory: str, path: str) -> int:
     """Serve until a signal arrives; returns its number."""
     _raise_file_limit()
     wakeup = _open_signal_socket()
@@ -50,55 +50,40 @@ def serve(engine: Engine, directory: str, path: str) -> int:
     loop.add_reader(wakeup, lambda: received.extend(wakeup.recv(64)))
     checker = Checker(loop, engine, StateFiles(directory), KINDS, version())
     control = ControlSocket(loop, path, checker.handle_request)
-    # For the responder, which runs as another user and may change nothing.
+    # The responder runs as another user and may change nothing, so it has a socket for rows only.
     rows_path = f"{directory}/{ROWS_SOCKET}"
     rows = ControlSocket(loop, rows_path, lambda _: checker.handle_request({"op": "rows"}), mode=0o666)
     while not received:
         checker.run_once()
-    rows.close()
-    control.close()
-    checker.close()
-    loop.close()
+    for one in (rows, control, checker, loop):
+        one.close()
     return received[0]
 
 
-def _udp(loop: EventLoop) -> CheckType:
-    from amphora_agent.l4_checks.udp import UdpChecks  # noqa: PLC0415 (loaded only where it is used, to save memory)
+def _create_checks(kind: str, loop: EventLoop) -> CheckType:
+    """Import and create the checks of a monitor type. The imports are local to save memory."""
+    if kind == "UDP-CONNECT":
+        from amphora_agent.l4_checks.udp import UdpChecks  # noqa: PLC0415 (see above)
 
-    return UdpChecks(loop)
+        return UdpChecks(loop)
+    if kind == "SCTP":
+        from amphora_agent.l4_checks.sctp import SctpChecks  # noqa: PLC0415 (see above)
 
+        return SctpChecks(loop)
+    if kind == "TCP":
+        from amphora_agent.l4_checks.tcp import TcpChecks  # noqa: PLC0415 (see above)
 
-def _sctp(loop: EventLoop) -> CheckType:
-    from amphora_agent.l4_checks.sctp import SctpChecks  # noqa: PLC0415 (as above)
+        return TcpChecks(loop)
+    if kind == "HTTP":
+        from amphora_agent.l4_checks.http import HttpChecks  # noqa: PLC0415 (see above)
 
-    return SctpChecks(loop)
-
-
-def _tcp(loop: EventLoop) -> CheckType:
-    from amphora_agent.l4_checks.tcp import TcpChecks  # noqa: PLC0415 (as above)
-
-    return TcpChecks(loop)
-
-
-def _http(loop: EventLoop) -> CheckType:
-    from amphora_agent.l4_checks.http import HttpChecks  # noqa: PLC0415 (as above)
-
-    return HttpChecks(loop)
-
-
-def _ping(loop: EventLoop) -> CheckType:
-    from amphora_agent.l4_checks.ping import PingChecks  # noqa: PLC0415 (as above)
+        return HttpChecks(loop)
+    from amphora_agent.l4_checks.ping import PingChecks  # noqa: PLC0415 (see above)
 
     return PingChecks(loop)
 
 
-KINDS: Mapping[str, Callable[[EventLoop], CheckType]] = {
-    "UDP-CONNECT": _udp,
-    "SCTP": _sctp,
-    "TCP": _tcp,
-    "HTTP": _http,
-    "PING": _ping,
-}
+KINDS: Factories = {kind: partial(_create_checks, kind) for kind in MONITORS}
 """The check implementation for each health monitor type."""
 
 
@@ -114,7 +99,7 @@ def _open_signal_socket() -> socket.socket:
 
 
 def _raise_file_limit() -> None:
-    """Raise the limit of open files: each check may have a socket."""
+    """Raise the limit of open files, because each check may have a socket."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:

@@ -2,54 +2,44 @@
 """The checker: it checks the members of virtual servers and applies the results to the engine.
 
 Invariant: the kernel serves the latest desired state that could be applied. A desired state that fails leaves the
-previous one in force. A changed member state is applied before anything else is done.
+previous one in force. The checker applies a changed member state before it does anything else.
 """
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 from amphora_agent.errors import AgentError
 from amphora_agent.l4 import model, stat_rows
-from amphora_agent.l4.engine import Engine, MemberCounters, MemberPlace
+from amphora_agent.l4.counters import SUMMED, MemberCounters, MemberPlace
 from amphora_agent.l4.event_loop import EventLoop, Timer
 from amphora_agent.l4.model import VirtualServer
-from amphora_agent.l4.monotonic_counters import SUMMED
+from amphora_agent.l4.stderr_log import log
 from amphora_agent.l4_checks import member_state
-from amphora_agent.l4_checks.check import CheckType, target_of
+from amphora_agent.l4_checks.check import Factories, target_of
 from amphora_agent.l4_checks.member_state import MemberKey, States, Status
 from amphora_agent.l4_checks.schedule import Schedule
 from amphora_agent.l4_daemon import persisted_state
 from amphora_agent.l4_daemon.persisted_state import DesiredState, StateFiles
 from amphora_agent.l4_flow_log.writer import FlowLog
+from amphora_agent.l4_nftables.engine import NftablesEngine
 
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.5, 30.0
-# Interval of flow counts for LEAST_CONNECTIONS.
+# The checker counts flows for LEAST_CONNECTIONS at this interval.
 _REBALANCE_SECONDS = 1.0
-# Delay before changes are written that alter no member's status. A kill may lose them.
+# The checker delays the writing of changes that alter no member's status. A kill may lose these changes.
 _SAVE_SECONDS = 1.0
 
 
 class Checker:
-    """Member states, and the engine that follows them. Used by one thread.
-
-    Args:
-        factories: as for `Schedule`.
-        version: of the running code, for the agent's request.
-    """
+    """Member states, and the engine that follows them. Used by one thread."""
 
     def __init__(
-        self,
-        loop: EventLoop,
-        engine: Engine,
-        files: StateFiles,
-        factories: Mapping[str, Callable[[EventLoop], CheckType]],
-        version: str = "",
+        self, loop: EventLoop, engine: NftablesEngine, files: StateFiles, factories: Factories, version: str = ""
     ) -> None:
         self._loop = loop
         self._engine = engine
@@ -62,7 +52,7 @@ class Checker:
         self._counters = loaded.counters
         self._states = member_state.carry_over(loaded.states, (), loaded.desired.servers, time.time())
         self._monitors: dict[MemberKey, model.Monitor] = {}
-        # The health that was applied last. Initially the recorded one of the previous process.
+        # The health that the engine has. At the start this is the recorded health of the previous process.
         self._applied_health = member_state.member_health(loaded.desired.servers, self._states)
         # The previous process may have applied a state that it did not record.
         self._must_apply = bool(loaded.desired.servers)
@@ -74,8 +64,6 @@ class Checker:
         self._apply_not_before = 0.0
         self._retry_seconds = FIRST_RETRY_SECONDS
         self._schedule_checks(self._desired.servers)
-
-    # -- checks ---------------------------------------------------------------------------------------------
 
     def run_once(self) -> None:
         """Apply changed states, or wait for the next event and handle everything that is due."""
@@ -101,30 +89,25 @@ class Checker:
         self._is_saved = False
         if state.up != before.up:
             self._must_apply = True
-            _log(f"member {key[1]} of pool {key[0]} is {Status.UP if state.up else Status.DOWN}: {reason}")
+            log(f"member {key[1]} of pool {key[0]} is {Status.UP if state.up else Status.DOWN}: {reason}")
 
     def _apply_states(self) -> None:
-        """Apply the member states to the engine; schedule a retry after an error.
-
-        After many changes, the checks get half of the time.
-        """
+        """Apply the member states, and retry after an error. The checks get half of the time."""
         begun = time.monotonic()
         try:
             self._apply(self._desired, self._states)
         except Exception as error:  # noqa: BLE001 (checks continue after any error of the kernel)
             text = str(error) if isinstance(error, AgentError) else f"{type(error).__name__}: {error}"
             if text != self._last_error:
-                _log(text)
+                log(f"member states are not applied, retrying: {text}")
             self._last_error = text
-            self._retry_timer = self._loop.call_at(time.monotonic() + self._retry_seconds, self._clear_retry)
+            due = time.monotonic() + self._retry_seconds
+            self._retry_timer = self._loop.call_at(due, lambda: setattr(self, "_retry_timer", None))
             self._retry_seconds = min(LAST_RETRY_SECONDS, 2 * self._retry_seconds)
         else:
             self._mark_applied()
         self._save()
         self._apply_not_before = 2 * time.monotonic() - begun
-
-    def _clear_retry(self) -> None:
-        self._retry_timer = None
 
     def _mark_applied(self) -> None:
         self._must_apply, self._last_error, self._retry_seconds = False, None, FIRST_RETRY_SECONDS
@@ -140,7 +123,7 @@ class Checker:
         self._files.write_states(self._states, self._counters)
 
     def _apply(self, desired: DesiredState, states: States) -> None:
-        """Apply to the engine. Counters are read before and after, because the kernel's table may be replaced."""
+        """Apply a desired state to the engine, and read the counters before and after the change."""
         self._update_counters()
         up = member_state.member_health(desired.servers, states)
         self._flow_log.start(desired.servers)
@@ -182,18 +165,11 @@ class Checker:
             try:
                 self._engine.rebalance(self._desired.servers, self._applied_health, paired=self._desired.paired)
             except AgentError:
-                self._must_apply = True  # applying everything again logs the error if it persists
+                self._must_apply = True  # the next application logs the error if it persists
         self._schedule_rebalance()
 
-    # -- requests -------------------------------------------------------------------------------------------
-
     def handle_request(self, request: Mapping[str, Any]) -> dict[str, Any] | str:
-        """Return the answer to a request on the control socket.
-
-        Raises:
-            AgentError: the engine refuses, or fails.
-            KeyError, TypeError, ValueError: the request is malformed.
-        """
+        """Return the answer to a request; raises AgentError, KeyError, TypeError or ValueError."""
         operation = request["op"]
         if operation == "version":
             return {"version": self._version}
@@ -266,9 +242,8 @@ class Checker:
                 since, reason = member_state.last_change(server, member, self._states)
                 status = member_state.member_status(server, member, self._states)
                 found = counters.get((server.id, member.address, member.port))
-                counted = {} if found is None else asdict(found)
                 plain = {"status": status, "since": since, "reason": reason, "weight": member.weight}
-                members[member.id] = {**plain, **counted}
+                members[member.id] = {**plain, **({} if found is None else asdict(found))}
             pool = {"id": server.pool_id, "status": member_state.pool_status(server, self._states), "members": members}
         status = Status.FULL if full else Status.OPEN
         return {"status": status, "active_connections": active, **self._totals(server.id), "pool": pool}
@@ -279,8 +254,3 @@ class Checker:
         self._save()
         self._flow_log.close()
         self._schedule.close()
-
-
-def _log(text: str) -> None:
-    sys.stderr.write(f"checker: {text}\n")
-    sys.stderr.flush()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The agent's side of the checker: starts, replaces, and queries its process.
 
-Invariant: the checker outlives the agent. It is stopped only when no virtual server is wanted any more, or when its
-command line changes; the kernel forwards meanwhile. Without a virtual server the checker is never started.
+Invariant: the checker outlives the agent. The agent stops the checker only when no virtual server is wanted any more,
+or when its command line changes; the kernel forwards meanwhile. Without a virtual server the agent never starts the
+checker.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 
 from amphora_agent.errors import ConfigurationRefused, ServiceError, VirtualServersError
 from amphora_agent.l4 import model
+from amphora_agent.l4.counters import SUMMED, Counters
 from amphora_agent.l4.model import VirtualServer
 from amphora_agent.l4_daemon.code_version import version
 from amphora_agent.paths import Paths
@@ -30,12 +32,12 @@ from amphora_agent.services.control import ServiceManager, ServicePolicy
 
 _log = logging.getLogger(__name__)
 SERVICE = "amphora-checker"
-# Heartbeats wait for this answer. After a time-out they use the previous one (`stats.udp_stats`).
+# Heartbeats wait for this answer. After a time-out they use the previous answer (`stats.udp_stats`).
 STATE_TIMEOUT_SECONDS = 0.3
 ANSWER_TIMEOUT_SECONDS = 1.0
 # A change of the kernel's table takes milliseconds, and longer on a busy machine.
 SERVE_TIMEOUT_SECONDS = 60.0
-# A busy emulated machine took more than fifteen seconds.
+# On a busy emulated machine, the start of the checker took more than fifteen seconds.
 START_TIMEOUT_SECONDS = 60.0
 _RESTART_DELAY = 0.1
 _POLL_SECONDS = 0.02
@@ -44,21 +46,8 @@ _MEMBER_COUNTERS = ("active_connections", "total_connections", "bytes_in", "byte
 
 
 @dataclass(frozen=True)
-class ServerTotals:
-    """Counters of one virtual server since the start of the amphora's kernel."""
-
-    total_connections: int
-    bytes_in: int
-    bytes_out: int
-    request_errors: int
-
-
-@dataclass(frozen=True)
 class PoolState:
-    """A pool of a virtual server; ``members`` are status words, ``reasons`` explain their latest change.
-
-    ``counters`` are the counters of members, if they were requested.
-    """
+    """A pool of a virtual server; ``reasons`` explain the latest change of the status words of members."""
 
     id: str
     status: str
@@ -81,22 +70,23 @@ class ListenerState:
 class CheckerState:
     """The state that the checker reports.
 
-    ``sums`` include virtual servers that were removed. ``birth`` identifies the counters: with another value they began
-    at zero. ``flow_log`` has the numbers of logged and lost flows since the start of the process.
+    ``sums`` include removed virtual servers. ``birth`` identifies the counters: with another value they began at zero.
+    ``flow_log`` has the numbers of logged and lost flows since the start of the process.
     """
 
     digest: str | None
     birth: str
     error: str | None
     listeners: dict[str, ListenerState]
-    sums: dict[str, ServerTotals]
+    sums: dict[str, Counters]
     flow_log: dict[str, int] = field(default_factory=dict)
 
 
-def desired_digest(servers: Sequence[VirtualServer], *, paired: bool = False) -> str:
-    """Return the SHA-256 of the desired state, in hexadecimal."""
+def _desired_document(operation: str, servers: Sequence[VirtualServer], *, paired: bool) -> dict[str, Any]:
+    """Return the request for a desired state, with the SHA-256 of the state in hexadecimal."""
     document = {"paired": paired, "servers": model.to_document(servers)}
-    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+    return {"op": operation, "digest": digest, **document}
 
 
 class CheckerClient:
@@ -107,17 +97,12 @@ class CheckerClient:
         self._services = services
         self._lock = threading.Lock()
         self._version = version()
-        # A separate lock: a reader of the final state does not wait for the checker.
+        # The final state has a separate lock, so that its reader does not wait for the checker.
         self._final_state_lock = threading.Lock()
         self._final_state: CheckerState | None = None
 
     def check_servers(self, servers: Sequence[VirtualServer]) -> None:
-        """Check whether virtual servers can be served; changes nothing.
-
-        Raises:
-            ConfigurationRefused: they cannot be served.
-            VirtualServersError, ServiceError: the checker does not answer.
-        """
+        """Raise ConfigurationRefused if virtual servers cannot be served; changes nothing."""
         if not servers:
             return
         with self._lock:
@@ -127,19 +112,15 @@ class CheckerClient:
     def serve(self, servers: Sequence[VirtualServer], *, paired: bool = False) -> None:
         """Serve exactly these virtual servers; returns when the kernel does.
 
-        Args:
-            paired: the amphora has a partner.
-
-        Raises:
-            ConfigurationRefused, VirtualServersError, ServiceError: the previous virtual servers are still served.
+        ``paired`` is whether the amphora has a partner. After a ConfigurationRefused, VirtualServersError or
+        ServiceError, the previous virtual servers are still served.
         """
-        digest = desired_digest(servers, paired=paired)
         with self._lock:
             if not servers and not self._exists():
                 return
-            document = {"op": "serve", "digest": digest, "paired": paired, "servers": model.to_document(servers)}
+            document = _desired_document("serve", servers, paired=paired)
             if not servers and not self._may_be_forwarding():
-                # A checker that never started fails at once. One that is busy with the failed change answers later.
+                # A checker that never started fails at once. A checker with a failed change answers late.
                 with suppress(VirtualServersError, ConfigurationRefused):
                     if (state := _parse_state(self._request(document, SERVE_TIMEOUT_SECONDS))).sums:
                         self._keep_final_state(state)
@@ -155,19 +136,14 @@ class CheckerClient:
         """Return the differences from the state that `serve` would leave, as sentences."""
         if not servers and not self._exists():
             return []
-        document = {"op": "differs", "digest": desired_digest(servers, paired=paired), "paired": paired}
         try:
-            answer = self._request({**document, "servers": model.to_document(servers)}, SERVE_TIMEOUT_SECONDS)
+            answer = self._request(_desired_document("differs", servers, paired=paired), SERVE_TIMEOUT_SECONDS)
             return [str(one) for one in answer["differs"]]
         except (VirtualServersError, ConfigurationRefused) as error:
             return [f"the checker of UDP and SCTP listeners: {error.happened}"]
 
     def read_state(self, seconds: float = STATE_TIMEOUT_SECONDS, *, members: bool = False) -> CheckerState | None:
-        """Return the checker's state; None without a checker, or without an answer in time.
-
-        Args:
-            members: include the counters of members, which takes longer.
-        """
+        """Return the state; None without an answer. Counters of ``members`` take longer."""
         if not self._paths.checker_socket.exists():
             return None
         try:
@@ -185,10 +161,8 @@ class CheckerClient:
         with self._final_state_lock:
             self._final_state = state
 
-    # -- the process ----------------------------------------------------------------------------------------
-
     def _exists(self) -> bool:
-        """Return whether there is a checker, or should be one."""
+        """Return whether a checker runs, or is wanted."""
         if self._paths.checker_socket.exists() or self._paths.virtual_servers.exists():
             return True
         status = self._services.status(SERVICE)
@@ -201,18 +175,14 @@ class CheckerClient:
         except FileNotFoundError:
             return False
         except (OSError, ValueError, KeyError, TypeError):
-            return True  # unknown
+            return True  # the file is not readable, so the state is unknown
 
     def _ensure_running(self) -> None:
-        """Start the checker, or replace it if it runs other code; returns when it answers.
-
-        Raises:
-            ServiceError, VirtualServersError: it does not start.
-        """
+        """Start the checker, or replace it if it runs other code; returns when the checker answers."""
         self._start()
         present = self._wait_for_version(None)
         if present != self._version:
-            _log.info("replacing the checker: running version %s, installed version %s", present, self._version)
+            _log.info("Replacing the checker: it runs code version %s, the sources have %s", present, self._version)
             self._services.signal(SERVICE, signal.SIGHUP)
             self._wait_for_version(self._version)
 
@@ -243,7 +213,6 @@ class CheckerClient:
             time.sleep(_POLL_SECONDS)
 
     def _stop(self) -> None:
-        """Stop the checker. The kernel forwards for no virtual server any more."""
         self._services.stop(SERVICE)
         for path in (self._paths.checker_socket, self._paths.virtual_servers, self._paths.virtual_states):
             path.unlink(missing_ok=True)
@@ -269,29 +238,21 @@ class CheckerClient:
 def _parse_state(answer: dict[str, Any]) -> CheckerState:
     listeners, sums = {}, {name: _parse_totals(found) for name, found in answer["former"].items()}
     for name, found in answer["servers"].items():
-        pool = found["pool"]
         sums[name] = _parse_totals(found)
-        listeners[name] = ListenerState(
-            found["status"], found["active_connections"], None if pool is None else _parse_pool(pool, pool["members"])
-        )
+        pool = None if found["pool"] is None else _parse_pool(found["pool"])
+        listeners[name] = ListenerState(found["status"], found["active_connections"], pool)
     logged = answer.get("flow_log", {})
     return CheckerState(answer["digest"], answer["birth"], answer["error"], listeners, sums, logged)
 
 
-def _parse_pool(found: dict[str, Any], members: dict[str, dict[str, Any]]) -> PoolState:
-    return PoolState(
-        id=found["id"],
-        status=found["status"],
-        members={name: one["status"] for name, one in members.items()},
-        reasons={name: one["reason"] for name, one in members.items()},
-        weights={name: one["weight"] for name, one in members.items()},
-        counters={
-            name: {key: one[key] for key in _MEMBER_COUNTERS}
-            for name, one in members.items()
-            if _MEMBER_COUNTERS[0] in one
-        },
-    )
+def _parse_pool(found: dict[str, Any]) -> PoolState:
+    members = found["members"]
+    keys = ("status", "reason", "weight")
+    statuses, reasons, weights = ({name: one[key] for name, one in members.items()} for key in keys)
+    counted = {name: one for name, one in members.items() if _MEMBER_COUNTERS[0] in one}
+    counters = {name: {key: one[key] for key in _MEMBER_COUNTERS} for name, one in counted.items()}
+    return PoolState(found["id"], found["status"], statuses, reasons, weights, counters)
 
 
-def _parse_totals(found: dict[str, Any]) -> ServerTotals:
-    return ServerTotals(found["total_connections"], found["bytes_in"], found["bytes_out"], found["request_errors"])
+def _parse_totals(found: dict[str, Any]) -> Counters:
+    return Counters(**{name: found[name] for name in SUMMED})

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The version of the code that a checker runs.
-
-Invariant: two checkers whose versions are equal were started from the same sources and the same Python.
-"""
+"""The version of the sources and of the Python that a checker runs."""
 
 from __future__ import annotations
 
@@ -11,19 +8,13 @@ import sys
 from zlib import crc32
 
 PACKAGES = ("l4", "l4_checks", "l4_daemon", "l4_flow_log", "l4_nftables")
-# Files outside these packages that the checker imports; a unit test compares.
-ELSEWHERE = (
-    "__init__.py",
-    "errors.py",
-    "network/__init__.py",
-    "network/libnftables.py",
-    "network/icmp_echo.py",
-)
+# The checker imports these files outside its packages. A unit test compares the list.
+ELSEWHERE = ("__init__.py", "errors.py", "network/__init__.py", "network/libnftables.py", "network/icmp_echo.py")
 
 
 def version() -> str:
     """Return a checksum of the present source files and of the Python version."""
-    # pathlib needs a megabyte.
+    # pathlib would need a megabyte of the checker's memory.
     agent = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
     own = sorted(
         entry.path

@@ -1,49 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control socket of the checker: one request for each connection, a line of JSON each way.
-
-An answer may also be plain text.
-
-Invariant: a slow client delays neither other clients nor checks. An unknown request gets an error as its answer.
-"""
+"""The control socket of the checker: for each connection a line of JSON, and a line or text as answer."""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from amphora_agent.errors import AgentError, ConfigurationRefused
 from amphora_agent.l4.event_loop import EventLoop, Timer, make_nonblocking
+from amphora_agent.l4.stderr_log import log
 
 TIMEOUT_SECONDS = 10.0
 MAX_REQUEST_BYTES = 64 << 20
 _READ_BYTES = 1 << 18
 _BACKLOG = 32
-# Pause after a failed accept(), instead of a busy loop.
+# The pause after a failed accept() prevents a busy loop.
 _PAUSE_SECONDS = 0.1
 
 HandleRequest = Callable[[dict[str, Any]], dict[str, Any] | str]
 
 
 class ControlSocket:
-    """A listening socket.
+    """A listening socket with a file ``mode``.
 
-    Args:
-        path: the path of the socket. An existing one belongs to an ended process and is replaced.
-        handle_request: returns the answer to a request; raises AgentError, ValueError, KeyError, TypeError.
-        mode: the file mode of the socket.
+    An existing socket at ``path`` belongs to an ended process and is replaced. ``handle_request`` returns the answer to
+    a request; it raises AgentError, ValueError, KeyError or TypeError.
     """
 
     def __init__(self, loop: EventLoop, path: str, handle_request: HandleRequest, mode: int = 0o600) -> None:
         self._loop = loop
         self._path = path
         self._handle_request = handle_request
-        self._connections: set[_Connection] = set()
+        self.connections: set[_Connection] = set()
         self._pause_timer: Timer | None = None
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -67,32 +61,33 @@ class ControlSocket:
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError as error:  # the limit of open files is reached
-            _log(f"connections are not accepted for {_PAUSE_SECONDS} s: {error}")
+            log(f"control socket: connections are not accepted for {_PAUSE_SECONDS} s: {error}")
             self._loop.remove(self._listener)
-            self._pause_timer = self._loop.call_at(time.monotonic() + _PAUSE_SECONDS, self._listen)
+            listen = partial(self._loop.add_reader, self._listener, self._accept)
+            self._pause_timer = self._loop.call_at(time.monotonic() + _PAUSE_SECONDS, listen)
             return
         ready = make_nonblocking(connection)
-        self._connections.add(_Connection(self._loop, ready, self._reply, self._connections.discard))
+        self.connections.add(_Connection(self._loop, ready, self))
 
-    def _listen(self) -> None:
-        self._loop.add_reader(self._listener, self._accept)
-
-    def _reply(self, line: bytes) -> bytes:
+    def reply(self, line: bytes) -> bytes:
         try:
             answer = self._handle_request(json.loads(line))
         except AgentError as error:
-            answer = {"error": {**_error_document(error), "refused": isinstance(error, ConfigurationRefused)}}
+            document = {name: getattr(error, name) for name in ("wanted", "happened", "remedy", "object_id")}
+            answer = {"error": {**document, "refused": isinstance(error, ConfigurationRefused)}}
         except (ValueError, KeyError, TypeError) as error:
             answer = {"error": _unexpected_error(error, refused=True)}
         except Exception as error:  # noqa: BLE001 (checks continue after any error)
             answer = {"error": _unexpected_error(error, refused=False)}
-            _log_traceback(error)
+            import traceback  # noqa: PLC0415 (rarely needed, saves memory)
+
+            log(f"a request failed with an unexpected error: {''.join(traceback.format_exception(error)).rstrip()}")
         if isinstance(answer, str):
             return answer.encode()
         return json.dumps(answer, separators=(",", ":")).encode() + b"\n"
 
     def close(self) -> None:
-        for connection in list(self._connections):
+        for connection in list(self.connections):
             connection.end()
         if self._pause_timer is not None:
             self._pause_timer.cancel()
@@ -101,17 +96,10 @@ class ControlSocket:
 
 
 class _Connection:
-    def __init__(
-        self,
-        loop: EventLoop,
-        connection: socket.socket,
-        reply: Callable[[bytes], bytes],
-        ended: Callable[[_Connection], None],
-    ) -> None:
+    def __init__(self, loop: EventLoop, connection: socket.socket, server: ControlSocket) -> None:
         self._loop = loop
         self._socket = connection
-        self._reply = reply
-        self._ended = ended
+        self._server = server
         self._received = bytearray()
         self._unsent = memoryview(b"")
         self._timer: Timer = loop.call_at(time.monotonic() + TIMEOUT_SECONDS, self.end)
@@ -129,8 +117,8 @@ class _Connection:
             self.end()
         elif data.endswith(b"\n"):
             self._loop.remove(self._socket)
-            self._timer.cancel()  # it limits the reception of the request only
-            self._unsent = memoryview(self._reply(bytes(self._received)))
+            self._timer.cancel()  # the first timer limits the reception of the request only
+            self._unsent = memoryview(self._server.reply(bytes(self._received)))
             self._timer = self._loop.call_at(time.monotonic() + TIMEOUT_SECONDS, self.end)
             self._received.clear()
             self._loop.add_writer(self._socket, self._write)
@@ -150,29 +138,9 @@ class _Connection:
         self._timer.cancel()
         self._loop.remove(self._socket)
         self._socket.close()
-        self._ended(self)
-
-
-def _error_document(error: AgentError) -> dict[str, Any]:
-    return {
-        "wanted": error.wanted,
-        "happened": error.happened,
-        "remedy": error.remedy,
-        "object_id": error.object_id,
-    }
+        self._server.connections.discard(self)
 
 
 def _unexpected_error(error: Exception, *, refused: bool) -> dict[str, Any]:
     text = f"{type(error).__name__}: {error}"
     return {"wanted": "serve UDP and SCTP listeners", "happened": text, "remedy": "", "refused": refused}
-
-
-def _log_traceback(error: Exception) -> None:
-    import traceback  # noqa: PLC0415 (rarely needed, saves memory)
-
-    _log("".join(traceback.format_exception(error)).rstrip())
-
-
-def _log(text: str) -> None:
-    sys.stderr.write(f"checker: {text}\n")
-    sys.stderr.flush()

@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of the checker in two files of its run directory, for the next checker process.
-
-Invariant: a file has its old content or its new one. An unreadable file counts as missing: members are checked anew,
-and the agent requests the virtual servers again.
-"""
+"""State of the checker in two files, for the next checker. An unreadable file counts as missing."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from amphora_agent.l4 import model
+from amphora_agent.l4.counters import MonotonicCounters
 from amphora_agent.l4.model import VirtualServer
-from amphora_agent.l4.monotonic_counters import MonotonicCounters
+from amphora_agent.l4.stderr_log import log
 from amphora_agent.l4_checks import member_state
 from amphora_agent.l4_checks.member_state import MemberKey, State
 
@@ -25,38 +22,23 @@ SERVERS, STATES = "virtual-servers.json", "virtual-states.json"
 
 @dataclass(frozen=True)
 class DesiredState:
-    """The virtual servers to serve. ``digest`` covers all of it; None before the first request.
-
-    ``paired`` is whether the amphora has a partner.
-    """
+    """The virtual servers to serve, whether the amphora has a partner, and the digest of both."""
 
     digest: str | None
     servers: tuple[VirtualServer, ...]
     paired: bool
 
 
-NO_SERVERS = DesiredState(None, (), False)
-
-
 def parse_desired(found: Mapping[str, Any]) -> DesiredState:
-    """Return the desired state of a request or a file.
-
-    Raises:
-        KeyError, TypeError, ValueError: the document has another shape.
-    """
+    """Return the desired state of a request or a file; raises KeyError, TypeError or ValueError."""
     return DesiredState(str(found["digest"]), model.parse(found["servers"]), found["paired"] is True)
-
-
-def to_document(desired: DesiredState) -> dict[str, Any]:
-    """Return the document that `parse_desired` reads."""
-    return {"digest": desired.digest, "paired": desired.paired, "servers": model.to_document(desired.servers)}
 
 
 @dataclass
 class LoadedState:
     """The content of both files; defaults for a missing one."""
 
-    desired: DesiredState = field(default_factory=lambda: NO_SERVERS)
+    desired: DesiredState = DesiredState(None, (), False)
     states: Mapping[MemberKey, State] = field(default_factory=dict)
     counters: MonotonicCounters = field(default_factory=MonotonicCounters)
 
@@ -68,54 +50,41 @@ class StateFiles:
         self._directory = directory
 
     def load(self) -> LoadedState:
-        """Read both files."""
         loaded = LoadedState()
-        try:
+        with _logged_errors(SERVERS):
             loaded.desired = parse_desired(self._read(SERVERS))
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            _log_error(SERVERS, error)
-        try:
+        with _logged_errors(STATES):
             found = self._read(STATES)
             loaded.states = member_state.from_document(found["states"])
             loaded.counters = MonotonicCounters.from_document(found["counted"])
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            _log_error(STATES, error)
         return loaded
 
     def write_servers(self, desired: DesiredState) -> None:
-        """Write the virtual servers that are served.
-
-        Raises:
-            OSError: the disk is full, for example.
-        """
-        self._replace(SERVERS, to_document(desired))
+        """Write the virtual servers that are served; raises OSError if the disk is full, for example."""
+        servers = model.to_document(desired.servers)
+        self._replace(SERVERS, {"digest": desired.digest, "paired": desired.paired, "servers": servers})
 
     def write_states(self, states: Mapping[MemberKey, State], counters: MonotonicCounters) -> None:
         """Write states and counters. After an error the next process checks all members anew."""
-        try:
+        with _logged_errors(STATES, may_lack=False):
             self._replace(STATES, {"states": member_state.to_document(states), "counted": counters.to_document()})
-        except OSError as error:
-            _log_error(STATES, error)
 
     def _read(self, name: str) -> Any:
-        with open(self._path(name), encoding="utf-8") as file:  # noqa: PTH123 (pathlib is a megabyte)
+        with open(f"{self._directory}/{name}", encoding="utf-8") as file:  # noqa: PTH123 (pathlib is a megabyte)
             return json.load(file)
 
-    def _path(self, name: str) -> str:
-        return f"{self._directory}/{name}"
-
     def _replace(self, name: str, document: Any) -> None:
-        temporary = self._path(f".{name}.tmp")
+        temporary = f"{self._directory}/.{name}.tmp"
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump(document, file, separators=(",", ":"))
-        os.replace(temporary, self._path(name))  # noqa: PTH105 (as above)
+        os.replace(temporary, f"{self._directory}/{name}")  # noqa: PTH105 (as above)
 
 
-def _log_error(name: str, error: Exception) -> None:
-    sys.stderr.write(f"checker: {name}: {type(error).__name__}: {error}\n")
-    sys.stderr.flush()
+@contextmanager
+def _logged_errors(name: str, *, may_lack: bool = True) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if not (may_lack and isinstance(error, FileNotFoundError)):
+            log(f"the file {name} cannot be read or written and counts as missing: {type(error).__name__}: {error}")

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The listener, the member, the duration and the kind of end of an ended flow.
-
-Invariant: removed listeners and members stay known for a while, because the kernel reports the end of a flow after the
-removal. If another listener or member has the same address and port, it gets these flows too.
-"""
+"""Attribution of ended flows. Removed listeners and members stay known for flows that end later."""
 
 from __future__ import annotations
 
@@ -21,17 +17,8 @@ _MAX_FORMER = 4096
 _SECOND = 10**9
 _SETTINGS = "/proc/sys/net/netfilter/nf_conntrack_"
 # linux/netfilter/nf_conntrack_sctp.h
-_SCTP_STATES = (
-    "",
-    "closed",
-    "cookie_wait",
-    "cookie_echoed",
-    "established",
-    "shutdown_sent",
-    "shutdown_recd",
-    "shutdown_ack_sent",
-    "heartbeat_sent",
-)
+_SETUP_STATES = ("", "closed", "cookie_wait", "cookie_echoed", "established")
+_SCTP_STATES = (*_SETUP_STATES, "shutdown_sent", "shutdown_recd", "shutdown_ack_sent", "heartbeat_sent")
 
 _Destination = tuple[int, str, int]
 _MemberAddress = tuple[str, int]
@@ -51,14 +38,14 @@ class FlowAttribution:
     def __init__(self) -> None:
         self._listeners: dict[_Destination, _Listener] = {}
         self._formats: dict[str, LogFormat] = {}
-        # Members whose flows continue.
+        # The flows of these members continue.
         self._retained: set[tuple[_Destination, _MemberAddress]] = set()
-        # Members whose flows were ended: start and end of that change in nanoseconds.
+        # The kernel ended the flows of these members between two times, in nanoseconds.
         self._cut: dict[tuple[_Destination, _MemberAddress], tuple[int, int]] = {}
         self._begun: int | None = None
 
     def add_servers(self, servers: Sequence[VirtualServer]) -> None:
-        """Add listeners and members; called before they are served."""
+        """Add listeners and members, before they are served."""
         present = set(_destinations(servers))
         if len(self._listeners) > _MAX_FORMER:
             self._listeners = {place: one for place, one in self._listeners.items() if place in present}
@@ -69,24 +56,14 @@ class FlowAttribution:
                 known = former.members if former is not None and former.id == server.id else {}
                 if len(known) > _MAX_FORMER:
                     known = {}
-                made = self._format(server.log_format)
-                self._listeners[place] = _Listener(server.id, server.pool_id or "", made, {**known, **members})
-
-    def _format(self, text: str | None) -> LogFormat | None:
-        if text is None:
-            return None
-        if text not in self._formats:
-            self._formats[text] = LogFormat(text)
-        return self._formats[text]
+                text = server.log_format
+                form = None if text is None else self._formats.setdefault(text, LogFormat(text))
+                self._listeners[place] = _Listener(server.id, server.pool_id or "", form, {**known, **members})
 
     def servers_applied(
         self, servers: Sequence[VirtualServer], up: eligible_members.MemberHealth, begun: int, *, done: bool
     ) -> None:
-        """Record the members whose flows the kernel has ended between `begun` and now.
-
-        Args:
-            done: False after an error. The next change then ends the remaining flows.
-        """
+        """Record members whose flows the kernel ended since `begun`. A failed change is not ``done``."""
         begun = begun if self._begun is None else self._begun
         self._begun = None if done else begun
         if not done:
@@ -99,7 +76,7 @@ class FlowAttribution:
         }
         now = time.time_ns()
         for gone in self._retained - retained:
-            self._cut.pop(gone, None)  # the new key goes to the end: the oldest entry is the first
+            self._cut.pop(gone, None)  # pop() moves the entry to the end, so that the oldest entry is the first
             self._cut[gone] = begun, now
         for old in list(self._cut)[:-_MAX_FORMER]:
             del self._cut[old]
@@ -121,10 +98,7 @@ class FlowAttribution:
 
 
 class FlowTimeouts:
-    """The kernel's time-outs for silent flows.
-
-    The last packet of an expired flow came one time-out before its end.
-    """
+    """The kernel's time-outs for silent flows. An expired flow ended one time-out after its last packet."""
 
     def __init__(self) -> None:
         self._known: dict[str, int] = {}

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conntrack events for ended flows (linux/netfilter/nfnetlink_conntrack.h).
-
-Invariant: pure. A malformed message is ignored as a whole. Values that the kernel has not counted are None.
-"""
+"""Conntrack events for ended flows (linux/netfilter/nfnetlink_conntrack.h)."""
 
 from __future__ import annotations
 
@@ -10,6 +7,8 @@ import socket
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from amphora_agent.l4.netlink import FIRST_ATTRIBUTE, attributes
 
 DELETED = 1 << 8 | 2
 UDP, SCTP = 17, 132
@@ -19,12 +18,8 @@ _TUPLE_IP, _TUPLE_PROTO = 1, 2
 _PACKETS, _BYTES, _BEGIN, _END = 1, 2, 1, 2
 _PORTS = (UDP, SCTP)
 _INFO_SCTP, _SCTP_STATE = 3, 1
-_TYPE_MASK = 0x3FFF
 _ASSURED = 1 << 2
-# Offset of the attributes: after nlmsghdr and nfgenmsg.
-_FIRST = 20
-_ADDRESSES = {socket.AF_INET: (1, 2, 4), socket.AF_INET6: (3, 4, 16)}
-_Attributes = dict[int, bytes]
+_ADDRESSES = {socket.AF_INET: (1, 2), socket.AF_INET6: (3, 4)}
 
 
 @dataclass(frozen=True)
@@ -39,8 +34,8 @@ class FlowCounters:
 class EndedFlow:
     """An ended flow from a client to a destination, and its member. Times are nanoseconds since 1970.
 
-    ``ended`` is the time when the kernel deleted the flow. ``assured`` is whether it had more than a request and a
-    reply. ``state`` is the number of an SCTP state. Both determine the kernel's time-out for a silent flow.
+    ``ended`` is the time when the kernel deleted the flow. ``assured`` is whether the flow had more than a request and
+    a reply. ``state`` is the number of an SCTP state. Both determine the kernel's time-out for a silent flow.
     """
 
     protocol: int
@@ -58,9 +53,9 @@ class EndedFlow:
 def parse_events(messages: bytes) -> Iterator[EndedFlow]:
     """Yield the ended UDP and SCTP flows of received messages."""
     at = 0
-    while at + _FIRST <= len(messages):
+    while at + FIRST_ATTRIBUTE <= len(messages):
         size, kind = struct.unpack_from("=IH", messages, at)
-        if size < _FIRST or at + size > len(messages):
+        if size < FIRST_ATTRIBUTE or at + size > len(messages):
             return
         if kind == DELETED and (found := _parse_event(messages[at : at + size])) is not None:
             yield found
@@ -72,46 +67,32 @@ def _parse_event(message: bytes) -> EndedFlow | None:
     if family not in _ADDRESSES:
         return None
     try:
-        found = _attributes(message, _FIRST)
+        found = attributes(message, FIRST_ATTRIBUTE)
         source, target, protocol, port, local_port = _parse_tuple(family, found[_TUPLE_ORIG])
         if protocol not in _PORTS:
             return None
         member, _, _, member_port, _ = _parse_tuple(family, found[_TUPLE_REPLY])
-        began, ended = _parse_times(found.get(_TIMES))
+        times, info = attributes(found.get(_TIMES, b"")), attributes(found.get(_PROTOCOL_INFO, b""))
         return EndedFlow(
             protocol,
             (source, port),
             (target, local_port),
             (member, member_port),
             bool(int.from_bytes(found.get(_STATUS, b""), "big") & _ASSURED),
-            _parse_sctp_state(found.get(_PROTOCOL_INFO)),
+            attributes(info.get(_INFO_SCTP, b"")).get(_SCTP_STATE, b"\0")[0],
             _parse_counters(found.get(_COUNTERS_ORIG)),
             _parse_counters(found.get(_COUNTERS_REPLY)),
-            began,
-            ended,
+            *(int.from_bytes(times.get(kind, b""), "big") or None for kind in (_BEGIN, _END)),
         )
     except (KeyError, IndexError, ValueError, OSError):
         return None
 
 
-def _attributes(data: bytes, at: int = 0) -> _Attributes:
-    found: _Attributes = {}
-    unpack = struct.Struct("=HH").unpack_from
-    end = len(data)
-    while at + 4 <= end:
-        size, kind = unpack(data, at)
-        if size < 4 or at + size > end:
-            break
-        found[kind & _TYPE_MASK] = data[at + 4 : at + size]
-        at += (size + 3) & ~3
-    return found
-
-
 def _parse_tuple(family: int, data: bytes) -> tuple[str, str, int, int, int]:
     """Return source, destination, protocol, source port and destination port."""
-    parts = _attributes(data)
-    source, target, _ = _ADDRESSES[socket.AddressFamily(family)]
-    addresses, ports = _attributes(parts[_TUPLE_IP]), _attributes(parts[_TUPLE_PROTO])
+    parts = attributes(data)
+    source, target = _ADDRESSES[socket.AddressFamily(family)]
+    addresses, ports = attributes(parts[_TUPLE_IP]), attributes(parts[_TUPLE_PROTO])
     return (
         socket.inet_ntop(family, addresses[source]),
         socket.inet_ntop(family, addresses[target]),
@@ -124,17 +105,5 @@ def _parse_tuple(family: int, data: bytes) -> tuple[str, str, int, int, int]:
 def _parse_counters(data: bytes | None) -> FlowCounters | None:
     if data is None:
         return None
-    found = _attributes(data)
+    found = attributes(data)
     return FlowCounters(int.from_bytes(found[_PACKETS], "big"), int.from_bytes(found[_BYTES], "big"))
-
-
-def _parse_times(data: bytes | None) -> tuple[int | None, int | None]:
-    found = {} if data is None else _attributes(data)
-    began, ended = (int.from_bytes(found.get(kind, b""), "big") or None for kind in (_BEGIN, _END))
-    return began, ended
-
-
-def _parse_sctp_state(data: bytes | None) -> int:
-    if data is None:
-        return 0
-    return _attributes(_attributes(data).get(_INFO_SCTP, b"")).get(_SCTP_STATE, b"\0")[0]

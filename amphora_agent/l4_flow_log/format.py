@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines of the flow log in HAProxy's log-format (configuration guide, 8.2.6).
-
-Invariant: pure. A variable has the same meaning as in HAProxy's lines; an unknown one is rendered as "-". A line
-contains no line end, whatever the format is.
-
-There are three additional expressions: ``%[protocol]``, ``%[packets_in]`` (from the client), ``%[packets_out]``.
-"""
+"""Lines of the flow log in HAProxy's log-format (configuration guide, 8.2.6), with more expressions."""
 
 from __future__ import annotations
 
@@ -46,31 +40,22 @@ def _date(seconds: time.struct_time) -> str:
     return f"{day}:{seconds.tm_hour:02}:{seconds.tm_min:02}:{seconds.tm_sec:02}"
 
 
-def _zone(seconds: time.struct_time) -> str:
-    minutes = abs(seconds.tm_gmtoff) // 60
-    return f"{'-' if seconds.tm_gmtoff < 0 else '+'}{minutes // 60:02}{minutes % 60:02}"
-
-
-def _date_with_milliseconds(entry: LogEntry) -> str:
-    when = _start_time(entry)
-    return f"{_date(time.localtime(when))}.{int(when % 1 * 1000):03}"
-
-
 def _local_date(entry: LogEntry) -> str:
     found = time.localtime(_start_time(entry))
-    return f"{_date(found)} {_zone(found)}"
+    minutes = abs(found.tm_gmtoff) // 60
+    return f"{_date(found)} {'-' if found.tm_gmtoff < 0 else '+'}{minutes // 60:02}{minutes % 60:02}"
+
+
+def _milliseconds(entry: LogEntry) -> str:
+    return f"{int(_start_time(entry) % 1 * 1000):03}"
 
 
 def _duration(entry: LogEntry) -> str:
     return "-1" if entry.duration is None else str(entry.duration // _MILLISECOND)
 
 
-def _bytes(counters: FlowCounters | None) -> str:
-    return _UNKNOWN if counters is None else str(counters.bytes)
-
-
-def _packets(counters: FlowCounters | None) -> str:
-    return _UNKNOWN if counters is None else str(counters.packets)
+def _count(counters: FlowCounters | None, field: str) -> str:
+    return _UNKNOWN if counters is None else str(getattr(counters, field))
 
 
 _VARIABLES: dict[str, Callable[[LogEntry], str]] = {
@@ -84,13 +69,13 @@ _VARIABLES: dict[str, Callable[[LogEntry], str]] = {
     "fp": lambda entry: str(entry.flow.destination[1]),
     "si": lambda entry: entry.flow.member[0],
     "sp": lambda entry: str(entry.flow.member[1]),
-    "t": _date_with_milliseconds,
+    "t": lambda entry: f"{_date(time.localtime(_start_time(entry)))}.{_milliseconds(entry)}",
     "T": lambda entry: f"{_date(time.gmtime(_start_time(entry)))} +0000",
     "Tl": _local_date,
     "Ts": lambda entry: str(int(_start_time(entry))),
-    "ms": lambda entry: f"{int(_start_time(entry) % 1 * 1000):03}",
-    "B": lambda entry: _bytes(entry.flow.sent),
-    "U": lambda entry: _bytes(entry.flow.received),
+    "ms": _milliseconds,
+    "B": lambda entry: _count(entry.flow.sent, "bytes"),
+    "U": lambda entry: _count(entry.flow.received, "bytes"),
     "Tt": _duration,
     "Tu": _duration,
     "ts": lambda entry: entry.ended_by,
@@ -98,17 +83,13 @@ _VARIABLES: dict[str, Callable[[LogEntry], str]] = {
 }
 _EXPRESSIONS: dict[str, Callable[[LogEntry], str]] = {
     "protocol": lambda entry: PROTOCOL_NAMES[entry.flow.protocol],
-    "packets_in": lambda entry: _packets(entry.flow.received),
-    "packets_out": lambda entry: _packets(entry.flow.sent),
+    "packets_in": lambda entry: _count(entry.flow.received, "packets"),
+    "packets_out": lambda entry: _count(entry.flow.sent, "packets"),
 }
 
 
 class LogFormat:
-    """A parsed log format.
-
-    Args:
-        text: a log-format as for HAProxy, with the ids of project and load balancer inserted.
-    """
+    """A parsed log format: as for HAProxy, with the ids of project and load balancer inserted."""
 
     def __init__(self, text: str) -> None:
         self._pieces: list[str | Callable[[LogEntry], str]] = []
@@ -121,20 +102,16 @@ class LogFormat:
                 continue
             flags = (found["flags"] or "").split(",")
             wanted = "+Q" in flags or (quoted and "-Q" not in flags)
-            if found["name"] == "o":  # option 'o' has flags for all later variables
+            if found["name"] == "o":  # the option 'o' has flags for all later variables
                 quoted = wanted
                 continue
-            self._pieces.append(_piece(found["name"], found["expression"], quoted=wanted))
+            read = _VARIABLES.get(found["name"] or "") or _EXPRESSIONS.get(found["expression"] or "")
+            if read is None:
+                self._pieces.append(_UNKNOWN)
+            else:
+                self._pieces += ['"', read, '"'] if wanted else [read]
         self._pieces.append(text[at:])
 
     def render(self, entry: LogEntry) -> str:
         """Return the line, without a line end."""
         return "".join(piece if isinstance(piece, str) else piece(entry) for piece in self._pieces)
-
-
-def _piece(name: str | None, expression: str | None, *, quoted: bool) -> str | Callable[[LogEntry], str]:
-    read = _VARIABLES.get(name or "") or _EXPRESSIONS.get(expression or "")
-    if read is None:
-        return _UNKNOWN
-    value = read
-    return (lambda entry: f'"{value(entry)}"') if quoted else value

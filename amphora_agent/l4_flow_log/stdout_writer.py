@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Non-blocking writer for lines on standard output.
-
-Invariant: no call blocks. Lines that the reader does not take are buffered up to `MAX_BACKLOG` bytes; further lines are
-dropped and counted. A line is written completely or not at all.
-"""
+"""Non-blocking writer on standard output: complete lines, and at most `MAX_BACKLOG` unread bytes."""
 
 from __future__ import annotations
 
@@ -19,11 +15,7 @@ _PIPE_BYTES = 4096
 
 
 class StdoutWriter:
-    """Writes lines to a descriptor.
-
-    Args:
-        descriptor: shared with other processes; its flags are not changed.
-    """
+    """Writes lines to a descriptor, which other processes share; its flags are not changed."""
 
     def __init__(self, descriptor: int = 1) -> None:
         mode = os.fstat(descriptor).st_mode
@@ -33,14 +25,13 @@ class StdoutWriter:
         if stat.S_ISSOCK(mode):
             self._socket = socket.socket(fileno=os.dup(descriptor))
         elif stat.S_ISFIFO(mode):
-            # Opened again, because O_NONBLOCK of the shared descriptor would affect other processes.
+            # The pipe is opened again, because O_NONBLOCK of the shared descriptor would affect other processes.
             self._file = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         else:
             self._file = os.dup(descriptor)
 
     @property
     def has_backlog(self) -> bool:
-        """Whether lines are buffered."""
         return bool(self._unsent)
 
     def write(self, lines: Sequence[str]) -> int:
@@ -53,13 +44,11 @@ class StdoutWriter:
                 dropped += 1
         with suppress(OSError):
             while self._unsent:
-                del self._unsent[: self._send(bytes(self._unsent[:_PIPE_BYTES]))]
+                data = bytes(self._unsent[:_PIPE_BYTES])
+                link = self._socket
+                sent = os.write(self._file, data) if link is None else link.send(data, socket.MSG_DONTWAIT)
+                del self._unsent[:sent]
         return dropped
-
-    def _send(self, data: bytes) -> int:
-        if self._socket is not None:
-            return self._socket.send(data, socket.MSG_DONTWAIT)
-        return os.write(self._file, data)
 
     def close(self) -> None:
         if self._socket is not None:

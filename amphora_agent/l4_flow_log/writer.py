@@ -1,48 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes a line for each ended flow of UDP and SCTP listeners, from conntrack events.
 
-Invariant: checks have priority. Lines take at most one part in `SHARE` of the time. A check waits for at most
-`_MAX_AT_ONCE` lines. Memory is limited by the buffer of the socket. Flows without a line, for lack of time or of a
-reader, are counted and reported. Without a listener with a flow log there is no socket.
+Invariant: checks have priority. Lines take at most one part in `SHARE` of the time, and a check waits for at most
+`_MAX_AT_ONCE` lines. The log reports flows without a line, for lack of time or of a reader.
 """
 
 from __future__ import annotations
 
-import ctypes
 import socket
 import struct
-import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from amphora_agent.l4.eligible_members import MemberHealth
 from amphora_agent.l4.event_loop import EventLoop, Timer
 from amphora_agent.l4.model import VirtualServer
+from amphora_agent.l4.netlink import NETFILTER, attach_filter
+from amphora_agent.l4.stderr_log import log
 from amphora_agent.l4_flow_log import conntrack_events
 from amphora_agent.l4_flow_log.attribution import FlowAttribution, FlowTimeouts
 from amphora_agent.l4_flow_log.stdout_writer import StdoutWriter
 
 SHARE = 5
 REPORT_SECONDS = 10.0
-# Maximum time for the remaining messages at the end.
+# At its end, the flow log handles remaining messages for at most this time.
 _CLOSE_SECONDS = 1.0
 _MAX_AT_ONCE = 100
-_NETLINK_NETFILTER, _GROUP_DESTROYED = 12, 1 << 2
+_GROUP_DESTROYED = 1 << 2
 _SOL_NETLINK, _NETLINK_NO_ENOBUFS = 270, 5
-_SO_ATTACH_FILTER, _SO_RCVBUFFORCE, _SO_MEMINFO = 26, 33, 55
+_SO_RCVBUFFORCE, _SO_MEMINFO = 33, 55
 _MEMINFO = struct.Struct("=9I")
 _BUFFER, _MAX_MESSAGE_BYTES = 8 << 20, 1 << 16
 _SETTINGS = "/proc/sys/net/netfilter/nf_conntrack_"
-# Byte and packet counters, start and end times, and events.
+# Lines need counters of bytes and packets, the times of a flow, and events.
 _REQUIRED_SETTINGS = ("acct", "timestamp", "events")
-# Classic BPF (linux/filter.h): accept messages whose mark (found by SKF_AD_NLATTR) is not zero.
+# This classic BPF program (linux/filter.h) accepts messages whose mark (SKF_AD_NLATTR) is not zero.
 _ONLY_MARKED = (
-    (0x00, 0, 0, 20),  # A: offset of the attributes
-    (0x01, 0, 0, 8),  # X: attribute number of the mark
-    (0x20, 0, 0, 0xFFFFF00C),  # A: offset of the attribute
-    (0x15, 3, 0, 0),  # not found
+    (0x00, 0, 0, 20),  # A is the offset of the attributes.
+    (0x01, 0, 0, 8),  # X is the attribute number of the mark.
+    (0x20, 0, 0, 0xFFFFF00C),  # A is the offset of the attribute.
+    (0x15, 3, 0, 0),  # The program jumps if there is no mark.
     (0x07, 0, 0, 0),
-    (0x40, 0, 0, 4),  # A: its value
+    (0x40, 0, 0, 4),  # A is the value of the mark.
     (0x15, 0, 1, 0),
     (0x06, 0, 0, 0),
     (0x06, 0, 0, 0xFFFFFFFF),
@@ -50,11 +50,7 @@ _ONLY_MARKED = (
 
 
 class FlowLog:
-    """Receives events while a listener has a flow log. Created in the namespace of the flows.
-
-    Args:
-        make_writer: creates the writer for lines.
-    """
+    """Receives events while a listener has a flow log. Created in the namespace of the flows."""
 
     def __init__(self, loop: EventLoop, *, make_writer: Callable[[], StdoutWriter] = StdoutWriter) -> None:
         self._loop = loop
@@ -67,7 +63,7 @@ class FlowLog:
         self._report_timer: Timer | None = None
 
     def start(self, servers: Sequence[VirtualServer]) -> None:
-        """Begin to log the flows of these listeners; called before they are served."""
+        """Begin to log the flows of these listeners, before they are served."""
         wanted = any(one.log_format is not None for one in servers)
         if wanted and self._socket is None:
             self._open()
@@ -75,7 +71,7 @@ class FlowLog:
             self._attribution.add_servers(servers)
 
     def servers_applied(self, servers: Sequence[VirtualServer], up: MemberHealth, begun: int, *, done: bool) -> None:
-        """See `FlowAttribution.follow`; called after an attempt to serve them."""
+        """See `FlowAttribution.servers_applied`; called after an attempt to serve them."""
         if self._socket is None:
             return
         self._attribution.servers_applied(servers, up, begun, done=done)
@@ -97,22 +93,22 @@ class FlowLog:
         try:
             self._socket = self._open_socket()
             self._writer = self._make_writer()
-        except OSError as error:  # clients are served without a flow log
+        except OSError as error:
             if self._socket is not None:
                 self._socket.close()
                 self._socket = None
-            _log(f"flow log is off: {error}")
+            log(f"the flow log is off, clients are served without it: {error}")
             return
         self._loop.add_reader(self._socket, self._on_readable)
 
     def _open_socket(self) -> socket.socket:
-        opened = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_NETFILTER)
+        opened = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, NETFILTER)
         try:
             opened.setblocking(False)
             opened.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER)
-            # Lost messages are counted by the socket, so ENOBUFS errors are not needed.
+            # The socket counts lost messages, so ENOBUFS errors are not needed.
             opened.setsockopt(_SOL_NETLINK, _NETLINK_NO_ENOBUFS, 1)
-            _attach_filter(opened)
+            attach_filter(opened, _ONLY_MARKED)
             opened.bind((0, _GROUP_DESTROYED))
         except OSError:
             opened.close()
@@ -140,22 +136,15 @@ class FlowLog:
         """Read at most `_MAX_AT_ONCE` messages and write their lines; returns the number of messages."""
         lines: list[str] = []
         timeouts, read = FlowTimeouts(), 0
-        while read < _MAX_AT_ONCE and (message := self._receive()):
-            read += 1
-            lines += filter(
-                None, (self._attribution.render(flow, timeouts) for flow in conntrack_events.parse_events(message))
-            )
+        with suppress(OSError):
+            while self._socket is not None and read < _MAX_AT_ONCE:
+                flows = conntrack_events.parse_events(self._socket.recv(_MAX_MESSAGE_BYTES))
+                read += 1
+                lines += filter(None, (self._attribution.render(flow, timeouts) for flow in flows))
         dropped = len(lines) if self._writer is None else self._writer.write(lines)
         self._dropped += dropped
         self._logged += len(lines) - dropped
         return read
-
-    def _receive(self) -> bytes:
-        """Return the next message; empty if there is none."""
-        try:
-            return b"" if self._socket is None else self._socket.recv(_MAX_MESSAGE_BYTES)
-        except OSError:
-            return b""
 
     def _report_losses(self) -> None:
         """Report new losses, and retry buffered lines."""
@@ -165,7 +154,7 @@ class FlowLog:
             self._report_timer = self._loop.call_at(time.monotonic() + REPORT_SECONDS, self._report_losses)
         lost = self._lost
         if lost > self._reported:
-            _log(f"{lost - self._reported} flows have no line in the flow log: too many flows have ended")
+            log(f"{lost - self._reported} flows have no line in the flow log: too many flows have ended")
         self._reported = lost
 
     def close(self) -> None:
@@ -198,21 +187,10 @@ def _enable_setting(name: str) -> None:
             with open(path, "w", encoding="ascii") as file:  # noqa: PTH123 (as above)
                 file.write("1")
     except OSError as error:
-        _log(f"lines of the flow log are incomplete, nf_conntrack_{name} cannot be set: {error}")
-
-
-def _attach_filter(one: socket.socket) -> None:
-    program = b"".join(struct.pack("=HBBI", *line) for line in _ONLY_MARKED)
-    code = ctypes.create_string_buffer(program, len(program))
-    one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", len(_ONLY_MARKED), ctypes.addressof(code)))
+        log(f"lines of the flow log are incomplete, nf_conntrack_{name} cannot be set: {error}")
 
 
 def _drops(one: socket.socket) -> int:
     """Return the number of messages that a socket has dropped (linux/sock_diag.h, SK_MEMINFO_DROPS)."""
     found = one.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, _MEMINFO.size)
     return int(_MEMINFO.unpack(found)[-1]) if len(found) == _MEMINFO.size else 0
-
-
-def _log(text: str) -> None:
-    sys.stderr.write(f"checker: {text}\n")
-    sys.stderr.flush()

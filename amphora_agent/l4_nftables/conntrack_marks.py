@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conntrack marks: the numbers of the virtual server and the member of each flow.
 
-Invariant: pure. A virtual server, and the address and port of a member, keep their number while they are wanted. A
-number that becomes free is not reused in the same change, because old flows may still have it.
+Invariant: wanted objects keep their number. A change reuses no free number, because old flows may still have it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import TypeVar
 
 from amphora_agent.l4.model import Host, VirtualServer
@@ -35,14 +35,9 @@ NO_MARKS = Marks({}, {})
 
 
 def assign_marks(before: Marks, servers: Sequence[VirtualServer]) -> Marks:
-    """Return marks for all virtual servers and members.
-
-    Args:
-        before: the present marks.
-    """
-    numbers = _numbers(
-        {one: mark >> _MEMBER_BITS for one, mark in before.servers.items()}, [server.id for server in servers]
-    )
+    """Return marks for all virtual servers and members; ``before`` are the present marks."""
+    known = {one: mark >> _MEMBER_BITS for one, mark in before.servers.items()}
+    numbers = _numbers(known, [server.id for server in servers])
     members = {}
     for server in servers:
         base = numbers[server.id] << _MEMBER_BITS
@@ -57,14 +52,6 @@ def assign_marks(before: Marks, servers: Sequence[VirtualServer]) -> Marks:
 
 
 def _numbers(before: Mapping[_T, int], wanted: Iterable[_T]) -> dict[_T, int]:
-    taken, last = {*before.values()}, 0
-    found: dict[_T, int] = {}
-    for one in dict.fromkeys(wanted):
-        if one in before:
-            found[one] = before[one]
-            continue
-        last += 1
-        while last in taken:
-            last += 1
-        found[one] = last
-    return found
+    taken = {*before.values()}
+    free = (number for number in count(1) if number not in taken)
+    return {one: before[one] if one in before else next(free) for one in dict.fromkeys(wanted)}

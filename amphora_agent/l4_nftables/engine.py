@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forwarding engine on nftables: loads the table of `ruleset` into the kernel.
 
-Invariant: one transaction for each change. The flows of members that stay are not disturbed, not even by a new process:
-it reads the assigned marks from the kernel.
+Invariant: one transaction for each change. `check_servers` refuses everything that the engine does not support, before
+anything is changed. `apply` disturbs no flow of a member that stays, not even in a new process: the new process reads
+the assigned marks from the kernel.
 
-Counting flows requires a dump of all of them. It takes at most one part in `COUNT_SHARE` of the time. For
-LEAST_CONNECTIONS the count and the resulting change take at most one part in `LEAST_SHARE`. While no flow begins, flows
-are counted every `IDLE_SECONDS`.
+A count of flows requires a dump of all flows. The dump takes at most one part in `COUNT_SHARE` of the time. For
+LEAST_CONNECTIONS the count and the resulting change take at most one part in `LEAST_SHARE`. While no flow begins, the
+engine counts flows every `IDLE_SECONDS`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from amphora_agent.errors import ConfigurationRefused, VirtualServersError
-from amphora_agent.l4.engine import Counters, MemberCounters, MemberPlace
+from amphora_agent.l4.counters import Counters, MemberCounters, MemberPlace
+from amphora_agent.l4.eligible_members import MemberHealth
 from amphora_agent.l4.model import VirtualServer
 from amphora_agent.l4_nftables import conntrack, conntrack_marks, ruleset
 from amphora_agent.l4_nftables.conntrack_marks import MAX_MEMBERS, MAX_SERVERS, SERVER_MASK, Marks
@@ -42,29 +44,29 @@ _TARGET = re.compile(r"(0x[0-9a-f]{8}) : ([0-9a-f.:]+) \. (\d+)")
 
 
 class NftablesEngine:
-    """The table and the flows of one namespace, which has the VIPs. Used by one thread."""
+    """The table and the flows of one namespace, which has the VIPs. Used by one thread.
+
+    In all methods, ``up`` is the health by virtual server id and member id; a member without an entry is up. ``paired``
+    is whether another amphora may have to continue the flows of this one.
+    """
 
     def __init__(self) -> None:
         self._table: Table | None = None
         self._marks = conntrack_marks.NO_MARKS
-        # The listing after our latest change, and the kernel's generation number of the ruleset at that time.
+        # The engine keeps the listing after its latest change, and the kernel's generation of the ruleset at that time.
         self._listed = ""
         self._generation: int | None = None
-        # Flows that still have to end: by mark, and by destination for flows without a mark.
+        # The engine still has to end these flows: by mark, and by destination for flows without a mark.
         self._marks_to_end: set[int] = set()
         self._unmarked_places: set[ServicePlace] = set()
-        # The latest count of flows, by mark.
+        # The engine keeps its latest count of flows, by mark.
         self._flows: dict[int, int] = {}
         self._flow_count_due = 0.0
         self._loads = NO_LOADS
         self._loads_read_at = self._counted_at = self._loads_due = 0.0
 
     def check_servers(self, servers: Sequence[VirtualServer]) -> None:
-        """Refuse virtual servers that the rules do not support.
-
-        Raises:
-            ConfigurationRefused: naming the listener.
-        """
+        """Refuse virtual servers that the rules do not support; raises ConfigurationRefused."""
         if len(servers) > MAX_SERVERS:
             raise ConfigurationRefused("forward by nftables", f"{len(servers)} listeners are more than {MAX_SERVERS}")
         for server in servers:
@@ -80,30 +82,24 @@ class NftablesEngine:
                     f"serve listener {server.id}", f"it has more than {MAX_MEMBERS} members", object_id=server.id
                 )
 
-    def apply(
-        self, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool = False
-    ) -> None:
-        """See `Engine.apply`.
+    def apply(self, servers: Sequence[VirtualServer], up: MemberHealth, *, paired: bool = False) -> None:
+        """Forward exactly for these virtual servers, and end the flows of all other members.
 
-        Raises:
-            VirtualServersError: nftables refused; the previous rules are still in force.
+        Raises VirtualServersError if nftables refuses the rules; the previous rules are still in force.
         """
         self.check_servers(servers)
         with suppress(VirtualServersError):  # after an error the previous loads stay valid
             self._update_loads(servers, at_once=self._loads_due - self._loads_read_at < PERIOD_SECONDS)
-        if (
-            self._table is None
-            or not self._is_unchanged()
-            or not self._apply_difference(self._table, servers, up, paired=paired)
-        ):
+        former = self._table if self._table is not None and self._is_unchanged() else None
+        if former is None or not self._apply_difference(former, servers, up, paired=paired):
             self._table = None
             self._rebuild(servers, up, paired=paired)
         self._record_listing()
-        # Last: packets that were matched by the former rules have become flows by now, so this finds them.
+        # The last step finds all flows, because packets that matched the former rules have become flows by now.
         self._end_flows()
 
     def _apply_difference(
-        self, former: Table, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool
+        self, former: Table, servers: Sequence[VirtualServer], up: MemberHealth, *, paired: bool
     ) -> bool:
         """Apply the difference; returns False if the kernel refuses it."""
         marks = conntrack_marks.assign_marks(self._marks, servers)
@@ -116,7 +112,7 @@ class NftablesEngine:
         self._record_table(table, marks, ruleset.target_marks(former), ruleset.service_places(former))
         return True
 
-    def _rebuild(self, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool) -> None:
+    def _rebuild(self, servers: Sequence[VirtualServer], up: MemberHealth, *, paired: bool) -> None:
         """Rebuild the table, whatever a previous process or an operator left."""
         listed = self._list_table()
         before = {*self._marks.members.values()}
@@ -129,30 +125,19 @@ class NftablesEngine:
         try:
             libnftables.run_commands(ruleset.rebuild_commands(present, table))
         except NftError:
-            # The table was changed from outside: delete it, and lose its counters.
-            self._run(ruleset.delete_commands() + ruleset.diff_commands(ruleset.EMPTY, table))
+            # Another program has changed the table, so the engine deletes the table and loses its counters.
+            self._run(ruleset.DELETE_COMMANDS + ruleset.diff_commands(ruleset.EMPTY, table))
         self._record_table(table, marks, before, set())
-
-    def _build_table(
-        self, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool
-    ) -> Table:
-        return ruleset.build_table(
-            servers, up, conntrack_marks.assign_marks(self._marks, servers), paired=paired, loads=self._loads
-        )
 
     def _record_table(self, table: Table, marks: Marks, members: set[int], places: set[ServicePlace]) -> None:
         """Record the new table, and the flows of former members and places that have to end."""
         self._table, self._marks = table, marks
         self._marks_to_end |= members - ruleset.target_marks(table)
-        self._unmarked_places = (
-            self._unmarked_places | ruleset.service_places(table) - places
-        ) & ruleset.service_places(table)
+        served = ruleset.service_places(table)
+        self._unmarked_places = (self._unmarked_places | served - places) & served
 
     def _end_flows(self) -> None:
-        """End the flows of removed members; those of a removed virtual server by its part of the mark.
-
-        After an error the next call retries.
-        """
+        """End the flows of removed members and virtual servers. After an error the next call retries."""
         whole = {mark & SERVER_MASK for mark in self._marks_to_end} - {*self._marks.servers.values()}
         conntrack.end_flows(
             {mark for mark in self._marks_to_end if mark & SERVER_MASK not in whole},
@@ -168,7 +153,7 @@ class NftablesEngine:
         self._listed = self._list_table()
 
     def _is_unchanged(self) -> bool:
-        """Return whether our table is unchanged. Lists it only if any rule of the namespace has changed."""
+        """Return whether the table is unchanged. Lists it only if any rule of the namespace has changed."""
         generation = libnftables.ruleset_generation()
         if generation is not None and generation == self._generation and self._listed:
             return True
@@ -180,18 +165,13 @@ class NftablesEngine:
     def _list_table(self) -> str:
         return self._run(_LIST, STATELESS) if libnftables.table_exists(FAMILY, TABLE) else ""
 
-    def find_drift(
-        self, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool = False
-    ) -> list[str]:
-        """See `Engine.find_drift`: compares the kernel with the record, and the record with the wanted table.
-
-        Raises:
-            VirtualServersError: the kernel refused a request.
-        """
+    def find_drift(self, servers: Sequence[VirtualServer], up: MemberHealth, *, paired: bool = False) -> list[str]:
+        """Return the differences from the state that `apply` would leave; raises VirtualServersError."""
         if self._table is None:
             return ["the state of the forwarding rules is unknown"]
         found = []
-        wanted = self._build_table(servers, up, paired=paired)
+        marks = conntrack_marks.assign_marks(self._marks, servers)
+        wanted = ruleset.build_table(servers, up, marks, paired=paired, loads=self._loads)
         if ruleset.diff_commands(self._table, wanted):
             found.append("the forwarding rules belong to another configuration")
         if not self._is_unchanged():
@@ -201,14 +181,8 @@ class NftablesEngine:
             found.append("flows of removed members still continue")
         return found
 
-    def rebalance(
-        self, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool = False
-    ) -> None:
-        """See `Engine.rebalance`: replaces the turns, if flows have begun or ended since the last plan.
-
-        Raises:
-            VirtualServersError: the kernel refused; the next change rebuilds the table.
-        """
+    def rebalance(self, servers: Sequence[VirtualServer], up: MemberHealth, *, paired: bool = False) -> None:
+        """Replace the turns of LEAST_CONNECTIONS, if flows have begun or ended; raises VirtualServersError."""
         former = self._table
         begun = time.monotonic()
         if former is None or begun < self._loads_due or not self._is_unchanged() or not self._update_loads(servers):
@@ -220,14 +194,7 @@ class NftablesEngine:
         self._loads_due = (ended := time.monotonic()) + LEAST_SHARE * (ended - begun)
 
     def _update_loads(self, servers: Sequence[VirtualServer], *, at_once: bool = False) -> bool:
-        """Count flows for LEAST_CONNECTIONS; returns whether the loads have changed.
-
-        Args:
-            at_once: count even if the next count is not due.
-
-        Raises:
-            VirtualServersError: the kernel refused a request.
-        """
+        """Count flows for LEAST_CONNECTIONS if due or ``at_once``; returns whether the loads have changed."""
         busy = [one.id for one in servers if ruleset.uses_least_connections(one)]
         now = time.monotonic()
         if not busy or (now < self._loads_due and not at_once):
@@ -239,7 +206,7 @@ class NftablesEngine:
             return False
         found = {mark: count for mark, count in self._count_flows().items() if mark}
         rest = LEAST_SHARE * (time.monotonic() - now)
-        # Expectation: flows begin at the recent rate until the next count.
+        # The plan expects that flows begin at the recent rate until the next count.
         ahead = max(PERIOD_SECONDS, rest) / max(now - self._loads_read_at, MIN_PERIOD_SECONDS)
         former, self._loads_due = self._loads, time.monotonic() + rest
         self._loads_read_at = self._counted_at = now
@@ -251,11 +218,7 @@ class NftablesEngine:
         return True
 
     def counters(self) -> Mapping[str, Counters]:
-        """See `Engine.counters`. Bytes include the IP headers.
-
-        Raises:
-            VirtualServersError: the kernel refused a request.
-        """
+        """Return the counters by virtual server id, with IP headers in bytes; raises VirtualServersError."""
         found = self._named_counters()
         open_: dict[int, int] = {}
         for mark, count in self._flows_by_mark().items() if found else ():
@@ -273,7 +236,6 @@ class NftablesEngine:
         }
 
     def _named_counters(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """Return packets and bytes by virtual server and counter name."""
         found: dict[str, dict[str, tuple[int, int]]] = {}
         if libnftables.table_exists(FAMILY, TABLE):
             for word, name, packets, size in _COUNTED.findall(self._run(_COUNT)):
@@ -281,11 +243,7 @@ class NftablesEngine:
         return found
 
     def member_counters(self) -> Mapping[MemberPlace, MemberCounters]:
-        """See `Engine.member_counters`.
-
-        Raises:
-            VirtualServersError: the kernel refused a request.
-        """
+        """Return the counters of members, slower than `counters`; raises VirtualServersError."""
         if self._table is None or not libnftables.table_exists(FAMILY, TABLE):
             return {}
         flows_, in_, out = (
@@ -314,16 +272,12 @@ class NftablesEngine:
         return self._flows
 
     def release(self) -> None:
-        """See `Engine.release`. The flows end with the rules.
-
-        Raises:
-            VirtualServersError: nftables refused.
-        """
+        """Remove everything that `apply` made, and end all flows; raises VirtualServersError."""
         listed = self._list_table()
         if listed:
-            self._run(ruleset.delete_commands())
+            self._run(ruleset.DELETE_COMMANDS)
         for one in (_parse_marks(listed), self._marks):
-            # Both: after an error a number may belong to another virtual server at the next attempt.
+            # The flows of both end: after an error, a number may belong to another virtual server at the next attempt.
             self._marks_to_end |= {*one.servers.values(), *one.members.values()}
         self._table, self._marks, self._listed, self._generation = None, conntrack_marks.NO_MARKS, "", None
         self._loads = NO_LOADS
@@ -338,7 +292,6 @@ class NftablesEngine:
 
 
 def _parse_marks(listed: str) -> Marks:
-    """Return the marks of a listed table."""
     owners = {int(base, 16): name for base, name in _BASE.findall(listed)}
     members = {}
     for text, address, port in _TARGET.findall(listed):

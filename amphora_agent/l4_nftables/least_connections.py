@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """LEAST_CONNECTIONS: a list of turns that gives the next flows to the members with the fewest flows.
 
-Invariant: pure. While no flow ends, each turn selects the member that weighted least connections would select: the one
-with the fewest flows for its weight. The error is limited by the number of flows that end between two counts.
-
-The kernel goes through the turns one after the other, and begins again at the end. Therefore there are twice as many
-turns as expected flows. If that is too many, each member gets its share of the expected flows.
+Invariant: while no flow ends, each turn selects the member with the fewest flows for its weight. The kernel begins
+again at the end, so there are twice as many turns as expected flows. If that is too many, each member gets its share of
+them.
 """
 
 from __future__ import annotations
@@ -23,11 +21,9 @@ MIN_TURNS, MAX_TURNS = 64, 512
 class Loads:
     """Flow counts from which turns are planned.
 
-    Args:
-        flows: present flows of each member, by mark.
-        begun: flows since the start, by virtual server. They have used turns of the previous plan.
-        expected: flows that will begin before the next count, by virtual server.
-        number: number of the plan. A plan with a new number begins at its first turn.
+    ``flows`` are present flows by mark. ``begun`` counts flows since the start by virtual server; they have used turns.
+    ``expected`` flows by virtual server will begin before the next count. A plan with a new ``number`` begins at its
+    first turn.
     """
 
     flows: Mapping[int, int] = field(default_factory=dict)
@@ -40,17 +36,12 @@ NO_LOADS = Loads()
 
 
 def plan_turns(members: Sequence[tuple[int, int, int]], expected: int) -> list[int]:
-    """Return the member of each turn; empty without members.
-
-    Args:
-        members: each with its weight (1 or more) and its number of flows.
-        expected: flows that will begin before the next plan.
-    """
+    """Return the member of each turn, for members with a weight and a number of flows."""
     if not members:
         return []
     if 2 * expected > MAX_TURNS:
         return _proportional_turns(members, expected)
-    # Only some lengths, so that a change of the expectation rarely changes the length.
+    # The list has only some lengths, so that a change of the expectation rarely changes the length.
     length = MIN_TURNS
     while length < 2 * expected:
         length *= 2
@@ -67,8 +58,8 @@ def plan_turns(members: Sequence[tuple[int, int, int]], expected: int) -> list[i
 def _proportional_turns(members: Sequence[tuple[int, int, int]], expected: int) -> list[int]:
     """Return turns in proportion to the flows that each member lacks of the common level."""
     level = _level([(weight, flows) for _, weight, flows in members], expected)
-    lacking = [(member, round((weight * level - flows) * MAX_TURNS / expected)) for member, weight, flows in members]
-    return maglev.turn_table([(member, count) for member, count in lacking if count > 0])
+    turns = [(member, round((weight * level - flows) * MAX_TURNS / expected)) for member, weight, flows in members]
+    return maglev.turn_table([(member, count) for member, count in turns if count > 0])
 
 
 def _level(members: Sequence[tuple[int, int]], expected: int) -> float:

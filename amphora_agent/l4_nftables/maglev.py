@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lookup tables of members: by a hash value, or by turn.
 
-Invariant: pure, with the same result on every machine. Each member gets its share of the slots, and at least one. When
-a member is added or removed, almost only its own slots change (`hash_table`).
+Invariant: the result is the same on every machine. Each member gets its share of the slots, and at least one.
 
 `hash_table` is Maglev's table (Eisenbud et al., "Maglev: A Fast and Reliable Software Network Load Balancer", NSDI
-2016, section 3.4): every member claims slots in an order of its own, one after the other. Here a member with twice the
-weight claims slots twice as often.
+2016, section 3.4): a change of one member changes almost only its own slots. Here a member with twice the weight claims
+slots twice as often.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from math import gcd
 Weighted = Sequence[tuple[int, int]]
 """Members as numbers, which mean the same member on every machine, each with its weight (1 or more)."""
 
-# Primes. With this number of slots for each member, shares are exact to a few percent.
+# The sizes are primes. With this number of slots for each member, shares are exact to a few percent.
 _SIZES = (1021, 4093, 16381, 65521)
 _SLOTS_PER_MEMBER = 15
 _MAX_TURNS = 4096

@@ -72,6 +72,7 @@ class Table:
 
 
 EMPTY = Table()
+DELETE_COMMANDS = f"add table {FAMILY} {TABLE}\ndelete table {FAMILY} {TABLE}\n"
 ServicePlace = tuple[Host, int, int]
 """The destination of clients: address, protocol number, port."""
 
@@ -81,11 +82,8 @@ def build_table(
 ) -> Table:
     """Return the table for virtual servers.
 
-    Args:
-        up: the health of members.
-        marks: the result of `conntrack_marks.assign_marks`.
-        paired: another amphora has to select the same member for a flow that it has not seen.
-        loads: flow counts for LEAST_CONNECTIONS.
+    ``marks`` are the result of `conntrack_marks.assign_marks`, ``loads`` flow counts for LEAST_CONNECTIONS. With
+    ``paired``, another amphora has to select the same member for a flow that it has not seen.
     """
     counters = frozenset(f"{word}-{server.id}" for server in servers for word in _COUNTERS)
     maps = dict(_maps(servers, up, marks, loads, paired=paired))
@@ -120,14 +118,10 @@ _CHAINS = {
     ),
     "arriving": Chain(
         "type nat hook prerouting priority -100; policy accept;",
-        (
-            "ip daddr . meta l4proto . th dport vmap @servers-4",
-            "ip6 daddr . meta l4proto . th dport vmap @servers-6",
-        ),
+        ("ip daddr . meta l4proto . th dport vmap @servers-4", "ip6 daddr . meta l4proto . th dport vmap @servers-6"),
     ),
     "leaving": Chain(
-        "type nat hook postrouting priority 100; policy accept;",
-        (f"ct mark & {SERVER_MASK:#x} @hidden masquerade",),
+        "type nat hook postrouting priority 100; policy accept;", (f"ct mark & {SERVER_MASK:#x} @hidden masquerade",)
     ),
     "forward": Chain(
         "type filter hook forward priority 0; policy accept;",
@@ -203,7 +197,7 @@ def _serve_rules(server: VirtualServer, maps: Mapping[str, Map], loads: Loads, *
     versions = eligible_members.vip_families(server)
     for version in versions:
         name = f"slots-{server.id}-{version}"
-        # Without slots there is no modulus for the hash.
+        # A server without slots has no rule, because the hash needs a modulus.
         if maps[name].elements:
             by = _slot_expression(server, version, len(maps[name].elements), paired=paired)
             # A changed rule makes the kernel begin at the first turn.
@@ -220,7 +214,6 @@ def _serve_rules(server: VirtualServer, maps: Mapping[str, Map], loads: Loads, *
 
 
 def _slot_expression(server: VirtualServer, version: int, slots: int, *, paired: bool) -> str:
-    """Return the nft expression that selects a slot."""
     if not _is_hashed(server, paired=paired):
         return f"numgen inc mod {slots}"
     source = f"{_WORDS[version]} saddr"
@@ -228,14 +221,11 @@ def _slot_expression(server: VirtualServer, version: int, slots: int, *, paired:
     end = f"mod {slots} seed {int(server.id[:8], 16) or 1:#x}"
     if server.persistence is not None:
         prefix = server.persistence.prefix_v4 if version == 4 else server.persistence.prefix_v6
-        if prefix == 0:  # a prefix of 0 counts all clients as one
+        if prefix == 0:  # with a prefix of 0, all clients count as one
             return f"jhash {source} mod 1 seed 0x1"
         mask = ipaddress.ip_network(f"{'0.0.0.0' if version == 4 else '::'}/{prefix}").netmask
         return f"jhash {source} & {mask} {end}"
     return f"jhash {source} {end}" if server.algorithm == "SOURCE_IP" else f"jhash {source} . th sport {end}"
-
-
-# -- commands --------------------------------------------------------------------------------------------------------
 
 
 def diff_commands(before: Table, after: Table) -> str:
@@ -245,11 +235,7 @@ def diff_commands(before: Table, after: Table) -> str:
 
 
 def rebuild_commands(present: Mapping[str, str], after: Table) -> str:
-    """Return the commands that rebuild a table with unknown contents; counters keep their values.
-
-    Args:
-        present: "chain", "map", "set" or "counter" by name; empty without a table.
-    """
+    """Return the commands that rebuild a table of objects with unknown contents, but keep its counters."""
     if not present:
         return diff_commands(EMPTY, after)
     maps = {name: word for name, word in present.items() if word in ("map", "set")}
@@ -260,11 +246,6 @@ def rebuild_commands(present: Mapping[str, str], after: Table) -> str:
         {name: Chain("", ("?",)) for name, word in present.items() if word == "chain"},
     )
     return "".join(f"{one}\n" for one in flushes) + diff_commands(unknown, after)
-
-
-def delete_commands() -> str:
-    """Return the commands that delete the table."""
-    return f"add table {FAMILY} {TABLE}\ndelete table {FAMILY} {TABLE}\n"
 
 
 def _command(verb: str, word: str, name: str, more: str = "") -> str:
@@ -289,7 +270,8 @@ def _content_changes(before: Table, after: Table) -> Iterator[str]:
     for name, one in after.maps.items():
         former = before.maps.get(name, nothing).elements
         gone = [key for key, value in former.items() if one.elements.get(key) != value]
-        new = [_element(key, value) for key, value in one.elements.items() if former.get(key) != value]
+        added = ((key, value) for key, value in one.elements.items() if former.get(key) != value)
+        new = [f"{key} : {value}" if value else key for key, value in added]
         yield from _element_commands("delete", name, gone)
         yield from _element_commands("add", name, new)
     for name in changed:
@@ -298,10 +280,6 @@ def _content_changes(before: Table, after: Table) -> Iterator[str]:
 
 def _rules(table: Table, name: str) -> tuple[str, ...]:
     return table.chains[name].rules if name in table.chains else ()
-
-
-def _element(key: str, value: str) -> str:
-    return f"{key} : {value}" if value else key
 
 
 def _element_commands(verb: str, name: str, elements: Sequence[str]) -> Iterator[str]:

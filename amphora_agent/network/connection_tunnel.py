@@ -2,15 +2,15 @@
 """Tunnel to the former holder of the VIPs, for packets of connections that it accepted.
 
 Invariant: a packet of a connection that this amphora does not know goes to the partner unchanged, in a tunnel that only
-the two amphorae use. A new connection stays here. The state is one interface and two nftables tables. Called in the
-inner namespace.
+the two amphorae use. A new connection stays here. The state is one interface and two nftables tables. All functions run
+in the inner namespace.
 
     client ── VIP ──▶ new holder ── VXLAN (RFC 7348) ──▶ former holder ── as the VIP ──▶ client
 
-A tunnel is necessary, because networks drop packets with a source address of another machine. Both amphorae have
-the VIPs on the tunnel's interface: the kernel accepts packets for them and answers no ARP or neighbour request for
-them. So the former holder keeps the addresses when keepalived removes them from the other interface. The new holder
-accepts the first packet to an IPv6 VIP, which keepalived has announced before the kernel is ready for the address.
+A tunnel is necessary, because networks drop packets with a source address of another machine. Both amphorae have the
+VIPs on the tunnel's interface. For these addresses the kernel accepts packets and answers no ARP or neighbour request.
+So the former holder keeps the addresses when keepalived removes them from the other interface. The new holder accepts
+the first packet to an IPv6 VIP, which keepalived has announced before the kernel is ready for the address.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from amphora_agent.bundle import Host, VrrpInstance
-from amphora_agent.network import nft_apply
+from amphora_agent.network import libnftables, nft_apply
 from amphora_agent.network.pyroute2_lazy import IPRoute, NetlinkError
+from amphora_agent.services.template_files import load_template
 
 NAME = "handover0"
 PORT = 4789
-# MAC address of both ends, so that no end has to learn it. Locally administered.
+# Both ends have this locally administered MAC address, so that no end has to learn the other one.
 _MAC = "0a:00:00:00:00:01"
 _TABLE = "amphora_handover"
-# Limits for known connections, and for connections of which only the SYN was seen, with their time-out. They are apart,
-# because a flood of SYNs with forged sources must not displace established connections.
+# Limits for known connections, and for connections with a SYN only, with their time-out. Each kind has a limit of its
+# own, because a flood of SYNs with forged sources must not displace established connections.
 _MOST_CONNECTIONS = 1_000_000
 _MOST_BEGUN, _BEGUN_SECONDS = 262_144, 10
 # linux/if_addr.h
@@ -73,8 +74,8 @@ def _sockets(version: int, vips: Collection[Host]) -> Iterator[Connection]:
         for line in lines:
             _, local, remote, word, *_, inode = line.split(None, 10)[:10]
             state = int(word, 16)
-            # FIN_WAIT_2 without a process: the client has received everything. The kernel only waits for the FIN, for
-            # a minute, because the FIN may have been lost when the VIPs moved.
+            # In FIN_WAIT_2 without a process, the client has received everything. The kernel waits a minute for the
+            # FIN, because the network may have lost the FIN when the VIPs moved.
             if state in _LIVING and not (state == _FIN_WAIT_2 and inode == "0"):
                 vip, port = _endpoint(local)
                 if vip in vips:
@@ -88,47 +89,26 @@ def _endpoint(text: str) -> tuple[Host, int]:
     return ipaddress.ip_address(struct.pack(f"={len(words)}I", *words)), int(port, 16)
 
 
-# -- the tunnel -----------------------------------------------------------------------------------------------------
-
-
 def create_tunnel(instance: VrrpInstance) -> None:
-    """Create the tunnel to the partner. A tunnel to another peer is removed, with its redirect rules.
-
-    Raises:
-        NetlinkError: the kernel has no VXLAN, for example.
-        FirewallError: the redirect rules cannot be removed.
-    """
+    """Create the tunnel to the partner in place of another peer's; raises NetlinkError or FirewallError."""
     local, remote = instance.vrrp.local.address, instance.vrrp.peers[0].address
-    more = {"vxlan_local": str(local), "vxlan_group": str(remote)}
+    ends = {"vxlan_local": str(local), "vxlan_group": str(remote)}
     if local.version == 6:
-        more = {f"{key}6": value for key, value in more.items()}
+        ends = {f"{key}6": value for key, value in ends.items()}
+    tunnel = {"vxlan_id": instance.vrrp.router_id, "vxlan_port": PORT, "vxlan_learning": 0, **ends}
     with IPRoute() as route:
         found = route.link_lookup(ifname=NAME)
         if found and _peer(route, found[0]) != remote:
-            stop_redirect()  # the rules contain the interface index, which changes with the new tunnel
+            stop_redirect()  # the rules contain the index of the interface, which changes with the new tunnel
             route.link("del", index=found[0])
             found = ()
         if not found:
-            route.link(
-                "add",
-                ifname=NAME,
-                kind="vxlan",
-                vxlan_id=instance.vrrp.router_id,
-                vxlan_port=PORT,
-                vxlan_learning=0,
-                address=_MAC,
-                mtu=instance.mtu,
-                **more,
-            )
+            route.link("add", ifname=NAME, kind="vxlan", address=_MAC, mtu=instance.mtu, **tunnel)
         route.link("set", index=_index(route), state="up")
 
 
 def add_vips(instance: VrrpInstance) -> None:
-    """Add the VIPs to the tunnel's interface; returns when the kernel accepts packets to them.
-
-    Raises:
-        NetlinkError: the kernel refused an address, or an address was not ready in time.
-    """
+    """Add the VIPs to the tunnel's interface, and wait until the kernel is ready; raises NetlinkError."""
     with IPRoute() as route:
         index = _index(route)
         for vip in instance.vips:
@@ -166,9 +146,6 @@ def _index(route: IPRoute) -> int:
     return int(route.link_lookup(ifname=NAME)[0])
 
 
-# -- the rules ------------------------------------------------------------------------------------------------------
-
-
 def add_guard(instance: VrrpInstance) -> None:
     """Drop tunnel packets that do not come from the partner."""
     nft_apply.execute(_delete_table("inet") + guard_rules(instance))
@@ -180,18 +157,17 @@ def start_redirect(instance: VrrpInstance) -> None:
 
 
 def stop_redirect() -> None:
-    """Redirect nothing any more."""
+    """Remove the redirect rules."""
     _remove("netdev")
 
 
 def remove_guard() -> None:
-    """Remove the guard of the tunnel. Called after the tunnel is removed."""
+    """Remove the guard of the tunnel, after the removal of the tunnel."""
     _remove("inet")
 
 
 def _remove(family: str) -> None:
-    """Delete the table if it exists. Without a table neither libnftables nor nf_tables is needed."""
-    if nft_apply.table_exists(family, _TABLE):
+    if libnftables.table_exists(family, _TABLE):
         nft_apply.execute(_delete_table(family))
 
 
@@ -200,7 +176,7 @@ def _delete_table(family: str) -> str:
 
 
 def guard_rules(instance: VrrpInstance) -> str:
-    """Return the table that accepts tunnel packets from the partner only. Pure."""
+    """Return the table that accepts tunnel packets from the partner only."""
     word = _WORDS[instance.vrrp.local.address.version][0]
     return (
         f"table inet {_TABLE} {{\n chain arriving {{\n  type filter hook input priority -1; policy accept;\n"
@@ -209,40 +185,36 @@ def guard_rules(instance: VrrpInstance) -> str:
 
 
 def redirect_rules(instance: VrrpInstance, known: Collection[Connection]) -> str:
-    """Return the table that redirects packets. Pure.
+    """Return the table that redirects packets.
 
-    There is no connection tracking; the table remembers only that a connection began here. It remembers a SYN for some
-    seconds, and the connection when the client has sent a second packet. If there is no room for a SYN, the partner
-    gets the whole connection and serves it while it can: if only the SYN stayed here, later packets would be redirected
-    and answered with a reset. A connection that finds no room later stays here until it is silent.
+    The table remembers a SYN for some seconds, and the connection when the client has sent a second packet. If there is
+    no room for a SYN, the partner gets the whole connection and serves it while it can. If only the SYN stayed here,
+    the table would redirect later packets, and the partner would answer with a reset. A connection that finds no room
+    later stays here until it is silent.
     """
-    sets, chain = [], []
-    for version, (word, kind) in _WORDS.items():
-        vips = ", ".join(str(vip.ip) for vip in instance.vips if vip.version == version)
-        if not vips:
-            continue
-        elements = ", ".join(
-            f"{one.client} . {one.client_port} . {one.vip} . {one.port}" for one in known if one.vip.version == version
-        )
-        flows = f"  type {kind} . inet_service . {kind} . inet_service\n"
-        sets.append(
-            f" set own{version} {{\n{flows}  size {_MOST_CONNECTIONS}\n  flags dynamic\n"
-            + (f"  elements = {{ {elements} }}\n" if elements else "")
-            + f" }}\n set begun{version} {{\n{flows}  size {_MOST_BEGUN}\n  flags dynamic, timeout\n"
-            f"  timeout {_BEGUN_SECONDS}s\n }}\n"
-        )
-        flow = f"{word} saddr . tcp sport . {word} daddr . tcp dport"
-        to_vip = f"{word} daddr {{ {vips} }}"
-        own, begun = f"@own{version}", f"@begun{version}"
-        chain += [
-            f"  {to_vip} meta l4proto tcp {flow} {own} accept\n",
-            f"  {to_vip} tcp flags & (syn | ack) == syn update {begun} {{ {flow} }} accept\n",
-            f"  {to_vip} meta l4proto tcp {flow} {begun} add {own} {{ {flow} }} accept\n",
-            f"  {to_vip} meta l4proto tcp {flow} {begun} update {begun} {{ {flow} }} accept\n",
-            f'  {to_vip} meta l4proto tcp ether daddr set {_MAC} fwd to "{NAME}"\n',
-            # The message may belong to a connection of either amphora, so both get it.
-            f'  {to_vip} {_TOO_LARGE[version]} ether daddr set {_MAC} dup to "{NAME}"\n',
-        ]
-    device = instance.vrrp.interface
-    head = f' chain arriving {{\n  type filter hook ingress device "{device}" priority 0; policy accept;\n'
-    return f"table netdev {_TABLE} {{\n{''.join(sets)}{head}{''.join(chain)} }}\n}}\n"
+    families = [
+        {
+            "version": version,
+            "word": word,
+            "type": kind,
+            "vips": vips,
+            "too_large": _TOO_LARGE[version],
+            "elements": ", ".join(
+                f"{one.client} . {one.client_port} . {one.vip} . {one.port}"
+                for one in known
+                if one.vip.version == version
+            ),
+        }
+        for version, (word, kind) in _WORDS.items()
+        if (vips := ", ".join(str(vip.ip) for vip in instance.vips if vip.version == version))
+    ]
+    return load_template("handover.nft.j2").render(
+        families=families,
+        table=_TABLE,
+        device=instance.vrrp.interface,
+        tunnel=NAME,
+        mac=_MAC,
+        most_connections=_MOST_CONNECTIONS,
+        most_begun=_MOST_BEGUN,
+        begun_seconds=_BEGUN_SECONDS,
+    )

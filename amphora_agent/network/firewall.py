@@ -1,29 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """nftables rules that say which clients may open connections to which ports.
 
-Invariant: pure. The rendered text is exactly what nft lists (numbers instead of names, the fewest ranges, in order), so
-that it can be compared with the table in the kernel; `nft_apply` evens out the differences between versions of nft. If
-the two differ for any reason, one transaction replaces all rules. The name of a set contains a digest of its elements:
-the set exists before a rule uses it (`nft_apply`), and it never changes.
+Invariant: the text is exactly what nft lists, so `nft_apply` can compare it with the table in the kernel. The name of a
+set contains a digest of its elements: the set exists before a rule uses it, and it never changes.
 
-The rules match only the first packet of a connection (SYN without ACK, RFC 9293 section 3.5). TCP connections are not
-tracked, so connections of clients that lose their permission continue. A refused client gets a reset, as from a closed
-port: it knows the result at once, instead of retrying for two minutes and taking the load balancer for dead. The
-families are separate: an IPv4 network permits no IPv6 client. HAProxy alone uses the responder on the loopback, so the
-loopback stays open.
+The rules match only the first packet of a connection (SYN without ACK, RFC 9293 section 3.5). The kernel does not track
+TCP connections, so connections of clients that lose their permission continue. A refused client gets a reset and knows
+the result at once. The families are separate: an IPv4 network permits no IPv6 client. HAProxy alone uses the responder
+on the loopback, so the loopback stays open.
 
-For UDP and SCTP the rules match the first packet of a flow, before a member is selected for it (`l4_nftables.ruleset`).
-Known flows continue, and TCP stays untracked. An amphora that forwards is not a router: no other packets pass from one
-network to another.
+For UDP and SCTP the rules match the first packet of a flow, before the engine selects a member (`l4_nftables.ruleset`).
+An amphora that forwards is not a router: no other packets pass from one network to another.
 
-VRRP advertisements and entries of stick tables are accepted from the partners only.
+The kernel reassembles fragments before the rules see a packet (RFC 8200, section 4.5). For IPv6 the kernel does so only
+in a namespace with connection tracking. Therefore one rule uses the state of connections, and the chains `untracked`
+exclude all packets from connection tracking.
 
-The kernel reassembles fragments before the rules see a packet (RFC 8200, section 4.5). For IPv6 it does so only in a
-namespace with connection tracking. Therefore one rule uses the state of connections, and the chains `untracked` exclude
-all packets from connection tracking.
-
-Amphorae with IPv6 partners ask clients for TCP segments that fit into the tunnel (`connection_tunnel`). Linux
-fragments an IPv6 packet that is too large only for a local socket, and the client would get no message. IPv4 does both.
+Amphorae with IPv6 partners ask clients for TCP segments that fit into the tunnel (`connection_tunnel`). Linux fragments
+an IPv6 packet that is too large only for a local socket, and the client would get no message.
 """
 
 from __future__ import annotations
@@ -31,10 +25,12 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import socket
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from amphora_agent.bundle import Bundle, Host, Interface, Network, Vrrp
+from amphora_agent.services.template_files import load_template
 
 FAMILY, TABLE = "inet", "amphora"
 PEERS_PORT = 1025
@@ -42,7 +38,7 @@ FORWARDED = 0x616D
 """Mark of forwarded packets that may pass (`l4_nftables.ruleset`)."""
 Ranges = tuple[tuple[int, int], ...]
 _TCP = "tcp"
-# A collision is detected: `nft_apply` compares the elements of sets with the same name.
+# A digest may be short, because `nft_apply` compares the elements of sets with the same name.
 _DIGEST_BYTES = 4
 _BITS = {4: 32, 6: 128}
 _WORDS = {4: "ip", 6: "ip6"}
@@ -50,72 +46,9 @@ _TYPES = {4: "ipv4_addr", 6: "ipv6_addr"}
 # linux/netfilter.h
 _NFPROTO = {4: 2, 6: 10}
 _REFUSE = "counter reject with tcp reset"
-_HEAD = """table inet amphora {
-"""
-_ARRIVING = """	chain arriving {
-		type filter hook input priority 0; policy accept;
-"""
-# The first rule has no effect of its own. It makes the kernel reassemble fragments before all chains of the namespace.
-# The second drops a fragment inside a reassembled packet: the kernel would reassemble it after the rules.
-_REASSEMBLING = """		ct state 0x1 counter
-		exthdr frag 1 counter drop
-"""
-_BEGINNING = """		tcp flags 0x2 / 0x1,0x2,0x4,0x10 goto beginning
-	}
-
-	chain beginning {
-		iif "lo" ip daddr 127.0.0.0/8 accept
-		iif "lo" ip6 daddr ::1 accept
-"""
-_LEAVING = """	}
-
-	chain leaving {
-		type filter hook output priority 0; policy accept;
-"""
-# A separate chain: nft versions list a refusal in different ways where the family is known.
-_ENTERING = """	}
-
-	chain refusing {
-		counter reject
-	}
-
-	chain entering {
-		type nat hook prerouting priority -101; policy accept;
-"""
-_UNTRACKED = """	}
-
-	chain untracked {
-		type filter hook prerouting priority -300; policy accept;
-		notrack
-	}
-
-	chain untracked-own {
-		type filter hook output priority -300; policy accept;
-		notrack
-"""
-_FORWARDING = f"""	}}
-
-	chain untracked {{
-		type filter hook prerouting priority -300; policy accept;
-		meta l4proto != {{ 1, 17, 58, 132 }} notrack
-	}}
-
-	chain untracked-own {{
-		type filter hook output priority -300; policy accept;
-		meta l4proto != {{ 1, 17, 58, 132 }} notrack
-		icmpv6 type 137 drop
-	}}
-
-	chain forwarding {{
-		type filter hook forward priority 200; policy drop;
-		meta mark {FORWARDED:#010x} accept
-"""
-_TAIL = """	}
-}
-"""
-# Headers before a client's packet in the tunnel: IPv6, UDP, VXLAN (RFC 7348, section 5) and Ethernet.
+# The tunnel adds headers of IPv6, UDP, VXLAN (RFC 7348, section 5) and Ethernet to a client's packet.
 _TUNNEL_BYTES = 40 + 8 + 8 + 14
-# Headers that do not count as segment data (RFC 9293, section 3.7.1).
+# Headers of IP and TCP do not count as segment data (RFC 9293, section 3.7.1).
 _HEADER_BYTES = {4: 20 + 20, 6: 40 + 20}
 
 
@@ -130,7 +63,7 @@ class Port:
 
     @property
     def key(self) -> tuple[bool, str, int]:
-        """Sort key and identity: TCP ports come first."""
+        """The sort key and identity of a port. TCP ports come first."""
         return self.protocol != _TCP, self.protocol, self.port
 
     def ranges(self, version: int) -> Ranges:
@@ -139,10 +72,7 @@ class Port:
 
 @dataclass(frozen=True)
 class VrrpPeers:
-    """The addresses of this amphora and its partners, all of one family.
-
-    ``mtu`` is the MTU of their network in bytes; None if it is unknown.
-    """
+    """The addresses of this amphora and its partners, all of one family, and the MTU of their network."""
 
     local: Host
     peers: tuple[Host, ...]
@@ -151,10 +81,7 @@ class VrrpPeers:
 
 @dataclass(frozen=True)
 class Restrictions:
-    """All restrictions. A port that is not named is open.
-
-    ``forwards`` is whether the amphora has a VIP and forwards packets of virtual servers.
-    """
+    """All restrictions; other ports are open. ``forwards``: the amphora has a VIP and forwards packets."""
 
     ports: tuple[Port, ...] = ()
     vrrp_peers: VrrpPeers | None = None
@@ -186,9 +113,8 @@ def _ranges(networks: Iterable[Network], version: int) -> Ranges:
     bounds = ((int(one.network_address), int(one.broadcast_address)) for one in networks if one.version == version)
     for first, last in sorted(bounds):
         if found and first <= found[-1][1] + 1:
-            found[-1] = found[-1][0], max(found[-1][1], last)
-        else:
-            found.append((first, last))
+            first, last = found[-1][0], max(found.pop()[1], last)  # noqa: PLW2901 (the range that contains both)
+        found.append((first, last))
     return tuple(found)
 
 
@@ -209,62 +135,44 @@ def intersect(one: Restrictions, other: Restrictions) -> Restrictions:
 def _common(one: Port | None, other: Port | None, version: int) -> Ranges:
     if one is None or other is None:
         return next(port.ranges(version) for port in (one, other) if port is not None)
-    found = []
-    left, right = list(one.ranges(version)), list(other.ranges(version))
-    i = j = 0
-    while i < len(left) and j < len(right):
-        first, last = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+    found, left, right = [], deque(one.ranges(version)), deque(other.ranges(version))
+    while left and right:
+        first, last = max(left[0][0], right[0][0]), min(left[0][1], right[0][1])
         if first <= last:
             found.append((first, last))
-        if left[i][1] < right[j][1]:
-            i += 1
-        else:
-            j += 1
+        (left if left[0][1] < right[0][1] else right).popleft()
     return tuple(found)
 
 
 def describe_change(before: Restrictions, after: Restrictions) -> str:
     """Return a text that names a port with changed clients and counts the others; empty without a change."""
     mine, theirs = ({port.key: port for port in each.ports} for each in (before, after))
-    ports = [_port_text(key) for key in sorted(mine.keys() | theirs.keys()) if mine.get(key) != theirs.get(key)]
-    if not ports:
+    changed = [key for key in sorted(mine.keys() | theirs.keys()) if mine.get(key) != theirs.get(key)]
+    if not changed:
         return ""
-    return f"allowed clients of port {ports[0]} changed" + (f", and {len(ports) - 1} more" if ports[1:] else "")
-
-
-def _port_text(key: tuple[bool, str, int]) -> str:
-    is_other, protocol, port = key
-    return f"{port} ({protocol.upper()})" if is_other else str(port)
-
-
-# -- text -----------------------------------------------------------------------------------------------------------
+    is_other, protocol, port = changed[0]
+    text = f"allowed clients of port {port}" + (f" ({protocol.upper()})" if is_other else "") + " changed"
+    return text + (f", and {len(changed) - 1} more" if changed[1:] else "")
 
 
 def render(wanted: Restrictions) -> str:
     """Return the table as nft lists it; empty without restrictions."""
     if wanted == UNRESTRICTED:
         return ""
-    sets = [text for port in wanted.ports for version in (4, 6) for text in _set(port, version)]
     peers = wanted.vrrp_peers
-    vrrp_rules = list(_advertisement_rules(peers)) if peers is not None else []
-    rules = list(_stick_table_rules(peers)) if peers is not None else []
-    rules += [rule for port in wanted.ports if port.protocol == _TCP for rule in _rules(port)]
-    entering = [rule for port in wanted.ports if port.protocol != _TCP for rule in _rules(port)]
-    further = [
-        text
-        for head, lines in (
-            (_LEAVING, list(_segment_size_rules(peers))),
-            (_ENTERING, entering),
-        )
-        if lines
-        for text in (head, *map(_line, lines))
-    ]
-    arriving = [_ARRIVING, _REASSEMBLING, *map(_line, vrrp_rules), _BEGINNING, *map(_line, rules)]
-    return "".join([_HEAD, *sets, *arriving, *further, _FORWARDING if wanted.forwards else _UNTRACKED, _TAIL])
-
-
-def _line(rule: str) -> str:
-    return f"\t\t{rule}\n"
+    tcp, other = ([port for port in wanted.ports if (port.protocol == _TCP) is is_tcp] for is_tcp in (True, False))
+    return load_template("firewall.nft.j2").render(
+        sets=[found for port in wanted.ports for version in (4, 6) for found in _set(port, version)],
+        vrrp_rules=[] if peers is None else list(_advertisement_rules(peers)),
+        beginning=[
+            *([] if peers is None else _stick_table_rules(peers)),
+            *(rule for port in tcp for rule in _rules(port)),
+        ],
+        leaving=list(_segment_size_rules(peers)),
+        entering=[rule for port in other for rule in _rules(port)],
+        forwards=wanted.forwards,
+        mark=f"{FORWARDED:#010x}",
+    )
 
 
 def _name(port: Port, version: int) -> str:
@@ -280,13 +188,10 @@ def _is_unlimited(ranges: Ranges, version: int) -> bool:
     return ranges == ((0, 2 ** _BITS[version] - 1),)
 
 
-def _set(port: Port, version: int) -> Iterator[str]:
+def _set(port: Port, version: int) -> Iterator[dict[str, str]]:
     ranges = port.ranges(version)
     if ranges and not _is_unlimited(ranges, version):
-        yield (
-            f"\tset {_name(port, version)} {{\n\t\ttype {_TYPES[version]}\n\t\tflags interval\n"
-            f"\t\telements = {{ {_elements(port, version)} }}\n\t}}\n\n"
-        )
+        yield {"name": _name(port, version), "type": _TYPES[version], "elements": _elements(port, version)}
 
 
 def _rules(port: Port) -> Iterator[str]:
@@ -318,23 +223,19 @@ def _address(value: int, version: int) -> str:
 
 
 def _host_set(hosts: Iterable[Host]) -> str:
-    """Return one address, or several as a sorted nft set."""
     words = [_address(int(host), host.version) for host in sorted({*hosts}, key=int)]
     return words[0] if len(words) == 1 else f"{{ {', '.join(words)} }}"
 
 
 def _advertisement_rules(peers: VrrpPeers) -> Iterator[str]:
-    """Accept VRRP from the partners only; a forged advertisement would take the VIPs (RFC 9568, 9).
-
-    Other packets are dropped without an answer, because no sender of VRRP waits for one.
-    """
+    """Accept VRRP from the partners only: a forged advertisement would take the VIPs (RFC 9568, 9)."""
     if peers.peers:
         yield f"meta l4proto 112 {_WORDS[peers.local.version]} saddr {_host_set(peers.peers)} accept"
     yield "meta l4proto 112 counter drop"
 
 
 def _segment_size_rules(peers: VrrpPeers | None) -> Iterator[str]:
-    """Lower the maximum segment size in SYN-ACK packets. nft never raises it."""
+    """Lower the maximum segment size in SYN-ACK packets. nft never raises the size."""
     if peers is not None and peers.mtu is not None and peers.local.version == 6:
         for version, header in _HEADER_BYTES.items():
             size = peers.mtu - _TUNNEL_BYTES - header
@@ -342,7 +243,7 @@ def _segment_size_rules(peers: VrrpPeers | None) -> Iterator[str]:
 
 
 def _stick_table_rules(peers: VrrpPeers) -> Iterator[str]:
-    """Accept the peers, and this amphora itself: an old HAProxy process sends its tables to a new one."""
+    """Accept the peers and this amphora: an old HAProxy process sends its tables to a new one."""
     word = _WORDS[peers.local.version]
     to_us = f"{word} daddr {_address(int(peers.local), peers.local.version)} tcp dport {PEERS_PORT}"
     yield f"{to_us} {word} saddr {_host_set((peers.local, *peers.peers))} accept"

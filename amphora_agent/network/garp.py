@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Announce addresses to the neighbours: gratuitous ARP and unsolicited neighbour advertisements.
-
-Invariant: only addresses that this machine has just added are announced. Called in the namespace that has them.
-"""
+"""Announcement of added addresses: gratuitous ARP and unsolicited neighbour advertisements."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ _ALL_NODES = "ff02::1"
 
 
 def announce(interface: str, mac: str, addresses: Iterable[IPAddress]) -> None:
-    """Send gratuitous ARP for IPv4 and unsolicited neighbour advertisements for IPv6."""
+    """Announce addresses in the current namespace: ARP for IPv4, neighbour advertisements for IPv6."""
     hardware = bytes.fromhex(mac.replace(":", ""))
     for address in addresses:
         if address.version == 4:

@@ -2,7 +2,7 @@
 """ICMP echo requests and their replies.
 
 Invariant: a reply counts only if it comes from the requested address and repeats the random bytes of a pending request.
-There is one socket for each family, whatever the number of pending requests. No call blocks.
+No call blocks.
 """
 
 from __future__ import annotations
@@ -15,26 +15,11 @@ import struct
 _NONCE_BYTES = 16
 _LARGEST = 256
 _BUFFER_BYTES = 1 << 20
-_HEAD = struct.Struct("!BBH")  # type, code, checksum
-_NUMBERS = struct.Struct("!HH")  # identifier and sequence, between the head and the random bytes
-# From the kernel's headers; the socket module does not name them.
+_HEAD = struct.Struct("!BBH")  # The fields are type, code and checksum.
+_NUMBERS = struct.Struct("!HH")  # The fields are identifier and sequence number.
+# The socket module does not name these constants of the kernel's headers.
 _SO_RCVBUFFORCE = 33
 _SOL_RAW, _ICMP_FILTER, _ICMP6_FILTER = 255, 1, 1
-
-
-class _Protocol:
-    """The differences between the families. The kernel adds the checksum of ICMPv6."""
-
-    __slots__ = ("checksum", "filter", "number", "reply", "request")
-
-    def __init__(
-        self, number: int, request: int, reply: bytes, checksum: bool, filter_: tuple[int, int, bytes]
-    ) -> None:
-        self.number = number
-        self.request = request
-        self.reply = reply  # type and code
-        self.checksum = checksum
-        self.filter = filter_
 
 
 def _all_but(answer: int, words: int) -> bytes:
@@ -44,19 +29,18 @@ def _all_but(answer: int, words: int) -> bytes:
     return struct.pack(f"={words}I", *bits)
 
 
-_PROTOCOLS = {
-    socket.AF_INET: _Protocol(socket.IPPROTO_ICMP, 8, bytes((0, 0)), True, (_SOL_RAW, _ICMP_FILTER, _all_but(0, 1))),
-    socket.AF_INET6: _Protocol(
-        socket.IPPROTO_ICMPV6, 128, bytes((129, 0)), False, (socket.IPPROTO_ICMPV6, _ICMP6_FILTER, _all_but(129, 8))
-    ),
+_PROTOCOLS = {socket.AF_INET: socket.IPPROTO_ICMP, socket.AF_INET6: socket.IPPROTO_ICMPV6}
+_REQUEST_TYPES = {socket.AF_INET: 8, socket.AF_INET6: 128}
+# The first bytes of a reply are its type and its code.
+_REPLIES = {socket.AF_INET: bytes((0, 0)), socket.AF_INET6: bytes((129, 0))}
+_FILTERS = {
+    socket.AF_INET: (_SOL_RAW, _ICMP_FILTER, _all_but(0, 1)),
+    socket.AF_INET6: (socket.IPPROTO_ICMPV6, _ICMP6_FILTER, _all_but(129, 8)),
 }
 
 
 class Pinger:
-    """Pending echo requests. Created in the network namespace in which it sends.
-
-    A requester is any object: a generic class would cost the responder half a megabyte (typing).
-    """
+    """Pending echo requests. The requester is any object: the module typing needs half a megabyte."""
 
     def __init__(self) -> None:
         self.sockets: dict[socket.AddressFamily, socket.socket] = {}
@@ -71,36 +55,23 @@ class Pinger:
             raise
 
     def _open(self, family: socket.AddressFamily) -> None:
-        """Open a raw socket. The kernel's ping sockets are disabled in a new namespace."""
-        protocol = _PROTOCOLS[family]
-        try:
-            opened = socket.socket(family, socket.SOCK_RAW, protocol.number)
-        except OSError as error:
-            if error.errno == errno.EAFNOSUPPORT:
-                return
-            raise
-        self.sockets[family] = opened
-        opened.setblocking(False)
-        opened.setsockopt(*protocol.filter)
-        try:
-            opened.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER_BYTES)
-        except PermissionError:  # without CAP_NET_ADMIN the limit is net.core.rmem_max
-            opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
+        opened = open_raw_socket(family, _PROTOCOLS[family])
+        if opened is not None:
+            self.sockets[family] = opened
+            opened.setsockopt(*_FILTERS[family])
 
     def send(self, address: str, requester: object) -> bytes:
-        """Send a request; returns its key for `cancel`.
-
-        Raises:
-            OSError: the request cannot be sent, for example without a route.
-        """
+        """Send a request; returns its key for `cancel`. Raises OSError, for example without a route."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        opened = self.sockets.get(family)
+        opened, request = self.sockets.get(family), _REQUEST_TYPES[family]
         if opened is None:
             raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
-        packed = socket.inet_pton(family, address)  # sendto() would resolve a text that is no address
+        packed = socket.inet_pton(family, address)  # inet_pton() refuses a name, which sendto() would resolve
         self._sequence = (self._sequence + 1) & 0xFFFF
         key = _NUMBERS.pack(self._identifier, self._sequence) + os.urandom(_NONCE_BYTES)
-        opened.sendto(_request(_PROTOCOLS[family], key), (address, 0))
+        # The kernel adds the checksum of ICMPv6.
+        checksum = _checksum(_HEAD.pack(request, 0, 0) + key) if family == socket.AF_INET else 0
+        opened.sendto(_HEAD.pack(request, 0, checksum) + key, (address, 0))
         self._pending[key] = (packed, requester)
         return key
 
@@ -115,7 +86,7 @@ class Pinger:
         except BlockingIOError:
             return None
         start = 4 * (packet[0] & 0x0F) if family == socket.AF_INET else 0
-        if packet[start : start + 2] != _PROTOCOLS[family].reply:
+        if packet[start : start + 2] != _REPLIES[family]:
             return None
         key = packet[start + _HEAD.size :]
         address, requester = self._pending.get(key, (b"", None))
@@ -129,9 +100,20 @@ class Pinger:
             one.close()
 
 
-def _request(protocol: _Protocol, key: bytes) -> bytes:
-    message = _HEAD.pack(protocol.request, 0, 0) + key
-    return _HEAD.pack(protocol.request, 0, _checksum(message)) + key if protocol.checksum else message
+def open_raw_socket(family: socket.AddressFamily, protocol: int) -> socket.socket | None:
+    """Return a non-blocking raw socket with a large buffer; None if the kernel lacks the family."""
+    try:
+        opened = socket.socket(family, socket.SOCK_RAW, protocol)
+    except OSError as error:
+        if error.errno == errno.EAFNOSUPPORT:
+            return None
+        raise
+    opened.setblocking(False)
+    try:
+        opened.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER_BYTES)
+    except PermissionError:  # without CAP_NET_ADMIN the kernel limits the buffer to net.core.rmem_max
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
+    return opened
 
 
 def _checksum(message: bytes) -> int:

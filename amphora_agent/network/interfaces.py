@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interfaces, addresses, routes and rules of the inner namespace, as a bundle wants them.
 
-Invariant: idempotent. `add_missing` removes nothing. After `converge` the namespace has exactly the wanted interfaces,
-addresses, routes and rules. An unwanted interface is down, has no address, and is back in the management namespace.
-Correct items are not touched.
+Invariant: idempotent. Without ``removes``, `converge` removes nothing. Otherwise the namespace has exactly the wanted
+interfaces, addresses, routes and rules afterwards. An unwanted interface is down, has no address, and is back in the
+management namespace. Correct items are not touched.
 
-The VIPs are added last: the routes and rules of their replies exist before the first client finds a VIP.
+A pass adds the VIPs last: the routes and rules of their replies exist before the first client finds a VIP.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from amphora_agent.bundle import Address, Bundle, Host, Interface
@@ -36,8 +36,8 @@ _FOREVER = 0xFFFFFFFF
 class WantedNetwork:
     """The network that a bundle wants.
 
-    ``has_vips`` is False with VRRP: keepalived adds and removes the VIPs, and this module only their routes and rules.
-    ``forwards`` adds the rule for forwarded packets of virtual servers.
+    ``has_vips`` is False with VRRP: keepalived adds the VIPs, and this module only their routes and rules. ``forwards``
+    adds the rule for forwarded packets of virtual servers.
     """
 
     interfaces: tuple[Interface, ...]
@@ -70,66 +70,38 @@ def own_vips(wanted: WantedNetwork) -> tuple[AddedVip, ...]:
 
 @dataclass(frozen=True)
 class PassResult:
-    """Result of one pass.
-
-    ``changed`` counts corrected items, ``left`` unwanted items that are still there. ``complete`` is whether all wanted
-    interfaces exist. ``added_vips`` were not there before.
-    """
+    """Number of corrected items, whether all wanted interfaces exist, and the VIPs that the pass added."""
 
     changed: int
-    left: int
     complete: bool
     added_vips: tuple[AddedVip, ...] = ()
 
 
-def add_missing(inner: Namespace, wanted: WantedNetwork, *, may_lack: bool = False) -> PassResult:
-    """Add missing items. Added VIPs are not announced yet.
+def converge(inner: Namespace, wanted: WantedNetwork, *, may_lack: bool = False, removes: bool = True) -> PassResult:
+    """Add missing items, and remove unwanted ones with ``removes``. Added VIPs are not announced yet.
 
-    Args:
-        may_lack: accept that an interface without VIPs does not exist.
-
-    Raises:
-        InterfaceError: an interface is missing, or the kernel refused a request. Earlier changes stay, and the next
-            call continues from there.
+    With ``may_lack`` an interface without VIPs may be missing. Raises InterfaceError if another interface is missing,
+    or the kernel refuses a request. Earlier changes stay, and the next call continues from there.
     """
-    return _converge(inner, wanted, None, may_lack=may_lack)
-
-
-def converge(inner: Namespace, wanted: WantedNetwork, *, may_lack: bool = False) -> PassResult:
-    """Add missing items, remove unwanted ones, and announce the added VIPs.
-
-    Raises:
-        InterfaceError: as for `add_missing`.
-    """
-    outer = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    outer = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC) if removes else None
     try:
-        done = _converge(inner, wanted, outer, may_lack=may_lack)
+        with kernel_errors():
+            done = inner.run(_run_pass, wanted, outer, lacking=False)
+            if done is None:
+                linking.move_in(inner, wanted.interfaces, may_lack=may_lack)
+                done = inner.run(_run_pass, wanted, outer, lacking=True)
     finally:
-        os.close(outer)
-    announce_vips(inner, done.added_vips)
+        if outer is not None:
+            os.close(outer)
+    assert done is not None  # noqa: S101 (a pass with lacking=True returns a result)
     return done
 
 
 def announce_vips(inner: Namespace, vips: Iterable[AddedVip]) -> None:
-    """Announce VIPs to the neighbours.
-
-    Raises:
-        InterfaceError: the kernel refused a request.
-    """
+    """Announce VIPs to the neighbours; raises InterfaceError if the kernel refuses a request."""
     with kernel_errors():
         for one in vips:
             inner.run(announce, one.interface, one.mac, [one.vip])
-
-
-def _converge(inner: Namespace, wanted: WantedNetwork, outer: int | None, *, may_lack: bool) -> PassResult:
-    """Run one pass; move in missing interfaces first, if there are any."""
-    with kernel_errors():
-        done = inner.run(_run_pass, wanted, outer, lacking=False)
-        if done is None:
-            linking.move_in(inner, wanted.interfaces, may_lack=may_lack)
-            done = inner.run(_run_pass, wanted, outer, lacking=True)
-    assert done is not None  # noqa: S101 (a pass with lacking=True returns a result)
-    return done
 
 
 @contextmanager
@@ -143,130 +115,98 @@ def kernel_errors() -> Iterator[None]:
         raise InterfaceError("set up the interfaces", str(error)) from error
 
 
-def _run_pass(wanted: WantedNetwork, outer: int | None, *, lacking: bool) -> PassResult | None:
-    """Run one pass in the namespace.
-
-    Args:
-        outer: descriptor of the namespace for unwanted interfaces; None to remove nothing.
-        lacking: continue without missing interfaces; otherwise do nothing and return None.
-    """
-    with IPRoute() as route:
-        one_pass = _Pass(route, wanted)
-        if not (one_pass.is_complete or lacking):
-            return None
-        done = one_pass.add()
-        if outer is None or not done.left:
-            return done
-        return replace(done, changed=done.changed + one_pass.remove_unwanted(outer), left=0)
-
-
-class _Pass:
-    """One reading of the namespace, and the changes that follow from it."""
+class NamespaceState:
+    """One reading of the namespace, and its differences from the wanted network."""
 
     def __init__(self, route: Any, wanted: WantedNetwork) -> None:
-        self._route = route
-        self._links = {link.mac: link for link in linking.list_links(route)}
-        self._wanted = wanted
-        self._interfaces = tuple(one for one in wanted.interfaces if one.mac in self._links)
-        macs = {interface.mac for interface in self._interfaces}
-        self._unwanted_links = [link for mac, link in self._links.items() if mac not in macs]
-        self._unwanted_addresses: list[tuple[int, Address]] = []
-        self._added_vips: list[AddedVip] = []
-        self._unwanted_routes: tuple[policy_routing.TableRoute, ...] = ()
-        self._unwanted_rules: frozenset[policy_routing.Rule] = frozenset()
-        self.is_complete = len(self._interfaces) == len(wanted.interfaces)
+        self.route = route
+        self.wanted = wanted
+        self.links = {link.mac: link for link in linking.list_links(route)}
+        self.interfaces = tuple(one for one in wanted.interfaces if one.mac in self.links)
+        macs = {one.mac for one in self.interfaces}
+        self.unwanted_links = [link for mac, link in self.links.items() if mac not in macs]
+        self._unwanted_indexes = {link.index for link in self.unwanted_links}
+        self.is_complete = len(self.interfaces) == len(wanted.interfaces)
 
-    def add(self) -> PassResult:
-        changed = linking.configure_links(self._route, self._links, self._interfaces)
-        present = set(present_addresses(self._route))
-        for interface in self._interfaces:
-            changed += self._add_addresses(interface, interface.addresses, present)
-        changed += self._add_routing()
-        for interface in self._interfaces if self._wanted.has_vips else ():
-            changed += self._add_addresses(interface, interface.vips, present)
+    def unwanted_addresses(self, present: set[tuple[int, Address]]) -> Iterator[tuple[int, Address]]:
+        """Yield unwanted addresses of wanted interfaces, each with its interface index."""
         known = {
-            (self._links[interface.mac].index, address)
-            for interface in self._interfaces
-            for address in (*interface.addresses, *interface.vips)
+            (self.links[one.mac].index, address) for one in self.interfaces for address in (*one.addresses, *one.vips)
         }
-        unwanted = {link.index for link in self._unwanted_links}
-        self._unwanted_addresses = [
-            (index, address)
-            for index, address in present - known
+        for index, address in present - known:
             # With VRRP, host addresses belong to keepalived. It removes a former VIP when it reads its new file. If
             # another process removes one before, keepalived assumes that it lost its VIPs and releases all of them.
-            if index not in unwanted and (self._wanted.has_vips or address.network.prefixlen != address.max_prefixlen)
+            is_ours = self.wanted.has_vips or address.network.prefixlen != address.max_prefixlen
+            if is_ours and index not in self._unwanted_indexes:
+                yield index, address
+
+    def route_changes(self) -> policy_routing.Changes:
+        indexes = {one.mac: self.links[one.mac].index for one in self.interfaces}
+        routes = policy_routing.read_routes(self.route)
+        present = frozenset(one for one in routes if one.interface not in self._unwanted_indexes)
+        return policy_routing.plan_changes(present, policy_routing.wanted_routes(self.interfaces, indexes))
+
+    def wanted_rules(self) -> frozenset[policy_routing.Rule]:
+        return policy_routing.wanted_rules(self.interfaces, forwards=self.wanted.forwards)
+
+
+def _run_pass(wanted: WantedNetwork, outer: int | None, *, lacking: bool) -> PassResult | None:
+    """Run one pass. The result is None, without a change, if interfaces are missing and not ``lacking``."""
+    with IPRoute() as route:
+        state = NamespaceState(route, wanted)
+        if not (state.is_complete or lacking):
+            return None
+        changed = linking.configure_links(route, state.links, state.interfaces)
+        present = set(present_addresses(route))
+        for one in state.interfaces:
+            changed += len(_add_addresses(state, one, one.addresses, present))
+        routes, rules, present_rules = state.route_changes(), state.wanted_rules(), policy_routing.read_rules(route)
+        for item in routes.replace:
+            policy_routing.replace_route(route, item)
+        for rule in rules - present_rules:
+            policy_routing.add_rule(route, rule)
+        vips = [
+            AddedVip(one.name, one.mac, vip.ip)
+            for one in (state.interfaces if wanted.has_vips else ())
+            for vip in _add_addresses(state, one, one.vips, present)
         ]
-        left = (
-            len(self._unwanted_links)
-            + len(self._unwanted_addresses)
-            + len(self._unwanted_routes)
-            + len(self._unwanted_rules)
-        )
-        return PassResult(changed, left, self.is_complete, tuple(self._added_vips))
+        changed += len(routes.replace) + len(rules - present_rules) + len(vips)
+        addresses = list(state.unwanted_addresses(present))
+        left = len(state.unwanted_links) + len(addresses) + len(routes.delete) + len(present_rules - rules)
+        if outer is not None:
+            _remove_addresses(route, addresses)
+            for rule in present_rules - rules:
+                policy_routing.delete_rule(route, rule)
+            for item in routes.delete:
+                policy_routing.delete_route(route, item)
+            linking.move_out(route, state.unwanted_links, outer)
+            changed += left
+        return PassResult(changed, state.is_complete, tuple(vips))
 
-    @property
-    def _unwanted_count(self) -> int:
-        routing = len(self._unwanted_routes) + len(self._unwanted_rules)
-        return len(self._unwanted_links) + len(self._unwanted_addresses) + routing
 
-    def _add_addresses(
-        self, interface: Interface, addresses: tuple[Address, ...], present: set[tuple[int, Address]]
-    ) -> int:
-        """Add missing addresses; returns their number."""
-        index, changed = self._links[interface.mac].index, 0
-        for address in addresses:
-            if (index, address) in present:
-                continue
-            is_vip, more = address in interface.vips, {}
-            if address.version == 6:
-                more["flags"] = _NODAD
-                if is_vip:  # "deprecated" (RFC 4862, 5.5.4): own connections do not use a VIP as their source
-                    more.update(preferred_lft=0, valid_lft=_FOREVER)
-            self._route.addr(
-                "replace", index=index, address=str(address.ip), prefixlen=address.network.prefixlen, **more
-            )
-            if is_vip:
-                self._added_vips.append(AddedVip(interface.name, interface.mac, address.ip))
-            changed += 1
-        return changed
+def _add_addresses(
+    state: NamespaceState, interface: Interface, addresses: tuple[Address, ...], present: set[tuple[int, Address]]
+) -> list[Address]:
+    index = state.links[interface.mac].index
+    missing = [address for address in addresses if (index, address) not in present]
+    for address in missing:
+        more = {}
+        if address.version == 6:
+            more["flags"] = _NODAD
+            if address in interface.vips:
+                # "deprecated" (RFC 4862, 5.5.4): own connections do not use a VIP as their source.
+                more.update(preferred_lft=0, valid_lft=_FOREVER)
+        state.route.addr("replace", index=index, address=str(address.ip), prefixlen=address.network.prefixlen, **more)
+    return missing
 
-    def _add_routing(self) -> int:
-        """Add routes and rules, and remember unwanted ones; returns the number of additions."""
-        unwanted = {link.index for link in self._unwanted_links}
-        indexes = {interface.mac: self._links[interface.mac].index for interface in self._interfaces}
-        wanted = policy_routing.plan_changes(
-            frozenset(one for one in policy_routing.read_routes(self._route) if one.interface not in unwanted),
-            policy_routing.wanted_routes(self._interfaces, indexes),
-        )
-        for item in wanted.replace:
-            policy_routing.replace_route(self._route, item)
-        present = policy_routing.read_rules(self._route)
-        rules = policy_routing.wanted_rules(self._interfaces, forwards=self._wanted.forwards)
-        for rule in rules - present:
-            policy_routing.add_rule(self._route, rule)
-        self._unwanted_routes, self._unwanted_rules = wanted.delete, present - rules
-        return len(wanted.replace) + len(rules - present)
 
-    def remove_unwanted(self, outer: int) -> int:
-        """Remove the unwanted items that `add` found; returns their number."""
-        for index, address in self._unwanted_addresses:
-            try:
-                self._route.addr("del", index=index, address=str(address.ip), prefixlen=address.network.prefixlen)
-            except NetlinkError as error:
-                if error.code != errno.EADDRNOTAVAIL:  # the kernel removes secondary addresses with the first
-                    raise
-        for rule in self._unwanted_rules:
-            policy_routing.delete_rule(self._route, rule)
-        for item in self._unwanted_routes:
-            policy_routing.delete_route(self._route, item)
-        linking.move_out(self._route, self._unwanted_links, outer)
-        return (
-            len(self._unwanted_addresses)
-            + len(self._unwanted_rules)
-            + len(self._unwanted_routes)
-            + len(self._unwanted_links)
-        )
+def _remove_addresses(route: Any, addresses: Iterable[tuple[int, Address]]) -> None:
+    for index, address in addresses:
+        try:
+            route.addr("del", index=index, address=str(address.ip), prefixlen=address.network.prefixlen)
+        except NetlinkError as error:
+            if error.code != errno.EADDRNOTAVAIL:  # the kernel has removed it with the primary address
+                raise
 
 
 def present_addresses(route: Any) -> Iterator[tuple[int, Address]]:
@@ -276,9 +216,6 @@ def present_addresses(route: Any) -> Iterator[tuple[int, Address]]:
             continue
         attribute = "IFA_LOCAL" if message["family"] == socket.AF_INET else "IFA_ADDRESS"
         yield message["index"], ipaddress.ip_interface(f"{message.get_attr(attribute)}/{message['prefixlen']}")
-
-
-# -- diagnostics -----------------------------------------------------------------------------------------------------
 
 
 def describe(inner: Namespace) -> list[dict[str, Any]]:
@@ -298,17 +235,14 @@ def describe_neighbours(inner: Namespace) -> list[dict[str, Any]]:
 
 def _describe() -> list[dict[str, Any]]:
     with IPRoute() as route:
-        addresses, routes = list(present_addresses(route)), policy_routing.read_routes(route)
+        addresses, routes = list(present_addresses(route)), _sorted_routes(route)
         return [
             {
-                "name": link.name,
-                "mac": link.mac,
-                "mtu": link.mtu,
-                "up": link.up,
+                **{name: getattr(link, name) for name in ("name", "mac", "mtu", "up")},
                 "addresses": [str(address) for index, address in addresses if index == link.index],
                 "routes": [
-                    {"destination": str(one.destination), "gateway": str(one.gateway) if one.gateway else None}
-                    for one in _sorted(routes)
+                    _describe_route(one)
+                    for one in routes
                     if one.table == policy_routing.MAIN and one.interface == link.index
                 ],
             }
@@ -316,8 +250,13 @@ def _describe() -> list[dict[str, Any]]:
         ]
 
 
-def _sorted(routes: frozenset[policy_routing.TableRoute]) -> list[policy_routing.TableRoute]:
+def _sorted_routes(route: Any) -> list[policy_routing.TableRoute]:
+    routes = policy_routing.read_routes(route)
     return sorted(routes, key=lambda one: (one.table, one.destination.version, one.destination, one.metric))
+
+
+def _describe_route(one: policy_routing.TableRoute) -> dict[str, str | None]:
+    return {"destination": str(one.destination), "gateway": str(one.gateway) if one.gateway else None}
 
 
 def _describe_routing() -> dict[str, Any]:
@@ -335,13 +274,8 @@ def _describe_routing() -> dict[str, Any]:
                 for rule in rules
             ],
             "routes": [
-                {
-                    "table": one.table,
-                    "destination": str(one.destination),
-                    "gateway": str(one.gateway) if one.gateway else None,
-                    "interface": names.get(one.interface, str(one.interface)),
-                }
-                for one in _sorted(policy_routing.read_routes(route))
+                {"table": one.table, **_describe_route(one), "interface": names.get(one.interface, str(one.interface))}
+                for one in _sorted_routes(route)
             ],
         }
 
@@ -351,7 +285,7 @@ def _names(route: Any) -> dict[int, str]:
 
 
 def _describe_neighbours() -> list[dict[str, Any]]:
-    # include/uapi/linux/neighbour.h; without NOARP (0x40)
+    # The states are those of linux/neighbour.h, without NOARP (0x40).
     states = {0x01: "incomplete", 0x02: "reachable", 0x04: "stale", 0x08: "delay", 0x10: "probe", 0x20: "failed"}
     with IPRoute() as route:
         names = _names(route)

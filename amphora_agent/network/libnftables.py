@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run nft commands through libnftables, or through the nft program.
 
-Invariant: one call is one transaction, in the namespace of the calling thread. libnftables (3.5 MiB) is loaded at the
-first call. The checker imports this module too, so it stays small.
+Invariant: one call is one transaction, in the namespace of the calling thread. The first call loads libnftables (3.5
+MiB). The checker imports this module too, so it stays small.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
-import socket
 import struct
 from typing import Any
 
+from amphora_agent.l4 import netlink
+
+REMEDY = "Use a kernel with nf_tables, and install libnftables1 or nftables."
 _LIBRARY = "libnftables.so.1"
 _TIMEOUT_SECONDS = 30
 _FD_SETSIZE = 1024
-# nftables/libnftables.h: no counters; numbers for protocols, priorities, symbols and times
+# Flags of nftables/libnftables.h: output without counters; numbers instead of names.
 STATELESS, _NUMERIC = 1 << 2, 0b1111 << 7
-# linux/netlink.h, linux/netfilter/nfnetlink.h, linux/netfilter/nf_tables.h
-_NETLINK_NETFILTER, _NLM_F_REQUEST, _NLMSG_ERROR = 12, 1, 2
+# linux/netfilter/nf_tables.h
 _GET_TABLE, _TABLE_NAME = 10 << 8 | 1, 1
-_GET_GENERATION, _GENERATION_ID = 10 << 8 | 16, 1
+_GET_GENERATION, _GENERATION_ANSWER, _GENERATION_ID = 10 << 8 | 16, 10 << 8 | 15, 1
 _FAMILIES = {"unspec": 0, "inet": 1, "netdev": 5}
-_HEAD = 20
 
 
 class NftError(Exception):
@@ -32,32 +32,23 @@ class NftError(Exception):
 
 
 def run_commands(commands: str, flags: int = 0) -> str:
-    """Run commands as one transaction.
-
-    Returns:
-        The output of nft.
-
-    Raises:
-        NftError: nftables refused; nothing has changed.
-    """
+    """Run commands as one transaction; returns the output of nft. After an NftError nothing has changed."""
     library = _library() if _is_low() else None
     status, output, message = _by_command(commands, flags) if library is None else _by_library(library, commands, flags)
     if status != 0:
-        # The first line is the reason; the next lines repeat the command.
+        # The first line of the message is the reason. The next lines repeat the command.
         lines = message.splitlines() or [f"status {status}"]
         raise NftError(f"nftables refused: {lines[0]}")
     return output
 
 
 def table_exists(family: str, table: str) -> bool:
-    """Return whether the kernel has this table. Does not load libnftables, and needs no nf_tables."""
-    name = table.encode() + b"\0"
-    attribute = struct.pack("=HH", 4 + len(name), _TABLE_NAME) + name + bytes(-len(name) % 4)
-    answer = _ask(_GET_TABLE, family, attribute)
+    """Return whether the kernel has this table, without libnftables and without nf_tables."""
+    answer = _ask(_GET_TABLE, family, netlink.attribute(_TABLE_NAME, table.encode() + b"\0"))
     if answer is None:
         return False
     kind, result = struct.unpack_from("=H", answer, 4)[0], struct.unpack_from("=i", answer, 16)[0]
-    return not (kind == _NLMSG_ERROR and result in (-errno.ENOENT, -errno.EOPNOTSUPP, -errno.EINVAL))
+    return not (kind == netlink.ERROR and result in (-errno.ENOENT, -errno.EOPNOTSUPP, -errno.EINVAL))
 
 
 def ruleset_generation() -> int | None:
@@ -65,25 +56,14 @@ def ruleset_generation() -> int | None:
     answer = _ask(_GET_GENERATION, "unspec", b"")
     if answer is None or struct.unpack_from("=H", answer, 4)[0] != _GENERATION_ANSWER:
         return None
-    at = _HEAD
-    while at + 8 <= len(answer):
-        size, kind = struct.unpack_from("=HH", answer, at)
-        if kind == _GENERATION_ID:
-            return int.from_bytes(answer[at + 4 : at + 8], "big")
-        at += size + (-size % 4) or 4
-    return None
+    found = netlink.attributes(answer, netlink.FIRST_ATTRIBUTE).get(_GENERATION_ID)
+    return None if found is None else int.from_bytes(found, "big")
 
 
-_GENERATION_ANSWER = 10 << 8 | 15
-
-
-def _ask(what: int, family: str, body: bytes) -> bytes | None:
-    body = struct.pack("=BBH", _FAMILIES[family], 0, 0) + body
+def _ask(what: int, family: str, attributes: bytes) -> bytes | None:
     try:
-        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_NETFILTER) as link:
-            link.settimeout(_TIMEOUT_SECONDS)
-            link.bind((0, 0))
-            link.send(struct.pack("=IHHII", 16 + len(body), what, _NLM_F_REQUEST, 1, 0) + body)
+        with netlink.open_socket(netlink.NETFILTER, timeout=_TIMEOUT_SECONDS) as link:
+            link.send(netlink.netfilter_message(what, 0, _FAMILIES[family], attributes))
             return link.recv(65536)
     except OSError:
         return None
@@ -119,7 +99,7 @@ def _library() -> Any:
 
 
 def _by_library(library: Any, commands: str, flags: int) -> tuple[int, str, str]:
-    """Run commands in a new context. A context belongs to the namespace in which it was created."""
+    """Run commands in a new context, because a context belongs to the namespace in which it was created."""
     context = library.nft_ctx_new(0)
     if not context:
         raise NftError("libnftables returned no context")

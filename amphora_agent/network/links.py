@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Network interfaces: found by MAC address, moved into the namespace, renamed, configured, moved out.
-
-Invariant: two interfaces never have the same name. An interface is down and without addresses when it is moved out. A
-link that is as wanted is not touched.
-"""
+"""Network interfaces: found by MAC address, moved into the namespace, renamed, configured, moved out."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from amphora_agent.network.namespace import Namespace
 from amphora_agent.network.pyroute2_lazy import IPRoute, NetlinkError
 
 _UP = 1
-# The second is `connection_tunnel.NAME`.
+# The agent never moves the loopback and the tunnel (`connection_tunnel.NAME`).
 _OWN = ("lo", "handover0")
 
 
@@ -46,11 +42,8 @@ def list_links(route: Any) -> Iterator[Link]:
 def move_in(inner: Namespace, wanted: Sequence[Interface], *, may_lack: bool) -> None:
     """Move wanted interfaces that are still outside into the namespace, under a unique temporary name.
 
-    Args:
-        may_lack: accept that an interface without VIPs does not exist.
-
-    Raises:
-        InterfaceError: an interface does not exist.
+    With ``may_lack`` an interface without VIPs may be missing. Raises InterfaceError if another interface does not
+    exist.
     """
     present = inner.run(_macs)
     absent = [interface for interface in wanted if interface.mac not in present]
@@ -65,11 +58,8 @@ def move_in(inner: Namespace, wanted: Sequence[Interface], *, may_lack: bool) ->
                 if link is not None:
                     route.link("set", index=link.index, ifname=_spare_name(link.mac), net_ns_fd=descriptor)
                 elif interface.vips or not may_lack:
-                    raise InterfaceError(
-                        f"set up {interface.name}",
-                        f"no interface has the MAC address {interface.mac}",
-                        "Attach the port to the amphora.",
-                    )
+                    cause = f"no interface has the MAC address {interface.mac}"
+                    raise InterfaceError(f"set up {interface.name}", cause, "Attach the port to the amphora.")
     finally:
         os.close(descriptor)
 
@@ -84,14 +74,7 @@ def _spare_name(mac: str) -> str:
 
 
 def configure_links(route: Any, links: dict[str, Link], wanted: Sequence[Interface]) -> int:
-    """Set the names and MTUs of the wanted interfaces, and set them up.
-
-    Args:
-        links: every interface of the namespace by MAC address; updated by this function.
-
-    Returns:
-        The number of changed interfaces.
-    """
+    """Set names and MTUs of wanted interfaces, and set them up. Updates ``links``; returns the changes."""
     changed = 0
     for interface in wanted:
         _set_name(route, links, interface)

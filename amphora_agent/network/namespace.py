@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Function calls in the load balancer's network namespace.
 
-Invariant: exactly one thread of the agent is in that namespace. It enters once and never leaves. All other threads stay
-in the management namespace. No process is forked.
+Invariant: exactly one thread of the agent is in that namespace. The thread enters once and never leaves. All other
+threads stay in the management namespace. No process is forked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Namespace:
         self._thread = ThreadPoolExecutor(1, "inner-namespace", initializer=self._enter)
 
     def _enter(self) -> None:
-        # os.setns exists since Python 3.12.
+        # ctypes calls setns(2), because os.setns exists only since Python 3.12.
         descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             libc = ctypes.CDLL(None, use_errno=True)
@@ -40,11 +40,7 @@ class Namespace:
             os.close(descriptor)
 
     def run(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Call a function in the namespace and return its result.
-
-        Raises:
-            InterfaceError: the namespace does not exist.
-        """
+        """Call a function in the namespace and return its result; raises InterfaceError."""
         try:
             return self._thread.submit(function, *args, **kwargs).result()
         except BrokenExecutor as error:

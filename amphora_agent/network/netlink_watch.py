@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Change notifications of the kernel for the interfaces or the nftables rules of a namespace.
-
-Invariant: if the kernel announces a change of interfaces, addresses, routes or rules (or of nftables) after one call of
-`has_changed`, the next call returns True. It also returns True if announcements were lost.
-"""
+"""Change notifications of the kernel for the interfaces or the nftables rules of a namespace."""
 
 from __future__ import annotations
 
 import errno
 import socket
 
+from amphora_agent.l4 import netlink
 from amphora_agent.network.namespace import Namespace
 
-_NETLINK_ROUTE, _NETLINK_NETFILTER = 0, 12
 _LINK, _IPV4_ADDRESS, _IPV4_ROUTE, _IPV4_RULE = 0x1, 0x10, 0x40, 0x80
 _IPV6_ADDRESS, _IPV6_ROUTE, _IPV6_RULE = 0x100, 0x400, 0x40000
 _NFTABLES = 0x40
@@ -23,6 +19,10 @@ class NetlinkWatch:
 
     def __init__(self, announcements: socket.socket | None) -> None:
         self._announcements = announcements
+
+    def fileno(self) -> int:
+        """Return the descriptor of the socket for select(2); -1 without announcements."""
+        return -1 if self._announcements is None else self._announcements.fileno()
 
     def has_changed(self) -> bool:
         """Return whether anything may have changed since the last call, or since the start."""
@@ -46,22 +46,17 @@ class NetlinkWatch:
 def watch_interfaces(inner: Namespace) -> NetlinkWatch:
     """Watch interfaces, addresses, routes and rules."""
     groups = _LINK | _IPV4_ADDRESS | _IPV4_ROUTE | _IPV4_RULE | _IPV6_ADDRESS | _IPV6_ROUTE | _IPV6_RULE
-    return NetlinkWatch(inner.run(_subscribe, _NETLINK_ROUTE, groups))
+    return NetlinkWatch(inner.run(netlink.open_socket, netlink.ROUTE, groups, 0))
+
+
+def watch_addresses(inner: Namespace) -> NetlinkWatch:
+    """Watch interfaces and addresses."""
+    return NetlinkWatch(inner.run(netlink.open_socket, netlink.ROUTE, _LINK | _IPV4_ADDRESS | _IPV6_ADDRESS, 0))
 
 
 def watch_nftables(inner: Namespace) -> NetlinkWatch:
     """Watch nftables. Without nf_tables in the kernel there are no announcements."""
     try:
-        return NetlinkWatch(inner.run(_subscribe, _NETLINK_NETFILTER, _NFTABLES))
+        return NetlinkWatch(inner.run(netlink.open_socket, netlink.NETFILTER, _NFTABLES, 0))
     except OSError:
         return NetlinkWatch(None)
-
-
-def _subscribe(kind: int, groups: int) -> socket.socket:
-    opened = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_NONBLOCK, kind)
-    try:
-        opened.bind((0, groups))
-    except OSError:
-        opened.close()
-        raise
-    return opened

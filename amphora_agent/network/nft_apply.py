@@ -2,10 +2,10 @@
 """Load the rendered firewall table into the kernel.
 
 Invariant: one transaction replaces the rules in the kernel, or nothing changes. Rules that are as wanted are not
-touched. Called in the namespace that has the table.
+touched. All functions run in the namespace that has the table.
 
-Sets are added before, in a separate transaction: the kernel activates rules a moment before the sets that came in the
-same transaction (measured with Linux 6.18: about one in a thousand connections that began at this moment was refused).
+A separate transaction adds sets before, because the kernel activates rules a moment before the sets of the same
+transaction. With Linux 6.18 the kernel refused about one in a thousand connections that began at this moment.
 """
 
 from __future__ import annotations
@@ -16,47 +16,43 @@ import re
 from amphora_agent.errors import FirewallError
 from amphora_agent.network import libnftables
 from amphora_agent.network.firewall import FAMILY, TABLE
-from amphora_agent.network.libnftables import STATELESS, NftError
+from amphora_agent.network.libnftables import REMEDY, STATELESS, NftError
 
 _log = logging.getLogger(__name__)
-_REMEDY = "Use a kernel with nf_tables, and install libnftables1 or nftables."
 _MISSING = f"table {FAMILY} {TABLE}\ndelete table {FAMILY} {TABLE}\n"
-# The contents of a table, as nft lists it.
+# These patterns find the contents of a table that nft has listed.
 _SETS = re.compile(r"^\tset (?P<name>\S+) \{\n.*?^\t\}\n\n?", re.MULTILINE | re.DOTALL)
 _CHAINS = re.compile(r"^\tchain (\S+) \{", re.MULTILINE)
 _OBJECTS = re.compile(r"^\t(\w+) ", re.MULTILINE)
-# TCP flags with a mask, as nft 1.1.3 (Debian 13) lists them.
+# nft 1.1.3 (Debian 13) lists TCP flags with a mask in this form.
 _FLAGS = re.compile(r"tcp flags & \(([0-9a-fx| ]+)\) == (0x[0-9a-f]+(?: \| 0x[0-9a-f]+)*)")
 
 
 def replace_table(text: str) -> bool:
     """Replace the table by the text of `firewall.render`; an empty text deletes the table.
 
-    Returns:
-        Whether the kernel had another table before.
-
-    Raises:
-        FirewallError: the kernel refused; the previous table is still in force.
+    Returns whether the kernel had another table before. Raises FirewallError if the kernel refuses the rules; the
+    previous table is still in force.
     """
-    held = _FLAGS.sub(_old_style, list_table())
+    held = list_table()
     if _comparable(held) == _comparable(text):
         return False
     try:
         for transaction in plan_transactions(held, text):
-            _run(transaction)
+            execute(transaction)
     except FirewallError as error:
-        _log.warning("firewall rules: incremental change failed, replacing the whole table: %s", error)
-        _run(_MISSING + text)
+        _log.warning("Incremental change of the firewall rules failed, replacing the whole table: %s", error)
+        execute(_MISSING + text)
     return True
 
 
 def plan_transactions(held: str, wanted: str) -> list[str]:
-    """Return the transactions that change one table, as nft lists it, into another one. Pure."""
+    """Return the transactions that change one table, as nft lists it, into another one."""
     before, after = _sets(held), _sets(wanted)
     foreign = set(_OBJECTS.findall(held)) - {"set", "chain"}
     changed = any(name in after and after[name].split() != block.split() for name, block in before.items())
     if not wanted or foreign or changed:
-        # The table is deleted, or was changed from outside: replace it as a whole.
+        # The wanted table is empty, or another program has changed the present table: replace the whole table.
         return [_MISSING + wanted]
     new_sets = "".join(block for name, block in after.items() if name not in before)
     rules = [f"delete chain {FAMILY} {TABLE} {name}\n" for name in _CHAINS.findall(held)]
@@ -71,22 +67,14 @@ def _sets(text: str) -> dict[str, str]:
 
 
 def _comparable(text: str) -> tuple[list[list[str]], list[str]]:
-    """Return the table without the order of its sets, which nft lists in the order of creation."""
+    """Return the table with TCP flags in one style, without the order of its sets."""
+    text = _FLAGS.sub(_old_style, text)
     return sorted(block.split() for block in _sets(text).values()), _SETS.sub("", text).split()
-
-
-def execute(commands: str) -> None:
-    """Run commands on other tables than the firewall table, in one transaction.
-
-    Raises:
-        FirewallError: nftables refused; nothing has changed.
-    """
-    _run(commands)
 
 
 def holds(text: str) -> bool:
     """Return whether the kernel has exactly this table."""
-    return _comparable(_FLAGS.sub(_old_style, list_table())) == _comparable(text)
+    return _comparable(list_table()) == _comparable(text)
 
 
 def _old_style(found: re.Match[str]) -> str:
@@ -96,23 +84,15 @@ def _old_style(found: re.Match[str]) -> str:
 
 
 def list_table(*, counters: bool = False) -> str:
-    """Return the table as nft lists it; empty without a table.
-
-    Raises:
-        FirewallError: the table exists and cannot be read.
-    """
-    if not table_exists(FAMILY, TABLE):
+    """Return the table as nft lists it; empty without a table. Raises FirewallError."""
+    if not libnftables.table_exists(FAMILY, TABLE):
         return ""
-    return _run(f"list table {FAMILY} {TABLE}\n", 0 if counters else STATELESS)
+    return execute(f"list table {FAMILY} {TABLE}\n", 0 if counters else STATELESS)
 
 
-def table_exists(family: str, table: str) -> bool:
-    """Return whether the kernel has this table."""
-    return libnftables.table_exists(family, table)
-
-
-def _run(commands: str, flags: int = 0) -> str:
+def execute(commands: str, flags: int = 0) -> str:
+    """Run commands in one transaction; returns nft's output. After a FirewallError nothing has changed."""
     try:
         return libnftables.run_commands(commands, flags)
     except NftError as error:
-        raise FirewallError("restrict the clients", str(error), _REMEDY) from error
+        raise FirewallError("restrict the clients", str(error), REMEDY) from error

@@ -5,7 +5,6 @@ Invariant: at no moment, and whatever fails, is a client served that may not be 
 configuration uses is removed before its successor runs. Therefore a change has two phases:
 
     prepare     permit only clients that both bundles permit; add what the new bundle needs
-    (HAProxy changes its configuration)
     commit      announce new VIPs, which another amphora may have served until now; remove unwanted items; permit the
                 clients of the new bundle
     roll_back   restore the previous state, before or after `commit`
@@ -29,7 +28,7 @@ from amphora_agent.network.interfaces import NO_NETWORK, AddedVip, WantedNetwork
 from amphora_agent.network.namespace import Namespace
 
 _log = logging.getLogger(__name__)
-# A removal may make the kernel remove more, and announcements may arrive late. Each pass reads the state again.
+# Each pass reads the state again: a removal may make the kernel remove more, and announcements may arrive late.
 _MAX_PASSES = 4
 _POLL_SECONDS = 0.01
 
@@ -41,15 +40,15 @@ class Plumbing:
         self._inner = inner
         self._interface_watch = netlink_watch.watch_interfaces(inner)
         self._nftables_watch = netlink_watch.watch_nftables(inner)
-        # State in the kernel; None if it may have changed.
+        # The known state of the kernel. None means that the kernel's state may have changed.
         self._network: WantedNetwork | None = None
         self._restrictions: Restrictions | None = None
         self._is_changing = False
-        # Added VIPs that are announced by `commit`, when HAProxy listens. A dict keeps the order.
+        # `commit` announces these added VIPs, when HAProxy listens. A dict keeps the order.
         self._unannounced: dict[AddedVip, None] = {}
 
     def matches(self, bundle: Bundle) -> bool:
-        """Return whether the network is as a bundle wants, and unchanged since. Called first in every change."""
+        """Return whether the network is as a bundle wants. Each change begins with this call."""
         self._is_changing = False
         if self._interface_watch.has_changed():
             self._network = None
@@ -61,7 +60,7 @@ class Plumbing:
         return (self._network, self._restrictions) == (interfaces.wanted_network(bundle), restricted)
 
     def _holds_restrictions(self) -> bool:
-        """Return whether the firewall table is unchanged. The table of the virtual servers changes often."""
+        """Return whether the firewall table is unchanged, because the table of virtual servers changes often."""
         if self._restrictions is None:
             return False
         with suppress(AgentError):
@@ -69,11 +68,7 @@ class Plumbing:
         return False
 
     def find_drift(self, bundle: Bundle) -> list[Finding]:
-        """Return the differences from a bundle. Read-only; without announced changes it sends no request.
-
-        Raises:
-            FirewallError, InterfaceError: the kernel refused a request.
-        """
+        """Return the differences from a bundle; raises FirewallError or InterfaceError."""
         if self.matches(bundle):
             return []
         found: list[Finding] = []
@@ -94,16 +89,10 @@ class Plumbing:
         self._network = self._restrictions = None
 
     def prepare(self, bundle: Bundle, served: Bundle | None, *, may_lack: bool = False) -> None:
-        """Make the network suitable for two bundles.
+        """Make the network suitable for a new bundle and the bundle that is served now (None for none).
 
-        Args:
-            bundle: the new bundle.
-            served: the bundle that is served now; None for none.
-            may_lack: accept that an interface without VIPs does not exist.
-
-        Raises:
-            FirewallError: connections cannot be restricted.
-            InterfaceError: an interface is missing, or the kernel refused a request.
+        With ``may_lack`` an interface without VIPs may be missing. Raises FirewallError if connections cannot be
+        restricted, and InterfaceError if an interface is missing or the kernel refuses a request.
         """
         self._is_changing = True
         former = UNRESTRICTED if served is None else firewall.restrictions_of(served)
@@ -112,22 +101,17 @@ class Plumbing:
         wanted = interfaces.wanted_network(bundle)
         if self._network != wanted:
             self._network = None
-            done = interfaces.add_missing(self._inner, wanted, may_lack=may_lack)
-            # After a start, also announce VIPs that a crashed agent added without an announcement.
+            done = interfaces.converge(self._inner, wanted, may_lack=may_lack, removes=False)
+            # After a start, the agent also announces VIPs that a crashed agent added without an announcement.
             self._unannounced |= dict.fromkeys(done.added_vips if served is not None else interfaces.own_vips(wanted))
-        if restricted.forwards:  # the rules that limit forwarding are in force
+        if restricted.forwards:  # the kernel already has the rules that limit forwarding
             self._inner.run(sysctls.set_forwarding, wanted=True)
 
     def commit(self, bundle: Bundle, *, may_lack: bool = False, ending: Callable[[], None] | None = None) -> None:
-        """Make the network exactly as a bundle wants.
+        """Make the network exactly as a bundle wants. The errors and ``may_lack`` are those of `prepare`.
 
-        Args:
-            may_lack: as for `prepare`.
-            ending: stops keepalived. It removes the VIPs at once and takes a second to end; meanwhile this method adds
-                the VIPs again.
-
-        Raises:
-            FirewallError, InterfaceError: as for `prepare`.
+        ``ending`` stops keepalived. keepalived removes the VIPs at once and takes a second to end; meanwhile this
+        method adds the VIPs again.
         """
         self._is_changing = True
         wanted = interfaces.wanted_network(bundle)
@@ -155,18 +139,20 @@ class Plumbing:
             self._converge(wanted, may_lack=True)
             self._is_changing = False
         except AgentError as error:
-            _log.error("rollback of the network failed: %s", error)
+            _log.error("Rollback of the network failed; the next drift check repairs the rest: %s", error)
 
     def _converge(self, wanted: WantedNetwork, *, may_lack: bool) -> None:
-        """Run passes until one changes nothing. A change that is announced after that pass comes from outside."""
+        """Run passes until one changes nothing. A later announcement comes from a change outside the agent."""
         for _ in range(_MAX_PASSES):
             if self._interface_watch.has_changed():
                 self._network = None
             if self._network == wanted:
                 return
             done = interfaces.converge(self._inner, wanted, may_lack=may_lack)
+            interfaces.announce_vips(self._inner, done.added_vips)
             if done.changed == 0 and not done.complete:
-                _log.warning("an interface of the confirmed bundle is missing; continuing without it")
+                absent = [one.name for one in wanted.interfaces if not one.vips]
+                _log.warning("One of the interfaces %s is missing; the agent continues without it", ", ".join(absent))
                 return
             if done.changed == 0:
                 self._network = wanted

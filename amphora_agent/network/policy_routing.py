@@ -3,11 +3,9 @@
 
 Invariant: packets from a VIP leave by the VIP's network, whatever other networks the amphora has. A rule for each VIP
 ("from VIP lookup table 1") leads to a table with the connected subnets and the routes of the VIP's interface. A packet
-from a member of a virtual server to a client has the member's source address until the last moment, so a rule for a
-mark leads it to the same table. All other packets use the main table. There are no other routes and rules, except those
-of the kernel, which are not touched.
-
-`wanted_*` and `plan_changes` are pure; `read_*`, `replace_*`, `add_*` and `delete_*` call the kernel.
+from a member of a virtual server to a client keeps the member's source address until the last moment. So a rule for a
+mark leads this packet to the same table. All other packets use the main table. There are no other routes and rules,
+except those of the kernel, which are not touched.
 """
 
 from __future__ import annotations
@@ -15,8 +13,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,14 +26,14 @@ FORWARDED = 0x616D
 FIRST_TABLE = 1
 """Table of the first interface with VIPs. There is only one; a second one would have the next table."""
 _PRIORITY = 100
-# Default metrics of the kernel (include/net/ip6_route.h).
+# The kernel has these default metrics (include/net/ip6_route.h).
 _METRICS = {4: 0, 6: 1024}
 _FAMILIES = {4: socket.AF_INET, 6: socket.AF_INET6}
 _EVERYTHING = {socket.AF_INET: "0.0.0.0/0", socket.AF_INET6: "::/0"}
 # include/uapi/linux/rtnetlink.h
 _PROTOCOL_KERNEL, _PROTOCOL_STATIC, _PROTOCOL_ROUTER_ADVERTISEMENT = 2, 4, 9
 _UNICAST, _CLONED, _SCOPE_LINK = 1, 0x200, 253
-# The initial rules of every namespace: tables local, main and default.
+# Every namespace begins with these rules, for the tables local, main and default.
 _KERNEL_RULES = {(0, 255), (32766, MAIN), (32767, 253)}
 _LEADS_TO_A_TABLE = 1
 _MARK = "FRA_FWMARK"
@@ -80,15 +77,11 @@ class Changes:
 
 
 def _tables(interfaces: Sequence[Interface]) -> Iterator[tuple[int, Interface]]:
-    yield from enumerate((interface for interface in interfaces if interface.vips), start=FIRST_TABLE)
+    return enumerate((interface for interface in interfaces if interface.vips), start=FIRST_TABLE)
 
 
 def wanted_rules(interfaces: Sequence[Interface], *, forwards: bool = False) -> frozenset[Rule]:
-    """Return a rule for each VIP, whether or not this amphora has the VIP now.
-
-    Args:
-        forwards: add a rule for packets that are forwarded from members to clients.
-    """
+    """Return a rule for each VIP, also of the partner. ``forwards`` adds one for packets to clients."""
     found = {(table, vip) for table, interface in _tables(interfaces) for vip in interface.vips}
     rules = {Rule(vip.version, _PRIORITY, table, vip.network) for table, vip in found}
     marked = {Rule(vip.version, _PRIORITY, table, None, _MARKED) for table, vip in found if table == FIRST_TABLE}
@@ -99,9 +92,7 @@ def wanted_routes(interfaces: Sequence[Interface], indexes: Mapping[str, int]) -
     """Return all routes except those that the kernel derives from addresses.
 
     If two routes have the same destination, the first one wins. A connected subnet takes precedence over both.
-
-    Args:
-        indexes: interface indexes by MAC address.
+    ``indexes`` are interface indexes by MAC address.
     """
     connected = {address.network for interface in interfaces for address in interface.addresses}
     found: dict[tuple[int, Network], TableRoute] = {}
@@ -123,10 +114,7 @@ def wanted_routes(interfaces: Sequence[Interface], indexes: Mapping[str, int]) -
 
 
 def plan_changes(present: frozenset[TableRoute], wanted: frozenset[TableRoute]) -> Changes:
-    """Return the changes in an order that leaves no destination without a route.
-
-    Routes on the link come first, because gateways are reached over them.
-    """
+    """Return the changes; routes to gateways come first, so that no destination is without a route."""
     replace = sorted(
         wanted - present, key=lambda one: (one.gateway is not None, one.table, -one.destination.prefixlen, str(one))
     )
@@ -137,38 +125,31 @@ def plan_changes(present: frozenset[TableRoute], wanted: frozenset[TableRoute]) 
     return Changes(tuple(replace), tuple(delete))
 
 
-# -- the kernel -----------------------------------------------------------------------------------------------------
-
-
 def read_routes(route: Any) -> frozenset[TableRoute]:
     """Return all routes except those that the kernel derives from addresses and links."""
-    return frozenset(_routes(route))
+    messages = (message for family in _EVERYTHING for message in route.get_routes(family=family))
+    return frozenset(filter(None, map(_parse_route, messages)))
 
 
-def _routes(route: Any) -> Iterator[TableRoute]:
-    for family, everything in _EVERYTHING.items():
-        for message in route.get_routes(family=family):
-            if message["proto"] in (_PROTOCOL_KERNEL, _PROTOCOL_ROUTER_ADVERTISEMENT) or message["flags"] & _CLONED:
-                continue
-            if message["type"] != _UNICAST or message.get_attr("RTA_OIF") is None:
-                continue
-            target, gateway = message.get_attr("RTA_DST"), message.get_attr("RTA_GATEWAY")
-            text = everything if target is None else f"{target}/{message['dst_len']}"
-            yield TableRoute(
-                table=message.get_attr("RTA_TABLE") or message["table"],
-                destination=ipaddress.ip_network(text),
-                gateway=ipaddress.ip_address(gateway) if gateway else None,
-                interface=message.get_attr("RTA_OIF"),
-                metric=message.get_attr("RTA_PRIORITY") or 0,
-            )
+def _parse_route(message: Any) -> TableRoute | None:
+    if message["proto"] in (_PROTOCOL_KERNEL, _PROTOCOL_ROUTER_ADVERTISEMENT) or message["flags"] & _CLONED:
+        return None
+    if message["type"] != _UNICAST or message.get_attr("RTA_OIF") is None:
+        return None
+    target, gateway = message.get_attr("RTA_DST"), message.get_attr("RTA_GATEWAY")
+    text = _EVERYTHING[message["family"]] if target is None else f"{target}/{message['dst_len']}"
+    return TableRoute(
+        table=message.get_attr("RTA_TABLE") or message["table"],
+        destination=ipaddress.ip_network(text),
+        gateway=ipaddress.ip_address(gateway) if gateway else None,
+        interface=message.get_attr("RTA_OIF"),
+        metric=message.get_attr("RTA_PRIORITY") or 0,
+    )
 
 
 def read_rules(route: Any) -> frozenset[Rule]:
     """Return all rules except the initial ones of a namespace."""
-    return frozenset(_rules(route))
-
-
-def _rules(route: Any) -> Iterator[Rule]:
+    found = set()
     for version, family in _FAMILIES.items():
         for message in route.get_rules(family=family):
             priority = message.get_attr("FRA_PRIORITY") or 0
@@ -181,7 +162,8 @@ def _rules(route: Any) -> Iterator[Rule]:
             further += [(key, message[key]) for key in ("dst_len", "tos") if message[key]]
             if message["action"] != _LEADS_TO_A_TABLE:
                 further.append(("action", message["action"]))
-            yield Rule(version, priority, table, network, tuple((name, str(value)) for name, value in further))
+            found.add(Rule(version, priority, table, network, tuple((name, str(value)) for name, value in further)))
+    return frozenset(found)
 
 
 def replace_route(route: Any, item: TableRoute) -> None:
@@ -191,24 +173,19 @@ def replace_route(route: Any, item: TableRoute) -> None:
 
 def delete_route(route: Any, item: TableRoute) -> None:
     """Delete a route; no error if it does not exist."""
-    with _ignoring(errno.ESRCH):
-        route.route("del", **_arguments(item))
+    _delete(errno.ESRCH, route.route, _arguments(item))
 
 
 def _arguments(item: TableRoute) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
-        "dst": str(item.destination),
-        "oif": item.interface,
-        "table": item.table,
-        "family": _FAMILIES[item.destination.version],
-    }
+    family = _FAMILIES[item.destination.version]
+    arguments: dict[str, Any] = {"dst": str(item.destination), "oif": item.interface, "table": item.table}
     if item.metric:
         arguments["priority"] = item.metric
     if item.gateway is not None:
         arguments["gateway"] = str(item.gateway)
     elif item.destination.version == 4:
         arguments["scope"] = _SCOPE_LINK
-    return arguments
+    return {**arguments, "family": family}
 
 
 def add_rule(route: Any, rule: Rule) -> None:
@@ -218,8 +195,7 @@ def add_rule(route: Any, rule: Rule) -> None:
 
 def delete_rule(route: Any, rule: Rule) -> None:
     """Delete a rule; no error if it does not exist."""
-    with _ignoring(errno.ENOENT):
-        route.rule("del", **_rule_arguments(rule))
+    _delete(errno.ENOENT, route.rule, _rule_arguments(rule))
 
 
 def _rule_arguments(rule: Rule) -> dict[str, Any]:
@@ -231,10 +207,9 @@ def _rule_arguments(rule: Rule) -> dict[str, Any]:
     return arguments
 
 
-@contextmanager
-def _ignoring(code: int) -> Iterator[None]:
+def _delete(missing: int, request: Callable[..., object], arguments: dict[str, Any]) -> None:
     try:
-        yield
+        request("del", **arguments)
     except NetlinkError as error:
-        if error.code != code:
+        if error.code != missing:
             raise

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernel settings of the load balancer's network namespace.
-
-Invariant: they are set before the first interface is moved in. Each of them belongs to the network namespace. A setting
-outside `_NEEDED` may be missing in the kernel. Reference: the kernel's Documentation/networking/ip-sysctl.rst.
-"""
+"""Kernel settings of the inner namespace, set before its first interface (networking/ip-sysctl.rst)."""
 
 from __future__ import annotations
 
@@ -24,31 +20,31 @@ _SETTINGS = {
     "ipv6/conf/default/accept_redirects": "0",
     "ipv4/conf/all/accept_redirects": "0",
     "ipv4/conf/default/accept_redirects": "0",
-    # No duplicate address detection: the network assigns addresses once, and a VIP must be usable at once.
+    # Duplicate address detection is off: the network assigns addresses once, and a VIP must be usable at once.
     "ipv6/conf/default/accept_dad": "0",
-    # Only the interface with the address answers ARP. It matters if two networks share a switch.
+    # Only the interface with the address answers ARP, also if two networks share a switch.
     "ipv4/conf/all/arp_ignore": "1",
-    # ARP requests use the fixed address. A request from the VIP would announce the VIP here, even in the moment after
-    # it has moved to the other amphora.
+    # ARP requests use the fixed address. A request from the VIP would announce the VIP here, even after the VIP has
+    # moved to the other amphora.
     "ipv4/conf/all/arp_announce": "2",
-    # Clients may arrive by another interface than the one of their route (policy_routing.py). The host's default may be
-    # strict. The kernel uses the larger value of "all" and the interface, so this makes it at least loose.
+    # Clients may arrive by another interface than the one of their route (policy_routing.py), so the filter must be
+    # loose. The kernel uses the larger value of "all" and the interface; the default of the host may be strict.
     "ipv4/conf/all/rp_filter": "2",
     # With clients and members in one network, the amphora would redirect both past itself (RFC 1812, 5.2.7.2).
     "ipv4/conf/all/send_redirects": "0",
     "ipv4/conf/default/send_redirects": "0",
-    # Without it the kernel removes all addresses of a subnet together with the first one.
+    # Without promotion the kernel removes all addresses of a subnet together with the first one.
     "ipv4/conf/all/promote_secondaries": "1",
-    # Upper limit of the accept queue; HAProxy requests a queue as long as its connection limits.
+    # The kernel must permit accept queues as long as HAProxy's connection limits.
     "core/somaxconn": "65535",
     "ipv4/tcp_max_syn_backlog": "65535",
-    # SYN cookies: a flood of SYNs with forged sources does not block real clients.
+    # With SYN cookies, a flood of SYNs with forged sources does not block real clients.
     "ipv4/tcp_syncookies": "1",
-    # Each connection to a member needs a local port: use all, except those on which the amphora listens.
+    # Each connection to a member needs a local port. So all ports are used, except those on which the amphora listens.
     "ipv4/ip_local_port_range": "1024 65535",
     "ipv4/ip_local_reserved_ports": "1025,9101-9102",
-    # A port in TIME-WAIT (a minute) is reused for a new connection to the same member; TCP time stamps make it safe
-    # (RFC 6191).
+    # The kernel reuses a port in TIME-WAIT (a minute) for a new connection to the same member; TCP time stamps make the
+    # reuse safe (RFC 6191).
     "ipv4/tcp_tw_reuse": "1",
 }
 
@@ -57,11 +53,7 @@ _FORWARDING = ("ipv4/ip_forward", "ipv6/conf/all/forwarding")
 
 
 def apply_settings(inner: Namespace) -> None:
-    """Set all settings in the namespace.
-
-    Raises:
-        InterfaceError: the kernel lacks a required setting, or refuses a value.
-    """
+    """Set all settings in the namespace; raises InterfaceError."""
     inner.run(_write)
 
 
@@ -82,14 +74,7 @@ def is_forwarding() -> bool:
 
 
 def set_forwarding(*, wanted: bool) -> None:
-    """Enable or disable forwarding in the current namespace.
-
-    The firewall rules that limit forwarding must exist before. A router ignores router advertisements; this namespace
-    ignores them in any case.
-
-    Raises:
-        InterfaceError: the kernel refused.
-    """
+    """Enable or disable forwarding here; raises InterfaceError. The rules that limit it must exist before."""
     for key in _forwarding_keys():
         file = _ROOT / key
         try:

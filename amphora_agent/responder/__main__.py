@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 
-# The program is started by its path: -I and -S save a megabyte, and leave the package out of the search path.
+# The agent starts the program by its path: -I and -S save a megabyte, and omit the package from the search path.
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # noqa: PTH100, PTH118, PTH120
 
 from amphora_agent.haproxy.runtime_socket import Socket
@@ -29,7 +29,7 @@ from amphora_agent.responder.ping_targets import Targets
 
 def main() -> None:
     """Serve until SIGTERM; replace the program at SIGHUP."""
-    # The signals are blocked before any thread exists and across execve(2), so that none is lost.
+    # The process blocks the signals before any thread exists and across execve(2), so that no signal is lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     _, port, stats, pings, sums, *left = sys.argv
     place = stats.rpartition("/")[0]
@@ -37,8 +37,8 @@ def main() -> None:
     responder = Responder(
         lambda function, *arguments: function(*arguments),
         int(port),
-        # The other two sockets are beside HAProxy's main socket (amphora_agent/paths.py). Additional arguments would
-        # prevent the replacement of an older responder without a gap.
+        # The other two sockets are beside HAProxy's main socket (amphora_agent/paths.py). With additional arguments the
+        # agent could not replace an older responder without a gap.
         lambda: prometheus.scrape(_worker(place, stats), sums, f"{place}/checker/rows.sock"),
         Targets(pings),
         version=version(),
@@ -57,7 +57,7 @@ def main() -> None:
 def _worker(place: str, main: str) -> Socket:
     """Return HAProxy's socket for metrics, or the main socket if an older agent configured HAProxy."""
     own = f"{place}/metrics.sock"
-    return Socket(own if os.path.exists(own) else main)  # noqa: PTH110 (pathlib is a megabyte)
+    return Socket(own if os.path.exists(own) else main)  # noqa: PTH110 (pathlib needs a megabyte)
 
 
 def _save(listener: socket.socket | None, waiting: list[Waiting]) -> int:

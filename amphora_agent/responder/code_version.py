@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The version of the code that a responder runs.
-
-Invariant: two responders with equal versions were started from the same sources and the same Python.
-"""
+"""The version of the sources and of the Python that a responder runs."""
 
 from __future__ import annotations
 
@@ -10,14 +7,14 @@ import os
 import sys
 from zlib import crc32
 
-_SUMS = ("stats/__init__.py", "stats/stat_columns.py", "stats/former_workers.py")
+_SUMS = ("stats/__init__.py", "stats/former_workers.py")
 _NETWORK = ("network/__init__.py", "network/icmp_echo.py")
-# Files outside this package that the responder imports; a unit test compares.
+# The responder imports these files outside its package. A unit test compares the list.
 ELSEWHERE = ("__init__.py", "errors.py", "haproxy/__init__.py", "haproxy/runtime_socket.py", *_NETWORK, *_SUMS)
 
 
 def version() -> str:
-    """Return a checksum of the present sources. The library of a digest would cost a third of all memory."""
+    """Return a checksum of the present sources. A digest library would need a third of all memory."""
     here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 (pathlib is a megabyte)
     own = sorted(entry.path for entry in os.scandir(here) if entry.name.endswith(".py"))
     total = crc32(sys.version.encode())

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small HTTP server for HAProxy: `GET /`, `GET /metrics` and `GET /ping/<member id>`.
 
-Invariant: the server listens on the loopback of the inner namespace only. One thread does all work except metrics: a
-waiting ping costs a socket, not a thread, and ends when HAProxy closes it. After an unexpected error all sockets are
-closed and opened again. A new program continues open requests.
+Invariant: one thread does all work except metrics: a waiting ping costs a socket, not a thread. After an unexpected
+error the server closes all sockets and opens new ones. A new program continues open requests.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from amphora_agent.network.icmp_echo import Pinger
 from amphora_agent.responder.prometheus import CONTENT_TYPE
 
 ADDRESS = "127.0.0.1"
-# HAProxy closes the connection at the monitor's time-out. This limit is for other clients.
+# HAProxy closes the connection at the monitor's time-out. The limit is for other clients.
 LONGEST_SECONDS = 30.0
 SEND_SECONDS = 10.0
-# HAProxy allows fewer at a time; during a reload two HAProxy workers exist.
+# HAProxy allows fewer scrapes at a time than this limit; during a reload two HAProxy workers exist.
 MOST_SCRAPES = 8
 MOST_OPEN = 4096
 _BACKLOG = 4096
@@ -34,20 +33,14 @@ _RETRY_SECONDS = 1.0
 _LARGEST_REQUEST = 8192
 _WANTED_FILES = 4 * MOST_OPEN
 _PING = "/ping/"
-# The answer to a browser. Prometheus does not ask for it.
+# The server sends this answer to a browser at `/`. Prometheus never requests this path.
 _FRONT = "The metrics of this load balancer are at /metrics"
-# An open connection and the bytes received so far.
+# A waiting connection comes with the bytes that the server has received so far.
 Waiting = tuple[socket.socket, bytes]
-# Opens sockets in HAProxy's namespace.
+# An opener runs a function in HAProxy's namespace.
 Opener = Callable[..., tuple[Pinger, socket.socket]]
-_REASONS = {
-    200: "OK",
-    400: "Bad Request",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    431: "Request Header Fields Too Large",
-    503: "Service Unavailable",
-}
+_REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed"}
+_REASONS |= {431: "Request Header Fields Too Large", 503: "Service Unavailable"}
 
 
 class Exchange:
@@ -65,17 +58,12 @@ class Exchange:
 class Responder:
     """The server with its threads. `start` returns at once; the server answers when it has its port.
 
-    Args:
-        inside: calls a function in HAProxy's namespace and returns its result.
-        port: the port of the server.
-        scrape: asks HAProxy and returns the metrics in parts; raises AgentError.
-        targets: returns the address to ping, by member.
-        version: the answer to `GET /version`.
-        listener: the listening socket of the former program.
-        waiting: the open connections of the former program.
+    ``inside`` calls a function in HAProxy's namespace and returns its result. ``scrape`` asks HAProxy and returns the
+    metrics in parts; it raises AgentError. ``targets`` returns the address to ping, by member. ``version`` is the
+    answer to `GET /version`. ``listener`` and ``waiting`` are the listening socket and the open connections of the
+    former program.
 
-    Attributes:
-        last_error: the reason why the server does not answer; empty while it answers.
+    ``last_error`` is the reason why the server does not answer; empty while it answers.
     """
 
     def __init__(
@@ -114,13 +102,10 @@ class Responder:
                 one.shutdown(socket.SHUT_RDWR)
 
     def hand_over(self) -> tuple[socket.socket | None, list[Waiting]]:
-        """Stop the threads; return the listener and the open connections for the new program.
-
-        Open scrapes are finished first.
-        """
+        """Stop the threads after open scrapes; return the listener and the open connections."""
         deadline = time.monotonic() + SEND_SECONDS
         while self._scrapes and time.monotonic() < deadline:
-            time.sleep(0.01)  # a new version waits here once
+            time.sleep(0.01)
         self._handing_over = True
         self._stop()
         return self._inherited, self._waiting
@@ -143,7 +128,11 @@ class Responder:
                     if self._handing_over:
                         self._inherited, self._waiting = session.leave()
             except Exception as error:  # noqa: BLE001 (without answers HAProxy reports each pinged member as down)
-                self._report(error)
+                text = f"{type(error).__name__}: {error}"
+                if text != self.last_error:
+                    unexpected = not isinstance(error, (OSError, AgentError))
+                    _log(f"the server opens all sockets again after an error: {text}", unexpected=unexpected)
+                self.last_error = text
                 self._stopping.wait(_RETRY_SECONDS)
 
     def _open_session(self) -> _Session:
@@ -153,15 +142,6 @@ class Responder:
         for connection, received in waiting:
             session.adopt(connection, received)
         return session
-
-    def _report(self, error: Exception) -> None:
-        """Log an error once, also if it repeats."""
-        text = f"{type(error).__name__}: {error}"
-        if text != self.last_error:
-            _log(f"opening all sockets again after: {text}", unexpected=not isinstance(error, (OSError, AgentError)))
-        self.last_error = text
-
-    # -- metrics --------------------------------------------------------------------------------------------
 
     def _answer_scrape(self, connection: socket.socket, version: str) -> None:
         """Answer in a separate thread, because a scraper may be slow."""
@@ -184,7 +164,7 @@ class Responder:
         except OSError:
             pass  # the scraper closed the connection
         except Exception as error:  # noqa: BLE001 (this thread has no caller)
-            _log(f"a scrape failed: {type(error).__name__}: {error}", unexpected=True)
+            _log(f"a scrape of the metrics failed: {type(error).__name__}: {error}", unexpected=True)
         finally:
             self._scrapes.discard(connection)
             connection.close()
@@ -206,7 +186,7 @@ class _Session:
         self._targets = targets
         self._version = version
         self._most = _room()
-        self._open: dict[int, Exchange] = {}  # sorted by deadline
+        self._open: dict[int, Exchange] = {}  # The keys are descriptors, sorted by deadline.
         self._pinger, self._listener = pinger, listener
         self._selector = selectors.DefaultSelector()
         self._selector.register(woken, selectors.EVENT_READ, lambda: None)
@@ -218,7 +198,7 @@ class _Session:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._listener.close()  # after `leave` this closes a duplicate only
+        self._listener.close()  # after `leave` the new program has a duplicate
         for exchange in list(self._open.values()):
             self._drop(exchange).close()
         self._pinger.close()
@@ -227,8 +207,7 @@ class _Session:
     def leave(self) -> tuple[socket.socket, list[Waiting]]:
         """Return the sockets for the new program; this process does not use them any more."""
         waiting = [(self._drop(exchange), exchange.received) for exchange in list(self._open.values())]
-        listener = self._listener.dup()
-        return listener, waiting
+        return self._listener.dup(), waiting
 
     def adopt(self, connection: socket.socket, received: bytes) -> None:
         """Continue a request of the former program: its ping is sent again."""
@@ -241,7 +220,7 @@ class _Session:
         """Wait for events and handle them."""
         for key, _ in self._selector.select(self._expire()):
             if isinstance(key.data, Exchange):
-                if self._open.get(key.fd) is key.data:  # an earlier event may have closed it
+                if self._open.get(key.fd) is key.data:  # an earlier event may have closed the connection
                     self._read(key.data)
             else:
                 key.data()
@@ -352,7 +331,7 @@ def _listen(port: int) -> socket.socket:
     opened = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # The kernel reports a connection together with its request: one event instead of two.
+        # The kernel reports a connection together with its request, which saves an event.
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, int(LONGEST_SECONDS))
         opened.bind((ADDRESS, port))
         opened.listen(_BACKLOG)
@@ -393,11 +372,7 @@ def _send_text(connection: socket.socket, status: int, text: str, head: str = ""
 
 
 def _stream(connection: socket.socket, parts: Iterator[str], *, chunked: bool) -> None:
-    """Send the parts as they are made. HTTP/1.0 has no chunks: the connection ends after the last part.
-
-    Raises:
-        TimeoutError: the scraper reads too slowly.
-    """
+    """Send the parts in chunks, or without them for HTTP/1.0. Raises TimeoutError for a slow scraper."""
     deadline = time.monotonic() + LONGEST_SECONDS
     coding = "Transfer-Encoding: chunked\r\n" if chunked else ""
     connection.sendall(

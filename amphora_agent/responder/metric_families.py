@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of PROMETHEUS listeners, and their columns in HAProxy's answers.
-
-Invariant: the names are exactly those that Octavia documents for PROMETHEUS listeners, because dashboards and alarms
-use them. Other counters of HAProxy are not included.
-"""
+"""The metrics that Octavia documents for PROMETHEUS listeners, and their columns in HAProxy's answers."""
 
 from __future__ import annotations
 
@@ -18,11 +14,8 @@ class Subject(Enum):
     MEMBER = "2"
 
 
-STATES = {
-    Subject.LISTENER: ("DOWN", "UP"),
-    Subject.POOL: ("DOWN", "UP"),
-    Subject.MEMBER: ("DOWN", "UP", "MAINT", "DRAIN", "NOLB"),
-}
+_BOTH = ("DOWN", "UP")
+STATES = {Subject.LISTENER: _BOTH, Subject.POOL: _BOTH, Subject.MEMBER: (*_BOTH, "MAINT", "DRAIN", "NOLB")}
 CODES = ("1xx", "2xx", "3xx", "4xx", "5xx", "other")
 STATUS, RESPONSES = "status", "hrsp_"
 _MILLISECONDS = frozenset(("qtime", "ctime", "rtime", "ttime", "qtime_max", "ctime_max", "rtime_max", "ttime_max"))
@@ -31,10 +24,7 @@ _OF_HTTP |= frozenset(("comp_in", "comp_out", "comp_byp", "comp_rsp"))
 
 
 class Family:
-    """One metric, immutable: ``column`` is its key in `show info` or its column in `show stat`.
-
-    It is not a dataclass: that module costs a megabyte of the responder's memory.
-    """
+    """One metric and its key in `show info` or `show stat`. A dataclass would need a megabyte of memory."""
 
     __slots__ = ("column", "meaning", "name")
 
@@ -95,7 +85,7 @@ _MEMORY = (
     ("used_bytes", "PoolUsed_bytes", "Memory in use in HAProxy's pools"),
     ("failures_total", "PoolFailed", "Failures to take memory for HAProxy's pools"),
 )
-# The letters name the objects that have the metric: listeners, pools, members.
+# The letters L, P and M of a row mean that listeners, pools and members have the metric.
 _STATISTICS = (
     ("LPM", "status", STATUS, "State: 1 for the present one, 0 for the others"),
     ("LPM", "current_sessions", "scur", "Sessions that are open"),

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The addresses to ping, in a file: the agent writes it, the responder reads it.
-
-Invariant: a reader has either all old or all new addresses. They stay valid while no agent runs, and while the file
-cannot be read.
-"""
+"""The addresses to ping, in a file: the agent writes it, the responder reads it."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ def text_of(pings: Mapping[str, object]) -> str:
 
 
 class Targets:
-    """The content of the file. It is read again only after a replacement of the file."""
+    """The content of the file. Only a replacement of the file causes a new reading."""
 
     def __init__(self, path: str) -> None:
         self._path = path

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """HAProxy's statistics in the Prometheus text format, under the metric names of Octavia.
 
-Invariant: the samples have the values of HAProxy's own exporter under other names and label names. Mean times are more
-exact: the exporter of 2.6 divides by 1024 also before 1024 requests.
-
-The source is the CSV of the stats socket: 0.4 MB for a thousand members, where the exporter's answer has 12 MB.
+The source is the CSV of the stats socket: 0.4 MB for a thousand members, where HAProxy's own exporter has 12 MB. Mean
+times are more exact: the exporter of 2.6 divides by 1024 also before 1024 requests.
 """
 
 from __future__ import annotations
@@ -14,25 +12,16 @@ import os
 import re
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from amphora_agent.errors import HaproxyError
 from amphora_agent.haproxy.runtime_socket import Socket
-from amphora_agent.responder.metric_families import (
-    CODES,
-    CPU,
-    MEMORY,
-    PROCESS,
-    RESPONSES,
-    STATES,
-    STATISTICS,
-    STATUS,
-    Family,
-    Subject,
-)
+from amphora_agent.responder import metric_families
+from amphora_agent.responder.metric_families import RESPONSES, STATUS, Family, Subject
 from amphora_agent.stats.former_workers import FormerWorkers, read
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# A copy of constants of other modules, compared by a test: their import would double the responder's memory.
+# Copies of constants, whose modules would double the responder's memory. A test compares both.
 OWN = "amphora:"
 QUESTION = "show info;show stat -1 7 -1;show info"
 _UNKNOWN = "NaN"
@@ -42,7 +31,7 @@ _OTHERS_SECONDS = 1.0
 _POLL_SECONDS = 0.02
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 _SPECIAL = re.compile(r'[\\"\n]')
-# By the first word of HAProxy's status. All other words ("OPEN", "FULL", "no check" …) mean UP.
+# The first word of HAProxy's status gives the state. All other words ("OPEN", "FULL", "no check" …) mean UP.
 _STATE_OF = {"DOWN": "DOWN", "STOP": "DOWN", "MAINT": "MAINT", "DRAIN": "DRAIN", "NOLB": "NOLB"}
 _Row = list[str]
 
@@ -50,14 +39,12 @@ _Row = list[str]
 def scrape(worker: Socket, sums: str = "", others: str = "") -> Iterator[str]:
     """Ask HAProxy and return the text of a scrape, one part for each metric.
 
-    Args:
-        sums: the path of the file with the counters of former workers (`amphora_agent.stats.former_workers`); empty if
-            there are none.
-        others: the path of the socket of the L4 daemon (`amphora_agent.l4.stat_rows`), which may not run.
+    ``sums`` is the path of the file with the counters of former workers (`amphora_agent.stats.former_workers`); empty
+    without such a file. ``others`` is the path of the socket of the L4 daemon (`amphora_agent.l4.stat_rows`), which may
+    not run.
 
-    Raises:
-        HaproxyError: HAProxy does not answer, or the counters of former workers are not known. Without them counters
-            would seem to restart at zero; a failed scrape does less harm.
+    Raises HaproxyError if HAProxy does not answer, or the counters of former workers are not known. Without them
+    counters would seem to restart at zero; a failed scrape does less harm.
     """
     if not sums:
         return exposition(_ask(worker), load=_load(), memory=_memory(), others=_ask_others(others))
@@ -68,36 +55,27 @@ def scrape(worker: Socket, sums: str = "", others: str = "") -> Iterator[str]:
         if found is not None and f"\nPid: {found.present}\n" in answer:
             return exposition(answer, load=_load(), memory=_memory(), before=found, others=_ask_others(others))
         if time.monotonic() > deadline:
-            raise HaproxyError(
-                "read HAProxy's statistics", "the agent has not written the counters of its former workers"
-            )
-        time.sleep(_POLL_SECONDS)  # the agent writes each second, and after a reload
+            cause = "the agent has not written the counters of its former workers"
+            raise HaproxyError("read HAProxy's statistics", cause)
+        time.sleep(_POLL_SECONDS)  # the agent writes the counters each second, and after a reload
 
 
 def _ask_others(path: str) -> str:
     """Return the rows of UDP and SCTP listeners; empty without an answer of the L4 daemon."""
-    if not path or not os.path.exists(path):  # noqa: PTH110 (pathlib is a megabyte)
-        return ""
-    try:
-        return Socket(path).ask('{"op":"rows"}', seconds=_OTHERS_SECONDS)
-    except HaproxyError:
-        return ""
+    if path and os.path.exists(path):  # noqa: PTH110 (pathlib is a megabyte)
+        with suppress(HaproxyError):
+            return Socket(path).ask('{"op":"rows"}', seconds=_OTHERS_SECONDS)
+    return ""
 
 
 def _read_sums(path: str) -> FormerWorkers | None:
-    try:
-        with open(path, encoding="utf-8") as file:  # noqa: PTH123 (pathlib is a megabyte)
-            return read(file.read())
-    except FileNotFoundError:
-        return None
+    with suppress(FileNotFoundError), open(path, encoding="utf-8") as file:  # noqa: PTH123 (pathlib is a megabyte)
+        return read(file.read())
+    return None
 
 
 def _ask(worker: Socket) -> str:
-    """Ask until a worker that is not stopping gives a complete answer.
-
-    A stopping worker reports its listeners as stopped, and may end in the middle of its answer. Its successor listens
-    already at this time.
-    """
+    """Ask until a worker that is not stopping gives a complete answer."""
     error = HaproxyError("read HAProxy's statistics", "its worker is stopping")
     for _ in range(_ATTEMPTS):
         try:
@@ -125,23 +103,16 @@ def _memory() -> float:
 def exposition(
     answer: str, *, load: float, memory: float, before: FormerWorkers | None = None, others: str = ""
 ) -> Iterator[str]:
-    """Translate the answer to `QUESTION`; each part is one metric with all samples.
-
-    Args:
-        answer: the text of HAProxy.
-        load: the load of the machine in percent.
-        memory: the used memory in percent.
-        before: counters of former workers, which are added.
-        others: more rows, under a line with the names of their columns.
-    """
-    yield f"{CPU.head}{CPU.name} {load:.1f}\n{MEMORY.head}{MEMORY.name} {memory:.1f}\n"
+    """Translate the answer to `QUESTION` and further rows; each part is one metric with all samples."""
+    machine = ((metric_families.CPU, load), (metric_families.MEMORY, memory))
+    yield "".join(f"{one.head}{one.name} {value:.1f}\n" for one, value in machine)
     info, _, table = answer.partition("# pxname,")
     known = dict(re.findall(r"^([A-Za-z_-]+): (\d+)$", info, re.MULTILINE))
-    yield "".join(f"{one.head}{one.name} {known.get(one.column, _UNKNOWN)}\n" for one in PROCESS)
+    yield "".join(f"{one.head}{one.name} {known.get(one.column, _UNKNOWN)}\n" for one in metric_families.PROCESS)
     columns, rows = _read(table)
     _add(others, columns, rows)
     mode = columns["mode"]
-    for subject, families in STATISTICS.items():
+    for subject, families in metric_families.STATISTICS.items():
         everything = of_http = _Part(subject, columns, rows[subject], before)
         if any(row[mode] != "http" for row in rows[subject]):
             of_http = _Part(subject, columns, [row for row in rows[subject] if row[mode] == "http"], before)
@@ -173,11 +144,7 @@ def _add(others: str, columns: dict[str, int], rows: dict[Subject, list[_Row]]) 
 
 
 class _Part:
-    """The rows for the samples of a metric.
-
-    A thousand members have fifty thousand samples. The lines of a metric are joined from lists of their parts: few
-    operations on lists instead of several on each line.
-    """
+    """The rows for the samples of a metric, as lists: a thousand members have fifty thousand samples."""
 
     def __init__(
         self, subject: Subject, columns: dict[str, int], rows: list[_Row], before: FormerWorkers | None
@@ -195,10 +162,10 @@ class _Part:
     def samples(self, family: Family) -> Iterator[str]:
         if family.column == STATUS:
             present = [_STATE_OF.get(value.partition(" ")[0], "UP") for value in self._columns[self._places[STATUS]]]
-            for state in STATES[self._subject]:
+            for state in metric_families.STATES[self._subject]:
                 yield self._lines(family, ["1" if one == state else "0" for one in present], f',state="{state}"')
         elif family.column == RESPONSES:
-            for code in CODES:
+            for code in metric_families.CODES:
                 yield self._lines(family, self._values(f"{RESPONSES}{code}"), f',code="{code}"')
         elif family.in_milliseconds:
             values = self._values(family.column)

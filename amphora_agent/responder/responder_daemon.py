@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent's side of the responder: start, replacement after a change of its code, ping targets.
-
-Invariant: the responder outlives the agent. Only a change of its command line stops it. An agent that starts does not
-change the ping targets before it applies a bundle.
-"""
+"""The agent's side of the responder, which outlives the agent: start, replacement, ping targets."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ from amphora_agent.services.control import ServiceManager
 _log = logging.getLogger(__name__)
 SERVICE = "amphora-responder"
 ANSWER_SECONDS = 1.0
-# The former program finishes open scrapes first.
+# A replacement takes long, because the former program finishes open scrapes first.
 REPLACEMENT_SECONDS = 15.0
 _RETRY_SECONDS = 5.0
 _POLL_SECONDS = 0.02
@@ -45,11 +41,7 @@ class ResponderDaemon:
         self._ready = threading.Event()
 
     def set_targets(self, pings: Mapping[str, object]) -> None:
-        """Set the members to ping.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Set the members to ping; raises OSError if the file cannot be written."""
         text = ping_targets.text_of(pings)
         if text != self._written:
             write_atomically(self._paths.pings, text, durable=False, mode=0o644)  # the responder runs as another user
@@ -60,7 +52,7 @@ class ResponderDaemon:
         threading.Thread(target=self._keep_trying, name="responder", daemon=True).start()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until the responder answers. Before that, HAProxy would report pinged members as down."""
+        """Wait until the responder answers, because HAProxy would report pinged members as down before."""
         return self._ready.wait(seconds)
 
     def _keep_trying(self) -> None:
@@ -68,17 +60,13 @@ class ResponderDaemon:
             try:
                 self.ensure()
             except AgentError as error:
-                _log.warning("%s", error)
+                _log.warning("The responder does not answer, retrying in %.0f s: %s", _RETRY_SECONDS, error)
                 time.sleep(_RETRY_SECONDS)
             else:
                 return
 
     def ensure(self) -> None:
-        """Start the responder, replace one with other code, and wait for its answer.
-
-        Raises:
-            AgentError: no responder answers.
-        """
+        """Start the responder, replace one with other code, and wait for its answer; raises AgentError."""
         wanted = version()
         self._start()
         present = self._await(None)
@@ -108,11 +96,8 @@ class ResponderDaemon:
             if time.monotonic() > deadline:
                 said = self._services.log(SERVICE)
                 why = said[-1] if said else f"no answer within {REPLACEMENT_SECONDS:.0f} s"
-                raise ServiceError(
-                    "start the responder",
-                    why,
-                    "Without it HAProxy reports pinged members as down. See the log of the service.",
-                )
+                remedy = "Without it HAProxy reports pinged members as down. See the log of the service."
+                raise ServiceError("start the responder", why, remedy)
             time.sleep(_POLL_SECONDS)  # the responder sends no notification
 
 

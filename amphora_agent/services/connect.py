@@ -12,16 +12,7 @@ from amphora_agent.services.systemd import Systemd
 
 
 def connect_service_manager(kind: str, paths: Paths, inherited: Inherited = NOTHING_INHERITED) -> ServiceManager:
-    """Return the service manager that agent.conf names.
-
-    Args:
-        kind: ``systemd`` or ``supervisor``.
-        paths: the files of the agent.
-        inherited: the descriptors and the socket that systemd passed to the agent.
-
-    Raises:
-        SettingsError: the agent knows no such service manager.
-    """
+    """Return the service manager of agent.conf: ``systemd`` or ``supervisor``; raises SettingsError."""
     if kind == "supervisor":
         return SupervisorClient(paths.supervisor_socket)
     if kind == "systemd":

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of a service manager: start, stop and observe the daemons of the amphora.
-
-Invariant: the agent is not the parent of any daemon. Its exit ends no daemon.
-"""
+"""The interface of a service manager, which is the parent of all daemons instead of the agent."""
 
 from __future__ import annotations
 
@@ -17,14 +14,7 @@ from amphora_agent.services.health_file import Probe
 
 @dataclass(frozen=True)
 class ServiceStatus:
-    """The status of a daemon.
-
-    Attributes:
-        pid: its process id; None while it does not run.
-        starts: the number of its starts.
-        last_exit: its last exit code, negative for a signal; None before the first exit.
-        wanted: whether the service manager restarts it.
-    """
+    """The status of a daemon: ``pid`` is None while it does not run, ``last_exit`` negative for a signal."""
 
     pid: int | None
     starts: int
@@ -36,11 +26,9 @@ class ServiceStatus:
 class ServicePolicy:
     """The supervision of a daemon.
 
-    Attributes:
-        health: a file that holds 0 while the daemon serves or is not wanted, and 1 after it exits or freezes.
-        probe: the question that shows that the daemon serves; without it, a running daemon counts as serving.
-        restart_delay: seconds between an exit and the restart.
-        leftovers: files that are removed before each start.
+    The file ``health`` holds 0 while the daemon serves or is not wanted, and 1 after the daemon exits or freezes.
+    ``probe`` shows that the daemon serves; without it, a running daemon counts as serving. ``restart_delay`` is in
+    seconds. ``leftovers`` are files that are removed before each start.
     """
 
     health: Path | None = None
@@ -50,12 +38,8 @@ class ServicePolicy:
 
     def document(self) -> dict[str, Any]:
         """Return the policy as JSON values for the supervisor."""
-        return {
-            "health": None if self.health is None else str(self.health),
-            "probe": None if self.probe is None else asdict(self.probe),
-            "restart_delay": self.restart_delay,
-            "leftovers": [str(path) for path in self.leftovers],
-        }
+        paths = {"health": self.health and str(self.health), "leftovers": [str(path) for path in self.leftovers]}
+        return {**asdict(self), **paths}
 
 
 DEFAULT_POLICY = ServicePolicy()
@@ -67,29 +51,20 @@ class ServiceManager(Protocol):
     def start(
         self, name: str, argv: Sequence[str], *, inner: bool, policy: ServicePolicy = DEFAULT_POLICY
     ) -> ServiceStatus:
-        """Start a daemon and keep it running.
-
-        If the daemon runs with these arguments already, only the policy changes.
-        """
+        """Start a daemon and keep it running. For a running daemon only the policy changes."""
 
     def stop(self, name: str, *, missed: bool = False) -> None:
-        """Stop a daemon and wait for its exit; no error if it does not run.
-
-        Args:
-            missed: the daemon is needed but cannot run; its health file holds 1.
-        """
+        """Stop a daemon and wait for its exit. The health file of a ``missed`` daemon holds 1."""
 
     def dismiss(self, name: str) -> None:
         """Do not restart a daemon that is about to exit; its exit is not a failure."""
 
-    def signal(self, name: str, number: signal.Signals) -> None:
-        """Send a signal to a daemon."""
+    def signal(self, name: str, number: signal.Signals) -> None: ...
 
     def status(self, name: str) -> ServiceStatus | None:
-        """Return the daemon's status, or None if it was never started."""
+        """Return the daemon's status; None if the daemon was never started."""
 
-    def log(self, name: str) -> list[str]:
-        """Return the last lines of the daemon's output."""
+    def log(self, name: str) -> list[str]: ...
 
     def keep(self, name: str, descriptor: int) -> None:
         """Store a copy of an open file under a name. The copy survives the exit of the agent."""
@@ -98,4 +73,4 @@ class ServiceManager(Protocol):
         """Return new copies of all stored files, by name."""
 
     def drop(self, name: str) -> None:
-        """Close the file that is stored under a name; no error if there is none."""
+        """Close the file that is stored under a name; no error without such a file."""

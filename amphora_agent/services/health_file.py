@@ -2,12 +2,13 @@
 """The health file of a daemon: 0 while the daemon serves, 1 after it exits or freezes.
 
 Invariant: the file holds 1 from the moment at which the exit or freeze is known, and 0 again only after an answer of
-the daemon. A daemon that is not wanted counts as healthy. No method blocks: the selector and `due` drive all work. Only
-the standard library is imported (see `amphora_agent.services.supervisor`).
+the daemon. A daemon that is not wanted counts as healthy. No method blocks: the selector and `due` drive all work. The
+module imports only the standard library (see `amphora_agent.services.supervisor`).
 
 A daemon is frozen if it leaves a question unanswered for `Probe.time_limit` *and* uses no processor time meanwhile. A
-daemon that computes, or waits for a processor, is busy; it has `BUSY_SECONDS`, because a move of the VIPs ends all open
-connections and brings the same load to the partner. Time in which this process itself did not run does not count.
+daemon that computes or waits for a processor is busy, not frozen. A busy daemon has `BUSY_SECONDS`, because a move of
+the VIPs ends all open connections and brings the same load to the partner. Time in which this process itself did not
+run does not count.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 
 ALIVE, DEAD = "0", "1"
 BUSY_SECONDS = 5.0
-# A question that a frozen worker has accepted stays with this worker after its replacement: the question is repeated.
+# HealthFile repeats questions, because a worker that froze and was replaced never answers the questions it accepted.
 REPEAT_SECONDS = 2.0
 _LATE_SECONDS = 0.1
 _STATE, _USER_TIME, _SYSTEM_TIME = 0, 11, 12
@@ -32,11 +33,8 @@ _STATE, _USER_TIME, _SYSTEM_TIME = 0, 11, 12
 class Probe:
     """A question on a daemon's Unix socket; times are in seconds.
 
-    Attributes:
-        socket: the path of the socket.
-        question: the text that is sent; each answer shows that the daemon serves.
-        interval: time between two questions.
-        time_limit: time without an answer and without activity after which the daemon is frozen.
+    Each answer to ``question`` shows that the daemon serves. ``interval`` is the time between two questions. A daemon
+    without an answer and without activity for ``time_limit`` is frozen.
     """
 
     socket: str
@@ -47,12 +45,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Activity:
-    """The activity of a process tree.
-
-    Attributes:
-        ticks: processor time in clock ticks.
-        ready: whether one of the processes runs or waits for a processor.
-    """
+    """The processor time of a process tree in clock ticks, and whether one of its processes is runnable."""
 
     ticks: int
     ready: bool
@@ -74,11 +67,7 @@ def read_activity(pid: int) -> Activity:
 
 
 class HealthFile:
-    """The health file of one daemon, and the probe that keeps it current.
-
-    Attributes:
-        due: the monotonic time in seconds at which `run_due` has work; None if it has none.
-    """
+    """The health file of one daemon, and its probe. ``due`` is the monotonic time of the next `run_due`."""
 
     def __init__(self, selector: selectors.BaseSelector, file: Path | None, probe: Probe | None) -> None:
         self._selector = selector
@@ -93,12 +82,10 @@ class HealthFile:
         self._last_activity: Activity | None = None
         self.due: float | None = None
 
-    # -- events of the daemon --------------------------------------------------------------------------------
-
     def started(self, pid: int) -> None:
         """Record a start. With a probe, the file changes with the first answer."""
         self._pid, self._answered = pid, False
-        # The script around the daemon may have written DEAD after an exit that this process has not seen.
+        # The script around the daemon may have written DEAD to the file, after an exit that this process has not seen.
         self._written = None
         if self._probe is None:
             self._write(ALIVE)
@@ -106,7 +93,6 @@ class HealthFile:
             self._ask(time.monotonic())
 
     def exited(self, *, wanted: bool) -> None:
-        """Record the exit of the daemon."""
         self._pid = None
         self.stop_probing()
         self._write(DEAD if wanted else ALIVE)
@@ -119,12 +105,10 @@ class HealthFile:
     def _write(self, content: str) -> None:
         if self._file is None or content == self._written:
             return
-        # One write in place: a watcher sees one change.
+        # One write in place shows a watcher one change.
         with suppress(OSError):
             self._file.write_text(content, encoding="ascii")
             self._written = content
-
-    # -- the probe -------------------------------------------------------------------------------------------
 
     def run_due(self, now: float) -> None:
         """Ask a question or evaluate a missing answer, if `due` has passed."""
@@ -181,7 +165,7 @@ class HealthFile:
         self.due = now + probe.time_limit / 2
         silent = now - (self._silent_since if self._silent_since is not None else now)
         if not self._answered or self._pid is None:
-            # The daemon is starting: the starting process waits for its answer or its exit.
+            # A daemon that starts is not frozen: the agent waits for its answer or its exit.
             self.due = now + probe.interval
             return
         activity = read_activity(self._pid)

@@ -2,9 +2,8 @@
 """The process that keeps health files current in a virtual machine.
 
 Invariant: the watcher starts, stops and owns no daemon, so that its exit changes nothing; a new watcher reads its state
-from files. In an amphora of namespaces the supervisor does this work with the same `health_file`. The file shows an
-exit when the kernel announces it, and a freeze when a question stays unanswered. Without a watcher the script around
-the daemon (`templates/daemon.sh`) records exits, a little later.
+from files. In an amphora of namespaces the supervisor does this work with the same `health_file`. Without a watcher the
+script around the daemon (`templates/daemon.sh`) records exits, a little later.
 
     python -I -S health_watcher.py DIRECTORY
 
@@ -24,13 +23,13 @@ from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
-    # The program is started by its path: -I and -S save a megabyte, and leave the package out of the search path.
+    # The agent starts the program by its path: -I and -S save a megabyte, and omit the package from the search path.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from amphora_agent.services.health_file import HealthFile, Probe
 
 POLICY_FILE, WANTED_FILE, PID_FILE = "policy.json", "wanted", "pid"
-# The contents of WANTED_FILE for which an exit is a failure.
+# With these contents of WANTED_FILE, an exit of the daemon is a failure.
 _FAILURES = ("wanted", "missed")
 LOOK_SECONDS = 0.15
 _READ_AGAIN = 50
@@ -38,10 +37,7 @@ _READ_SECONDS = 0.002
 
 
 def read_line(file: Path) -> str | None:
-    """Return the content of a file of one line; None if there is no file.
-
-    An incomplete line is being written: the function reads again, for 0.1 s.
-    """
+    """Return the content of a file of one line, when the line is complete; None if there is no file."""
     for _ in range(_READ_AGAIN):
         try:
             text = file.read_text(encoding="utf-8")
@@ -54,14 +50,14 @@ def read_line(file: Path) -> str | None:
 
 
 def is_in_unit(pid: int, unit: str) -> bool:
-    """Return whether a process belongs to a unit (cgroups(7)): the kernel reuses process ids."""
+    """Return whether a process belongs to a unit (cgroups(7)), because the kernel reuses process ids."""
     with suppress(OSError):
         return any(line.endswith(f"/{unit}") for line in Path(f"/proc/{pid}/cgroup").read_text("utf-8").splitlines())
     return False
 
 
 def running_pid(directory: Path, unit: str) -> int | None:
-    """Return the first process of a unit if it runs; its directory holds the process id."""
+    """Return the first process of a unit if it runs; the unit's directory holds the process id."""
     line = read_line(directory / PID_FILE)
     if line is None or not line.isdecimal() or not is_in_unit(int(line), unit):
         return None
@@ -84,21 +80,18 @@ class WatchedService:
     def update(self) -> None:
         """Read the files of the unit and follow a change."""
         before, self._wanted = self._wanted, read_line(self._directory / WANTED_FILE)
-        if self._descriptor is None:
-            pid = running_pid(self._directory, self._directory.name)
-            if pid is not None and self._watch_process(pid) and self._wanted in _FAILURES:
+        if self._descriptor is not None and before == self._wanted:
+            return
+        is_needed, pid = self._wanted in _FAILURES, running_pid(self._directory, self._directory.name)
+        if self._descriptor is not None:
+            if not is_needed:
+                self.health.exited(wanted=False)
+            elif before not in _FAILURES and pid is not None:
                 self.health.started(pid)
-            elif pid is None and self._wanted != "wanted":
-                self.health.exited(wanted=self._wanted in _FAILURES)
-        elif before != self._wanted:
-            self._follow_wanted(before)
-
-    def _follow_wanted(self, before: str | None) -> None:
-        """Update the health file of a running daemon after the wanted flag changed."""
-        if self._wanted not in _FAILURES:
-            self.health.exited(wanted=False)
-        elif before not in _FAILURES and (pid := running_pid(self._directory, self._directory.name)) is not None:
+        elif pid is not None and self._watch_process(pid) and is_needed:
             self.health.started(pid)
+        elif pid is None and self._wanted != "wanted":
+            self.health.exited(wanted=is_needed)
 
     def _watch_process(self, pid: int) -> bool:
         try:
@@ -120,16 +113,13 @@ class WatchedService:
             self._descriptor = None
 
     def close(self) -> None:
-        """Stop watching; the content of the health file stays."""
+        """Stop the watch; the content of the health file stays."""
         self._release_process()
         self.health.stop_probing()
 
 
 class HealthWatcher:
-    """Watches each daemon that has a health file, in one thread.
-
-    Events of the kernel and a periodic reading of the files drive it.
-    """
+    """Watches each daemon that has a health file, in one thread."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -141,7 +131,6 @@ class HealthWatcher:
         self._selector.register(reader, selectors.EVENT_READ, partial(os.read, reader, 64))
 
     def stop(self) -> None:
-        """Make `run` return."""
         self._stopping = True
         os.write(self._pipe[1], b"\n")
 
@@ -149,16 +138,14 @@ class HealthWatcher:
         with suppress(FileNotFoundError):
             for directory in self._directory.iterdir():
                 with suppress(FileNotFoundError):
-                    self._watch(directory, (directory / POLICY_FILE).read_text(encoding="utf-8"))
+                    policy = (directory / POLICY_FILE).read_text(encoding="utf-8")
+                    known = self._watched.get(directory.name)
+                    if known is None or known.policy != policy:
+                        if known is not None:
+                            known.close()
+                        self._watched[directory.name] = WatchedService(self._selector, directory, policy)
         for watched in self._watched.values():
             watched.update()
-
-    def _watch(self, directory: Path, policy: str) -> None:
-        known = self._watched.get(directory.name)
-        if known is None or known.policy != policy:
-            if known is not None:
-                known.close()
-            self._watched[directory.name] = WatchedService(self._selector, directory, policy)
 
     def run(self) -> None:
         """Keep the health files current until `stop` is called."""

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The notification protocol of systemd: readiness, and stored descriptors.
-
-Invariant: the inherited descriptors and variables are removed from the environment at start, so that no child process
-inherits them. Sources: sd_notify(3), sd_listen_fds(3).
-"""
+"""Notifications and stored descriptors of systemd (sd_notify(3), sd_listen_fds(3))."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from urllib.parse import quote, unquote
 from amphora_agent.errors import ServiceError
 
 FIRST_DESCRIPTOR = 3
-# Distinguishes descriptors that the agent stored from those of socket units.
+# The prefix distinguishes descriptors that the agent stored from those of socket units.
 _PREFIX = "kept-"
 _LONGEST_NAME = 255
 _MOST_KEPT, _LARGEST_LIST = 64, 65536
@@ -28,17 +24,15 @@ ANSWER_SECONDS = 5.0
 class Inherited:
     """The notification socket and the stored descriptors that systemd passed to this process.
 
-    Attributes:
-        address: the address of systemd's notification socket; None without systemd.
-        holder: a socket whose queue holds the descriptors. No process has them open meanwhile: an open descriptor
-            would keep the peer of a connection alive. The process that needs them receives them once.
+    ``address`` is systemd's notification socket; None without systemd. The queue of the socket ``holder`` has the
+    descriptors, so that no process has them open: an open descriptor would keep the peer of a connection alive.
     """
 
     address: str | None = None
     holder: socket.socket | None = None
 
     def receive(self) -> dict[str, int]:
-        """Return the descriptors by name; nothing if they were received before."""
+        """Return the descriptors by name; the second call returns nothing."""
         if self.holder is None:
             return {}
         with self.holder:
@@ -50,20 +44,14 @@ NOTHING_INHERITED = Inherited()
 
 
 def take_inherited(environment: MutableMapping[str, str], process: int) -> Inherited:
-    """Return what systemd passed to this process, and remove it from the environment.
-
-    Args:
-        environment: the variables of this process.
-        process: the id of this process; descriptors for another process are not touched.
-    """
+    """Return what systemd passed to this process, and remove it from the environment."""
     address = environment.pop("NOTIFY_SOCKET", None)
     words = [environment.pop(name, "") for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")]
     if words[0] != str(process):
         return Inherited(address)
     numbers = range(FIRST_DESCRIPTOR, FIRST_DESCRIPTOR + int(words[1] or 0))
-    found = dict(zip(map(_decoded, words[2].split(":")), numbers, strict=False))
-    found.pop(None, None)
-    holder = _in_queue({str(name): number for name, number in found.items()})
+    found = zip(words[2].split(":"), numbers, strict=False)
+    holder = _in_queue({unquote(name[len(_PREFIX) :]): number for name, number in found if name.startswith(_PREFIX)})
     for number in numbers:
         os.close(number)
     return Inherited(address, holder)
@@ -86,41 +74,34 @@ def _encoded(name: str) -> str:
     return encoded
 
 
-def _decoded(encoded: str) -> str | None:
-    return unquote(encoded[len(_PREFIX) :]) if encoded.startswith(_PREFIX) else None
-
-
 def notify_ready(inherited: Inherited) -> None:
-    """Report that this process is ready; nothing without a notification socket."""
+    """Report that this process is ready; does nothing without a notification socket."""
     if inherited.address is not None:
         send(inherited.address, "READY=1")
 
 
 def store_descriptor(address: str, name: str, descriptor: int) -> None:
-    """Store a descriptor in systemd beyond the life of this process, even if its peer has closed.
-
-    Raises:
-        ServiceError: systemd does not listen or answer.
-    """
+    """Store a descriptor in systemd beyond the life of this process; raises ServiceError."""
     send(address, f"FDSTORE=1\nFDPOLL=0\nFDNAME={_encoded(name)}", [descriptor])
-    _await_barrier(address)
+    # After the barrier systemd has the descriptor, and this process may exit.
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            send(address, "BARRIER=1", [theirs.fileno()])
+        ours.settimeout(ANSWER_SECONDS)
+        try:
+            ours.recv(1)  # systemd closes the other end when it handles the message
+        except OSError as error:
+            raise ServiceError("notify systemd", f"it does not answer: {error}") from error
 
 
 def remove_descriptor(address: str, name: str) -> None:
-    """Close the descriptor that systemd stores under a name.
-
-    Raises:
-        ServiceError: systemd does not listen.
-    """
+    """Close the descriptor that systemd stores under a name; raises ServiceError."""
     send(address, f"FDSTOREREMOVE=1\nFDNAME={_encoded(name)}")
 
 
 def send(address: str, text: str, descriptors: Sequence[int] = ()) -> None:
-    """Send one notification.
-
-    Raises:
-        ServiceError: systemd does not listen.
-    """
+    """Send one notification; raises ServiceError if systemd does not listen."""
     path = "\0" + address[1:] if address.startswith("@") else address
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as connection:
@@ -129,16 +110,3 @@ def send(address: str, text: str, descriptors: Sequence[int] = ()) -> None:
             socket.send_fds(connection, [text.encode()], list(descriptors))
     except OSError as error:
         raise ServiceError("notify systemd", f"its socket does not accept the message: {error}") from error
-
-
-def _await_barrier(address: str) -> None:
-    """Wait until systemd has processed all earlier notifications; afterwards this process may exit."""
-    ours, theirs = socket.socketpair()
-    with ours:
-        with theirs:
-            send(address, "BARRIER=1", [theirs.fileno()])
-        ours.settimeout(ANSWER_SECONDS)
-        try:
-            ours.recv(1)  # systemd closes its end at this message
-        except OSError as error:
-            raise ServiceError("notify systemd", f"it does not answer: {error}") from error

@@ -2,8 +2,8 @@
 """The first process of an amphora in namespaces: it starts, restarts and stops the daemons.
 
 Invariant: all processes of the amphora descend from this process and end with it. The exit of a daemon ends no other
-daemon, and a wanted daemon is restarted. Only the standard library is imported, because each amphora of the machine
-pays for each megabyte; a virtual machine has systemd instead.
+daemon, and the supervisor restarts each wanted daemon. The module imports only the standard library, because each
+amphora of the machine pays for each megabyte; a virtual machine has systemd instead.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -45,7 +46,7 @@ MOST_KEPT = 64
 
 @dataclass
 class Service:
-    """One daemon: its wanted state and its observed state."""
+    """One daemon: its wanted state and its observed state. Times are in seconds of the monotonic clock."""
 
     name: str
     argv: list[str]
@@ -68,16 +69,8 @@ class Service:
     waiting: list[socket.socket] = field(default_factory=list)
 
     def status(self) -> dict[str, Any]:
-        """Return the status for the control socket."""
-        return {
-            "argv": self.argv,
-            "inner": self.inner,
-            "restart": self.restart,
-            "wanted": self.wanted,
-            "pid": self.pid,
-            "starts": self.starts,
-            "last_exit": self.last_exit,
-        }
+        names = ("argv", "inner", "restart", "wanted", "pid", "starts", "last_exit")
+        return {name: getattr(self, name) for name in names}
 
 
 class Machine:
@@ -89,7 +82,7 @@ class Machine:
 
     def build(self, spec: dict[str, Any]) -> None:
         """Mount the private file systems and create the network namespace of the load balancer."""
-        # The directories are opened first, because the mounts below may hide them.
+        # The supervisor opens the directories first, because the mounts below may hide them.
         sources = [(os.open(spec[name], os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), name) for name in ("etc", "var")]
         self._mount("tmpfs", self._paths.root / "run", "tmpfs", "mode=755,size=64m")
         for (source, name), place in zip(sources, (self._paths.etc, self._paths.var), strict=True):
@@ -111,14 +104,9 @@ class Machine:
 
     def _mount(self, source: str, place: Path, kind: str | None = None, options: str | None = None) -> None:
         """Mount a file system; without a kind, bind a directory."""
-        result = self._libc.mount(
-            os.fsencode(source),
-            os.fsencode(place),
-            None if kind is None else kind.encode(),
-            ctypes.c_ulong(MS_BIND if kind is None else 0),
-            None if options is None else options.encode(),
-        )
-        self._check(result, f"mount {source} on {place}")
+        words = [None if word is None else os.fsencode(word) for word in (source, place, kind, options)]
+        flags = ctypes.c_ulong(MS_BIND if kind is None else 0)
+        self._check(self._libc.mount(*words[:3], flags, words[3]), f"mount {source} on {place}")
 
     def _inner_namespace(self) -> None:
         """Create the load balancer's network namespace under its usual name, with its loopback up."""
@@ -145,7 +133,7 @@ class Machine:
 
 
 class Supervisor:
-    """Starts, watches and ends services; answers the control socket. One thread, driven by events."""
+    """Starts, watches and ends services; answers the control socket. One thread handles all events."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
@@ -155,15 +143,8 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._ending: float | None = None
         self._handlers: dict[str, Callable[[socket.socket, dict[str, Any]], dict[str, Any] | None]] = {
-            "start": self._on_start,
-            "stop": self._on_stop,
-            "dismiss": self._on_dismiss,
-            "signal": self._on_signal,
-            "status": self._on_status,
-            "log": self._on_log,
-            "keep": self._on_keep,
-            "kept": self._on_kept,
-            "drop": self._on_drop,
+            name: getattr(self, f"_on_{name}")
+            for name in ("start", "stop", "dismiss", "signal", "status", "log", "keep", "kept", "drop")
         }
         self._catch_signals()
         self._control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -181,10 +162,7 @@ class Supervisor:
             signal.signal(number, lambda *_: None)
         self._selector.register(reader, selectors.EVENT_READ, partial(self._on_signals, reader))
 
-    # -- services --------------------------------------------------------------------------------------------
-
     def start(self, service: Service) -> None:
-        """Run a service from now on."""
         self._services[service.name] = service
         self._spawn(service)
 
@@ -197,19 +175,12 @@ class Supervisor:
         service.starts += 1
         for leftover in service.leftovers:
             Path(leftover).unlink(missing_ok=True)
+        output = [(os.POSIX_SPAWN_DUP2, writer, number) for number in (1, 2)]
+        actions = [(os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0), *output]
+        signals = [signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGPIPE]
         try:
             service.pid = os.posix_spawnp(
-                argv[0],
-                argv,
-                os.environ,
-                setsigmask=[],
-                setpgroup=0,
-                setsigdef=[signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGPIPE],
-                file_actions=[
-                    (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
-                    (os.POSIX_SPAWN_DUP2, writer, 1),
-                    (os.POSIX_SPAWN_DUP2, writer, 2),
-                ],
+                argv[0], argv, os.environ, setsigmask=[], setpgroup=0, setsigdef=signals, file_actions=actions
             )
         except OSError as error:
             os.close(reader)
@@ -236,16 +207,11 @@ class Supervisor:
         service.log.extend(data.decode(errors="replace").splitlines())
 
     def _reap(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            for service in self._services.values():
-                if service.pid == pid:
-                    self._died(service, os.waitstatus_to_exitcode(status))
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                for service in self._services.values():
+                    if service.pid == ended[0]:
+                        self._died(service, os.waitstatus_to_exitcode(ended[1]))
 
     def _died(self, service: Service, code: int | None) -> None:
         if service.health is not None:
@@ -262,14 +228,12 @@ class Supervisor:
         backoff = max(backoff, service.restart_delay)
         service.due = time.monotonic() + backoff
         last = service.log[-1] if service.log else ""
-        self._log(f"{service.name} exited with {code} after {lived:.1f} s; restart in {backoff:.1f} s. {last}")
+        self._log(f"daemon {service.name} exited with {code} after {lived:.1f} s; restart in {backoff:.1f} s. {last}")
 
     @staticmethod
     def _log(line: str) -> None:
         sys.stderr.write(f"supervisor: {line}\n")
         sys.stderr.flush()
-
-    # -- control socket --------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
         connection, _ = self._control.accept()
@@ -289,7 +253,7 @@ class Supervisor:
             answer = self._handlers[request["op"]](connection, request)
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             answer = {"ok": False, "error": f"{type(error).__name__}: {error}"}
-        while self._arrived:  # descriptors that no handler has used
+        while self._arrived:  # no handler has used the descriptor
             os.close(self._arrived.pop())
         if answer is not None:
             self._answer(connection, answer)
@@ -304,30 +268,24 @@ class Supervisor:
             connection.close()
 
     def _on_start(self, _: socket.socket, request: dict[str, Any]) -> dict[str, Any]:
-        wanted = Service(
-            str(request["name"]),
-            [str(word) for word in request["argv"]],
-            inner=bool(request["inner"]),
-            restart=bool(request["restart"]),
-        )
-        known = self._services.get(wanted.name)
+        argv = [str(word) for word in request["argv"]]
+        service = Service(str(request["name"]), argv, inner=bool(request["inner"]), restart=bool(request["restart"]))
+        known, starts = self._services.get(service.name), True
         if known is not None and known.pid is not None:
-            if (known.argv, known.inner) != (wanted.argv, wanted.inner):
+            if (known.argv, known.inner) != (service.argv, service.inner):
                 return {"ok": False, "error": "it runs with other arguments; stop it first"}
-            dismissed, known.wanted, known.restart = not known.wanted, True, wanted.restart
+            dismissed, known.wanted, known.restart = not known.wanted, True, service.restart
             if dismissed and known.health is not None:
                 known.health.started(known.pid)
-            self._set_policy(known, request.get("policy", {}))
-            return {"ok": True, **known.status()}
-        if known is not None and known.due is not None and known.restart_delay and known.argv == wanted.argv:
-            # The daemon has exited, and its restart is delayed.
-            self._set_policy(known, request.get("policy", {}))
-            return {"ok": True, **known.status()}
-        if known is not None:
-            wanted.log, wanted.starts = known.log, known.starts
-        self._set_policy(wanted, request.get("policy", {}))
-        self.start(wanted)
-        return {"ok": True, **wanted.status()}
+            service, starts = known, False
+        elif known is not None and known.due is not None and known.restart_delay and known.argv == service.argv:
+            service, starts = known, False  # the daemon has exited, and its restart is delayed
+        elif known is not None:
+            service.log, service.starts = known.log, known.starts
+        self._set_policy(service, request.get("policy", {}))
+        if starts:
+            self.start(service)
+        return {"ok": True, **service.status()}
 
     def _set_policy(self, service: Service, policy: dict[str, Any]) -> None:
         """Change the supervision of a daemon (`amphora_agent.services.control.ServicePolicy`)."""
@@ -377,8 +335,6 @@ class Supervisor:
     def _on_log(self, _: socket.socket, request: dict[str, Any]) -> dict[str, Any]:
         return {"ok": True, "lines": list(self._services[request["name"]].log)}
 
-    # -- stored descriptors ------------------------------------------------------------------------------------
-
     def _on_keep(self, _: socket.socket, request: dict[str, Any]) -> dict[str, Any]:
         """Store the descriptor that came with the request."""
         name = str(request["name"])
@@ -399,8 +355,6 @@ class Supervisor:
         if descriptor is not None:
             os.close(descriptor)
         return {"ok": True}
-
-    # -- the loop --------------------------------------------------------------------------------------------
 
     def _on_signals(self, reader: int) -> None:
         numbers = os.read(reader, 512)
@@ -432,7 +386,7 @@ class Supervisor:
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def run(self) -> None:
-        """Serve until SIGTERM. The end of the process-id namespace kills the processes that are left."""
+        """Serve until SIGTERM. At the end of the process-id namespace the kernel kills the other processes."""
         while True:
             for key, _ in self._selector.select(self._next_timer()):
                 key.data()

@@ -26,15 +26,8 @@ class SupervisorClient:
     def start(
         self, name: str, argv: Sequence[str], *, inner: bool, policy: ServicePolicy = DEFAULT_POLICY
     ) -> ServiceStatus:
-        request = {
-            "op": "start",
-            "name": name,
-            "argv": list(argv),
-            "inner": inner,
-            "restart": True,
-            "policy": policy.document(),
-        }
-        return _status(self._call(f"start {name}", request))
+        request = {"op": "start", "name": name, "argv": list(argv), "inner": inner, "restart": True}
+        return _status(self._call(f"start {name}", {**request, "policy": policy.document()}))
 
     def stop(self, name: str, *, missed: bool = False) -> None:
         if self.status(name) is not None:
@@ -63,34 +56,33 @@ class SupervisorClient:
         self._call(f"drop descriptor {name}", {"op": "drop", "name": name})
 
     def kept(self) -> dict[str, int]:
-        try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-                connection.settimeout(ANSWER_SECONDS)
-                connection.connect(str(self._path))
-                connection.sendall(b'{"op": "kept"}\n')
-                data, descriptors, *_ = socket.recv_fds(connection, _LARGEST_LIST, _MOST_KEPT, socket.MSG_CMSG_CLOEXEC)
-                names = json.loads(data)["names"]
-        except (OSError, ValueError, KeyError) as error:
-            raise ServiceError("read the stored descriptors", f"the supervisor does not answer: {error}") from error
-        return dict(zip(names, descriptors, strict=True))
+        answer, descriptors = self._exchange("read the stored descriptors", {"op": "kept"})
+        return dict(zip(answer["names"], descriptors, strict=True))
 
     def _call(self, wanted: str, request: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
+        return self._exchange(wanted, request, descriptors)[0]
+
+    def _exchange(
+        self, wanted: str, request: dict[str, Any], sent: Sequence[int] = ()
+    ) -> tuple[dict[str, Any], list[int]]:
+        """Send a request with descriptors; returns the answer and the descriptors that came with it."""
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                 connection.settimeout(ANSWER_SECONDS)
                 connection.connect(str(self._path))
                 line = json.dumps(request).encode() + b"\n"
-                if descriptors:
-                    socket.send_fds(connection, [line], list(descriptors))
+                if sent:
+                    socket.send_fds(connection, [line], list(sent))
                 else:
                     connection.sendall(line)
+                data, received, *_ = socket.recv_fds(connection, _LARGEST_LIST, _MOST_KEPT, socket.MSG_CMSG_CLOEXEC)
                 with connection.makefile("rb") as lines:
-                    answer: dict[str, Any] = json.loads(lines.readline())
+                    answer: dict[str, Any] = json.loads(data if data.endswith(b"\n") else data + lines.readline())
         except (OSError, ValueError) as error:
             raise ServiceError(wanted, f"the supervisor does not answer: {error}") from error
         if not answer.get("ok"):
             raise ServiceError(wanted, str(answer.get("error", "the supervisor refused the request")))
-        return answer
+        return answer, received
 
 
 def _status(answer: dict[str, Any]) -> ServiceStatus:

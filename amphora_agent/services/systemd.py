@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """systemd as service manager of an amphora in a virtual machine.
 
-Invariant: the wanted state of a daemon is in files before systemd starts or stops it. The exit of a daemon is judged by
-these files, also while no agent runs. systemd, the script around a daemon (`templates/daemon.sh`) and the health
-watcher (`health_watcher`) do all work that must continue without the agent.
+Invariant: the wanted state of a daemon is in files before systemd starts or stops the daemon. These files decide
+whether an exit is a failure, also while no agent runs. systemd, the script around a daemon (`templates/daemon.sh`) and
+the health watcher (`health_watcher`) do all work that must continue without the agent.
 
-The script writes whether a daemon runs, so that a status costs no process. The agent calls systemctl only for changes
-and for daemons that do not run. It does not use systemd's private socket, which is for systemctl only (systemd(1)).
+The script writes whether a daemon runs, so that a status needs no process. The agent calls systemctl only for changes
+and for daemons that do not run. The agent does not use systemd's private socket, which is for systemctl only
+(systemd(1)).
 """
 
 from __future__ import annotations
@@ -39,21 +40,14 @@ _SCRIPT = Path(__file__).parents[1] / "templates/daemon.sh"
 
 
 class Systemd:
-    """Daemons as units of systemd.
-
-    Args:
-        paths: the files of the agent.
-        inherited: the notification socket and the descriptors that systemd passed to the agent.
-    """
+    """Daemons as units of systemd."""
 
     def __init__(self, paths: Paths, inherited: Inherited) -> None:
         self._paths = paths
         self._address = inherited.address
         self._kept = inherited.receive()
-        # One thread at a time: two threads that change one unit would read each other's half of a change.
+        # The lock prevents that a thread reads an incomplete change of another thread.
         self._lock = threading.Lock()
-
-    # -- daemons -------------------------------------------------------------------------------------------
 
     def start(
         self, name: str, argv: Sequence[str], *, inner: bool, policy: ServicePolicy = DEFAULT_POLICY
@@ -62,13 +56,13 @@ class Systemd:
         with self._lock:
             if policy.health is not None:
                 self._watch(name, policy)
-            change, present = self._write_unit(unit), self._status(name)
+            change, present = self._write_unit(unit), self.status(name)
             if present is not None and present.pid is not None:
                 self._set_wanted(name, WANTED)
                 return present if present.wanted else self._started_status(name)
             pending = self._state(name) in _ACTIVE_STATES
             if pending and policy.restart_delay and change is not UnitChange.COMMAND and self._wanted(name) == WANTED:
-                return self._started_status(name)  # the daemon has exited, and its restart is delayed
+                return self._started_status(name)  # the daemon has exited, and systemd delays the restart
             self._start_unit(name, restart=pending)
             return self._started_status(name)
 
@@ -81,13 +75,13 @@ class Systemd:
         try:
             self._systemctl(f"start {name}", "restart" if restart else "start", unit_name(name))
         except ServiceError:
-            # A daemon that started and exited at once is not an error here: its caller waits for its answer.
+            # A daemon that started and exited at once is not an error here, because the caller waits for its answer.
             if health_watcher.read_line(directory / "starts") == before:
                 raise
 
     def stop(self, name: str, *, missed: bool = False) -> None:
         with self._lock:
-            if self._status(name) is None:
+            if self.status(name) is None:
                 return
             self._set_wanted(name, MISSED if missed else STOPPED)
             self._systemctl(f"stop {name}", "stop", unit_name(name))
@@ -102,33 +96,29 @@ class Systemd:
                 self._systemctl(f"dismiss {name}", "stop", unit_name(name))
 
     def signal(self, name: str, number: signal.Signals) -> None:
+        missing = ServiceError(f"send {number.name} to {name}", "it does not run")
         pid = self._started_status(name).pid
         if pid is None:
-            raise ServiceError(f"send {number.name} to {name}", "it does not run")
+            raise missing
         try:
             descriptor = os.pidfd_open(pid)
             try:
-                if not health_watcher.is_in_unit(pid, unit_name(name)):  # the kernel has reused the id
-                    raise ProcessLookupError
+                if not health_watcher.is_in_unit(pid, unit_name(name)):  # the kernel has reused the process id
+                    raise missing
                 signal.pidfd_send_signal(descriptor, number)
             finally:
                 os.close(descriptor)
         except (ProcessLookupError, FileNotFoundError):  # both errors mean that the process has exited (Linux 6.16)
-            raise ServiceError(f"send {number.name} to {name}", "it does not run") from None
-
-    def status(self, name: str) -> ServiceStatus | None:
-        return self._status(name)
+            raise missing from None
 
     def log(self, name: str) -> list[str]:
-        if self._status(name) is None:
+        if self.status(name) is None:
             return []
-        # The last lines before an exit must be in the journal.
+        # --sync writes the last lines of the daemon before its exit to the journal.
         self._run("read the log", ["journalctl", "--sync"], may_fail=True)
         match = [f"_SYSTEMD_UNIT={unit_name(name)}", "--boot", f"--lines={LOG_LINES}"]
         said = self._run(f"read the log of {name}", ["journalctl", "--quiet", "--no-pager", "--output=cat", *match])
         return said.splitlines()
-
-    # -- stored descriptors -----------------------------------------------------------------------------------
 
     def keep(self, name: str, descriptor: int) -> None:
         with self._lock:
@@ -151,35 +141,21 @@ class Systemd:
                 if self._address is not None:
                     sd_notify.remove_descriptor(self._address, name)
 
-    # -- files ------------------------------------------------------------------------------------------------
-
     def _unit(self, name: str, argv: Sequence[str], *, inner: bool, policy: ServicePolicy) -> Unit:
         program = shutil.which(argv[0])
         if program is None:
             raise ServiceError(f"start {name}", f"there is no program {argv[0]}")
-        return Unit(
-            name,
-            (program, *argv[1:]),
-            self._paths.inner_namespace if inner else None,
-            _SCRIPT,
-            self._directory(name),
-            self._paths.run,
-            policy.health,
-            policy.restart_delay,
-            policy.leftovers,
-        )
+        namespace, command = self._paths.inner_namespace if inner else None, (program, *argv[1:])
+        supervision = (policy.health, policy.restart_delay, policy.leftovers)
+        return Unit(name, command, namespace, _SCRIPT, self._directory(name), self._paths.run, *supervision)
 
     def _write_unit(self, unit: Unit) -> UnitChange:
-        """Write the file of a unit and make systemd read it.
-
-        Raises:
-            ServiceError: the daemon runs with another command.
-        """
+        """Write the file of a unit and make systemd read it; raises ServiceError."""
         file, text = self._paths.units / unit_name(unit.name), render_unit(unit)
         change = compare_units(_content(file), text)
         if change is UnitChange.NONE:
             return change
-        status = self._status(unit.name)
+        status = self.status(unit.name)
         if change is UnitChange.COMMAND and status is not None and status.pid is not None:
             raise ServiceError(f"start {unit.name}", "it runs with other arguments; stop it first")
         unit.state.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -197,7 +173,7 @@ class Systemd:
         wanted = json.dumps({key: policy.document()[key] for key in ("health", "probe")})
         if _content(directory / health_watcher.POLICY_FILE) != wanted:
             write_atomically(directory / health_watcher.POLICY_FILE, wanted, durable=False)
-        present = self._status(WATCHER)
+        present = self.status(WATCHER)
         if present is None or present.pid is None:
             argv = [sys.executable, "-I", "-S", str(Path(health_watcher.__file__)), str(self._paths.services)]
             self._write_unit(self._unit(WATCHER, argv, inner=False, policy=DEFAULT_POLICY))
@@ -213,15 +189,13 @@ class Systemd:
     def _wanted(self, name: str) -> str | None:
         return health_watcher.read_line(self._directory(name) / health_watcher.WANTED_FILE)
 
-    # -- systemd ----------------------------------------------------------------------------------------------
-
     def _started_status(self, name: str) -> ServiceStatus:
-        status = self._status(name)
+        status = self.status(name)
         if status is None:
             raise ServiceError(f"read the status of {name}", "it was never started")
         return status
 
-    def _status(self, name: str) -> ServiceStatus | None:
+    def status(self, name: str) -> ServiceStatus | None:
         directory = self._directory(name)
         wanted = self._wanted(name)
         if wanted is None:
@@ -230,14 +204,13 @@ class Systemd:
         starts = int(health_watcher.read_line(directory / "starts") or 0)
         # systemd does not restart a unit that an operator has stopped.
         restarts = wanted == WANTED and (pid is not None or self._state(name) in _ACTIVE_STATES)
-        if restarts and pid is None:
-            pid = health_watcher.running_pid(directory, unit_name(name))  # it started during the call of systemctl
+        if restarts and pid is None:  # the daemon may have started during the call of systemctl
+            pid = health_watcher.running_pid(directory, unit_name(name))
         return ServiceStatus(pid, starts, exit_code(health_watcher.read_line(directory / "exit")), restarts)
 
     def _state(self, name: str) -> str:
-        return self._systemctl(
-            f"read the state of {name}", "show", "--property=ActiveState", "--value", unit_name(name)
-        ).strip()
+        words = ("show", "--property=ActiveState", "--value", unit_name(name))
+        return self._systemctl(f"read the state of {name}", *words).strip()
 
     def _systemctl(self, wanted: str, *words: str, may_fail: bool = False) -> str:
         return self._run(wanted, ["systemctl", "--no-ask-password", "--quiet", *words], may_fail=may_fail)
@@ -263,11 +236,7 @@ class Systemd:
 
 
 def exit_code(said: str | None) -> int | None:
-    """Return the exit code of a daemon: a status, or the negative number of the signal.
-
-    Args:
-        said: EXIT_CODE and EXIT_STATUS of systemd.exec(5); None or empty before the first exit.
-    """
+    """Return the code for EXIT_CODE and EXIT_STATUS (systemd.exec(5)), negative for a signal."""
     how, _, what = (said or "").partition(" ")
     if how == "exited" and what.isdecimal():
         return int(what)

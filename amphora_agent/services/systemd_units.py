@@ -2,26 +2,21 @@
 """The text of a daemon's systemd unit.
 
 Invariant: each argument reaches the daemon unchanged, with any characters. No unit depends on the unit of the agent, so
-that no daemon stops with the agent. Pure. Sources: systemd.service(5), systemd.exec(5), systemd.kill(5),
-systemd.syntax(7).
+that no daemon stops with the agent. The module is pure. Sources: systemd.service(5), systemd.syntax(7).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 from amphora_agent.errors import ServiceError
+from amphora_agent.services.template_files import load_template
 
 PREFIX = "amphora-"
-STOP_SECONDS = 5
-START_SECONDS = 60
-# The kernel kills other processes first when memory is short (proc(5), oom_score_adj; -1000 means never).
-OOM_SCORE = -900
-OPEN_FILES = 1048576
 _NAME = re.compile(r"[a-z][a-z0-9-]*", re.ASCII)
 _ESCAPED = {"\\": "\\\\", '"': '\\"', "%": "%%", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 _FIRST_PRINTABLE, _DELETE = " ", "\x7f"
@@ -31,15 +26,13 @@ _FIRST_PRINTABLE, _DELETE = " ", "\x7f"
 class Confinement:
     """The rights of a daemon beyond the limits of all daemons. Source: systemd.exec(5), capabilities(7).
 
-    Attributes:
-        user: the user of the process; None is root with these capabilities only.
-        capabilities: without ``CAP_``; a user other than root has them as ambient capabilities.
-        families: the address families of its sockets, without ``AF_``.
-        calls: system calls besides systemd's set ``@system-service``.
-        directory: the only writable directory, below /run; None for no writable directory; empty for the run directory
-            of the agent.
-        sets: whether it changes settings of its network namespace (/proc/sys/net).
-        compiles: whether it generates machine code at run time.
+    A daemon without a ``user`` runs as root with these capabilities only; another user has them as ambient
+    capabilities. ``capabilities`` omit the prefix ``CAP_``, ``families`` of sockets the prefix ``AF_``. ``calls`` are
+    system calls besides systemd's set ``@system-service``.
+
+    ``directory`` is the only writable directory, below /run; None for no writable directory, empty for the run
+    directory of the agent. ``sets``: the daemon changes settings of its network namespace. ``compiles``: it generates
+    machine code.
     """
 
     user: str | None = None
@@ -52,63 +45,31 @@ class Confinement:
 
 
 CHECKER_USER, RESPONDER_USER = "amphora-checker", "amphora-responder"
-_PACKETS = ("UNIX", "INET", "INET6", "NETLINK", "PACKET")
+_IP = ("UNIX", "INET", "INET6")
+_PACKETS = (*_IP, "NETLINK", "PACKET")
+_NETWORK_CAPABILITIES = ("NET_ADMIN", "NET_RAW")
+_MASTER_CAPABILITIES = ("KILL", "NET_BIND_SERVICE", "SETGID", "SETUID", "SYS_CHROOT")
 # A daemon without an entry has no capability and writes only to the run directory of the agent.
 CONFINEMENTS: Mapping[str, Confinement] = {
     # The master stays root because it opens ports and files at each reload. Its workers change to an empty root
     # directory and to the user `haproxy`. PCRE2 compiles regular expressions to machine code.
-    "haproxy": Confinement(
-        capabilities=("KILL", "NET_BIND_SERVICE", "SETGID", "SETUID", "SYS_CHROOT"),
-        families=("UNIX", "INET", "INET6"),
-        calls=("chroot",),
-        compiles=True,
-    ),
-    "keepalived": Confinement(capabilities=("NET_ADMIN", "NET_RAW"), families=_PACKETS),
-    "amphora-responder": Confinement(
-        user=RESPONDER_USER, capabilities=("NET_RAW",), families=("UNIX", "INET", "INET6"), directory=None
-    ),
+    "haproxy": Confinement(None, _MASTER_CAPABILITIES, _IP, calls=("chroot",), compiles=True),
+    "keepalived": Confinement(None, _NETWORK_CAPABILITIES, _PACKETS),
+    "amphora-responder": Confinement(RESPONDER_USER, ("NET_RAW",), _IP, directory=None),
     "amphora-checker": Confinement(
-        user=CHECKER_USER,
-        capabilities=("NET_ADMIN", "NET_RAW"),
-        families=_PACKETS,
-        directory="amphora-agent/checker",
-        sets=True,
+        CHECKER_USER, _NETWORK_CAPABILITIES, _PACKETS, directory="amphora-agent/checker", sets=True
     ),
 }
-_CONFINED = (
-    "NoNewPrivileges=yes",
-    "ProtectSystem=strict",
-    "ProtectHome=yes",
-    "PrivateTmp=yes",
-    "PrivateDevices=yes",
-    "ProtectHostname=yes",
-    "ProtectClock=yes",
-    "ProtectKernelModules=yes",
-    "ProtectKernelLogs=yes",
-    "ProtectControlGroups=yes",
-    "RestrictNamespaces=yes",
-    "RestrictRealtime=yes",
-    "RestrictSUIDSGID=yes",
-    "LockPersonality=yes",
-    "SystemCallArchitectures=native",
-    "SystemCallErrorNumber=EPERM",
-    "UMask=0077",
-)
 
 
 @dataclass(frozen=True)
 class Unit:
     """A daemon as a systemd unit.
 
-    Attributes:
-        namespace: the path of its network namespace; None is the namespace of the machine.
-        script: the program that systemd runs before the start, after the start and after the exit
-            (`templates/daemon.sh`).
-        state: the directory of its state files.
-        run: the run directory of the agent.
-        health: its health file (`health_file`).
-        delay: seconds before a restart.
-        leftovers: files that are removed before a start.
+    ``namespace`` is the path of its network namespace; None for the namespace of the machine. systemd runs ``script``
+    (`templates/daemon.sh`) before the start, after the start and after the exit. ``state`` is the directory of its
+    state files, ``run`` the run directory of the agent. ``delay`` is in seconds before a restart. ``leftovers`` are
+    removed before a start.
     """
 
     name: str
@@ -123,24 +84,14 @@ class Unit:
 
 
 def unit_name(service: str) -> str:
-    """Return the unit of a service.
-
-    The prefix distinguishes it from the unit of the daemon's Debian package.
-
-    Raises:
-        ServiceError: the name is not valid.
-    """
+    """Return the unit of a service, with a prefix that no Debian package uses; raises ServiceError."""
     if not _NAME.fullmatch(service):
         raise ServiceError(f"run {service!r}", "this is not a valid name of a service")
     return f"{service if service.startswith(PREFIX) else PREFIX + service}.service"
 
 
 def quoted(word: str) -> str:
-    """Quote an argument for a command line without variable expansion (the prefix ``:``).
-
-    Raises:
-        ServiceError: the argument contains a character that the kernel does not accept.
-    """
+    """Quote an argument for a command line with the prefix ``:``; raises ServiceError."""
     if "\0" in word or any("\ud800" <= letter <= "\udfff" for letter in word):
         raise ServiceError("write a command line", "an argument contains a character that no argument can contain")
     return '"' + "".join(map(_escaped, word)) + '"'
@@ -165,63 +116,17 @@ def _command(words: Sequence[object]) -> str:
 
 
 def render_unit(unit: Unit) -> str:
-    """Return the text of a unit file.
-
-    systemd restarts the daemon (at once or after the delay). The script adds the back-off between quick exits, because
-    systemd supports it only from version 254.
-    """
-    script = ("/bin/sh", unit.script)
-    before = "later" if unit.delay else "begin"
-    # The script runs with all rights and without a mount namespace: it writes files of the agent, and each of its three
-    # runs saves the setup of a file system.
-    lines = [
-        "[Unit]",
-        f"Description={unit.name} of the amphora",
-        "StartLimitIntervalSec=0",
-        "[Service]",
-        "Type=exec",
-        *([] if unit.namespace is None else [f"NetworkNamespacePath={_plain(unit.namespace)}"]),
-        f"ExecCondition=+:{_command((*script, before, unit.state, *unit.leftovers))}",
-        f"ExecStart=:{_command(unit.argv)}",
-        f"ExecStartPost=-+:{_command((*script, 'up', unit.state))}",
-        f"ExecStopPost=-+:{_command((*script, 'end', unit.state, unit.health or ''))}",
-        "Restart=always",
-        f"RestartSec={round(unit.delay * 1000)}ms",
-        f"TimeoutStartSec={START_SECONDS}",
-        f"TimeoutStopSec={STOP_SECONDS}",
-        # systemd sends SIGTERM to the first process only, which stops its children. A process that is left is killed:
-        # it would share the ports with its successor.
-        "KillMode=mixed",
-        f"OOMScoreAdjust={OOM_SCORE}",
-        "OOMPolicy=continue",
-        f"LimitNOFILE={OPEN_FILES}",
-        "LimitCORE=0",
-        "TasksMax=infinity",
-        "StandardInput=null",
-        "StandardOutput=journal",
-        "StandardError=journal",
-        *_confined(CONFINEMENTS.get(unit.name, Confinement()), unit.run),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _confined(bounds: Confinement, run: Path) -> Iterator[str]:
-    yield from _CONFINED
-    capabilities = " ".join(f"CAP_{name}" for name in bounds.capabilities)
-    yield f"CapabilityBoundingSet={capabilities}"
-    if bounds.user is not None:
-        yield from (f"User={bounds.user}", f"Group={bounds.user}", f"AmbientCapabilities={capabilities}")
-    yield f"RestrictAddressFamilies={' '.join(f'AF_{name}' for name in bounds.families)}"
-    yield f"SystemCallFilter={' '.join(('@system-service', *bounds.calls))}"
-    if not bounds.compiles:
-        yield "MemoryDenyWriteExecute=yes"
-    if not bounds.sets:
-        yield "ProtectKernelTunables=yes"
-    if bounds.directory:
-        # The daemon continues with the files of its predecessor; other processes open its sockets there.
-        yield from (f"RuntimeDirectory={bounds.directory}", "RuntimeDirectoryMode=0711", "RuntimeDirectoryPreserve=yes")
-    elif bounds.directory is not None:
-        yield f"ReadWritePaths={_plain(run)}"
+    """Return the text of a unit file. The script adds the back-off, which systemd has only since 254."""
+    bounds = CONFINEMENTS.get(unit.name, Confinement())
+    return load_template("daemon.service.j2").render(
+        unit=unit,
+        bounds=bounds,
+        command=_command,
+        plain=_plain,
+        script=["/bin/sh", unit.script],
+        delay_milliseconds=round(unit.delay * 1000),
+        capabilities=" ".join(f"CAP_{name}" for name in bounds.capabilities),
+    )
 
 
 class UnitChange(Enum):
@@ -234,7 +139,7 @@ class UnitChange(Enum):
 
 
 def compare_units(before: str | None, text: str) -> UnitChange:
-    """Compare the text of a unit with its former text (None if there was none)."""
+    """Compare the text of a unit with its former text; None means that there was no unit."""
     if before is None:
         return UnitChange.NEW
     if before == text:

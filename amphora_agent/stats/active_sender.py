@@ -1,70 +1,117 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The heartbeat sender in use, which can be replaced at run time.
-
-Invariant: at most one thread sends heartbeats, and it uses the present settings.
-"""
+"""The thread that sends heartbeats, and its replacement by a thread with other settings."""
 
 from __future__ import annotations
 
+import logging
+import socket
 import threading
+import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
-from amphora_agent.config import Settings
+from amphora_agent.config import Settings, Target
+from amphora_agent.stats.collector import Collector
+
+_log = logging.getLogger(__name__)
+SAMPLE_SECONDS = 1.0
 
 
-class Sender(Protocol):
-    """Sends heartbeats of one format with fixed settings."""
+class Sender:
+    """A thread that samples all daemons and sends heartbeats of one format, with fixed settings."""
 
-    def start(self) -> None: ...
+    def __init__(self, settings: Settings, collector: Collector) -> None:
+        self._settings = settings
+        self._collector = collector
+        self._sequence = 0
+        self._wakeup = threading.Event()
+        self._stopping = threading.Event()
+        self._errors: dict[str, dict[str, Any]] = {}
+        self._sockets: dict[int, socket.socket] = {}
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
-    def close(self) -> None: ...
+    def start(self) -> None:
+        self._thread.start()
 
-    def send_now(self) -> None: ...
+    def close(self) -> None:
+        self._stopping.set()
+        self._wakeup.set()
+        self._thread.join()
 
-    def send_soon(self) -> None: ...
+    def send_now(self) -> None:
+        """Send a heartbeat at once, if the format supports this; does not wait."""
 
-    def errors(self) -> dict[str, dict[str, Any]]: ...
+    def send_soon(self) -> None:
+        """Send a heartbeat about a change, if the format supports this; does not wait."""
+
+    def errors(self) -> dict[str, dict[str, Any]]:
+        """Return the number of failures and the last error, by target or task."""
+        return dict(self._errors)
+
+    def _is_requested(self) -> bool:
+        """Return whether a heartbeat is sent before the end of the interval. Called once after each sample."""
+        return False
+
+    def _send(self) -> None:
+        raise NotImplementedError
+
+    def _run(self) -> None:
+        step = min(SAMPLE_SECONDS, self._settings.interval)
+        due = time.monotonic()
+        while not self._stopping.is_set():
+            try:
+                self._collector.sample()
+                if self._is_requested() or time.monotonic() >= due:
+                    due = time.monotonic() + self._settings.interval
+                    self._send()
+            except Exception as error:  # noqa: BLE001 - a silent amphora would be replaced
+                self._record_error("report", error)
+            self._wakeup.wait(step)
+        for link in self._sockets.values():
+            link.close()
+
+    def _send_to(self, target: Target, datagram: bytes) -> None:
+        family = socket.AF_INET6 if ":" in target.host else socket.AF_INET
+        try:
+            if family not in self._sockets:
+                self._sockets[family] = socket.socket(family, socket.SOCK_DGRAM)
+            self._sockets[family].sendto(datagram, (target.host, target.port))
+        except OSError as error:
+            self._record_error(str(target), error)
+
+    def _record_error(self, what: str, error: Exception) -> None:
+        text = f"{type(error).__name__}: {error}"
+        known = self._errors.get(what, {"count": 0, "last": ""})
+        if known["last"] != text:
+            _log.warning("Heartbeat failed (target or task: %s), retrying at the next interval: %s", what, text)
+        self._errors[what] = {"count": known["count"] + 1, "last": text}
 
 
 class ActiveSender:
-    """A sender that is replaced when the settings change.
-
-    Args:
-        settings: the first settings.
-        make: returns a sender for settings.
-    """
+    """The sender in use; ``make`` returns a sender for settings."""
 
     def __init__(self, settings: Settings, make: Callable[[Settings], Sender]) -> None:
         self._make = make
         self._lock = threading.Lock()
-        self._settings = settings
+        self.settings = settings
         self._sender = make(settings)
-
-    @property
-    def settings(self) -> Settings:
-        """The present settings."""
-        return self._settings
 
     def start(self) -> None:
         self._sender.start()
 
     def send_now(self) -> None:
-        """Send a heartbeat at once, if the format supports this; does not wait."""
         self._sender.send_now()
 
     def send_soon(self) -> None:
-        """Send a heartbeat about a change; does not wait."""
         self._sender.send_soon()
 
     def errors(self) -> dict[str, dict[str, Any]]:
-        """Return the number of failures and the last error, by target or task."""
         return self._sender.errors()
 
     def change(self, settings: Settings) -> None:
         """Replace the sender by one with other settings."""
         with self._lock:
             self._sender.close()
-            self._settings = settings
+            self.settings = settings
             self._sender = self._make(settings)
             self._sender.start()

@@ -16,48 +16,31 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from amphora_agent.errors import AgentError, HaproxyError
 from amphora_agent.haproxy.old_workers import OldWorker
 from amphora_agent.haproxy.runtime_socket import Socket
 from amphora_agent.paths import Paths, write_atomically
+from amphora_agent.services.control import ServiceManager
 from amphora_agent.stats import former_workers, haproxy_stats
 from amphora_agent.stats.monotonic_counters import MonotonicCounters
 from amphora_agent.stats.udp_stats import UdpStats
 
 _log = logging.getLogger(__name__)
-# The counters of a thousand members take many milliseconds to read or write: this is not done at each heartbeat.
+# The counters of a thousand members take many milliseconds to read or write, so not each heartbeat does this.
 FEW_ROWS, WRITE_SECONDS = 100, 10.0
-# HAProxy ends a worker after hard-stop-after and loses its counters: the collector ends it this much earlier.
+# HAProxy ends a worker after hard-stop-after and loses its counters. The collector ends the worker this much earlier.
 MARGIN_SECONDS = 2.0
 CUT_SECONDS = 1.0
 
 
-class DescriptorStore(Protocol):
-    """Stores connections beyond the life of the agent. Each method raises `ServiceError`."""
-
-    def keep(self, name: str, descriptor: int) -> None:
-        """Store a copy under a name."""
-
-    def kept(self) -> dict[str, int]:
-        """Return new copies of all stored descriptors, by name."""
-
-    def drop(self, name: str) -> None:
-        """Close the descriptor that is stored under a name; no error if there is none."""
-
-
 class Collector:
-    """Samples of HAProxy's workers, and the counters over them. Thread-safe.
+    """Samples of HAProxy's workers, and counters over them. Thread-safe."""
 
-    Args:
-        paths: the files of the agent.
-        store: stores connections to stopping workers; None: they end with the agent.
-        udp: the statistics of UDP and SCTP listeners; None without such listeners.
-    """
-
-    def __init__(self, paths: Paths, store: DescriptorStore | None = None, udp: UdpStats | None = None) -> None:
+    def __init__(self, paths: Paths, store: ServiceManager | None = None, udp: UdpStats | None = None) -> None:
         self._paths = paths
         self._udp = udp
         self._store = store
@@ -66,19 +49,10 @@ class Collector:
         self._held: list[OldWorker] = []
         self._latest: haproxy_stats.Sample | None = None
         self._leaving: dict[str, haproxy_stats.Sample] = {}
-        self._totals = self._restored()
+        self._totals = MonotonicCounters.load(paths.totals)
         self._written: tuple[str, float, int] = "", 0.0, 0
         self._published = ""
         self._recover_held()
-
-    def _restored(self) -> MonotonicCounters:
-        try:
-            return MonotonicCounters.restored(json.loads(self._paths.totals.read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            return MonotonicCounters()
-        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            _log.warning("Cannot read the counters in %s: %s; counting starts at zero", self._paths.totals, error)
-            return MonotonicCounters()
 
     def _recover_held(self) -> None:
         """Recover the connections that a former agent has stored."""
@@ -87,7 +61,7 @@ class Collector:
         try:
             kept = self._store.kept()
         except AgentError as error:
-            _log.warning("%s", error)
+            _log.warning("Cannot recover the former agent's stopping workers; their last counters are lost: %s", error)
             return
         for name, descriptor in kept.items():
             identity, _, until = name.rpartition("@")
@@ -98,8 +72,6 @@ class Collector:
                 self._release(held)
             else:
                 self._held.append(held)
-
-    # -- samples ---------------------------------------------------------------------------------------------
 
     def sample(self) -> None:
         """Read each running worker and the L4 daemon."""
@@ -124,42 +96,31 @@ class Collector:
         return others > FEW_ROWS or (latest is not None and len(latest.counts) > FEW_ROWS)
 
     def hold(self, drain: float) -> None:
-        """Read the present worker, and keep it readable while it stops.
-
-        Args:
-            drain: seconds for which the worker may continue its open connections.
-        """
+        """Read the present worker, and keep it readable while it stops, for ``drain`` seconds."""
         until = time.monotonic() + drain - min(MARGIN_SECONDS, drain / 4)
         with self._lock:
             self._sample()
             identity = _identity(self._latest.pid) if self._latest is not None else ""
             if not identity:
                 return
-            if (known := self._holding(identity)) is not None:
-                known.until = until  # the worker is held already after a failed reload
+            # After a failed reload the collector holds the worker already.
+            if (known := next((held for held in self._held if held.identity == identity), None)) is not None:
+                known.until = until
                 return
             try:
                 held = OldWorker.hold(self._paths.stats_socket, identity, until)
             except (OSError, HaproxyError) as error:
-                _log.warning("Cannot hold the stopping worker %s: %s; its last counters are lost", identity, error)
+                _log.warning("Cannot hold stopping worker %s of HAProxy: %s; its counters are lost", identity, error)
                 return
             self._held.append(held)
             try:
                 if self._store is not None:
                     self._store.keep(held.name, held.fileno())
             except AgentError as error:
-                _log.warning("%s", error)
+                _log.warning("A restart of the agent loses the counters of worker %s: %s", identity, error)
 
     def finish(self, pid: int, grace: float) -> int:
-        """End a stopping worker, read its last counters, and release it.
-
-        Args:
-            pid: the worker's process id.
-            grace: seconds until its open connections are closed.
-
-        Returns:
-            The number of connections that were closed.
-        """
+        """End a stopping worker after ``grace`` seconds; returns the number of closed connections."""
         with self._lock:
             held = next((one for one in self._held if one.pid == pid), None)
             return self._finish(held, grace, release=True) if held is not None else 0
@@ -184,9 +145,6 @@ class Collector:
         self._publish()
         return cut
 
-    def _holding(self, identity: str) -> OldWorker | None:
-        return next((held for held in self._held if held.identity == identity), None)
-
     def _release(self, held: OldWorker) -> None:
         self._leaving.pop(held.identity, None)
         if held in self._held:
@@ -198,7 +156,7 @@ class Collector:
 
     def _sample(self) -> None:
         before, self._latest = self._latest, None
-        with suppress(HaproxyError):  # without HAProxy `document` names no object
+        with suppress(HaproxyError):  # while HAProxy does not answer, `document` names no object
             self._latest = haproxy_stats.parse(self._worker.ask(haproxy_stats.QUESTION), before)
         if self._latest is not None and (identity := _identity(self._latest.pid)):
             self._totals.read(identity, self._latest.counts)
@@ -215,19 +173,19 @@ class Collector:
                 held.was_idle = False
                 return
             sample = self._read_held(held)
-        except HaproxyError:
-            self._release(held)  # the worker has ended by hard-stop-after or a crash
+        except HaproxyError:  # the worker has ended by hard-stop-after or a crash
+            self._release(held)
             return
         if present:
             self._leaving.pop(held.identity, None)
             return
-        # Idle in two samples: a connection that moves between two threads is not counted as a job.
+        # A worker is idle only after two idle samples: HAProxy does not count a connection that moves between threads.
         idle = sample.stopping and sample.other_jobs <= 0
         if idle and held.was_idle:
             self._release(held)
         elif sample.stopping and time.monotonic() >= held.until:
             cut = self._finish(held, 0.0, release=True)
-            _log.info("Worker %s: drain time is over; closed %d connections", held.identity, cut)
+            _log.info("Drain time of HAProxy's worker %s is over; closed %d connections", held.identity, cut)
         held.was_idle = idle
 
     def _can_skip(self, held: OldWorker) -> bool:
@@ -246,8 +204,6 @@ class Collector:
         held.read_at = time.monotonic()
         return sample
 
-    # -- output ----------------------------------------------------------------------------------------------
-
     def _publish(self) -> None:
         """Write the counters of former workers for the responder."""
         if self._latest is None:
@@ -258,14 +214,13 @@ class Collector:
         text = former_workers.compose(self._latest.pid, sums)
         if text != self._published:
             try:
-                # The responder runs as another user.
+                # The mode permits reading, because the responder runs as another user.
                 write_atomically(self._paths.earlier, text, durable=False, mode=0o644)
                 self._published = text
             except OSError as error:
-                _log.warning("Cannot write counters for the responder: %s", error)
+                _log.warning("Cannot write counters for the responder, retrying at the next sample: %s", error)
 
     def document(self, generation: int | None) -> dict[str, Any]:
-        """Return the content of a heartbeat."""
         document = self._haproxy_document(generation)
         if self._udp is not None:
             document["listeners"].update(self._udp.listeners())
@@ -281,14 +236,8 @@ class Collector:
             for name, found in sample.listeners.items():
                 total = haproxy_stats.Counters.of(self._totals.total(haproxy_stats.key(name)))
                 leaving = (one.listeners[name] for one in self._leaving.values() if name in one.listeners)
-                listeners[name] = {
-                    "status": found.status,
-                    "active_connections": found.active_connections + sum(one.active_connections for one in leaving),
-                    "bytes_in": total.bytes_in,
-                    "bytes_out": total.bytes_out,
-                    "request_errors": total.request_errors,
-                    "total_connections": total.total_connections,
-                }
+                active = found.active_connections + sum(one.active_connections for one in leaving)
+                listeners[name] = {"status": found.status, "active_connections": active, **asdict(total)}
             pools = {
                 name: {"status": status, "members": dict(sample.members.get(name, {}))}
                 for name, status in sample.pools.items()
@@ -296,18 +245,13 @@ class Collector:
             return {"generation": generation, "listeners": listeners, "pools": pools}
 
     def statuses(self) -> dict[str, dict[str, str]]:
-        """Return the status of each member, by pool."""
         with self._lock:
             found = self._latest.members if self._latest is not None else {}
         others = self._udp.pools() if self._udp is not None else {}
         return {**found, **{name: pool["members"] for name, pool in others.items()}} if others else found
 
     def write(self) -> None:
-        """Write the counters to disk if they have changed; many rows are written less often.
-
-        Raises:
-            OSError: they cannot be written, for example because the disk is full.
-        """
+        """Write changed counters to disk, many rows less often; raises OSError."""
         if self._udp is not None:
             self._udp.write()
         with self._lock:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The counters of HAProxy's former workers, as a file for the responder.
 
-Invariant: pure, without imports: they would cost memory in the responder's process. The file names the present worker;
-its sums are valid only together with the counters of this worker.
+Invariant: this module is pure and imports little, because each import costs memory in the responder's process. The file
+names the present worker; its sums are valid only together with the counters of this worker.
 
     present 17
     columns stot,bin
@@ -13,7 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from amphora_agent.stats.stat_columns import COUNTED
+# The columns of HAProxy's statistics that are summed over its workers. HAProxy only increases them (management guide,
+# 9.1, "CSV format"). Counters of health checks describe members, not traffic, and each worker counts the same checks.
+_TRAFFIC = ("stot", "bin", "bout")
+_ERRORS = ("ereq", "dreq", "dresp", "econ", "eresp", "wretr", "wredis", "wrew", "cli_abrt", "srv_abrt")
+_SESSIONS = ("lbtot", "connect", "reuse", "conn_tot", "dcon", "dses", "req_tot", "intercepted")
+_RESPONSES = ("hrsp_1xx", "hrsp_2xx", "hrsp_3xx", "hrsp_4xx", "hrsp_5xx", "hrsp_other")
+_CONTENT = ("cache_lookups", "cache_hits", "comp_in", "comp_out", "comp_byp", "comp_rsp")
+COUNTED = (*_TRAFFIC, *_ERRORS, *_SESSIONS, *_RESPONSES, *_CONTENT)
 
 
 class FormerWorkers:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parser of HAProxy's statistics.
-
-Invariant: pure. The format is CSV: HAProxy needs a minute to write ten thousand servers as JSON.
-"""
+"""The parser of HAProxy's statistics as CSV. As JSON, HAProxy writes ten thousand servers in a minute."""
 
 from __future__ import annotations
 
@@ -11,13 +8,13 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from amphora_agent.haproxy.config_parser import AGENT_PREFIX
-from amphora_agent.stats.stat_columns import COUNTED
+from amphora_agent.stats.former_workers import COUNTED
 
-# The second `show info` shows a worker that began to stop in between: its listeners are reported as stopped.
+# The second `show info` detects a worker that began to stop in between. Such a worker reports its listeners as stopped.
 QUESTION = "show info;show stat -1 7 -1;show info"
-# An interactive connection writes its prompt between answers: it is asked one question at a time.
+# An interactive connection writes a prompt between answers, so the agent sends one question at a time.
 HELD_QUESTIONS = ("show info", "show stat -1 7 -1", "show info")
-# The counters of one row, in the order of `COUNTED`.
+# A row has its counters in the order of `COUNTED`.
 Counts = tuple[int, ...]
 NONE: Counts = (0,) * len(COUNTED)
 _CONNECTIONS, _BYTES_IN, _BYTES_OUT, _REQUEST_ERRORS = map(COUNTED.index, ("stot", "bin", "bout", "ereq"))
@@ -49,15 +46,9 @@ class Listener:
 class Sample:
     """The parsed answer of one worker.
 
-    Attributes:
-        pid: the worker's process id.
-        stopping: whether the worker is stopping.
-        other_jobs: its jobs without the connection that asked.
-        listeners: the frontends by name.
-        pools: the status of each backend.
-        members: the status of each server, by backend.
-        counts: the counters of all rows, by `key`.
-        known: the parsed counters by their text, for the next call of `parse`.
+    ``other_jobs`` excludes the connection that asked. ``pools`` has the status of each backend, ``members`` the status
+    of each server by backend. ``counts`` has the counters of all rows by `key`. ``known`` has the parsed counters by
+    their text, for the next call of `parse`.
     """
 
     pid: int
@@ -76,19 +67,14 @@ def key(proxy: str, name: str = "FRONTEND") -> str:
 
 
 def parse(answer: str, before: Sample | None = None) -> Sample | None:
-    """Parse the answer to `QUESTION`; None if it has another format.
-
-    Args:
-        answer: the text of the answer.
-        before: an earlier sample: unchanged rows are not parsed again.
-    """
+    """Parse the answer to `QUESTION`; None for another format. Rows as in ``before`` are not parsed again."""
     info = dict(re.findall(r"^([A-Z][A-Za-z_ ]*): (\d+)$", answer, re.MULTILINE))
     head, separator, table = answer.partition("# pxname,")
     if not separator or "Pid" not in info or not head:
         return None
     lines = table.split("\n")
     columns = {name: place for place, name in enumerate(("pxname", *lines[0].split(",")))}
-    # A column that this version does not have is read from the first column, which is set to empty below.
+    # A column that this HAProxy version lacks is read from the first column, which is empty in each parsed row.
     counted = itemgetter(*(columns.get(name, 0) for name in COUNTED))
     former = before.known if before is not None else {}
     known: dict[tuple[str, ...], Counts] = {}

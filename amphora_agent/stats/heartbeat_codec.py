@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The encoding of heartbeat datagrams (docs/reference/heartbeat.md).
-
-Invariant: each datagram is complete, authenticated, and at most `LARGEST` bytes long.
-"""
+"""The encoding of heartbeats (docs/reference/heartbeat.md) as datagrams of at most `LARGEST` bytes."""
 
 from __future__ import annotations
 
@@ -13,23 +10,11 @@ import struct
 import uuid
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 MAGIC = b"AHB1"
 LARGEST = 60_000
 _HEADER = struct.Struct("!4s16sQQ")
-_MAC_BYTES = 32
-
-
-@dataclass(frozen=True)
-class Heartbeat:
-    """The content of a datagram."""
-
-    amphora_id: uuid.UUID
-    epoch: int
-    sequence: int
-    document: dict[str, Any]
 
 
 def encode(amphora_id: uuid.UUID, key: bytes, epoch: int, sequence: int, document: dict[str, Any]) -> bytes:
@@ -39,31 +24,13 @@ def encode(amphora_id: uuid.UUID, key: bytes, epoch: int, sequence: int, documen
     return signed + hmac.digest(key, signed, hashlib.sha256)
 
 
-def decode(datagram: bytes, key: bytes) -> Heartbeat:
-    """Verify and decode a datagram.
-
-    Raises:
-        ValueError: it is not a heartbeat, or its HMAC was made with another key.
-    """
-    if len(datagram) < _HEADER.size + _MAC_BYTES or not datagram.startswith(MAGIC):
-        raise ValueError("not a heartbeat")
-    signed, mac = datagram[:-_MAC_BYTES], datagram[-_MAC_BYTES:]
-    if not hmac.compare_digest(hmac.digest(key, signed, hashlib.sha256), mac):
-        raise ValueError("the HMAC was made with another key")
-    _, amphora, epoch, sequence = _HEADER.unpack_from(signed)
-    document = json.loads(zlib.decompress(signed[_HEADER.size :]))
-    return Heartbeat(uuid.UUID(bytes=amphora), epoch, sequence, document)
-
-
 def datagrams(amphora_id: uuid.UUID, key: bytes, epoch: int, first: int, document: dict[str, Any]) -> Iterator[bytes]:
     """Yield the datagrams of a document, with sequence numbers from `first` on."""
-    sequence = first
-    pending = [document]
+    sequence, pending = first, [document]
     while pending:
         part = pending.pop()
         datagram = encode(amphora_id, key, epoch, sequence, part)
-        halves = _halves(part) if len(datagram) > LARGEST else None
-        if halves is not None:
+        if len(datagram) > LARGEST and (halves := _halves(part)) is not None:
             pending += reversed(halves)
             continue
         sequence += 1
@@ -72,13 +39,11 @@ def datagrams(amphora_id: uuid.UUID, key: bytes, epoch: int, first: int, documen
 
 def _halves(document: dict[str, Any]) -> list[dict[str, Any]] | None:
     """Split a document into two; None if it holds one object only."""
-    objects: list[tuple[str, str, str]] = [("listeners", name, "") for name in document["listeners"]]
+    objects = [("listeners", name, "") for name in document["listeners"]]
     for name, pool in document["pools"].items():
         objects += [("pools", name, member) for member in pool["members"]] or [("pools", name, "")]
-    if len(objects) < 2:
-        return None
     middle = len(objects) // 2
-    return [_part(document, objects[:middle]), _part(document, objects[middle:])]
+    return [_part(document, objects[:middle]), _part(document, objects[middle:])] if middle else None
 
 
 def _part(document: dict[str, Any], objects: list[tuple[str, str, str]]) -> dict[str, Any]:

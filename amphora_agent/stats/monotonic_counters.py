@@ -1,30 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters that never decrease.
-
-Invariant: `total` of a row never decreases, also after a restore from `document`. Workers start, stop and restart at
-zero; their last readings are kept.
-"""
+"""Counters of HAProxy's workers, which never decrease although each worker counts from zero."""
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Collection, Mapping
 from operator import add, lt
+from pathlib import Path
 from typing import Any
 
+from amphora_agent.stats.former_workers import COUNTED
 from amphora_agent.stats.haproxy_stats import NONE, Counts
-from amphora_agent.stats.stat_columns import COUNTED
 
-# The number of rows that are kept after the last worker has lost them: a row may return.
+_log = logging.getLogger(__name__)
+# A row may return, so this number of rows is kept although no worker has them.
 MOST_ABSENT = 2000
 
 
 class MonotonicCounters:
     """Sums over all workers. The identity of a worker is unique for all time.
 
-    The sum of a row outlives its listener, pool or member, because an object may be enabled again.
-
-    Attributes:
-        settlements: the number of readings that were added to a sum permanently.
+    The sum of a row outlives its listener, pool or member, because an object may be enabled again. ``settlements``
+    counts the readings that were added to a sum permanently.
     """
 
     def __init__(self) -> None:
@@ -33,10 +31,9 @@ class MonotonicCounters:
         self._running: dict[str, dict[str, Counts]] = {}
 
     def read(self, identity: str, readings: Mapping[str, Counts]) -> None:
-        """Record all counters of a running worker."""
         known = self._running.setdefault(identity, {})
         for row in [row for row in known if row not in readings]:
-            self._settle(row, known.pop(row))  # the member was removed at run time
+            self._settle(row, known.pop(row))  # HAProxy has removed the member at run time
         self.read_some(identity, readings)
 
     def read_some(self, identity: str, readings: Mapping[str, Counts]) -> None:
@@ -47,12 +44,11 @@ class MonotonicCounters:
             if before is counts:
                 continue
             if before is not None and before != counts and any(map(lt, counts, before)):
-                self._settle(row, before)  # the counters were cleared, or the row was removed and added again
+                self._settle(row, before)  # HAProxy cleared or recreated the row
             known[row] = counts
 
     @property
     def running(self) -> Collection[str]:
-        """The workers that were read and not settled yet."""
         return self._running.keys()
 
     def settle_others(self, running: Collection[str]) -> None:
@@ -60,15 +56,13 @@ class MonotonicCounters:
         for identity in [known for known in self._running if known not in running]:
             for row, counts in self._running.pop(identity).items():
                 self._settle(row, counts)
-        self._drop_absent()
+        if len(self._settled) > MOST_ABSENT:
+            present = {row for readings in self._running.values() for row in readings}
+            for row in [row for row in self._settled if row not in present][:-MOST_ABSENT]:
+                del self._settled[row]
 
     def total(self, row: str, without: str = "") -> Counts:
-        """Return the counters of a row since the first boot of the amphora.
-
-        Args:
-            row: the key of the row.
-            without: a worker whose readings are left out.
-        """
+        """Return the counters of a row since the first boot, ``without`` the readings of one worker."""
         total = self._settled.get(row, NONE)
         for identity, readings in self._running.items():
             if identity != without and row in readings:
@@ -82,27 +76,15 @@ class MonotonicCounters:
 
     def _settle(self, row: str, counts: Counts) -> None:
         self.settlements += 1
-        self._settled[row] = tuple(map(add, self._settled.pop(row, NONE), counts))  # the newest row is the last key
-
-    def _drop_absent(self) -> None:
-        if len(self._settled) <= MOST_ABSENT:
-            return
-        present = {row for readings in self._running.values() for row in readings}
-        absent = [row for row in self._settled if row not in present]
-        for row in absent[: max(0, len(absent) - MOST_ABSENT)]:
-            del self._settled[row]
+        # pop() moves the row to the end, so that the oldest row is the first key.
+        self._settled[row] = tuple(map(add, self._settled.pop(row, NONE), counts))
 
     def document(self) -> dict[str, Any]:
-        """Return the state as JSON values for the disk."""
         return {"columns": COUNTED, "settled": self._settled, "living": self._running}
 
     @classmethod
     def restored(cls, document: Mapping[str, Any]) -> MonotonicCounters:
-        """Return the counters of a `document`, also with other columns.
-
-        Raises:
-            KeyError, TypeError, ValueError: the document has another format.
-        """
+        """Return the counters of a `document`; raises KeyError, TypeError or ValueError."""
         totals = cls()
         places = {name: place for place, name in enumerate(document["columns"])}
 
@@ -115,3 +97,14 @@ class MonotonicCounters:
             for identity, readings in document["living"].items()
         }
         return totals
+
+    @classmethod
+    def load(cls, file: Path) -> MonotonicCounters:
+        """Return the counters of a file with a `document`; zeros without a readable file."""
+        try:
+            return cls.restored(json.loads(file.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return cls()
+        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            _log.warning("Cannot read the counters in %s: %s; counting starts at zero", file, error)
+            return cls()

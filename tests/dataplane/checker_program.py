@@ -15,7 +15,7 @@ import time
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # noqa: PTH100, PTH118, PTH120
 
 from amphora_agent.errors import ConfigurationRefused, VirtualServersError
-from amphora_agent.l4.engine import Counters
+from amphora_agent.l4.counters import Counters
 from amphora_agent.l4_daemon.__main__ import serve
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pki
 import pytest
+from agent_heartbeats import decode
 from amphora_lab import CONTROLLER, HEARTBEATS, Amphora, Network, eventually
 from every_haproxy import lab_with
 from haproxy_versions import VERSIONS
@@ -19,8 +20,6 @@ from served import Served
 from stalls import Stalls, story
 from throwaway_authority import Authority
 from wire import Wire
-
-from amphora_agent.stats.heartbeat_codec import decode
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,13 +9,12 @@ import ssl
 import uuid
 
 import pytest
+from agent_heartbeats import decode
 from amphora_lab import CONTROLLER, HEARTBEATS, eventually
 from pair_lab import PLACES, VIP, VIP6
 from peers import MEMBER, MEMBER6, WebServer
 from visitors import CLIENT, CLIENT6, OTHER, OTHER6, trusting
 from wanted import listener, load_balancer, member, pool
-
-from amphora_agent.stats.heartbeat_codec import decode
 
 # Nodes take over after 0.6 s of silence, and outages are measured.
 pytestmark = [pytest.mark.root, pytest.mark.quiet]

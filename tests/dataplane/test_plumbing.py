@@ -122,7 +122,6 @@ def test_a_push_that_leaves_the_network_alone_asks_the_kernel_nothing(wire, monk
     wire.change(wanted)
     eventually(lambda: settled(wire, wanted), "it is as wanted")
     for module, name in (
-        (interfaces, "add_missing"),
         (interfaces, "converge"),
         (nft_apply, "replace_table"),
         (nft_apply, "holds"),

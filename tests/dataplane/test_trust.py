@@ -9,11 +9,11 @@ import ssl
 from types import SimpleNamespace
 
 import pytest
+from agent_heartbeats import decode
 from amphora_lab import AMPHORA, HEARTBEATS, eventually
 from configuration_text import LISTENER, MEMBER_IDS, POOL, listener, text
 from throwaway_authority import CLIENT, SERVER, Authority
 
-from amphora_agent.stats.heartbeat_codec import decode
 from amphora_driver.agent.client import AgentClient
 from amphora_driver.agent.tls import TlsOverride
 from amphora_driver.errors import AgentRefused, AgentUnreachable, AgentUntrusted

@@ -15,7 +15,7 @@ from amphora_agent.l4 import model
 from amphora_agent.l4_nftables import conntrack
 from amphora_agent.l4_nftables.conntrack_marks import SERVER_MASK
 from amphora_agent.l4_nftables.engine import NftablesEngine
-from amphora_agent.network import firewall, nft_apply
+from amphora_agent.network import firewall, libnftables, nft_apply
 from amphora_agent.network.firewall import Port, Restrictions
 from amphora_agent.network.namespace import Namespace
 
@@ -103,8 +103,8 @@ def test_the_last_listener_leaves_nothing(lab, inner, clients):
     assert sum(members_of(some).values()) == 3
     push(lab)
     assert not {mark for mark in inner.run(conntrack.count_flows, 0xFFFFFFFF) if mark}
-    assert not inner.run(nft_apply.table_exists, "inet", "amphora_virtual")
-    assert not inner.run(nft_apply.table_exists, "inet", "amphora")
+    assert not inner.run(libnftables.table_exists, "inet", "amphora_virtual")
+    assert not inner.run(libnftables.table_exists, "inet", "amphora")
     eventually(some[0].refused, "no member serves")
 
 

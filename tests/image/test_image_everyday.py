@@ -8,12 +8,11 @@ import ssl
 import time
 
 import pytest
+from agent_heartbeats import decode
 from balanced import VIP, VIP6, listener, load_balancer, member, monitor, pool
 from estate import CONTROLLER, HEARTBEATS, PATIENCE
 from visitors import trusting
 from wanted import id_of
-
-from amphora_agent.stats.heartbeat_codec import decode
 
 pytestmark = [pytest.mark.root, pytest.mark.extended, pytest.mark.quiet, pytest.mark.lasts(1200)]
 ONE, TWO, TWO6 = "198.51.100.111", "198.51.100.112", "2001:db8:1::112"

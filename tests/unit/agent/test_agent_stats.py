@@ -9,6 +9,7 @@ import secrets
 import uuid
 
 import pytest
+from agent_heartbeats import decode
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,11 +17,11 @@ from amphora_agent.config import load
 from amphora_agent.errors import SettingsError
 from amphora_agent.paths import Paths
 from amphora_agent.stats import former_workers
+from amphora_agent.stats.former_workers import COUNTED
 from amphora_agent.stats.haproxy_stats import NONE, Counters, key, parse
-from amphora_agent.stats.heartbeat_codec import LARGEST, datagrams, decode, encode
+from amphora_agent.stats.heartbeat_codec import LARGEST, datagrams, encode
 from amphora_agent.stats.heartbeat_sender import next_epoch
 from amphora_agent.stats.monotonic_counters import MOST_ABSENT, MonotonicCounters
-from amphora_agent.stats.stat_columns import COUNTED
 
 AMPHORA = uuid.UUID("0b9d7a52-0000-4000-8000-000000000001")
 KEY = bytes(range(32))

@@ -18,9 +18,10 @@ import pytest
 
 import amphora_agent
 from amphora_agent.errors import ConfigurationRefused, VirtualServersError
+from amphora_agent.l4.counters import Counters
 from amphora_agent.l4.event_loop import EventLoop, make_nonblocking
 from amphora_agent.l4_daemon import client, code_version
-from amphora_agent.l4_daemon.client import CheckerClient, CheckerState, ListenerState, PoolState, ServerTotals
+from amphora_agent.l4_daemon.client import CheckerClient, CheckerState, ListenerState, PoolState
 from amphora_agent.l4_daemon.persisted_state import DesiredState, StateFiles
 from amphora_agent.paths import Paths
 from amphora_agent.stats.udp_stats import UdpStats
@@ -222,7 +223,7 @@ def test_when_nothing_is_wanted_any_more_it_ends_and_its_last_words_are_kept(pat
     assert services.calls == [("start", client.SERVICE), ("stop", client.SERVICE)]
     assert not paths.checker_socket.exists()
     assert not paths.virtual_servers.exists()
-    assert checker.take_final_state().sums == {"gone": ServerTotals(**SUMS)}
+    assert checker.take_final_state().sums == {"gone": Counters(**SUMS)}
     assert checker.take_final_state() is None
 
 
@@ -311,7 +312,7 @@ def test_a_silent_checker_has_no_state_and_is_a_drift(paths):
 
 def state(birth, count, active=0, former=()):
     pool = PoolState("pool", "UP", {"m": "UP"}, {"m": ""}, {"m": 1})
-    sums = {name: ServerTotals(count, 10 * count, 20 * count, 0) for name in ("one", *former)}
+    sums = {name: Counters(0, count, 10 * count, 20 * count, 0) for name in ("one", *former)}
     return CheckerState("d", birth, None, {"one": ListenerState("OPEN", active, pool)}, sums)
 
 

@@ -16,7 +16,7 @@ import pytest
 from test_checks_states import MONITOR, SERVER, member, server
 
 from amphora_agent.l4 import event_loop
-from amphora_agent.l4.engine import Counters
+from amphora_agent.l4.counters import Counters
 from amphora_agent.l4.event_loop import EventLoop, make_nonblocking
 from amphora_agent.l4.model import to_document
 from amphora_agent.l4_daemon import control_socket

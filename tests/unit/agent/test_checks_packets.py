@@ -9,8 +9,9 @@ import struct
 import pytest
 
 from amphora_agent.l4.model import Monitor
-from amphora_agent.l4_checks import conntrack_lookup, http_response, icmp_errors, sctp_packet
-from amphora_agent.l4_checks.conntrack_lookup import Flow
+from amphora_agent.l4_checks import http as http_checks
+from amphora_agent.l4_checks import icmp_errors, sctp_packet
+from amphora_agent.l4_checks.icmp_errors import Flow
 
 # -- SCTP ----------------------------------------------------------------------------------------------------
 
@@ -78,7 +79,7 @@ def monitor(**changes):
     ],
 )
 def test_requests(changes, place, lines):
-    text = http_response.build_request(monitor(**changes), *place).decode()
+    text = http_checks.build_request(monitor(**changes), *place).decode()
     assert text.endswith("\r\n\r\n")
     assert text.split("\r\n")[: len(lines)] == lines
     assert "Connection: close" in text.split("\r\n")
@@ -100,7 +101,7 @@ def test_requests(changes, place, lines):
     ],
 )
 def test_answers(received, status):
-    assert http_response.parse_status(received) == status
+    assert http_checks.parse_status(received) == status
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_answers(received, status):
 )
 def test_foreign_packets_are_no_answer(received):
     with pytest.raises(ValueError, match="not an HTTP"):
-        http_response.parse_status(received)
+        http_checks.parse_status(received)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_foreign_packets_are_no_answer(received):
     ],
 )
 def test_codes(status, codes, wanted):
-    assert http_response.matches_codes(status, codes) is wanted
+    assert http_checks.matches_codes(status, codes) is wanted
 
 
 # -- what others are told ------------------------------------------------------------------------------------
@@ -207,7 +208,7 @@ def test_neighbours_that_are_lost():
 
 
 def test_a_question_for_a_flow_is_well_formed():
-    question = conntrack_lookup.build_request(Flow(socket.AF_INET, 17, (MEMBER, 53), (US, 4242)))
+    question = icmp_errors.build_request(Flow(socket.AF_INET, 17, (MEMBER, 53), (US, 4242)))
     length, kind = struct.unpack_from("=IH", question)
     assert (length, kind) == (len(question), 0x101)
     assert socket.inet_aton(MEMBER) in question
@@ -215,4 +216,4 @@ def test_a_question_for_a_flow_is_well_formed():
 
 
 def test_no_flow_is_said_to_be_none():
-    assert not conntrack_lookup.flow_exists(Flow(socket.AF_INET, 17, ("127.0.0.9", 53), ("127.0.0.8", 4242)))
+    assert not icmp_errors.flow_exists(Flow(socket.AF_INET, 17, ("127.0.0.9", 53), ("127.0.0.8", 4242)))

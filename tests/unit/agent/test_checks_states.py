@@ -10,9 +10,8 @@ from uuid import UUID
 
 import pytest
 
-from amphora_agent.l4.engine import Counters
+from amphora_agent.l4.counters import Counters, MonotonicCounters
 from amphora_agent.l4.model import Member, Monitor, VirtualServer
-from amphora_agent.l4.monotonic_counters import MonotonicCounters
 from amphora_agent.l4_checks import member_state
 from amphora_agent.l4_checks.member_state import State
 

@@ -12,7 +12,7 @@ from test_agent_firewall import bundle
 
 from amphora_agent.bundle import Interface, Partner, Vrrp, VrrpInstance
 from amphora_agent.keepalived.configuration import render
-from amphora_agent.keepalived.stale_vips import stale_addresses
+from amphora_agent.keepalived.vrrp_state import stale_addresses
 
 HERE, THERE = Partner("a", ip_address("198.51.100.11")), Partner("b", ip_address("198.51.100.12"))
 HERE6, THERE6 = Partner("a", ip_address("2001:db8::11")), Partner("b", ip_address("2001:db8::12"))

@@ -140,7 +140,9 @@ def test_a_target_that_cannot_be_reached_is_seen(tmp_path):
         AMPHORA, "127.0.0.1", 9443, "supervisor", 20, 1, (Target("255.255.255.255", 9),), b"k", "octavia"
     )
     sender = OctaviaSender(settings, paths, Counting(), frozenset)
-    sender._report()
+    sender._send()
+    for each in sender._sockets.values():
+        each.close()
     assert sender.errors()["255.255.255.255:9"]["count"] == 1
 
 

@@ -12,7 +12,7 @@ from amphora_agent.errors import HaproxyError
 from amphora_agent.responder import prometheus
 from amphora_agent.responder.metric_families import CPU, MEMORY, PROCESS, STATISTICS
 from amphora_agent.stats import former_workers
-from amphora_agent.stats.stat_columns import COUNTED
+from amphora_agent.stats.former_workers import COUNTED
 
 # The names that dashboards for Octavia's PROMETHEUS listeners are written with.
 DOCUMENTED = [

@@ -1,30 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums of kernel counters that never fall, although the kernel's table may be replaced.
-
-Invariant: pure. The totals of a virtual server never fall during the life of an object, or after `from_document`.
-"""
+"""Counters of virtual servers and members, and sums over replacements of the kernel's table."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
+from operator import add, lt
 from typing import Any
 
-from amphora_agent.l4.engine import Counters
+from amphora_agent.l4.model import Host
 
 SUMMED = ("total_connections", "bytes_in", "bytes_out", "request_errors")
-# Virtual servers that were removed and may return.
+# A removed virtual server may return, so the sums of this number of removed virtual servers are kept.
 MAX_FORMER = 500
 _Sums = tuple[int, ...]
 _ZERO: _Sums = (0,) * len(SUMMED)
 
 
-class MonotonicCounters:
-    """Sums by virtual server.
+@dataclass(frozen=True)
+class MemberCounters:
+    """Counters of a member since the engine's process began to count; bytes as clients see them."""
 
-    Attributes:
-        birth: identity of these sums; sums that begin at zero have another one.
-    """
+    active_connections: int = 0
+    total_connections: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+
+@dataclass(frozen=True)
+class Counters(MemberCounters):
+    """Counters of a virtual server since the kernel began to count."""
+
+    request_errors: int = 0
+
+
+MemberPlace = tuple[str, Host, int]
+"""A member by the id of its virtual server, its address and its port."""
+
+
+class MonotonicCounters:
+    """Sums by virtual server, which never fall. Sums that begin at zero have another ``birth``."""
 
     def __init__(self) -> None:
         self.birth = os.urandom(8).hex()
@@ -37,10 +53,8 @@ class MonotonicCounters:
         restarted = False
         found = {name: tuple(getattr(one, field) for field in SUMMED) for name, one in now.items()}
         for name, before in self._last.items():
-            present = found.get(name, _ZERO)
-            if any(one < other for one, other in zip(present, before, strict=True)):
-                earlier = self._settled.pop(name, _ZERO)
-                self._settled[name] = tuple(one + other for one, other in zip(earlier, before, strict=True))
+            if any(map(lt, found.get(name, _ZERO), before)):
+                self._settled[name] = tuple(map(add, self._settled.pop(name, _ZERO), before))
                 restarted = True
         self._last = found
         self._active = {name: one.active_connections for name, one in now.items()}
@@ -50,26 +64,19 @@ class MonotonicCounters:
 
     def totals(self, name: str) -> Counters:
         """Return the totals of a virtual server; active connections are the present ones."""
-        settled, last = self._settled.get(name, _ZERO), self._last.get(name, _ZERO)
-        total, received, sent, errors = (one + other for one, other in zip(settled, last, strict=True))
-        return Counters(self._active.get(name, 0), total, received, sent, errors)
+        sums = map(add, self._settled.get(name, _ZERO), self._last.get(name, _ZERO))
+        return Counters(active_connections=self._active.get(name, 0), **dict(zip(SUMMED, sums, strict=True)))
 
     @property
     def names(self) -> set[str]:
-        """All virtual servers with counters."""
         return {*self._settled, *self._last}
 
     def to_document(self) -> dict[str, Any]:
-        """Return the sums for the disk."""
         return {"birth": self.birth, "columns": SUMMED, "settled": self._settled, "last": self._last}
 
     @classmethod
     def from_document(cls, value: Any) -> MonotonicCounters:
-        """Return the sums of a document of `to_document`.
-
-        Raises:
-            KeyError, TypeError, ValueError: the document has another shape.
-        """
+        """Return the sums of a document of `to_document`; raises KeyError, TypeError or ValueError."""
         if tuple(value["columns"]) != SUMMED:
             raise ValueError("other columns")
         counted = cls()

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Netlink messages (netlink(7)) and socket filters, with the standard library only."""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+import struct
+from collections.abc import Iterable
+
+ROUTE, NETFILTER = 0, 12
+REQUEST, ACK, REPLACE, DUMP = 1, 4, 0x100, 0x300
+ERROR, DONE = 2, 3
+NESTED = 0x8000
+# In a message of netfilter, the attributes follow nlmsghdr and nfgenmsg.
+FIRST_ATTRIBUTE = 20
+ATTRIBUTE = struct.Struct("=HH")  # The fields are length and type.
+TYPE_MASK = 0x3FFF
+_HEAD = struct.Struct("=IHHII")  # The fields are length, type, flags, sequence number and port.
+_SO_ATTACH_FILTER = 26
+
+
+def open_socket(protocol: int, groups: int = 0, timeout: float | None = None) -> socket.socket:
+    """Return a netlink socket that receives the announcements of multicast groups."""
+    opened = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, protocol)
+    try:
+        opened.settimeout(timeout)
+        opened.bind((0, groups))
+    except OSError:
+        opened.close()
+        raise
+    return opened
+
+
+def message(kind: int, flags: int, body: bytes, number: int = 1) -> bytes:
+    """Return a request with a sequence number."""
+    return _HEAD.pack(_HEAD.size + len(body), kind, REQUEST | flags, number, 0) + body
+
+
+def netfilter_message(kind: int, flags: int, family: int, attributes: bytes) -> bytes:
+    """Return a request to netfilter (linux/netfilter/nfnetlink.h)."""
+    return message(kind, flags, struct.pack("=BBH", family, 0, 0) + attributes)
+
+
+def attribute(kind: int, value: bytes) -> bytes:
+    """Return an attribute with its padding."""
+    return ATTRIBUTE.pack(4 + len(value), kind) + value + bytes(-len(value) % 4)
+
+
+def attributes(data: bytes, at: int = 0) -> dict[int, bytes]:
+    """Return the attributes from an offset on, by type."""
+    found, unpack, end = {}, ATTRIBUTE.unpack_from, len(data)
+    while at + 4 <= end:
+        size, kind = unpack(data, at)
+        if size < 4 or at + size > end:
+            break
+        found[kind & TYPE_MASK] = data[at + 4 : at + size]
+        at += (size + 3) & ~3
+    return found
+
+
+def attach_filter(one: socket.socket, lines: Iterable[tuple[int, int, int, int]]) -> None:
+    """Let the kernel select the packets for a socket by a classic BPF program (linux/filter.h)."""
+    program = b"".join(struct.pack("=HBBI", *line) for line in lines)
+    code = ctypes.create_string_buffer(program, len(program))
+    place = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
+    one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, place)
