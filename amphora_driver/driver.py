@@ -237,7 +237,9 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
             raise
         except AmphoraDriverError:
             # Octavia drops the load balancer, so the driver releases the addresses.
-            shared.catalogue.network(network).release_load_balancer(from_octavia.get_id(Kind.LOAD_BALANCER, loadbalancer))
+            shared.catalogue.network(network).release_load_balancer(
+                from_octavia.get_id(Kind.LOAD_BALANCER, loadbalancer)
+            )
             raise
         _notify(tree.id)
 
