@@ -55,14 +55,13 @@ def main(arguments: list[str]) -> int:
     """Forward until killed."""
     namespace, *numbers = arguments
     place = namespaces.path(namespace)
-    listeners = {int(port): namespaces.run_inside(place, functools.partial(_listener, int(port))) for port in numbers}
+    listeners = {}
+    for port in map(int, numbers):
+        # A socket belongs to the network namespace in which the process created the socket.
+        listen = functools.partial(socket.create_server, (_LOOPBACK_ADDRESS, port), backlog=128)
+        listeners[port] = namespaces.run_inside(place, listen)
     asyncio.run(_serve(listeners))
     return 0
-
-
-def _listener(port: int) -> socket.socket:
-    # A socket belongs to the network namespace in which the process created the socket.
-    return socket.create_server((_LOOPBACK_ADDRESS, port), backlog=128)
 
 
 async def _serve(listeners: dict[int, socket.socket]) -> None:

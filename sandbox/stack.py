@@ -85,7 +85,12 @@ class Stack:
             if self.settings.driver_configuration.exists():
                 with self._open_network() as network:
                     self._power_off(network)
-            removed = [name for name in namespaces.names(f"{self.settings.prefix}-") if self._remove_namespace(name)]
+            removed = namespaces.names(f"{self.settings.prefix}-")
+            for name in removed:
+                # A process without a record can still run in the namespace.
+                if not signal_and_wait(namespaces.processes(name), signal.SIGKILL, _KILL_SECONDS):
+                    raise SandboxError(f"remove the namespace {name}", "a process in it does not end after SIGKILL")
+                namespaces.remove(name)
             if removed:
                 self._report(f"namespaces removed: {', '.join(removed)}")
 
@@ -164,13 +169,6 @@ class Stack:
             for amphora_id in compute.booted():
                 compute.power_off(amphora_id)
                 self._report(f"amphora {amphora_id} is powered off")
-
-    def _remove_namespace(self, name: str) -> bool:
-        """Remove a namespace and kill the processes in it that have no record."""
-        if not signal_and_wait(namespaces.processes(name), signal.SIGKILL, _KILL_SECONDS):
-            raise SandboxError(f"remove the namespace {name}", "a process in it does not end after SIGKILL")
-        namespaces.remove(name)
-        return True
 
     @contextmanager
     def _open_network(self) -> Iterator[LocalNetwork]:

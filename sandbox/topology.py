@@ -78,27 +78,19 @@ def build_networks(settings: Settings, network: LocalNetwork) -> None:
     switch = bridges.Switch(settings.switch, MANAGEMENT_NETWORK)
     switch.ensure(network.networks(), network.subnets())
     network.port_security.enforce()
-    _ensure_host(settings, network, switch, "control", MANAGEMENT_NETWORK, {"management-subnet": CONTROL_ADDRESS})
-    _ensure_host(settings, network, switch, "witness", MANAGEMENT_NETWORK, {"management-subnet": WITNESS_ADDRESS})
-    client = {"vip-subnet": "198.51.100.2", "vip-subnet-v6": "2001:db8:1::2"}
-    _ensure_host(settings, network, switch, CLIENT, VIP_NETWORK, client)
+    hosts = {
+        "control": (MANAGEMENT_NETWORK, {"management-subnet": CONTROL_ADDRESS}),
+        "witness": (MANAGEMENT_NETWORK, {"management-subnet": WITNESS_ADDRESS}),
+        CLIENT: (VIP_NETWORK, {"vip-subnet": "198.51.100.2", "vip-subnet-v6": "2001:db8:1::2"}),
+    }
     for name, number in MEMBERS.items():
         addresses = {"member-subnet": f"192.0.2.{number}", "member-subnet-v6": f"2001:db8:2::{number}"}
-        _ensure_host(settings, network, switch, name, MEMBER_NETWORK, addresses)
-
-
-def _ensure_host(
-    settings: Settings,
-    network: LocalNetwork,
-    switch: bridges.Switch,
-    name: str,
-    network_id: str,
-    addresses: dict[str, str],
-) -> None:
-    wanted = [FixedAddress(subnet_id=derive_id(subnet), address=address) for subnet, address in addresses.items()]
-    port = network.fixed_port(name, network_id, wanted)
-    segment = next(one for one in network.networks() if one.id == network_id)
-    place = namespaces.path(settings.host(name))
-    namespaces.ensure(settings.host(name))
-    switch.connect(port, segment, name, place, "eth0")
-    bridges.configure_interface(place, "eth0", port, network.subnets(network_id))
+        hosts[name] = (MEMBER_NETWORK, addresses)
+    segments = {one.id: one for one in network.networks()}
+    for name, (network_id, addresses) in hosts.items():
+        wanted = [FixedAddress(subnet_id=derive_id(subnet), address=address) for subnet, address in addresses.items()]
+        port = network.fixed_port(name, network_id, wanted)
+        place = namespaces.path(settings.host(name))
+        namespaces.ensure(settings.host(name))
+        switch.connect(port, segments[network_id], name, place, "eth0")
+        bridges.configure_interface(place, "eth0", port, network.subnets(network_id))

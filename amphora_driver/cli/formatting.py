@@ -179,7 +179,8 @@ class Rows(Value):
         return "\n".join(escape_unprintable(self.describe(row)) for row in self._value) or self.empty
 
     def _data(self) -> list[dict[str, Any]]:
-        return [{name: _iso_time(name, value) for name, value in row.items()} for row in self._value]
+        # Names of columns are a subclass of str in SQLAlchemy, which YAML cannot represent.
+        return [{str(name): _iso_time(name, value) for name, value in row.items()} for row in self._value]
 
 
 class Partners(Rows):

@@ -74,7 +74,8 @@ def check_authorities(conf: ConfigOpts, rows: Sequence[Any], now: float) -> Chec
     for option in _CERTIFICATE_OPTIONS:
         path = Path(conf.amp_certificates[option])
         try:
-            found[str(path)] = _expiry(path.read_bytes())
+            certificates = x509.load_pem_x509_certificates(path.read_bytes())
+            found[str(path)] = min(one.not_valid_after_utc.timestamp() for one in certificates)
         except OSError as error:
             missing.append(f"{path}: {error.strerror}")
         except ValueError as error:
@@ -155,10 +156,6 @@ def run_check(name: str, check: Callable[[], Check]) -> Check:
     except Exception as error:  # noqa: BLE001 - one broken check must not hide the results of the others
         return failure(f"the check raised {type(error).__name__}: {error}. Report this as a bug.", name)
     return msgspec.structs.replace(found, name=name)
-
-
-def _expiry(pem: bytes) -> float:
-    return min(one.not_valid_after_utc.timestamp() for one in x509.load_pem_x509_certificates(pem))
 
 
 def _socket_error(path: str, document: bytes) -> str | None:

@@ -29,7 +29,11 @@ class ListJobs(Lister):
 
     def take_action(self, parsed_args: argparse.Namespace) -> Table:
         now = time.time()
-        rows = self.app.read(lambda connection: connection.execute(_pending_query()).all())
+        pending, to_report, since = queries.count_pending(), queries.count_unreported(), queries.pending_since()
+        undone = sa.or_(job.c.dirty, job.c.committed < job.c.generation, job.c.read_back, pending > 0, to_report > 0)
+        columns = (job, pending.label("pending"), to_report.label("to_report"), since.label("since"))
+        query = sa.select(*columns).where(undone, queries.IS_LOAD_BALANCER).order_by(since, job.c.load_balancer_id)
+        rows = self.app.read(lambda connection: connection.execute(query).all())
         return HEAD, (_row(row, now) for row in rows)
 
 
@@ -44,13 +48,6 @@ def waits_for(row: Any, now: float) -> str:
     if row.dirty:
         return "its next attempt" if row.due_at > now else "a controller"
     return "Octavia to be told" if row.to_report else "a controller"
-
-
-def _pending_query() -> sa.Select[Any]:
-    pending, to_report, since = queries.count_pending(), queries.count_unreported(), queries.pending_since()
-    undone = sa.or_(job.c.dirty, job.c.committed < job.c.generation, job.c.read_back, pending > 0, to_report > 0)
-    columns = (job, pending.label("pending"), to_report.label("to_report"), since.label("since"))
-    return sa.select(*columns).where(undone, queries.IS_LOAD_BALANCER).order_by(since, job.c.load_balancer_id)
 
 
 def _row(row: Any, now: float) -> tuple[Any, ...]:

@@ -132,10 +132,12 @@ def _row(one: LoadBalancerSummary, now: float) -> tuple[Any, ...]:
     row, heard = one.work, queries.oldest_heartbeat(one.amphorae)
     pending = row.dirty or row.to_report or row.pending or row.committed < row.generation
     causes = sorted({failover.cause for failover in one.failovers})
+    states = dict(sorted(Counter(machine.state for machine in one.amphorae).items()))
+    silent = {"silent": len(one.silent)} if one.silent else {}
     return (
         *(row.load_balancer_id, Value(one.name), row.project_id, row.topology),
         *(*_statuses(one), row.generation, row.applied),
-        *(Counts(_states(one)), Value(queries.vip_holder(one.amphorae)), Age(heard or None)),
+        *(Counts({**states, **silent}), Value(queries.vip_holder(one.amphorae)), Age(heard or None)),
         *(Value(waits_for(row, now) if pending else None), row.attempts, Value(row.error), ValueList(causes)),
         *(Value(one.status.reason if one.status else None), ValueList(one.addresses), Age(one.since, "")),
         *(Remaining(row.due_at if row.dirty and row.due_at else None), Value(row.owner), row.op, bool(row.dirty)),
@@ -145,11 +147,6 @@ def _row(one: LoadBalancerSummary, now: float) -> tuple[Any, ...]:
 
 def _statuses(one: LoadBalancerSummary) -> tuple[str, str]:
     return queries.provisioning_status(one), queries.operating_status(one)
-
-
-def _states(one: LoadBalancerSummary) -> dict[str, int]:
-    states = dict(sorted(Counter(machine.state for machine in one.amphorae).items()))
-    return {**states, **({"silent": len(one.silent)} if one.silent else {})}
 
 
 def _details(connection: sa.Connection, text: str, requests: int, now: float) -> dict[str, Any]:
@@ -163,6 +160,9 @@ def _details(connection: sa.Connection, text: str, requests: int, now: float) ->
         node: LoadBalancer | None = desired_objects.load_object(connection, Kind.LOAD_BALANCER, load_balancer_id)
     except UnknownObject:
         node = None
+    # Other lines of the output show topology, compute and network backend.
+    profile: dict[str, Any] = {} if node is None else msgspec.to_builtins(node.profile)
+    profile = {name: value for name, value in profile.items() if name not in ("topology", "compute", "network")}
     return {
         **listed,
         "Status since": Timestamp((one.status.since or None) if one.status else None),
@@ -174,7 +174,7 @@ def _details(connection: sa.Connection, text: str, requests: int, now: float) ->
         "Compute": Value(row.compute),
         "Network": Value(row.network),
         **(_vips(connection, node) if node is not None else {}),
-        "Profile": formatting.Profile(_profile(node) if node is not None else {}),
+        "Profile": formatting.Profile(profile),
         "Spare pool": Value(row.spare_pool),
         "Objects": Counts(_objects(connection, load_balancer_id)),
         "Amphorae": formatting.Amphorae([_amphora_fields(machine, one) for machine in one.amphorae]),
@@ -214,12 +214,6 @@ def _vips(connection: sa.Connection, node: LoadBalancer) -> dict[str, Any]:
     if given is not None and given.refused:
         shown["Refused"] = given.refused
     return shown
-
-
-def _profile(node: LoadBalancer) -> dict[str, Any]:
-    """Return the values of flavor and availability zone that no other line of the output shows."""
-    values: dict[str, Any] = msgspec.to_builtins(node.profile)
-    return {name: value for name, value in values.items() if name not in ("topology", "compute", "network")}
 
 
 def _objects(connection: sa.Connection, load_balancer_id: str) -> dict[str, int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import time
 import uuid
 from typing import Any
@@ -55,8 +54,7 @@ class ResyncLoadBalancer(Lister):
             raise RequestError("resynchronize", "both ids and --all are given", "Use one of them.")
         chosen = None
         if prefixes or everything:
-            find = _all_ids if everything else functools.partial(_find_ids, prefixes=prefixes)
-            chosen = self.app.read(find)
+            chosen = self.app.read(lambda connection: _find_ids(connection, prefixes))
             self._request(chosen, remove_unknown=parsed_args.remove_unknown)
         deadline = time.monotonic() + parsed_args.wait
         while True:
@@ -74,13 +72,12 @@ class ResyncLoadBalancer(Lister):
         local_socket.wake_role(self.app.conf.amp_queue.socket_dir, local_socket.REPORTER)
 
 
-def _all_ids(connection: sa.Connection) -> list[str]:
+def _find_ids(connection: sa.Connection, prefixes: list[str]) -> list[str]:
+    """Return the ids with these prefixes, or all recorded ids without prefixes."""
+    if prefixes:
+        return sorted({_find_id(connection, prefix) for prefix in prefixes})
     query = sa.select(job.c.load_balancer_id).where(queries.IS_LOAD_BALANCER)
     return list(connection.execute(query.order_by(job.c.load_balancer_id)).scalars())
-
-
-def _find_ids(connection: sa.Connection, prefixes: list[str]) -> list[str]:
-    return sorted({_find_id(connection, prefix) for prefix in prefixes})
 
 
 def _find_id(connection: sa.Connection, prefix: str) -> str:

@@ -184,6 +184,7 @@ def _selection(connection: sa.Connection, parsed_args: argparse.Namespace) -> Se
 def _details(connection: sa.Connection, found: Rotation) -> dict[str, Any]:
     every = rotations.list_items(connection, found.id)
     running = [one.load_balancer_id for one in every if one.state is ItemState.RUNNING]
+    took = [seconds for one in every if one.state is ItemState.DONE and (seconds := _seconds_of(one)) is not None]
     left = rotations.estimate_remaining_seconds(every, found.max_unavailable) if found.ended_at is None else None
     paused = found.state is RotationState.PAUSED
     return {
@@ -198,7 +199,7 @@ def _details(connection: sa.Connection, found: Rotation) -> dict[str, Any]:
         "Load balancers": Counts(rotations.count_items(connection, found.id)),
         "Current": "\n".join(running),
         "Expected to end in": Remaining(None if left is None or paused else time.time() + left),
-        "Seconds each": Duration(_mean_seconds(every)),
+        "Seconds each": Duration(sum(took) / len(took) if took else None),
     }
 
 
@@ -214,11 +215,6 @@ def _arguments(wanted: Selection) -> str:
     words += [f"--{name} {value}" for name, value in options.items() if value is not None]
     words += [f"--loadbalancer {one}" for one in wanted.load_balancers]
     return " ".join([*words, *(f"--{name} {value}" for name, value in limits.items() if value is not None)])
-
-
-def _mean_seconds(every: list[RotationItem]) -> float | None:
-    took = [seconds for one in every if one.state is ItemState.DONE and (seconds := _seconds_of(one)) is not None]
-    return sum(took) / len(took) if took else None
 
 
 def _seconds_of(item: RotationItem) -> float | None:

@@ -26,7 +26,7 @@ class SecretsStatus(Lister):
 
 
 class ReencryptSecrets(ShowOne):
-    """Encrypt every secret with the first key of the file. The command can run beside the services."""
+    """Encrypt every secret with the first key of the file. Services can run; the command can be repeated."""
 
     def values(self, parsed_args: argparse.Namespace) -> dict[str, Any]:
         vault = Vault.load(self.app.conf.amp_database.encryption_key_file)

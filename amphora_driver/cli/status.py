@@ -24,6 +24,7 @@ from amphora_driver.database import schema_check
 from amphora_driver.database.tables_fleet import certificate_authority, process, rotation, unknown_amphora
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.store import circuit_breaker, failovers, process_registry, resyncs
+from amphora_driver.telemetry.alerts import DEAD_AFTER
 
 HEAD = ("Check", "Result", "Details")
 
@@ -114,7 +115,7 @@ def _check_rows(conf: Any, rows: Rows, now: float) -> Iterator[Check]:
     known = {one.work.load_balancer_id for one in rows.load_balancers}
     agents = [row for row in rows.processes if row.kind == process_registry.ProcessKind.PROVIDER_AGENT.value]
     here = any(row.host == socket.gethostname() for row in agents)
-    elsewhere = any(now - row.seen_at <= status_checks.GONE_AFTER for row in agents)
+    elsewhere = any(now - row.seen_at <= DEAD_AFTER for row in agents)
     yield from status_checks.check_processes(rows.processes, now, process_registry.installed_version())
     checks: dict[str, Callable[[], Check]] = {
         "Octavia's sockets": lambda: host_checks.check_octavia_sockets(conf, elsewhere=elsewhere, here=here),

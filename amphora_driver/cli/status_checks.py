@@ -19,20 +19,16 @@ from amphora_driver.cli import queries
 from amphora_driver.cli.formatting import format_duration
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.store import circuit_breaker, process_registry
+from amphora_driver.telemetry.alerts import DEAD_AFTER, MONTH, RENEWAL_OVERDUE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from amphora_driver.cli.queries import LoadBalancerSummary
 
-# A process counts as dead after five missed intervals of its sign of life.
-GONE_AFTER = 5 * process_registry.HEARTBEAT_INTERVAL
 # The details of one check list at most five ids.
 _MAX_LISTED = 5
-_MONTH = 30 * 86400.0
 _DATE = re.compile(r"(?<![0-9])([0-9]{4})-([0-9]{2})-([0-9]{2})(?![0-9])", re.ASCII)
-# The renewal of a certificate is late after 75 % of its validity. The default of renew_at is 50 %.
-_LATE = 0.75
 _KINDS = {
     process_registry.ProcessKind.CONTROLLER: (
         "Controllers",
@@ -97,8 +93,8 @@ def check_processes(rows: Sequence[Any], now: float, installed: str) -> list[Che
     found = []
     for kind, (name, remedy) in _KINDS.items():
         mine = [row for row in rows if row.kind == kind.value]
-        alive = [row for row in mine if now - row.seen_at <= GONE_AFTER]
-        gone = [row for row in mine if now - row.seen_at > GONE_AFTER]
+        alive = [row for row in mine if now - row.seen_at <= DEAD_AFTER]
+        gone = [row for row in mine if now - row.seen_at > DEAD_AFTER]
         hosts = ", ".join(sorted(f"{row.host} ({row.version})" for row in alive))
         if not alive:
             last = max((row.seen_at for row in gone), default=None)
@@ -114,7 +110,7 @@ def check_processes(rows: Sequence[Any], now: float, installed: str) -> list[Che
             found.append(warning(words, name))
         else:
             found.append(success(f"alive: {hosts}", name))
-    versions = {row.version or "unknown" for row in rows if now - row.seen_at <= GONE_AFTER}
+    versions = {row.version or "unknown" for row in rows if now - row.seen_at <= DEAD_AFTER}
     if versions - {installed}:
         words = ", ".join(sorted(versions | {installed}))
         found.append(warning(f"several are in use: {words}. Upgrade all hosts to one version.", "Versions"))
@@ -240,7 +236,7 @@ def check_certificates(machines: Sequence[Any], now: float) -> Check:
 
 def _is_renewal_late(one: Any, now: float) -> bool:
     life = float(one.certificate_expires_at - one.certificate_issued_at)
-    return life <= 0 or (now - float(one.certificate_issued_at)) / life > _LATE
+    return life <= 0 or (now - float(one.certificate_issued_at)) / life > RENEWAL_OVERDUE
 
 
 def check_agents(machines: Sequence[Any], installed: str) -> Check:
@@ -280,7 +276,7 @@ def _date_of_image(image: str | None) -> dt.date | None:
 def check_authorities(ends: Mapping[str, float], now: float) -> Check:
     """Check the expiry of CAs and of the controllers' certificate, by name in seconds since 1970."""
     over = [name for name, end in ends.items() if end <= now]
-    soon = [f"{name} in {format_duration(end - now)}" for name, end in ends.items() if now < end <= now + _MONTH]
+    soon = [f"{name} in {format_duration(end - now)}" for name, end in ends.items() if now < end <= now + MONTH]
     if over:
         words = f"expired: {', '.join(over)}"
         return failure(f"{words}. Run: amphoractl ca rotate; see docs/how-to/rotate-certificates.md.")

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from amphora_driver.telemetry.fleet_snapshot import AmphoraInfo, FleetSnapshot, LoadBalancerInfo
 
 # A process counts as dead after five missed heartbeats.
-_DEAD_AFTER = 5 * HEARTBEAT_INTERVAL
+DEAD_AFTER = 5 * HEARTBEAT_INTERVAL
 # A notice about a due job, an unreported status or an unconfirmed change begins after 30 s. The notice becomes more
 # severe after 300 s.
 _LATE = 30.0
 _VERY_LATE = 300.0
 _DAY = 86_400.0
 # The rotation of a CA is overdue if less than 30 days of its validity are left.
-_MONTH = 30 * _DAY
+MONTH = 30 * _DAY
 # The renewal of an amphora certificate is overdue after 75 % of its validity.
-_RENEWAL_OVERDUE = 0.75
+RENEWAL_OVERDUE = 0.75
 _WITHOUT_PROCESS = {
     ProcessKind.CONTROLLER.value: "no controller runs: load balancers are not changed, and amphorae not replaced",
     ProcessKind.HEALTH_MANAGER.value: "no health manager runs: heartbeats of amphorae are not received",
@@ -141,7 +141,7 @@ def _control_plane_notices(fleet: FleetSnapshot) -> Iterator[Notice]:
             yield _fleet_notice(Level.WATCH, f"image rotation {rotation.id} is paused: {reason}")
     for authority in fleet.authorities:
         left = authority.expires_at - fleet.at
-        if left < _MONTH and authority.state == "current":
+        if left < MONTH and authority.state == "current":
             level = Level.TROUBLE if left < _DAY else Level.WATCH
             yield _fleet_notice(level, f"the CA of {authority.kind} certificates expires in {left / _DAY:.1f} days")
     for unknown in fleet.unknown_amphorae:
@@ -170,12 +170,12 @@ def _breaker_notices(fleet: FleetSnapshot) -> Iterator[Notice]:
 
 
 def _process_notices(fleet: FleetSnapshot) -> Iterator[Notice]:
-    alive = {one.kind for one in fleet.processes if fleet.at - one.seen_at <= _DEAD_AFTER}
+    alive = {one.kind for one in fleet.processes if fleet.at - one.seen_at <= DEAD_AFTER}
     for kind, text in _WITHOUT_PROCESS.items():
         if kind not in alive:
             yield _fleet_notice(Level.TROUBLE, text)
     for process in fleet.processes:
-        if fleet.at - process.seen_at > _DEAD_AFTER and process.kind in alive:
+        if fleet.at - process.seen_at > DEAD_AFTER and process.kind in alive:
             yield _fleet_notice(Level.WATCH, f"{process.kind} {process.name} sends no heartbeats", process.seen_at)
     controllers = [one for one in fleet.processes if one.kind == ProcessKind.CONTROLLER.value]
     if controllers and all(one.draining for one in controllers):
@@ -213,7 +213,7 @@ def _amphora_notices(amphora: AmphoraInfo, now: float, interval: float, *, repla
     expires, issued = amphora.certificate_expires_at, amphora.certificate_issued_at
     if expires is not None and expires <= now:
         yield notice(Level.TROUBLE, "expired", "its certificate has expired: controllers refuse its agent", expires)
-    elif expires is not None and issued is not None and now > issued + _RENEWAL_OVERDUE * (expires - issued):
+    elif expires is not None and issued is not None and now > issued + RENEWAL_OVERDUE * (expires - issued):
         left = f"{(expires - now) / _DAY:.1f} days"
         yield notice(Level.WATCH, "expiry", f"its certificate expires in {left} and was not renewed")
 

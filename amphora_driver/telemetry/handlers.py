@@ -138,12 +138,13 @@ class RequestHandler:
 
     def _respond(self, request: Request) -> Response:
         path, accept, process = request.path, request.headers.get("accept", ""), self.process
-        if path == "/":
-            return Response(content_type=_HTML, body=self._page(self.snapshots.get_view(), request))
-        if path == "/page.json":
+        query = request.query_value("q")[: status_page.MAX_QUERY]
+        if path in {"/", "/page.json"}:
             view = self.snapshots.get_view()
-            page = self._page(view, request)
-            body = self._cache(view, ("parts", _query(request)), lambda: status_page.encode_parts(view, page))
+            page = self._cache(view, ("page", query), lambda: status_page.render_page(view, process, query))
+            if path == "/":
+                return Response(content_type=_HTML, body=page)
+            body = self._cache(view, ("parts", query), lambda: status_page.encode_parts(view, page))
             return Response(content_type=_JSON, body=body)
         if path == "/status.json":
             view = self.snapshots.get_view()
@@ -155,10 +156,6 @@ class RequestHandler:
             text, content_type = fleet_metrics.encode_metrics(accept, own, fleet_view, process.version, process.kind)
             return Response(content_type=content_type, body=text)
         raise RequestRefused(404, "There is no such page.")
-
-    def _page(self, view: View, request: Request) -> bytes:
-        query = _query(request)
-        return self._cache(view, ("page", query), lambda: status_page.render_page(view, self.process, query))
 
     def _cache(self, view: View, key: tuple[str, str], make: Callable[[], bytes]) -> bytes:
         """Return the cached result for this view. One thread computes a missing result while others wait."""
@@ -174,7 +171,3 @@ def refusal_response(refusal: RequestRefused) -> Response:
     """Return the response to a refused request."""
     headers = _REFUSAL_HEADERS.get(refusal.status, {})
     return Response(status=refusal.status, body=f"{refusal.reason}\n".encode(), headers=headers)
-
-
-def _query(request: Request) -> str:
-    return request.query_value("q")[: status_page.MAX_QUERY]

@@ -8,6 +8,7 @@ certificate or database, and tries again.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import selectors
 import socket
@@ -62,7 +63,7 @@ class StatusServer:
         self._lock = threading.Lock()
         self._open: dict[int, tuple[socket.socket, float]] = {}
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-        self._number = 0
+        self._numbers = itertools.count(1)
         self._thread: threading.Thread | None = None
         self._logged = ""
 
@@ -123,8 +124,7 @@ class StatusServer:
             if len(self._open) >= _MAX_CONNECTIONS:
                 # A normal request takes milliseconds, so the oldest connection has a slow client.
                 self._shut_down([min(self._open)])
-            self._number += 1
-            number = self._number
+            number = next(self._numbers)
             self._open[number] = (connection, time.monotonic())
             work = (number, connection, peer[0])
             thread = threading.Thread(target=self._serve, args=work, name="status", daemon=True)
@@ -220,9 +220,7 @@ class StatusServer:
 def _read_head(connection: socket.socket) -> bytes:
     """Return the head of a request without the empty line at the end, of at most `MAX_HEAD_SIZE` bytes."""
     found = b""
-    while _HEAD_END not in found:
-        if len(found) > MAX_HEAD_SIZE:
-            raise RequestRefused(431, "The head of this request is too long.")
+    while _HEAD_END not in found and len(found) <= MAX_HEAD_SIZE:
         more = connection.recv(MAX_HEAD_SIZE)
         if not more:
             raise ConnectionAbortedError("the client sent no complete request")

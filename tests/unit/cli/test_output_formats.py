@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from sqlalchemy.sql.elements import quoted_name
 
 from amphora_driver.cli import amphora, formatting, history, jobs, loadbalancer, resync, status
 from amphora_driver.cli.main import COMMANDS
@@ -78,6 +79,11 @@ def test_a_failover_in_a_table():
     row = {"id": 3, "cause": "silent", "amphora_id": "a", "reason": None, "silent_since": 0.0, "ended_at": None}
     shown = formatting.Failovers([{**row, "begun_at": now - 90, "served_at": now - 88}]).human_readable()
     assert shown == "3: silent, begun 1 min 30 s ago, served again after 2.0 s, amphora a (no reason given)"
+
+
+def test_names_of_columns_of_a_failover_are_plain_text():
+    (shown,) = formatting.Failovers([{quoted_name("begun_at", None): 0.0}]).machine_readable()
+    assert {name: type(name) for name in shown} == {"begun_at": str}
 
 
 # --- every format ---------------------------------------------------------------------------------------------------
