@@ -23,7 +23,7 @@ from typing import Any
 from amphora_agent.bundle import VrrpInstance
 from amphora_agent.errors import AgentError, FirewallError, InterfaceError, NotElected
 from amphora_agent.keepalived.vrrp_state import VrrpState
-from amphora_agent.network import connection_tunnel
+from amphora_agent.network import connection_reset, connection_tunnel
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.network.pyroute2_lazy import NetlinkError
 from amphora_agent.paths import Paths, write_atomically
@@ -127,6 +127,15 @@ class VipHandover:
                 self._wait_until_released()
             finally:
                 self._paths.released.write_text(ALIVE, encoding="ascii")
+            if not drain:
+                self._reset_connections(instance)
+
+    def _reset_connections(self, instance: VrrpInstance) -> None:
+        """Reset connections to VIPs that have left. The VIPs have moved, so a failure is logged only."""
+        try:
+            self._inner.run(connection_reset.reset_connections, instance)
+        except _FAILURES as error:
+            _log.warning("connections to VIPs that have left are not reset: %s", error)
 
     def _instance_with_partner(self, attempt: str, *, only_one: bool = True) -> VrrpInstance:
         instance = self._instance()
@@ -185,6 +194,9 @@ class VipHandover:
                 self._inner.run(connection_tunnel.stop_redirect)
                 left.expecting = None
             if left.draining is not None and (left.draining <= now or self._is_drained()):
+                instance = self._instance()
+                if instance is not None and not self._vrrp_state.holds_vip:
+                    self._reset_connections(instance)
                 left.draining = None
             if left == self._deadlines:
                 return

@@ -103,7 +103,21 @@ def test_several_partners(paths, kernel):
     made = VipHandover(paths, kernel, Gone(paths), lambda: three)
     made.release_vips(0)
     assert paths.released.read_text() == ALIVE
-    assert kernel.done == [], "nothing is dug"
+    assert kernel.done == ["reset_connections"], "no tunnel is created"
+
+
+def test_connections_that_cannot_be_reset_fail_no_release(paths, kernel, caplog):
+    kernel.refused = {"reset_connections": [OSError(errno.EOPNOTSUPP, "1 of 1 connections are still open")]}
+    VipHandover(paths, kernel, Gone(paths), lambda: PAIR).release_vips(0)
+    assert "connections to VIPs that have left are not reset: [Errno 95] 1 of 1" in caplog.text
+
+
+@pytest.mark.parametrize("holds", [False, True], ids=["standby", "holder"])
+def test_the_end_of_a_drain_resets_connections_to_vips_that_have_left(paths, kernel, holds):
+    """An amphora that has the VIPs again continues to serve its connections."""
+    paths.handover.write_text(json.dumps({"expecting": None, "draining": 0.0}))
+    handover(paths, kernel, holds=holds)._end_expired()
+    assert kernel.done == [*(["reset_connections"] if not holds else []), *CLEAN]
 
 
 class Gone:
