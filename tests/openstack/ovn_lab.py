@@ -38,6 +38,8 @@ _UNDERLAY = "203.0.113.20{}"
 _SCHEMAS = Path("/usr/share/ovn")
 _SWITCH_SCHEMA = Path("/usr/share/openvswitch/vswitch.ovsschema")
 _END_SECONDS = 5.0
+# The first OpenFlow table of the egress pipeline (ovn/controller/lflow.h).
+_TO_PORTS = 42
 # AF_PACKET delivers packets without a checksum, or larger than the MTU, if the sender may leave that to its device.
 _OFFLOADS = ("tx", "tso", "gso", "gro")
 
@@ -261,9 +263,11 @@ class Ovn:
         return "\n".join(line for line in lines if re.search(r"\|(EMER|ERR)\|", line))
 
     def invalid(self, chassis: int) -> int:
-        """Packets that the security groups dropped because connection tracking calls them invalid."""
-        found = re.findall(r"n_packets=(\d+)[^\n]*priority=65532,ct_state=\+inv\+trk[^\n]*drop", self.flows(chassis))
-        return sum(map(int, found))
+        """Packets from ports of a chassis that security groups dropped, because they match no tracked connection."""
+        pattern = r"table=(\d+),[^\n]*n_packets=(\d+)[^\n]*priority=65532,ct_state=\+inv\+trk"
+        return sum(
+            int(packets) for table, packets in re.findall(pattern, self.flows(chassis)) if int(table) < _TO_PORTS
+        )
 
     # -- ports -----------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from ovn_pair import tunnelled
 from ovn_streams import Download, Upload
 
 from amphora_lab import eventually  # isort: skip
+from pair_lab import PATIENT, USUAL  # isort: skip
 from wanted import VIP, VIP6  # isort: skip
 
 pytestmark = [pytest.mark.root, pytest.mark.quiet]
@@ -67,6 +68,7 @@ def test_stateless_group_loses_nothing_behind_the_router(ovn_pair, record_proper
 def test_stateless_group_loses_nothing_with_a_tunnel_over_ipv6(ovn_pair, record_property):
     pair = ovn_pair
     pair.speak_ipv6(alone=False)
+    pair.advert = PATIENT
     try:
         pair.push(pair.tree)
         pair.steady()
@@ -74,6 +76,7 @@ def test_stateless_group_loses_nothing_with_a_tunnel_over_ipv6(ovn_pair, record_
     finally:
         pair.tidy()
         pair.speak_ipv4()
+        pair.advert = USUAL
         pair.push(pair.tree)
         pair.steady()
 
