@@ -23,7 +23,7 @@ from typing import Any
 from amphora_agent.bundle import VrrpInstance
 from amphora_agent.errors import AgentError, FirewallError, InterfaceError, NotElected
 from amphora_agent.keepalived.vrrp_state import VrrpState
-from amphora_agent.network import connection_reset, connection_tunnel
+from amphora_agent.network import connection_reset, connection_tunnel, tunnel_answers
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.network.pyroute2_lazy import NetlinkError
 from amphora_agent.paths import Paths, write_atomically
@@ -120,6 +120,7 @@ class VipHandover:
             if drain:
                 with self._recording(replace(self._deadlines, draining=time.monotonic() + drain)):
                     self._create_tunnel(instance)
+                    self._start_answers(instance)
             # keepalived sees a fault and announces it in its last advertisement (priority 0, RFC 9568, 6.4.3), so the
             # partner takes over at once. Then keepalived is healthy again, and takes the VIPs only if they are free.
             self._paths.released.write_text(DEAD, encoding="ascii")
@@ -129,6 +130,13 @@ class VipHandover:
                 self._paths.released.write_text(ALIVE, encoding="ascii")
             if not drain:
                 self._reset_connections(instance)
+
+    def _start_answers(self, instance: VrrpInstance) -> None:
+        """Send answers through the tunnel if the kernel can. Otherwise they leave directly."""
+        try:
+            self._inner.run(tunnel_answers.start_answers, instance)
+        except FirewallError as error:
+            _log.warning("answers of open connections leave directly; a stateful security group drops them: %s", error)
 
     def _reset_connections(self, instance: VrrpInstance) -> None:
         """Reset connections to VIPs that have left. The VIPs have moved, so a failure is logged only."""
@@ -197,6 +205,7 @@ class VipHandover:
                 instance = self._instance()
                 if instance is not None and not self._vrrp_state.holds_vip:
                     self._reset_connections(instance)
+                self._inner.run(tunnel_answers.stop_answers)
                 left.draining = None
             if left == self._deadlines:
                 return
@@ -206,6 +215,7 @@ class VipHandover:
             self._write_deadlines()
 
     def _remove_tunnel(self) -> None:
+        self._inner.run(tunnel_answers.stop_answers)
         # Only the local end. The partner may still need its own end.
         self._inner.run(connection_tunnel.remove_tunnel)
         with suppress(FirewallError):

@@ -5,7 +5,9 @@ Invariant: a packet of a connection that this amphora does not know goes to the 
 the two amphorae use. A new connection stays here. The state is one interface and two nftables tables. Called in the
 inner namespace.
 
-    client ── VIP ──▶ new holder ── VXLAN (RFC 7348) ──▶ former holder ── as the VIP ──▶ client
+    client ── VIP ──▶ new holder ── VXLAN (RFC 7348) ──▶ former holder
+
+The answers go back through the tunnel (tunnel_answers), or directly where the kernel cannot do that.
 
 A tunnel is necessary, because networks drop packets with a source address of another machine. Both amphorae have
 the VIPs on the tunnel's interface: the kernel accepts packets for them and answers no ARP or neighbour request for
@@ -32,10 +34,12 @@ NAME = "handover0"
 PORT = 4789
 # MAC address of both ends, so that no end has to learn it. Locally administered.
 _MAC = "0a:00:00:00:00:01"
+# Source address of redirected packets, whose answers this version accepts (tunnel_answers).
+RETURNS = "0a:00:00:00:00:02"
 _TABLE = "amphora_handover"
 # Limits for known connections, and for connections of which only the SYN was seen, with their time-out. They are apart,
 # because a flood of SYNs with forged sources must not displace established connections.
-_MOST_CONNECTIONS = 1_000_000
+MOST_CONNECTIONS = 1_000_000
 _MOST_BEGUN, _BEGUN_SECONDS = 262_144, 10
 # linux/if_addr.h
 _NODAD, _TENTATIVE = 0x02, 0x40
@@ -43,7 +47,7 @@ _READY_SECONDS, _POLL_SECONDS = 2.0, 0.001
 _FOREVER = 0xFFFFFFFF
 _ESTABLISHED, _SYN_RECEIVED, _FIN_WAIT_1, _FIN_WAIT_2, _CLOSE_WAIT, _LAST_ACK, _CLOSING = 1, 3, 4, 5, 8, 9, 11
 _LIVING = {_ESTABLISHED, _SYN_RECEIVED, _FIN_WAIT_1, _FIN_WAIT_2, _CLOSE_WAIT, _LAST_ACK, _CLOSING}
-_WORDS = {4: ("ip", "ipv4_addr"), 6: ("ip6", "ipv6_addr")}
+WORDS = {4: ("ip", "ipv4_addr"), 6: ("ip6", "ipv6_addr")}
 # Path MTU messages: RFC 1191 and RFC 4443, 3.2
 _TOO_LARGE = {4: "icmp type destination-unreachable icmp code 4", 6: "icmpv6 type packet-too-big"}
 
@@ -176,7 +180,13 @@ def add_guard(instance: VrrpInstance) -> None:
 
 def start_redirect(instance: VrrpInstance) -> None:
     """Redirect packets to the partner, except those of connections that are open or begin here."""
-    nft_apply.execute(_delete_table("netdev") + redirect_rules(instance, list_connections(instance)))
+    rules = redirect_rules(instance, list_connections(instance), _read_mac(instance.vrrp.interface))
+    nft_apply.execute(_delete_table("netdev") + rules)
+
+
+def _read_mac(interface: str) -> str:
+    with IPRoute() as route:
+        return str(route.get_links(*route.link_lookup(ifname=interface))[0].get_attr("IFLA_ADDRESS"))
 
 
 def stop_redirect() -> None:
@@ -201,23 +211,24 @@ def _delete_table(family: str) -> str:
 
 def guard_rules(instance: VrrpInstance) -> str:
     """Return the table that accepts tunnel packets from the partner only. Pure."""
-    word = _WORDS[instance.vrrp.local.address.version][0]
+    word = WORDS[instance.vrrp.local.address.version][0]
     return (
         f"table inet {_TABLE} {{\n chain arriving {{\n  type filter hook input priority -1; policy accept;\n"
         f"  udp dport {PORT} {word} saddr {instance.vrrp.peers[0].address} accept\n  udp dport {PORT} drop\n }}\n}}\n"
     )
 
 
-def redirect_rules(instance: VrrpInstance, known: Collection[Connection]) -> str:
-    """Return the table that redirects packets. Pure.
+def redirect_rules(instance: VrrpInstance, known: Collection[Connection], mac: str) -> str:
+    """Return the table that redirects packets, and sends their answers with the MAC address of this amphora. Pure.
 
     There is no connection tracking; the table remembers only that a connection began here. It remembers a SYN for some
     seconds, and the connection when the client has sent a second packet. If there is no room for a SYN, the partner
     gets the whole connection and serves it while it can: if only the SYN stayed here, later packets would be redirected
     and answered with a reset. A connection that finds no room later stays here until it is silent.
     """
-    sets, chain = [], []
-    for version, (word, kind) in _WORDS.items():
+    device = instance.vrrp.interface
+    sets, chain, returning = [], [], []
+    for version, (word, kind) in WORDS.items():
         vips = ", ".join(str(vip.ip) for vip in instance.vips if vip.version == version)
         if not vips:
             continue
@@ -226,7 +237,7 @@ def redirect_rules(instance: VrrpInstance, known: Collection[Connection]) -> str
         )
         flows = f"  type {kind} . inet_service . {kind} . inet_service\n"
         sets.append(
-            f" set own{version} {{\n{flows}  size {_MOST_CONNECTIONS}\n  flags dynamic\n"
+            f" set own{version} {{\n{flows}  size {MOST_CONNECTIONS}\n  flags dynamic\n"
             + (f"  elements = {{ {elements} }}\n" if elements else "")
             + f" }}\n set begun{version} {{\n{flows}  size {_MOST_BEGUN}\n  flags dynamic, timeout\n"
             f"  timeout {_BEGUN_SECONDS}s\n }}\n"
@@ -239,10 +250,13 @@ def redirect_rules(instance: VrrpInstance, known: Collection[Connection]) -> str
             f"  {to_vip} tcp flags & (syn | ack) == syn update {begun} {{ {flow} }} accept\n",
             f"  {to_vip} meta l4proto tcp {flow} {begun} add {own} {{ {flow} }} accept\n",
             f"  {to_vip} meta l4proto tcp {flow} {begun} update {begun} {{ {flow} }} accept\n",
-            f'  {to_vip} meta l4proto tcp ether daddr set {_MAC} fwd to "{NAME}"\n',
+            f'  {to_vip} meta l4proto tcp ether saddr set {RETURNS} ether daddr set {_MAC} fwd to "{NAME}"\n',
             # The message may belong to a connection of either amphora, so both get it.
             f'  {to_vip} {_TOO_LARGE[version]} ether daddr set {_MAC} dup to "{NAME}"\n',
         ]
-    device = instance.vrrp.interface
-    head = f' chain arriving {{\n  type filter hook ingress device "{device}" priority 0; policy accept;\n'
-    return f"table netdev {_TABLE} {{\n{''.join(sets)}{head}{''.join(chain)} }}\n}}\n"
+        returning.append(f'  {word} saddr {{ {vips} }} meta l4proto tcp ether saddr set {mac} fwd to "{device}"\n')
+    chains = "".join(
+        f' chain {name} {{\n  type filter hook ingress device "{on}" priority 0; policy accept;\n{"".join(rules)} }}\n'
+        for name, on, rules in (("arriving", device, chain), ("returning", NAME, returning))
+    )
+    return f"table netdev {_TABLE} {{\n{''.join(sets)}{chains}}}\n"

@@ -49,11 +49,11 @@ def ovn_booted(tmp_path_factory) -> Iterator[OvnPair]:
 
 @pytest.fixture
 def ovn_pair(ovn_booted) -> Iterator[OvnPair]:
-    """Two amphorae that serve, a stateless group, and no connection."""
+    """Two amphorae that serve, and no connection. The security group is the one of the test before, at first stateless."""
     pair = ovn_booted
+    pair.ovn.restart_switches()  # after the failure of another test
     before = pair.ovn.switches()
     assert sorted(before) == list(CHASSIS), pair.ovn.complaints()
-    pair.network.set_group(stateful=False)
     pair.calm()
     yield pair
     assert pair.ovn.switches() == before, f"an ovs-vswitchd has ended: {pair.ovn.complaints()}"

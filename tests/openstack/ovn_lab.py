@@ -226,30 +226,43 @@ class Ovn:
         place.mkdir()
         self._start_database("db", _SWITCH_SCHEMA, place, chassis)
         self.vs(chassis, "--no-wait", "init")
-        database = f"unix:{place}/db.sock"
-        control = (f"--unixctl={place}/ovs-vswitchd.ctl", f"--log-file={place}/vswitchd.log")
-        self._start(f"vswitchd{chassis}", "ovs-vswitchd", database, *control, "-vconsole:off", chassis=chassis)
-        address = _UNDERLAY.format(chassis)
         facts = {
             "system-id": f"ch{chassis}",
             "hostname": f"ch{chassis}",
             "ovn-remote": f"unix:{self._directory}/sb.sock",
             "ovn-encap-type": "geneve",
-            "ovn-encap-ip": address,
+            "ovn-encap-ip": _UNDERLAY.format(chassis),
             "ovn-bridge-datapath-type": "netdev",
         }
         # A tunnel in user space needs its local address on a bridge of the same ovs-vswitchd.
         self.vs(
             chassis,
+            "--no-wait",
             *("set", "Open_vSwitch", ".", *(f'external_ids:{name}="{value}"' for name, value in facts.items())),
             *("--", "add-br", "br-int", "--", "set", "bridge", "br-int", "datapath_type=netdev", "fail_mode=secure"),
             *("--", "add-br", "br-phy", "--", "set", "bridge", "br-phy", "datapath_type=netdev"),
             *("--", "add-port", "br-phy", "phy0"),
         )
-        name = self.namespace(chassis)
-        ip(f"-n {name} addr add {address}/24 dev br-phy", f"-n {name} link set br-phy up")
+        self._start_switch(chassis)
         log = f"--log-file={place}/controller.log"
+        database = f"unix:{place}/db.sock"
         self._start(f"controller{chassis}", "ovn-controller", database, log, "-vconsole:off", chassis=chassis)
+
+    def _start_switch(self, chassis: int) -> None:
+        """Start ovs-vswitchd. It creates the interfaces of the bridges, and they end with it."""
+        place, name = self._directory / f"ch{chassis}", self.namespace(chassis)
+        control = (f"--unixctl={place}/ovs-vswitchd.ctl", f"--log-file={place}/vswitchd.log", "-vconsole:off")
+        self._start(f"vswitchd{chassis}", "ovs-vswitchd", f"unix:{place}/db.sock", *control, chassis=chassis)
+        self.vs(chassis, "set", "bridge", "br-phy", "other_config:started=true")  # returns when the bridges exist
+        ip(f"-n {name} addr add {_UNDERLAY.format(chassis)}/24 dev br-phy", f"-n {name} link set br-phy up")
+
+    def restart_switches(self) -> None:
+        """Start each ovs-vswitchd that has ended. Version 3.1.0 aborts sometimes (conntrack.c, conn_update_state)."""
+        ended = set(CHASSIS) - set(self.switches())
+        for chassis in ended:
+            self._start_switch(chassis)
+        if ended:
+            self.nb("--wait=hv", "sync")
 
     def switches(self) -> dict[int, int]:
         """The process ids of the running ovs-vswitchd by chassis. Without one, a chassis forwards nothing."""
@@ -282,7 +295,9 @@ class Ovn:
         self.vs(chassis, "add-port", "br-int", port, "--", "set", "interface", port, f"external_ids:iface-id={port}")
 
     def unplug(self, chassis: int, port: str) -> None:
-        self.vs(chassis, "--if-exists", "del-port", "br-int", port)
+        # Without ovs-vswitchd the change would never be applied.
+        waiting = () if chassis in self.switches() else ("--no-wait",)
+        self.vs(chassis, *waiting, "--if-exists", "del-port", "br-int", port)
         command = ["ip", "-n", self.namespace(chassis), "link", "del", port]
         subprocess.run(command, check=False, capture_output=True)
 

@@ -82,6 +82,7 @@ class OvnNetwork(PairNetwork):
     def __init__(self, prefix: str, directory: Path) -> None:
         self._directory = directory
         self.ovn: Ovn | None = None
+        self._action = ""
         super().__init__(prefix)
 
     def _build(self) -> None:
@@ -132,9 +133,13 @@ class OvnNetwork(PairNetwork):
 
     def set_group(self, *, stateful: bool) -> None:
         """Make the security group of the amphorae stateful or stateless. It allows everything, in both cases."""
+        action = "allow-related" if stateful else "allow-stateless"
+        if action == self._action:
+            return
         self.ovn.nb("--type=port-group", "acl-del", _GROUP)
-        self._allow(_GROUP, "allow-related" if stateful else "allow-stateless", incoming=True)
+        self._allow(_GROUP, action, incoming=True)
         self.ovn.nb("--wait=hv", "sync")
+        self._action = action
 
     # -- cables ----------------------------------------------------------------------------------------------------
 

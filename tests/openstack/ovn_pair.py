@@ -77,7 +77,6 @@ class OvnPair(Pair):
 
     def tidy(self) -> None:
         """End connections and redirects, so that the next test begins without them."""
-        self.network.set_group(stateful=False)  # the last packets of stalled connections pass
         for each in self.opened:
             each.close()
         self.opened.clear()

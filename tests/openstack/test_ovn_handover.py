@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Planned hand-over of the VIPs on OVN in user space, with stateless and stateful security groups.
 
-The former holder answers as the VIP, while the new holder owns the VIP. With a stateless group nothing is lost. With a
-stateful group the switch drops these answers: its connection tracking of the former holder's port sees no packet of the
-client. Then the controller uses the ordinary move, which resets connections.
+The answers of the former holder go back through the tunnel, and leave from the port of the new holder. So the
+connection tracking of a stateful group sees both directions there. The amphora whose kernel cannot do that answers from
+its own port: a stateful group drops these answers, because its connection tracking sees no packet of the client.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 
 import pytest
+from ovn_lab import CHASSIS
 from ovn_network import VIRTUAL, chassis_of
 from ovn_pair import tunnelled
 from ovn_streams import Download, Upload
@@ -29,10 +30,14 @@ _SILENT = 3.0
 """Seconds without data after which a connection has stalled. The sender repeats its data several times meanwhile."""
 
 
+def _invalid(pair):
+    return sum(map(pair.ovn.invalid, CHASSIS))
+
+
 def _hand_over(pair, streams, record_property):
     """Hand the VIPs over; assert that data continue to arrive, by way of the new holder's tunnel, and none is lost."""
     holder, standby = pair.holder, pair.standby
-    before, began = tunnelled(standby), time.monotonic()
+    before, dropped, began = tunnelled(standby), _invalid(pair), time.monotonic()
     pair.move()
     record_property("seconds until the new holder has the VIPs", round(time.monotonic() - began, 3))
     for vip, port in VIRTUAL.items():
@@ -48,31 +53,33 @@ def _hand_over(pair, streams, record_property):
     count = "connections"
     eventually(lambda: holder.call("GET", "/v2/vrrp")[1][count] == len(streams), "its connections are counted")
     assert pair.holder is standby
+    assert _invalid(pair) == dropped, "connection tracking knows all packets"
     for each in streams:
         each.finish()
     for vip in VIRTUAL:
         assert pair.visitor.fetch(address=vip).status == 200
 
 
-def test_stateless_group_loses_nothing(ovn_pair, record_property):
+# Stateless first: Open vSwitch 3.1.0 aborts sometimes after a group has become stateful again (conn_update_state()).
+@pytest.mark.parametrize("place", ["cl", pytest.param("far", marks=pytest.mark.extended)], ids=["near", "routed"])
+@pytest.mark.parametrize("stateful", [False, True], ids=["stateless", "stateful"])
+def test_open_connections_lose_nothing(ovn_pair, record_property, stateful, place):
     """An echo, a download and an upload to each VIP continue through the new holder."""
-    _hand_over(ovn_pair, ovn_pair.open(VIP, VIP6), record_property)
+    ovn_pair.network.set_group(stateful=stateful)
+    _hand_over(ovn_pair, ovn_pair.open(VIP, VIP6, place=place), record_property)
 
 
 @pytest.mark.extended
-def test_stateless_group_loses_nothing_behind_the_router(ovn_pair, record_property):
-    _hand_over(ovn_pair, ovn_pair.open(VIP, VIP6, place="far"), record_property)
-
-
-@pytest.mark.extended
-def test_stateless_group_loses_nothing_with_a_tunnel_over_ipv6(ovn_pair, record_property):
+def test_open_connections_lose_nothing_with_a_tunnel_over_ipv6(ovn_pair, record_property):
+    """Answers of IPv4 VIPs leave directly then, and a stateful group would drop them."""
     pair = ovn_pair
+    pair.network.set_group(stateful=True)
     pair.speak_ipv6(alone=False)
     pair.advert = PATIENT
     try:
         pair.push(pair.tree)
         pair.steady()
-        _hand_over(pair, pair.open(VIP, VIP6), record_property)
+        _hand_over(pair, pair.open(VIP6), record_property)
     finally:
         pair.tidy()
         pair.speak_ipv4()
@@ -101,10 +108,10 @@ def test_stateful_group_ordinary_move_resets_at_once(ovn_pair, record_property):
 
 
 @pytest.mark.extended
-def test_stateful_group_stalls_a_handed_over_connection(ovn_pair, record_property):
-    """The reason why the controller does not use the tunnel with a stateful group.
+def test_stateful_group_drops_answers_that_leave_directly(ovn_pair, record_property):
+    """The reason for answers through the tunnel: without them downloads and uploads stall, and clients notice nothing.
 
-    If this test fails, data continue to arrive: then compare `docs/explanation/decisions/0019-handover-by-group.md`.
+    If it fails, data continue to arrive. Then compare `docs/explanation/decisions/0019-answers-through-tunnel.md`.
     """
     pair = ovn_pair
     pair.network.set_group(stateful=True)
@@ -112,6 +119,8 @@ def test_stateful_group_stalls_a_handed_over_connection(ovn_pair, record_propert
     holder = pair.holder
     before, began = pair.ovn.invalid(chassis_of(holder.where)), time.monotonic()
     pair.move()
+    holder.inside("nft", "delete", "table", "netdev", "amphora_answers")  # as if the kernel had no egress hook
     for each in streams:
         record_property(f"seconds until the stall: {each}", round(each.progress.await_stall(_SILENT) - began, 3))
     assert pair.ovn.invalid(chassis_of(holder.where)) > before, "the switch drops what the former holder sends"
+    pair.network.set_group(stateful=False)  # the last packets of these connections pass
