@@ -22,7 +22,7 @@ The kernel reassembles fragments before the rules see a packet (RFC 8200, sectio
 namespace with connection tracking. Therefore one rule uses the state of connections, and the chains `untracked` exclude
 all packets from connection tracking.
 
-Amphorae with IPv6 partners ask clients for TCP segments that fit into the tunnel (`connection_tunnel`). Linux
+Amphorae with IPv6 partners send and request TCP segments that fit into the tunnel (`connection_tunnel`). Linux
 fragments an IPv6 packet that is too large only for a local socket, and the client would get no message. IPv4 does both.
 """
 
@@ -113,6 +113,8 @@ _FORWARDING = f"""	}}
 _TAIL = """	}
 }
 """
+# As nft lists them: the SYN of a client, and the answer to it.
+_SYN, _SYN_ACK = "0x2 / 0x2,0x10", "0x2,0x10 / 0x2,0x10"
 # Headers before a client's packet in the tunnel: IPv6, UDP, VXLAN (RFC 7348, section 5) and Ethernet.
 _TUNNEL_BYTES = 40 + 8 + 8 + 14
 # Headers that do not count as segment data (RFC 9293, section 3.7.1).
@@ -253,12 +255,13 @@ def render(wanted: Restrictions) -> str:
     further = [
         text
         for head, lines in (
-            (_LEAVING, list(_segment_size_rules(peers))),
+            (_LEAVING, list(_segment_size_rules(peers, _SYN_ACK))),
             (_ENTERING, entering),
         )
         if lines
         for text in (head, *map(_line, lines))
     ]
+    vrrp_rules += _segment_size_rules(peers, _SYN)
     arriving = [_ARRIVING, _REASSEMBLING, *map(_line, vrrp_rules), _BEGINNING, *map(_line, rules)]
     return "".join([_HEAD, *sets, *arriving, *further, _FORWARDING if wanted.forwards else _UNTRACKED, _TAIL])
 
@@ -333,12 +336,12 @@ def _advertisement_rules(peers: VrrpPeers) -> Iterator[str]:
     yield "meta l4proto 112 counter drop"
 
 
-def _segment_size_rules(peers: VrrpPeers | None) -> Iterator[str]:
-    """Lower the maximum segment size in SYN-ACK packets. nft never raises it."""
+def _segment_size_rules(peers: VrrpPeers | None, flags: str) -> Iterator[str]:
+    """Lower the maximum segment size in packets with these flags. nft never raises it."""
     if peers is not None and peers.mtu is not None and peers.local.version == 6:
         for version, header in _HEADER_BYTES.items():
             size = peers.mtu - _TUNNEL_BYTES - header
-            yield (f"meta nfproto {_NFPROTO[version]} tcp flags 0x2,0x10 / 0x2,0x10 tcp option maxseg size set {size}")
+            yield f"meta nfproto {_NFPROTO[version]} tcp flags {flags} tcp option maxseg size set {size}"
 
 
 def _stick_table_rules(peers: VrrpPeers) -> Iterator[str]:

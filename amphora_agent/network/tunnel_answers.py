@@ -11,9 +11,6 @@ A stateful security group drops packets of a connection of which it sees one dir
 directions pass the port of the new holder. The complete frame goes through the tunnel, with the MAC address of the
 client or of its router. The new holder replaces the source address by its own, which port security expects.
 
-A tunnel over IPv6 returns no answers of IPv4 VIPs: the kernel fragments no packet for it, and lowers the path MTU of
-IPv6 connections only (measured with Linux 6.18).
-
 The new holder marks the packets that it redirects with the source address `RETURNS`. A new holder of an earlier version
 does not, and receives no answers.
 """
@@ -52,7 +49,7 @@ def answer_rules(instance: VrrpInstance) -> str:
     sets, tunnelled, direct, leaving = [], [], [], []
     for version, (word, kind) in WORDS.items():
         vips = ", ".join(str(vip.ip) for vip in instance.vips if vip.version == version)
-        if not vips or (version == 4 and instance.vrrp.local.address.version == 6):
+        if not vips:
             continue
         sets.append(
             f" set answered{version} {{\n  type {kind} . inet_service . {kind} . inet_service\n"

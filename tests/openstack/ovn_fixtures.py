@@ -49,7 +49,7 @@ def ovn_booted(tmp_path_factory) -> Iterator[OvnPair]:
 
 @pytest.fixture
 def ovn_pair(ovn_booted) -> Iterator[OvnPair]:
-    """Two amphorae that serve, and no connection. The security group is the one of the test before, at first stateless."""
+    """Two amphorae that serve, without connections. The security group is that of the last test, at first stateless."""
     pair = ovn_booted
     pair.ovn.restart_switches()  # after the failure of another test
     before = pair.ovn.switches()

@@ -254,7 +254,7 @@ class Ovn:
         control = (f"--unixctl={place}/ovs-vswitchd.ctl", f"--log-file={place}/vswitchd.log", "-vconsole:off")
         self._start(f"vswitchd{chassis}", "ovs-vswitchd", f"unix:{place}/db.sock", *control, chassis=chassis)
         self.vs(chassis, "set", "bridge", "br-phy", "other_config:started=true")  # returns when the bridges exist
-        ip(f"-n {name} addr add {_UNDERLAY.format(chassis)}/24 dev br-phy", f"-n {name} link set br-phy up")
+        ip(f"-n {name} addr replace {_UNDERLAY.format(chassis)}/24 dev br-phy", f"-n {name} link set br-phy up")
 
     def restart_switches(self) -> None:
         """Start each ovs-vswitchd that has ended. Version 3.1.0 aborts sometimes (conntrack.c, conn_update_state)."""

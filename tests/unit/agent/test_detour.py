@@ -65,12 +65,6 @@ def test_answers_take_the_way_of_the_packets():
     assert "ip6" not in " ".join(lines)
 
 
-def test_a_tunnel_over_ipv6_returns_answers_of_ipv6_only():
-    text = answer_rules(pair(VIP, VIP6, local=HERE6, peer=THERE6))
-    assert "ip6 saddr { 2001:db8::5 }" in text
-    assert "198.51.100.5" not in text
-
-
 def test_connections_of_its_own_are_known_from_the_start():
     own = [
         Connection(ip_address("192.0.2.7"), 4711, VIP.ip, 80),
