@@ -71,12 +71,12 @@ class Progress:
         """Wait until nothing has been received for some seconds; returns the time of the last progress."""
         deadline = time.monotonic() + seconds
         with self._changed:
-            while True:
-                last = self.times[-1]
+            while (left := self.times[-1] + silent - time.monotonic()) > 0:
                 assert self.ended is None, f"the connection has ended: {self.error!r}"
                 assert time.monotonic() < deadline, "data continue to arrive"
-                if not self._changed.wait(silent) and self.times[-1] == last:
-                    return last
+                self._changed.wait(left)
+            assert self.ended is None, f"the connection has ended: {self.error!r}"
+            return self.times[-1]
 
     def gap(self, since: float) -> float:
         """The longest time without progress that ended after a moment."""
