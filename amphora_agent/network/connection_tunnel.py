@@ -219,7 +219,9 @@ def guard_rules(instance: VrrpInstance) -> str:
 
 
 def redirect_rules(instance: VrrpInstance, known: Collection[Connection], mac: str) -> str:
-    """Return the table that redirects packets, and sends their answers with the MAC address of this amphora. Pure.
+    """Return the table that redirects packets and sends their answers. Pure.
+
+    Answers that return through the tunnel leave with the MAC address of this amphora.
 
     There is no connection tracking; the table remembers only that a connection began here. It remembers a SYN for some
     seconds, and the connection when the client has sent a second packet. If there is no room for a SYN, the partner
