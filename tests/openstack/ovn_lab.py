@@ -292,7 +292,13 @@ class Ovn:
             f"-n {ours} link set {port} up",
         )
         disable_offloads(namespace, device)
-        self.vs(chassis, "add-port", "br-int", port, "--", "set", "interface", port, f"external_ids:iface-id={port}")
+        self.bind(chassis, port, port)
+
+    def bind(self, chassis: int, device: str, port: str) -> None:
+        """Make a device of a chassis the interface of a logical port."""
+        self.vs(
+            chassis, "add-port", "br-int", device, "--", "set", "interface", device, f"external_ids:iface-id={port}"
+        )
 
     def unplug(self, chassis: int, port: str) -> None:
         # Without ovs-vswitchd the change would never be applied.

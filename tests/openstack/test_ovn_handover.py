@@ -9,8 +9,10 @@ its own port: a stateful group drops these answers, because its connection track
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 
 import pytest
+from ovn_kernel_tracking import invalid_in_kernel, tracked_by_kernel
 from ovn_lab import CHASSIS
 from ovn_network import VIRTUAL, chassis_of
 from ovn_pair import tunnelled
@@ -26,6 +28,7 @@ pytest_plugins = ("ovn_fixtures",)
 _LONGEST_GAP = 5.0
 """Seconds. The move takes a fraction of a second, and a retransmission on a busy machine seconds. A stall lasts."""
 _LEAST_TUNNELLED = 100
+_FEW = 20
 _SILENT = 3.0
 """Seconds without data after which a connection has stalled. The sender repeats its data several times meanwhile."""
 
@@ -67,6 +70,32 @@ def test_open_connections_lose_nothing(ovn_pair, record_property, stateful, plac
     """An echo, a download and an upload to each VIP continue through the new holder."""
     ovn_pair.network.set_group(stateful=stateful)
     _hand_over(ovn_pair, ovn_pair.open(VIP, VIP6, place=place), record_property)
+
+
+@pytest.mark.extended
+def test_open_connections_lose_nothing_with_connection_tracking_of_the_kernel(ovn_pair, record_property):
+    """It is stricter than that of user space, and nodes of real clouds use it."""
+    pair = ovn_pair
+    with ExitStack() as tracking:
+        for node in pair.nodes:
+            tracking.enter_context(tracked_by_kernel(pair.ovn, chassis_of(node.where), node.where.cable))
+        pair.ovn.nb("--wait=hv", "sync")
+        pair.calm()
+        _hand_over(pair, pair.open(VIP, VIP6), record_property)
+        # Packets that cross the move, or the end of a connection.
+        assert sum(invalid_in_kernel(pair.ovn, chassis) for chassis in CHASSIS) < _FEW
+        pair.tidy()
+        # The tracking works: the kernel drops answers that leave directly.
+        streams = pair.open(VIP, VIP6)
+        holder = pair.holder
+        pair.move()
+        holder.inside("nft", "delete", "table", "netdev", "amphora_answers")
+        for each in streams:
+            each.progress.await_stall(_SILENT)
+        assert invalid_in_kernel(pair.ovn, chassis_of(holder.where)) > 0
+        holder.inside("ss", "-K", "src", VIP, "or", "src", f"[{VIP6}]")
+        pair.tidy()
+    pair.ovn.nb("--wait=hv", "sync")
 
 
 @pytest.mark.extended
