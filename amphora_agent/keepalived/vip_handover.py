@@ -23,7 +23,7 @@ from typing import Any
 from amphora_agent.bundle import VrrpInstance
 from amphora_agent.errors import AgentError, FirewallError, InterfaceError, NotElected
 from amphora_agent.keepalived.vrrp_state import VrrpState
-from amphora_agent.network import connection_tunnel
+from amphora_agent.network import connection_reset, connection_tunnel, tunnel_answers
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.network.pyroute2_lazy import NetlinkError
 from amphora_agent.paths import Paths, write_atomically
@@ -108,6 +108,7 @@ class VipHandover:
             if drain:
                 with self._recording(replace(self._deadlines, draining=time.monotonic() + drain)):
                     self._create_tunnel(instance)
+                    self._start_answers(instance)
             # keepalived sees a fault and announces it in its last advertisement (priority 0, RFC 9568, 6.4.3), so the
             # partner takes over at once. Then keepalived is healthy again, and takes the VIPs only if they are free.
             self._paths.released.write_text(DEAD, encoding="ascii")
@@ -119,6 +120,22 @@ class VipHandover:
                     time.sleep(_POLL_SECONDS)
             finally:
                 self._paths.released.write_text(ALIVE, encoding="ascii")
+            if not drain:
+                self._reset_connections(instance)
+
+    def _start_answers(self, instance: VrrpInstance) -> None:
+        """Send answers through the tunnel if the kernel can. Otherwise they leave directly."""
+        try:
+            self._inner.run(tunnel_answers.start_answers, instance)
+        except FirewallError as error:
+            _log.warning("answers of open connections leave directly; a stateful security group drops them: %s", error)
+
+    def _reset_connections(self, instance: VrrpInstance) -> None:
+        """Reset connections to VIPs that have left. The VIPs have moved, so a failure is logged only."""
+        try:
+            self._inner.run(connection_reset.reset_connections, instance)
+        except _FAILURES as error:
+            _log.warning("connections to VIPs that have left are not reset: %s", error)
 
     def _instance_with_partner(self, attempt: str, *, only_one: bool = True) -> VrrpInstance:
         instance = self._instance()
@@ -169,6 +186,10 @@ class VipHandover:
                 self._inner.run(connection_tunnel.stop_redirect)
                 left.expecting = None
             if left.draining is not None and (left.draining <= now or self._is_drained()):
+                instance = self._instance()
+                if instance is not None and not self._vrrp_state.holds_vip:
+                    self._reset_connections(instance)
+                self._inner.run(tunnel_answers.stop_answers)
                 left.draining = None
             if left == self._deadlines:
                 return
@@ -178,6 +199,7 @@ class VipHandover:
             self._write_deadlines()
 
     def _remove_tunnel(self) -> None:
+        self._inner.run(tunnel_answers.stop_answers)
         # Only the local end is removed, because the partner may still need its own end.
         self._inner.run(connection_tunnel.remove_tunnel)
         with suppress(FirewallError):

@@ -5,7 +5,9 @@ Invariant: a packet of a connection that this amphora does not know goes to the 
 the two amphorae use. A new connection stays here. The state is one interface and two nftables tables. All functions run
 in the inner namespace.
 
-    client ── VIP ──▶ new holder ── VXLAN (RFC 7348) ──▶ former holder ── as the VIP ──▶ client
+    client ── VIP ──▶ new holder ── VXLAN (RFC 7348) ──▶ former holder
+
+The answers go back through the tunnel (tunnel_answers), or directly where the kernel cannot do that.
 
 A tunnel is necessary, because networks drop packets with a source address of another machine. Both amphorae have the
 VIPs on the tunnel's interface. For these addresses the kernel accepts packets and answers no ARP or neighbour request.
@@ -33,10 +35,12 @@ NAME = "handover0"
 PORT = 4789
 # Both ends have this locally administered MAC address, so that no end has to learn the other one.
 _MAC = "0a:00:00:00:00:01"
+# Source address of redirected packets, whose answers this version accepts (tunnel_answers).
+RETURNS = "0a:00:00:00:00:02"
 _TABLE = "amphora_handover"
 # Limits for known connections, and for connections with a SYN only, with their time-out. Each kind has a limit of its
 # own, because a flood of SYNs with forged sources must not displace established connections.
-_MOST_CONNECTIONS = 1_000_000
+MOST_CONNECTIONS = 1_000_000
 _MOST_BEGUN, _BEGUN_SECONDS = 262_144, 10
 # linux/if_addr.h
 _NODAD, _TENTATIVE = 0x02, 0x40
@@ -44,7 +48,7 @@ _READY_SECONDS, _POLL_SECONDS = 2.0, 0.001
 _FOREVER = 0xFFFFFFFF
 _ESTABLISHED, _SYN_RECEIVED, _FIN_WAIT_1, _FIN_WAIT_2, _CLOSE_WAIT, _LAST_ACK, _CLOSING = 1, 3, 4, 5, 8, 9, 11
 _LIVING = {_ESTABLISHED, _SYN_RECEIVED, _FIN_WAIT_1, _FIN_WAIT_2, _CLOSE_WAIT, _LAST_ACK, _CLOSING}
-_WORDS = {4: ("ip", "ipv4_addr"), 6: ("ip6", "ipv6_addr")}
+WORDS = {4: ("ip", "ipv4_addr"), 6: ("ip6", "ipv6_addr")}
 # Path MTU messages: RFC 1191 and RFC 4443, 3.2
 _TOO_LARGE = {4: "icmp type destination-unreachable icmp code 4", 6: "icmpv6 type packet-too-big"}
 
@@ -153,7 +157,13 @@ def add_guard(instance: VrrpInstance) -> None:
 
 def start_redirect(instance: VrrpInstance) -> None:
     """Redirect packets to the partner, except those of connections that are open or begin here."""
-    nft_apply.execute(_delete_table("netdev") + redirect_rules(instance, list_connections(instance)))
+    rules = redirect_rules(instance, list_connections(instance), _read_mac(instance.vrrp.interface))
+    nft_apply.execute(_delete_table("netdev") + rules)
+
+
+def _read_mac(interface: str) -> str:
+    with IPRoute() as route:
+        return str(route.get_links(*route.link_lookup(ifname=interface))[0].get_attr("IFLA_ADDRESS"))
 
 
 def stop_redirect() -> None:
@@ -177,15 +187,17 @@ def _delete_table(family: str) -> str:
 
 def guard_rules(instance: VrrpInstance) -> str:
     """Return the table that accepts tunnel packets from the partner only."""
-    word = _WORDS[instance.vrrp.local.address.version][0]
+    word = WORDS[instance.vrrp.local.address.version][0]
     return (
         f"table inet {_TABLE} {{\n chain arriving {{\n  type filter hook input priority -1; policy accept;\n"
         f"  udp dport {PORT} {word} saddr {instance.vrrp.peers[0].address} accept\n  udp dport {PORT} drop\n }}\n}}\n"
     )
 
 
-def redirect_rules(instance: VrrpInstance, known: Collection[Connection]) -> str:
-    """Return the table that redirects packets.
+def redirect_rules(instance: VrrpInstance, known: Collection[Connection], mac: str) -> str:
+    """Return the table that redirects packets and sends their answers.
+
+    Answers that return through the tunnel leave with this MAC address, the one of this amphora.
 
     The table remembers a SYN for some seconds, and the connection when the client has sent a second packet. If there is
     no room for a SYN, the partner gets the whole connection and serves it while it can. If only the SYN stayed here,
@@ -205,7 +217,7 @@ def redirect_rules(instance: VrrpInstance, known: Collection[Connection]) -> str
                 if one.vip.version == version
             ),
         }
-        for version, (word, kind) in _WORDS.items()
+        for version, (word, kind) in WORDS.items()
         if (vips := ", ".join(str(vip.ip) for vip in instance.vips if vip.version == version))
     ]
     return load_template("handover.nft.j2").render(
@@ -213,8 +225,10 @@ def redirect_rules(instance: VrrpInstance, known: Collection[Connection]) -> str
         table=_TABLE,
         device=instance.vrrp.interface,
         tunnel=NAME,
-        mac=_MAC,
-        most_connections=_MOST_CONNECTIONS,
+        tunnel_mac=_MAC,
+        redirected_mac=RETURNS,
+        own_mac=mac,
+        most_connections=MOST_CONNECTIONS,
         most_begun=_MOST_BEGUN,
         begun_seconds=_BEGUN_SECONDS,
     )

@@ -16,7 +16,7 @@ The kernel reassembles fragments before the rules see a packet (RFC 8200, sectio
 in a namespace with connection tracking. Therefore one rule uses the state of connections, and the chains `untracked`
 exclude all packets from connection tracking.
 
-Amphorae with IPv6 partners ask clients for TCP segments that fit into the tunnel (`connection_tunnel`). Linux fragments
+Amphorae with IPv6 partners send and request TCP segments that fit into the tunnel (`connection_tunnel`). Linux fragments
 an IPv6 packet that is too large only for a local socket, and the client would get no message.
 """
 
@@ -46,6 +46,8 @@ _TYPES = {4: "ipv4_addr", 6: "ipv6_addr"}
 # linux/netfilter.h
 _NFPROTO = {4: 2, 6: 10}
 _REFUSE = "counter reject with tcp reset"
+# Flags of the SYN of a client and of the answer to it, as nft lists them.
+_SYN, _SYN_ACK = "0x2 / 0x2,0x10", "0x2,0x10 / 0x2,0x10"
 # The tunnel adds headers of IPv6, UDP, VXLAN (RFC 7348, section 5) and Ethernet to a client's packet.
 _TUNNEL_BYTES = 40 + 8 + 8 + 14
 # Headers of IP and TCP do not count as segment data (RFC 9293, section 3.7.1).
@@ -163,12 +165,12 @@ def render(wanted: Restrictions) -> str:
     tcp, other = ([port for port in wanted.ports if (port.protocol == _TCP) is is_tcp] for is_tcp in (True, False))
     return load_template("firewall.nft.j2").render(
         sets=[found for port in wanted.ports for version in (4, 6) for found in _set(port, version)],
-        vrrp_rules=[] if peers is None else list(_advertisement_rules(peers)),
+        vrrp_rules=[*([] if peers is None else _advertisement_rules(peers)), *_segment_size_rules(peers, _SYN)],
         beginning=[
             *([] if peers is None else _stick_table_rules(peers)),
             *(rule for port in tcp for rule in _rules(port)),
         ],
-        leaving=list(_segment_size_rules(peers)),
+        leaving=list(_segment_size_rules(peers, _SYN_ACK)),
         entering=[rule for port in other for rule in _rules(port)],
         forwards=wanted.forwards,
         mark=f"{FORWARDED:#010x}",
@@ -234,12 +236,12 @@ def _advertisement_rules(peers: VrrpPeers) -> Iterator[str]:
     yield "meta l4proto 112 counter drop"
 
 
-def _segment_size_rules(peers: VrrpPeers | None) -> Iterator[str]:
-    """Lower the maximum segment size in SYN-ACK packets. nft never raises the size."""
+def _segment_size_rules(peers: VrrpPeers | None, flags: str) -> Iterator[str]:
+    """Lower the maximum segment size in packets with these flags. nft never raises the size."""
     if peers is not None and peers.mtu is not None and peers.local.version == 6:
         for version, header in _HEADER_BYTES.items():
             size = peers.mtu - _TUNNEL_BYTES - header
-            yield (f"meta nfproto {_NFPROTO[version]} tcp flags 0x2,0x10 / 0x2,0x10 tcp option maxseg size set {size}")
+            yield f"meta nfproto {_NFPROTO[version]} tcp flags {flags} tcp option maxseg size set {size}"
 
 
 def _stick_table_rules(peers: VrrpPeers) -> Iterator[str]:

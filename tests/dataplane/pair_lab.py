@@ -67,6 +67,7 @@ class Place:
     fixed: str
     fixed6: str
     priority: int
+    mtu: int = 1500
 
     @property
     def cable(self) -> str:
@@ -467,7 +468,7 @@ def _plugged(place: Place, *, six: bool) -> AttachedPort:
             id=str(uuid.uuid5(uuid.NAMESPACE_OID, place.mac)),
             network_id=NETWORK,
             mac=place.mac,
-            mtu=1500,
+            mtu=place.mtu,
             addresses=addresses[six:],
         ),
         subnets=_SUBNETS[six:],

@@ -101,6 +101,23 @@ def test_handed_over_without_cutting(pair):
         pair.settled()
 
 
+def test_an_ordinary_move_resets_idle_connections(pair):
+    """A client that waits for data learns at once that its connection has ended."""
+    with closing(EchoServer(pair.members, "echo")) as echo:
+        pair.push(_balancer(pair.peers[0], echo))
+        pair.calm()
+        holder, standby = pair.holder, pair.standby
+        idle = _greeted(pair, (VIP, VIP6))
+        status, answer = holder.call("POST", "/v2/vrrp/release", {"drain": 0})
+        assert (status, answer["connections"]) == (200, 0), answer
+        for each in idle:
+            each.settimeout(HEALED)
+            with pytest.raises(ConnectionResetError):
+                each.recv(1)
+        eventually(lambda: standby.holds(pair.vip), "the partner has the VIPs")
+        assert not any(f" {each}/" in holder.inside("ip", "-o", "addr") for each in (VIP, VIP6))
+
+
 def _hand_over(pair, *vips):
     """Connections that were open before, and later ones."""
     holder, standby = pair.holder, pair.standby

@@ -37,7 +37,7 @@ def few(request, wire, monkeypatch):
 @pytest.fixture(params=[4, 6])
 def full(request, wire, monkeypatch):
     """The same; it has room for one connection that goes on."""
-    monkeypatch.setattr(connection_tunnel, "_MOST_CONNECTIONS", 1)
+    monkeypatch.setattr(connection_tunnel, "MOST_CONNECTIONS", 1)
     monkeypatch.setattr(connection_tunnel, "_BEGUN_SECONDS", 60)
     yield from begun(request.param, wire)
 

@@ -25,7 +25,7 @@ PAIR = VrrpInstance(
     1500,
 )
 REFUSED = NetlinkError(errno.EPERM, "refused")
-CLEAN = ["remove_tunnel", "remove_guard"]
+CLEAN = ["stop_answers", "remove_tunnel", "remove_guard"]
 
 
 class Kernel:
@@ -76,7 +76,7 @@ def test_a_failed_hand_over_is_removed(paths, kernel, step, error, raised):
     kernel.refused = {step: [error]}
     with pytest.raises(raised):
         made.expect_vips(30)
-    assert kernel.done[-3:] == ["stop_redirect", *CLEAN]
+    assert kernel.done[-4:] == ["stop_redirect", *CLEAN]
     assert made.describe()["expecting"] is None
     assert json.loads(paths.handover.read_text()) == {"expecting": None, "draining": None}
 
@@ -86,7 +86,7 @@ def test_a_release_that_failed_is_taken_away(paths, kernel):
     kernel.refused = {"add_vips": [REFUSED]}
     with pytest.raises(InterfaceError):
         made.release_vips(30)
-    assert kernel.done[-2:] == CLEAN
+    assert kernel.done[-3:] == CLEAN
     assert made.describe()["draining"] is None
 
 
@@ -103,7 +103,29 @@ def test_several_partners(paths, kernel):
     made = VipHandover(paths, kernel, Gone(paths), lambda: three)
     made.release_vips(0)
     assert paths.released.read_text() == ALIVE
-    assert kernel.done == [], "nothing is dug"
+    assert kernel.done == ["reset_connections"], "no tunnel is created"
+
+
+def test_a_kernel_without_the_egress_hook_fails_no_release(paths, kernel, caplog):
+    kernel.refused = {"start_answers": [FirewallError("load rules", "no such hook")]}
+    made = VipHandover(paths, kernel, Gone(paths), lambda: PAIR)
+    made.release_vips(30)
+    assert kernel.done == ["add_guard", "create_tunnel", "add_vips", "start_answers"]
+    assert "answers of open connections leave directly" in caplog.text
+
+
+def test_connections_that_cannot_be_reset_fail_no_release(paths, kernel, caplog):
+    kernel.refused = {"reset_connections": [OSError(errno.EOPNOTSUPP, "1 of 1 connections are still open")]}
+    VipHandover(paths, kernel, Gone(paths), lambda: PAIR).release_vips(0)
+    assert "connections to VIPs that have left are not reset: [Errno 95] 1 of 1" in caplog.text
+
+
+@pytest.mark.parametrize("holds", [False, True], ids=["standby", "holder"])
+def test_the_end_of_a_drain_resets_connections_to_vips_that_have_left(paths, kernel, holds):
+    """An amphora that has the VIPs again continues to serve its connections."""
+    paths.handover.write_text(json.dumps({"expecting": None, "draining": 0.0}))
+    handover(paths, kernel, holds=holds)._end_expired()
+    assert kernel.done == [*(["reset_connections"] if not holds else []), "stop_answers", *CLEAN]
 
 
 class Gone:
@@ -135,7 +157,7 @@ def test_a_failed_removal_is_repeated(paths, kernel):
     with pytest.raises(NetlinkError):
         made._end_expired()
     made._end_expired()
-    assert kernel.done[-2:] == CLEAN
+    assert kernel.done[-3:] == CLEAN
     assert made.describe()["expecting"] is None
 
 
