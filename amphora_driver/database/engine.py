@@ -45,8 +45,8 @@ _RETRY_CODES = {1213, 1205, "40001", "40P01", "55P03"}
 # An unavailable server returns one of these codes. MariaDB: the node is not part of the Galera cluster (1047, or 1180
 # during a commit), shutdown (1053), connection killed (1927). PostgreSQL: shutdown, crash, start, idle transaction.
 _UNAVAILABLE_CODES = {1047, 1180, 1053, 1927, "57P01", "57P02", "57P03", "25P03"}
-# `Database.write` retries a colliding transaction for longer than an idle transaction holds its locks, and for longer
-# than four hosts need to write the same rows through two Galera nodes.
+# `Database.write` retries a colliding transaction for longer than an idle transaction holds its locks. Four hosts that
+# write the same rows through two Galera nodes also need less time.
 _RETRY_SECONDS = 20.0
 # The first of two attempts may use a stale pooled connection to a server that is available again.
 _UNAVAILABLE_ATTEMPTS = 2

@@ -183,7 +183,8 @@ def replace_confirmation(connection: sa.Connection, amphora_id: str, confirmed: 
     ready = amphora.update().where(*mine, amphora.c.state == AmphoraState.READY.value)
     if not connection.execute(ready.values(**values)).rowcount:
         return False
-    return update_job(connection, owner, dirty=True, due_at=DUE_NOW)
+    update_job(connection, owner, dirty=True, due_at=DUE_NOW)
+    return True
 
 
 def delete_amphora(connection: sa.Connection, amphora_id: str) -> None:

@@ -125,4 +125,5 @@ def advance_generation_beyond(connection: sa.Connection, load_balancer_id: str, 
     following = advance_to(max(generation, beyond) + 1)
     if not connection.execute(advance.ordered_values(*following)).rowcount:
         return False
-    return update_job(connection, load_balancer_id, dirty=True, due_at=DUE_NOW)
+    update_job(connection, load_balancer_id, dirty=True, due_at=DUE_NOW)
+    return True
