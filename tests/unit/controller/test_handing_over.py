@@ -14,7 +14,7 @@ from amphora_driver.errors import AgentRefused, AgentUnreachable, Superseded
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.queue.jobs import Jobs
-from amphora_driver.reconcile import plan as planning
+from amphora_driver.reconcile import steps as step_types
 from amphora_driver.reconcile.context import ReconcileContext
 from amphora_driver.reconcile.executor import StepExecutor
 from amphora_driver.reconcile.job import Job
@@ -25,7 +25,7 @@ LB, OLD, NEW = "lb", "old", "new"
 TREE = LoadBalancer(
     id=LB, project_id="demo", vip=Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 )
-STEP = planning.HandOver(amphora_id=OLD, to=NEW, reason="a test")
+STEP = step_types.HandOver(amphora_id=OLD, to=NEW, reason="a test")
 
 
 class Agents:
@@ -87,7 +87,7 @@ def take(conf, database, step, agents, *, steps=False):
     )
     lease = Jobs(database, "me", 60.0).claim()
     observed = database.read(lambda c: amphorae.load_amphorae(c, LB))
-    wanted = planning.LoadBalancerView(
+    wanted = step_types.LoadBalancerView(
         load_balancer_id=LB,
         generation=1,
         applied=0,
@@ -185,7 +185,7 @@ def test_whether_it_is_still_needed(conf, database, trouble, says, silent, over)
     ends = time.time() + 60
     database.write(lambda c: amphorae.update_amphora(c, OLD, handed_over=True, drains_until=ends))
     agents = Agents(trouble, says)
-    old = take(conf, database, planning.CheckDrain(amphora_id=OLD, silent=silent, reason="a test"), agents)
+    old = take(conf, database, step_types.CheckDrain(amphora_id=OLD, silent=silent, reason="a test"), agents)
     assert agents.order == ["vrrp"]
     assert old.drains_until == (0.0 if over else ends)
 
@@ -208,14 +208,14 @@ def test_connections_survive_a_hand_over_and_a_kill(conf, database, changes, tro
     if changes:
         database.write(lambda c: amphorae.update_amphora(c, OLD, **changes))
     agents = Agents(trouble, says)
-    left = take(conf, database, planning.Release(amphora_id=OLD, reason="a test"), agents)
+    left = take(conf, database, step_types.Release(amphora_id=OLD, reason="a test"), agents)
     assert (left is not None) == stays
     if stays:
         assert left.handed_over
         assert left.drains_until == pytest.approx(time.time() + 12.0, abs=5.0)
 
 
-ASK = planning.QueryVipHolder(amphora_ids=(OLD, NEW), reason="a test")
+ASK = step_types.QueryVipHolder(amphora_ids=(OLD, NEW), reason="a test")
 
 
 @pytest.mark.parametrize(
@@ -286,6 +286,6 @@ def test_what_is_only_cut_short_is_no_answer(conf, database, question):
 def test_a_look_that_is_cut_short_ends_no_connection(conf, database):
     database.write(lambda c: amphorae.update_amphora(c, OLD, handed_over=True, drains_until=time.time() + 60))
     with pytest.raises(Superseded):
-        take(conf, database, planning.CheckDrain(amphora_id=OLD, silent=True, reason="a test"), Cut("vrrp"))
+        take(conf, database, step_types.CheckDrain(amphora_id=OLD, silent=True, reason="a test"), Cut("vrrp"))
     after = database.read(lambda c: amphorae.load_amphorae(c, LB))
     assert next(one for one in after if one.id == OLD).drains_until > time.time()
