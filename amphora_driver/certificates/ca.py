@@ -23,8 +23,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from amphora_driver.errors import CertificateError
 from amphora_driver.secret import Secret
 
-# Seconds by which the validity of a certificate starts before its issue, because the clocks of booting amphorae and of
-# hosts may be wrong by hours.
+# The validity of a certificate starts these seconds before its issue, because clocks of amphorae and hosts differ.
 CLOCK_SKEW = 86400.0
 _DAY = 86400.0
 _LONGEST_NAME = 64  # X.520 ub-common-name

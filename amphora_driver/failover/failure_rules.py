@@ -33,7 +33,7 @@ _LEAST_GAP = 1.0
 _LEAST_DEAF = 1.5
 # Seconds for which a probe result is valid, or twice the probe time-out if that is longer.
 _FRESH = 8.0
-# Seconds from a heartbeat to its visibility in the detector, in addition to the flush: health managers write once a
+# Seconds from a heartbeat to its visibility in the detector, in addition to the flush. A health manager writes once a
 # second, and the detector reads every half second.
 _SEEN_LATE = 1.5
 # Fractions of an interval. A heartbeat that is later than `_MISSED` was not sent or was lost.

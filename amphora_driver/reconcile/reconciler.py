@@ -245,21 +245,19 @@ class Reconciler:
 
     def _handle_failure(self, job: Job, error: Exception) -> None:
         """Schedule a retry; report ERROR at once for a final error, and after several attempts for others."""
-        lease, conf = job.lease, self._context.conf.amp_controller
+        lease, conf, of = job.lease, self._context.conf.amp_controller, job.lease.load_balancer_id
         try:
             now = self._database.now()
             if isinstance(error, Superseded) or job.is_preempted:
                 # A preemption may cause any error of the running call.
-                LOG.info("load balancer %s: repeating the job: %s", lease.load_balancer_id, job.preemption_error())
+                LOG.info("load balancer %s: the job is preempted and starts again: %s", of, job.preemption_error())
                 self._jobs.yield_lease(lease)
                 return
             final = isinstance(error, AmphoraDriverError) and error.final
             pause = conf.retry_most if final else min(conf.retry_first * 2**lease.attempts, conf.retry_most)
             pause *= random.uniform(0.8, 1.2)  # noqa: S311 - jitter, no secret
-            words = (lease.load_balancer_id, error, pause)
-            LOG.warning("load balancer %s: the job failed: %s; trying again in %.1f s", *words)
+            LOG.warning("load balancer %s: the job failed: %s; trying again in %.1f s", of, error, pause)
             if job.replacing:
-                of = lease.load_balancer_id
                 self._write(job, lambda c: failovers.record_failure(c, of, now, str(error)))
             tried = lease.attempts + 1
             if final or tried >= conf.give_up_after:
@@ -270,9 +268,7 @@ class Reconciler:
             crashes = lease.crashes - 1 if isinstance(error, CrashLoop) else 0
             self._jobs.retry_later(lease, pause, str(error), job.generation or None, crashes=crashes)
         except (AmphoraDriverError, OSError) as failure:
-            LOG.warning(
-                "load balancer %s: could not release its lease, which expires: %s", lease.load_balancer_id, failure
-            )
+            LOG.warning("load balancer %s: could not release its lease, which expires: %s", of, failure)
 
 
 def _perform_steps(
@@ -295,7 +291,8 @@ def _perform_steps(
         except (AgentError, ComputeError, NetworkError) as error:
             if amphora_id is None:
                 raise
-            LOG.warning("load balancer %s: a step for amphora %s failed: %s", view.load_balancer_id, amphora_id, error)
+            of = view.load_balancer_id
+            LOG.warning("load balancer %s: continuing, a step for amphora %s failed: %s", of, amphora_id, error)
             errors[amphora_id] = error
     if errors:
         raise next((one for one in errors.values() if one.final), next(iter(errors.values())))
