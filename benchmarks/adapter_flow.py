@@ -275,7 +275,7 @@ class _Network:
 
     listener_rules = False
 
-    def redirect_allowed(self, _port_ids):
+    def direct_answers_allowed(self, _port_ids):
         return True
 
     def ensure_port(self, request):

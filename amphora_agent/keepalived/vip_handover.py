@@ -92,11 +92,13 @@ class VipHandover:
                 self._create_tunnel(instance)
                 self._inner.run(connection_tunnel.start_redirect, instance)
 
-    def release_vips(self, drain: float) -> None:
+    def release_vips(self, drain: float, *, direct_answers: bool = True) -> None:
         """Give the VIPs to the partner; returns when the VIPs have left this amphora.
 
         ``drain`` is the number of seconds for which open connections may continue; 0 ends them. Connections continue by
         way of one partner only, because it is not known in advance which one of several partners takes the VIPs.
+        Without ``direct_answers`` a stateful security group drops answers that leave directly. A drain then requires a
+        kernel that sends answers through the tunnel.
 
         Raises NotElected if this amphora does not have the VIPs, has no suitable partner, or kept the VIPs. After an
         InterfaceError or FirewallError the VIPs are still here.
@@ -108,7 +110,7 @@ class VipHandover:
             if drain:
                 with self._recording(replace(self._deadlines, draining=time.monotonic() + drain)):
                     self._create_tunnel(instance)
-                    self._start_answers(instance)
+                    self._start_answers(instance, direct_allowed=direct_answers)
             # keepalived sees a fault and announces it in its last advertisement (priority 0, RFC 9568, 6.4.3), so the
             # partner takes over at once. Then keepalived is healthy again, and takes the VIPs only if they are free.
             self._paths.released.write_text(DEAD, encoding="ascii")
@@ -123,11 +125,13 @@ class VipHandover:
             if not drain:
                 self._reset_connections(instance)
 
-    def _start_answers(self, instance: VrrpInstance) -> None:
-        """Send answers through the tunnel if the kernel can. Otherwise they leave directly."""
+    def _start_answers(self, instance: VrrpInstance, *, direct_allowed: bool) -> None:
+        """Send answers through the tunnel if the kernel can. Otherwise they leave directly, if that is allowed."""
         try:
             self._inner.run(tunnel_answers.start_answers, instance)
         except FirewallError as error:
+            if not direct_allowed:
+                raise
             _log.warning("answers of open connections leave directly; a stateful security group drops them: %s", error)
 
     def _reset_connections(self, instance: VrrpInstance) -> None:

@@ -16,8 +16,8 @@ The kernel reassembles fragments before the rules see a packet (RFC 8200, sectio
 in a namespace with connection tracking. Therefore one rule uses the state of connections, and the chains `untracked`
 exclude all packets from connection tracking.
 
-Amphorae with IPv6 partners send and request TCP segments that fit into the tunnel (`connection_tunnel`). Linux fragments
-an IPv6 packet that is too large only for a local socket, and the client would get no message.
+Amphorae with IPv6 partners send and request TCP segments that fit into the tunnel (`connection_tunnel`). Linux
+fragments an IPv6 packet that is too large only for a local socket, and the client would get no message.
 """
 
 from __future__ import annotations

@@ -134,9 +134,20 @@ class AgentClient:
         call = _Call("POST", "/v2/vrrp/expect", f"prepare amphora {amphora_id} for the VIPs", body=body)
         self._request(amphora_id, address, call, deadline)
 
-    def release_vips(self, amphora_id: str, address: str, drain: float, *, deadline: Deadline | None = None) -> None:
-        """Release the VIPs to the partner; connections may continue for `drain` seconds."""
-        body = msgspec.json.encode({"drain": drain})
+    def release_vips(
+        self,
+        amphora_id: str,
+        address: str,
+        drain: float,
+        *,
+        direct_answers: bool = True,
+        deadline: Deadline | None = None,
+    ) -> None:
+        """Release the VIPs to the partner; connections may continue for `drain` seconds.
+
+        Without `direct_answers` the agent refuses a drain whose answers cannot go through the tunnel.
+        """
+        body = msgspec.json.encode({"drain": drain, "direct_answers": direct_answers})
         call = _Call("POST", "/v2/vrrp/release", f"release the VIPs of amphora {amphora_id}", body=body)
         self._request(amphora_id, address, call, deadline)
 

@@ -3,8 +3,7 @@
 
 Invariant: each certificate has one purpose. A server certificate names one amphora and is valid for servers only; a
 client certificate is valid for clients only. Neither can sign other certificates or outlive its authority.
-Source: RFC 5280 §4.2. OpenSSL's X509_V_FLAG_X509_STRICT, which Python 3.13 sets by default, accepts these
-certificates.
+Source: RFC 5280 §4.2. OpenSSL accepts these certificates with X509_V_FLAG_X509_STRICT, Python's default since 3.13.
 """
 
 from __future__ import annotations
@@ -24,19 +23,13 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from amphora_driver.errors import CertificateError
 from amphora_driver.secret import Secret
 
-# Seconds by which the validity starts earlier. Clocks differ: of amphorae that have just booted, and of hosts whose
-# clock was wrong by an hour or by a time zone.
+# The validity of a certificate starts these seconds before its issue, because clocks of amphorae and hosts differ.
 CLOCK_SKEW = 86400.0
 _DAY = 86400.0
 _LONGEST_NAME = 64  # X.520 ub-common-name
 
 _IssuerKey = ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey | ed25519.Ed25519PrivateKey | ed448.Ed448PrivateKey
-_ISSUER_KEYS = (
-    ec.EllipticCurvePrivateKey,
-    rsa.RSAPrivateKey,
-    ed25519.Ed25519PrivateKey,
-    ed448.Ed448PrivateKey,
-)
+_ISSUER_KEYS = (ec.EllipticCurvePrivateKey, rsa.RSAPrivateKey, ed25519.Ed25519PrivateKey, ed448.Ed448PrivateKey)
 
 
 class Issued(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,15 +47,10 @@ class Issued(msgspec.Struct, frozen=True, kw_only=True):
 def create_authority(common_name: str, days: int = 3650) -> tuple[bytes, Secret]:
     """Create an authority: a self-signed EC P-256 certificate and its private key.
 
-    Args:
-        common_name: subject of the certificate; at most 64 characters.
-        days: of validity.
-
-    Returns:
-        The certificate in PEM and the unencrypted private key in PKCS8 PEM.
+    The results are the certificate in PEM and the unencrypted private key in PKCS8 PEM.
 
     Raises:
-        CertificateError: the name or the number of days is invalid.
+        CertificateError: the name (at most 64 characters) or the number of days is invalid.
     """
     wanted = f"create the certificate authority {common_name!r}"
     name = _name(common_name, wanted)
@@ -72,17 +60,10 @@ def create_authority(common_name: str, days: int = 3650) -> tuple[bytes, Secret]
     now = time.time()
     identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
     builder = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(_moment(now - CLOCK_SKEW))
-        .not_valid_after(_moment(now + days * _DAY))
-        # Path length 0: certificates of this authority cannot be authorities.
+        _builder(name, name, key.public_key(), _moment(now - CLOCK_SKEW), _moment(now + days * _DAY))
+        # With path length 0, certificates of this authority cannot be authorities.
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_key_usage(sign_certificates=True), critical=True)
-        .add_extension(identifier, critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False)
     )
     certificate = builder.sign(key, hashes.SHA256())
@@ -90,12 +71,7 @@ def create_authority(common_name: str, days: int = 3650) -> tuple[bytes, Secret]
 
 
 class Authority:
-    """Issues certificates.
-
-    Args:
-        certificate_pem: the authority's certificate; the first one if the PEM holds several.
-        key: its private key in PEM, not encrypted.
-        clock: the current time in seconds since 1970.
+    """Issues certificates, which never outlive the authority; the first certificate of the PEM counts.
 
     Raises:
         CertificateError: the certificate or the key is invalid, or they are not a pair.
@@ -106,11 +82,9 @@ class Authority:
         self._certificate = _read_certificate(certificate_pem)
         self._key = _read_key(key)
         if self._certificate.public_key() != self._key.public_key():
-            raise CertificateError(
-                "use the certificate authority",
-                "its private key does not belong to its certificate",
-                "Check that [amp_certificates] ca_certificate and ca_private_key are a pair.",
-            )
+            happened = "its private key does not belong to its certificate"
+            remedy = "Check that [amp_certificates] ca_certificate and ca_private_key are a pair."
+            raise CertificateError("use the certificate authority", happened, remedy)
         self._identifier = _authority_identifier(self._certificate)
 
     @classmethod
@@ -120,8 +94,8 @@ class Authority:
         Raises:
             CertificateError: a file cannot be read or has the wrong content.
         """
-        certificate = _read_file(certificate_path, "ca_certificate")
-        return cls(certificate, Secret(_read_file(key_path, "ca_private_key")))
+        certificate = read_pem_file(certificate_path, "ca_certificate")
+        return cls(certificate, Secret(read_pem_file(key_path, "ca_private_key")))
 
     @property
     def expires_at(self) -> float:
@@ -129,15 +103,10 @@ class Authority:
         return self._certificate.not_valid_after_utc.timestamp()
 
     def is_among(self, pem: bytes) -> bool:
-        """Whether the authority's certificate is one of these."""
         return self._certificate in x509.load_pem_x509_certificates(pem)
 
     def issue_server(self, amphora_id: str, days: float) -> Issued:
-        """Issue the server certificate of one amphora.
-
-        Args:
-            amphora_id: the only subject alternative name.
-            days: of validity; shorter if the authority expires earlier.
+        """Issue the server certificate of one amphora; its id is the only subject alternative name.
 
         Raises:
             CertificateError: the authority has expired, or the id or the number of days is invalid.
@@ -151,37 +120,22 @@ class Authority:
     def issue_client(self, name: str, days: float) -> Issued:
         """Issue the client certificate of a controller.
 
-        Args:
-            name: subject of the certificate; at most 64 characters.
-            days: of validity; shorter if the authority expires earlier.
-
         Raises:
             CertificateError: the authority has expired, or the name or the number of days is invalid.
         """
         return self._issue(name, days, ExtendedKeyUsageOID.CLIENT_AUTH, None)
 
     def _issue(
-        self,
-        name: str,
-        days: float,
-        purpose: x509.ObjectIdentifier,
-        names: x509.SubjectAlternativeName | None,
+        self, name: str, days: float, purpose: x509.ObjectIdentifier, names: x509.SubjectAlternativeName | None
     ) -> Issued:
         wanted = f"issue a certificate to {name!r}"
         begin, end = self._validity(days, wanted)
         key = ec.generate_private_key(ec.SECP256R1())
         builder = (
-            x509.CertificateBuilder()
-            .subject_name(_name(name, wanted))
-            .issuer_name(self._certificate.subject)
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(begin)
-            .not_valid_after(end)
+            _builder(_name(name, wanted), self._certificate.subject, key.public_key(), begin, end)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_key_usage(sign_certificates=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage([purpose]), critical=False)
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
             .add_extension(self._identifier, critical=False)
         )
         if names is not None:
@@ -195,20 +149,14 @@ class Authority:
         if not days > 0:
             raise CertificateError(wanted, f"{days} days is not a valid period", "Give more than zero.")
         if self.expires_at <= now:
-            raise CertificateError(
-                wanted,
-                f"the authority expired on {self._certificate.not_valid_after_utc:%Y-%m-%d}",
-                "Replace the authority: see docs/how-to/rotate-certificates.md.",
-            )
-        # The validity must be within that of the authority; otherwise verification fails at an unexpected moment.
+            happened = f"the authority expired on {self._certificate.not_valid_after_utc:%Y-%m-%d}"
+            raise CertificateError(wanted, happened, "Replace the authority: see docs/how-to/rotate-certificates.md.")
+        # The validity is within the validity of the authority; otherwise verification fails at an unexpected time.
         begin = max(_moment(now - CLOCK_SKEW), self._certificate.not_valid_before_utc)
         end = min(_moment(now + days * _DAY), self._certificate.not_valid_after_utc)
         if end <= begin:
-            raise CertificateError(
-                wanted,
-                f"the authority is valid only from {begin:%Y-%m-%d %H:%M} UTC",
-                "Check the clock of this machine.",
-            )
+            happened = f"the authority is valid only from {begin:%Y-%m-%d %H:%M} UTC"
+            raise CertificateError(wanted, happened, "Check the clock of this machine.")
         return begin, end
 
 
@@ -230,6 +178,22 @@ def fingerprint(pem: bytes) -> str:
     return x509.load_pem_x509_certificate(pem).fingerprint(hashes.SHA256()).hex()
 
 
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, begin: dt.datetime, end: dt.datetime
+) -> x509.CertificateBuilder:
+    """Return a builder with the fields that all certificates have."""
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(begin)
+        .not_valid_after(end)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+    )
+
+
 def _moment(seconds: float) -> dt.datetime:
     # X.509 has a resolution of one second.
     return dt.datetime.fromtimestamp(int(seconds), dt.timezone.utc)
@@ -237,28 +201,20 @@ def _moment(seconds: float) -> dt.datetime:
 
 def _name(text: str, wanted: str) -> x509.Name:
     if not 0 < len(text) <= _LONGEST_NAME:
-        raise CertificateError(
-            wanted, f"a name has 1 to {_LONGEST_NAME} characters, this one {len(text)}", "Use a shorter name."
-        )
+        happened = f"a name has 1 to {_LONGEST_NAME} characters, this one {len(text)}"
+        raise CertificateError(wanted, happened, "Use a shorter name.")
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
 
 
 def _key_usage(*, sign_certificates: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not sign_certificates,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=sign_certificates,
-        crl_sign=sign_certificates,
-        encipher_only=False,
-        decipher_only=False,
-    )
+    others = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
+    unused = dict.fromkeys((*others, "encipher_only", "decipher_only"), False)
+    signs = sign_certificates
+    return x509.KeyUsage(digital_signature=not signs, key_cert_sign=signs, crl_sign=signs, **unused)
 
 
 def _authority_identifier(certificate: x509.Certificate) -> x509.AuthorityKeyIdentifier:
-    # The identifier must equal the authority's own one, which another tool may have derived in another way.
+    # The identifier must equal the authority's own identifier, which another tool may have derived in another way.
     try:
         own = certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier)
     except x509.ExtensionNotFound:
@@ -268,25 +224,27 @@ def _authority_identifier(certificate: x509.Certificate) -> x509.AuthorityKeyIde
 
 
 def _digest(key: _IssuerKey) -> hashes.SHA256 | None:
-    # Edwards-curve signatures define their own hash.
+    # Signatures with Edwards curves define their own hash.
     return None if isinstance(key, (ed25519.Ed25519PrivateKey, ed448.Ed448PrivateKey)) else hashes.SHA256()
 
 
 def _pem(key: ec.EllipticCurvePrivateKey) -> Secret:
-    return Secret(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
+    plain = serialization.NoEncryption()
+    return Secret(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain))
 
 
-def _read_file(path: str | Path, option: str) -> bytes:
+def read_pem_file(path: str | Path, option: str) -> bytes:
+    """Return the content of the PEM file that an option of [amp_certificates] names.
+
+    Raises:
+        CertificateError: the file cannot be read.
+    """
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise CertificateError(
-            "load the certificate authority",
-            f"{path} cannot be read ({error.strerror})",
-            f"Set [amp_certificates] {option} to a PEM file that this process may read.",
-        ) from error
+        happened = f"{path} cannot be read ({error.strerror})"
+        remedy = f"Set [amp_certificates] {option} to a PEM file that this process may read."
+        raise CertificateError("read a file of the certificate authority", happened, remedy) from error
 
 
 def _read_certificate(pem: bytes) -> x509.Certificate:
@@ -297,15 +255,12 @@ def _read_certificate(pem: bytes) -> x509.Certificate:
     except x509.ExtensionNotFound:
         constraints = None
     except ValueError as error:
-        raise CertificateError(
-            wanted, f"its certificate is no PEM certificate ({error})", "Check [amp_certificates] ca_certificate."
-        ) from error
+        happened = f"its certificate is no PEM certificate ({error})"
+        raise CertificateError(wanted, happened, "Check [amp_certificates] ca_certificate.") from error
     if constraints is None or not constraints.value.ca:
-        raise CertificateError(
-            wanted,
-            "its certificate may not sign others (basicConstraints does not say CA)",
-            "Check [amp_certificates] ca_certificate: it may be a server's or a controller's certificate.",
-        )
+        happened = "its certificate may not sign others (basicConstraints does not say CA)"
+        remedy = "Check [amp_certificates] ca_certificate: it may be a server's or a controller's certificate."
+        raise CertificateError(wanted, happened, remedy)
     return certificate
 
 
@@ -314,13 +269,10 @@ def _read_key(secret: Secret) -> _IssuerKey:
     try:
         key = serialization.load_pem_private_key(secret.reveal(), password=None)
     except TypeError as error:
-        raise CertificateError(
-            wanted,
-            "its private key is encrypted with a passphrase",
-            "Store it unencrypted, readable by the controller only.",
-        ) from error
+        happened = "its private key is encrypted with a passphrase"
+        raise CertificateError(wanted, happened, "Store it unencrypted, readable by the controller only.") from error
     except (ValueError, UnsupportedAlgorithm):
-        # The original reason is omitted: it could quote the file.
+        # The error has no original reason, which could quote the file.
         raise CertificateError(wanted, "its private key is no PEM private key", remedy) from None
     if not isinstance(key, _ISSUER_KEYS):
         raise CertificateError(wanted, "its private key is of a kind that cannot sign certificates", remedy)

@@ -1,25 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules of certificate renewal and CA rotation. Pure.
 
-Invariant: a step of a rotation is returned only if every connection works after it. All amphorae and controllers that
-need another trust list or certificate have it, and operations that began before the last step have ended. The result
-names the amphorae that the next step waits for.
+Invariant: a step of a rotation is returned only if every connection works after the step. All amphorae and controllers
+that need another trust list or certificate have it, and operations that began before the last step have ended. The
+result names the amphorae that the next step waits for.
 
 The column `amphora.trusts` is one text. It holds the ids of the controllers' CAs, or ``files-`` and a digest if the
-CAs are files. If the CA of amphorae is a file too, ``/`` and its digest follow. A replaced file is therefore detected.
+CAs are files. If the CA of amphorae is a file too, ``/`` and its digest follow. The digest shows a replacement of the
+file.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from amphora_driver.store.ca_records import AmphoraCertificate, CaKind, CaRecord, CaState
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 DAY = 86400.0
 _DIGITS = 12
@@ -37,9 +35,8 @@ class DesiredTrust(msgspec.Struct, frozen=True, kw_only=True):
 class CertificateLifetime(msgspec.Struct, frozen=True, kw_only=True):
     """Lifetime of certificates.
 
-    Attributes:
-        validity: seconds, used if the issue date of a certificate is not recorded.
-        renew_at: fraction of the lifetime after which a certificate is renewed.
+    `validity` in seconds applies to a certificate without a recorded issue date. `renew_at` is the fraction of the
+    lifetime after which a certificate is renewed.
     """
 
     validity: float
@@ -50,10 +47,8 @@ class RotationPhase(msgspec.Struct, frozen=True, kw_only=True):
     """Progress of the rotation of one kind of CA.
 
     Attributes:
-        moves: the next step, if it may be taken now.
-        until: the earliest time of the next step (seconds since 1970).
-        waits_for: the amphorae that the next step waits for.
-        reason: the condition that these amphorae must meet; empty without a rotation.
+        moves: the next step, if the step is possible now; `until` is its earliest time (seconds since 1970).
+        waits_for: the amphorae that must meet the condition `reason` before the next step.
     """
 
     moves: dict[CaRecord, CaState] = {}
@@ -70,10 +65,8 @@ def file_digest(content: bytes) -> str:
 def format_trusts(controllers: Iterable[int], client_ca: bytes, signer: bytes | None) -> str:
     """Return the text of `amphora.trusts`.
 
-    Args:
-        controllers: ids of the controllers' CAs; empty if they are files.
-        client_ca: content of these files.
-        signer: file of the CA of amphorae; None if this CA is recorded in the database.
+    `controllers` are the ids of the controllers' CAs; empty if the CAs are files with the content `client_ca`. `signer`
+    is the file of the CA of amphorae; None if the database has this CA.
     """
     named = ",".join(str(one) for one in sorted(controllers)) or f"files-{file_digest(client_ca)}"
     return named if signer is None else f"{named}/{file_digest(signer)}"
@@ -86,7 +79,7 @@ def parse_controller_ids(text: str | None) -> frozenset[int]:
 
 
 def common_trust(first: str | None, second: str) -> str:
-    """Return the common part of two trust lists; it is unknown which of them the amphora has."""
+    """Return the common part of two trust lists: the amphora has one of the two."""
     if first is None or first == second:
         return second
     both = parse_controller_ids(first) & parse_controller_ids(second)
@@ -94,7 +87,7 @@ def common_trust(first: str | None, second: str) -> str:
 
 
 def renewal_reason(one: AmphoraCertificate, desired: DesiredTrust, lifetime: CertificateLifetime, now: float) -> str:
-    """Return why an amphora needs a new certificate now; empty if it does not."""
+    """Return why an amphora needs a new certificate now; empty if the present certificate is right."""
     if one.authority != desired.authority:
         return "another authority signs certificates now"
     if trust_differs(one.trusts, desired):
@@ -108,7 +101,7 @@ def renewal_reason(one: AmphoraCertificate, desired: DesiredTrust, lifetime: Cer
 
 
 def trust_differs(text: str | None, desired: DesiredTrust) -> bool:
-    """Whether the trust list of an amphora differs from the desired one."""
+    """Return whether the trust list of an amphora differs from the desired one."""
     if text is None:
         # The amphora is older than this column. Without recorded CAs it has the files.
         return not desired.trusts.startswith("files-")
@@ -118,7 +111,7 @@ def trust_differs(text: str | None, desired: DesiredTrust) -> bool:
 
 
 def renewal_due_at(one: AmphoraCertificate, lifetime: CertificateLifetime) -> float | None:
-    """Return when the certificate is renewed at the latest; None if its expiry is not known.
+    """Return the latest time of the renewal; None for a certificate without a recorded expiry.
 
     Renewals of certificates that were issued together spread over a fifth of the time.
     """
@@ -140,7 +133,7 @@ def certificate_state(one: AmphoraCertificate, desired: DesiredTrust, lifetime: 
 
 
 def is_rotating(kind: CaKind, recorded: Sequence[CaRecord]) -> bool:
-    """Whether a CA of this kind is being replaced."""
+    """Return whether a CA of this kind is being replaced."""
     return any(one.kind is kind and one.state in (CaState.NEXT, CaState.FORMER, CaState.LEAVING) for one in recorded)
 
 
@@ -150,7 +143,6 @@ def rotation_phase(
     """Return the next step of the rotation of one kind of CA, or its wait condition.
 
     Args:
-        kind: of the CA.
         recorded: all CAs that are not gone; other kinds are ignored.
         held: certificates and trust lists of the amphorae.
         now: seconds since 1970, by the database's clock.
@@ -161,36 +153,30 @@ def rotation_phase(
     if current is None:
         return RotationPhase()
     if coming := by_state.get(CaState.NEXT):
-        without = _not_trusting(held, coming) if kind is CaKind.CONTROLLER else ()
+        without = [one.amphora_id for one in held if coming.id not in parse_controller_ids(one.trusts)]
         moves = {coming: CaState.CURRENT, current: CaState.FORMER}
-        return _step(moves, coming, without, "every amphora must trust the new one", now, settle)
+        waits = without if kind is CaKind.CONTROLLER else []
+        return _step(moves, coming, waits, "every amphora must trust the new one", now, settle)
     if former := by_state.get(CaState.FORMER):
-        by_others = _not_signed_by(held, current) if kind is CaKind.AMPHORA else ()
-        return _step(
-            {former: CaState.LEAVING}, former, by_others, "every certificate must be signed by the new one", now, settle
-        )
+        waits = _not_signed_by(held, current) if kind is CaKind.AMPHORA else []
+        reason = "every certificate must be signed by the new one"
+        return _step({former: CaState.LEAVING}, former, waits, reason, now, settle)
     if leaving := by_state.get(CaState.LEAVING):
-        still = _trusting_others(held, current) if kind is CaKind.CONTROLLER else _not_signed_by(held, current)
-        return _step({leaving: CaState.GONE}, leaving, still, "no amphora may trust the old one", now, settle)
+        waits = _not_signed_by(held, current)
+        if kind is CaKind.CONTROLLER:
+            waits = [one.amphora_id for one in held if parse_controller_ids(one.trusts) != {current.id}]
+        return _step({leaving: CaState.GONE}, leaving, waits, "no amphora may trust the old one", now, settle)
     return RotationPhase()
 
 
 def _step(
-    moves: dict[CaRecord, CaState], since: CaRecord, waits_for: tuple[str, ...], reason: str, now: float, settle: float
+    moves: dict[CaRecord, CaState], since: CaRecord, waits_for: list[str], reason: str, now: float, settle: float
 ) -> RotationPhase:
     until = since.changed_at + settle
     if now < until or waits_for:
-        return RotationPhase(until=until, waits_for=waits_for, reason=reason)
+        return RotationPhase(until=until, waits_for=tuple(waits_for), reason=reason)
     return RotationPhase(moves=moves, until=until, reason=reason)
 
 
-def _not_trusting(held: Sequence[AmphoraCertificate], one: CaRecord) -> tuple[str, ...]:
-    return tuple(each.amphora_id for each in held if one.id not in parse_controller_ids(each.trusts))
-
-
-def _trusting_others(held: Sequence[AmphoraCertificate], current: CaRecord) -> tuple[str, ...]:
-    return tuple(each.amphora_id for each in held if parse_controller_ids(each.trusts) != {current.id})
-
-
-def _not_signed_by(held: Sequence[AmphoraCertificate], current: CaRecord) -> tuple[str, ...]:
-    return tuple(each.amphora_id for each in held if each.authority != current.id)
+def _not_signed_by(held: Sequence[AmphoraCertificate], current: CaRecord) -> list[str]:
+    return [one.amphora_id for one in held if one.authority != current.id]

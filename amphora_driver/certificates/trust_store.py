@@ -3,10 +3,10 @@
 
 Invariant: the data of a handshake or a boot is at most a few seconds old on this process's monotonic clock, also after
 a pause of the process. A rotation waits longer than that after each step. While the database is not available, the
-process uses the data that it read last. Only one thread reads at a time; other threads wait for it only if their data
-is too old. The private keys of CAs and of the process's own client certificate exist in memory only.
+process uses the data of its last read. Only one thread reads at a time; other threads wait for it only if their data is
+too old. The private keys of CAs and of the process's own client certificate exist in memory only.
 
-Before the first rotation of a kind of CA the configured files apply. The process reads them again when they change.
+Before the first rotation of a kind of CA the configured files apply. The process reads a file again after its change.
 """
 
 from __future__ import annotations
@@ -16,44 +16,38 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+from oslo_config.cfg import ConfigOpts
 
 from amphora_driver.agent.tls import TlsOverride
 from amphora_driver.certificates import ca_rotation
-from amphora_driver.certificates.ca import Authority, Issued, create_authority, earliest_expiry
+from amphora_driver.certificates.ca import Authority, Issued, create_authority, earliest_expiry, read_pem_file
 from amphora_driver.errors import CertificateError, StoreError
 from amphora_driver.store import ca_records
 from amphora_driver.store.ca_records import TRUSTED_STATES, CaKind, CaRecord, CaState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from oslo_config.cfg import ConfigOpts
-
     from amphora_driver.database.engine import Database
     from amphora_driver.database.vault import Vault
 
 LOG = logging.getLogger(__name__)
 # Maximum age of the data in seconds, and as a fraction of a rotation's shortest step.
 _MAX_AGE, _OF_A_STEP = 5.0, 0.25
-# While one thread reads, other threads accept data of up to _MEANWHILE times the maximum age: three quarters of a step,
-# and at most 15 s. A read of more than _LONGEST_READ seconds means that the process was paused.
+# While one thread reads, other threads accept data of up to this multiple of the maximum age.
 _MEANWHILE = 3
+# A read that takes more seconds means that the process was paused.
 _LONGEST_READ = 40.0
 _LONGEST_HOST = 40
 
 
 class AmphoraCredentials(msgspec.Struct, frozen=True, kw_only=True):
-    """Credentials of an amphora that is booted or renewed now.
+    """Credentials of an amphora that is booted or renewed now; the CAs are in PEM.
 
-    Attributes:
-        desired: the record of this trust.
-        client_ca: CAs of controllers, in PEM.
-        server_ca: CAs of amphorae, in PEM.
-        issuer: of the amphora's certificate.
+    `desired` is the record of this trust. `client_ca` are the CAs of controllers, `server_ca` those of amphorae.
     """
 
     desired: ca_rotation.DesiredTrust
@@ -63,20 +57,14 @@ class AmphoraCredentials(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrustStore:
-    """Current CAs. For any thread.
-
-    Args:
-        conf: our options; the group `certificates` is used.
-        database: of the recorded CAs.
-        vault: opens their keys.
-    """
+    """Current CAs. For any thread."""
 
     def __init__(self, conf: ConfigOpts, database: Database, vault: Vault) -> None:
         self._options = conf.amp_certificates
         self._max_age = min(_MAX_AGE, _OF_A_STEP * conf.amp_certificates.settle)
         self._database = database
         self._vault = vault
-        # Protects the data and is held briefly; `_reading` is held during a read of the database.
+        # The lock protects the data and is held briefly; `_reading` is held during a read of the database.
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         self._recorded: tuple[CaRecord, ...] | None = None
@@ -114,30 +102,20 @@ class TrustStore:
         self._refresh()
         with self._lock:
             recorded = self._recorded or ()
-            signer, controllers = _current(recorded, CaKind.AMPHORA), _ids(recorded, CaKind.CONTROLLER)
-            client_ca = _certificates(recorded, CaKind.CONTROLLER, TRUSTED_STATES) or _read_file(
-                self._options.client_ca, "client_ca"
-            )
+            signer = _current(recorded, CaKind.AMPHORA)
+            controllers = [one.id for one in recorded if one.kind is CaKind.CONTROLLER and one.state in TRUSTED_STATES]
+            client_ca = _certificates(recorded, CaKind.CONTROLLER, TRUSTED_STATES)
+            client_ca = client_ca or read_pem_file(self._options.client_ca, "client_ca")
             server_ca = _certificates(recorded, CaKind.AMPHORA, {CaState.NEXT, CaState.CURRENT})
-            if server_ca is None:
-                server_ca = _read_file(self._options.ca_certificate, "ca_certificate")
+            server_ca = server_ca or read_pem_file(self._options.ca_certificate, "ca_certificate")
             trusts = ca_rotation.format_trusts(controllers, client_ca, server_ca if signer is None else None)
-            return AmphoraCredentials(
-                desired=ca_rotation.DesiredTrust(authority=None if signer is None else signer.id, trusts=trusts),
-                client_ca=client_ca,
-                server_ca=server_ca,
-                issuer=self._issuer(signer),
-            )
+            desired = ca_rotation.DesiredTrust(authority=None if signer is None else signer.id, trusts=trusts)
+            issuer = self._issuer(signer)
+            return AmphoraCredentials(desired=desired, client_ca=client_ca, server_ca=server_ca, issuer=issuer)
 
     def _refresh(self) -> None:
-        """Read the recorded CAs if the data is too old.
-
-        Raises:
-            StoreError: no read has succeeded yet.
-        """
         if self._is_newer_than(self._max_age):
             return
-        # While one thread reads, the others use the present data, unless it is too old even for that.
         if not self._reading.acquire(blocking=not self._is_newer_than(_MEANWHILE * self._max_age)):
             return
         try:
@@ -147,7 +125,6 @@ class TrustStore:
             self._reading.release()
 
     def _is_newer_than(self, seconds: float) -> bool:
-        """Whether the data exists and is newer than this."""
         with self._lock:
             return self._recorded is not None and time.monotonic() - self._known_at < seconds
 
@@ -162,14 +139,14 @@ class TrustStore:
                 if self._recorded is None:
                     self._unavailable = time.monotonic() + self._max_age, error
                     raise
-                # The old data is safe: without the database no operation can be recorded either. The time counts from
-                # the end of the read, so that not every thread waits for a database that fails slowly.
+                # The old data is safe, because no operation can be recorded without the database. Its age counts from
+                # the end of the failed read, so that not every thread waits for a database that fails slowly.
                 ended = time.monotonic()
                 self._known_at = ended if ended - begun < _LONGEST_READ else begun
             LOG.warning("cannot read the certificate authorities, using the present ones: %s", error)
             return
         with self._lock:
-            # The age counts from the start of the read.
+            # The age of the data counts from the start of the read.
             self._recorded, self._known_at, self._unavailable = found, begun, None
             in_use = {one.id for one in found if one.state is not CaState.GONE}
             self._issuers = {number: issuer for number, issuer in self._issuers.items() if number in in_use}
@@ -178,11 +155,9 @@ class TrustStore:
         if signer is None or signer.sealed_key is None:
             issuer = self._issuer_of_files()
             if signer is not None and not issuer.is_among(signer.certificate):
-                raise CertificateError(
-                    "use the certificate authority",
-                    "the configured files hold another authority than the one that is being replaced",
-                    "Restore the files of [amp_certificates] ca_certificate and ca_private_key.",
-                )
+                happened = "the configured files hold another authority than the one that is being replaced"
+                remedy = "Restore the files of [amp_certificates] ca_certificate and ca_private_key."
+                raise CertificateError("use the certificate authority", happened, remedy)
             return issuer
         found = self._issuers.get(signer.id)
         if found is None:
@@ -199,7 +174,7 @@ class TrustStore:
             except CertificateError as error:
                 if self._file_issuer is None:
                     raise
-                # The file may be half written. The next change triggers another attempt.
+                # The file may be incomplete, and its next change causes another attempt.
                 LOG.warning("cannot read the certificate authority, using the present one: %s", error)
                 issuer = self._file_issuer[1]
             self._file_issuer = versions, issuer
@@ -216,7 +191,7 @@ class TrustStore:
             issued = self._issuer(signer).issue_client(name, self._options.validity_days)
             renewed = now + (issued.expires_at - now) * self._options.renew_at
             self._client = signer.id, issued, renewed
-            LOG.info("using a new client certificate of authority %d", signer.id)
+            LOG.info("this process uses a new client certificate of certificate authority %d", signer.id)
         return self._client[1]
 
 
@@ -224,13 +199,8 @@ def _current(recorded: Iterable[CaRecord], kind: CaKind) -> CaRecord | None:
     return next((one for one in recorded if one.kind is kind and one.state is CaState.CURRENT), None)
 
 
-def _ids(recorded: Iterable[CaRecord], kind: CaKind) -> list[int]:
-    return [one.id for one in recorded if one.kind is kind and one.state in TRUSTED_STATES]
-
-
-def _certificates(recorded: Iterable[CaRecord], kind: CaKind, states: Iterable[CaState]) -> bytes | None:
-    chosen = set(states)
-    found = [one.certificate.strip() for one in recorded if one.kind is kind and one.state in chosen]
+def _certificates(recorded: Iterable[CaRecord], kind: CaKind, states: Collection[CaState]) -> bytes | None:
+    found = [one.certificate.strip() for one in recorded if one.kind is kind and one.state in states]
     return b"\n".join(found) + b"\n" if found else None
 
 
@@ -241,7 +211,7 @@ def load_configured_ca(conf: ConfigOpts, kind: CaKind) -> ca_records.NewCa:
         CertificateError: the file cannot be read or holds no certificate.
     """
     option = "ca_certificate" if kind is CaKind.AMPHORA else "client_ca"
-    pem = _read_file(conf.amp_certificates[option], option)
+    pem = read_pem_file(conf.amp_certificates[option], option)
     return ca_records.NewCa(certificate=pem, sealed_key=None, expires_at=earliest_expiry(pem))
 
 
@@ -251,22 +221,11 @@ def create_ca(kind: CaKind, vault: Vault, days: int) -> ca_records.NewCa:
     Raises:
         CertificateError: the number of days is invalid.
     """
-    # Names are unique, because verification finds the issuer of a certificate by its name.
+    # Names of CAs are unique, because verification finds the issuer of a certificate by its name.
     name = f"{kind.value} authority {time.strftime('%Y-%m-%d', time.gmtime())} {secrets.token_hex(4)}"
     certificate, key = create_authority(name, days)
     sealed = vault.seal(key, ca_records.key_location(kind, certificate))
     return ca_records.NewCa(certificate=certificate, sealed_key=sealed, expires_at=earliest_expiry(certificate))
-
-
-def _read_file(path: str, option: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise CertificateError(
-            "read an authority's certificate",
-            f"{path} cannot be read ({error.strerror})",
-            f"Set [amp_certificates] {option} to a PEM file that this process may read.",
-        ) from error
 
 
 def _file_version(path: str) -> object:

@@ -25,11 +25,7 @@ _DIGITS = 16
 
 
 class AgentSource:
-    """The agent's package as a Python interpreter finds it.
-
-    Args:
-        python: the interpreter that runs the agents.
-    """
+    """The agent's package as the Python interpreter of the agents finds it."""
 
     def __init__(self, python: str) -> None:
         self._python = python
@@ -38,7 +34,7 @@ class AgentSource:
         self._known: tuple[tuple[tuple[str, int, int], ...], str] | None = None
 
     def digest(self) -> str | None:
-        """The digest of the package files as `agent-…`; None if the interpreter does not find the package.
+        """Return the digest of the package files as `agent-…`; None if the interpreter finds no package.
 
         Raises:
             OSError: a file cannot be read.
@@ -60,18 +56,13 @@ class AgentSource:
 
     def _find(self) -> tuple[Path, ...]:
         names = ("PATH", "PYTHONPATH", "PYTHONPYCACHEPREFIX")
-        environment = {name: os.environ[name] for name in names if name in os.environ}
+        env = {name: os.environ[name] for name in names if name in os.environ}
         try:
+            argv = [self._python, "-c", _WHERE]
             printed = subprocess.run(
-                [self._python, "-c", _WHERE],
-                env=environment,
-                cwd="/",
-                capture_output=True,
-                text=True,
-                timeout=_TIMEOUT,
-                check=True,
+                argv, env=env, cwd="/", capture_output=True, text=True, timeout=_TIMEOUT, check=True
             )
         except (subprocess.SubprocessError, OSError) as error:
-            LOG.warning("%s does not find the agent's package; amphorae have no image digest: %s", self._python, error)
+            LOG.warning("amphorae have no digest, %s does not find the agent's package: %s", self._python, error)
             return ()
         return tuple(Path(line) for line in printed.stdout.splitlines() if line)

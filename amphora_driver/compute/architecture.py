@@ -15,16 +15,13 @@ _MANIFEST = ".manifest"
 
 
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
-    """One processor architecture.
+    """One processor architecture; `name` is the name in Debian, `package` the Debian package of `program`.
 
     Attributes:
-        name: the name in Debian.
-        program: the QEMU program.
-        package: the Debian package of that program.
         machine: the machine type (`-machine`).
         emulated: the processor model without KVM (`-cpu`).
         firmware: the firmware file and its Debian package, where QEMU has no built-in firmware.
-        generation: whether the machine type supports vmgenid, which tells a guest that it was restored.
+        generation: whether the machine type supports vmgenid, which shows a guest that it was restored.
     """
 
     name: str
@@ -67,11 +64,11 @@ def _read_manifest(image: Path) -> _Manifest:
 
 
 def image_architecture(image: Path) -> Architecture:
-    """The architecture in the manifest beside an image; amd64 without a readable manifest."""
+    """Return the architecture in the manifest beside an image; amd64 without a readable manifest."""
     return ARCHITECTURES.get(_read_manifest(image).architecture, AMD64)
 
 
 def build_date(image: Path) -> dt.date | None:
-    """The build date in the manifest beside an image; None without a readable manifest."""
+    """Return the build date in the manifest beside an image; None without a readable manifest."""
     time = _read_manifest(image).built
     return None if time is None else time.date()

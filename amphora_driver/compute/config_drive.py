@@ -22,48 +22,38 @@ LABEL = "config-2"
 AGENT_DIRECTORY = "/etc/amphora-agent"
 
 
-class InjectedFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file for the guest: its path, and the path of its content on the drive below ``openstack``."""
-
+class _InjectedFile(msgspec.Struct, frozen=True, kw_only=True):
     content_path: str
     path: str
 
 
-class MetaData(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of ``meta_data.json``: identity and files of the machine."""
-
+class _MetaData(msgspec.Struct, frozen=True, kw_only=True):
     uuid: str
     hostname: str
     name: str
-    availability_zone: str
-    launch_index: int
-    meta: dict[str, str]
-    files: tuple[InjectedFile, ...]
+    availability_zone: str = ""
+    launch_index: int = 0
+    meta: dict[str, str] = {}
+    files: tuple[_InjectedFile, ...]
 
 
-class NetworkRoute(msgspec.Struct, frozen=True, kw_only=True):
-    """A route in Nova's form: network address, netmask and gateway."""
-
+class _NetworkRoute(msgspec.Struct, frozen=True, kw_only=True):
     network: str
     netmask: str
     gateway: str
 
 
-class Network(msgspec.Struct, frozen=True, kw_only=True):
-    """One address of an interface, an element of ``networks``."""
-
+class _Network(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     link: str
     type: str
     ip_address: str
     netmask: str
     network_id: str
-    routes: tuple[NetworkRoute, ...]
+    routes: tuple[_NetworkRoute, ...]
 
 
-class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """One interface, an element of ``links``; the guest finds it by the MAC address."""
-
+class _Link(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     type: str
     ethernet_mac_address: str
@@ -73,37 +63,25 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 class NetworkData(msgspec.Struct, frozen=True, kw_only=True):
     """The content of ``network_data.json``: the interfaces that the guest configures."""
 
-    links: tuple[Link, ...]
-    networks: tuple[Network, ...]
+    links: tuple[_Link, ...]
+    networks: tuple[_Network, ...]
     services: tuple[str, ...] = ()
 
 
 def build_config_drive(
     amphora_id: str, hostname: str, files: Mapping[str, bytes], port: Port, subnets: Sequence[Subnet]
 ) -> bytes:
-    """The ISO 9660 image of an amphora's config drive.
+    """Return the ISO 9660 image of an amphora's config drive.
 
-    Args:
-        amphora_id: the id of the amphora.
-        hostname: the host name of the guest.
-        files: the files for ``/etc/amphora-agent``, by name.
-        port: the port of the amphora on the management network.
-        subnets: the subnets of the port's addresses.
+    `files` has the files for ``/etc/amphora-agent`` by name. `port` is the port on the management network, and
+    `subnets` are those of its addresses.
     """
     names = sorted(files)
     injected = tuple(
-        InjectedFile(content_path=f"/content/{number:04}", path=f"{AGENT_DIRECTORY}/{name}")
+        _InjectedFile(content_path=f"/content/{number:04}", path=f"{AGENT_DIRECTORY}/{name}")
         for number, name in enumerate(names)
     )
-    meta = MetaData(
-        uuid=amphora_id,
-        hostname=hostname,
-        name=hostname,
-        availability_zone="",
-        launch_index=0,
-        meta={},
-        files=injected,
-    )
+    meta = _MetaData(uuid=amphora_id, hostname=hostname, name=hostname, files=injected)
     written = {
         "openstack/latest/meta_data.json": msgspec.json.encode(meta),
         "openstack/latest/network_data.json": msgspec.json.encode(build_network_data(port, subnets)),
@@ -116,7 +94,7 @@ def build_config_drive(
 def build_image(files: Mapping[str, bytes]) -> bytes:
     """Return an ISO 9660 image with the label and these files, by path below the root.
 
-    Interchange level 4 and Joliet keep the names as they are: the guest mounts either tree.
+    Interchange level 4 and Joliet keep the names unchanged: the guest mounts either tree.
     """
     image = pycdlib.PyCdlib()
     image.new(interchange_level=4, joliet=3, vol_ident=LABEL)
@@ -132,14 +110,14 @@ def build_image(files: Mapping[str, bytes]) -> bytes:
 
 
 def build_network_data(port: Port, subnets: Sequence[Subnet]) -> NetworkData:
-    """The management interface with all its addresses and the routes of their subnets."""
+    """Return the management interface with all its addresses and the routes of their subnets."""
     known = {subnet.id: subnet for subnet in subnets}
     networks = []
     for number, fixed in enumerate(port.addresses):
         subnet = known[fixed.subnet_id]
         network = ipaddress.ip_network(subnet.cidr)
         networks.append(
-            Network(
+            _Network(
                 id=f"network{number}",
                 link="management",
                 type=f"ipv{network.version}",
@@ -149,16 +127,16 @@ def build_network_data(port: Port, subnets: Sequence[Subnet]) -> NetworkData:
                 routes=_routes(subnet),
             )
         )
-    link = Link(id="management", type="bridge", ethernet_mac_address=port.mac, mtu=port.mtu)
+    link = _Link(id="management", type="bridge", ethernet_mac_address=port.mac, mtu=port.mtu)
     return NetworkData(links=(link,), networks=tuple(networks))
 
 
-def _routes(subnet: Subnet) -> tuple[NetworkRoute, ...]:
+def _routes(subnet: Subnet) -> tuple[_NetworkRoute, ...]:
     default = "::/0" if ":" in subnet.cidr else "0.0.0.0/0"
     wanted = [(default, subnet.gateway)] if subnet.gateway else []
     wanted += [(route.destination, route.gateway) for route in subnet.routes]
     found = [(ipaddress.ip_network(destination), gateway) for destination, gateway in wanted]
     return tuple(
-        NetworkRoute(network=str(network.network_address), netmask=str(network.netmask), gateway=gateway)
+        _NetworkRoute(network=str(network.network_address), netmask=str(network.netmask), gateway=gateway)
         for network, gateway in found
     )

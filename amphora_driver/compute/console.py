@@ -19,15 +19,13 @@ _PIECE = 1 << 16
 
 
 def copy_console(source: int, file: int, most: int = MOST) -> None:
-    """Copy data until the end of the source.
+    """Copy data from one descriptor to another until the end of the source.
 
-    Args:
-        source: the descriptor to read.
-        file: the descriptor of a regular file that is open for appending.
-        most: the largest size of the file in bytes.
+    `file` is a regular file that is open for appending; its size never exceeds `most` bytes.
     """
     while data := os.read(source, min(_PIECE, most // 2)):
-        with suppress(OSError):  # the disk is full: drop this block, try the next one
+        # On a full disk this block is lost, and the next block is tried.
+        with suppress(OSError):
             size = os.fstat(file).st_size
             if size + len(data) > most:
                 kept = _end(file, size, most // 2)
@@ -37,7 +35,7 @@ def copy_console(source: int, file: int, most: int = MOST) -> None:
 
 
 def _end(file: int, size: int, length: int) -> bytes:
-    """The last bytes of a file. It is open for writing only, hence the second descriptor."""
+    """Return the last bytes of a file that is open for writing only."""
     reader = os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.pread(reader, length, max(0, size - length))

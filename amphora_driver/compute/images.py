@@ -23,7 +23,8 @@ from amphora_driver.compute.qemu_command import INITRD, KERNEL
 from amphora_driver.errors import ComputeError
 
 BASE = "base.qcow2"
-# Kernel arguments of an image without its own. The file system is the whole disk; a machine reboots after a panic.
+# Kernel arguments of an image without a file of arguments. The whole disk is the file system, and a machine reboots
+# after a panic.
 DEFAULT_ARGUMENTS = "root=/dev/vda ro console=ttyS0 quiet panic=10"
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGITS = 16
@@ -52,11 +53,6 @@ class Images:
         self._known: dict[str, tuple[object, str]] = {}
 
     def find(self, tag: str) -> Image:
-        """The image with this tag.
-
-        Raises:
-            ComputeError: the tag is not valid, or the directory has no such image.
-        """
         wanted = f"find the image {tag!r}"
         if not _TAG.fullmatch(tag):
             raise ComputeError(wanted, "the tag has characters that are not allowed", final=True)
@@ -70,7 +66,7 @@ class Images:
         return Image(tag=tag, disk=disk, kernel=kernel, initrd=initrd, arguments=words)
 
     def digest(self, image: Image) -> str:
-        """A name for the contents of an image: the tag, the build date if known, and a digest.
+        """Return the name of the contents of an image: the tag, the build date if known, and a digest.
 
         Raises:
             OSError: a file cannot be read.
@@ -109,7 +105,7 @@ def _link(source: Path, place: Path) -> None:
     except OSError as error:
         if error.errno not in {errno.EXDEV, errno.EPERM, errno.EMLINK}:
             raise
-        # Hard links do not cross file systems: each machine needs a copy.
+        # Hard links do not cross file systems, so each machine needs a copy.
         temporary = place.with_name(f".{place.name}.new")
         shutil.copyfile(source, temporary)
         temporary.replace(place)

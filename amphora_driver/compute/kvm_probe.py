@@ -34,10 +34,7 @@ _HELP_SECONDS = 30.0
 
 @lru_cache(maxsize=4)
 def supports_run_with_user(program: str) -> bool:
-    """Whether this QEMU has the option ``-run-with user=``; older versions have ``-runas``.
-
-    Args:
-        program: the QEMU program.
+    """Return whether this QEMU has the option ``-run-with user=``; older versions have ``-runas``.
 
     Raises:
         OSError: the program does not start.
@@ -48,21 +45,16 @@ def supports_run_with_user(program: str) -> bool:
 
 @lru_cache(maxsize=4)
 def usable(program: str) -> bool:
-    """Whether a guest runs with KVM. The process caches the result.
-
-    Args:
-        program: the QEMU program.
+    """Return whether a guest runs with KVM. The process caches the result.
 
     Raises:
         OSError: the program does not start.
     """
-    if not Path("/dev/kvm").exists():
-        return False
-    return guest_finishes(program, "kvm", _SECONDS)
+    return Path("/dev/kvm").exists() and guest_finishes(program, "kvm", _SECONDS)
 
 
 def guest_finishes(program: str, accelerator: str, seconds: float) -> bool:
-    """Whether the test guest counts to its end within this number of seconds."""
+    """Return whether the test guest counts to its end within this number of seconds."""
     with tempfile.NamedTemporaryFile() as disk:
         disk.write(_SECTOR)
         disk.flush()

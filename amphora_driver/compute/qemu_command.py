@@ -23,7 +23,7 @@ from amphora_driver.network.bridges import peer_interface_name, switch_interface
 DISK, DRIVE, CONSOLE, KERNEL, INITRD, PID = "disk.qcow2", "config.iso", "console.log", "kernel", "initrd", "qemu.pid"
 # MiB of translated code that QEMU caches.
 _TCG_CACHE_MIB = 128
-# MiB of address space for QEMU itself, without the guest's memory (0.7 GiB were measured).
+# MiB of address space for QEMU itself, without the guest's memory; a measured QEMU used 0.7 GiB.
 _QEMU_OVERHEAD_MIB = 2048
 _MIB = 2**20
 # The shell replaces itself with QEMU. Its only child copies the output of QEMU to the console file.
@@ -34,7 +34,6 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     """The hardware of a virtual machine. Memory in MiB.
 
     Attributes:
-        architecture: the processor architecture.
         kernel_arguments: arguments for the kernel in the machine's directory; None to use the disk's boot loader.
         initrd: whether that kernel has an initial RAM disk.
         user: the user that QEMU changes to after it has opened its files; None to keep the current user.
@@ -55,12 +54,9 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build_command(hardware: Hardware, folder: Path, ports: tuple[Port, ...]) -> list[str]:
-    """The command line of a machine: program and arguments.
+    """Return the command line of a machine: program and arguments.
 
-    Args:
-        hardware: the machine.
-        folder: the directory of the machine.
-        ports: the ports of the interfaces, the management port first. Their taps must exist.
+    The management port is the first of `ports`, whose taps must exist.
     """
     address_space = (hardware.memory + _QEMU_OVERHEAD_MIB) * _MIB
     argv = [
@@ -81,7 +77,7 @@ def build_command(hardware: Hardware, folder: Path, ports: tuple[Port, ...]) -> 
 
 
 def bounded_console_command(argv: Sequence[str]) -> list[str]:
-    """The same command with its output limited to the size of a console file (`console`).
+    """Return the command with its output limited to the size of a console file (`console`).
 
     The standard output of the command must be the console file, open for appending.
     """
@@ -89,11 +85,11 @@ def bounded_console_command(argv: Sequence[str]) -> list[str]:
 
 
 def _user_options(hardware: Hardware) -> list[str]:
-    """The options for QEMU's user and its system call filter.
+    """Return the options for QEMU's user and its system call filter.
 
-    QEMU opens the disk, the taps and /dev/kvm before it changes to this user. The filter starts even earlier. It counts
-    a change of the user as an elevation of privileges, which is therefore allowed if the user changes. The new user has
-    no privileges.
+    QEMU opens the disk, the taps and /dev/kvm before it changes to this user. The filter starts even earlier. The
+    filter counts a change of the user as an elevation of privileges and must then allow elevations. The new user has no
+    privileges.
     """
     filtered = "on,obsolete=deny,elevateprivileges={},spawn=deny,resourcecontrol=deny"
     if hardware.user is None:
@@ -105,14 +101,12 @@ def _user_options(hardware: Hardware) -> list[str]:
 def manual_boot_command(
     hardware: Hardware, image: str, *, disk_format: str, forward: str, mac: str, firmware: str | None = None
 ) -> list[str]:
-    """The command line for a manual boot: console on the terminal, QEMU's user network, a temporary disk.
+    """Return the command line for a manual boot: terminal console, QEMU's user network, temporary disk.
 
     Args:
-        hardware: the machine.
-        image: the disk; QEMU discards what the guest writes to it.
+        image: the disk; QEMU discards the writes of the guest.
         disk_format: raw or qcow2.
         forward: a forwarded port of this machine, in the syntax of ``hostfwd``.
-        mac: the MAC address of the only interface.
         firmware: a file that replaces QEMU's default BIOS.
     """
     file = image.replace(",", ",,")
@@ -126,7 +120,7 @@ def manual_boot_command(
 
 
 def _machine_options(hardware: Hardware) -> list[str]:
-    """The options of both command lines: all except user, console, disk and network."""
+    """Return the options of both command lines: all except user, console, disk and network."""
     accelerator = "kvm" if hardware.accelerated else f"tcg,tb-size={_TCG_CACHE_MIB}"
     return [
         *(hardware.program, "-name", hardware.name, "-nodefaults", "-no-user-config", "-display", "none"),
@@ -140,13 +134,13 @@ def _machine_options(hardware: Hardware) -> list[str]:
 
 
 def tap_options(port: Port) -> dict[str, str]:
-    """The network backend of a port: options of ``-netdev`` and `netdev_add`."""
+    """Return the network backend of a port: options of ``-netdev`` and `netdev_add`."""
     name = switch_interface_name(port.id)
     return {"type": "tap", "id": name, "ifname": name, "script": "no", "downscript": "no"}
 
 
 def interface_options(port: Port) -> dict[str, str | int]:
-    """The interface of a port: options of ``-device`` and `device_add`."""
+    """Return the interface of a port: options of ``-device`` and `device_add`."""
     return {
         "driver": "virtio-net-pci",
         "id": device_id(port),
@@ -158,7 +152,7 @@ def interface_options(port: Port) -> dict[str, str | int]:
 
 
 def device_id(port: Port) -> str:
-    """The QEMU device id of the interface of a port."""
+    """Return the QEMU device id of the interface of a port."""
     return peer_interface_name(port.id)
 
 

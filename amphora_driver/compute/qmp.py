@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The monitor of a running QEMU (QEMU Machine Protocol).
 
-Invariant: one connection at a time: QEMU accepts one, and the caller has the lock on the amphora's directory. Every
-wait has a time-out: a frozen machine delays its own caller only. The socket path goes through a descriptor of the
-directory, so that the path of the directory may have any length.
+Invariant: QEMU accepts one connection at a time, and the caller has the lock on the amphora's directory. Every wait has
+a time-out: a frozen machine delays its own caller only. The socket path goes through a descriptor of the directory, so
+that the path of the directory may have any length.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ import json
 import os
 import socket
 import time
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from amphora_driver.deadline import limit_wait
 from amphora_driver.errors import ComputeError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 SOCKET = "monitor"
 _SECONDS = 10.0
@@ -34,11 +32,12 @@ class Monitor:
         self._connection = connection
         self._lines = connection.makefile("rb")
         self._wanted = wanted
-        self._read_message()  # the greeting
+        # QEMU's first message is its greeting.
+        self._read_message()
         self.execute("qmp_capabilities")
 
     def execute(self, command: str, **arguments: Any) -> Any:
-        """Execute a command; returns QEMU's result.
+        """Execute a command; return QEMU's result.
 
         Raises:
             ComputeError: QEMU refuses the command.
@@ -62,15 +61,13 @@ class Monitor:
                 raise ComputeError(self._wanted, f"QEMU refuses {command}: {answer['error'].get('desc', 'no reason')}")
             if "return" in answer:
                 return answer["return"]
-            # Other messages are events. They are ignored, because callers poll for a state instead.
+            # Other messages are events, which callers do not need: they poll for a state.
 
     def device_ids(self) -> frozenset[str]:
-        """The ids of all devices that have an id."""
         found = self.execute("qom-list", path="/machine/peripheral")
         return frozenset(one["name"] for one in found if one["type"].startswith("child<"))
 
     def try_execute(self, command: str, **arguments: Any) -> bool:
-        """Execute a command that may fail; returns whether it succeeded."""
         try:
             self.execute(command, **arguments)
         except ComputeError:
@@ -78,7 +75,7 @@ class Monitor:
         return True
 
     def wait_until_removed(self, device: str, seconds: float) -> bool:
-        """Wait until the guest has released a device; False after the time-out."""
+        """Wait until the guest has released a device; return False after the time-out."""
         deadline = time.monotonic() + seconds
         while device in self.device_ids():
             if time.monotonic() > deadline:
@@ -103,7 +100,7 @@ def _line(command: str, arguments: dict[str, Any]) -> bytes:
 
 @contextmanager
 def open_monitor(folder: Path, wanted: str) -> Iterator[Monitor]:
-    """A connection to the QEMU whose monitor socket is in this directory.
+    """Connect to the QEMU whose monitor socket is in this directory.
 
     Raises:
         ComputeError: QEMU does not answer within the time-out.
@@ -113,11 +110,8 @@ def open_monitor(folder: Path, wanted: str) -> Iterator[Monitor]:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(limit_wait(_SECONDS))
             _connect(connection, f"/proc/self/fd/{place}/{SOCKET}")
-            monitor = Monitor(connection, wanted)
-            try:
+            with closing(Monitor(connection, wanted)) as monitor:
                 yield monitor
-            finally:
-                monitor.close()
     except (OSError, ValueError) as error:
         raise ComputeError(wanted, f"QEMU does not answer: {error}") from error
     finally:

@@ -24,28 +24,22 @@ from amphora_driver.errors import ComputeError
 _ID = re.compile(r"[0-9a-f][0-9a-f-]{7,35}")
 # Time-out of the lock on an amphora's directory, and the polling interval, in seconds.
 _LOCK_SECONDS, _LOCK_PAUSE = 60.0, 0.02
-# Characters of a log to show, and bytes at its end to read; white space may follow the last text.
+# Characters of a log to show, and bytes to read at its end; white space may follow the last text.
 _LOG_TAIL, _MOST_READ = 400, 64 * 1024
-# The file with the prefix of the deployment that booted the amphora.
+# The owner file has the prefix of the deployment that booted the amphora.
 _OWNER_FILE = "deployment"
-# The file with the name of the image.
 _IMAGE_FILE = "image"
 
 
 class StateDirs:
-    """The state directories below one parent directory.
-
-    Args:
-        directory: the parent directory.
-        prefix: the prefix of this deployment.
-    """
+    """The state directories below one parent directory; `prefix` identifies this deployment."""
 
     def __init__(self, directory: Path, prefix: str) -> None:
         self._directory = directory
         self._prefix = prefix
 
     def path(self, amphora_id: str) -> Path:
-        """The path of the amphora's directory, which need not exist.
+        """Return the path of the amphora's directory, which need not exist.
 
         Raises:
             ComputeError: the argument is not an amphora id.
@@ -55,20 +49,15 @@ class StateDirs:
         return self._directory / amphora_id
 
     def all_amphorae(self) -> list[str]:
-        """The ids of all amphorae that have a directory, of every deployment."""
         if not self._directory.is_dir():
             return []
         return sorted(entry.name for entry in self._directory.iterdir() if _ID.fullmatch(entry.name))
 
     def own_amphorae(self) -> frozenset[str]:
-        """The ids of all amphorae of this deployment that have a directory."""
         return frozenset(one for one in self.all_amphorae() if self._is_own(self.path(one)))
 
     def mark_owner(self, folder: Path) -> None:
-        """Write the owner file.
-
-        It is written first, so that the rest of an interrupted boot belongs to this deployment.
-        """
+        """Write the owner file before all others: the rest of an interrupted boot then has an owner."""
         write_private(folder / _OWNER_FILE, self._prefix.encode())
 
     def _is_own(self, folder: Path) -> bool:
@@ -78,7 +67,7 @@ class StateDirs:
 
     @contextmanager
     def locked(self, amphora_id: str, *, make: bool = False) -> Iterator[Path]:
-        """The amphora's directory, locked for this thread; not locked if it does not exist."""
+        """Lock the amphora's directory for this thread; a missing directory is not locked."""
         folder = self.path(amphora_id)
         descriptor = _lock(folder, make=make)
         try:
@@ -103,7 +92,7 @@ def _lock(folder: Path, *, make: bool) -> int | None:
         except BaseException:
             os.close(descriptor)
             raise
-        # The previous holder of the lock may have removed the directory: then lock the new one.
+        # The previous holder of the lock may have removed this directory, and another one has its name.
         if folder.exists() and os.path.samestat(os.fstat(descriptor), folder.stat()):
             return descriptor
         os.close(descriptor)
@@ -117,14 +106,13 @@ def _wait_for_lock(descriptor: int, folder: Path) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         if time.monotonic() > end_at:
-            raise ComputeError(
-                f"work on {folder}", f"another thread or process has held its lock for {_LOCK_SECONDS:g} s"
-            )
+            happened = f"another thread or process has held its lock for {_LOCK_SECONDS:g} s"
+            raise ComputeError(f"work on {folder}", happened)
         time.sleep(limit_wait(_LOCK_PAUSE))
 
 
 def agent_files(request: BootRequest, address: str) -> dict[str, bytes]:
-    """The files for ``/etc/amphora-agent`` by name, with the management address filled in.
+    """Return the files for ``/etc/amphora-agent`` by name, with the management address filled in.
 
     Raises:
         ComputeError: a name has a directory part.
@@ -139,7 +127,7 @@ def agent_files(request: BootRequest, address: str) -> dict[str, bytes]:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file atomically, readable by its owner only: some of these files contain keys."""
+    """Write a file atomically, readable by its owner only, because some files contain keys."""
     temporary = path.with_name(f".{path.name}.new")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
@@ -148,10 +136,7 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def remove_directory(folder: Path) -> None:
-    """Remove a directory.
-
-    The owner file is removed last, so that the rest of an interrupted removal belongs to this deployment.
-    """
+    """Remove a directory; the owner file is last: the rest of an interrupted removal has an owner."""
     for entry in folder.iterdir():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
@@ -166,14 +151,14 @@ def write_image_name(folder: Path, image: str | None) -> None:
 
 
 def read_image_name(folder: Path) -> str | None:
-    """The recorded image of the machine; None if there is no record."""
+    """Return the recorded image of the machine; None without a record."""
     with suppress(FileNotFoundError):
         return (folder / _IMAGE_FILE).read_text(encoding="ascii") or None
     return None
 
 
 def console_tail(log: Path) -> str:
-    """The end of a console log. Only the end is read, because the guest controls the size of the log."""
+    """Return the end of a console log; the guest controls the size of the log, so only the end is read."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _MOST_READ))

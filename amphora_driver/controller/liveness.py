@@ -1,37 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Liveness of a controller: writes its heartbeat to the database and reads whether it must drain.
+"""Liveness of a controller: writes its heartbeat to the database and reads the drain flag.
 
-Invariant: no other thread waits for this one, which may block while the database does not answer. Until then the drain
-flag keeps its last value.
+Invariant: no other thread waits for the thread of this module, which may block while the database does not answer.
+Until then the drain flag keeps its last value.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
+from amphora_driver.database.engine import Database
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.store import process_registry
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from amphora_driver.database.engine import Database
 
 LOG = logging.getLogger(__name__)
 
 
 class ControllerLiveness:
-    """The row of one controller in the process registry.
+    """The row of one controller in the process registry; `jobs` returns the number of current jobs.
 
-    Args:
-        database: of the row.
-        name: `process_name()` of this process.
-        jobs: returns the number of current jobs.
-
-    Attributes:
-        draining: set while this controller must start no job and hold no duty.
+    While `draining` is set, the controller must start no job and hold no duty.
     """
 
     def __init__(self, database: Database, name: str, jobs: Callable[[], int]) -> None:
@@ -42,7 +32,6 @@ class ControllerLiveness:
         self._jobs = jobs
 
     def run(self, stopping: threading.Event) -> None:
-        """Write a heartbeat regularly until `stopping` is set."""
         while True:
             self.write_heartbeat()
             if stopping.wait(process_registry.HEARTBEAT_INTERVAL):
@@ -71,4 +60,4 @@ class ControllerLiveness:
         try:
             self._registry.deregister()
         except (AmphoraDriverError, OSError) as error:
-            LOG.info("could not remove the row of this controller, it expires: %s", error)
+            LOG.info("the controller could not remove its row, which expires: %s", error)

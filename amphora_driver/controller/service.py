@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The controller process: claims due jobs and runs them in a worker pool.
 
-Invariant: one thread claims jobs while worker slots are free; pool threads run them. A crash of the process loses only
-time. Its leases are released when another controller of this host notices the crash, or they expire. The next owner
-continues from the recorded rows.
+Invariant: one thread claims jobs while worker slots are free, and the threads of a pool run the jobs. A crash of the
+process loses only time. Another controller of the host notices the crash and releases the leases, or they expire. The
+next owner continues from the recorded rows.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import logging
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from functools import partial
 
 import cotyledon
+from oslo_config.cfg import ConfigOpts
 
 from amphora_driver import config, log_context
 from amphora_driver.agent.client import AgentClient
@@ -33,7 +35,7 @@ from amphora_driver.maintenance.housekeeping import Housekeeping
 from amphora_driver.maintenance.image_rotation import ImageRotator
 from amphora_driver.plugins import Catalogue
 from amphora_driver.queue import local_socket, notifier
-from amphora_driver.queue.jobs import Jobs, process_name
+from amphora_driver.queue.jobs import Jobs, Lease, process_name
 from amphora_driver.queue.process_locks import ProcessLock
 from amphora_driver.reconcile import defaults
 from amphora_driver.reconcile.boot_wait import BootWait
@@ -43,25 +45,17 @@ from amphora_driver.reconcile.reconciler import Reconciler
 from amphora_driver.store import process_registry
 from amphora_driver.telemetry.http_server import Telemetry
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from oslo_config.cfg import ConfigOpts
-
-    from amphora_driver.queue.jobs import Lease
-
 LOG = logging.getLogger(__name__)
-# Seconds a stopping process waits for its running jobs.
+# Seconds for which a stopping process waits for its running jobs.
 _STOP_TIMEOUT = 20.0
 # Seconds for which a hint waits for a free worker slot.
 _HINT_TIMEOUT = 5.0
-# Seconds a job has for its pending calls after the process began to stop.
+# Time-out in seconds of a job's pending calls after the process has begun to stop.
 _STOP_GRACE = 3.0
-# Seconds between two checks of running jobs for preemption and stalls, and between two searches for dead processes of
-# this host.
+# Seconds between two checks of running jobs for preemption, and between two searches for dead processes of the host.
 _CHECK_JOBS_EVERY = 0.25
 _REAP_EVERY = 1.0
-# The longest plausible pause: a multiple of the longest retry back-off, and at least these seconds.
+# The longest plausible pause is a multiple of the longest retry back-off, and has a minimum in seconds.
 _PAUSE_FACTOR, _LEAST_PAUSE = 2, 30.0
 # Seconds between two claims while only jobs without a failed attempt are allowed.
 _CLAIM_FRESH_EVERY = 0.1
@@ -69,33 +63,6 @@ _CLAIM_FRESH_EVERY = 0.1
 _ERROR_BACKOFF = 1.0
 # Seconds without a claim after which the process reports itself as unhealthy.
 _UNHEALTHY_AFTER = 15.0
-
-
-def open_trust_store(conf: ConfigOpts, database: Database, vault: Vault) -> TrustStore:
-    """Create the trust store and report wrong files and keys at the start.
-
-    Raises:
-        ConfigurationError, CertificateError: a file is missing or wrong.
-    """
-    trust = TrustStore(conf, database, vault)
-    try:
-        trust.credentials()
-    except StoreError as error:
-        LOG.warning("cannot read the certificate authorities yet: %s", error)
-    return trust
-
-
-def create_context(conf: ConfigOpts, database: Database, vault: Vault, trust: TrustStore) -> ReconcileContext:
-    """Create the clients and backends that jobs use, as configured."""
-    return ReconcileContext(
-        conf=conf,
-        database=database,
-        catalogue=Catalogue(conf, database),
-        agents=AgentClient(conf, trust),
-        authority=None,
-        vault=vault,
-        trust=trust,
-    )
 
 
 class Controller:
@@ -108,24 +75,27 @@ class Controller:
         self._jobs = Jobs(self._database, name, conf.amp_controller.lease)
         defaults.validate_defaults(conf)
         vault = Vault.load(conf.amp_database.encryption_key_file)
-        trust = open_trust_store(conf, self._database, vault)
-        context = create_context(conf, self._database, vault, trust)
+        trust = TrustStore(conf, self._database, vault)
+        try:
+            # Wrong files and keys are errors at the start of the process.
+            trust.credentials()
+        except StoreError as error:
+            LOG.warning("cannot read the certificate authorities, each job tries again: %s", error)
+        context = ReconcileContext(
+            conf=conf,
+            database=self._database,
+            catalogue=Catalogue(conf, self._database),
+            agents=AgentClient(conf, trust),
+            authority=None,
+            vault=vault,
+            trust=trust,
+        )
         self._name = name
-        self._housekeeping = Housekeeping(
-            conf,
-            self._database,
-            context.catalogue,
-            name,
-            context.vault,
-            CertificateMaintenance(conf, self._database, trust),
-        )
-        self._reconciler = Reconciler(
-            context,
-            self._jobs,
-            lambda: notifier.notify(conf, local_socket.REPORTER),
-            boot_wait := BootWait(conf.amp_agent.port, self._make_due),
-        )
-        self._boot_wait = boot_wait
+        certificates = CertificateMaintenance(conf, self._database, trust)
+        self._boot_wait = BootWait(conf.amp_agent.port, self._make_due)
+        on_status = partial(notifier.notify, conf, local_socket.REPORTER)
+        on_due = partial(notifier.notify, conf, local_socket.CONTROLLER)
+        self._reconciler = Reconciler(context, self._jobs, on_status, self._boot_wait)
         self._stopping = threading.Event()
         self._ended = threading.Event()
         # Jobs that have exceeded their deadline by the length of a lease.
@@ -133,30 +103,27 @@ class Controller:
         self._slots = WorkerSlots(conf.amp_controller.threads)
         self._liveness = ControllerLiveness(self._database, name, lambda: len(self._slots.jobs()))
         self._draining = self._liveness.draining
-        self._auditor = DriftAuditor(context, name, lambda: notifier.notify(conf, local_socket.CONTROLLER))
-        self._rotator = ImageRotator(
-            conf, self._database, context.catalogue, name, lambda: notifier.notify(conf, local_socket.CONTROLLER)
-        )
-        self._detector = FailureDetector(
-            conf, self._database, context.agents, name, lambda role: notifier.notify(conf, role)
-        )
+        notify = partial(notifier.notify, conf)
+        self._duties = {
+            "housekeeping": Housekeeping(conf, self._database, context.catalogue, name, vault, certificates).run,
+            "audit": DriftAuditor(context, name, on_due).run,
+            "rotation": ImageRotator(conf, self._database, context.catalogue, name, on_due).run,
+            "detection": FailureDetector(conf, self._database, context.agents, name, notify).run,
+        }
         self._wakeup = local_socket.WakeupSocket(conf.amp_queue.socket_dir, local_socket.CONTROLLER)
         self._telemetry = Telemetry(conf, process_registry.ProcessKind.CONTROLLER, name, self._is_healthy)
         self._claimed_at = time.monotonic()
 
     def run(self) -> None:
-        """Run until `stop`; returns when the last job has ended."""
         conf = self._conf
         waiting = threading.Thread(target=self._boot_wait.run, name="waiting")
+        events = (self._stopping, self._draining)
         others = [
             threading.Thread(target=self._renew_leases, name="renew", daemon=True),
             threading.Thread(target=self._check_jobs, name="watch", daemon=True),
-            threading.Thread(target=self._housekeeping.run, args=(self._stopping, self._draining), name="housekeeping"),
-            threading.Thread(target=self._auditor.run, args=(self._stopping, self._draining), name="audit"),
-            threading.Thread(target=self._rotator.run, args=(self._stopping, self._draining), name="rotation"),
-            threading.Thread(target=self._detector.run, args=(self._stopping, self._draining), name="detection"),
+            *(threading.Thread(target=run, args=events, name=name) for name, run in self._duties.items()),
         ]
-        # A daemon thread: it may block for as long as the database does not answer.
+        # The liveness thread is a daemon, because it may block for as long as the database does not answer.
         liveness = threading.Thread(target=self._liveness.run, args=(self._stopping,), name="liveness", daemon=True)
         with ProcessLock(f"{conf.amp_queue.socket_dir}/alive", self._name) as process_lock:
             self._process_lock = process_lock
@@ -180,37 +147,34 @@ class Controller:
         self._ended.set()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until `run` has ended; False if it has not in that time."""
         return self._ended.wait(seconds)
 
     def _is_healthy(self) -> bool:
-        """Whether the last successful search for due jobs is recent."""
         return time.monotonic() - self._claimed_at < _UNHEALTHY_AFTER + float(self._conf.amp_queue.poll_interval)
 
     def stop(self) -> None:
-        """Start no new job; `run` returns when the running ones have ended."""
+        """Start no new job; `run` returns after the end of the running jobs."""
         self._stopping.set()
         self._wakeup.wake()
 
     def _claim_or_back_off(self, pool: ThreadPoolExecutor) -> float:
-        """Claim due jobs; return the seconds until the next attempt."""
         try:
             pause = self._claim_jobs(pool)
             self._claimed_at = time.monotonic()
         except (StoreError, OSError) as error:
             pause = float(self._conf.amp_queue.poll_interval)
-            LOG.warning("cannot claim jobs, trying again in %g s: %s", pause, error)
+            LOG.warning("the controller cannot claim jobs, trying again in %g s: %s", pause, error)
         except Exception:
-            # Without this thread no job starts, while the process looks alive.
-            LOG.exception("claiming jobs failed, trying again in %g s", _ERROR_BACKOFF)
+            # Without this thread the controller starts no job, but the process seems to run.
+            LOG.exception("the controller failed to claim jobs, trying again in %g s", _ERROR_BACKOFF)
             return _ERROR_BACKOFF
         return pause
 
     def _handle_hint(self, pool: ThreadPoolExecutor, load_balancer_id: str | None) -> None:
-        """Act on a hint from another host; returns when the next hint may be consumed.
+        """Claim the job of a hint from another host; returns when the next hint may be consumed.
 
-        A controller without a free slot consumes no hint, so that another controller does. The wait is shorter than
-        the broker's time-out. A draining controller ignores the hint: the others find the job when they poll.
+        A controller without a free slot consumes no hint, so that another controller does. The wait is shorter than the
+        broker's time-out. A draining controller ignores the hint: the other controllers find the job when they poll.
         """
         until = time.monotonic() + _HINT_TIMEOUT
         while not self._slots.has_free():
@@ -237,15 +201,14 @@ class Controller:
         try:
             pool.submit(self._run_job, job)
         except RuntimeError as error:
-            # Pool is shutting down: free the slot, or shutdown waits for ever.
+            # The pool is shutting down, and the shutdown would wait for the slot without end.
             self._slots.release(job)
             LOG.info("load balancer %s: returning the lease, this controller stops: %s", lease.load_balancer_id, error)
             try:
                 self._jobs.yield_lease(lease)
             except (AmphoraDriverError, OSError) as failure:
-                LOG.warning(
-                    "load balancer %s: could not return the lease, it expires: %s", lease.load_balancer_id, failure
-                )
+                of = lease.load_balancer_id
+                LOG.warning("load balancer %s: could not return the lease, it expires: %s", of, failure)
 
     def _claim_jobs(self, pool: ThreadPoolExecutor) -> float:
         """Claim due jobs while slots are free; return the seconds until the next search."""
@@ -267,7 +230,7 @@ class Controller:
         return poll if due is None else min(max(due - self._database.now(), soonest), poll)
 
     def _run_job(self, job: Job) -> None:
-        # The time that the job waited in the pool's queue does not count.
+        # The first step begins now, because the job may have waited in the queue of the pool.
         job.begin_step()
         try:
             self._boot_wait.remove_load_balancer(job.lease.load_balancer_id)
@@ -277,35 +240,42 @@ class Controller:
             self._wakeup.wake()
 
     def _make_due(self, load_balancer_ids: Sequence[str]) -> None:
-        """Continue load balancers whose booting amphorae listen now."""
+        """Make load balancers due whose booting amphorae listen now."""
         self._jobs.make_due(load_balancer_ids)
         self._wakeup.wake()
 
-    def _renew_leases(self) -> None:
-        """Renew the leases of running jobs, so that a lease expires only if this process cannot run."""
-        every = self._conf.amp_controller.lease / 3
+    def _repeat(self, task: str, every: float, work: Callable[[], None]) -> None:
+        """Call `work` every few seconds, until this controller stops and its last job has ended."""
         pause = every
         while not self._stopping.wait(pause) or self._slots.jobs():
             if self._stopping.is_set():
                 time.sleep(0.05)
             pause = every
             try:
-                if running := {job.lease.load_balancer_id for job in self._responsive_jobs()}:
-                    self._jobs.renew_leases(running)
+                work()
             except (StoreError, OSError) as error:
                 pause = min(_ERROR_BACKOFF, every)
-                LOG.warning("could not renew leases, trying again in %g s: %s", pause, error)
+                LOG.warning("the controller could not %s, trying again in %g s: %s", task, pause, error)
             except Exception:
-                # Without this thread the leases of all running jobs expire.
+                # Without this thread leases expire, no job is preempted, and dead processes keep their leases.
                 pause = min(_ERROR_BACKOFF, every)
-                LOG.exception("renewing leases failed, trying again in %g s", pause)
+                LOG.exception("the controller could not %s, trying again in %g s", task, pause)
+
+    def _renew_leases(self) -> None:
+        """Renew the leases of running jobs, so that a lease expires only if this process cannot run."""
+
+        def renew() -> None:
+            if running := {job.lease.load_balancer_id for job in self._responsive_jobs()}:
+                self._jobs.renew_leases(running)
+
+        self._repeat("renew the leases of running jobs", self._conf.amp_controller.lease / 3, renew)
 
     def _responsive_jobs(self) -> list[Job]:
-        """Return the jobs that have not exceeded their deadline by a lease. The leases of the others expire."""
+        """Return the jobs that have not exceeded their deadline by a lease; other leases expire."""
         jobs = self._slots.jobs()
         hung = {job for job in jobs if job.deadline.left() < -self._conf.amp_controller.lease}
         for job in hung - self._hung:
-            LOG.error("load balancer %s: a call hangs, its lease expires", job.lease.load_balancer_id)
+            LOG.error("load balancer %s: a call hangs, letting its lease expire", job.lease.load_balancer_id)
         self._hung = hung
         return [job for job in jobs if job not in hung]
 
@@ -313,48 +283,44 @@ class Controller:
         """Preempt jobs and release the leases of dead processes, until the last job has ended."""
         reaped_at = 0.0
         longest = max(_PAUSE_FACTOR * self._conf.amp_controller.retry_most, _LEAST_PAUSE)
-        while not self._stopping.wait(_CHECK_JOBS_EVERY) or self._slots.jobs():
+
+        def check() -> None:
+            nonlocal reaped_at
             if self._stopping.is_set():
                 for job in self._slots.jobs():
                     job.preempt("this controller stops", _STOP_GRACE)
-                time.sleep(0.05)
-                continue
-            try:
-                self._preempt_jobs()
-                if time.monotonic() - reaped_at >= _REAP_EVERY:
-                    reaped_at = time.monotonic()
-                    self._reap_dead_processes()
-                    if self._jobs.clamp_due_times(longest):
-                        LOG.warning("the database clock was set back: jobs with implausible due times are due now")
-                        self._wakeup.wake()
-            except (StoreError, OSError) as error:
-                LOG.warning("could not check running jobs, trying again: %s", error)
-            except Exception:
-                # Without this thread no job is preempted and the leases of dead processes last until they expire.
-                LOG.exception("checking running jobs failed, trying again")
+                return
+            self._preempt_jobs()
+            if time.monotonic() - reaped_at >= _REAP_EVERY:
+                reaped_at = time.monotonic()
+                self._reap_dead_processes()
+                if self._jobs.clamp_due_times(longest):
+                    LOG.warning("the database clock was set back: jobs with implausible due times are due now")
+                    self._wakeup.wake()
+
+        self._repeat("check running jobs", _CHECK_JOBS_EVERY, check)
 
     def _preempt_jobs(self) -> None:
         slow = [job for job in self._slots.jobs() if time.monotonic() - job.step_started_at >= _CHECK_JOBS_EVERY]
         if not slow:
             return
-        for job, reason in self._database.read(lambda connection: find_preempted_jobs(connection, slow)).items():
+        for job, reason in self._database.read(lambda c: find_preempted_jobs(c, slow)).items():
             job.preempt(reason)
         if self._slots.has_free():
             self._wakeup.wake()
 
     def _reap_dead_processes(self) -> None:
-        """Release the leases of dead processes of this host before they expire."""
         if reaped := self._process_lock.reap_dead(self._release_leases_of):
-            LOG.warning("dead processes, their jobs are due now: %s", ", ".join(reaped))
+            LOG.warning("making the jobs of dead processes due: %s", ", ".join(reaped))
             notifier.notify(self._conf, local_socket.CONTROLLER)
 
     def _release_leases_of(self, name: str) -> None:
         self._jobs.release_leases(name)
-        self._database.write(lambda connection: process_registry.remove_dead_process(connection, name))
+        self._database.write(lambda c: process_registry.remove_dead_process(c, name))
 
 
 class ControllerService(cotyledon.Service):
-    """One controller as a cotyledon process, which cotyledon restarts after a crash."""
+    """One controller as a process of cotyledon, which restarts the process after a crash."""
 
     name = "amphora-controller"
 
@@ -368,9 +334,9 @@ class ControllerService(cotyledon.Service):
 
     def terminate(self) -> None:
         self._controller.stop()
-        # The process ends after this method; another controller continues the jobs that are running then.
+        # The process ends after this method, and another controller continues its running jobs.
         if not self._controller.wait(_STOP_TIMEOUT):
-            LOG.warning("stopping with running jobs: their leases expire")
+            LOG.warning("the process stops with running jobs, another controller continues them after lease expiry")
 
 
 def main() -> int:

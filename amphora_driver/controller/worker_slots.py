@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits the number of concurrent jobs of a controller.
 
-Invariant: a job that only waits for another machine does not block the others. A job that has spent more than
-`STALL_SECONDS` in one step counts as waiting, and another job may start in its place. Retries of failed jobs use at
-most half of the slots. An unreachable machine therefore costs a slot for `STALL_SECONDS` in each retry, and many of
-them never use all slots.
+Invariant: a job that only waits for another machine does not block other jobs. A job that has spent more than
+`STALL_SECONDS` in one step counts as waiting, and another job may start. Retries of failed jobs use at most half of the
+slots. An unreachable machine therefore blocks a slot for `STALL_SECONDS` in each retry, and many unreachable machines
+never block all slots.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from amphora_driver.reconcile.job import Job
+from amphora_driver.reconcile.job import Job
 
 # Seconds after which a step counts as waiting. Most steps take 20 ms, a boot takes hundreds of milliseconds.
 STALL_SECONDS = 1.0
@@ -23,11 +21,7 @@ JOBS_PER_SLOT = 4
 
 
 class WorkerSlots:
-    """The jobs of this process. For any thread.
-
-    Args:
-        number: of jobs that may work at the same time.
-    """
+    """The jobs of this process, for any thread; `number` jobs may work at the same time."""
 
     def __init__(self, number: int) -> None:
         self.most = number * JOBS_PER_SLOT
@@ -36,27 +30,23 @@ class WorkerSlots:
         self._lock = threading.Lock()
 
     def has_free(self) -> bool:
-        """Whether another job may start."""
         jobs = self.jobs()
         return len(jobs) < self.most and len(_working(jobs)) < self._number
 
     def excludes_retries(self) -> bool:
-        """Whether the next job must be one whose last attempt did not fail."""
+        """Return whether the next job must be one without a failed attempt."""
         failed = [job for job in self.jobs() if job.lease.attempts]
         return len(_working(failed)) >= max(self._number // 2, 1) or len(failed) >= self.most // 2
 
     def occupy(self, job: Job) -> None:
-        """Add a job that starts."""
         with self._lock:
             self._jobs.add(job)
 
     def release(self, job: Job) -> None:
-        """Remove a job that has ended."""
         with self._lock:
             self._jobs.discard(job)
 
     def jobs(self) -> list[Job]:
-        """Return all current jobs."""
         with self._lock:
             return list(self._jobs)
 

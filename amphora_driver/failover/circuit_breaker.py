@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Circuit breaker and rate limits of automatic fail-overs. Pure.
 
-Invariant: many amphorae that fall silent together indicate a network fault. The breaker then opens, and no automatic
-fail-over begins. The breaker closes without an operator: when the amphorae are heard again, or after a trial fail-over
-has shown that they were dead. An operator can hold the breaker open or close it. All times are on `time.monotonic()`'s
-clock.
+Invariant: many amphorae that become silent together indicate a network fault. The breaker then opens, and no automatic
+fail-over begins. The breaker closes without an operator after heartbeats of the amphorae, or after a trial fail-over
+that shows their death. An operator can hold the breaker open or close it. All times are of `time.monotonic()`.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Breaker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SilenceCount(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers of amphorae; `recent` fell silent within the window, without a later heartbeat."""
+    """Numbers of amphorae; `recent` became silent within the window, without a later heartbeat."""
 
     watched: int
     silent: int
@@ -56,13 +55,8 @@ def restore_breaker(
 ) -> Breaker:
     """Return the breaker that the previous holder of the duty recorded.
 
-    Args:
-        state: as recorded.
-        reason: as recorded.
-        limits: of the breaker.
-        now: the moment.
-        remaining: seconds until the trial, computed from the recorded date; None without one. The result is between
-            no wait and one full wait, because the clock may have been set.
+    `remaining` is the number of seconds until the trial according to the recorded date; None without a trial. The clock
+    may have been set, so the wait is limited to one full wait.
     """
     waited = 0.0
     if state is BreakerState.OPEN and remaining is not None:
@@ -71,12 +65,9 @@ def restore_breaker(
 
 
 def excess_reason(number: int, watched: int, limits: BreakerLimits) -> str:
-    """Why too many amphorae are silent for all of them to be dead; empty if the number is plausible.
+    """Return why too many amphorae are silent for all to be dead; empty for a plausible number.
 
-    Args:
-        number: of silent amphorae.
-        watched: number of all amphorae, including the silent ones.
-        limits: of the breaker.
+    `watched` is the number of all amphorae, including the silent ones.
     """
     if number > limits.most:
         return f"{number} amphorae fell silent within {limits.window:g} s, more than {limits.most}"
@@ -88,14 +79,9 @@ def excess_reason(number: int, watched: int, limits: BreakerLimits) -> str:
 def next_breaker(
     breaker: Breaker, count: SilenceCount, limits: BreakerLimits, now: float, *, trial: bool | None = None
 ) -> Breaker:
-    """Return the breaker after one observation.
+    """Return the breaker after one observation. A blind detector must not call this function.
 
-    Args:
-        breaker: before it.
-        count: of this observation. A blind detector must not call this function.
-        limits: of the breaker.
-        now: the moment.
-        trial: result of the trial fail-over; None if there is none or it is in progress.
+    `trial` is the result of the trial fail-over; None during or without a trial fail-over.
     """
     if breaker.state is BreakerState.CLOSED:
         reason = excess_reason(count.recent, count.watched, limits)
@@ -115,7 +101,10 @@ def next_breaker(
 
 
 class SilenceWindow:
-    """Amphorae that fell silent within the window. Replaced amphorae count; amphorae heard again do not."""
+    """Amphorae that became silent within the window, also if they were replaced later.
+
+    A heartbeat removes its amphora from the window.
+    """
 
     def __init__(self, window: float) -> None:
         self._window = window
@@ -123,7 +112,7 @@ class SilenceWindow:
         self._accepted: set[str] = set()
 
     def observe(self, silent: Collection[str], watched: Collection[str], now: float) -> int:
-        """Take in the silent ones of the watched amphorae; return how many fell silent within the window."""
+        """Record the silent ones of the watched amphorae; return how many became silent within the window."""
         self._accepted.intersection_update(silent)
         for one in silent:
             if one not in self._accepted:
@@ -135,7 +124,6 @@ class SilenceWindow:
         return self.recent(now)
 
     def recent(self, now: float) -> int:
-        """Return how many of the observed amphorae fell silent within the window."""
         return sum(now - at <= self._window for at in self._at.values())
 
     def population(self, watched: Collection[str]) -> int:
@@ -143,16 +131,15 @@ class SilenceWindow:
         return len(self._at.keys() | set(watched))
 
     def count_unaccepted(self, silent: Iterable[str]) -> int:
-        """Return how many silent amphorae count while the breaker is open: all that no operator has accepted."""
+        """Return the number of silent amphorae that no operator has accepted as dead."""
         return sum(one not in self._accepted for one in silent)
 
     def accept(self, silent: Collection[str]) -> None:
-        """Record that an operator considers these amphorae dead."""
         self._accepted = set(silent)
         self._at.clear()
 
     def expire_all(self) -> None:
-        """Restart the window: amphorae that are silent now count as silent since before it."""
+        """Restart the window: amphorae that are silent now count as silent since before the window."""
         self._at = dict.fromkeys(self._at, float("-inf"))
 
 
@@ -166,14 +153,10 @@ class _LastFailover(msgspec.Struct, frozen=True):
 
 
 class FailoverBackoff:
-    """How long a load balancer waits for its next automatic fail-over. For one thread.
+    """Back-off of a load balancer before its next automatic fail-over. For one thread.
 
-    The back-off applies only to amphorae that joined with or after the last fail-over. The older partner of a dead
-    amphora is replaced without a delay.
-
-    Args:
-        first: seconds of the first back-off; each one doubles it.
-        most: the longest back-off.
+    Each fail-over doubles the back-off, from `first` to `most` seconds. The back-off applies only to amphorae that
+    joined with or after the last fail-over. The older partner of a dead amphora is replaced without a delay.
     """
 
     def __init__(self, first: float, most: float) -> None:
@@ -184,19 +167,15 @@ class FailoverBackoff:
     def record(self, load_balancer_id: str, present: Iterable[str], now: float) -> None:
         """Record the start of a fail-over; `present` are the amphorae of the load balancer at this moment."""
         last = self._last.get(load_balancer_id)
-        # The count restarts when as much time as the back-off has passed after its end.
+        # The count restarts when the time after the end of the back-off exceeds the back-off.
         count = 1 if last is None or now - last.at > 2 * last.back_off else last.count + 1
         back_off = min(self._first * 2.0 ** min(count - 1, 60), self._most)
         self._last[load_balancer_id] = _LastFailover(count, now, back_off, frozenset(present))
 
     def restore(self, load_balancer_id: str, ages: Iterable[float], present: Collection[str], now: float) -> None:
-        """Load earlier fail-overs. The back-off itself bounds the error of a clock that was set.
+        """Load earlier fail-overs, by their ages in seconds; `present` existed at the start of the last one.
 
-        Args:
-            load_balancer_id: of the fail-overs.
-            ages: how many seconds ago each began.
-            present: the amphorae that existed when the last one began.
-            now: the moment.
+        The maximum back-off limits the error of a clock that was set.
         """
         self._last.pop(load_balancer_id, None)
         for age in sorted(ages, reverse=True):
@@ -210,17 +189,14 @@ class FailoverBackoff:
         return max(0.0, last.at + last.back_off - now)
 
     def length(self, load_balancer_id: str) -> float:
-        """Return the seconds of the current or last back-off."""
         last = self._last.get(load_balancer_id)
         return 0.0 if last is None else last.back_off
 
     def is_replacement(self, load_balancer_id: str, amphora_id: str) -> bool:
-        """Whether an amphora joined with or after the last fail-over."""
         last = self._last.get(load_balancer_id)
         return last is not None and amphora_id not in last.present
 
     def retain(self, load_balancer_ids: Collection[str]) -> None:
-        """Forget all other load balancers."""
         self._last = {one: last for one, last in self._last.items() if one in load_balancer_ids}
 
 
@@ -228,12 +204,9 @@ class FailoverPermit(msgspec.Struct, frozen=True, kw_only=True):
     """Conditions for the next automatic fail-over.
 
     Attributes:
-        automatic: option of that name.
-        held: reason of an operator that holds the breaker open; None if none does.
-        state: of the breaker.
-        late: why the number of late amphorae delays fail-overs until more is known; empty if it does not.
+        held: reason of an operator that holds the breaker open; None if no operator does.
+        late: why the number of late amphorae delays fail-overs; empty if they do not.
         in_progress: number of automatic fail-overs in progress.
-        most_at_once: option of that name.
         on_trial: the trial fail-over is in progress.
     """
 
@@ -246,7 +219,7 @@ class FailoverPermit(msgspec.Struct, frozen=True, kw_only=True):
     on_trial: bool = False
 
     def refusal(self) -> str:
-        """Return why the next fail-over must wait; empty if it may begin."""
+        """Return why the next fail-over must wait; empty if the fail-over may begin."""
         if not self.automatic:
             return "[amp_failover] automatic is off"
         if self.held is not None:
@@ -261,7 +234,6 @@ class FailoverPermit(msgspec.Struct, frozen=True, kw_only=True):
             return f"{self.most_at_once} automatic fail-overs are in progress"
         return ""
 
-    def after_start(self, number: int) -> FailoverPermit:
-        """Return the permit after the start of a fail-over that replaces this number of amphorae."""
+    def after_start(self) -> FailoverPermit:
         trial = self.on_trial or self.state is BreakerState.TRIAL
-        return msgspec.structs.replace(self, in_progress=self.in_progress + number, on_trial=trial)
+        return msgspec.structs.replace(self, in_progress=self.in_progress + 1, on_trial=trial)

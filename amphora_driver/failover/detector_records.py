@@ -1,44 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the detector's findings to the tables that operators read.
 
-Invariant: only changes are written, so a healthy fleet causes no writes. A row that an operator changed is read before
-it is overwritten. One turn writes a bounded number of rows; the following turns write the rest.
+Invariant: only changes are written, so a healthy fleet causes no writes. The detector reads a row that an operator has
+changed before it overwrites the row. One turn writes a bounded number of rows; the following turns write the rest.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
+import sqlalchemy as sa
 
 from amphora_driver.store import circuit_breaker, silent_amphorae, unknown_amphorae
 from amphora_driver.store.circuit_breaker import BreakerRow
+from amphora_driver.store.silent_amphorae import SilentAmphora
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import sqlalchemy as sa
-
     from amphora_driver.database.engine import Database
-    from amphora_driver.store.silent_amphorae import SilentAmphora
 
 # Seconds between two writes of changed numbers alone, and between two verdicts on unknown amphorae.
 _NUMBERS_EVERY = 5.0
 _UNKNOWN_EVERY = 10.0
-# Rows of silent amphorae in one write: the detector reads no heartbeats during a write.
+# Rows of silent amphorae in one write. The number is limited, because the detector reads no heartbeats meanwhile.
 _MOST_WRITTEN = 200
-# Each turn computes the start of a silence again; values within these seconds are equal.
+# Each turn computes the start of a silent period again; values within these seconds are equal.
 _SAME = 2.0
 
 
 class DetectorRecords:
-    """Writes what changed. For one thread.
-
-    Args:
-        database: where to.
-        grace: [amp_controller] orphan_grace, for the verdicts on unknown amphorae.
-    """
+    """Writes changed findings, for one thread; `grace` is [amp_controller] orphan_grace."""
 
     def __init__(self, database: Database, grace: float) -> None:
         self._database = database
@@ -53,9 +46,7 @@ class DetectorRecords:
     def load(self, rows: dict[str, BreakerRow] | None) -> None:
         """Load the rows that other processes wrote.
 
-        Args:
-            rows: of the breaker; None if no other process held the duty meanwhile, so that a change must come from an
-                operator.
+        `rows` are of the breaker; None if no other process held the duty, so that a change must come from an operator.
         """
         if rows is not None:
             self._rows = dict(rows)
@@ -64,7 +55,7 @@ class DetectorRecords:
         self._known = {row.amphora_id for row in self._database.read(silent_amphorae.list_silent_amphorae)}
 
     def closed_by_operator(self, rows: dict[str, BreakerRow]) -> bool:
-        """Whether an operator has closed the breaker since the last write."""
+        """Return whether an operator has closed the breaker since the last write."""
         mine, stored = self._rows.get(circuit_breaker.AUTOMATIC), rows.get(circuit_breaker.AUTOMATIC)
         closed = stored is not None and stored != mine and stored.state == circuit_breaker.CLOSED
         if stored is not None:
@@ -72,7 +63,7 @@ class DetectorRecords:
         return closed
 
     def write_changes(self, silent: Sequence[SilentAmphora], rows: Sequence[BreakerRow]) -> None:
-        """Write the silent amphorae and the rows of the breaker, as far as they changed.
+        """Write the changed rows of silent amphorae and of the breaker.
 
         Raises:
             StoreError: the database is not available.
@@ -104,15 +95,16 @@ class DetectorRecords:
         self._reported = {one: orders for one, orders in self._reported.items() if one in with_silent}
         if now - self._unknown_at >= _UNKNOWN_EVERY:
             self._unknown_at = now
-            self._judge_unknown()
+            verdicts = self._database.read(lambda c: unknown_amphorae.compute_verdicts(c, self._grace))
+            if verdicts:
+                self._database.write(lambda c: unknown_amphorae.write_verdicts(c, verdicts))
 
     def write_not_served(
         self, load_balancer_id: str, owner: str, orders: Mapping[str, tuple[int, int] | None], reason: str
     ) -> bool:
         """Set the status of a load balancer without a live amphora to ERROR, once for each silence.
 
-        Returns:
-            Whether this silence was not reported before.
+        The result is whether this silence is new.
         """
         if self._reported.get(load_balancer_id) == orders:
             return False
@@ -126,15 +118,9 @@ class DetectorRecords:
         return True
 
     def _with_stable_start(self, one: SilentAmphora) -> SilentAmphora:
-        """Return the row with the start that was written before, if it is the same silence."""
         before = self._silent.get(one.amphora_id)
         same = before is not None and abs(before.since - one.since) < _SAME
         return msgspec.structs.replace(one, since=before.since) if before is not None and same else one
-
-    def _judge_unknown(self) -> None:
-        verdicts = self._database.read(lambda connection: unknown_amphorae.compute_verdicts(connection, self._grace))
-        if verdicts:
-            self._database.write(lambda connection: unknown_amphorae.write_verdicts(connection, verdicts))
 
 
 def _differs(known: BreakerRow | None, row: BreakerRow, *, numbers: bool) -> bool:

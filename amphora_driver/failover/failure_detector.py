@@ -1,71 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
 """The failure detector: finds silent amphorae and requests their fail-over.
 
-One controller at a time runs it.
-
-Invariant: this thread reads, decides (`failure_rules`, `circuit_breaker`: pure) and writes; it never waits for an
-agent. No amphora counts as silent for a time in which the detector could not read: the database was not available, the
-process was stopped, or another controller held the duty. One transaction repeats the check of the silence and opens
-the fail-over.
+Invariant: one controller at a time runs the detector. Its thread reads, decides (`failure_rules`, `circuit_breaker`:
+pure) and writes; it never waits for an agent. No amphora counts as silent for a time in which the detector could not
+read: the database was not available, the process was stopped, or another controller held the duty. One transaction
+repeats the check of the silence and opens the fail-over.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+import sqlalchemy as sa
+from oslo_config.cfg import ConfigOpts
 
 from amphora_driver import failpoints
 from amphora_driver.errors import AmphoraDriverError
-from amphora_driver.failover import circuit_breaker as rules
-from amphora_driver.failover.circuit_breaker import (
-    Breaker,
-    BreakerLimits,
-    BreakerState,
-    FailoverBackoff,
-    FailoverPermit,
-    SilenceCount,
-    SilenceWindow,
-)
+from amphora_driver.failover import circuit_breaker as breaker_rules
+from amphora_driver.failover import failure_rules as rules
+from amphora_driver.failover.circuit_breaker import Breaker, BreakerState, FailoverPermit
 from amphora_driver.failover.detector_records import DetectorRecords
 from amphora_driver.failover.failure_rules import (
-    DetectionLimits,
-    HeartbeatWatch,
+    JudgedAmphora,
     PathEvidence,
     Phase,
     ProbeOutcome,
-    SilenceKind,
     SilentPeriod,
     Verdict,
-    is_current,
-    judge_silence,
-    network_suspected,
-)
-from amphora_driver.failover.judged_amphora import (
-    JudgedAmphora,
-    failover_cause,
-    finding,
-    outage_reason,
-    silence_row,
 )
 from amphora_driver.failover.reachability_probe import ReachabilityProbe
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.queue import local_socket
 from amphora_driver.queue.jobs import acquire_duty, release_duty
 from amphora_driver.store import circuit_breaker, failovers, silent_amphorae
+from amphora_driver.store.circuit_breaker import BreakerRow
 from amphora_driver.store.failovers import Event
+from amphora_driver.store.silent_amphorae import AmphoraLiveness, LivenessSnapshot, SilentAmphora
 
 if TYPE_CHECKING:
-    import threading
-    from collections.abc import Callable
-
-    import sqlalchemy as sa
-    from oslo_config.cfg import ConfigOpts
-
+    from amphora_driver.agent.client import AgentClient
     from amphora_driver.database.engine import Database
-    from amphora_driver.failover.reachability_probe import AgentProber
-    from amphora_driver.store.circuit_breaker import BreakerRow
-    from amphora_driver.store.silent_amphorae import AmphoraLiveness, LivenessSnapshot, SilentAmphora
 
 LOG = logging.getLogger(__name__)
 # Seconds between two reads; at most an eighth of `silent_after`.
@@ -75,67 +53,52 @@ _DUTY_LEASE = 6.0
 _RENEW_EVERY = 1.5
 # Seconds of back-off after an unexpected error.
 _ERROR_BACKOFF = 1.0
-# Status writes in one turn: each is a transaction, and the detector reads no heartbeats meanwhile.
+# Status writes in one turn. Each write is a transaction, in which the detector reads no heartbeats.
 _MOST_STATUSES = 20
 
 
 class FailureDetector:
-    """One thread of a controller.
-
-    Args:
-        conf: our options.
-        database: of the rows.
-        agents: the client of the agents.
-        owner: name of this process.
-        notify: called with the role of a process that has new work.
-    """
+    """One thread of a controller; calls `notify` with the role of a process that has new work."""
 
     def __init__(
-        self, conf: ConfigOpts, database: Database, agents: AgentProber, owner: str, notify: Callable[[str], None]
+        self, conf: ConfigOpts, database: Database, agents: AgentClient, owner: str, notify: Callable[[str], None]
     ) -> None:
         options = conf.amp_failover
         self._automatic: bool = options.automatic
         self._most_at_once: int = options.most_at_once
         self._boot_timeout: float = conf.amp_controller.boot_timeout
-        self._limits = DetectionLimits(
+        self._limits = rules.DetectionLimits(
             silent_after=options.silent_after,
             mute_after=max(options.mute_after, options.silent_after),
             probe_timeout=options.probe_timeout,
             interval=conf.amp_health.interval,
             flush=conf.amp_health.flush_interval,
         )
-        self._breaker_limits = BreakerLimits(
-            percent=options.breaker_percent,
-            floor=options.breaker_floor,
-            most=options.breaker_most,
-            window=options.breaker_window,
-            calm=options.breaker_calm,
-            trial=options.breaker_trial,
-        )
+        names = breaker_rules.BreakerLimits.__struct_fields__
+        self._breaker_limits = breaker_rules.BreakerLimits(**{one: options[f"breaker_{one}"] for one in names})
         self._database = database
         self._owner = owner
         self._notify = notify
         self._every = min(_READ_EVERY, options.silent_after / 8)
         self._history: float = max(4 * options.pause_most, 60.0)
         self._has_witnesses = bool(options.witnesses)
-        self._watch = HeartbeatWatch(self._limits)
+        self._watch = rules.HeartbeatWatch(self._limits)
         self._probe = ReachabilityProbe(agents, options.probe_timeout, options.witnesses)
-        self._backoff = FailoverBackoff(options.pause_first, options.pause_most)
-        self._window = SilenceWindow(options.breaker_window)
+        self._backoff = breaker_rules.FailoverBackoff(options.pause_first, options.pause_most)
+        self._window = breaker_rules.SilenceWindow(options.breaker_window)
         self._breaker = Breaker()
         self._records = DetectorRecords(database, conf.amp_controller.orphan_grace)
         self._renew_at = 0.0
         self._holds_duty = False
-        # Epoch of the duty when this process held it last: unchanged if no other process held it since.
+        # Epoch of the duty when this process held the duty last; another holder changes the epoch.
         self._epoch: int | None = None
-        # Why an unanswered probe is not taken as a dead amphora now; empty if it is.
+        # Why an amphora with an unanswered probe does not count as dead now; empty if the amphora counts as dead.
         self._suspicion = ""
-        # When this process first saw each fail-over, and load balancer and start of the trial fail-over.
+        # Time at which this process first read each fail-over; load balancer and start of the trial fail-over.
         self._in_progress: dict[int, float] = {}
         self._trial: tuple[str, float] | None = None
 
     def run(self, stopping: threading.Event, draining: threading.Event) -> None:
-        """Run until `stopping` is set; release the duty while `draining` is set."""
         pause = self._every
         while not stopping.wait(pause):
             pause = self._every
@@ -146,7 +109,7 @@ class FailureDetector:
                     self.run_once()
             except (AmphoraDriverError, OSError) as error:
                 if self._holds_duty:
-                    LOG.warning("cannot read heartbeats, the silence of all amphorae restarts: %s", error)
+                    LOG.warning("the detector cannot read heartbeats, restarting all silent periods: %s", error)
                 self._suspend("the database is not available")
             except Exception:
                 # Without this thread no silent amphora is replaced, and nothing reports that.
@@ -157,25 +120,15 @@ class FailureDetector:
         try:
             self.release_duty("this controller is stopping")
         except (AmphoraDriverError, OSError) as error:
-            LOG.info("could not release the detection duty, its lease expires: %s", error)
+            LOG.info("the controller could not release the detection duty, which expires: %s", error)
 
     def release_duty(self, reason: str) -> None:
-        """Release the duty, if this process holds it.
-
-        Raises:
-            StoreError: the database is not available.
-        """
         if self._holds_duty:
             self._suspend(reason)
             self._renew_at = 0.0
             release_duty(self._database, silent_amphorae.DUTY, self._owner)
 
     def run_once(self) -> None:
-        """Read the rows once, and act.
-
-        Raises:
-            StoreError: the database is not available.
-        """
         if time.monotonic() >= self._renew_at:
             held = acquire_duty(self._database, silent_amphorae.DUTY, self._owner, _DUTY_LEASE)
             self._renew_at = time.monotonic() + _RENEW_EVERY
@@ -204,8 +157,8 @@ class FailureDetector:
     def _assume_duty(self, snapshot: LivenessSnapshot, rows: dict[str, BreakerRow]) -> None:
         """Restart all timers.
 
-        If this process held the duty last, keep operator acknowledgements and the trial. Otherwise load the breaker and
-        the back-offs from the database.
+        If this process held the duty last, it keeps operator acknowledgements and the trial. Otherwise it loads the
+        breaker and the back-offs from the database.
         """
         held_last = self._epoch == snapshot.epoch
         self._watch.reset("the detector has just started")
@@ -216,13 +169,12 @@ class FailureDetector:
         self._epoch, self._holds_duty = snapshot.epoch, True
 
     def _restore_state(self, snapshot: LivenessSnapshot, rows: dict[str, BreakerRow]) -> None:
-        """Load what the previous holder of the duty recorded."""
         self._backoff.retain(())
-        begun = self._database.read(lambda connection: silent_amphorae.load_recent_failovers(connection, self._history))
+        begun = self._database.read(lambda c: silent_amphorae.load_recent_failovers(c, self._history))
         now = time.monotonic()
         for load_balancer_id, known in begun.items():
             self._backoff.restore(load_balancer_id, known.ages, known.present, now)
-        self._window = SilenceWindow(self._breaker_limits.window)
+        self._window = breaker_rules.SilenceWindow(self._breaker_limits.window)
         self._in_progress.clear()
         self._trial = None
         row = rows.get(circuit_breaker.AUTOMATIC)
@@ -231,9 +183,9 @@ class FailureDetector:
             return
         remaining = None if row.trial_at is None else row.trial_at - snapshot.at
         state = BreakerState(row.state)
-        self._breaker = rules.restore_breaker(state, row.reason or "", self._breaker_limits, now, remaining)
+        self._breaker = breaker_rules.restore_breaker(state, row.reason or "", self._breaker_limits, now, remaining)
         if state is BreakerState.TRIAL and snapshot.unserved:
-            # The newest fail-over is the trial: the next one waits for its end.
+            # The newest fail-over is the trial, and the next fail-over waits for its end.
             self._trial = max(snapshot.unserved, key=lambda one: one.id).load_balancer_id, now
 
     def _decide(self, snapshot: LivenessSnapshot, rows: dict[str, BreakerRow], now: float) -> None:
@@ -261,7 +213,7 @@ class FailureDetector:
         waiting = []
         for one, period in late.items():
             result = self._probe.result(one)
-            if not is_current(result, period, now + self._limits.fresh / 2, self._limits):
+            if not rules.is_current(result, period, now + self._limits.fresh / 2, self._limits):
                 again = result is not None and result.at >= period.since
                 waiting.append((again, result.at if again and result else period.since, one))
         for _, _, one in sorted(waiting):
@@ -272,28 +224,24 @@ class FailureDetector:
     def _path_evidence(self, late: dict[str, SilentPeriod], watched: int) -> PathEvidence:
         results = [self._probe.result(one) for one in late]
         answered = [result.at for result in results if result and result.outcome is ProbeOutcome.ANSWERED]
-        return PathEvidence(
-            watched=watched,
-            heard_at=self._watch.last_heartbeat_at,
-            answered_at=max(answered, default=None),
-            has_witnesses=self._has_witnesses,
-        )
+        heard, newest = self._watch.last_heartbeat_at, max(answered, default=None)
+        return PathEvidence(watched=watched, heard_at=heard, answered_at=newest, has_witnesses=self._has_witnesses)
 
     def _judge(self, liveness: AmphoraLiveness, period: SilentPeriod, evidence: PathEvidence, now: float) -> Verdict:
         if liveness.address is None:
-            kind = SilenceKind.SILENT if period.ever_heard else SilenceKind.NEVER_SPOKE
+            kind = rules.SilenceKind.SILENT if period.ever_heard else rules.SilenceKind.NEVER_SPOKE
             return Verdict(kind=kind, text="no fail-over: it has no address for a probe")
         result = self._probe.result(liveness.amphora_id)
-        suspicion = network_suspected(period, evidence, now, self._limits)
+        suspicion = rules.network_suspected(period, evidence, now, self._limits)
         if suspicion and result is not None and result.outcome is ProbeOutcome.NO_ANSWER:
             self._suspicion = suspicion
-        return judge_silence(period, result, now, self._limits, suspicion)
+        return rules.judge_silence(period, result, now, self._limits, suspicion)
 
     def _update_breaker(
         self, rows: dict[str, BreakerRow], watched: set[str], silent: set[str], found: list[JudgedAmphora], now: float
     ) -> None:
         if not self._observed_long_enough(now):
-            # Too little observation time: keep breaker state and acknowledgements.
+            # The observation is too short, so the breaker and the acknowledgements stay.
             return
         if self._records.closed_by_operator(rows):
             LOG.warning("an operator closed the circuit breaker: the amphorae that are silent now are replaced")
@@ -301,30 +249,28 @@ class FailureDetector:
             self._breaker = Breaker(since=now, reason="an operator has closed it")
             self._trial = None
         recent = self._window.observe(silent, watched, now)
-        count = SilenceCount(
-            watched=self._window.population(watched), silent=self._window.count_unaccepted(silent), recent=recent
-        )
+        population, unaccepted = self._window.population(watched), self._window.count_unaccepted(silent)
+        count = breaker_rules.SilenceCount(watched=population, silent=unaccepted, recent=recent)
         before = self._breaker
         trial = self._trial_result(found, now)
-        self._breaker = rules.next_breaker(before, count, self._breaker_limits, now, trial=trial)
+        self._breaker = breaker_rules.next_breaker(before, count, self._breaker_limits, now, trial=trial)
         if self._breaker.state is before.state:
             return
         if self._breaker.state is BreakerState.OPEN:
             self._trial = None
             LOG.error("circuit breaker opened, no automatic fail-over begins: %s", self._breaker.reason)
         elif self._breaker.state is BreakerState.TRIAL:
-            LOG.warning("circuit breaker allows one trial fail-over at a time: %s", before.reason)
+            LOG.warning("circuit breaker begins its trial, one fail-over at a time may begin: %s", before.reason)
         else:
             self._window.expire_all()
             self._trial = None
             LOG.warning("circuit breaker closed: %s", self._breaker.reason)
 
     def _observed_long_enough(self, now: float) -> bool:
-        """Whether the detector has observed for long enough to find a silent amphora."""
         return not self._watch.blind_reason and self._watch.sees_for(now) >= self._limits.silent_after
 
     def _trial_result(self, found: list[JudgedAmphora], now: float) -> bool | None:
-        """Return False if the trial fail-over failed; None if it is in progress or there is none."""
+        """Return False if the trial fail-over failed; None during or without a trial fail-over."""
         if self._trial is None:
             return None
         load_balancer_id, since = self._trial
@@ -358,7 +304,7 @@ class FailureDetector:
             automatic=self._automatic,
             held=None if held is None else held.reason or "",
             state=self._breaker.state,
-            late=rules.excess_reason(silent, watched, self._breaker_limits) if overdue else "",
+            late=breaker_rules.excess_reason(silent, watched, self._breaker_limits) if overdue else "",
             in_progress=len(recent),
             most_at_once=self._most_at_once,
             on_trial=self._trial is not None,
@@ -369,29 +315,27 @@ class FailureDetector:
     ) -> list[SilentAmphora]:
         """Request every fail-over that may begin; return the rows of all silent amphorae that remain."""
         shown, reported = [], 0
+        # Many silent amphorae are probably not dead, but behind a failed network.
+        plausible = self._breaker.state is BreakerState.CLOSED and not permit.late
         by_load_balancer: dict[str, list[JudgedAmphora]] = {}
         for one in found:
             by_load_balancer.setdefault(one.liveness.load_balancer_id, []).append(one)
-        # The longest silence first.
+        # The load balancer with the longest silence is first.
         for load_balancer_id, mine in sorted(by_load_balancer.items(), key=lambda item: item[1][0].period.since):
             ready = [one for one in mine if one.liveness.state is AmphoraState.READY]
             refusals = {one.liveness.amphora_id: self._refusal(one, permit, now) for one in ready}
             due = [one for one in ready if one.verdict.cause and not refusals[one.liveness.amphora_id]]
-            outage = outage_reason(snapshot, load_balancer_id, mine)
+            outage = rules.outage_reason(snapshot, load_balancer_id, mine)
             if due and self._request_failover(snapshot, load_balancer_id, due, outage, now):
-                permit = permit.after_start(1)
-            elif ready and outage and not due and reported < _MOST_STATUSES and self._deaths_plausible(permit):
+                permit = permit.after_start()
+            elif ready and outage and not due and reported < _MOST_STATUSES and plausible:
                 orders = {one.liveness.amphora_id: one.period.order for one in ready}
                 reported += self._records.write_not_served(load_balancer_id, self._owner, orders, outage)
-            shown += [silence_row(one, refusals[one.liveness.amphora_id], snapshot, now) for one in ready]
+            shown += [rules.silence_row(one, refusals[one.liveness.amphora_id], snapshot, now) for one in ready]
         return shown
 
-    def _deaths_plausible(self, permit: FailoverPermit) -> bool:
-        """Whether silent amphorae are probably dead, and not many of them behind a failed network."""
-        return self._breaker.state is BreakerState.CLOSED and not permit.late
-
     def _refusal(self, one: JudgedAmphora, permit: FailoverPermit, now: float) -> str:
-        """Return why the fail-over of an amphora must wait; empty if it may begin."""
+        """Return why the fail-over of an amphora must wait; empty if the fail-over may begin."""
         load_balancer_id = one.liveness.load_balancer_id
         if refusal := permit.refusal():
             return refusal
@@ -402,7 +346,7 @@ class FailureDetector:
     def _request_failover(
         self, snapshot: LivenessSnapshot, load_balancer_id: str, due: list[JudgedAmphora], outage: str, now: float
     ) -> bool:
-        """Open fail-overs of one load balancer; False if all its amphorae were heard meanwhile."""
+        """Open fail-overs of one load balancer; return False after a heartbeat of all its amphorae."""
         orders = {one.liveness.amphora_id: one.period.order for one in due}
         present = {one.amphora_id for one in snapshot.amphorae if one.load_balancer_id == load_balancer_id}
         at = self._database.now()
@@ -434,11 +378,11 @@ class FailureDetector:
 
     def _open_failover(self, connection: sa.Connection, one: JudgedAmphora, at: float, now: float) -> bool:
         load_balancer_id, amphora_id = one.liveness.load_balancer_id, one.liveness.amphora_id
-        detail = finding(one, now)
+        detail = rules.finding(one, now)
         if self._backoff.is_replacement(load_balancer_id, amphora_id):
             # The previous fail-over did not lead to a live amphora.
             failovers.record_event(connection, load_balancer_id, Event.FAILED, at, amphora_id, detail)
-        if not failovers.open_failovers(connection, load_balancer_id, [amphora_id], failover_cause(one), at):
+        if not failovers.open_failovers(connection, load_balancer_id, [amphora_id], rules.failover_cause(one), at):
             return False
         failovers.record_event(connection, load_balancer_id, Event.FOUND, at, amphora_id, detail)
         return True
@@ -446,7 +390,6 @@ class FailureDetector:
     def _breaker_rows(
         self, snapshot: LivenessSnapshot, now: float, silent: int, watched: int
     ) -> list[circuit_breaker.BreakerRow]:
-        """Return the rows of the breaker that the table should have."""
         since = snapshot.at - (now - self._breaker.since)
         trial = since + self._breaker_limits.trial if self._breaker.state is BreakerState.OPEN else None
         blind = self._watch.blind_reason or self._suspicion

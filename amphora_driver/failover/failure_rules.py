@@ -1,47 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules of failure detection: how long an amphora is silent, and what follows. Pure.
 
-All times are on a monotonic clock.
+All times are of a monotonic clock.
 
-Invariant: a blind controller finds no silent amphora. Silence is the time during which this process has read an
-amphora's heartbeat position without a pause, has found it unchanged, and has seen that a health manager receives
-heartbeats. Every interruption resets all timers: a gap between two reads, no health manager that proves reception, a
-duty just acquired. No timer compares dates or the clocks of two processes. When no heartbeat arrives at all, another
-sign must show that the network path to the amphorae works (`network_suspected`): a failed switch is invisible to this
-host.
+Invariant: a blind controller finds no silent amphora. Silence is a time in which this process has read the last
+heartbeat of an amphora without a pause and has found it unchanged, while a health manager received heartbeats. Every
+interruption resets all timers: a gap between two reads, no health manager that proves reception, a duty just acquired.
+No timer compares dates or the clocks of two processes. If no heartbeat arrives at all, another sign must show that the
+network path to the amphorae works (`network_suspected`): a failed switch is invisible to this host.
 """
 
 from __future__ import annotations
 
+import datetime as dt
 from collections.abc import Mapping
 from enum import Enum
 
 import msgspec
 
-from amphora_driver.store.failovers import Cause
+from amphora_driver.store.failovers import Cause, FailoverTrigger
+from amphora_driver.store.silent_amphorae import AmphoraLiveness, LivenessSnapshot, SilentAmphora
 
-# (epoch, sequence) of the last recorded heartbeat; None before the first one.
+# (epoch, sequence) of the last recorded heartbeat; None before the first heartbeat.
 Order = tuple[int, int] | None
 
-# Fractions of `silent_after`. A late amphora is probed early, so that the result exists when the time is over.
+# Fractions of `silent_after`. The probe of a late amphora starts early, so that its result exists at the end.
 _LATE = 0.65
 _GAP = 0.25
 _DEAF = 0.4
-# Shorter pauses are scheduling delays, not gaps (seconds).
+# Pauses shorter than these seconds are scheduling delays, not gaps.
 _LEAST_GAP = 1.0
 _LEAST_DEAF = 1.5
-# A probe result is valid for these seconds, or for twice the probe time-out.
+# Seconds for which a probe result is valid, or twice the probe time-out if that is longer.
 _FRESH = 8.0
-# Seconds between a heartbeat and its position being visible here, in addition to the flush: health managers write
-# positions once a second, and the detector reads every half second.
+# Seconds from a heartbeat to its visibility in the detector, in addition to the flush. A health manager writes once a
+# second, and the detector reads every half second.
 _SEEN_LATE = 1.5
-# Fractions of an interval: a heartbeat later than `_MISSED` was not sent or was lost.
+# Fractions of an interval. A heartbeat that is later than `_MISSED` was not sent or was lost.
 _JITTER = 1.25
 _MISSED = 1.5
 
 
 class Phase(str, Enum):
-    """How long an amphora has been without a new heartbeat; each phase includes the phases after it."""
+    """Time of an amphora without a new heartbeat; each phase includes the later phases."""
 
     OVERDUE = "overdue"
     LATE = "late"
@@ -49,7 +50,7 @@ class Phase(str, Enum):
 
 
 class DetectionLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of [amp_failover], in seconds; the last two are of [amp_health]."""
+    """Options of [amp_failover] in seconds; the last two are of [amp_health]."""
 
     silent_after: float = 7.0
     mute_after: float = 120.0
@@ -58,10 +59,10 @@ class DetectionLimits(msgspec.Struct, frozen=True, kw_only=True):
     flush: float = 0.5
 
     def begins(self, phase: Phase) -> float:
-        """Seconds without a heartbeat after which a phase begins.
+        """Return the seconds without a heartbeat after which a phase begins.
 
-        OVERDUE: a heartbeat is missing, and the amphora may be the next of many to fall silent. LATE: the amphora is
-        probed. SILENT: the rules decide.
+        OVERDUE: a heartbeat is missing, and many amphorae may become silent. LATE: the controller probes the amphora.
+        SILENT: the rules decide.
         """
         late = self.silent_after * _LATE
         if phase is Phase.OVERDUE:
@@ -70,7 +71,7 @@ class DetectionLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def due_again(self) -> float:
-        """Heartbeats recorded after this delay were sent after the moment in question."""
+        """Seconds after which a recorded heartbeat was certainly sent after a given moment."""
         return _JITTER * self.interval + self.flush + _SEEN_LATE
 
     @property
@@ -85,7 +86,7 @@ class DetectionLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fresh(self) -> float:
-        """Seconds a probe result, positive or negative, stays valid."""
+        """Seconds for which a probe result, positive or negative, stays valid."""
         return max(_FRESH, 2 * self.probe_timeout)
 
 
@@ -98,18 +99,14 @@ class SilentPeriod(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ever_heard(self) -> bool:
-        """Whether any heartbeat of the amphora was ever recorded."""
         return self.order is not None
 
 
 class HeartbeatWatch:
-    """What one process has observed so far. For one thread.
-
-    Args:
-        limits: the durations.
+    """Observed heartbeats and silent periods of one process. For one thread.
 
     Attributes:
-        last_heartbeat_at: when a new heartbeat of any amphora was seen last, on the clock passed to `observe`.
+        last_heartbeat_at: time of the last new heartbeat of any amphora, on the clock passed to `observe`.
         blind_reason: why the process cannot judge silence; empty while it can.
     """
 
@@ -124,19 +121,17 @@ class HeartbeatWatch:
         self.blind_reason = "the detector has just started"
 
     def reset(self, reason: str) -> None:
-        """Restart all timers: the observation was interrupted for a reason outside the amphorae."""
+        """Restart all timers: a reason outside the amphorae interrupted the observation."""
         self._periods.clear()
         self._beats.clear()
         self._observed_at = self._reception_at = self._sees_since = self.last_heartbeat_at = None
         self.blind_reason = reason
 
     def observe(self, orders: Mapping[str, Order], beats: Mapping[str, int], now: float) -> None:
-        """Take in the rows of one read.
+        """Record the rows of one read at `now` (`time.monotonic()`).
 
-        Args:
-            orders: of every amphora that should send heartbeats, the position of its last one.
-            beats: of every health manager, how often it has proven reception.
-            now: when the rows were read, on `time.monotonic()`'s clock.
+        `orders` has the last heartbeat of every amphora that should send heartbeats. `beats` counts the proofs of
+        reception of every health manager.
         """
         if self._observed_at is not None and not 0 <= now - self._observed_at <= self._limits.gap:
             self.reset(f"the detector did not read heartbeats for {now - self._observed_at:.1f} s")
@@ -145,10 +140,11 @@ class HeartbeatWatch:
             self._reception_at = now
         self._beats = dict(beats)
         if self._reception_at is None or now - self._reception_at > self._limits.deaf_after:
-            # This includes amphorae with a new heartbeat: from now on no reception is proven.
+            # Without proven reception, the silent periods of all amphorae restart, also after a new heartbeat.
             self._periods.clear()
             self._sees_since = None
-            self.blind_reason = _no_reception(beats)
+            blind = "no health manager proves that it receives heartbeats" if beats else "there is no health manager"
+            self.blind_reason = blind
         elif self._sees_since is None:
             self._periods.clear()
             self._sees_since, self.blind_reason = now, ""
@@ -163,23 +159,18 @@ class HeartbeatWatch:
         }
 
     def in_phase(self, phase: Phase, now: float) -> dict[str, SilentPeriod]:
-        """Amphorae that have reached a phase, by id; empty while this process is blind."""
+        """Return the amphorae that have reached a phase, by id; empty while this process is blind."""
         if self.blind_reason:
             return {}
         seconds = self._limits.begins(phase)
         return {one.amphora_id: one for one in self._periods.values() if now - one.since >= seconds}
 
     def sees_for(self, now: float) -> float:
-        """Seconds since this process was last blind."""
         return 0.0 if self._sees_since is None else now - self._sees_since
 
 
-def _no_reception(beats: Mapping[str, int]) -> str:
-    return "no health manager proves that it receives heartbeats" if beats else "there is no health manager"
-
-
 class ProbeOutcome(str, Enum):
-    """Outcome of one probe of an agent. INCONCLUSIVE: the controller's host could not make a valid probe."""
+    """Outcome of one probe. INCONCLUSIVE: the controller's host could not make a valid probe."""
 
     ANSWERED = "answered"
     NO_ANSWER = "no answer"
@@ -187,13 +178,9 @@ class ProbeOutcome(str, Enum):
 
 
 class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of one probe.
+    """Result of one probe, which began at `at` on the clock of this process.
 
-    Attributes:
-        outcome: of the probe.
-        at: when the probe began, on this process's clock.
-        detail: the reason, as a text.
-        inconclusive_at: when the last inconclusive probe of this amphora began; None if there was none.
+    `inconclusive_at` is the start of the last inconclusive probe of the amphora.
     """
 
     outcome: ProbeOutcome
@@ -203,7 +190,7 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SilenceKind(str, Enum):
-    """Kind of a silent amphora, as shown to operators (column `kind` of `silent_amphora`)."""
+    """Kind of a silent amphora for operators (column `kind` of `silent_amphora`)."""
 
     SILENT = "silent"
     MUTE = "mute"
@@ -214,9 +201,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Decision of the rules about a silent amphora.
 
     Attributes:
-        kind: as shown to operators.
-        text: what follows, or why nothing follows; shown to operators.
-        cause: of the fail-over; None if the amphora is not replaced, or not yet.
+        text: the next action, or why no action follows; for operators.
+        cause: cause of the fail-over; None if the amphora is not replaced, or not yet.
         dead: the agent does not answer either, so the amphora serves no traffic.
         stale: the probe result is too old; a new probe must precede a fail-over.
     """
@@ -233,9 +219,8 @@ class PathEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         watched: number of amphorae that should send heartbeats.
-        heard_at: when a heartbeat of any amphora was seen last; None if never.
-        answered_at: when the last answered probe began; None if no agent answered.
-        has_witnesses: [amp_failover] witnesses is set; a probe is then inconclusive while no witness is reachable.
+        answered_at: start of the last answered probe.
+        has_witnesses: [amp_failover] witnesses is set; a probe without a reachable witness is inconclusive.
     """
 
     watched: int
@@ -247,8 +232,8 @@ class PathEvidence(msgspec.Struct, frozen=True, kw_only=True):
 def network_suspected(period: SilentPeriod, evidence: PathEvidence, now: float, limits: DetectionLimits) -> str:
     """Return why the network may have failed instead of this amphora; empty with a sign that it works.
 
-    A dead amphora and a failed path look the same from here. A sign counts only if it is newer than the moment at which
-    this amphora's next heartbeat was due: an older heartbeat may have arrived just before the path failed.
+    A dead amphora and a failed path look the same to the controller. A sign counts only if it is newer than the due
+    time of the amphora's next heartbeat: an older heartbeat may have arrived just before the path failed.
     """
     since = period.since + limits.due_again
     works = any(at is not None and at >= since for at in (evidence.heard_at, evidence.answered_at))
@@ -268,7 +253,7 @@ def network_suspected(period: SilentPeriod, evidence: PathEvidence, now: float, 
 
 
 def is_current(result: ProbeResult | None, period: SilentPeriod, now: float, limits: DetectionLimits) -> bool:
-    """Whether a probe result belongs to this silence and is still valid."""
+    """Return whether a probe result belongs to this silence and is still valid."""
     return result is not None and result.at >= period.since and now - result.at <= limits.fresh
 
 
@@ -277,12 +262,7 @@ def judge_silence(
 ) -> Verdict:
     """Return the verdict on an amphora that has been silent for `silent_after`.
 
-    Args:
-        period: its silence.
-        result: of its last probe.
-        now: the moment.
-        limits: the durations.
-        suspicion: why the network may have failed (`network_suspected`); empty if it works.
+    `suspicion` is why the network may have failed (`network_suspected`); empty if the network works.
     """
     kind = SilenceKind.SILENT if period.ever_heard else SilenceKind.NEVER_SPOKE
     if result is None or result.at < period.since:
@@ -298,11 +278,63 @@ def judge_silence(
         # MUTE also applies to an amphora without any heartbeat: it may serve traffic and must not count as dead.
         return Verdict(kind=kind, text=text, cause=Cause.MUTE if over else None, stale=stale)
     if result.inconclusive_at is not None and now - result.inconclusive_at < limits.silent_after:
-        # Just after the network of this host returns, neither heartbeats nor probe answers arrive yet.
+        # After a failure of this host's network, heartbeats and probe answers need some time to arrive again.
         return Verdict(kind=kind, text="no fail-over yet: a moment ago the controller could not probe its agent")
     if suspicion:
         return Verdict(kind=kind, text=f"no fail-over yet: its agent does not answer, but {suspicion}")
     cause = Cause.SILENT if period.ever_heard else Cause.NEVER_SPOKE
-    return Verdict(
-        kind=kind, text=f"its agent does not answer ({result.detail})", cause=cause, dead=not stale, stale=stale
+    text = f"its agent does not answer ({result.detail})"
+    return Verdict(kind=kind, text=text, cause=cause, dead=not stale, stale=stale)
+
+
+class JudgedAmphora(msgspec.Struct, frozen=True, kw_only=True):
+    """One silent amphora: its row, its silent period and the verdict."""
+
+    liveness: AmphoraLiveness
+    period: SilentPeriod
+    verdict: Verdict
+
+
+def outage_reason(snapshot: LivenessSnapshot, load_balancer_id: str, found: list[JudgedAmphora]) -> str:
+    """Return why no amphora serves a load balancer; empty if an amphora may serve."""
+    dead = {one.liveness.amphora_id for one in found if one.verdict.dead}
+    all_ids = {one.amphora_id for one in snapshot.amphorae if one.load_balancer_id == load_balancer_id}
+    if not dead or not all_ids <= dead:
+        return ""
+    if len(dead) == 1:
+        return f"amphora {next(iter(dead))} sends no heartbeats and does not answer"
+    return f"all amphorae send no heartbeats and do not answer: {', '.join(sorted(dead))}"
+
+
+def silence_row(one: JudgedAmphora, refusal: str, snapshot: LivenessSnapshot, now: float) -> SilentAmphora:
+    """Return the row that operators see; `refusal` is why the fail-over must wait."""
+    text = one.verdict.text
+    if one.verdict.cause is not None:
+        text += f"; fail-over held: {refusal}" if refusal else "; it is replaced"
+    return SilentAmphora(
+        amphora_id=one.liveness.amphora_id,
+        load_balancer_id=one.liveness.load_balancer_id,
+        kind=one.verdict.kind.value,
+        since=snapshot.at - (now - one.period.since),
+        verdict=text,
     )
+
+
+def failover_cause(one: JudgedAmphora) -> FailoverTrigger:
+    """Return cause and reason of a fail-over."""
+    cause = one.verdict.cause or Cause.SILENT
+    reason = {
+        Cause.SILENT: "it sends no heartbeats and does not answer",
+        Cause.MUTE: "it answers and sends no heartbeats",
+        Cause.NEVER_SPOKE: "it has never sent a heartbeat",
+    }[cause]
+    return FailoverTrigger(cause=cause, reason=reason, silent_since=one.liveness.heard_at)
+
+
+def finding(one: JudgedAmphora, now: float) -> str:
+    """Return the text of the event that opens a fail-over."""
+    at = one.liveness.heard_at
+    date = "" if at is None else dt.datetime.fromtimestamp(at, dt.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    ready = f"no heartbeat since it became ready at {date or 'an unknown time'}"
+    last = f"last heartbeat at {date}" if one.period.ever_heard else ready
+    return f"{last}, silent for {now - one.period.since:.1f} s; {one.verdict.text}"

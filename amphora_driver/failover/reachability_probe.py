@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Probes the agents of silent amphorae in worker threads, and checks that the network works.
 
-Invariant: the detector never waits for a probe. A bounded number of threads probe, each with a time-out; the results
-are read later. A fault of the controller's host (no route, no descriptor, no certificate, a slow or unavailable
-database) never counts against an amphora. The time-out starts after all local preparation, and only a missing answer
-counts as NO_ANSWER. A wrong certificate or a TLS refusal is an answer: a certificate may have expired, or a clock may
-be wrong.
+Invariant: the detector never waits for a probe. A bounded number of threads probe, each with a time-out; the detector
+reads the results later. A fault of the controller's host (no route, no descriptor, no certificate, a slow or
+unavailable database) never counts against an amphora. The time-out starts after all local preparation, and only a
+missing answer counts as NO_ANSWER. A wrong certificate or a TLS refusal is an answer: a certificate may have expired,
+or a clock may be wrong.
 """
 
 from __future__ import annotations
@@ -15,28 +15,23 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from amphora_driver.deadline import Deadline
-from amphora_driver.errors import (
-    AgentRefused,
-    AgentUnreachable,
-    AgentUntrusted,
-    AmphoraDriverError,
-    ConfigurationError,
-)
+from amphora_driver.errors import AgentRefused, AgentUnreachable, AgentUntrusted, AmphoraDriverError, ConfigurationError
 from amphora_driver.failover.failure_rules import ProbeOutcome, ProbeResult
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from amphora_driver.agent.client import AgentClient
 
-# Concurrent probes. With the default time-out of two seconds that is eight dead amphorae a second.
+# Concurrent probes. With the default time-out of two seconds, they find eight dead amphorae a second.
 _MOST_AT_ONCE = 16
 # Seconds for which the result of a network check stays valid.
 _NETWORK_FRESH = 1.0
-# Errors of the local kernel about this host. EHOSTUNREACH is not one of them: it is the error for a machine that is
-# switched off, because nothing answers ARP for its address.
+# Errors of the local kernel about this host. EHOSTUNREACH is not one of them: a machine that is switched off causes it,
+# because no machine answers ARP.
 _LOCAL_ERRORS = frozenset(
     {
         *(errno.ENETUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL, errno.EMFILE, errno.ENFILE, errno.ENOBUFS),
@@ -45,39 +40,16 @@ _LOCAL_ERRORS = frozenset(
 )
 
 
-class AgentProber(Protocol):
-    """The methods of `AgentClient` that a probe uses."""
-
-    def prepare(self) -> ssl.SSLContext:
-        """Return the TLS context of a call."""
-
-    def info(
-        self,
-        amphora_id: str,
-        address: str,
-        *,
-        prepared: ssl.SSLContext | None = None,
-        deadline: Deadline | None = None,
-    ) -> object:
-        """Return versions and capabilities of an agent."""
-
-    def forget(self, amphora_id: str) -> None:
-        """Close idle connections."""
-
-
 class ReachabilityProbe:
     """Probes agents in its own threads.
 
-    Args:
-        agents: the client of the agents.
-        timeout: seconds until an agent must answer.
-        witnesses: host:port of machines that always listen ([amp_failover] witnesses); empty for none.
+    `witnesses` are host:port of machines that always listen ([amp_failover] witnesses).
 
     Raises:
         ConfigurationError: a witness is not host:port.
     """
 
-    def __init__(self, agents: AgentProber, timeout: float, witnesses: Sequence[str] = ()) -> None:
+    def __init__(self, agents: AgentClient, timeout: float, witnesses: Sequence[str] = ()) -> None:
         self._agents = agents
         self._timeout = timeout
         self._witnesses = [_parse_witness(one) for one in witnesses]
@@ -89,7 +61,7 @@ class ReachabilityProbe:
         self._network_lock = threading.Lock()
 
     def start(self, amphora_id: str, address: str) -> bool:
-        """Start a probe; False if one of this amphora is running, or too many are."""
+        """Start a probe; return False if a probe of the amphora is running, or too many probes are."""
         with self._lock:
             if amphora_id in self._probing or len(self._probing) >= _MOST_AT_ONCE:
                 return False
@@ -98,17 +70,14 @@ class ReachabilityProbe:
         return True
 
     def result(self, amphora_id: str) -> ProbeResult | None:
-        """Return the result of the last probe of an amphora."""
         with self._lock:
             return self._results.get(amphora_id)
 
     def retain(self, amphora_ids: Collection[str]) -> None:
-        """Forget the results of all other amphorae."""
         with self._lock:
             self._results = {one: result for one, result in self._results.items() if one in amphora_ids}
 
     def close(self) -> None:
-        """Cancel queued probes and wait for the running ones."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _run(self, amphora_id: str, address: str) -> None:
@@ -121,15 +90,11 @@ class ReachabilityProbe:
             self._probing.discard(amphora_id)
             before = self._results.get(amphora_id)
             last = None if before is None else before.inconclusive_at
-            self._results[amphora_id] = ProbeResult(
-                outcome=outcome,
-                at=at,
-                detail=detail,
-                inconclusive_at=at if outcome is ProbeOutcome.INCONCLUSIVE else last,
-            )
+            inconclusive = at if outcome is ProbeOutcome.INCONCLUSIVE else last
+            self._results[amphora_id] = ProbeResult(outcome=outcome, at=at, detail=detail, inconclusive_at=inconclusive)
 
     def _probe(self, amphora_id: str, address: str) -> tuple[ProbeOutcome, str]:
-        # On an old connection a failed network looks like an agent that does not answer.
+        # An old connection over a failed network looks like an agent that does not answer.
         self._agents.forget(amphora_id)
         begun = time.monotonic()
         try:
@@ -149,7 +114,7 @@ class ReachabilityProbe:
         return ProbeOutcome.ANSWERED, ""
 
     def _network_fault(self) -> str:
-        """Return why the network seems to have failed; empty if a witness is reachable or none is configured."""
+        """Return why the network seems to have failed; empty with a reachable witness or without any."""
         if not self._witnesses:
             return ""
         with self._network_lock:
@@ -159,29 +124,29 @@ class ReachabilityProbe:
             return self._network[1]
 
 
-def local_fault(error: AmphoraDriverError) -> str:
-    """Return the fault of this host that prevented the probe; empty if the error has another cause."""
-    if not isinstance(error, (AgentUnreachable, AgentUntrusted)):
-        return str(error).rstrip(".")
+def _causes(error: BaseException) -> Iterator[BaseException]:
     seen: BaseException | None = error
     while seen is not None:
-        # OpenSSL uses `errno` for its own error numbers.
-        if isinstance(seen, OSError) and not isinstance(seen, ssl.SSLError) and seen.errno in _LOCAL_ERRORS:
-            return (seen.strerror or str(seen)).lower()
+        yield seen
         seen = seen.__cause__ or seen.__context__
+
+
+def local_fault(error: AmphoraDriverError) -> str:
+    """Return the fault of this host that prevented the probe; empty for another cause."""
+    if not isinstance(error, (AgentUnreachable, AgentUntrusted)):
+        return str(error).rstrip(".")
+    for one in _causes(error):
+        # The attribute `errno` of an SSLError has OpenSSL's own error numbers.
+        if isinstance(one, OSError) and not isinstance(one, ssl.SSLError) and one.errno in _LOCAL_ERRORS:
+            return (one.strerror or str(one)).lower()
     return ""
 
 
 def is_tls_alert(error: AmphoraDriverError) -> bool:
-    """Whether the agent refused the connection with a TLS alert (RFC 8446, section 6.2)."""
-    seen: BaseException | None = error
-    while seen is not None:
-        # urllib3's error has OpenSSL's error as an argument.
-        for one in (seen, *seen.args):
-            if isinstance(one, ssl.SSLError) and "_ALERT_" in (one.reason or ""):
-                return True
-        seen = seen.__cause__ or seen.__context__
-    return False
+    """Return whether the agent refused the connection with a TLS alert (RFC 8446, section 6.2)."""
+    # The errors of urllib3 have OpenSSL's error as an argument.
+    found = (one for seen in _causes(error) for one in (seen, *seen.args))
+    return any(isinstance(one, ssl.SSLError) and "_ALERT_" in (one.reason or "") for one in found)
 
 
 def _is_reachable(host: str, port: int, timeout: float) -> bool:

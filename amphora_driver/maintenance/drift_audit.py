@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drift audit: compares the configuration that amphorae report with the one that would be pushed now.
 
-Invariant: one controller at a time holds the duty `audit`, and the audit only changes rows. It revokes a confirmation
-if the row still holds the audited value; the plan of the next job repairs the amphora. An amphora with a generation
-other than the confirmed one is due at once. The right generation with a different content was rendered by another
-version or with other options. Such load balancers become due one at a time, with pauses, and only once for the same
-content. An upgrade of the controllers therefore pushes one load balancer at a time.
+Invariant: one controller at a time holds the duty `audit`, and the audit only changes rows. The audit revokes a
+confirmation if the row still holds the audited value, and the next job repairs the amphora. An amphora with a
+generation other than the confirmed one is due at once. The right generation with a different content was rendered by
+another version or with other options. Such load balancers become due one at a time, with pauses, and only once for the
+same content. An upgrade of the controllers therefore pushes one load balancer at a time.
 
-An error with one load balancer or one amphora does not affect the others: its audit is postponed. A round ends after
-its time-out, also if an agent does not answer, and at once when this controller stops or drains.
+An error with one load balancer or amphora postpones only its own audit. A round ends after its time-out, also if an
+agent does not answer, and at once when the controller stops or drains.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import threading
 import time
-from concurrent.futures import FIRST_COMPLETED, CancelledError, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -27,49 +29,48 @@ import sqlalchemy as sa
 from amphora_driver.database.tables import object_status
 from amphora_driver.deadline import Deadline
 from amphora_driver.errors import AmphoraDriverError
+from amphora_driver.maintenance.duty_loop import run_duty
+from amphora_driver.model.amphora import Amphora
 from amphora_driver.model.enums import Provisioning
 from amphora_driver.model.secret_refs import secrets_of_tree
 from amphora_driver.queue.jobs import acquire_duty, release_duty
 from amphora_driver.reconcile import vip_allocation
-from amphora_driver.reconcile.desired_bundle import BundleInputs, build_bundles
-from amphora_driver.reconcile.omitted_objects import read_omitted_objects
+from amphora_driver.reconcile.context import ReconcileContext
+from amphora_driver.reconcile.desired_bundle import BundleInputs, build_bundles, read_omitted_objects
 from amphora_driver.reconcile.reconciler import needed_networks
 from amphora_driver.store import amphorae, config_drift, desired_objects, sealed_secrets
+from amphora_driver.store.config_drift import AuditCandidate
 
 if TYPE_CHECKING:
-    import threading
-    from collections.abc import Callable, Iterable, Iterator
-    from concurrent.futures import Future
-
     from amphora_driver.agent.client import BundleState
-    from amphora_driver.model.amphora import Amphora
-    from amphora_driver.reconcile.context import ReconcileContext
-    from amphora_driver.store.config_drift import AuditCandidate
 
 LOG = logging.getLogger(__name__)
 DUTY = "audit"
 # Seconds between two rounds.
 _LONGEST_ROUND, _SHORTEST_ROUND = 5.0, 0.2
 _ROUNDS = 10
-# Each round has room for more amphorae than the interval requires, for the ones whose audit failed.
+# Each round has room for more amphorae than the interval requires, because failed audits are repeated.
 _RESERVE = 1.5
 # Seconds until an agent must answer, and until the audit of an amphora without an answer is repeated.
 _AGENT_TIMEOUT = 5.0
 _RETRY_AFTER = 60.0
 _MOST_REMEMBERED = 10_000
-# Seconds of a round, and between two checks of whether it must end; seconds of the duty's lease, and between renewals.
+# Time-out of a round in seconds, and the pause between two checks of its end.
 _ROUND_TIMEOUT, _CHECK_EVERY = 20.0, 0.2
+# Seconds of the duty's lease, and between two renewals.
 _DUTY_LEASE, _RENEW_EVERY = 60.0, 10.0
 # Amphorae that wait for a thread, for each thread.
 _QUEUED = 2
-# No correct amphora reports a generation this far beyond ours: the value is false and must not be counted on from.
+# A reported generation that exceeds the recorded one by more is false, and the audit does not continue from it.
 _IMPLAUSIBLE = 2**31
+# The value after the last target.
+_END = object()
 
 
 class Drift(str, Enum):
     """Difference between the recorded and the reported configuration of an amphora.
 
-    RENDERER: the generation is equal, the content differs. IMPLAUSIBLE: the reported generation is false.
+    RENDERER: the generation is equal, the content differs. IMPLAUSIBLE: no controller pushed the reported generation.
     """
 
     NONE = "none"
@@ -80,12 +81,9 @@ class Drift(str, Enum):
 
 
 def classify_drift(generation: int, digest: str, reported: BundleState) -> Drift:
-    """Return the drift of an amphora.
+    """Return the drift of an amphora that has confirmed `generation`.
 
-    Args:
-        generation: the load balancer's newest one, which the amphora has confirmed.
-        digest: of the document that would be pushed now.
-        reported: the last confirmed bundle, as the agent reports it.
+    `digest` is of the bundle that would be pushed now.
     """
     if (reported.generation or 0) < generation:
         return Drift.BEHIND
@@ -95,13 +93,7 @@ def classify_drift(generation: int, digest: str, reported: BundleState) -> Drift
 
 
 def load_record(connection: sa.Connection, load_balancer_id: str, catalogue: Any) -> BundleInputs | None:
-    """Load all rows that determine the bundles; None if the load balancer is deleted or incomplete.
-
-    Args:
-        connection: of one reading transaction.
-        load_balancer_id: of the load balancer.
-        catalogue: of topologies and network backends.
-    """
+    """Load all rows that determine the bundles; None if the load balancer is deleted or incomplete."""
     row, everyone = amphorae.load_with_work(connection, load_balancer_id)
     if row is None or row.op != "apply" or row.read_back:
         return None
@@ -128,19 +120,15 @@ def load_record(connection: sa.Connection, load_balancer_id: str, catalogue: Any
 
 
 def _in_error(connection: sa.Connection, load_balancer_id: str) -> dict[str, str]:
-    """Return the objects in ERROR with their reasons.
-
-    HAProxy may have rejected them, which rendering cannot find out.
-    """
-    rows = connection.execute(
-        sa.select(object_status.c.object_id, object_status.c.reason).where(
-            object_status.c.load_balancer_id == load_balancer_id,
-            object_status.c.provisioning == Provisioning.ERROR.value,
-            object_status.c.pending.is_(None),
-            object_status.c.object_id != load_balancer_id,
-        )
+    """Return the objects in ERROR with their reasons: HAProxy may have rejected them."""
+    status = object_status.c
+    query = sa.select(status.object_id, status.reason).where(
+        status.load_balancer_id == load_balancer_id,
+        status.provisioning == Provisioning.ERROR.value,
+        status.pending.is_(None),
+        status.object_id != load_balancer_id,
     )
-    return {row.object_id: row.reason or "" for row in rows}
+    return {row.object_id: row.reason or "" for row in connection.execute(query)}
 
 
 class _Target(msgspec.Struct, frozen=True):
@@ -151,20 +139,10 @@ class _Target(msgspec.Struct, frozen=True):
     digest: str
 
 
-class _End(Enum):
-    END = "end"
-
-
-_END = _End.END
-
-
 class DriftAuditor:
     """Audits every amphora once in an interval, a few in each round.
 
-    Args:
-        context: clients and backends of this controller.
-        owner: name of this process.
-        on_due: called when a load balancer has become due.
+    The auditor calls `on_due` when a load balancer becomes due.
     """
 
     def __init__(self, context: ReconcileContext, owner: str, on_due: Callable[[], None]) -> None:
@@ -184,33 +162,24 @@ class DriftAuditor:
         self._pushed_at = time.monotonic()
         # Fingerprint of the content at the push that drift RENDERER caused, by load balancer.
         self._pushed: dict[str, str] = {}
-        # Time of the last renewal of the duty.
         self._renewed_at = 0.0
 
     def run(self, stopping: threading.Event, draining: threading.Event) -> None:
-        """Run until `stopping` is set; release the duty while `draining` is set."""
         pool = ThreadPoolExecutor(self._most, "audit")
+
+        def work() -> None:
+            if self._hold_duty(at_once=True):
+                self.run_round(pool, self._until_end(stopping, draining))
+
+        def release() -> None:
+            release_duty(self._database, DUTY, self._owner)
+
         try:
-            while not stopping.wait(self._round):
-                try:
-                    if draining.is_set():
-                        release_duty(self._database, DUTY, self._owner)
-                    elif self._hold_duty(at_once=True):
-                        self.run_round(pool, self._until_end(stopping, draining))
-                except AmphoraDriverError as error:
-                    LOG.warning("drift audit failed, the next round repeats it: %s", error)
-                except Exception:
-                    # Without this thread no drift is found, and nothing reports that.
-                    LOG.exception("drift audit failed, trying again in %g s", self._round)
+            run_duty(DUTY, self._round, stopping, draining, work=work, release=release)
         finally:
             pool.shutdown(cancel_futures=True)
-        try:
-            release_duty(self._database, DUTY, self._owner)
-        except AmphoraDriverError as error:
-            LOG.info("could not release the audit duty, its lease expires: %s", error)
 
     def _until_end(self, stopping: threading.Event, draining: threading.Event) -> Callable[[], bool]:
-        """Return the condition under which a round that starts now continues."""
         ends = time.monotonic() + _ROUND_TIMEOUT
 
         def goes_on() -> bool:
@@ -220,7 +189,6 @@ class DriftAuditor:
         return goes_on
 
     def _hold_duty(self, *, at_once: bool = False) -> bool:
-        """Renew the duty if it is time; return whether this process holds it."""
         begun = time.monotonic()
         if at_once or begun >= self._renewed_at + _RENEW_EVERY:
             if not acquire_duty(self._database, DUTY, self._owner, _DUTY_LEASE):
@@ -229,12 +197,7 @@ class DriftAuditor:
         return True
 
     def run_round(self, pool: ThreadPoolExecutor, goes_on: Callable[[], bool] = lambda: True) -> int:
-        """Run one round; return the number of audited amphorae.
-
-        Args:
-            pool: of the threads that call agents.
-            goes_on: whether the round continues; called between two amphorae.
-        """
+        """Run one round; return the number of audited amphorae. `goes_on` returns whether the round continues."""
         now, moment = self._database.now(), time.monotonic()
         self._retry_at = {one: at for one, at in self._retry_at.items() if at > moment}
 
@@ -243,18 +206,22 @@ class DriftAuditor:
             limit = max(many, self._most) + len(self._retry_at)
             return config_drift.list_audit_candidates(connection, now - self._interval, limit)
 
-        due = [one for one in self._database.read(read) if one.amphora_id not in self._retry_at]
         by_balancer: dict[str, list[AuditCandidate]] = {}
-        for one in due:
-            by_balancer.setdefault(one.load_balancer_id, []).append(one)
+        for one in self._database.read(read):
+            if one.amphora_id not in self._retry_at:
+                by_balancer.setdefault(one.load_balancer_id, []).append(one)
         done = self._compare(pool, self._targets(by_balancer.values()), goes_on)
-        if goes_on():
-            self._push_next_outdated(pool)
+        if self._outdated and goes_on() and time.monotonic() >= self._pushed_at + self._pause:
+            of = next(iter(self._outdated))
+            del self._outdated[of]
+            try:
+                self._push_outdated(pool, of)
+            except Exception as error:  # noqa: BLE001 - as in `_targets`; a later round finds it again
+                _log_failure(f"load balancer {of}", error)
         return done
 
     def _compare(self, pool: ThreadPoolExecutor, targets: Iterator[_Target | None], goes_on: Callable[[], bool]) -> int:
-        """Call agents concurrently and record the results; return the number of audited amphorae."""
-        asked: dict[Future[BundleState | AmphoraDriverError], _Target] = {}
+        asked: dict[Future[BundleState], _Target] = {}
         done, more = 0, True
         try:
             while goes_on() and (asked or more):
@@ -269,7 +236,7 @@ class DriftAuditor:
                     done += self._handle_answer(asked.pop(answer), answer)
         finally:
             for answer, target in asked.items():
-                # A running call may hang: postpone its amphora, so that the others come first in the next round.
+                # A running call may hang, so the next round audits the other amphorae first.
                 if answer.done():
                     done += self._handle_answer(target, answer)
                 elif not answer.cancel():
@@ -288,11 +255,9 @@ class DriftAuditor:
 
     def _targets_of(self, due: list[AuditCandidate]) -> Iterator[_Target]:
         load_balancer_id, ids = due[0].load_balancer_id, {one.amphora_id for one in due}
-        recorded = self._database.read(
-            lambda connection: load_record(connection, load_balancer_id, self._context.catalogue)
-        )
+        recorded = self._database.read(lambda c: load_record(c, load_balancer_id, self._context.catalogue))
         if recorded is None or recorded.generation != due[0].generation:
-            # It has changed meanwhile, or its addresses are not known yet.
+            # The load balancer has changed meanwhile, or its addresses are not known yet.
             self._put_off(ids)
             return
         expected = self._expected_digests(recorded)
@@ -302,131 +267,96 @@ class DriftAuditor:
 
     def _expected_digests(self, recorded: BundleInputs) -> dict[str, str]:
         made = build_bundles(recorded, self._context.conf, self._context.vault)
-        return {one: _digest(body) for one, body in made.items()}
+        return {one: hashlib.sha256(body).hexdigest() for one, body in made.items()}
 
-    def _handle_answer(self, target: _Target, answer: Future[BundleState | AmphoraDriverError]) -> int:
-        """Record the result of one amphora; return 1 if it was audited, 0 if not."""
+    def _handle_answer(self, target: _Target, answer: Future[BundleState]) -> int:
+        """Record the result of one amphora; return 1 if the amphora was audited, 0 otherwise."""
         try:
             reported = answer.result()
-            if isinstance(reported, AmphoraDriverError):
-                return self._handle_failure(target, reported)
             drift = classify_drift(target.recorded.generation, target.digest, reported)
             self._record(target.recorded, target.amphora, drift, reported)
         except (Exception, CancelledError) as error:  # noqa: BLE001 - as in `_targets`
-            return self._handle_failure(target, error)
+            _log_failure(f"amphora {target.amphora.id}", error)
+            self._put_off([target.amphora.id])
+            return 0
         return 1
-
-    def _handle_failure(self, target: _Target, error: BaseException) -> int:
-        _log_failure(f"amphora {target.amphora.id}", error)
-        self._put_off([target.amphora.id])
-        return 0
 
     def _put_off(self, amphora_ids: Iterable[str]) -> None:
         at = time.monotonic() + min(_RETRY_AFTER, self._interval)
         self._retry_at |= dict.fromkeys(amphora_ids, at)
 
-    def _get_state(self, amphora: Amphora) -> BundleState | AmphoraDriverError:
-        try:
-            deadline = Deadline(_AGENT_TIMEOUT, f"audit amphora {amphora.id}")
-            found: BundleState = self._context.agents.bundle_state(
-                amphora.id, str(amphora.management_address), deadline=deadline
-            )
-        except AmphoraDriverError as error:
-            return error
-        return found
+    def _get_state(self, amphora: Amphora) -> BundleState:
+        deadline = Deadline(_AGENT_TIMEOUT, f"audit amphora {amphora.id}")
+        return self._context.agents.bundle_state(amphora.id, str(amphora.management_address), deadline=deadline)
 
     def _record(self, recorded: BundleInputs, amphora: Amphora, drift: Drift, reported: BundleState) -> None:
-        """Record the drift of an amphora, and revoke its confirmation where a push can repair it."""
         of, generation = recorded.tree.id, recorded.generation
         now = self._database.now()
+        why = f"generation: it confirmed {generation} and reports {reported.generation}"
         if drift is Drift.NONE:
+            why = ""
             self._outdated.pop(of, None)
-            self._database.write(lambda connection: config_drift.record_audit(connection, [amphora.id], now))
-            return
-        if drift is Drift.RENDERER:
+        elif drift is Drift.RENDERER:
             why = "renderer: another version or other options rendered the same generation"
-            pushed_before = self._pushed.get(of) == _fingerprint(recorded)
-            if pushed_before:
+            if self._pushed.get(of) == _fingerprint(recorded):
                 why = f"{why}; it was pushed once, no further push"
             else:
                 self._outdated.setdefault(of)
-            self._database.write(lambda connection: config_drift.record_audit(connection, [amphora.id], now, why))
-            return
-        why = f"generation: it confirmed {generation} and reports {reported.generation}"
-        if drift is Drift.IMPLAUSIBLE:
+        elif drift is Drift.IMPLAUSIBLE:
             why = f"{why}, which no controller has pushed; it now refuses every push: replace it with amphora failover"
-            self._database.write(lambda connection: config_drift.record_audit(connection, [amphora.id], now, why))
-            LOG.warning("load balancer %s, amphora %s: %s", of, amphora.id, why)
-            return
+            LOG.warning("load balancer %s, amphora %s has a false generation: %s", of, amphora.id, why)
 
         def write(connection: sa.Connection) -> bool:
-            config_drift.lock_work_of_amphorae(connection, [amphora.id])
-            config_drift.record_audit(connection, [amphora.id], now, why)
+            repaired = drift in {Drift.BEHIND, Drift.AHEAD}
+            if repaired:
+                config_drift.lock_work_of_amphorae(connection, [amphora.id])
+            config_drift.record_audit(connection, [amphora.id], now, why or None)
             if drift is Drift.AHEAD:
                 return config_drift.advance_generation_beyond(connection, of, generation, reported.generation or 0)
-            return config_drift.revoke_confirmation(connection, amphora.id, generation, why)
+            return repaired and config_drift.revoke_confirmation(connection, amphora.id, generation, why)
 
         if self._database.write(write):
-            LOG.warning("load balancer %s, amphora %s: %s; pushing its configuration again", of, amphora.id, why)
+            LOG.warning("load balancer %s: pushing it again, because amphora %s differs: %s", of, amphora.id, why)
             self._on_due()
 
-    def _push_next_outdated(self, pool: ThreadPoolExecutor) -> None:
-        """Make the next load balancer with drift RENDERER due, if the pause is over."""
-        if not self._outdated or time.monotonic() < self._pushed_at + self._pause:
-            return
-        of = next(iter(self._outdated))
-        del self._outdated[of]
-        try:
-            self._push_outdated(pool, of)
-        except Exception as error:  # noqa: BLE001 - as in `_targets`; a later round finds it again
-            _log_failure(f"load balancer {of}", error)
-
     def _push_outdated(self, pool: ThreadPoolExecutor, of: str) -> None:
-        recorded = self._database.read(lambda connection: load_record(connection, of, self._context.catalogue))
+        """Make a load balancer with drift RENDERER due."""
+        recorded = self._database.read(lambda c: load_record(c, of, self._context.catalogue))
         if recorded is None:
             return
-        # A push since the audit may have repaired the drift: ask the agents again.
+        # A push since the audit may have repaired the drift, so the audit queries the agents again.
         expected = self._expected_digests(recorded)
         ready = [one for one in recorded.amphorae if one.confirmed == recorded.generation]
-        different = [
-            one
-            for one, reported in zip(ready, pool.map(self._get_state, ready), strict=True)
-            if not isinstance(reported, AmphoraDriverError)
-            and classify_drift(recorded.generation, expected[one.id], reported) is Drift.RENDERER
-        ]
+        different = []
+        for one, answer in [(one, pool.submit(self._get_state, one)) for one in ready]:
+            # An amphora without an answer is audited again later.
+            if not isinstance(answer.exception(), AmphoraDriverError):
+                drift = classify_drift(recorded.generation, expected[one.id], answer.result())
+                if drift is Drift.RENDERER:
+                    different.append(one)
         if not different:
             return
         self._pushed_at = time.monotonic()
         if len(self._pushed) >= _MOST_REMEMBERED:
             self._pushed.clear()
         self._pushed[of] = _fingerprint(recorded)
-        # One revoked confirmation is enough: the push has a new generation for all amphorae.
+        # One revoked confirmation is enough, because the push has a new generation for all amphorae.
         first = different[0]
         why = "renderer: this version renders the load balancer in another way"
-        if self._database.write(
-            lambda connection: config_drift.revoke_confirmation(connection, first.id, recorded.generation, why)
-        ):
-            LOG.info("load balancer %s: this version renders it in another way, pushing it", of)
+        if self._database.write(lambda c: config_drift.revoke_confirmation(c, first.id, recorded.generation, why)):
+            LOG.info("load balancer %s: pushing it, because this version renders it in another way", of)
             self._on_due()
 
 
 def _log_failure(what: str, error: BaseException) -> None:
     if isinstance(error, AmphoraDriverError):
-        LOG.info("%s: audit postponed: %s", what, error)
+        LOG.info("drift audit of %s failed, repeating it later: %s", what, error)
     else:
-        LOG.error("%s: audit postponed", what, exc_info=error)
-
-
-def _digest(body: bytes) -> str:
-    return hashlib.sha256(body).hexdigest()
+        LOG.error("drift audit of %s failed, repeating it later", what, exc_info=error)
 
 
 def _fingerprint(recorded: BundleInputs) -> str:
-    """Return a digest of the recorded content. Users change it, pushes do not: it has no generation."""
-    parts = (
-        recorded.tree,
-        recorded.tickets,
-        tuple(sorted(recorded.failed)),
-        tuple(sorted(one.id for one in recorded.amphorae)),
-    )
+    """Return a digest of the recorded content without its generation: only users change this content."""
+    ids = tuple(sorted(one.id for one in recorded.amphorae))
+    parts = (recorded.tree, recorded.tickets, tuple(sorted(recorded.failed)), ids)
     return hashlib.sha256(repr(parts).encode()).hexdigest()

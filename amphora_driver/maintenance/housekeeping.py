@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Periodic cleanup: orphaned VIPs, ports and machines, TLS ticket keys, certificates, old history.
 
-Invariant: one controller at a time holds the duty `housekeeping`. It removes an object only after it has had no owner
+Invariant: one controller at a time holds the duty `housekeeping`. An object is removed only after it has had no owner
 for a long time. Every operation may be interrupted at any point and repeated.
 """
 
@@ -11,8 +11,14 @@ import logging
 import threading
 from typing import TYPE_CHECKING
 
-from amphora_driver.certificates.renewal import renew_certificates
+import sqlalchemy as sa
+from oslo_config.cfg import ConfigOpts
+
+from amphora_driver.certificates.renewal import CertificateMaintenance, renew_certificates
+from amphora_driver.database.engine import Database
+from amphora_driver.database.vault import Vault
 from amphora_driver.errors import AmphoraDriverError, StoreError
+from amphora_driver.maintenance.duty_loop import run_duty
 from amphora_driver.maintenance.orphan_cleanup import OrphanCleaner
 from amphora_driver.model.secret_refs import ticket_secret_name as tickets_of
 from amphora_driver.queue.jobs import acquire_duty, release_duty
@@ -20,33 +26,18 @@ from amphora_driver.reconcile import tls_tickets
 from amphora_driver.store import failovers, generations, process_registry, rotations, sealed_secrets, vip_claims
 
 if TYPE_CHECKING:
-    import sqlalchemy as sa
-    from oslo_config.cfg import ConfigOpts
-
-    from amphora_driver.certificates.renewal import CertificateMaintenance
-    from amphora_driver.database.engine import Database
-    from amphora_driver.database.vault import Vault
     from amphora_driver.plugins import Catalogue
 
 LOG = logging.getLogger(__name__)
 _DUTY = "housekeeping"
-# Load balancers that get new TLS ticket keys in one round: each of them is pushed.
+# Load balancers that get new TLS ticket keys in one round; the number is limited, because each of them is pushed.
 _MOST_ROTATED = 200
 # Transactions that purge old fail-overs in one round; the next round continues.
 _MOST_CHUNKS = 100
 
 
 class Housekeeping:
-    """Releases unused VIPs, removes orphans, rotates TLS ticket keys and purges old history.
-
-    Args:
-        conf: our options.
-        database: of the rows.
-        backends: the catalogue of network and compute backends.
-        owner: name of this process.
-        vault: opens and seals the seeds of TLS ticket keys.
-        certificates: renews certificates and advances CA rotations.
-    """
+    """Releases unused VIPs, removes orphans, rotates TLS ticket keys and purges old history."""
 
     def __init__(
         self,
@@ -59,85 +50,72 @@ class Housekeeping:
     ) -> None:
         self._certificates = certificates
         self._vault = vault
-        self._forget_vip_after: float = conf.amp_controller.forget_vip_after
-        self._period: float = conf.amp_tls.ticket_key_period
-        self._every: float = conf.amp_controller.housekeeping_interval
-        self._history: float = conf.amp_failover.keep_history
+        self._conf = conf
         self._database = database
         self._backends = backends
         self._orphans = OrphanCleaner(conf, database, backends)
         self._owner = owner
 
     def run(self, stopping: threading.Event, draining: threading.Event) -> None:
-        """Run until `stopping` is set; release the duty while `draining` is set."""
-        while not stopping.wait(self._every):
-            try:
-                if draining.is_set():
-                    self.release()
-                elif acquire_duty(self._database, _DUTY, self._owner, 2 * self._every):
-                    if self._certificates is not None:
-                        # First, so that the error of a backend does not let certificates expire.
-                        renew_certificates(self._certificates)
-                    self.release_unused_vips()
-                    self._orphans.clean_up()
-                    self.rotate_ticket_keys()
-                    self.purge_history()
-            except AmphoraDriverError as error:
-                LOG.warning("housekeeping failed, the next run repeats it: %s", error)
-            except Exception:
-                # Without this thread certificates expire and orphans stay, and nothing reports that.
-                LOG.exception("housekeeping failed, trying again in %g s", self._every)
-        try:
-            self.release()
-        except AmphoraDriverError as error:
-            LOG.info("could not release the housekeeping duty, its lease expires: %s", error)
+        every: float = self._conf.amp_controller.housekeeping_interval
+
+        def work() -> None:
+            if not acquire_duty(self._database, _DUTY, self._owner, 2 * every):
+                return
+            if self._certificates is not None:
+                # Certificates are first, so that the error of a backend does not let them expire.
+                renew_certificates(self._certificates)
+            self.release_unused_vips()
+            self._orphans.clean_up()
+            self.rotate_ticket_keys()
+            self.purge_history()
+
+        run_duty(_DUTY, every, stopping, draining, work=work, release=self.release)
 
     def release(self) -> None:
-        """Release the duty, so that another controller can acquire it."""
         release_duty(self._database, _DUTY, self._owner)
 
     def release_unused_vips(self) -> None:
         """Release VIPs of load balancers that were not created within [amp_controller] forget_vip_after."""
-        before = self._database.now() - self._forget_vip_after
+        grace: float = self._conf.amp_controller.forget_vip_after
+        before = self._database.now() - grace
         # Ages that cross a jump of the clock are not reliable.
-        if self._database.seconds_since_clock_jump() < self._forget_vip_after:
+        if self._database.seconds_since_clock_jump() < grace:
             return
-        orphans, served = self._database.read(lambda connection: vip_claims.list_settled_claims(connection, before))
+        orphans, served = self._database.read(lambda c: vip_claims.list_settled_claims(c, before))
         done = [*served, *(one.load_balancer_id for one in orphans if self._release_vip(one))]
         if done:
-            self._database.write(lambda connection: vip_claims.delete_claims(connection, done))
+            self._database.write(lambda c: vip_claims.delete_claims(c, done))
 
     def rotate_ticket_keys(self) -> int:
         """Give load balancers their next TLS ticket keys; return the number of load balancers.
 
-        They become due and are pushed. Octavia receives no status, because no user-visible attribute changes.
+        The load balancers become due and are pushed. Octavia receives no status, because no user-visible attribute
+        changes.
         """
         now = self._database.now()
-        due = self._database.read(lambda connection: generations.list_due_tickets(connection, now, _MOST_ROTATED))
+        due = self._database.read(lambda c: generations.list_due_tickets(c, now, _MOST_ROTATED))
         if not due:
             return 0
         following = [(one, self._next_ticket_keys(one)) for one in due]
-        return self._database.write(
-            lambda connection: generations.rotate_tickets(connection, following, now, self._period)
-        )
+        period = self._conf.amp_tls.ticket_key_period
+        return self._database.write(lambda c: generations.rotate_tickets(c, following, now, period))
 
     def purge_history(self) -> None:
-        """Delete rows of processes that died, and of old rotations and fail-overs."""
-        now = self._database.now()
+        """Delete rows of dead processes, old rotations and old fail-overs."""
+        now, age = self._database.now(), float(self._conf.amp_failover.keep_history)
 
         def write(connection: sa.Connection) -> None:
             process_registry.purge_silent_processes(connection, now)
-            rotations.purge_old_rotations(connection, now - self._history)
+            rotations.purge_old_rotations(connection, now - age)
 
         self._database.write(write)
         for _ in range(_MOST_CHUNKS):
-            if not self._database.write(
-                lambda connection: failovers.purge_old_failovers(connection, now - self._history)
-            ):
+            if not self._database.write(lambda c: failovers.purge_old_failovers(c, now - age)):
                 break
 
     def _next_ticket_keys(self, one: generations.DueTickets) -> bytes | None:
-        """Return the next seed, sealed; None if the current one is unusable: the next push creates one."""
+        """Return the next sealed seed; None if the present seed is unusable: the next push creates one."""
         if one.sealed is None:
             return None
         place = sealed_secrets.secret_location(tickets_of(one.load_balancer_id))
@@ -148,11 +126,11 @@ class Housekeeping:
             return None
 
     def _release_vip(self, orphan: vip_claims.OrphanedClaim) -> bool:
-        """Release the addresses; return False on an error, which must not stop the others."""
+        """Release the addresses; return False on an error, which must not stop the other releases."""
         LOG.info("load balancer %s was not created, releasing its VIPs", orphan.load_balancer_id)
         try:
             self._backends.network(orphan.network).release_load_balancer(orphan.load_balancer_id)
         except AmphoraDriverError as error:
-            LOG.warning("load balancer %s: the release of its VIPs failed: %s", orphan.load_balancer_id, error)
+            LOG.warning("load balancer %s: releasing its VIPs failed, repeating it: %s", orphan.load_balancer_id, error)
             return False
         return True

@@ -1,36 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Image rotation: replaces the amphorae of a rotation, a few load balancers at a time.
 
-Invariant: one controller at a time holds the duty `rotation`. It decides on locked rows: the row of the rotation, and
-the rows of each load balancer whose replacement starts. Durations include only the time that the controller observed.
-After a restart or a pause of the process the settle times start again, and no load balancer fails because of the pause.
+Invariant: one controller at a time holds the duty `rotation`. The controller decides on locked rows: the row of the
+rotation, and the rows of each load balancer whose replacement starts. Durations include only the time that the
+controller observed. After a restart or a pause of the process the settle times start again, and no load balancer fails
+because of the pause.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 import sqlalchemy as sa
+from oslo_config.cfg import ConfigOpts
 
 from amphora_driver import failpoints
 from amphora_driver.database import clock
+from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora, job, object_status
-from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.maintenance import image_rotation_plan as plan
-from amphora_driver.maintenance.image_rotation_plan import (
-    AmphoraFacts,
-    AnyMove,
-    FinishItem,
-    FinishRotation,
-    LoadBalancerFacts,
-    PauseRotation,
-    RotationLimits,
-    SetReason,
-    StartItem,
-)
+from amphora_driver.maintenance.duty_loop import run_duty
+from amphora_driver.maintenance.image_rotation_plan import AnyMove, FinishItem, LoadBalancerFacts, StartItem
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.queue.jobs import acquire_duty, release_duty
 from amphora_driver.store import amphorae, circuit_breaker, failovers, rotations
@@ -38,12 +34,6 @@ from amphora_driver.store.requests import Op
 from amphora_driver.store.rotations import ItemState, Rotation, RotationItem, RotationState
 
 if TYPE_CHECKING:
-    import threading
-    from collections.abc import Callable, Sequence
-
-    from oslo_config.cfg import ConfigOpts
-
-    from amphora_driver.database.engine import Database
     from amphora_driver.plugins import Catalogue
 
 LOG = logging.getLogger(__name__)
@@ -51,11 +41,11 @@ DUTY = "rotation"
 # Seconds between two rounds, and of the duty's lease.
 _EVERY = 1.0
 _DUTY_SECONDS = 10.0
-# Seconds between two rounds that count; a longer gap was a pause of this process or of the database.
+# Seconds between two rounds that count at most; a longer gap was a pause of the process or of the database.
 _LONGEST_GAP = 3.0
-# Waiting load balancers that are read in their order: some of them may be busy.
+# Waiting load balancers that one round reads in their order, because the first ones may be busy.
 _CANDIDATES = 100
-# Consecutive heartbeats that may be missing, and seconds until a heartbeat is recorded.
+# Number of consecutive heartbeats that may be missing, and seconds until a heartbeat is recorded.
 _MISSED, _WRITING = 3, 2.0
 
 
@@ -71,101 +61,77 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 class RotationWatch:
     """State of load balancers and amphorae over several rounds.
 
-    Args:
-        silence: seconds without a new heartbeat after which an amphora counts as silent.
+    An amphora counts as silent after `silence` seconds without a new heartbeat.
     """
 
     def __init__(self, silence: float) -> None:
         self._silence = silence
-        # By amphora: position of its last heartbeat, whether it changed so far, and the seconds since its last change.
+        # By amphora: its last heartbeat, whether a newer one has arrived, and the seconds since the newest one.
         self._heartbeats: dict[str, tuple[tuple[int, int], bool, float]] = {}
         self._watched: dict[str, float] = {}
         self._well: dict[str, float] = {}
-        # By load balancer in replacement: attempts, and whether it was in ERROR, at the first observation.
+        # By load balancer in replacement: its attempts, and whether ERROR was reported, at the first observation.
         self._first: dict[str, tuple[int, bool]] = {}
 
     def reset(self) -> None:
-        """Forget everything."""
         for memory in (self._heartbeats, self._watched, self._well, self._first):
             memory.clear()
 
     def observe_heartbeats(self, positions: dict[str, tuple[int, int]], gap: float) -> None:
-        """Take in the positions of the last heartbeats, `gap` seconds after the last call."""
+        """Record the last heartbeat of each amphora as (epoch, sequence), `gap` seconds after the last call."""
         heartbeats = {}
         for one, position in positions.items():
-            before = self._heartbeats.get(one)
-            if before is None:
-                heartbeats[one] = (position, False, 0.0)
-            elif before[0] != position:
-                heartbeats[one] = (position, True, 0.0)
-            else:
-                heartbeats[one] = (position, before[1], before[2] + gap)
+            before, moved, still = self._heartbeats.get(one, (position, False, -gap))
+            heartbeats[one] = (position, moved, still + gap) if before == position else (position, True, 0.0)
         self._heartbeats = heartbeats
 
     def is_heard(self, amphora_id: str) -> bool | None:
-        """Whether heartbeats of an amphora arrive; None if the observation was too short to tell."""
+        """Return whether heartbeats of an amphora arrive; None if the observation was too short."""
         _position, moved, still = self._heartbeats.get(amphora_id, ((0, 0), False, 0.0))
         if still > self._silence:
             return False
         return True if moved else None
 
     def observe_rows(self, snapshot: Snapshot, gap: float) -> Snapshot:
-        """Take in the rows, `gap` seconds after the last call; return them with the durations."""
+        """Record the rows, `gap` seconds after the last call; return them with the durations."""
         watched, well, first = {}, {}, {}
+        may_start = snapshot.breaker is None and snapshot.rotation.state is RotationState.RUNNING
         for item in snapshot.items:
             of, facts = item.load_balancer_id, snapshot.facts[item.load_balancer_id]
             if item.state is ItemState.RUNNING:
                 watched[of] = self._watched.get(of, 0.0) + gap
                 before = self._first.get(of, (facts.attempts, facts.provisioning == "ERROR"))
-                # A success resets the attempts of the row, so the count starts again.
+                # A success resets the attempts of the row, so this count starts again.
                 first[of] = (min(before[0], facts.attempts), before[1] and facts.provisioning == "ERROR")
                 if plan.missing_condition(snapshot.rotation, item, facts) is None:
                     well[of] = self._well[of] + gap if of in self._well else 0.0
-            elif (
-                snapshot.breaker is None
-                and snapshot.rotation.state is RotationState.RUNNING
-                and plan.blocking_reason(facts)
-            ):
+            elif may_start and plan.blocking_reason(facts):
                 watched[of] = self._watched.get(of, 0.0) + gap
         self._watched, self._well, self._first = watched, well, first
         return self.add_durations(snapshot)
 
     def forget(self, load_balancer_id: str) -> None:
-        """Forget a load balancer whose replacement started or ended."""
         for memory in (self._watched, self._well, self._first):
             memory.pop(load_balancer_id, None)
 
     def add_durations(self, snapshot: Snapshot) -> Snapshot:
-        """Return the rows with the durations and attempts observed so far."""
 
         def complete(of: str, facts: LoadBalancerFacts) -> LoadBalancerFacts:
             attempts, in_error = self._first.get(of, (facts.attempts, False))
-            return msgspec.structs.replace(
-                facts,
-                watched=self._watched.get(of, 0.0),
-                well=self._well.get(of, 0.0),
-                tried=max(facts.attempts - attempts, 0),
-                was_in_error=in_error,
-            )
+            tried = max(facts.attempts - attempts, 0)
+            watched, well = self._watched.get(of, 0.0), self._well.get(of, 0.0)
+            return msgspec.structs.replace(facts, watched=watched, well=well, tried=tried, was_in_error=in_error)
 
         return msgspec.structs.replace(snapshot, facts={of: complete(of, one) for of, one in snapshot.facts.items()})
 
 
 class ImageRotator:
-    """Replaces the amphorae of a rotation, a few load balancers at a time.
-
-    Args:
-        conf: our options.
-        database: of the rotations.
-        catalogue: of topologies, which determine the number of amphorae.
-        owner: name of this process.
-        on_due: called when load balancers have become due.
-    """
+    """Replaces the amphorae of a rotation; calls `on_due` when load balancers become due."""
 
     def __init__(
         self, conf: ConfigOpts, database: Database, catalogue: Catalogue, owner: str, on_due: Callable[[], None]
     ) -> None:
-        self._limits = RotationLimits(
+        self._limits = plan.RotationLimits(
             settle=conf.amp_rotation.settle,
             timeout=conf.amp_rotation.replacement_timeout,
             give_up_after=conf.amp_controller.give_up_after,
@@ -179,32 +145,16 @@ class ImageRotator:
         self._last_round_at: float | None = None
 
     def run(self, stopping: threading.Event, draining: threading.Event) -> None:
-        """Run until `stopping` is set; release the duty while `draining` is set."""
-        while not stopping.wait(_EVERY):
-            try:
-                if draining.is_set():
-                    self.release()
-                else:
-                    self.advance()
-            except AmphoraDriverError as error:
-                LOG.warning("could not advance the rotation, trying again: %s", error)
-            except Exception:
-                # Without this thread the rotation stops, and nothing reports that.
-                LOG.exception("advancing the rotation failed, trying again in %g s", _EVERY)
-        try:
-            self.release()
-        except AmphoraDriverError as error:
-            LOG.info("could not release the rotation duty, its lease expires: %s", error)
+        run_duty(DUTY, _EVERY, stopping, draining, work=self.advance, release=self.release)
 
     def release(self) -> None:
-        """Release the duty, so that another controller can acquire it."""
         if self._last_round_at is not None:
             self._last_round_at = None
             self._watch.reset()
             release_duty(self._database, DUTY, self._owner)
 
     def advance(self) -> list[AnyMove]:
-        """Read the active rotation, if there is one, and execute its next moves; return them."""
+        """Execute the next moves of the active rotation; return them."""
         if self._database.read(rotations.get_active_rotation) is None:
             self.release()
             return []
@@ -223,10 +173,10 @@ class ImageRotator:
         moves = self._next_moves(snapshot)
         if not moves:
             return []
-        done = self._database.write(lambda connection: self._execute(connection, snapshot.rotation.id, moves))
+        done = self._database.write(lambda c: self._execute(c, snapshot.rotation.id, moves))
         failpoints.reach(failpoints.Point.ROTATION_MOVED)
         for move in done:
-            LOG.info("rotation %d: %s", snapshot.rotation.id, _describe(move))
+            LOG.info("image rotation %d made a step: %s", snapshot.rotation.id, _describe(move))
             if isinstance(move, StartItem | FinishItem):
                 self._watch.forget(move.item.load_balancer_id)
         if any(isinstance(move, StartItem) for move in done):
@@ -245,37 +195,29 @@ class ImageRotator:
         rotations.lock_work(connection, locked)
         snapshot = self._watch.add_durations(self._add_heard(self._read(connection, found)))
         now = connection.execute(sa.select(clock.now(connection))).scalar_one()
-        # Load balancers that became ready meanwhile are not locked; the next round starts them.
-        moves = [
-            move
-            for move in self._next_moves(snapshot)
-            if not isinstance(move, StartItem) or move.item.load_balancer_id in locked
-        ]
-        for move in moves:
-            self._write(connection, found, move, now)
+        # A load balancer that became ready meanwhile is not locked; the next round starts its replacement.
+        moves = []
+        for move in self._next_moves(snapshot):
+            if not isinstance(move, StartItem) or move.item.load_balancer_id in locked:
+                self._write(connection, found, move, now)
+                moves.append(move)
         failpoints.reach(failpoints.Point.ROTATION_WRITTEN)
         return moves
 
     def _write(self, connection: sa.Connection, found: Rotation, move: AnyMove, now: float) -> None:
         if isinstance(move, StartItem):
             rotations.begin_item(connection, found.id, move.item, move.operating)
-            why = failovers.FailoverTrigger(
-                cause=failovers.Cause.ROTATION,
-                reason=f"rotation {found.id} replaces it",
-                asked_by=found.asked_by,
-                rotation_id=found.id,
-            )
+            cause, reason = failovers.Cause.ROTATION, f"rotation {found.id} replaces it"
+            why = failovers.FailoverTrigger(cause=cause, reason=reason, asked_by=found.asked_by, rotation_id=found.id)
             failovers.open_failovers(connection, move.item.load_balancer_id, move.amphorae, why, now)
         elif isinstance(move, FinishItem):
             rotations.finish_item(connection, found.id, move.item, move.state, move.reason)
-        elif isinstance(move, PauseRotation):
+        elif isinstance(move, plan.PauseRotation):
             rotations.set_rotation_state(connection, found.id, RotationState.PAUSED, move.reason)
-        elif isinstance(move, SetReason):
+        elif isinstance(move, plan.SetReason):
             rotations.set_rotation_reason(connection, found.id, move.reason)
         else:
             rotations.finish_rotation(connection, found.id, move.state)
-
-    # --- reading the rows ---------------------------------------------------------------------------------------------
 
     def _read_active(self, connection: sa.Connection) -> tuple[Snapshot | None, dict[str, tuple[int, int]]]:
         found = rotations.get_active_rotation(connection)
@@ -289,12 +231,8 @@ class ImageRotator:
         begun = [ItemState.RUNNING] if found.state is RotationState.ABORTED else [ItemState.RUNNING, ItemState.FAILED]
         items = rotations.list_items(connection, found.id, begun)
         items += rotations.list_items(connection, found.id, [ItemState.WAITING], _CANDIDATES)
-        return Snapshot(
-            rotation=found,
-            items=items,
-            facts=self._read_facts(connection, [one.load_balancer_id for one in items]),
-            breaker=_breaker_reason(connection),
-        )
+        facts = self._read_facts(connection, [one.load_balancer_id for one in items])
+        return Snapshot(rotation=found, items=items, facts=facts, breaker=_breaker_reason(connection))
 
     def _add_heard(self, snapshot: Snapshot) -> Snapshot:
         def complete(facts: LoadBalancerFacts) -> LoadBalancerFacts:
@@ -305,23 +243,25 @@ class ImageRotator:
 
     def _read_facts(self, connection: sa.Connection, load_balancer_ids: Sequence[str]) -> dict[str, LoadBalancerFacts]:
         works = connection.execute(sa.select(job).where(job.c.load_balancer_id.in_(load_balancer_ids))).all()
-        machines: dict[str, list[sa.Row[tuple[object, ...]]]] = {}
+        live: defaultdict[str, list[plan.AmphoraFacts]] = defaultdict(list)
+        # By load balancer and retiring amphora: whether the amphora drains.
+        retiring: defaultdict[str, dict[str, bool]] = defaultdict(dict)
         query = sa.select(amphora).where(amphora.c.load_balancer_id.in_(load_balancer_ids))
         for row in connection.execute(query.order_by(amphora.c.created_at, amphora.c.id)):
-            machines.setdefault(row.load_balancer_id, []).append(row)
-        statuses = {
-            row.object_id: row
-            for row in connection.execute(
-                sa.select(object_status).where(object_status.c.object_id.in_(load_balancer_ids))
-            )
-        }
+            if row.state == AmphoraState.RETIRING.value:
+                retiring[row.load_balancer_id][row.id] = row.drains_until is not None
+                continue
+            ready = row.state == AmphoraState.READY.value
+            facts = plan.AmphoraFacts(id=row.id, ready=ready, confirmed=row.confirmed, heard=None, image=row.image)
+            live[row.load_balancer_id].append(facts)
+        query = sa.select(object_status).where(object_status.c.object_id.in_(load_balancer_ids))
+        statuses = {row.object_id: row for row in connection.execute(query)}
         found = dict.fromkeys(load_balancer_ids, LoadBalancerFacts(recorded=False))
         for row in works:
             if row.op != Op.APPLY:
                 continue
             of = row.load_balancer_id
             reported = statuses.get(of)
-            retiring = [one for one in machines.get(of, []) if one.state == AmphoraState.RETIRING.value]
             found[of] = LoadBalancerFacts(
                 generation=row.generation,
                 applied=row.applied,
@@ -329,22 +269,17 @@ class ImageRotator:
                 provisioning=None if reported is None else reported.provisioning,
                 operating=None if reported is None else reported.operating,
                 number=len(self._catalogue.topology(row.topology).roles),
-                live=tuple(_amphora_facts(one) for one in machines.get(of, []) if one not in retiring),
-                retiring=frozenset(one.id for one in retiring),
-                draining=frozenset(one.id for one in retiring if one.drains_until is not None),
+                live=tuple(live[of]),
+                retiring=frozenset(retiring[of]),
+                draining=frozenset(one for one, drains in retiring[of].items() if drains),
                 attempts=row.attempts,
                 error=row.error,
             )
         return found
 
 
-def _amphora_facts(row: sa.Row[tuple[object, ...]]) -> AmphoraFacts:
-    ready = row.state == AmphoraState.READY.value
-    return AmphoraFacts(id=row.id, ready=ready, confirmed=row.confirmed, heard=None, image=row.image)
-
-
 def _breaker_reason(connection: sa.Connection) -> str | None:
-    """Return why no fail-over may start now; None if one may."""
+    """Return why no fail-over may start now; None if fail-overs may start."""
     rows = circuit_breaker.read_breaker_rows(connection)
     sight = rows.get(circuit_breaker.SIGHT)
     if sight is not None and sight.state == circuit_breaker.BLIND:
@@ -361,8 +296,8 @@ def _describe(move: AnyMove) -> str:
         return f"replacing amphorae {', '.join(move.amphorae)} of load balancer {move.item.load_balancer_id}"
     if isinstance(move, FinishItem):
         return f"load balancer {move.item.load_balancer_id} is {move.state.value}: {move.reason or 'healthy as before'}"
-    if isinstance(move, PauseRotation):
+    if isinstance(move, plan.PauseRotation):
         return f"paused: {move.reason}"
-    if isinstance(move, FinishRotation):
+    if isinstance(move, plan.FinishRotation):
         return f"ended: {move.state.value}"
     return move.reason or "continues"

@@ -3,8 +3,8 @@
 
 Invariant: at most `max_unavailable` load balancers are in replacement at the same time. A load balancer counts until
 all its new amphorae have served the recorded generation for the settle time. The first load balancer that is less
-healthy than before pauses the rotation, and only an operator resumes it. Started replacements are observed until their
-end, in every state of the rotation.
+healthy than before pauses the rotation, and only an operator resumes the rotation. Started replacements are observed
+until their end, in every state of the rotation.
 """
 
 from __future__ import annotations
@@ -15,18 +15,14 @@ import msgspec
 
 from amphora_driver.store.rotations import ItemState, Rotation, RotationItem, RotationState
 
-# Severity of an operating status. OFFLINE has none: an administrator has set it.
+# The severity of an operating status; OFFLINE has none, because an administrator has set it.
 _SEVERITY = {"DRAINING": 1, "DEGRADED": 2, "ERROR": 3}
 
 
 class AmphoraFacts(msgspec.Struct, frozen=True, kw_only=True):
     """An amphora that is not retiring.
 
-    Attributes:
-        ready: its agent has answered.
-        confirmed: the newest generation that it has confirmed.
-        heard: whether its heartbeats arrive; None if the observation was too short to tell.
-        image: the image it was booted from.
+    `ready` means that its agent has answered. `heard` means that its heartbeats arrive; None after a short observation.
     """
 
     id: str
@@ -40,22 +36,17 @@ class LoadBalancerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Current state of a load balancer.
 
     Attributes:
-        recorded: it exists and is not being deleted.
-        generation: the recorded generation.
-        applied: the generation that every amphora serves.
+        recorded: the load balancer exists and is not being deleted.
+        applied: the newest generation that every amphora serves.
         settled: Octavia has committed the generation, and the record is complete.
-        provisioning: the provisioning status last reported to Octavia.
-        operating: its operating status.
-        number: of amphorae that its topology requires.
+        number: number of amphorae of the topology.
         live: amphorae that are not retiring.
-        retiring: amphorae that are being removed.
         draining: retiring amphorae without VIPs, which only wait for connections to end.
-        attempts: consecutive failed jobs.
-        error: of the last one.
-        tried: failed jobs since its replacement started or the rotation was resumed.
+        attempts: consecutive failed jobs; `error` is of the last one.
+        tried: failed jobs since the start of the replacement or the last resumption of the rotation.
         was_in_error: its provisioning status was ERROR at that time.
-        watched: seconds of observation since its replacement started, or while it could not start.
-        well: seconds of these, without interruption, in which no condition was missing.
+        watched: seconds of observation since the start of the replacement, or while it could not start.
+        well: last uninterrupted seconds of this time in which no condition was missing.
     """
 
     recorded: bool = True
@@ -84,11 +75,7 @@ class RotationLimits(msgspec.Struct, frozen=True, kw_only=True):
     give_up_after: int
 
 
-class Move(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One change of the rows."""
-
-
-class StartItem(Move, frozen=True, kw_only=True):
+class StartItem(msgspec.Struct, frozen=True, kw_only=True):
     """Replace these amphorae of a load balancer."""
 
     item: RotationItem
@@ -96,7 +83,7 @@ class StartItem(Move, frozen=True, kw_only=True):
     operating: str | None
 
 
-class FinishItem(Move, frozen=True, kw_only=True):
+class FinishItem(msgspec.Struct, frozen=True, kw_only=True):
     """Record that a load balancer is done, failed or skipped."""
 
     item: RotationItem
@@ -104,43 +91,37 @@ class FinishItem(Move, frozen=True, kw_only=True):
     reason: str | None = None
 
 
-class PauseRotation(Move, frozen=True, kw_only=True):
+class PauseRotation(msgspec.Struct, frozen=True, kw_only=True):
     """Start no replacement until an operator resumes the rotation."""
 
     reason: str
 
 
-class SetReason(Move, frozen=True, kw_only=True):
-    """Record why the rotation waits; None if it does not wait."""
+class SetReason(msgspec.Struct, frozen=True, kw_only=True):
+    """Record why the rotation waits; None if the rotation does not wait."""
 
     reason: str | None
 
 
-class FinishRotation(Move, frozen=True, kw_only=True):
+class FinishRotation(msgspec.Struct, frozen=True, kw_only=True):
     """Record that the rotation has ended."""
 
     state: RotationState
 
 
+Facts = Mapping[str, LoadBalancerFacts]
 AnyMove = StartItem | FinishItem | PauseRotation | SetReason | FinishRotation
 
 
 def next_moves(
-    rotation: Rotation,
-    items: Sequence[RotationItem],
-    facts: Mapping[str, LoadBalancerFacts],
-    limits: RotationLimits,
-    breaker: str | None = None,
+    rotation: Rotation, items: Sequence[RotationItem], facts: Facts, limits: RotationLimits, breaker: str | None = None
 ) -> list[AnyMove]:
     """Return the next moves. The caller executes them and calls again.
 
     Args:
-        rotation: the recorded rotation.
-        items: its unfinished load balancers in their order; of the waiting ones the first are enough. Failed ones count
+        items: unfinished load balancers in their order; the first of the waiting ones are enough. A failed one counts
             until the rotation is resumed or aborted.
-        facts: of these load balancers.
-        limits: as configured.
-        breaker: why no fail-over may start now; None if one may.
+        breaker: why no fail-over may start now; None if fail-overs may start.
     """
     moves: list[AnyMove] = []
     running = [one for one in items if one.state is ItemState.RUNNING]
@@ -155,17 +136,14 @@ def next_moves(
     if rotation.state is RotationState.RUNNING:
         moves += _start_items(rotation, waiting, facts, limits, rotation.max_unavailable - busy, breaker)
     if not items:
-        # Only with no item read at all: `items` may hold only the first waiting ones.
-        moves.append(
-            FinishRotation(
-                state=RotationState.ABORTED if rotation.state is RotationState.ABORTED else RotationState.DONE
-            )
-        )
+        # `items` may hold only the first waiting load balancers, so the rotation ends only without any item.
+        aborted = rotation.state is RotationState.ABORTED
+        moves.append(FinishRotation(state=RotationState.ABORTED if aborted else RotationState.DONE))
     return moves
 
 
 def missing_condition(rotation: Rotation, item: RotationItem, facts: LoadBalancerFacts) -> str | None:
-    """Return the first condition that a load balancer in replacement does not meet; None if it meets all."""
+    """Return the first condition that a load balancer in replacement does not meet; None if all are met."""
     remaining = [*sorted(facts.retiring - facts.draining), *(one.id for one in facts.live if one.id in item.amphorae)]
     if remaining:
         return f"amphora {remaining[0]} is not replaced yet"
@@ -180,13 +158,13 @@ def missing_condition(rotation: Rotation, item: RotationItem, facts: LoadBalance
             return f"amphora {one.id} sends no heartbeats"
         if rotation.wanted.image not in (None, one.image):
             return f"amphora {one.id} was booted from {one.image}"
-    if _severity(facts.operating) > _severity(item.operating):
+    if _SEVERITY.get(facts.operating or "", 0) > _SEVERITY.get(item.operating or "", 0):
         return f"its operating status is {facts.operating}, and was {item.operating} before"
     return None
 
 
 def blocking_reason(facts: LoadBalancerFacts) -> str | None:
-    """Return why the replacement of a load balancer cannot start now; None if it can."""
+    """Return why the replacement of a load balancer cannot start now; None if the replacement can start."""
     if not facts.settled or facts.applied < facts.generation:
         return "it is being changed"
     if facts.retiring or len(facts.live) < facts.number or not all(one.ready for one in facts.live):
@@ -198,7 +176,6 @@ def blocking_reason(facts: LoadBalancerFacts) -> str | None:
 def _item_result(
     rotation: Rotation, item: RotationItem, facts: LoadBalancerFacts, limits: RotationLimits
 ) -> FinishItem | None:
-    """Return the result of a load balancer in replacement; None while it is not known."""
     if not facts.recorded:
         return FinishItem(item=item, state=ItemState.SKIPPED, reason="it was deleted")
     missing = missing_condition(rotation, item, facts)
@@ -228,12 +205,11 @@ def _failure_reason(
 def _start_items(
     rotation: Rotation,
     waiting: Sequence[RotationItem],
-    facts: Mapping[str, LoadBalancerFacts],
+    facts: Facts,
     limits: RotationLimits,
     room: int,
     breaker: str | None,
 ) -> list[AnyMove]:
-    """Return the replacements to start, and the reason if none can start."""
     moves: list[AnyMove] = []
     held: str | None = None
     for item in waiting:
@@ -263,14 +239,9 @@ def _skip_item(item: RotationItem, facts: LoadBalancerFacts, limits: RotationLim
     if not facts.retiring and not any(one.id in item.amphorae for one in facts.live):
         return FinishItem(item=item, state=ItemState.DONE, reason="its amphorae were replaced already")
     if facts.provisioning == "ERROR":
-        return FinishItem(
-            item=item, state=ItemState.SKIPPED, reason=f"it is in ERROR: {facts.error or 'no reason is known'}"
-        )
+        reason = f"it is in ERROR: {facts.error or 'no reason is known'}"
+        return FinishItem(item=item, state=ItemState.SKIPPED, reason=reason)
     why = blocking_reason(facts)
     if why is not None and facts.watched >= limits.timeout:
         return FinishItem(item=item, state=ItemState.SKIPPED, reason=f"not started in {limits.timeout:g} s: {why}")
     return None
-
-
-def _severity(operating: str | None) -> int:
-    return _SEVERITY.get(operating or "", 0)

@@ -2,33 +2,30 @@
 """Re-encrypts all sealed columns with the newest key.
 
 Invariant: each update replaces exactly the value that was read by the same secret under the first key. A concurrent
-write wins, and the next run handles the row. A run may therefore be interrupted and repeated, and several hosts may run
-it during normal operation. Values that no key opens, or that were sealed for another row, are unchanged and counted.
+write wins, and the next run handles its row. A run may therefore be interrupted and repeated, and several hosts may run
+it during normal operation. A value that no key opens, or that was sealed for another row, stays and is counted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora, secret
 from amphora_driver.database.tables_fleet import certificate_authority
+from amphora_driver.database.vault import SecretLocation, Vault
 from amphora_driver.errors import StoreError
 from amphora_driver.model.secret_refs import Purpose, SecretName
 from amphora_driver.store import amphorae, ca_records, sealed_secrets
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from amphora_driver.database.engine import Database
-    from amphora_driver.database.vault import SecretLocation, Vault
-
 LOG = logging.getLogger(__name__)
-# Location that the values of a column are bound to, and the columns besides the primary key that determine it.
+# The columns besides the primary key that determine the location of a sealed value, and the location.
 _LOCATIONS: dict[sa.Column[Any], tuple[tuple[sa.Column[Any], ...], Callable[[sa.Row[Any]], SecretLocation]]] = {
     secret.c.sealed: (
         (),
@@ -42,19 +39,14 @@ _LOCATIONS: dict[sa.Column[Any], tuple[tuple[sa.Column[Any], ...], Callable[[sa.
 }
 # All sealed columns; a test searches the tables for further ones.
 SEALED: tuple[sa.Column[Any], ...] = tuple(_LOCATIONS)
-# Rows in one transaction: a certificate takes kilobytes, and a write blocks other writers.
+# Rows in one transaction; the number is limited, because a write blocks other writers.
 _BATCH = 100
 
 
 class KeyUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Number of rows of a column that are sealed with one key.
+    """Number of rows of a column with one key; `misplaced` of them were sealed for another row.
 
-    Attributes:
-        column: name of the column.
-        key: line of the key in the file, counted from 0; None for rows that no key of the file opens.
-        fingerprint: of the key.
-        rows: number of rows.
-        misplaced: number of these rows that were sealed for another row.
+    `key` is the line of the key in the file, counted from 0; None for rows that no key of the file opens.
     """
 
     column: str
@@ -80,30 +72,18 @@ def count_key_usage(database: Database, vault: Vault) -> list[KeyUsage]:
                 rows.setdefault(vault.key_index(row[-1]), []).append(misplaced)
                 if misplaced:
                     key = ", ".join(map(str, row[: len(column.table.primary_key)]))
-                    LOG.warning("%s of row %s was sealed for another row or purpose", column, key)
-        found += [
-            KeyUsage(
-                column=str(column),
-                key=key,
-                fingerprint=names[key] if key is not None and key < len(names) else "",
-                rows=len(found_misplaced),
-                misplaced=sum(found_misplaced),
-            )
-            for key, found_misplaced in rows.items()
-        ]
+                    LOG.warning("column %s of row %s was sealed for another row or purpose, keeping it", column, key)
+        for number, flags in rows.items():
+            name = names[number] if number is not None and number < len(names) else ""
+            usage = KeyUsage(column=str(column), key=number, fingerprint=name, rows=len(flags), misplaced=sum(flags))
+            found.append(usage)
     return found
 
 
 def reencrypt(database: Database, vault: Vault, on_progress: Callable[[int], None] = lambda _: None) -> int:
-    """Seal every row with the first key.
+    """Seal every row with the first key of the vault; return the number of changed rows.
 
-    Args:
-        database: of the rows.
-        vault: the keys; the first one seals.
-        on_progress: called after each batch with the number of changed rows so far.
-
-    Returns:
-        The number of changed rows.
+    `on_progress` is called after each batch with the number of changed rows so far.
 
     Raises:
         StoreError: the database refused a transaction; earlier batches stay changed.
@@ -119,7 +99,6 @@ def reencrypt(database: Database, vault: Vault, on_progress: Callable[[int], Non
 
 
 def _changes(column: sa.Column[Any], batch: list[sa.Row[Any]], vault: Vault) -> Iterator[tuple[sa.Row[Any], bytes]]:
-    """Yield the rows that need a new value, with this value."""
     for row in batch:
         with contextlib.suppress(StoreError):
             again = vault.reseal(row[-1], _LOCATIONS[column][1](row))
@@ -158,10 +137,7 @@ def _batches(database: Database, column: sa.Column[Any]) -> Iterator[list[sa.Row
 
 
 def _beyond(keys: list[sa.Column[Any]], after: tuple[Any, ...]) -> sa.ColumnElement[bool]:
-    """Return the condition for rows after this key.
-
-    Some databases use no index for a comparison of row values.
-    """
+    """Return the condition for rows after this key: some databases use no index to compare row values."""
     first, *others = keys
     beyond: sa.ColumnElement[bool] = first > after[0]
     if not others:

@@ -139,12 +139,11 @@ class Network(Protocol):
             UnsupportedOption: a policy or group does not exist, or the backend does not support it.
         """
 
-    def redirect_allowed(self, port_ids: Sequence[str]) -> bool:
-        """Whether these ports pass the answers to redirected packets.
+    def direct_answers_allowed(self, port_ids: Sequence[str]) -> bool:
+        """Whether these ports pass the answers of a former VIP holder that leave it directly.
 
-        In a planned hand-over the new VIP holder redirects packets of open connections to the former holder through a
-        tunnel, and the former holder answers with the VIP as source address. A stateful security group sees the answers
-        only, and drops them. The controller then moves the VIPs without a drain.
+        In a planned hand-over the new holder redirects packets of open connections to the former holder through a
+        tunnel. A stateful security group at the port of the former holder sees the answers only, and drops them.
 
         Args:
             port_ids: the ports of both amphorae on the VIP network.

@@ -101,8 +101,8 @@ class LocalNetwork:
         """Apply exactly these options to the VIPs."""
         self.port_security.apply_options(load_balancer_id, options, port_ids)
 
-    def redirect_allowed(self, port_ids: Sequence[str]) -> bool:  # noqa: ARG002 - the bridges track no connections
-        """Whether these ports pass the answers to redirected packets: always."""
+    def direct_answers_allowed(self, port_ids: Sequence[str]) -> bool:  # noqa: ARG002 - bridges track no connections
+        """Whether these ports pass the answers of a former VIP holder that leave it directly: always."""
         return True
 
     def ensure_port(self, request: PortRequest) -> Port:

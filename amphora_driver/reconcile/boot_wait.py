@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wait for the agents of booting amphorae, all in one thread.
 
-Invariant: a load balancer that waits here uses no thread and no lease. An agent that listens is a hint only: its load
-balancer becomes due, and the next job queries the agent. A lost hint costs the rest of the pause after which the row is
-due anyway.
+Invariant: a waiting load balancer uses no thread and no lease. An agent that listens is a hint only: the controller
+makes the load balancer due, and the next job queries the agent. After a lost hint, the row is due at the end of its
+pause anyway.
 """
 
 from __future__ import annotations
@@ -14,25 +14,23 @@ import selectors
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 import msgspec
 
 from amphora_driver.errors import AmphoraDriverError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
 LOG = logging.getLogger(__name__)
-# Seconds between two connection attempts to a port: at first, and at most. A refused connection takes about 50 us.
+# Seconds between two connection attempts to a port: the first and the largest value. A refusal takes about 50 us.
 _MIN_PAUSE, _MAX_PAUSE = 0.01, 0.25
 # Growth of this pause with the time of waiting, and with the number of awaited amphorae.
 _PAUSE_PER_SECOND, _PAUSE_PER_ENTRY = 0.02, 0.0005
-# Seconds until an unanswered connection is started again. The kernel repeats its SYN only after one, three and seven
+# Seconds until an unanswered connection attempt is repeated. The kernel repeats its SYN only after one, three and seven
 # seconds (RFC 6298), long after the machine is ready.
 _CONNECT_TIMEOUT = 0.5
-# A port that listened and is awaited again belongs to an agent that does not answer yet. Seconds until the next
-# attempt: doubled each time, up to a limit.
+# A port that listened and is awaited again belongs to an agent that does not answer yet. The delay in seconds before
+# the next attempt doubles each time, up to a limit.
 _REPEAT_DELAY, _MAX_REPEAT_DELAY = 0.05, 5.0
 _MAX_DOUBLINGS = 8
 # Seconds for which a port that listened is remembered.
@@ -63,9 +61,7 @@ class _Entry(msgspec.Struct, eq=False):
 class BootWait:
     """Connects to the agents' ports until they listen.
 
-    Args:
-        port: of the agents.
-        on_listening: called in the thread of `run` with the load balancers whose agents listen.
+    The thread of `run` calls `on_listening` with the load balancers whose agents listen.
     """
 
     def __init__(self, port: int, on_listening: Callable[[Sequence[str]], None]) -> None:
@@ -88,7 +84,7 @@ class BootWait:
         return len(self._entries)
 
     def add(self, amphorae: Iterable[AwaitedAgent]) -> None:
-        """Begin to wait for these amphorae; callable from any thread."""
+        """Begin to wait for the agents of these amphorae; callable from any thread."""
         now = time.monotonic()
         with self._lock:
             for one in amphorae:
@@ -108,14 +104,13 @@ class BootWait:
             self._wake()
 
     def run(self) -> None:
-        """Connect to awaited agents until `stop`."""
         try:
             while not self._stopping:
                 try:
                     self._run_once()
                 except Exception:
                     # If this thread ended, every boot would take the full pause, without any visible error.
-                    LOG.exception("error while waiting for booting amphorae, continuing")
+                    LOG.exception("the wait for booting amphorae failed, continuing")
                     time.sleep(_ERROR_BACKOFF)
         finally:
             with self._lock:
@@ -127,7 +122,6 @@ class BootWait:
             self._wake_sender.close()
 
     def stop(self) -> None:
-        """Make `run` return."""
         self._stopping = True
         self._wake()
 
@@ -138,14 +132,20 @@ class BootWait:
             for key, _events in ready:
                 entry = key.data
                 if entry is None:
-                    self._drain_wake_ups()
+                    with suppress(BlockingIOError):
+                        while self._wake_receiver.recv(64):
+                            pass
                 elif entry.socket is not None and self._is_connected(entry):
                     listening.append(entry.awaited)
             for one in listening:
                 self._remove(one.amphora_id)
         self._close_removed()
-        if listening:
-            self._notify(listening)
+        if not listening:
+            return
+        try:
+            self._on_listening(sorted({one.load_balancer_id for one in listening}))
+        except (AmphoraDriverError, OSError) as error:
+            LOG.warning("could not make load balancers with booted amphorae due, the next poll starts them: %s", error)
 
     def _start_due(self) -> float | None:
         """Start the connections that are due; return the seconds until the next one, None without any."""
@@ -161,14 +161,13 @@ class BootWait:
         return max(min(times) - time.monotonic(), 0.0) if times else None
 
     def _connect(self, entry: _Entry, now: float) -> None:
-        """Start a connection; close an earlier one without an answer."""
         self._close(entry)
         entry.next_at = now + self._pause(entry, now)
         family = socket.AF_INET6 if ":" in entry.awaited.address else socket.AF_INET
         try:
             connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         except OSError as error:
-            # The process may have no free file descriptor: retry later.
+            # The process may have no free file descriptor, so the attempt is repeated later.
             LOG.debug("could not open a socket for amphora %s, retrying: %s", entry.awaited.amphora_id, error)
             return
         try:
@@ -178,13 +177,12 @@ class BootWait:
                 self._selector.register(connection, selectors.EVENT_WRITE, entry)
                 entry.socket, entry.next_at = connection, now + _CONNECT_TIMEOUT
         except (OSError, ValueError) as error:
-            # The address may be invalid: the next job reports it.
+            # The next job reports an invalid address.
             LOG.debug("could not connect to amphora %s: %s", entry.awaited.amphora_id, error)
         if entry.socket is None:
             connection.close()
 
     def _is_connected(self, entry: _Entry) -> bool:
-        """Close the socket; return whether the connection was established."""
         taken = entry.socket is not None and entry.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
         self._close(entry)
         now = time.monotonic()
@@ -197,12 +195,6 @@ class BootWait:
     def _pause(self, entry: _Entry, now: float) -> float:
         pause = max(_MIN_PAUSE, _PAUSE_PER_SECOND * (now - entry.since), _PAUSE_PER_ENTRY * len(self._entries))
         return min(pause, _MAX_PAUSE)
-
-    def _notify(self, listening: list[AwaitedAgent]) -> None:
-        try:
-            self._on_listening(sorted({one.load_balancer_id for one in listening}))
-        except (AmphoraDriverError, OSError) as error:
-            LOG.warning("could not start the jobs of load balancers with booted amphorae, they start later: %s", error)
 
     def _remove(self, amphora_id: str) -> None:
         entry = self._entries.pop(amphora_id, None)
@@ -225,15 +217,6 @@ class BootWait:
             entry.socket = None
 
     def _wake(self) -> None:
-        try:
+        # An error means that the buffer is full and a wake-up is pending, or that `run` has ended.
+        with suppress(OSError):
             self._wake_sender.send(b"!")
-        except OSError:
-            # The buffer is full, so a wake-up is pending; or `run` has ended.
-            return
-
-    def _drain_wake_ups(self) -> None:
-        try:
-            while self._wake_receiver.recv(64):
-                pass
-        except BlockingIOError:
-            return

@@ -3,31 +3,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
+import sqlalchemy as sa
+from oslo_config.cfg import ConfigOpts
+
+from amphora_driver.certificates.ca import Authority
+from amphora_driver.certificates.trust_store import TrustStore
+from amphora_driver.database.engine import Database
+from amphora_driver.database.vault import Vault
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import sqlalchemy as sa
-    from oslo_config.cfg import ConfigOpts
-
     from amphora_driver.agent.client import AgentClient
-    from amphora_driver.certificates.ca import Authority
-    from amphora_driver.certificates.trust_store import TrustStore
-    from amphora_driver.database.engine import Database
-    from amphora_driver.database.vault import Vault
     from amphora_driver.plugins import Catalogue
 
 
 class ReconcileContext(msgspec.Struct, frozen=True, kw_only=True):
-    """The clients and backends of a controller.
+    """The clients and backends of a controller; the catalogue has the compute and network backends.
 
-    The catalogue has the compute and network backends by name.
-
-    Attributes:
-        authority: signs certificates if `trust` is None (in tests); None otherwise.
+    `authority` signs certificates if `trust` is None, in tests.
     """
 
     conf: ConfigOpts

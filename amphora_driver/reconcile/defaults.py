@@ -7,18 +7,13 @@ Values of a profile do not change.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
+from oslo_config.cfg import ConfigOpts
 
 from amphora_driver.errors import ConfigurationError, UnsupportedOption
+from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.render.effective_defaults import Defaults
 from amphora_driver.validation import flavors, log_format
-
-if TYPE_CHECKING:
-    from oslo_config.cfg import ConfigOpts
-
-    from amphora_driver.model.loadbalancer import LoadBalancer
 
 
 def validate_defaults(conf: ConfigOpts) -> None:
@@ -42,7 +37,7 @@ def rendering_defaults(conf: ConfigOpts) -> Defaults:
 
 
 def advert_interval(tree: LoadBalancer, conf: ConfigOpts) -> float:
-    """Return the seconds between two VRRP advertisements of the holder of the VIPs."""
+    """Return the seconds between two VRRP advertisements of the VIP holder."""
     return float(tree.profile.vrrp_advert_interval or conf.amp_vrrp.advert_interval)
 
 

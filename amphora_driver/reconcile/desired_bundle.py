@@ -1,44 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bundle that a push would send to an amphora now.
 
-Invariant: pure. Push and drift audit use the same functions, so the audit reports exactly what a push would change.
+Invariant: rendering is pure. Push and drift audit use the same functions, so the audit reports exactly the changes that
+a push would make.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
+import sqlalchemy as sa
+from oslo_config.cfg import ConfigOpts
 
+from amphora_driver.database.tables import job
+from amphora_driver.database.vault import Vault
 from amphora_driver.errors import ModelError
+from amphora_driver.model.amphora import Amphora
+from amphora_driver.model.loadbalancer import LoadBalancer
+from amphora_driver.model.secret_refs import SecretName
 from amphora_driver.model.secret_refs import ticket_secret_name as ticket_seed
 from amphora_driver.reconcile import secret_files, vrrp_peers
 from amphora_driver.reconcile.defaults import advert_interval, rendering_defaults, with_process_limits
 from amphora_driver.render.bundle import Served, bundle
 from amphora_driver.render.haproxy import render
+from amphora_driver.render.tls import File
 from amphora_driver.render.udp import virtual_servers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
-    from oslo_config.cfg import ConfigOpts
-
-    from amphora_driver.database.vault import Vault
-    from amphora_driver.model.amphora import Amphora, AttachedPort
-    from amphora_driver.model.loadbalancer import LoadBalancer
-    from amphora_driver.model.secret_refs import SecretName
-    from amphora_driver.render.tls import File
-    from amphora_driver.store.sealed_secrets import SealedSecret
+from amphora_driver.store.sealed_secrets import SealedSecret
 
 
 class Rendered(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a load balancer that can be served, and the objects that it omits.
 
-    Attributes:
-        served: configuration, files and UDP listeners.
-        omitted: all omitted objects: reasons by object id.
-        without_secret: the omitted objects without a usable secret: reasons by object id.
+    `omitted` has all omitted objects, `without_secret` those of them without a usable secret: reasons by object id.
     """
 
     served: Served
@@ -50,13 +44,9 @@ class BundleInputs(msgspec.Struct, frozen=True, kw_only=True):
     """All values of one load balancer that determine its bundles, at one moment.
 
     Attributes:
-        tree: the desired configuration.
-        generation: the newest one.
-        amphorae: all amphorae, the oldest one first.
-        networks: the networks it needs.
+        networks: the networks that the load balancer needs; a port on another network will be detached.
         failed: objects that cannot be served: reasons by object id.
-        secrets: its sealed secrets.
-        tickets: how often its TLS ticket keys were created or rotated; None if it has none.
+        tickets: number of rotations of the TLS ticket keys; None without keys.
         priorities: VRRP priorities by role; empty for a topology without VIP fail-over.
     """
 
@@ -70,39 +60,19 @@ class BundleInputs(msgspec.Struct, frozen=True, kw_only=True):
     priorities: dict[str, int]
 
 
-def build_bundle(
-    tree: LoadBalancer,
-    generation: int,
-    amphora: Amphora,
-    everyone: Sequence[Amphora],
-    served: Served,
-    networks: Collection[str],
-    priorities: Mapping[str, int],
-    interval: float,
-) -> bytes:
+def build_bundle(recorded: BundleInputs, amphora: Amphora, served: Served, conf: ConfigOpts) -> bytes:
     """Return the bundle of one amphora as a document.
 
-    Args:
-        tree: with the limits of its processes filled in (`defaults.with_process_limits`).
-        generation: of the bundle.
-        amphora: the recipient.
-        everyone: all amphorae of the load balancer.
-        served: configuration, files and UDP listeners that serve clients.
-        networks: the networks the load balancer needs; a port on another network will be detached.
-        priorities: VRRP priorities by role.
-        interval: seconds between two VRRP advertisements.
+    The recorded tree has the limits of its processes (`defaults.with_process_limits`).
     """
-    # A draining amphora must not take the VIPs from the amphorae that stay.
-    leaves = amphora.drains_until is not None
-    priority = priorities.get(amphora.role)
-    priority = vrrp_peers.LAST_PRIORITY if leaves and priority is not None else priority
-    pair = vrrp_peers.vrrp_instance(amphora, everyone, tree.vip, priority, interval)
-    return bundle(tree, generation, amphora.id, needed_ports(amphora.plugged, networks), served, pair)
-
-
-def needed_ports(plugged: Sequence[AttachedPort], networks: Collection[str]) -> tuple[AttachedPort, ...]:
-    """Return the ports that stay attached."""
-    return tuple(one for one in plugged if one.port.network_id in networks)
+    priority = recorded.priorities.get(amphora.role)
+    if priority is not None and amphora.drains_until is not None:
+        # A draining amphora must not take the VIPs from the amphorae that stay.
+        priority = vrrp_peers.LAST_PRIORITY
+    interval = advert_interval(recorded.tree, conf)
+    pair = vrrp_peers.vrrp_instance(amphora, recorded.amphorae, recorded.tree.vip, priority, interval)
+    ports = tuple(one for one in amphora.plugged if one.port.network_id in recorded.networks)
+    return bundle(recorded.tree, recorded.generation, amphora.id, ports, served, pair)
 
 
 def render_servable(
@@ -115,10 +85,8 @@ def render_servable(
     """Render the load balancer repeatedly, until rendering refuses no object and no file lacks its secret.
 
     Args:
-        tree: with the limits of its processes filled in (`defaults.with_process_limits`).
+        tree: with the limits of its processes (`defaults.with_process_limits`).
         failed: objects that cannot be served: reasons by object id.
-        conf: of this process.
-        vault: opens the secrets.
         secrets_for: returns the sealed secrets that the rendered files need.
 
     Raises:
@@ -149,6 +117,7 @@ def build_bundles(recorded: BundleInputs, conf: ConfigOpts, vault: Vault) -> dic
         ModelError: the seed of the TLS ticket keys does not exist yet, or nothing can be served.
     """
     tree = with_process_limits(recorded.tree, conf)
+    recorded = msgspec.structs.replace(recorded, tree=tree)
     seed = ticket_seed(tree.id)
 
     def secrets_for(files: Sequence[File]) -> Mapping[SecretName, SealedSecret]:
@@ -157,16 +126,33 @@ def build_bundles(recorded: BundleInputs, conf: ConfigOpts, vault: Vault) -> dic
         return recorded.secrets
 
     rendered = render_servable(tree, recorded.failed, conf, vault, secrets_for)
-    return {
-        one.id: build_bundle(
-            tree,
-            recorded.generation,
-            one,
-            recorded.amphorae,
-            rendered.served,
-            recorded.networks,
-            recorded.priorities,
-            advert_interval(tree, conf),
-        )
-        for one in recorded.amphorae
-    }
+    return {one.id: build_bundle(recorded, one, rendered.served, conf) for one in recorded.amphorae}
+
+
+class OmittedObjects(msgspec.Struct, frozen=True, kw_only=True):
+    """The objects that a generation omits, as `job.omitted` stores them: reasons by object id.
+
+    Invariant: the transaction that records amphorae's confirmations also records the omitted objects. The job that
+    confirms the generation may run later, in another process: it reports the objects to the user and clears the record.
+    """
+
+    generation: int
+    reasons: dict[str, str]
+
+
+def read_omitted_objects(row: sa.Row[tuple[object, ...]]) -> dict[str, str]:
+    """Return the omitted objects of the newest generation from a row of `job`: reasons by object id."""
+    if row.omitted is None:
+        return {}
+    found = msgspec.json.decode(row.omitted, type=OmittedObjects)
+    return found.reasons if found.generation == row.generation else {}
+
+
+def record_omitted_objects(
+    connection: sa.Connection, load_balancer_id: str, generation: int | None, reasons: Mapping[str, str]
+) -> None:
+    """Record the omitted objects of a generation, or clear the record; the caller holds the lease."""
+    text = None
+    if generation is not None:
+        text = msgspec.json.encode(OmittedObjects(generation=generation, reasons=dict(reasons))).decode()
+    connection.execute(job.update().where(job.c.load_balancer_id == load_balancer_id).values(omitted=text))

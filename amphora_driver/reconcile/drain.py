@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps that remove an amphora: VIP handover, drain of its connections, and deletion of its resources.
 
-Invariant: no answer or error of an amphora prevents its removal. If its machine cannot be deleted, its ports are
-deleted, its row stays, and the removal is retried.
+Invariant: no answer or error of an amphora prevents its removal. If the machine cannot be deleted, the ports are
+deleted, the row stays, and a later job retries the removal.
 """
 
 from __future__ import annotations
@@ -11,22 +11,21 @@ import logging
 from typing import TYPE_CHECKING
 
 import msgspec
+import sqlalchemy as sa
 
-from amphora_driver.deadline import apply_deadline
+from amphora_driver.compute.interface import Compute
+from amphora_driver.deadline import Deadline, apply_deadline
 from amphora_driver.errors import AgentError, AmphoraDriverError, ComputeError, DeadlinePassed
+from amphora_driver.model.amphora import Amphora
+from amphora_driver.network.interface import Network
 from amphora_driver.reconcile import steps
+from amphora_driver.reconcile.context import ReconcileContext, WriteUnderLease
+from amphora_driver.reconcile.job import Job
 from amphora_driver.store import amphorae, failovers
 from amphora_driver.store.failovers import Event
 
 if TYPE_CHECKING:
-    import sqlalchemy as sa
-
-    from amphora_driver.compute.interface import Compute
-    from amphora_driver.model.amphora import Amphora
-    from amphora_driver.network.interface import Network
-    from amphora_driver.reconcile.context import ReconcileContext, WriteUnderLease
-    from amphora_driver.reconcile.job import Job
-
+    from amphora_driver.agent.responses import Vrrp
 
 LOG = logging.getLogger(__name__)
 # Additional seconds for which the new holder of the VIPs is ready to forward the drained connections.
@@ -38,15 +37,9 @@ _FENCING_TIMEOUT = 20.0
 
 
 class AmphoraRemoval:
-    """Handover, drain and removal of a load balancer's amphorae, in one job.
+    """Drain and removal of the amphorae of one load balancer, in one job.
 
-    Attributes:
-        holder_queried: this job has queried the amphorae for the holder of the VIPs.
-
-    Args:
-        context: clients and backends of this controller.
-        job: the job.
-        write: runs a change of the store under the lease.
+    `holder_queried` is set after this job has queried the amphorae for the VIP holder.
     """
 
     def __init__(self, context: ReconcileContext, job: Job, write: WriteUnderLease) -> None:
@@ -63,18 +56,22 @@ class AmphoraRemoval:
         """Query the amphorae for the VIPs; without an answer, the last heartbeat counts."""
         deadline = self._job.deadline.within(_QUERY_TIMEOUT)
         for one in (by_id[amphora_id] for amphora_id in step.amphora_ids):
-            try:
-                said = self._agents.vrrp(one.id, str(one.management_address), deadline=deadline)
-            except AgentError as error:
-                self._job.ensure_may_act()
-                LOG.info("could not query amphora %s for the VIPs: %s", one.id, error)
-                continue
-            if said.holds_vip is not None:
+            said = self._query(one, deadline)
+            if said is not None and said.holds_vip is not None:
                 self._answers[one.id] = (said.holds_vip, one.heard_at)
         self.holder_queried = True
 
+    def _query(self, amphora: Amphora, deadline: Deadline) -> Vrrp | None:
+        try:
+            return self._agents.vrrp(amphora.id, str(amphora.management_address), deadline=deadline)
+        except AgentError as error:
+            # A preempted job ends here, because its error says nothing about the amphora.
+            self._job.ensure_may_act()
+            LOG.info("amphora %s: could not query the VIPs and the drain, continuing: %s", amphora.id, error)
+            return None
+
     def with_answers(self, observed: tuple[Amphora, ...]) -> tuple[Amphora, ...]:
-        """Return the amphorae with their answers; a heartbeat after an answer replaces it."""
+        """Return the amphorae with their answers; a heartbeat replaces an older answer."""
         return tuple(
             msgspec.structs.replace(one, holds_vip=self._answers[one.id][0])
             if one.id in self._answers and one.heard_at == self._answers[one.id][1]
@@ -82,18 +79,14 @@ class AmphoraRemoval:
             for one in observed
         )
 
-    def hand_over_vips(self, amphora: Amphora, partner: Amphora, *, keep_connections: bool) -> None:
-        """Hand the VIPs over to the partner; an error does not prevent the removal of this amphora.
+    def hand_over_vips(self, amphora: Amphora, partner: Amphora, *, direct_answers: bool) -> None:
+        """Hand the VIPs over to the partner, which forwards open connections to the amphora.
 
-        The partner forwards open connections to this amphora. If the amphora cannot release the VIPs, it keeps them
-        until it is deleted.
-
-        Args:
-            amphora: the VIP holder.
-            partner: the next VIP holder.
-            keep_connections: False if the ports drop the packets of forwarded connections, which then end at once.
+        An error does not prevent the removal: the amphora then keeps the VIPs until its deletion. Without
+        `direct_answers` the ports drop answers that leave the amphora directly. An amphora that cannot send them
+        through the tunnel then ends its connections.
         """
-        drain = float(self._conf.amp_controller.drain_timeout) if keep_connections else 0.0
+        drain = float(self._conf.amp_controller.drain_timeout)
         try:
             if drain:
                 address = str(partner.management_address)
@@ -101,14 +94,10 @@ class AmphoraRemoval:
         except AgentError as error:
             # A preempted job ends here, and a later job repeats the request.
             self._job.ensure_may_act()
-            LOG.warning(
-                "amphora %s cannot forward the connections of %s, handing over without a drain: %s",
-                partner.id,
-                amphora.id,
-                error,
-            )
+            message = "amphora %s cannot forward the connections of amphora %s, handing over without a drain: %s"
+            LOG.warning(message, partner.id, amphora.id, error)
             drain = 0.0
-        left = self._release_vips(amphora, drain)
+        left = self._release_vips(amphora, drain, direct_answers=direct_answers)
         self._record_handover(amphora, left, "it may still have the VIPs" if left is None else f"to {partner.id}")
 
     def _record_handover(self, amphora: Amphora, left: float | None, detail: str) -> None:
@@ -122,62 +111,45 @@ class AmphoraRemoval:
 
         self._write(write)
 
-    def _release_vips(self, amphora: Amphora, drain: float) -> float | None:
-        """Make an amphora release the VIPs, with a drain of its connections if that is possible.
-
-        Returns:
-            The seconds of the drain; None if the amphora may still have the VIPs.
-        """
+    def _release_vips(self, amphora: Amphora, drain: float, *, direct_answers: bool) -> float | None:
+        """Make an amphora release the VIPs; return the seconds of its drain, or None if it may keep the VIPs."""
         address, deadline = str(amphora.management_address), self._job.deadline
         for seconds in dict.fromkeys((drain, 0.0)):
             self._job.ensure_may_act()
             try:
-                self._agents.release_vips(amphora.id, address, seconds, deadline=deadline)
+                self._agents.release_vips(
+                    amphora.id, address, seconds, direct_answers=direct_answers, deadline=deadline
+                )
             except AgentError as error:
                 self._job.ensure_may_act()
-                LOG.warning("amphora %s did not release the VIPs: %s", amphora.id, error)
+                LOG.warning("amphora %s did not release the VIPs, querying it: %s", amphora.id, error)
             else:
                 return seconds
-            try:
-                said = self._agents.vrrp(amphora.id, address, deadline=deadline)
-            except AgentError as error:
-                self._job.ensure_may_act()
-                LOG.warning("could not query amphora %s for the VIPs after a failed release: %s", amphora.id, error)
+            said = self._query(amphora, deadline)
+            if said is None:
                 return None
             if said.holds_vip is False:
-                # The VIPs were released earlier: by a controller that crashed before it recorded this, or the answer
-                # was lost.
+                # An earlier request released the VIPs: its controller crashed, or its answer was lost.
                 return float(said.draining or 0.0)
         return None
 
     def check_drain(self, step: steps.CheckDrain, amphora: Amphora) -> None:
         """Record the end of a drain; without an answer, only a silent amphora counts as drained."""
-        try:
-            deadline = self._job.deadline.within(_QUERY_TIMEOUT)
-            said = self._agents.vrrp(amphora.id, str(amphora.management_address), deadline=deadline)
-        except AgentError as error:
-            self._job.ensure_may_act()
-            LOG.info("could not query the drain of amphora %s: %s", amphora.id, error)
-            over, why = step.silent, "it sends no heartbeats and does not answer"
-        else:
+        said = self._query(amphora, self._job.deadline.within(_QUERY_TIMEOUT))
+        over, why = step.silent, "it sends no heartbeats and does not answer"
+        if said is not None:
             over, why = said.draining is None or bool(said.holds_vip), str(said)
         if over:
             LOG.info("the drain of amphora %s has ended: %s", amphora.id, why)
-            self._write(lambda connection: amphorae.update_amphora(connection, amphora.id, drains_until=0.0))
+            self._write(lambda c: amphorae.update_amphora(c, amphora.id, drains_until=0.0))
 
     def _finds_unrecorded_drain(self, amphora: Amphora, view: steps.LoadBalancerView) -> bool:
         """Return whether an amphora drains without a record: a controller may crash after a handover."""
         heard = not amphora.dead and amphora.heard_at is not None and view.now - amphora.heard_at < view.silence_limit
         if view.gone or len(view.roles) == 1 or amphora.handed_over or not (amphora.confirmed and heard):
             return False
-        try:
-            deadline = self._job.deadline.within(_QUERY_TIMEOUT)
-            said = self._agents.vrrp(amphora.id, str(amphora.management_address), deadline=deadline)
-        except AgentError as error:
-            self._job.ensure_may_act()
-            LOG.info("could not query the connections of amphora %s, deleting it: %s", amphora.id, error)
-            return False
-        if said.draining is None or said.holds_vip is not False:
+        said = self._query(amphora, self._job.deadline.within(_QUERY_TIMEOUT))
+        if said is None or said.draining is None or said.holds_vip is not False:
             return False
         self._record_handover(amphora, said.draining, "its connections drain")
         return True
@@ -185,7 +157,7 @@ class AmphoraRemoval:
     def delete_amphora(self, amphora: Amphora, view: steps.AnyView, compute: Compute, network: Network) -> None:
         """Delete an amphora with its machine and its ports.
 
-        The ports are deleted even if the machine cannot be deleted: this fences the amphora from the network.
+        The ports are deleted even if the machine cannot be deleted: the amphora is then fenced from the network.
 
         Raises:
             ComputeError: the machine still exists.
@@ -194,9 +166,9 @@ class AmphoraRemoval:
         """
         if isinstance(view, steps.LoadBalancerView) and self._finds_unrecorded_drain(amphora, view):
             return
-        # Fencing a dead amphora blocks its partner: use the short time-out.
-        timeout = _FENCING_TIMEOUT if amphora.dead and not view.attempts else None
-        deadline = self._job.deadline if timeout is None else self._job.deadline.within(timeout)
+        # The fencing of a dead amphora delays its partner, so the first attempt is short.
+        hurry = amphora.dead and not view.attempts
+        deadline = self._job.deadline.within(_FENCING_TIMEOUT) if hurry else self._job.deadline
         left: AmphoraDriverError | None = None
         try:
             with apply_deadline(deadline):
@@ -207,9 +179,9 @@ class AmphoraRemoval:
             self._job.ensure_may_act()
             network.delete_port(port.id)
         if left is not None:
-            # Other ports may get the addresses of the deleted port, so the record of its addresses must go.
+            # Other ports may get the addresses of the deleted ports, so the row must not have them.
             self._job.ensure_may_act()
-            self._write(lambda connection: amphorae.update_amphora(connection, amphora.id, plugged=()))
+            self._write(lambda c: amphorae.update_amphora(c, amphora.id, plugged=()))
             raise left
         now = self._database.now()
 

@@ -2,17 +2,18 @@
 """One job: its lease, its deadline, and its preemption by other requests.
 
 Invariant: `ensure_may_act` precedes each effect outside the database. A deletion has precedence over a fail-over, and a
-fail-over has precedence over everything else. A job for a lower request ends at its next check, and its load balancer
-is claimed again at once. A job ends in the same way when its process stops.
+fail-over has precedence over all changes. A preempted job ends at its next check, and its load balancer is claimed
+again at once. A job ends in the same way when its process stops.
 """
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import sqlalchemy as sa
 
+from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import job as job_table
 from amphora_driver.database.tables import request
 from amphora_driver.deadline import Deadline
@@ -20,26 +21,15 @@ from amphora_driver.errors import Superseded
 from amphora_driver.queue.jobs import Lease, check_lease
 from amphora_driver.store.requests import Op
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from amphora_driver.database.engine import Database
-
 # Action of a fail-over request in the history (store/requests.py).
 _FAILOVER = "failover loadbalancer"
 
 
 class Job:
-    """One job of this process.
-
-    Args:
-        lease: of the load balancer.
-        database: the store.
-        seconds: time-out of the job.
+    """One job of this process; `seconds` is its time-out.
 
     Attributes:
-        generation: the newest generation this job has observed.
-        op: the requested operation of that observation.
+        generation: the newest generation that this job has observed; `op` is its requested operation.
         step_started_at: start of the current step, by `time.monotonic()`.
         replacing: a fail-over is in progress, and its events are recorded.
         staying: amphorae that were not retiring in the last observation.
@@ -59,22 +49,26 @@ class Job:
         self._preempted_by: str | None = None
 
     def begin_step(self) -> None:
-        """Record the start of a step."""
         self.step_started_at = time.monotonic()
 
     def record_observation(self, generation: int, op: str) -> None:
-        """Record the generation and the operation that the following steps are for."""
         self.generation, self.op = generation, op
 
     def ensure_may_act(self) -> None:
-        """Check the lease, the precedence and the deadline; called immediately before an external effect.
+        """Check the lease, the precedence and the deadline, immediately before an external effect.
 
         Raises:
             LeaseLost: another controller has the lease.
             Superseded: a request has precedence, or this process stops.
             DeadlinePassed: the time-out of the job has passed.
         """
-        first = self._database.read(self._read_preemption)
+
+        def read(connection: sa.Connection) -> str | None:
+            generation, op, urgent = check_lease(connection, self.lease)
+            return self.preemption_reason(connection, generation, op, urgent=urgent)
+
+        first = self._database.read(read)
+        # Another thread may preempt this job at the same time, so None is never assigned.
         if first is not None and self._preempted_by is None:
             self._preempted_by = first
         if self._preempted_by is not None:
@@ -82,7 +76,6 @@ class Job:
         self.deadline.limit_wait(1.0)
 
     def preemption_error(self) -> Superseded:
-        """Return the error of a preempted job."""
         return Superseded(f"continue with load balancer {self.lease.load_balancer_id}", str(self._preempted_by))
 
     def preempt(self, reason: str, grace: float = 0.0) -> None:
@@ -93,21 +86,13 @@ class Job:
 
     @property
     def is_preempted(self) -> bool:
-        """Return whether the job is preempted."""
         return self._preempted_by is not None
 
-    def _read_preemption(self, connection: sa.Connection) -> str | None:
-        generation, op, urgent = check_lease(connection, self.lease)
-        return self.preemption_reason(connection, generation, op, urgent=urgent)
-
     def preemption_reason(self, connection: sa.Connection, generation: int, op: str, *, urgent: bool) -> str | None:
-        """Return the reason why a newer request has precedence over this job; None if there is none.
+        """Return the reason why a newer request has precedence over this job; None without such a request.
 
-        Args:
-            connection: of a reading transaction.
-            generation: the newest generation now.
-            op: the requested operation now.
-            urgent: an amphora must be replaced, and this was recorded after the start of the job.
+        `generation` and `op` are the current values of the row. `urgent` means that an amphora must be replaced, and
+        that the row recorded this after the start of the job.
         """
         if not self.generation or self.op == Op.DELETE:
             return None
@@ -117,11 +102,8 @@ class Job:
             return "an amphora must be replaced"
         if generation <= self.generation:
             return None
-        statement = sa.select(request.c.id).where(
-            request.c.load_balancer_id == self.lease.load_balancer_id,
-            request.c.generation > self.generation,
-            request.c.action == _FAILOVER,
-        )
+        mine, newer = request.c.load_balancer_id == self.lease.load_balancer_id, request.c.generation > self.generation
+        statement = sa.select(request.c.id).where(mine, newer, request.c.action == _FAILOVER)
         asked = connection.execute(statement.limit(1)).first() is not None
         return "a fail-over was requested" if asked else None
 
@@ -129,17 +111,9 @@ class Job:
 def find_preempted_jobs(connection: sa.Connection, jobs: Sequence[Job]) -> dict[Job, str]:
     """Return the preempted jobs and those with a lost lease, each with the reason."""
     by_id = {job.lease.load_balancer_id: job for job in jobs}
-    columns = (
-        job_table.c.load_balancer_id,
-        job_table.c.owner,
-        job_table.c.epoch,
-        job_table.c.generation,
-        job_table.c.op,
-        job_table.c.due_at,
-    )
-    rows = connection.execute(sa.select(*columns).where(job_table.c.load_balancer_id.in_(by_id))).all()
     found = {}
-    for row in rows:
+    columns = [job_table.c[name] for name in ("load_balancer_id", "owner", "epoch", "generation", "op", "due_at")]
+    for row in connection.execute(sa.select(*columns).where(job_table.c.load_balancer_id.in_(by_id))):
         job = by_id[row.load_balancer_id]
         if (row.owner, row.epoch) != (job.lease.owner, job.lease.epoch):
             found[job] = "another controller has taken it over"

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The next steps of a load balancer, as a pure function.
 
-Invariant: `plan` compares the desired with the observed state and returns the steps from one to the other. It does no
-I/O and has no memory; an empty result means that nothing is left to do. Every step is idempotent and records its
-result. After a crash the same function therefore returns the unfinished step again. Create, update, fail-over and
-delete use this function with different desired states.
+Invariant: `plan` compares the desired with the observed state and does no I/O. An empty result means that nothing is
+left to do. Every step is idempotent and records its result, so after a crash `plan` returns the unfinished step again.
+Create, update, fail-over and delete use the same function.
 """
 
 from __future__ import annotations
@@ -13,187 +12,115 @@ from collections import Counter
 from collections.abc import Sequence
 
 from amphora_driver.model.amphora import Amphora, AmphoraState, Partner
-from amphora_driver.reconcile import vip_allocation, vrrp_peers
+from amphora_driver.reconcile import steps, vip_allocation, vrrp_peers
 from amphora_driver.reconcile.spare_pool_plan import plan_pool
-from amphora_driver.reconcile.steps import (
-    Adopt,
-    AllocateVip,
-    AnyStep,
-    AnyView,
-    ApplyVipOptions,
-    Await,
-    AwaitAgent,
-    Boot,
-    BumpGeneration,
-    CheckDrain,
-    Confirm,
-    DeletePool,
-    HandOver,
-    LoadBalancerView,
-    Plug,
-    Push,
-    QuerySpares,
-    QueryVipHolder,
-    QueryVips,
-    Record,
-    Release,
-    ReleaseVip,
-    RenewCertificate,
-    RetireSpare,
-    SetSparePool,
-    SparePoolView,
-    Step,
-    Unplug,
-    View,
-)
-
-# Other modules import the steps from here.
-__all__ = [
-    "Adopt",
-    "AllocateVip",
-    "AnyStep",
-    "AnyView",
-    "ApplyVipOptions",
-    "Await",
-    "AwaitAgent",
-    "Boot",
-    "BumpGeneration",
-    "CheckDrain",
-    "Confirm",
-    "DeletePool",
-    "HandOver",
-    "LoadBalancerView",
-    "Plug",
-    "Push",
-    "QuerySpares",
-    "QueryVipHolder",
-    "QueryVips",
-    "Record",
-    "Release",
-    "ReleaseVip",
-    "RenewCertificate",
-    "RetireSpare",
-    "SetSparePool",
-    "SparePoolView",
-    "Step",
-    "Unplug",
-    "plan",
-]
 
 # Seconds between two checks of a draining amphora.
 _DRAIN_CHECK_PAUSE = 2.0
 # Seconds between two checks whether a new pair has taken the VIPs.
 _VIP_CHECK_PAUSE = 0.1
-# Seconds between two checks of a booting machine: at first, and at most.
+# Seconds between two checks of a booting machine: the first and the largest value.
 _BOOT_PAUSE, _MAX_BOOT_PAUSE = 1.0, 10.0
-# Start all boots before waiting for an agent, so that machines boot in parallel.
-_STAGES = (Boot, Plug, AwaitAgent)
+# All boots start before the first wait for an agent, so that machines boot in parallel.
+_STAGES = (steps.Boot, steps.Plug, steps.AwaitAgent)
 
 
-def plan(view: AnyView, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:
+def plan(view: steps.AnyView, amphorae: tuple[Amphora, ...]) -> list[steps.Step]:
     """Return the next steps, in order; the caller performs them and then plans again."""
-    if isinstance(view, LoadBalancerView) and view.gone:
-        return _removal_steps(view, amphorae)
+    if isinstance(view, steps.LoadBalancerView) and view.gone:
+        if amphorae:
+            return [steps.Release(amphora_id=one.id, reason="its load balancer is deleted") for one in amphorae]
+        pending = view.applied < view.generation
+        return [steps.ReleaseVip(reason="the load balancer is deleted")] if pending else []
     first, later = _renewals(view, amphorae)
     if first:
         return first
-    steps = plan_pool(view, amphorae) if isinstance(view, SparePoolView) else _load_balancer_steps(view, amphorae)
+    found = plan_pool(view, amphorae) if isinstance(view, steps.SparePoolView) else _load_balancer_steps(view, amphorae)
     # A certificate of a retiring amphora is renewed only if the plan is empty or checks a drain.
-    return [*later, *steps] if not steps or isinstance(steps[0], CheckDrain) else steps
+    return [*later, *found] if not found or isinstance(found[0], steps.CheckDrain) else found
 
 
-def _renewals(view: View, amphorae: tuple[Amphora, ...]) -> tuple[list[AnyStep], list[AnyStep]]:
+def _renewals(view: steps.View, amphorae: tuple[Amphora, ...]) -> tuple[list[steps.Step], list[steps.Step]]:
     """Return the certificate renewals that precede all other steps, and those that follow them.
 
-    An agent with an expired certificate accepts nothing else. A retiring amphora may not answer, and its renewal must
-    not delay its replacement.
+    An agent with an expired certificate accepts nothing else. A retiring amphora may not answer and must not delay
+    others.
     """
     going = {one.id for one in amphorae if one.state is AmphoraState.RETIRING}
     expired = {one.id for one in amphorae if one.certificate_expires_at and one.certificate_expires_at <= view.now}
-    first: list[AnyStep] = []
-    later: list[AnyStep] = []
+    first: list[steps.Step] = []
+    later: list[steps.Step] = []
     for one, why in sorted(view.renewals.items()):
-        step = RenewCertificate(amphora_id=one, reason=why)
+        step = steps.RenewCertificate(amphora_id=one, reason=why)
         (later if one in going - expired else first).append(step)
     return first, later
 
 
-def _load_balancer_steps(view: LoadBalancerView, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:
-    """Return the next steps of a load balancer that is not deleted."""
+def _load_balancer_steps(view: steps.LoadBalancerView, amphorae: tuple[Amphora, ...]) -> list[steps.Step]:
     amphora_set = AmphoraSet(view, amphorae)
     if query_targets := amphora_set.query_targets():
-        return [
-            QueryVipHolder(
-                amphora_ids=query_targets, reason="an amphora is retiring, and the holder of the VIPs hands them over"
-            )
-        ]
+        reason = "an amphora is retiring, and the holder of the VIPs hands them over"
+        return [steps.QueryVipHolder(amphora_ids=query_targets, reason=reason)]
     if amphora_set.missing and amphora_set.may_add():
         return [_fill_role(view, amphora_set.next_role())]
-    steps = [step for one in amphora_set.live for step in _boot_steps(view, one)]
+    found = [step for one in amphora_set.live for step in _boot_steps(view, one)]
     if not vip_allocation.addresses_known(view.tree):
-        # Boot amphorae meanwhile: the network backend may choose addresses by the location of the machines.
-        return [step for step in steps if isinstance(step, Boot)] or [_allocate_addresses(view)]
-    waiting = [one for one in amphora_set.live if _is_booting(view, one)]
+        # Amphorae boot first, because the network backend may choose addresses by the location of the machines.
+        boots: list[steps.Step] = [step for step in found if isinstance(step, steps.Boot)]
+        reason = "the network backend needs time for the addresses"
+        if view.allocate_at > view.now:
+            return boots or [steps.Await(until=view.allocate_at, reason=reason)]
+        return boots or [steps.AllocateVip(reason=reason)]
+    waiting = [one for one in amphora_set.live if one.state is AmphoraState.BOOTING and one.id in view.absent]
     arrived = [one for one in amphora_set.live if one not in waiting and not _boot_steps(view, one)]
-    if steps and not (view.attempts > 0 and amphora_set.pushes_early(arrived)):
-        return sorted(steps, key=amphora_set.boot_order)
+    if found and not (view.attempts > 0 and amphora_set.pushes_early(arrived)):
+        return sorted(found, key=amphora_set.boot_order)
     if waiting and not amphora_set.pushes_early(arrived):
         return [_wait_for_boot(view, waiting)]
     if not view.readable:
-        return [Await(reason="the tree is read back from Octavia after its commit")]
+        return [steps.Await(reason="the tree is read back from Octavia after its commit")]
     return _serving_steps(view, amphora_set, arrived)
 
 
-def _serving_steps(view: LoadBalancerView, amphora_set: AmphoraSet, arrived: Sequence[Amphora]) -> list[AnyStep]:
-    """Return the next steps once amphorae are reachable, until all serve and cleanup is done."""
+def _serving_steps(
+    view: steps.LoadBalancerView, amphora_set: AmphoraSet, arrived: Sequence[Amphora]
+) -> list[steps.Step]:
     if amphora_set.peers_outdated(arrived):
-        return [BumpGeneration(reason="the VRRP peers lack a new amphora")]
+        return [steps.BumpGeneration(reason="the VRRP peers lack a new amphora")]
     undone = vip_allocation.options_due(view, amphora_set.everyone)
     if undone:
-        return [ApplyVipOptions(reason=undone)]
+        return [steps.ApplyVipOptions(reason=undone)]
     if amphora_set.behind(arrived):
         return amphora_set.fencing_steps() or [amphora_set.push_step(arrived)]
     if amphora_set.missing:
         return amphora_set.handover_steps()
     if view.applied < view.generation:
-        return _wait_for_vips(view, amphora_set) or [
-            Confirm(reason=f"every amphora serves generation {view.generation}")
-        ]
-    return _set_spare_pool(view) or _cleanup_steps(view, amphora_set) or amphora_set.forget_departed()
+        confirm = steps.Confirm(reason=f"every amphora serves generation {view.generation}")
+        return _wait_for_vips(view, amphora_set) or [confirm]
+    if (None if view.spec is None else view.spec.id) != view.pool:
+        # The change of the spare pool follows the push, so that no user waits for a pool.
+        reason = "the load balancer uses another spare pool, or none"
+        return [steps.SetSparePool(spec=view.spec, former=view.pool, reason=reason)]
+    return _cleanup_steps(view, amphora_set) or amphora_set.forget_departed()
 
 
-def _fill_role(view: LoadBalancerView, role: str) -> Record | Adopt:
-    """Return the step that fills a role: with a spare if there is one and the load balancer has served."""
+def _fill_role(view: steps.LoadBalancerView, role: str) -> steps.Record | steps.Adopt:
+    """Return the step that fills a role: with a spare if one is ready and the load balancer has served."""
     reason = f"{role} is missing of {', '.join(view.roles)}"
     if view.spares and view.applied:
-        return Adopt(role=role, amphora_ids=view.spares, reason=reason)
-    return Record(role=role, reason=reason)
-
-
-def _set_spare_pool(view: LoadBalancerView) -> list[AnyStep]:
-    """Return the change of the spare pool; it follows the push, so that no user waits for a pool."""
-    sought = None if view.spec is None else view.spec.id
-    if sought == view.pool:
-        return []
-    return [SetSparePool(spec=view.spec, former=view.pool, reason="the load balancer uses another spare pool, or none")]
-
-
-def _allocate_addresses(view: LoadBalancerView) -> AllocateVip | Await:
-    reason = "the network backend needs time for the addresses"
-    if view.allocate_at > view.now:
-        return Await(until=view.allocate_at, reason=reason)
-    return AllocateVip(reason=reason)
+        return steps.Adopt(role=role, amphora_ids=view.spares, reason=reason)
+    return steps.Record(role=role, reason=reason)
 
 
 class AmphoraSet:
     """The amphorae of one load balancer, and the steps that follow from their states.
 
-    A pair is replaced one amphora at a time. The second replacement is created after the first one serves, its
-    predecessor is deleted, and it has the VIPs. There is therefore at most one amphora more than the topology has, and
-    always one that serves. A dead amphora is replaced at once, before its machine is deleted.
+    A pair is replaced one amphora at a time. The second replacement is created after the first one serves, has the
+    VIPs, and its predecessor is deleted. A load balancer therefore has at most one amphora more than its topology
+    requires. A dead amphora is replaced at once, before its machine is deleted.
     """
 
-    def __init__(self, view: LoadBalancerView, amphorae: tuple[Amphora, ...]) -> None:
+    def __init__(self, view: steps.LoadBalancerView, amphorae: tuple[Amphora, ...]) -> None:
         self._view = view
         self.everyone = amphorae
         self.live = [one for one in amphorae if one.state is not AmphoraState.RETIRING]
@@ -205,7 +132,7 @@ class AmphoraSet:
         self._holder = vrrp_peers.find_holder(amphorae, view.roles[0], self._silent)
 
     def query_targets(self) -> tuple[str, ...]:
-        """Return the amphorae to query for the VIPs before one is removed: heartbeats may be older."""
+        """Return the amphorae to query for the VIPs before one is removed: their heartbeats may be older."""
         if self._view.holder_asked or not self._several:
             return ()
         serving = [one for one in self.everyone if one.confirmed > 0 and one.plugged and one.id not in self._silent]
@@ -213,7 +140,6 @@ class AmphoraSet:
         return tuple(one.id for one in serving) if going and len(serving) > 1 else ()
 
     def may_add(self) -> bool:
-        """Return whether the next amphora may be created now."""
         serving = [one for one in self.retiring if one.confirmed > 0 and not one.dead]
         if not serving or not self.live:
             return True
@@ -229,21 +155,20 @@ class AmphoraSet:
 
     def next_role(self) -> str:
         """Return the role to fill first: of two replaced amphorae, the role of the one without the VIPs."""
-        has = {one.role for one in self.retiring if one.id == self._holder}
-        return min(self.missing, key=lambda role: role in has)
+        held = {one.role for one in self.retiring if one.id == self._holder}
+        return min(self.missing, key=lambda role: role in held)
 
-    def boot_order(self, step: AnyStep) -> tuple[bool, int]:
+    def boot_order(self, step: steps.Step) -> tuple[bool, int]:
         """Return the sort key of a boot step: its stage; after a failure, amphorae with a machine first."""
         late = self._view.attempts > 0 and getattr(step, "amphora_id", None) in self._without_machine
         return late, _STAGES.index(type(step))
 
-    def fencing_steps(self) -> list[AnyStep]:
+    def fencing_steps(self) -> list[steps.Step]:
         """Return the removal of dead amphorae that a partner still has as a peer: they may have the VIPs.
 
-        An amphora also becomes silent if its agent or its management network fails, and HAProxy may still serve. Its
-        partner receives its advertisements while the partner has it as a peer. The removal is tried once, so an
-        unreachable host does not delay the fail-over. An amphora of a single topology has no partner: it is removed
-        after its replacement serves.
+        An amphora is also silent if its agent or its management network fails, and HAProxy may still serve. The removal
+        is tried once, so an unreachable host does not delay the fail-over. A single amphora has no partner, and its
+        removal follows after its replacement serves.
         """
         if not (self._several and self._view.priorities) or self._view.attempts > 0:
             return []
@@ -251,7 +176,7 @@ class AmphoraSet:
         none_serves = not any(one.confirmed for one in self.live)
         reason = "it is silent and may still have the VIPs"
         return [
-            Release(amphora_id=one.id, reason=reason)
+            steps.Release(amphora_id=one.id, reason=reason)
             for one in self.retiring
             if one.dead and one.confirmed > 0 and (none_serves or one.id in known)
         ]
@@ -259,15 +184,14 @@ class AmphoraSet:
     def pushes_early(self, arrived: Sequence[Amphora]) -> bool:
         """Return whether to push to the reachable amphorae while others still boot.
 
-        An amphora that never boots must not block the others for ever, and must not delay an amphora that serves. A
-        new pair is pushed together, because otherwise each of the two would take the VIPs.
+        An amphora that never boots must not block the others, and must not delay an amphora that serves. The two
+        amphorae of a new pair are pushed together, because otherwise each of the two would take the VIPs.
         """
         if not self._view.readable:
             return False
         return any(one.confirmed or self._view.attempts for one in self.behind(arrived))
 
     def behind(self, arrived: Sequence[Amphora]) -> list[Amphora]:
-        """Return the amphorae that do not serve the newest generation."""
         return [one for one in arrived if one.confirmed < self._view.generation]
 
     def peers_outdated(self, arrived: Sequence[Amphora]) -> bool:
@@ -275,20 +199,18 @@ class AmphoraSet:
 
         The agent refuses a second bundle with the same generation, so a changed list of peers needs a new generation.
         """
+        checked = [(one, arrived) for one in self._retiring_holder()] + [(one, self.live) for one in arrived]
         return any(
-            one.confirmed >= self._view.generation and set(self._partners(one, arrived)) - set(one.partners)
-            for one in self._retiring_holder()
-        ) or any(
-            one.confirmed >= self._view.generation and set(self._partners(one, self.live)) - set(one.partners)
-            for one in arrived
+            one.confirmed >= self._view.generation and set(self._partners(one, peers)) - set(one.partners)
+            for one, peers in checked
         )
 
-    def push_step(self, arrived: Sequence[Amphora]) -> Push:
-        """Return the push to amphorae that are behind, and to a retiring one with the VIPs for its peers."""
+    def push_step(self, arrived: Sequence[Amphora]) -> steps.Push:
+        """Return the push to amphorae that are behind, and to a retiring VIP holder for its VRRP peers."""
         behind = self.behind(arrived)
-        # Push to a retiring amphora with the VIPs also if it has confirmed this generation.
+        # A retiring VIP holder gets the push also if it has confirmed this generation.
         holders = self._retiring_holder()
-        return Push(
+        return steps.Push(
             waves=vrrp_peers.order_waves([*behind, *holders], self._holder, self._silent)
             if self._several
             else (tuple(one.id for one in behind),),
@@ -298,142 +220,115 @@ class AmphoraSet:
         )
 
     def is_new_pair(self) -> bool:
-        """Return whether this is a new pair that has not taken the VIPs yet."""
         return self._several and bool(self._view.priorities) and not self._view.applied and not self.retiring
 
-    def handover_steps(self) -> list[AnyStep]:
+    def handover_steps(self) -> list[steps.Step]:
         """Return the release of replaced amphorae, or the VIP handover before the next replacement."""
         roles = {one.role for one in self.live}
-        # A handover is between two amphorae. An amphora that drains since an earlier fail-over prevents it. A dead one
-        # does not, and the deletion of its machine may take long.
+        # A handover needs exactly two amphorae. An amphora that drains since an earlier fail-over prevents a handover.
+        # A dead amphora does not, and the deletion of its machine may take long.
         replaced = [
             one for one in self.retiring if not one.dead and (one.role in roles or one.drains_until is not None)
         ]
         if replaced:
             return [self._release_or_hand_over(one) for one in replaced]
         if any(set(one.partners) != set(self._partners(one, self.everyone)) for one in self.live):
-            return [BumpGeneration(reason="a VIP handover needs exactly two VRRP peers")]
+            return [steps.BumpGeneration(reason="a VIP handover needs exactly two VRRP peers")]
         to = self.live[0].id
-        return [
-            HandOver(amphora_id=one.id, to=to, reason="it is retiring and has the VIPs")
-            for one in self._holder_to_hand_over()
-        ]
+        reason, holder = "it is retiring and has the VIPs", self._holder_to_hand_over()
+        return [steps.HandOver(amphora_id=one.id, to=to, reason=reason) for one in holder]
 
     def _holder_to_hand_over(self) -> list[Amphora]:
-        """Return the retiring amphora with the VIPs that was not asked to hand them over; one at most."""
+        """Return the retiring VIP holder that was not asked to hand the VIPs over; one amphora at most."""
         return [one for one in self._retiring_holder() if not one.handed_over]
 
     def _retiring_holder(self) -> list[Amphora]:
-        """Return the retiring amphora with the VIPs; one at most.
-
-        After a failed handover it keeps the VIPs until it is deleted. The new amphora must have it as a peer until
-        then; otherwise both would have the VIPs.
-        """
+        """Return the retiring VIP holder, if there is one: its replacement must have it as a peer."""
         return [one for one in self.retiring if self._several and one.id == self._holder and one.id not in self._silent]
 
-    def release_steps(self) -> list[AnyStep]:
-        """Return the steps that remove replaced amphorae; one that drains stays until its connections end."""
+    def release_steps(self) -> list[steps.Step]:
+        """Return the steps that remove replaced amphorae; a draining amphora stays until its connections end."""
         draining = [one for one in self.retiring if self._is_draining(one)]
-        steps: list[AnyStep] = [self._release_or_hand_over(one) for one in self.retiring if one not in draining]
-        steps += [self._push_peers(one) for one in draining if set(self._partners(one, self.live)) - set(one.partners)]
-        steps += [
-            CheckDrain(amphora_id=one.id, silent=one.id in self._silent, reason="its connections may have ended")
+        found: list[steps.Step] = [self._release_or_hand_over(one) for one in self.retiring if one not in draining]
+        # A draining amphora takes the VIPs only as the last one, if it knows its current peers.
+        reason = "its VRRP peers lack an amphora that stays"
+        found += [
+            steps.Push(waves=((one.id,),), optional=frozenset((one.id,)), whole=False, reason=reason)
+            for one in draining
+            if set(self._partners(one, self.live)) - set(one.partners)
+        ]
+        found += [
+            steps.CheckDrain(amphora_id=one.id, silent=one.id in self._silent, reason="its connections may have ended")
             for one in draining
         ]
-        return steps
+        return found
 
-    def _release_or_hand_over(self, one: Amphora) -> Release | HandOver:
-        """Return the release of an amphora, or a handover first if it took the VIPs during its replacement.
-
-        Three amphorae exist at that time, so its connections end: only a handover between two keeps connections.
-        """
+    def _release_or_hand_over(self, one: Amphora) -> steps.Release | steps.HandOver:
+        """Return the release of an amphora, or a handover if the amphora took the VIPs in its replacement."""
+        # Three amphorae exist here, so the connections end: only a handover between two amphorae keeps connections.
         if one.holds_vip and one in self._holder_to_hand_over() and self.live:
             to = max(self.live, key=lambda other: self._view.priorities.get(other.role, 0))
-            return HandOver(amphora_id=one.id, to=to.id, reason="it took the VIPs during its replacement")
-        return Release(amphora_id=one.id, reason="it was replaced")
+            return steps.HandOver(amphora_id=one.id, to=to.id, reason="it took the VIPs during its replacement")
+        return steps.Release(amphora_id=one.id, reason="it was replaced")
 
-    def wait_steps(self) -> list[AnyStep]:
-        """Return the wait for the end of drains; empty without a drain."""
+    def wait_steps(self) -> list[steps.Step]:
         draining, now = [one for one in self.retiring if self._is_draining(one)], self._view.now
         if not draining:
             return []
         ends = [one.drains_until for one in draining if one.drains_until is not None and one.drains_until > now]
-        return [Await(until=min([now + _DRAIN_CHECK_PAUSE, *ends]), reason="connections drain")]
+        return [steps.Await(until=min([now + _DRAIN_CHECK_PAUSE, *ends]), reason="connections drain")]
 
     def _is_draining(self, one: Amphora) -> bool:
-        """Return whether an amphora still drains, as far as is known."""
         if not one.drains_until:
             return False
         # The agent measures the drain with a monotonic clock, and `CheckDrain` queries it repeatedly.
         return self._view.clock_set or one.drains_until > self._view.now
 
-    @staticmethod
-    def _push_peers(one: Amphora) -> Push:
-        """Return a push of the current peers, so that a drained amphora takes the VIPs only as the last one."""
-        reason = "its VRRP peers lack an amphora that stays"
-        return Push(waves=((one.id,),), optional=frozenset((one.id,)), whole=False, reason=reason)
-
-    def forget_departed(self) -> list[AnyStep]:
+    def forget_departed(self) -> list[steps.Step]:
         """Return the new generation that removes deleted amphorae from the peers of the others."""
         if self.retiring or not any(set(one.partners) - set(self._partners(one, self.live)) for one in self.live):
             return []
-        return [BumpGeneration(reason="the VRRP peers contain a deleted amphora")]
+        return [steps.BumpGeneration(reason="the VRRP peers contain a deleted amphora")]
 
     def _partners(self, one: Amphora, others: Sequence[Amphora]) -> tuple[Partner, ...]:
         tree = self._view.tree
         return vrrp_peers.partners(one, others, tree.vip) if self._several and tree is not None else ()
 
 
-def _removal_steps(view: LoadBalancerView, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:
-    if amphorae:
-        return [Release(amphora_id=one.id, reason="its load balancer is deleted") for one in amphorae]
-    if view.applied < view.generation:
-        return [ReleaseVip(reason="the load balancer is deleted")]
-    return []
-
-
-def _boot_steps(view: LoadBalancerView, amphora: Amphora) -> list[AnyStep]:
-    """Return the steps an amphora needs before a push."""
-    steps: list[AnyStep] = []
+def _boot_steps(view: steps.LoadBalancerView, amphora: Amphora) -> list[steps.Step]:
+    found: list[steps.Step] = []
     if amphora.management_address is None and amphora.id not in view.absent:
-        steps.append(Boot(amphora_id=amphora.id, reason="it is recorded but not booted"))
+        found.append(steps.Boot(amphora_id=amphora.id, reason="it is recorded but not booted"))
     if view.readable:
-        steps += _plug_steps(view, amphora)
+        found += _plug_steps(view, amphora)
     if amphora.state is AmphoraState.BOOTING and amphora.id not in view.absent:
-        steps.append(AwaitAgent(amphora_id=amphora.id, reason="its agent has not answered yet"))
-    return steps
+        found.append(steps.AwaitAgent(amphora_id=amphora.id, reason="its agent has not answered yet"))
+    return found
 
 
-def _is_booting(view: LoadBalancerView, amphora: Amphora) -> bool:
-    """Return whether an amphora boots and its agent did not answer in this job."""
-    return amphora.state is AmphoraState.BOOTING and amphora.id in view.absent
-
-
-def _wait_for_boot(view: LoadBalancerView, waiting: Sequence[Amphora]) -> Await:
-    """Return the wait for booting machines; an agent that listens ends it earlier."""
+def _wait_for_boot(view: steps.LoadBalancerView, waiting: Sequence[Amphora]) -> steps.Await:
+    """Return the wait for booting machines; the first agent that listens ends the wait earlier."""
     youngest = max(view.now if one.booted_at is None else one.booted_at for one in waiting)
     pause = min(max((view.now - youngest) / 8, _BOOT_PAUSE), _MAX_BOOT_PAUSE)
-    return Await(until=view.now + pause, amphorae=tuple(one.id for one in waiting), reason="machines boot")
+    return steps.Await(until=view.now + pause, amphorae=tuple(one.id for one in waiting), reason="machines boot")
 
 
-def _wait_for_vips(view: LoadBalancerView, amphora_set: AmphoraSet) -> list[AnyStep]:
-    """Return the wait until an amphora of a new pair has the VIPs: the pair is ACTIVE only after that.
-
-    The wait is limited. The pair elects the VIPs' holder by itself, with or without this check.
-    """
+def _wait_for_vips(view: steps.LoadBalancerView, amphora_set: AmphoraSet) -> list[steps.Step]:
+    """Return the limited wait until an amphora of a new pair has the VIPs: the pair is ACTIVE after that."""
     confirmed = max((one.confirmed_at for one in amphora_set.live if one.confirmed_at is not None), default=0.0)
     earliest, latest = (confirmed + seconds for seconds in view.taking_vips)
     if not amphora_set.is_new_pair() or view.vips_taken or view.now >= latest:
         return []
     if view.vips_taken is None:
-        return [QueryVips(reason="an amphora must have the VIPs")]
-    return [Await(until=min(max(earliest, view.now + _VIP_CHECK_PAUSE), latest), reason="no amphora has the VIPs yet")]
+        return [steps.QueryVips(reason="an amphora must have the VIPs")]
+    until = min(max(earliest, view.now + _VIP_CHECK_PAUSE), latest)
+    return [steps.Await(until=until, reason="no amphora has the VIPs yet")]
 
 
-def _plug_steps(view: LoadBalancerView, amphora: Amphora) -> list[AnyStep]:
+def _plug_steps(view: steps.LoadBalancerView, amphora: Amphora) -> list[steps.Step]:
     plugged = {one.port.network_id: {address.subnet_id for address in one.port.addresses} for one in amphora.plugged}
     return [
-        Plug(
+        steps.Plug(
             amphora_id=amphora.id,
             network_id=network_id,
             subnet_ids=subnets,
@@ -444,14 +339,13 @@ def _plug_steps(view: LoadBalancerView, amphora: Amphora) -> list[AnyStep]:
     ]
 
 
-def _cleanup_steps(view: LoadBalancerView, amphora_set: AmphoraSet) -> list[AnyStep]:
-    """Return the cleanup steps after all amphorae serve the newest generation."""
-    steps = amphora_set.release_steps()
-    steps += [
-        Unplug(amphora_id=one.id, network_id=plugged.port.network_id, reason="no member uses this network")
+def _cleanup_steps(view: steps.LoadBalancerView, amphora_set: AmphoraSet) -> list[steps.Step]:
+    found = amphora_set.release_steps()
+    found += [
+        steps.Unplug(amphora_id=one.id, network_id=plugged.port.network_id, reason="no member uses this network")
         for one in amphora_set.live
         for plugged in one.plugged
         if plugged.port.network_id not in view.networks
     ]
-    # A wait ends the round, so it is the last step.
-    return steps + amphora_set.wait_steps()
+    # A wait ends the round, so the wait is the last step.
+    return found + amphora_set.wait_steps()

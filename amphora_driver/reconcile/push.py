@@ -13,40 +13,36 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+import sqlalchemy as sa
 
 from amphora_driver import log_context, metrics
-from amphora_driver.errors import AgentError, AgentRefused, ModelError, StoreError
+from amphora_driver.errors import AgentError, AgentRefused, ModelError
 from amphora_driver.health.initial_status import InitialStatuses, initial_statuses
+from amphora_driver.health.status import Statuses
 from amphora_driver.model.amphora import Amphora, AmphoraState
 from amphora_driver.model.loadbalancer import LoadBalancer
-from amphora_driver.model.secret_refs import ticket_secret_name
+from amphora_driver.model.secret_refs import SecretName, ticket_secret_name
 from amphora_driver.queue.jobs import oldest_open_request, record_outcome
-from amphora_driver.reconcile import desired_bundle, omitted_objects, secret_files, vrrp_peers
-from amphora_driver.reconcile.defaults import advert_interval, with_process_limits
-from amphora_driver.reconcile.tls_tickets import create_ticket_state, ticket_keys
+from amphora_driver.reconcile import secret_files, steps, vrrp_peers
+from amphora_driver.reconcile.context import ReconcileContext, WriteUnderLease
+from amphora_driver.reconcile.defaults import with_process_limits
+from amphora_driver.reconcile.desired_bundle import BundleInputs, build_bundle, record_omitted_objects, render_servable
+from amphora_driver.reconcile.job import Job
+from amphora_driver.reconcile.tls_tickets import create_ticket_state
 from amphora_driver.render.bundle import Served
+from amphora_driver.render.tls import File
+from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, failovers, generations, status_outbox
 from amphora_driver.store import sealed_secrets as kept
 from amphora_driver.store.failovers import Event
 from amphora_driver.store.sealed_secrets import SealedSecret
 from amphora_driver.untrusted_text import printable
 
-if TYPE_CHECKING:
-    import sqlalchemy as sa
-
-    from amphora_driver.health.status import Statuses
-    from amphora_driver.model.secret_refs import SecretName
-    from amphora_driver.reconcile import steps
-    from amphora_driver.reconcile.context import ReconcileContext, WriteUnderLease
-    from amphora_driver.reconcile.job import Job
-    from amphora_driver.render.tls import File
-
-    # Result of a wave by amphora id; None if the amphora serves the generation.
-    Answers = dict[str, AgentError | None]
-
+# The result of a wave by amphora id; None for an amphora that serves the generation.
+Answers = dict[str, AgentError | None]
 
 LOG = logging.getLogger(__name__)
 # If HAProxy refuses one object, the push is repeated without it, for at most this number of objects.
@@ -61,26 +57,15 @@ class _GenerationConflict(Exception):
     """An amphora serves this generation already, with a different content."""
 
 
-class _Wave(msgspec.Struct, frozen=True, kw_only=True):
-    """One wave of a push: its targets, and the state that determines their bundles."""
-
-    tree: LoadBalancer
-    generation: int
+class _Wave(msgspec.Struct, frozen=True):
+    view: steps.LoadBalancerView
+    recorded: BundleInputs
     targets: tuple[Amphora, ...]
-    everyone: tuple[Amphora, ...]
-    priorities: dict[str, int]
     optional: frozenset[str]
-    networks: frozenset[str]
 
 
 class BundlePush:
-    """Pushes of one load balancer under one lease.
-
-    Args:
-        context: clients and backends of this controller.
-        job: the job, with its lease and deadline.
-        write: runs a change of the store under the lease; `applied` is the generation that every amphora serves now.
-    """
+    """Pushes of one load balancer under one lease."""
 
     def __init__(self, context: ReconcileContext, job: Job, write: WriteUnderLease) -> None:
         self._conf = context.conf
@@ -89,13 +74,13 @@ class BundlePush:
         self._vault = context.vault
         self._job = job
         self._write = write
-        # Objects that cannot be served in the generation being pushed: reasons by object id.
+        # Objects that cannot be served in the pushed generation: reasons by object id.
         self._omitted: dict[str, str] = {}
-        # The rendered configuration without those objects; None after another one was found.
+        # The rendered configuration without the omitted objects; None after another object was omitted.
         self._served: Served | None = None
-        # The seed of the TLS ticket keys, if this job created it after `view` was read.
+        # The seed of the TLS ticket keys, if this job has created a seed.
         self._new_seed: SealedSecret | None = None
-        # Time of acceptance of the oldest request that the last confirmation answered; None without a request.
+        # Acceptance time of the oldest request that the last confirmation answered; None without a request.
         self._accepted_at: float | None = None
 
     def push(self, step: steps.Push, view: steps.LoadBalancerView, everyone: Sequence[Amphora]) -> None:
@@ -111,81 +96,73 @@ class BundlePush:
         self._omitted = secret_files.pools_without_secret(view.tree, view.secrets) | view.failed
         self._served = self._new_seed = None
         by_id = {one.id: one for one in everyone}
+        recorded = BundleInputs(
+            tree=with_process_limits(view.tree, self._conf),
+            generation=view.generation,
+            amphorae=tuple(everyone),
+            networks=frozenset(view.networks),
+            failed=view.failed,
+            secrets=view.secrets,
+            tickets=view.tickets,
+            priorities=view.priorities,
+        )
         unreachable: AgentError | None = None
         try:
             for number, targets in enumerate(step.waves, start=1):
-                wave = _Wave(
-                    tree=with_process_limits(view.tree, self._conf),
-                    generation=view.generation,
-                    targets=tuple(by_id[one] for one in targets),
-                    everyone=tuple(everyone),
-                    priorities=view.priorities,
-                    optional=step.optional,
-                    networks=frozenset(view.networks),
-                )
+                wave = _Wave(view, recorded, tuple(by_id[one] for one in targets), step.optional)
                 if number > 1:
                     self._job.ensure_may_act()
                 whole = step.whole and number == len(step.waves) and unreachable is None
-                unreachable = self._push_wave(wave, view, whole=whole) or unreachable
+                unreachable = self._push_wave(wave, whole=whole) or unreachable
         except _GenerationConflict:
-            LOG.info(
-                "load balancer %s: an amphora serves generation %d with another content, using the next one",
-                view.load_balancer_id,
-                view.generation,
-            )
-            self._write(
-                lambda connection: generations.bump_generation(connection, view.load_balancer_id, view.generation)
-            )
+            of, generation = view.load_balancer_id, view.generation
+            LOG.info("load balancer %s: generation %d exists with another content, incrementing it", of, generation)
+            self._write(lambda c: generations.bump_generation(c, of, generation))
             return
         if unreachable is not None:
             raise unreachable
 
     def confirm(self, view: steps.LoadBalancerView) -> None:
         """Record that every amphora serves the newest generation, also after pushes of earlier jobs."""
-        self._write(lambda connection: self._record_confirmation(connection, view), applied=view.generation)
+        self._write(lambda c: self._record_confirmation(c, view), applied=view.generation)
         self._observe_latency()
 
     def query_vips_taken(self, everyone: Sequence[Amphora]) -> bool:
-        """Return whether an amphora has the VIPs; True if this is unknown, so that the job goes on."""
+        """Return whether an amphora has the VIPs; True without an answer, so that the job continues."""
         deadline = self._job.deadline.within(_VIP_QUERY_TIMEOUT)
         try:
             said = [self._agents.info(one.id, str(one.management_address), deadline=deadline) for one in everyone]
         except AgentError as error:
-            LOG.warning(
-                "could not query the amphorae of load balancer %s for the VIPs: %s",
-                self._job.lease.load_balancer_id,
-                error,
-            )
+            of = self._job.lease.load_balancer_id
+            LOG.warning("load balancer %s: continuing, an amphora cannot be queried for the VIPs: %s", of, error)
             return True
         return any(one.holds_vip for one in said) or all(one.holds_vip is None for one in said)
 
-    def _push_wave(self, wave: _Wave, view: steps.LoadBalancerView, *, whole: bool) -> AgentError | None:
-        """Push to the amphorae of one wave; return the error of an unreachable one."""
+    def _push_wave(self, wave: _Wave, *, whole: bool) -> AgentError | None:
+        """Push to the amphorae of one wave; return the error of an unreachable amphora."""
+        of = wave.view.load_balancer_id
         for _ in range(_MAX_REJECTED_OBJECTS):
             if self._served is None:
-                self._served = self._render(view, wave.tree)
+                self._served = self._render(wave.view, wave.recorded.tree)
             answers = self._push_to_all(wave, self._served)
-            refusal = _find_refusal(answers, wave.generation, wave.optional)
+            refusal = _find_refusal(answers, wave.recorded.generation, wave.optional)
             if refusal is None:
-                return self._record_wave(wave, view, answers, whole=whole)
+                return self._record_wave(wave, answers, whole=whole)
             rejected = _rejected_objects(refusal, self._served)
             if rejected.keys() <= self._omitted.keys():
                 raise refusal
             for object_id in rejected:
-                LOG.warning("load balancer %s: omitting %s: %s", wave.tree.id, object_id, refusal.happened)
+                LOG.warning("load balancer %s: omitting its object %s: %s", of, object_id, refusal.happened)
             self._omitted |= rejected
             self._served = None
-        raise ModelError(
-            f"find a configuration of load balancer {wave.tree.id} that HAProxy accepts",
-            f"it was refused {_MAX_REJECTED_OBJECTS} times: {next(iter(self._omitted.values()))}",
-        )
+        happened = f"it was refused {_MAX_REJECTED_OBJECTS} times: {next(iter(self._omitted.values()))}"
+        raise ModelError(f"find a configuration of load balancer {of} that HAProxy accepts", happened)
 
     def _push_to_all(self, wave: _Wave, served: Served) -> Answers:
-        """Push to all amphorae of the wave in parallel."""
 
         def push(amphora: Amphora) -> AgentError | None:
-            # The log context belongs to the job's thread, so each thread of the pool sets it again.
-            with log_context.about(wave.tree.id, amphora.id, wave.generation):
+            # The log context belongs to the job's thread, so each thread of the pool sets the context again.
+            with log_context.about(wave.recorded.tree.id, amphora.id, wave.recorded.generation):
                 try:
                     self._push_to(wave, amphora, served)
                 except AgentError as error:
@@ -199,36 +176,26 @@ class BundlePush:
             return dict(zip((one.id for one in wave.targets), pool.map(push, wave.targets), strict=True))
 
     def _push_to(self, wave: _Wave, amphora: Amphora, served: Served) -> None:
-        # A draining amphora must not delay the others: use the short time-out.
-        leaves = amphora.drains_until is not None
-        body = desired_bundle.build_bundle(
-            wave.tree,
-            wave.generation,
-            amphora,
-            wave.everyone,
-            served,
-            wave.networks,
-            wave.priorities,
-            advert_interval(wave.tree, self._conf),
-        )
-        deadline = self._job.deadline.within(_RETIRING_TIMEOUT) if leaves else self._job.deadline
+        body = build_bundle(wave.recorded, amphora, served, self._conf)
+        deadline = self._job.deadline
+        if amphora.drains_until is not None:
+            # A draining amphora must not delay the others.
+            deadline = deadline.within(_RETIRING_TIMEOUT)
         applied = self._agents.put_bundle(amphora.id, str(amphora.management_address), body, deadline=deadline)
         # The agent may have replaced this push with a newer generation of another controller.
-        if applied.generation < wave.generation:
-            attempted = f"have amphora {amphora.id} serve generation {wave.generation}"
+        if applied.generation < wave.recorded.generation:
+            attempted = f"have amphora {amphora.id} serve generation {wave.recorded.generation}"
             raise AgentRefused(attempted, f"it serves {applied.generation}")
-        words = (amphora.id, wave.generation, printable(applied.how, 20), printable(applied.reason, 500))
+        words = (amphora.id, wave.recorded.generation, printable(applied.how, 20), printable(applied.reason, 500))
         LOG.info("amphora %s serves generation %d by %s (%s)", *words)
         metrics.count_push(applied.how)
 
-    def _record_wave(
-        self, wave: _Wave, view: steps.LoadBalancerView, answers: Answers, *, whole: bool
-    ) -> AgentError | None:
-        """Record the confirmations of the wave; return the error of an unreachable amphora."""
+    def _record_wave(self, wave: _Wave, answers: Answers, *, whole: bool) -> AgentError | None:
+        view, generation = wave.view, wave.view.generation
         unreachable = None
         for amphora_id, error in answers.items():
             if error is not None and amphora_id in wave.optional:
-                LOG.warning("retiring amphora %s does not accept the configuration: %s", amphora_id, error)
+                LOG.warning("retiring amphora %s does not accept generation %d: %s", amphora_id, generation, error)
             elif error is not None:
                 unreachable = error
         served = [one for one in wave.targets if answers[one.id] is None]
@@ -237,22 +204,21 @@ class BundlePush:
 
         def write(connection: sa.Connection) -> None:
             for one in served:
-                values: dict[str, Any] = {"confirmed": wave.generation, "confirmed_at": now, "drifts": False}
-                if wave.priorities:
-                    values["partners"] = vrrp_peers.partners(one, wave.everyone, wave.tree.vip)
+                values: dict[str, Any] = {"confirmed": generation, "confirmed_at": now, "drifts": False}
+                if view.priorities:
+                    values["partners"] = vrrp_peers.partners(one, wave.recorded.amphorae, wave.recorded.tree.vip)
                 amphorae.update_amphora(connection, one.id, **values)
                 if view.replacing and one.state is not AmphoraState.RETIRING:
                     failovers.record_event(connection, view.load_balancer_id, Event.CONFIRMED, now, one.id)
             if all_serve:
-                # This is usually the last missing confirmation: record both in one transaction.
+                # One transaction records the last confirmation and the confirmation of the load balancer.
                 self._record_confirmation(connection, view)
-            elif served and self._omitted and view.applied < wave.generation:
+            elif served and self._omitted and view.applied < generation:
                 # A later job may confirm the generation and needs the omitted objects.
-                omitted_objects.record_omitted_objects(
-                    connection, view.load_balancer_id, wave.generation, self._all_omitted(view)
-                )
+                omitted, of = self._all_omitted(view), view.load_balancer_id
+                record_omitted_objects(connection, of, generation, omitted)
 
-        self._write(write, applied=wave.generation if all_serve else None)
+        self._write(write, applied=generation if all_serve else None)
         self._observe_latency()
         return unreachable
 
@@ -267,40 +233,34 @@ class BundlePush:
         self._accepted_at = oldest_open_request(connection, of, view.generation)
         record_outcome(connection, of, view.generation, outcome)
         if failed:
-            omitted_objects.clear_omitted_objects(connection, of)
+            record_omitted_objects(connection, of, None, {})
 
     def _observe_latency(self) -> None:
-        """Observe the time from the oldest request to its confirmation."""
         metrics.observe_apply(self._accepted_at, time.time())
         self._accepted_at = None
 
     def _all_omitted(self, view: steps.LoadBalancerView) -> dict[str, str]:
-        """Return the objects that the newest generation omits; none for a load balancer to be deleted."""
         return {} if view.gone else {**view.failed, **view.omitted, **self._omitted}
 
-    # --- what is served ---------------------------------------------------------------------------------------------
-
     def _render(self, view: steps.LoadBalancerView, tree: LoadBalancer) -> Served:
-        """Render the load balancer without the objects that cannot be served, and note these objects."""
-        rendered = desired_bundle.render_servable(
-            tree, self._omitted, self._conf, self._vault, lambda files: self._secrets_with_ticket_seed(view, files)
+        """Render the load balancer without the objects that cannot be served, and record these objects."""
+        rendered = render_servable(
+            tree, self._omitted, self._conf, self._vault, lambda files: self._secrets_with_seed(view, files)
         )
         for object_id, reason in rendered.without_secret.items():
-            LOG.warning("load balancer %s: omitting %s: %s", tree.id, object_id, reason)
+            LOG.warning("load balancer %s: omitting its object %s: %s", tree.id, object_id, reason)
         self._omitted = rendered.omitted
         return rendered.served
 
-    def _secrets_with_ticket_seed(
-        self, view: steps.LoadBalancerView, files: Sequence[File]
-    ) -> dict[SecretName, SealedSecret]:
+    def _secrets_with_seed(self, view: steps.LoadBalancerView, files: Sequence[File]) -> dict[SecretName, SealedSecret]:
         """Return the load balancer's secrets, with the seed of its TLS ticket keys if a file needs it.
 
         A missing seed is created, and a seed that no key of the vault opens is replaced. A replacement costs each
         client one full handshake.
         """
         name = ticket_secret_name(view.load_balancer_id)
-        asked = any(file.secret == name for file in files)
-        if not asked or (view.tickets is not None and self._is_usable(name, view.secrets.get(name))):
+        usable = isinstance(secret_files.open_secret(name, view.secrets, self._vault), Secret)
+        if not any(file.secret == name for file in files) or (view.tickets is not None and usable):
             return view.secrets
         if self._new_seed is None:
             self._new_seed = SealedSecret(content=self._vault.seal(create_ticket_state(), kept.secret_location(name)))
@@ -313,15 +273,6 @@ class BundlePush:
             self._write(write)
         return {**view.secrets, name: self._new_seed}
 
-    def _is_usable(self, name: SecretName, sealed: SealedSecret | None) -> bool:
-        if sealed is None or sealed.content is None:
-            return False
-        try:
-            ticket_keys(self._vault.open(sealed.content, kept.secret_location(name)))
-        except StoreError:
-            return False
-        return True
-
 
 def _observations(found: Statuses) -> list[status_outbox.Observation]:
     return [
@@ -331,7 +282,7 @@ def _observations(found: Statuses) -> list[status_outbox.Observation]:
 
 
 def _rejected_objects(refusal: AgentRefused, served: Served) -> dict[str, str]:
-    """Return the objects to omit, with the reasons by object id; empty if the refusal names none."""
+    """Return the objects to omit, with the reasons by object id; empty if the refusal names no object."""
     if refusal.object_id is not None:
         return {refusal.object_id: refusal.happened}
     # An agent without UDP support cannot parse a bundle with UDP listeners.
@@ -341,12 +292,9 @@ def _rejected_objects(refusal: AgentRefused, served: Served) -> dict[str, str]:
 
 
 def _find_refusal(answers: Answers, generation: int, optional: frozenset[str]) -> AgentRefused | None:
-    """Return the refusal of the configuration by an amphora, if there is one.
+    """Return the first refusal of the configuration by an amphora; None without a refusal.
 
     A server error (5xx) or an unreachable amphora is no refusal of the configuration.
-
-    Raises:
-        _GenerationConflict: an amphora serves the generation already, with a different content.
     """
     said = [error for one, error in answers.items() if one not in optional and isinstance(error, AgentRefused)]
     if any(error.status == HTTPStatus.CONFLICT and error.generation == generation for error in said):

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reconciliation of one load balancer with its recorded state.
 
-Invariant: `reconcile` reads the store and plans again after every round of steps, until the plan is empty. At its end
-it releases the lease. The job is then finished, waits for an event, yields to a request with precedence, or is retried
-after a growing back-off. A job never holds its lease while it waits for a slow event such as a boot.
+Invariant: `reconcile` reads the store and plans again after every round of steps, until the plan is empty. The job then
+releases the lease: it is finished, waits for an event, is preempted, or is retried after a growing back-off. A job
+never holds its lease while it waits for a slow event such as a boot.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import sqlalchemy as sa
 
@@ -27,59 +28,46 @@ from amphora_driver.errors import (
     UnsupportedOption,
 )
 from amphora_driver.model.amphora import Amphora, AmphoraState
+from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.model.secret_refs import secrets_of_tree
+from amphora_driver.network.interface import Network
 from amphora_driver.queue.jobs import Jobs, Lease, guard_lease, has_open_request, record_outcome
-from amphora_driver.reconcile import plan as planning
-from amphora_driver.reconcile import vip_allocation
+from amphora_driver.reconcile import steps, vip_allocation
 from amphora_driver.reconcile.boot_wait import AwaitedAgent, BootWait
+from amphora_driver.reconcile.context import ReconcileContext
 from amphora_driver.reconcile.defaults import advert_interval
+from amphora_driver.reconcile.desired_bundle import read_omitted_objects
 from amphora_driver.reconcile.executor import StepExecutor
 from amphora_driver.reconcile.job import Job
-from amphora_driver.reconcile.omitted_objects import read_omitted_objects
+from amphora_driver.reconcile.plan import plan
 from amphora_driver.reconcile.tree_cache import TreeCache
 from amphora_driver.store import amphorae, failovers, sealed_secrets, status_outbox
 from amphora_driver.store.requests import Op
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from amphora_driver.model.loadbalancer import LoadBalancer
-    from amphora_driver.network.interface import Network
-    from amphora_driver.reconcile.context import ReconcileContext
-
 LOG = logging.getLogger(__name__)
-# Shortest pause in seconds before the next job, so that other jobs run first. The plan may ask for less if a user
-# waits.
+# Shortest pause in seconds before the next job, so that other jobs run first. A plan may state a shorter pause.
 _MIN_PAUSE = 1.0
 # Longest pause in seconds, unless the longest retry back-off is longer.
 _MAX_PAUSE = 25.0
 # Additional pause in seconds for each booting amphora, because checks of machines slow their boots down.
 _PAUSE_PER_BOOT = 0.05
 # An amphora of a new pair takes the VIPs after three advertisement intervals and a fraction (RFC 9568, 6.1). The job
-# waits for at most four intervals, and these seconds more for busy machines.
+# waits for at most four intervals and a margin in seconds for busy machines.
 _MIN_ADVERTS, _MAX_ADVERTS, _VIP_MARGIN = 3, 4, 3.0
 # An amphora that misses this number of heartbeats does not delay its partner.
 _MISSED_HEARTBEATS = 3
 # Steps that affect the machine and the ports of one amphora only.
-_SINGLE_AMPHORA_STEPS = (planning.Boot, planning.Plug, planning.AwaitAgent, planning.Release)
+_SINGLE_AMPHORA_STEPS = (steps.Boot, steps.Plug, steps.AwaitAgent, steps.Release)
 
 
 class Reconciler:
-    """Runs the jobs of leases.
+    """Runs the jobs of leases; calls `on_status` after a change that Octavia may have to receive.
 
-    Args:
-        context: clients and backends of this controller.
-        jobs: the queue that releases leases.
-        on_status: called after a change that Octavia may have to receive.
-        boot_wait: waits for the agents of booting amphorae; without it, jobs check them at intervals.
+    Without `boot_wait`, jobs check booting amphorae at intervals.
     """
 
     def __init__(
-        self,
-        context: ReconcileContext,
-        jobs: Jobs,
-        on_status: Callable[[], None],
-        boot_wait: BootWait | None = None,
+        self, context: ReconcileContext, jobs: Jobs, on_status: Callable[[], None], boot_wait: BootWait | None = None
     ) -> None:
         self._context = context
         self._database = context.database
@@ -89,7 +77,6 @@ class Reconciler:
         self._tree_cache = TreeCache()
 
     def create_job(self, lease: Lease) -> Job:
-        """Create the job of a lease, with the time-out of an operation."""
         return Job(lease, self._database, self._context.conf.amp_controller.operation_timeout)
 
     def reconcile(self, lease: Lease, job: Job | None = None) -> None:
@@ -109,51 +96,43 @@ class Reconciler:
             failpoints.reach(failpoints.Point.FINISHED)
         except LeaseLost as error:
             if not job.row_deleted:
-                LOG.warning(
-                    "load balancer %s: the job stops, because its lease is lost: %s", lease.load_balancer_id, error
-                )
+                LOG.warning("load balancer %s: stopping the job, its lease is lost: %s", lease.load_balancer_id, error)
             return "lost"
         except AmphoraDriverError as error:
             self._handle_failure(job, error)
         except Exception as error:
-            LOG.exception("load balancer %s: unexpected failure", lease.load_balancer_id)
+            LOG.exception("load balancer %s: the job failed unexpectedly, retrying it", lease.load_balancer_id)
             self._handle_failure(job, error)
         else:
             return "finished" if found[2] is None else "waiting"
         return "gave_way" if job.is_preempted else "failed"
 
     def _refuse_crash_loop(self, lease: Lease) -> None:
-        """Refuse load balancers that crashed several controllers, except for occasional retries.
-
-        Raises:
-            CrashLoop: the limit of crashes is reached.
-        """
+        """Refuse load balancers that crashed several controllers, except for occasional retries."""
         if lease.crashes >= self._context.conf.amp_controller.give_up_after:
-            raise CrashLoop(
-                f"work on load balancer {lease.load_balancer_id}",
-                f"{lease.crashes} controllers in a row crashed or stalled while they worked on it",
-                "Check their logs for the last step. It is retried occasionally.",
-            )
+            happened = f"{lease.crashes} controllers in a row crashed or stalled while they worked on it"
+            remedy = "Check their logs for the last step. It is retried occasionally."
+            raise CrashLoop(f"work on load balancer {lease.load_balancer_id}", happened, remedy)
 
-    def _converge(self, job: Job) -> tuple[planning.AnyView, tuple[Amphora, ...], planning.Await | None]:
-        """Perform steps until none is left; return the last observation, and the wait if there is one."""
+    def _converge(self, job: Job) -> tuple[steps.AnyView, tuple[Amphora, ...], steps.Await | None]:
         executor = StepExecutor(self._context, job)
         while True:
-            view, observed = self._observe(job, executor)
-            if view is None:
-                raise LeaseLost(f"work on load balancer {job.lease.load_balancer_id}", "it is not recorded")
-            planned = planning.plan(view, observed)
+            now = self._database.now()
+            view, observed = self._database.read(partial(self._read_view, job=job, executor=executor, now=now))
+            view, observed = executor.spares.without_unfit(view), executor.removal.with_answers(observed)
+            planned = plan(view, observed)
             awaited = _perform_steps(executor, planned, view, observed)
             if awaited is not None or not planned:
                 return view, observed, awaited
             self._on_status()
 
     def _release_lease(
-        self, job: Job, view: planning.AnyView, observed: tuple[Amphora, ...], step: planning.Await | None
+        self, job: Job, view: steps.AnyView, observed: tuple[Amphora, ...], step: steps.Await | None
     ) -> None:
-        if step is None and isinstance(view, planning.LoadBalancerView) and view.replacing:
-            now = self._database.now()
-            self._database.write(lambda connection: _finish_failovers(connection, job, now))
+        if step is None and isinstance(view, steps.LoadBalancerView) and view.replacing:
+            # The plan is empty, so fail-overs with missing events end too.
+            of, now = job.lease.load_balancer_id, self._database.now()
+            self._write(job, lambda c: failovers.finish_settled_failovers(c, of, now))
         until = None if step is None else step.until
         if step is None or until is None:
             self._jobs.complete(job.lease, view.generation)
@@ -167,9 +146,9 @@ class Reconciler:
         if view.applied >= view.generation:
             self._jobs.complete(job.lease, view.generation, self._database.now() + pause)
         else:
-            readable = view.readable if isinstance(view, planning.LoadBalancerView) else True
+            readable = view.readable if isinstance(view, steps.LoadBalancerView) else True
             self._jobs.defer(job.lease, view.generation, pause, readable=readable)
-        # Register after the release of the lease: an earlier event would have no effect.
+        # An agent that listens before the release of the lease would have no effect, so the wait begins here.
         awaited = [
             AwaitedAgent(one.id, one.management_address, job.lease.load_balancer_id, pause)
             for one in observed
@@ -178,37 +157,44 @@ class Reconciler:
         if awaited and self._boot_wait is not None:
             self._boot_wait.add(awaited)
 
-    def _observe(self, job: Job, executor: StepExecutor) -> tuple[planning.AnyView | None, tuple[Amphora, ...]]:
-        """Return the desired and the observed state of one moment."""
-        now = self._database.now()
-        view, observed = self._database.read(lambda connection: self._read_view(connection, job, executor, now))
-        return (None if view is None else executor.spares.without_unfit(view)), executor.removal.with_answers(observed)
-
     def _read_view(
         self, connection: sa.Connection, job: Job, executor: StepExecutor, now: float
-    ) -> tuple[planning.AnyView | None, tuple[Amphora, ...]]:
+    ) -> tuple[steps.AnyView, tuple[Amphora, ...]]:
         lease, load_balancer_id = job.lease, job.lease.load_balancer_id
         row, observed = amphorae.load_with_work(connection, load_balancer_id)
         if row is None:
-            return None, ()
-        # Record the generation first, so that a later request counts as newer than this observation.
+            raise LeaseLost(f"work on load balancer {load_balancer_id}", "it is not recorded")
+        # The generation is recorded first, so that a later request counts as newer than this observation.
         job.record_observation(row.generation, row.op)
         log_context.set_generation(row.generation)
         job.replacing = bool(row.replacing)
         job.staying = frozenset(one.id for one in observed if one.state is not AmphoraState.RETIRING)
+        renewals = executor.renewal.due(observed, now)
         if row.op == Op.SPARES:
-            return self._read_spare_pool_view(connection, row, observed, job, executor, now), observed
+            return steps.SparePoolView(
+                load_balancer_id=load_balancer_id,
+                generation=row.generation,
+                applied=row.applied,
+                attempts=lease.attempts,
+                silence_limit=_MISSED_HEARTBEATS * self._context.conf.amp_health.interval,
+                now=now,
+                absent=executor.absent | executor.spares.absent,
+                asked=executor.spares.queried,
+                compute=row.compute,
+                network=row.network,
+                renewals=renewals,
+                stock=executor.spares.read_pool_state(connection, row),
+            ), observed
         gone = row.op == Op.DELETE
         tree = None if gone else self._tree_cache.load(connection, row, lease.epoch)
         catalogue = self._context.catalogue
         given, addressed = vip_allocation.read_applied_options(row), vip_allocation.addresses_known(tree)
-        needed, failed = (
-            ({}, {})
-            if tree is None or not addressed
-            else needed_networks(tree, observed, catalogue.network(row.network))
-        )
+        needed: dict[str, tuple[str, ...]] = {}
+        failed: dict[str, str] = {}
+        if tree is not None and addressed:
+            needed, failed = needed_networks(tree, observed, catalogue.network(row.network))
         failed |= vip_allocation.read_refusal(connection, load_balancer_id, given)
-        # References and secrets must be of the same generation: without a snapshot, read again after a change.
+        # References and secrets must be of the same generation, so a changed generation is read again.
         uses_some = tree is not None and next(secrets_of_tree(tree), None) is not None
         kept = sealed_secrets.load_secrets(connection, load_balancer_id) if uses_some else {}
         if kept and _generation(connection, load_balancer_id) != row.generation:
@@ -217,7 +203,7 @@ class Reconciler:
         spec = executor.spares.find_spec(row, tree)
         takes = job.replacing and spec is not None and spec.id == row.spare_pool
         advert = 0.0 if tree is None else advert_interval(tree, self._context.conf)
-        return planning.LoadBalancerView(
+        return steps.LoadBalancerView(
             load_balancer_id=load_balancer_id,
             generation=row.generation,
             applied=row.applied,
@@ -248,89 +234,66 @@ class Reconciler:
             pool=row.spare_pool,
             spec=spec,
             spares=executor.spares.list_adoptable(connection, row.spare_pool) if takes else (),
-            renewals=executor.renewal.due(observed, now),
+            renewals=renewals,
         ), observed
 
-    def _read_spare_pool_view(
-        self,
-        connection: sa.Connection,
-        row: Any,
-        observed: tuple[Amphora, ...],
-        job: Job,
-        executor: StepExecutor,
-        now: float,
-    ) -> planning.SparePoolView:
-        """Return the desired state of a spare pool."""
-        return planning.SparePoolView(
-            load_balancer_id=job.lease.load_balancer_id,
-            generation=row.generation,
-            applied=row.applied,
-            attempts=job.lease.attempts,
-            silence_limit=_MISSED_HEARTBEATS * self._context.conf.amp_health.interval,
-            now=now,
-            absent=executor.absent | executor.spares.absent,
-            asked=executor.spares.queried,
-            compute=row.compute,
-            network=row.network,
-            renewals=executor.renewal.due(observed, now),
-            stock=executor.spares.read_pool_state(connection, row),
-        )
+    def _write(self, job: Job, change: Callable[[sa.Connection], object]) -> None:
+        def write(connection: sa.Connection) -> None:
+            guard_lease(connection, job.lease)
+            change(connection)
+
+        self._database.write(write)
 
     def _handle_failure(self, job: Job, error: Exception) -> None:
         """Schedule a retry; report ERROR at once for a final error, and after several attempts for others."""
-        lease, conf = job.lease, self._context.conf.amp_controller
+        lease, conf, of = job.lease, self._context.conf.amp_controller, job.lease.load_balancer_id
         try:
             now = self._database.now()
             if isinstance(error, Superseded) or job.is_preempted:
-                # The preemption caused any other error.
-                LOG.info("load balancer %s: the job is preempted: %s", lease.load_balancer_id, job.preemption_error())
+                # A preemption may cause any error of the running call.
+                LOG.info("load balancer %s: the job is preempted and starts again: %s", of, job.preemption_error())
                 self._jobs.yield_lease(lease)
                 return
             final = isinstance(error, AmphoraDriverError) and error.final
             pause = conf.retry_most if final else min(conf.retry_first * 2**lease.attempts, conf.retry_most)
             pause *= random.uniform(0.8, 1.2)  # noqa: S311 - jitter, no secret
-            LOG.warning("load balancer %s: %s; trying again in %.1f s", lease.load_balancer_id, error, pause)
+            LOG.warning("load balancer %s: the job failed: %s; trying again in %.1f s", of, error, pause)
             if job.replacing:
-                self._database.write(lambda connection: _record_failure(connection, job, str(error), now))
+                self._write(job, lambda c: failovers.record_failure(c, of, now, str(error)))
             tried = lease.attempts + 1
             if final or tried >= conf.give_up_after:
                 first = final or tried == conf.give_up_after
-                if self._database.write(lambda connection: _report_error(connection, job, str(error), always=first)):
+                if self._database.write(lambda c: _report_error(c, job, str(error), always=first)):
                     self._on_status()
-            # The job ended without a crash: reset the crash count, or leave it one below the limit after a refusal.
+            # A job without a crash resets the crash count, and a refusal leaves the count one below the limit.
             crashes = lease.crashes - 1 if isinstance(error, CrashLoop) else 0
             self._jobs.retry_later(lease, pause, str(error), job.generation or None, crashes=crashes)
-        except (AmphoraDriverError, OSError) as release_error:
-            # The lease expires, and a controller claims the load balancer again.
-            LOG.warning(
-                "load balancer %s: could not release the lease, it expires: %s", lease.load_balancer_id, release_error
-            )
+        except (AmphoraDriverError, OSError) as failure:
+            LOG.warning("load balancer %s: could not release its lease, which expires: %s", of, failure)
 
 
 def _perform_steps(
-    executor: StepExecutor, planned: Sequence[planning.AnyStep], view: planning.AnyView, observed: tuple[Amphora, ...]
-) -> planning.Await | None:
+    executor: StepExecutor, planned: Sequence[steps.Step], view: steps.AnyView, observed: tuple[Amphora, ...]
+) -> steps.Await | None:
     """Perform the steps; return the wait among them, if there is one.
 
-    An error with one machine does not stop the boot or removal of another: steps of a single amphora continue for the
-    others. The round then ends with the first error, or with a final one.
-
-    Raises:
-        AmphoraDriverError: a step failed.
+    After an error of one amphora, the single-amphora steps of the others continue. The round then ends with the first
+    error, or with a final one.
     """
     errors: dict[str, AmphoraDriverError] = {}
     for step in planned:
         amphora_id = step.amphora_id if isinstance(step, _SINGLE_AMPHORA_STEPS) else None
         if errors and (amphora_id is None or amphora_id in errors):
             continue
-        if isinstance(step, planning.Await):
+        if isinstance(step, steps.Await):
             return step
         try:
             executor.execute(step, view, observed)
         except (AgentError, ComputeError, NetworkError) as error:
             if amphora_id is None:
                 raise
-            LOG.warning("load balancer %s: a step for amphora %s failed: %s", view.load_balancer_id, amphora_id, error)
+            of = view.load_balancer_id
+            LOG.warning("load balancer %s: continuing, a step for amphora %s failed: %s", of, amphora_id, error)
             errors[amphora_id] = error
     if errors:
         raise next((one for one in errors.values() if one.final), next(iter(errors.values())))
@@ -340,10 +303,9 @@ def _perform_steps(
 def needed_networks(
     tree: LoadBalancer, observed: tuple[Amphora, ...], network: Network
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
-    """Return the networks an amphora of this load balancer needs, with their subnets: the VIP's first.
+    """Return the networks that an amphora needs, with their subnets: the network of the VIP is the first.
 
-    Returns:
-        The networks, and the reasons by id for members whose subnet does not exist.
+    The second result has the reasons by id for members whose subnet does not exist.
     """
     known: dict[str, str] = {vip.subnet_id: vip.network_id for vip in tree.vips}
     known |= {subnet.id: subnet.network_id for one in observed for port in one.plugged for subnet in port.subnets}
@@ -365,30 +327,8 @@ def needed_networks(
     return {network_id: tuple(subnets) for network_id, subnets in found.items()}, failed
 
 
-def _record_failure(connection: sa.Connection, job: Job, reason: str, now: float) -> None:
-    """Record a failed step in the history of the fail-overs in progress."""
-    guard_lease(connection, job.lease)
-    failovers.record_failure(connection, job.lease.load_balancer_id, now, reason)
-
-
-def _finish_failovers(connection: sa.Connection, job: Job, now: float) -> None:
-    """Finish the fail-overs in progress, also those with missing events: the plan is empty."""
-    guard_lease(connection, job.lease)
-    failovers.finish_settled_failovers(connection, job.lease.load_balancer_id, now)
-
-
 def _report_error(connection: sa.Connection, job: Job, reason: str, *, always: bool) -> bool:
-    """Report ERROR for the observed generation; later requests were not tried yet.
-
-    Args:
-        connection: of a writing transaction.
-        job: the failed job.
-        reason: for the user.
-        always: report also without an open request.
-
-    Returns:
-        Whether ERROR was reported.
-    """
+    """Report ERROR for the observed generation, or without `always` only for an open request."""
     of = job.lease.load_balancer_id
     guard_lease(connection, job.lease)
     generation = job.generation or _generation(connection, of)
@@ -400,7 +340,5 @@ def _report_error(connection: sa.Connection, job: Job, reason: str, *, always: b
 
 
 def _generation(connection: sa.Connection, load_balancer_id: str) -> int:
-    found: Any = connection.execute(
-        sa.select(job_table.c.generation).where(job_table.c.load_balancer_id == load_balancer_id)
-    ).scalar_one()
-    return int(found)
+    query = sa.select(job_table.c.generation).where(job_table.c.load_balancer_id == load_balancer_id)
+    return int(connection.execute(query).scalar_one())

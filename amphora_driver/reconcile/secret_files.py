@@ -8,20 +8,16 @@ secret that is missing or cannot be opened affects only its own listener or pool
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
+from amphora_driver.database.vault import Vault
 from amphora_driver.errors import StoreError
+from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.model.secret_refs import Purpose, SecretName
 from amphora_driver.reconcile.tls_tickets import ticket_keys
 from amphora_driver.render.bundle import BundleFile
+from amphora_driver.render.tls import File
 from amphora_driver.secret import Secret
-from amphora_driver.store.sealed_secrets import secret_location
-
-if TYPE_CHECKING:
-    from amphora_driver.database.vault import Vault
-    from amphora_driver.model.loadbalancer import LoadBalancer
-    from amphora_driver.render.tls import File
-    from amphora_driver.store.sealed_secrets import SealedSecret
+from amphora_driver.store.sealed_secrets import SealedSecret, secret_location
 
 
 def fill_files(
@@ -29,13 +25,7 @@ def fill_files(
 ) -> tuple[tuple[BundleFile, ...], dict[str, str]]:
     """Return the files with their contents, in the same order.
 
-    Args:
-        files: as rendering names them.
-        sealed: the load balancer's sealed secrets.
-        vault: opens the secrets.
-
-    Returns:
-        The files, and the reasons by object id for listeners and pools without a usable secret.
+    The second result has the reasons by object id for listeners and pools without a usable secret.
     """
     found: list[BundleFile] = []
     lost: dict[str, str] = {}
@@ -43,7 +33,7 @@ def fill_files(
         if file.secret is None:
             found.append(BundleFile(name=file.name, content=Secret((file.content or "").encode())))
             continue
-        opened = _open(file.secret, sealed, vault)
+        opened = open_secret(file.secret, sealed, vault)
         if isinstance(opened, Secret):
             found.append(BundleFile(name=file.name, content=opened))
         else:
@@ -54,11 +44,8 @@ def fill_files(
 def pools_without_secret(tree: LoadBalancer, sealed: Mapping[SecretName, SealedSecret]) -> dict[str, str]:
     """Return the pools with a missing secret, also pools that no listener uses: reasons by id."""
     pools = {pool.id for pool in tree.pools}
-    return {
-        name.object_id: _missing_reason(name, one)
-        for name, one in sealed.items()
-        if one.content is None and name.object_id in pools
-    }
+    missing = {name: one for name, one in sealed.items() if one.content is None and name.object_id in pools}
+    return {name.object_id: _missing_reason(name, one) for name, one in missing.items()}
 
 
 def _missing_reason(name: SecretName, one: SealedSecret | None) -> str:
@@ -66,8 +53,8 @@ def _missing_reason(name: SecretName, one: SealedSecret | None) -> str:
     return reason or f"the {name.purpose} under {name.ref} was never handed over: set the reference again"
 
 
-def _open(name: SecretName, sealed: Mapping[SecretName, SealedSecret], vault: Vault) -> Secret | str:
-    """Return the secret, or the reason why it cannot be used."""
+def open_secret(name: SecretName, sealed: Mapping[SecretName, SealedSecret], vault: Vault) -> Secret | str:
+    """Return the secret, or the reason why the secret cannot be used."""
     one = sealed.get(name)
     if one is None or one.content is None:
         return _missing_reason(name, one)

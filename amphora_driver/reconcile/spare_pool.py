@@ -2,30 +2,26 @@
 """Steps that adopt warm spares and maintain their pool.
 
 Invariant: a job queries the agent of a spare before it adopts the spare, in one transaction under the load balancer's
-lease. A spare without an answer costs one short time-out, and the job queries the next one. Without a usable spare, the
-job boots an amphora.
+lease. After a short time-out without an answer, the job queries the next spare. Without a usable spare, the job boots
+an amphora.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+import sqlalchemy as sa
 
 from amphora_driver.errors import AgentError, AmphoraDriverError
+from amphora_driver.model.amphora import Amphora
 from amphora_driver.reconcile import steps
+from amphora_driver.reconcile.context import ReconcileContext, WriteUnderLease
+from amphora_driver.reconcile.job import Job
 from amphora_driver.store import circuit_breaker, failovers, spare_pools
 from amphora_driver.store.failovers import Event
 from amphora_driver.store.spare_pools import Spare, SparePoolSpec, SparePoolState
-
-if TYPE_CHECKING:
-    import sqlalchemy as sa
-
-    from amphora_driver.model.amphora import Amphora
-    from amphora_driver.reconcile.context import ReconcileContext, WriteUnderLease
-    from amphora_driver.reconcile.job import Job
-
 
 LOG = logging.getLogger(__name__)
 # Time-out in seconds of a query of a spare's agent.
@@ -36,15 +32,10 @@ _DAY = 86_400.0
 class SpareSteps:
     """The spares of one load balancer, or of one pool, in one job.
 
-    Args:
-        context: clients and backends of this controller.
-        job: the job.
-        write: runs a change of the store under the lease.
-
     Attributes:
-        adoption_failed: this job adopts no spare: none could be adopted.
+        adoption_failed: no spare could be adopted, so this job adopts no spare.
         queried: spares whose agents were queried in this job.
-        absent: spares among them without an answer.
+        absent: queried spares without an answer.
     """
 
     def __init__(self, context: ReconcileContext, job: Job, write: WriteUnderLease) -> None:
@@ -54,14 +45,11 @@ class SpareSteps:
         self._context = context
         self._job = job
         self._write = write
-        # The ready spares of the last observation; and the current image by pool, read once in a job.
+        # The ready spares of the last observation, and the current image by pool.
         self._ready: tuple[Spare, ...] = ()
         self._images: dict[str, str | None] = {}
 
-    # --- what is seen -----------------------------------------------------------------------------------------------
-
     def find_spec(self, row: Any, tree: Any) -> SparePoolSpec | None:
-        """Return the specification of the load balancer's spare pool; None without a tree."""
         if tree is None:
             return None
         number = self._context.conf.amp_spares.number
@@ -75,23 +63,19 @@ class SpareSteps:
         return tuple(one.id for one in self._ready)
 
     def read_pool_state(self, connection: sa.Connection, row: Any) -> SparePoolState:
-        """Return the state of a pool for its own job; `without_unfit` adds the unfit spares."""
         spec = msgspec.json.decode(row.spares, type=SparePoolSpec)
         users = spare_pools.count_users(connection, row.load_balancer_id)
         number = self._context.conf.amp_spares.number if spec.number is None else spec.number
         self._ready = spare_pools.list_ready_spares(connection, row.load_balancer_id)
-        return SparePoolState(
-            spec=spec,
-            number=number if users else 0,
-            users=users,
-            last_heartbeat_at=spare_pools.last_heartbeat_at(connection),
-            detection_works=_detection_works(circuit_breaker.read_breaker_rows(connection)),
-        )
+        works = _detection_works(circuit_breaker.read_breaker_rows(connection))
+        at = spare_pools.last_heartbeat_at(connection)
+        number = number if users else 0
+        return SparePoolState(spec=spec, number=number, users=users, last_heartbeat_at=at, detection_works=works)
 
     def without_unfit(self, view: steps.AnyView) -> steps.AnyView:
         """Return the observation with the unfit spares removed, or marked in the state of a pool.
 
-        Call this outside a transaction: the query of the compute backend for its current image takes time.
+        Call this method outside a transaction: the query of the compute backend for its current image takes time.
         """
         if isinstance(view, steps.SparePoolView):
             unfit = self._unfit(view.stock.spec, view.now)
@@ -102,7 +86,6 @@ class SpareSteps:
         return msgspec.structs.replace(view, spares=tuple(one for one in view.spares if one not in unfit))
 
     def _unfit(self, spec: SparePoolSpec, now: float) -> dict[str, str]:
-        """Return the ready spares that must not be adopted, with the reasons."""
         if not self._ready:
             return {}
         image = self._current_image(spec)
@@ -111,24 +94,21 @@ class SpareSteps:
         return {one.id: why for one in self._ready if (why := spare_pools.unfit_reason(one, image, now, lasting))}
 
     def _current_image(self, spec: SparePoolSpec) -> str | None:
-        """Return the image of a new machine; None if unknown. The backend is queried once in a job."""
+        """Return the image of a new machine; None if unknown. A job queries the backend once."""
         if spec.id not in self._images:
             try:
                 compute = self._context.catalogue.compute(spec.compute, spec.network)
                 self._images[spec.id] = compute.image(spec.image_tag)
             except AmphoraDriverError as error:
-                LOG.warning("could not read the current image of spares: %s", error)
+                LOG.warning("spare pool %s: could not read the current image, keeping all spares: %s", spec.id, error)
                 self._images[spec.id] = None
         return self._images[spec.id]
-
-    # --- steps ------------------------------------------------------------------------------------------------------
 
     def adopt(self, step: steps.Adopt, view: steps.LoadBalancerView, now: float) -> None:
         """Adopt the first spare that answers; without one, this job adopts no spare."""
         of, pool_id = view.load_balancer_id, str(view.pool)
-        known = {
-            one.id: one for one in self._context.database.read(lambda c: spare_pools.list_ready_spares(c, pool_id))
-        }
+        ready = self._context.database.read(lambda c: spare_pools.list_ready_spares(c, pool_id))
+        known = {one.id: one for one in ready}
         for amphora_id in step.amphora_ids:
             if amphora_id not in known or not self._answers(amphora_id, known[amphora_id].management_address):
                 continue
@@ -146,18 +126,8 @@ class SpareSteps:
         LOG.warning("load balancer %s: no usable spare in pool %s, booting an amphora", of, pool_id)
         self.adoption_failed = True
 
-    def set_pool(self, step: steps.SetSparePool, view: steps.LoadBalancerView) -> None:
-        """Record the spare pool of the load balancer."""
-        self._write(
-            lambda connection: spare_pools.set_spare_pool(connection, view.load_balancer_id, step.spec, step.former)
-        )
-
-    def retire(self, step: steps.RetireSpare, pool_id: str) -> None:
-        """Record that a spare is retiring."""
-        self._write(lambda connection: spare_pools.retire_spare(connection, step.amphora_id, pool_id, step.reason))
-
     def query(self, step: steps.QuerySpares, by_id: dict[str, Amphora]) -> None:
-        """Query the agents of spares and note the ones without an answer."""
+        """Query the agents of spares and record the ones without an answer."""
         for amphora_id in step.amphora_ids:
             self._job.ensure_may_act()
             if not self._answers(amphora_id, by_id[amphora_id].management_address):
@@ -165,7 +135,6 @@ class SpareSteps:
             self.queried |= {amphora_id}
 
     def delete_pool(self, pool_id: str) -> None:
-        """Delete the pool, unless a load balancer uses it again."""
 
         def write(connection: sa.Connection) -> None:
             self._job.row_deleted = spare_pools.delete_unused_pool(connection, pool_id)
@@ -179,7 +148,7 @@ class SpareSteps:
             self._context.agents.info(amphora_id, address, deadline=self._job.deadline.within(_QUERY_TIMEOUT))
         except AgentError as error:
             self._job.ensure_may_act()
-            LOG.warning("spare %s does not answer: %s", amphora_id, error)
+            LOG.warning("spare amphora %s does not answer and is not adopted: %s", amphora_id, error)
             return False
         return True
 

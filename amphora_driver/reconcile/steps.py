@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The input of a plan and the steps that a plan contains.
 
-Invariant: this module contains values only. A step has its parameters and its reason. `plan` decides which step is
-next, `executor` performs it.
+Invariant: this module contains values only. `plan` decides which step is next, `executor` performs the step.
 """
 
 from __future__ import annotations
@@ -21,13 +20,10 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         load_balancer_id: id of the load balancer or of the pool.
-        generation: the newest generation.
         applied: the newest generation that every amphora confirmed.
-        compute: compute backend (entry point) of the amphorae; None for the default.
-        network: network backend of VIPs and ports; None for the default.
+        compute: compute backend (entry point); None for the default. `network` is the same for VIPs and ports.
         attempts: failed attempts since the last request.
-        silence_limit: seconds of silence after which the plan does not wait for an amphora, if another one is heard.
-        now: time of this observation (seconds since 1970).
+        silence_limit: seconds without heartbeats after which the plan ignores an amphora, if another one sends them.
         absent: amphorae whose agents did not answer in this job.
         renewals: amphorae that need another certificate, with the reasons.
     """
@@ -48,16 +44,13 @@ class LoadBalancerView(View, frozen=True, kw_only=True):
     """The recorded state of a load balancer, at one moment.
 
     Attributes:
-        gone: the load balancer is to be deleted.
-        readable: the tree is complete; False until it is read back from Octavia.
-        tree: the desired configuration; None when `gone`.
+        gone: the load balancer is to be deleted, and `tree` is None.
+        readable: the tree is complete; False until the provider agent has read it back from Octavia.
         networks: the networks an amphora needs, with their subnets; the VIP's network is the first.
         failed: objects that cannot be served: reasons by object id.
         omitted: objects omitted from the newest generation where amphorae serve it already: reasons by object id.
-        secrets: the sealed secrets of the load balancer.
-        roles: roles of the topology, one for each amphora.
         priorities: VRRP priorities by role; empty for a topology without VIP fail-over.
-        tickets: how often its TLS ticket keys were created or rotated; None if it has none.
+        tickets: number of rotations of the TLS ticket keys; None without keys.
         clock_set: the clock jumped less than a drain time-out ago, so only the agent knows if a drain has ended.
         taking_vips: a new pair takes the VIPs between these two times, in seconds after its confirmation.
         vips_taken: an amphora has the VIPs, by the answers in this job; None without a query.
@@ -66,9 +59,8 @@ class LoadBalancerView(View, frozen=True, kw_only=True):
         listener_rules: the network backend needs the listeners' ports as part of the VIP options.
         allocate_at: time of the next request for missing addresses.
         replacing: a fail-over is in progress, and its events are recorded.
-        pool: the spare pool that is recorded for the load balancer.
-        spec: the specification of the spare pool it needs; None if it uses no spares.
-        spares: ids of the spares it may adopt now, the best one first.
+        pool: id of the recorded spare pool; `spec` is the specification of the needed pool, None without spares.
+        spares: ids of the spares that may be adopted now, the best one first.
     """
 
     gone: bool
@@ -95,22 +87,14 @@ class LoadBalancerView(View, frozen=True, kw_only=True):
 
 
 class SparePoolView(View, frozen=True, kw_only=True):
-    """The recorded state of a pool of warm spares, at one moment.
-
-    Attributes:
-        stock: specification, size and users of the pool.
-        asked: spares whose agents were queried in this job.
-    """
+    """The recorded state of a pool of warm spares; this job has queried the spares in `asked`."""
 
     stock: SparePoolState
     asked: frozenset[str] = frozenset()
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One step of a plan, with its reason.
-
-    The tag of a class is its name in failpoints and metrics. It stays the same if the class is renamed.
-    """
+    """One step of a plan, with its reason. The tag of a class names the step in failpoints and metrics."""
 
     reason: str
 
@@ -190,7 +174,7 @@ class ApplyVipOptions(Step, frozen=True, kw_only=True):
 
 
 class Push(Step, frozen=True, kw_only=True):
-    """Push the newest generation to amphorae; each one answers when it serves the generation.
+    """Push the newest generation to amphorae; each amphora answers when it serves the generation.
 
     Attributes:
         waves: amphora ids; the amphorae of one wave are pushed in parallel, the waves in sequence.
@@ -204,11 +188,11 @@ class Push(Step, frozen=True, kw_only=True):
 
 
 class QueryVips(Step, frozen=True, kw_only=True, tag="AskVips"):
-    """Query a new pair for the VIPs: until one of them has taken the VIPs, no client is served."""
+    """Query a new pair for the VIPs: the pair serves no client before one amphora has taken the VIPs."""
 
 
 class QueryVipHolder(Step, frozen=True, kw_only=True, tag="AskHolder"):
-    """Query a pair for the holder of the VIPs before one is removed: heartbeats may be older."""
+    """Query a pair for the VIP holder before an amphora is removed, because heartbeats may be older."""
 
     amphora_ids: tuple[str, ...]
 
@@ -232,10 +216,9 @@ class HandOver(Step, frozen=True, kw_only=True):
 
 
 class CheckDrain(Step, frozen=True, kw_only=True, tag="LookAfter"):
-    """Check whether the connections of an amphora have ended after its VIPs were handed over.
+    """Check whether the connections of an amphora have ended after the handover of its VIPs.
 
-    Attributes:
-        silent: it sends no heartbeats; if it does not answer either, its drain ends.
+    A `silent` amphora sends no heartbeats: its drain also ends if its agent does not answer.
     """
 
     amphora_id: str
@@ -253,47 +236,13 @@ class ReleaseVip(Step, frozen=True, kw_only=True):
 
 
 class Await(Step, frozen=True, kw_only=True):
-    """End the job: the next one starts at `until`, or earlier after an event.
+    """End the job. The next job starts at `until` or earlier after an event; None waits for an event only.
 
-    Attributes:
-        until: latest start of the next job; None to wait for an event only.
-        amphorae: booting amphorae; the next job starts as soon as one of their agents listens.
+    `amphorae` are booting: the next job starts as soon as one of their agents listens.
     """
 
     until: float | None = None
     amphorae: tuple[str, ...] = ()
-
-
-AnyStep = (
-    Record
-    | Adopt
-    | SetSparePool
-    | RetireSpare
-    | QuerySpares
-    | DeletePool
-    | Boot
-    | Plug
-    | AwaitAgent
-    | RenewCertificate
-    | BumpGeneration
-    | AllocateVip
-    | ApplyVipOptions
-    | Push
-    | QueryVips
-    | QueryVipHolder
-    | Confirm
-    | Unplug
-    | HandOver
-    | CheckDrain
-    | Release
-    | ReleaseVip
-    | Await
-)
-
-
-def step_label(step: Step) -> str:
-    """Return the name of a step in failpoints and metrics."""
-    return str(step.__struct_config__.tag)
 
 
 AnyView = LoadBalancerView | SparePoolView

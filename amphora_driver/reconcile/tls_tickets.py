@@ -2,9 +2,9 @@
 """Keys of TLS session tickets: a client resumes its session with either amphora and after a reload.
 
 Invariant: no I/O. Three keys are in use at a time: the previous, the current and the next one. An amphora that is one
-period ahead or behind therefore accepts the tickets of the other. Each key is derived from its own seed. The stored
-state has these three seeds only, so earlier keys cannot be derived from it. Each new seed includes fresh random bytes,
-so a stolen state does not reveal later keys.
+period ahead or behind therefore accepts the tickets of the other amphora. Each key is derived from its own seed, and
+the stored state is the three seeds. Earlier keys cannot be derived from the state. Each new seed includes fresh random
+bytes, so a stolen state does not reveal later keys.
 Source: HAProxy configuration manual, `tls-ticket-keys`; HKDF is RFC 5869.
 """
 
@@ -34,9 +34,6 @@ def create_ticket_state() -> Secret:
 def rotate_ticket_state(state: Secret) -> Secret:
     """Return the state of the next period, without the oldest seed.
 
-    Args:
-        state: a result of `create_ticket_state` or `rotate_ticket_state`.
-
     Raises:
         StoreError: the state has another length.
     """
@@ -48,9 +45,6 @@ def rotate_ticket_state(state: Secret) -> Secret:
 def ticket_keys(state: Secret) -> Secret:
     """Return the file for HAProxy: it encrypts with the last key but one and decrypts with all keys.
 
-    Args:
-        state: a result of `create_ticket_state` or `rotate_ticket_state`.
-
     Raises:
         StoreError: the state has another length.
     """
@@ -61,9 +55,8 @@ def ticket_keys(state: Secret) -> Secret:
 def _seeds(state: Secret) -> list[bytes]:
     content = state.reveal()
     if len(content) not in (SEED_LENGTH, _SEEDS * SEED_LENGTH):
-        raise StoreError(
-            "derive TLS ticket keys", f"the stored state has {len(content)} bytes", "New keys are created."
-        )
+        happened = f"the stored state has {len(content)} bytes"
+        raise StoreError("derive TLS ticket keys", happened, "New keys are created.")
     seeds = [content[start : start + SEED_LENGTH] for start in range(0, len(content), SEED_LENGTH)]
     while len(seeds) < _SEEDS:
         seeds.append(_derive(seeds[-1], _NEXT, SEED_LENGTH))

@@ -1,35 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cache of load balancer trees: a job reads only the changed objects.
 
-Invariant: `TreeCache.load` returns the result of `desired_objects.load_tree`, also after writes of other processes. An
-entry is a tree and the newest generation that it certainly contains. Rows of that generation and newer ones are read
-and merged. Deleted rows are not among them: if the number of objects differs from the database's count, the whole tree
-is read. A tree that must be read back from Octavia is not cached.
+Invariant: `TreeCache.load` returns the result of `desired_objects.load_tree`, also after writes of other processes. A
+cache entry is a tree and the newest generation that it certainly contains. Rows of that generation and newer rows are
+read and merged. Deleted rows are not among them: if the number of objects differs from the count in the database, the
+cache reads the whole tree. A tree that must be read back from Octavia is not cached.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import msgspec
+import sqlalchemy as sa
 
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Pool
 from amphora_driver.render.cache import Cache
 from amphora_driver.store import desired_objects
+from amphora_driver.store.desired_objects import ObjectChange
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import sqlalchemy as sa
-
-    from amphora_driver.store.desired_objects import ObjectChange
-
-    # The changed children of one kind, by parent id and then by their own id.
-    Children = dict[str | None, dict[str, ObjectChange]]
+# The changed children of one kind, by the id of the parent and then by their own id.
+Children = dict[str | None, dict[str, ObjectChange]]
 
 N = TypeVar("N")
-# Objects of all cached load balancers together; one takes about a kilobyte.
+_POOL_CHILDREN = ("members", "healthmonitor")
+# Maximum number of objects of all cached load balancers; one object takes about a kilobyte.
 _CAPACITY = 50_000
 
 
@@ -42,11 +39,7 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TreeCache:
-    """The trees that one controller has read; its threads share them.
-
-    Args:
-        capacity: number of objects to cache, of all load balancers together.
-    """
+    """The trees that one controller has read, for all its threads; `capacity` is their number of objects."""
 
     def __init__(self, capacity: int = _CAPACITY) -> None:
         self._entries: Cache[_Entry] = Cache(capacity)
@@ -54,11 +47,8 @@ class TreeCache:
     def load(self, connection: sa.Connection, row: Any, epoch: int) -> LoadBalancer:
         """Return the complete tree of a load balancer, as `desired_objects.load_tree` does.
 
-        Args:
-            connection: of a reading transaction.
-            row: of the table `job`, read in this transaction before.
-            epoch: of the caller's lease. Within one epoch, a generation has one tree: a read-back from Octavia needs a
-                new epoch.
+        `row` is of the table `job`, read in the same transaction. Within one `epoch` of the lease, a generation has one
+        tree: a read-back from Octavia needs a new epoch.
 
         Raises:
             UnknownObject: the load balancer is not recorded, or it is removed.
@@ -89,15 +79,10 @@ def count_objects(tree: LoadBalancer) -> int:
 
 
 def merge_changes(tree: LoadBalancer, changes: Sequence[ObjectChange], generation: int) -> LoadBalancer | None:
-    """Return the tree with the changes merged; unchanged objects keep their identity.
+    """Return the tree with the changes merged; None if the whole tree must be read.
 
-    Args:
-        tree: contains all changes before `generation`, and possibly not all of that one.
-        changes: all changes recorded since then.
-        generation: the newest one in the tree.
-
-    Returns:
-        The tree; None if the whole tree must be read.
+    The tree contains all changes before `generation`, and possibly not all of that generation. Unchanged objects keep
+    their identity.
     """
     by_kind: dict[Kind, Children] = {kind: {} for kind in Kind}
     for change in changes:
@@ -106,13 +91,10 @@ def merge_changes(tree: LoadBalancer, changes: Sequence[ObjectChange], generatio
     if root is None or root.node is None:
         return None
     try:
-        now: LoadBalancer = msgspec.structs.replace(
-            root.node,
-            listeners=_merge_listeners(tree, by_kind, generation),
-            pools=_merge_pools(tree, by_kind, generation),
-        )
+        listeners, pools = _merge_listeners(tree, by_kind, generation), _merge_pools(tree, by_kind, generation)
     except _FullReadNeededError:
         return None
+    now: LoadBalancer = msgspec.structs.replace(root.node, listeners=listeners, pools=pools)
     return now
 
 
@@ -131,14 +113,14 @@ def _merge_listeners(tree: LoadBalancer, by_kind: dict[Kind, Children], generati
         changed = by_kind[Kind.L7POLICY].get(listener.id, {})
         if not changed and not any(policy.id in rules for policy in listener.l7policies):
             return listener
-        policies = _merge_children(listener.l7policies, changed, generation, _complete_policy)
+        policies = _merge_children(listener.l7policies, changed, generation, ("rules",))
         if len({policy.position for policy in policies}) < len(policies):
             raise _FullReadNeededError
         ordered = tuple(with_rules(policy) for policy in sorted(policies, key=lambda one: one.position))
         return listener if ordered == listener.l7policies else msgspec.structs.replace(listener, l7policies=ordered)
 
     changed = by_kind[Kind.LISTENER].get(tree.id, {})
-    return tuple(with_policies(one) for one in _merge_children(tree.listeners, changed, generation, _complete_listener))
+    return tuple(with_policies(one) for one in _merge_children(tree.listeners, changed, generation, ("l7policies",)))
 
 
 def _merge_pools(tree: LoadBalancer, by_kind: dict[Kind, Children], generation: int) -> tuple[Pool, ...]:
@@ -148,34 +130,25 @@ def _merge_pools(tree: LoadBalancer, by_kind: dict[Kind, Children], generation: 
         if not members and not monitors:
             return pool
         before = () if pool.healthmonitor is None else (pool.healthmonitor,)
-        now, members_now = (
-            _merge_children(before, monitors, generation),
-            _merge_children(pool.members, members, generation),
-        )
+        now = _merge_children(before, monitors, generation)
+        members_now = _merge_children(pool.members, members, generation)
         if now is before and members_now is pool.members:
             return pool
         if len(now) > 1:
-            # One of the monitors is deleted, and the count of objects would not show it.
+            # One of the monitors is deleted, and the count of objects does not show the deletion.
             raise _FullReadNeededError
         return msgspec.structs.replace(pool, members=members_now, healthmonitor=now[0] if now else None)
 
     changed = by_kind[Kind.POOL].get(tree.id, {})
-    return tuple(with_children(one) for one in _merge_children(tree.pools, changed, generation, _complete_pool))
+    return tuple(with_children(one) for one in _merge_children(tree.pools, changed, generation, _POOL_CHILDREN))
 
 
 def _merge_children(
-    before: tuple[N, ...],
-    changed: dict[str, ObjectChange],
-    generation: int,
-    complete: Callable[[Any, N], N] = lambda bare, _before: bare,
+    before: tuple[N, ...], changed: dict[str, ObjectChange], generation: int, children: Sequence[str] = ()
 ) -> tuple[N, ...]:
     """Return the children of one parent: the existing ones in their order, then new ones by creation.
 
-    Args:
-        before: the children before the changes.
-        changed: new, changed and removed children by id.
-        generation: the newest one in `before`.
-        complete: adds the existing children to a changed object.
+    A changed object keeps the existing values of its attributes `children`.
     """
     if not changed:
         return before
@@ -189,7 +162,7 @@ def _merge_children(
             # The object was created again under the same id, so its position has changed.
             raise _FullReadNeededError
         elif change.node is not None:
-            now = complete(change.node, one)
+            now: N = msgspec.structs.replace(change.node, **{name: getattr(one, name) for name in children})
             found.append(one if now == one else now)
     added = [change for change in fresh.values() if change.node is not None]
     if any(change.created <= generation for change in added):
@@ -197,18 +170,3 @@ def _merge_children(
     found += [change.node for change in sorted(added, key=lambda one: (one.created, one.id))]
     same = len(found) == len(before) and all(now is then for now, then in zip(found, before, strict=True))
     return before if same else tuple(found)
-
-
-def _complete_listener(bare: Any, before: Listener) -> Listener:
-    now: Listener = msgspec.structs.replace(bare, l7policies=before.l7policies)
-    return now
-
-
-def _complete_policy(bare: Any, before: L7Policy) -> L7Policy:
-    now: L7Policy = msgspec.structs.replace(bare, rules=before.rules)
-    return now
-
-
-def _complete_pool(bare: Any, before: Pool) -> Pool:
-    now: Pool = msgspec.structs.replace(bare, members=before.members, healthmonitor=before.healthmonitor)
-    return now

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """VRRP peers of an amphora, the holder of the VIPs, and the order of pushes to a pair.
 
-Invariant: pure. Peers use unicast only, so an amphora that is not configured as a peer receives no advertisement and
-takes the VIPs. An amphora that is being replaced therefore stays a peer until it is deleted. The holder of the VIPs
-gets a new amphora as a peer before the new amphora begins to listen.
+Invariant: pure. Peers use unicast only: an amphora outside the list of peers receives no advertisement and takes the
+VIPs. An amphora that is being replaced therefore stays a peer until its deletion. The VIP holder gets a new amphora as
+a peer before the new amphora begins to listen.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from amphora_driver.model.amphora import Amphora, AmphoraState, Partner
 from amphora_driver.model.loadbalancer import Vip
 from amphora_driver.render.bundle import BundlePartner, BundleVrrp
 
-# All pairs use the same id: advertisements are unicast, so two pairs on one network never receive each other's.
-# RFC 9568 requires distinct ids on a network only because virtual routers share a multicast group.
+# All pairs use the same id. RFC 9568 requires distinct ids on a network because virtual routers share a multicast
+# group, but the advertisements of a pair are unicast.
 ROUTER_ID = 1
-# Priority of an amphora that has handed its VIPs over. The amphorae that stay take the VIPs nearly one advertisement
-# interval earlier (RFC 9568, 6.1: Skew_Time).
+# Priority of an amphora that has handed its VIPs over. Amphorae with a higher priority take the VIPs nearly one
+# advertisement interval earlier (RFC 9568, 6.1: Skew_Time).
 LAST_PRIORITY = 1
 # The VIP's network is always the first interface of the inner namespace (render/bundle.py).
 _INTERFACE = "eth1"
 
 
 def own_address(amphora: Amphora, vip: Vip) -> str | None:
-    """Return the amphora's own address on the VIP's network, of the VIP's family; None if it has none."""
+    """Return the amphora's address on the VIP's network, of the VIP's family; None without one."""
     family_6 = ":" in vip.address
     for plugged in amphora.plugged:
         if plugged.port.network_id == vip.network_id:
@@ -34,17 +34,11 @@ def own_address(amphora: Amphora, vip: Vip) -> str | None:
 
 
 def partners(amphora: Amphora, amphorae: Iterable[Amphora], vip: Vip) -> tuple[Partner, ...]:
-    """Return the VRRP peers of an amphora, in a fixed order.
-
-    Args:
-        amphora: the amphora itself.
-        amphorae: all amphorae of its load balancer.
-        vip: the primary VIP.
-    """
+    """Return the VRRP peers of an amphora, in a fixed order; `amphorae` includes the amphora itself."""
     found = []
     for other in amphorae:
         at = own_address(other, vip)
-        # A retiring amphora is no peer if it never served or is dead.
+        # A retiring amphora that never served, or that is dead, is no peer.
         takes_part = other.state is not AmphoraState.RETIRING or (other.confirmed > 0 and not other.dead)
         if other.id != amphora.id and at is not None and takes_part:
             found.append(Partner(id=other.id, address=at))
@@ -54,14 +48,9 @@ def partners(amphora: Amphora, amphorae: Iterable[Amphora], vip: Vip) -> tuple[P
 def vrrp_instance(
     amphora: Amphora, amphorae: Iterable[Amphora], vip: Vip, priority: int | None, interval: float
 ) -> BundleVrrp | None:
-    """Return the VRRP instance of an amphora; None if its topology has none or it has no address.
+    """Return the VRRP instance of an amphora; None without a priority (VIP fail-over) or an address.
 
-    Args:
-        amphora: the amphora itself.
-        amphorae: all amphorae of its load balancer.
-        vip: the primary VIP.
-        priority: of the amphora's role; None for a topology without VIP fail-over.
-        interval: seconds between two advertisements.
+    `interval` is the number of seconds between two advertisements.
     """
     own = own_address(amphora, vip)
     if priority is None or own is None:
@@ -77,7 +66,7 @@ def vrrp_instance(
 
 
 def find_silent(amphorae: Sequence[Amphora], limit: float) -> frozenset[str]:
-    """Return the amphorae whose last heartbeat is more than `limit` seconds older than another one's.
+    """Return the amphorae whose heartbeats are more than `limit` seconds older than the newest heartbeat.
 
     If no amphora sends heartbeats, the receiver may have failed: no amphora is silent then.
     """
@@ -87,21 +76,18 @@ def find_silent(amphorae: Sequence[Amphora], limit: float) -> frozenset[str]:
 
 
 def find_holder(amphorae: Sequence[Amphora], first_role: str, silent: frozenset[str]) -> str | None:
-    """Return the amphora that most likely has the VIPs; None if none has served yet.
+    """Return the amphora that most likely has the VIPs; None before any amphora has served.
 
-    Args:
-        amphorae: all amphorae of a load balancer.
-        first_role: role of the assumed holder without any report.
-        silent: silent amphorae; their last reports are ignored.
+    Without any report, the amphora with `first_role` is assumed. The last reports of silent amphorae are ignored.
     """
-    # A retiring amphora without ports cannot have the VIPs, whatever it reports.
+    # A retiring amphora without ports cannot have the VIPs, even if its heartbeats report them.
     serving = [one for one in amphorae if one.confirmed > 0 and (one.plugged or one.state is not AmphoraState.RETIRING)]
     if not serving:
         return None
 
     def claim(one: Amphora) -> tuple[bool, bool, bool, float, bool, bool]:
         report = None if one.id in silent else one.holds_vip
-        # If two amphorae report the VIPs, the newer heartbeat counts: the other amphora may be dead.
+        # If two amphorae report the VIPs, the newer heartbeat counts, because the other amphora may be dead.
         last = (one.heard_at or 0.0) if report else 0.0
         kept = one.drains_until is None
         return (kept, one.id not in silent, report is True, last, report is not False, one.role == first_role)
@@ -112,17 +98,17 @@ def find_holder(amphorae: Sequence[Amphora], first_role: str, silent: frozenset[
 def order_waves(targets: Sequence[Amphora], holding: str | None, silent: frozenset[str]) -> tuple[tuple[str, ...], ...]:
     """Return the waves of a push: amphorae of one wave in parallel, the waves in sequence.
 
-    The standby is first, so that a configuration it refuses never reaches the holder of the VIPs. The holder is second.
-    New amphorae are third: the holder must have them as peers before they listen, or they take the VIPs. Silent
-    amphorae are last, so that they delay no other.
+    The standby is first: a configuration that it refuses never reaches the VIP holder. The holder is second. New
+    amphorae are third, because the holder must have them as peers before they listen. Silent amphorae are last and
+    delay no other.
     """
-    ordered: list[list[str]] = [[], [], [], []]
-    for one in targets:
+
+    def place(one: Amphora) -> int:
         if one.id in silent:
-            place = 3
-        elif one.id == holding:
-            place = 1
-        else:
-            place = 0 if one.confirmed > 0 else 2
-        ordered[place].append(one.id)
-    return tuple(tuple(wave) for wave in ordered if wave)
+            return 3
+        if one.id == holding:
+            return 1
+        return 0 if one.confirmed > 0 else 2
+
+    waves = (tuple(one.id for one in targets if place(one) == number) for number in range(4))
+    return tuple(wave for wave in waves if wave)

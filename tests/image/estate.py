@@ -213,7 +213,7 @@ class Guest:
         self.plugged = (AttachedPort(port=port, subnets=subnets),)
 
     def process(self):
-        return self.estate.compute._process(self.folder)
+        return self.estate.compute._process(self.id)
 
     @property
     def folder(self) -> Path:

@@ -114,6 +114,14 @@ def test_a_kernel_without_the_egress_hook_fails_no_release(paths, kernel, caplog
     assert "answers of open connections leave directly" in caplog.text
 
 
+def test_a_drain_without_tunnelled_or_direct_answers_is_refused(paths, kernel):
+    kernel.refused = {"start_answers": [FirewallError("load rules", "no such hook")]}
+    made = VipHandover(paths, kernel, SimpleNamespace(holds_vip=True), lambda: PAIR)
+    with pytest.raises(FirewallError):
+        made.release_vips(30, direct_answers=False)
+    assert not paths.released.exists(), "the VIPs stay"
+
+
 def test_connections_that_cannot_be_reset_fail_no_release(paths, kernel, caplog):
     kernel.refused = {"reset_connections": [OSError(errno.EOPNOTSUPP, "1 of 1 connections are still open")]}
     VipHandover(paths, kernel, Gone(paths), lambda: PAIR).release_vips(0)

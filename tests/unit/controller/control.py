@@ -78,7 +78,7 @@ class World:
 
     listener_rules = False
 
-    def redirect_allowed(self, _port_ids):
+    def direct_answers_allowed(self, _port_ids):
         return True
 
     def ensure_port(self, request):
@@ -121,7 +121,7 @@ class World:
     def expect_vips(self, amphora_id, _address, _seconds, *, deadline):
         self._reach(amphora_id)
 
-    def release_vips(self, amphora_id, _address, _drain, *, deadline):
+    def release_vips(self, amphora_id, _address, _drain, *, direct_answers, deadline):
         self._reach(amphora_id)
         (self.holder,) = [peer["name"] for peer in self.served[amphora_id]["vrrp"]["peers"]]
 

@@ -7,6 +7,7 @@ from amphora_driver.model.amphora import Amphora, AmphoraState, AttachedPort, Pa
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.model.network import FixedAddress, Port, Subnet
 from amphora_driver.reconcile import plan as planning
+from amphora_driver.reconcile import steps as step_types
 from amphora_driver.reconcile import vrrp_peers
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
@@ -31,7 +32,7 @@ def wanted(**more):
         # What is observed of the VIPs is what they answered.
         "holder_asked": True,
     }
-    return planning.LoadBalancerView(**{**values, **more})
+    return step_types.LoadBalancerView(**{**values, **more})
 
 
 def port(address):
@@ -98,7 +99,7 @@ class House:
             if not todo:
                 return self.log
             for step in todo:
-                if isinstance(step, planning.Await):
+                if isinstance(step, step_types.Await):
                     # Another job, that knows nothing of what this one has learned.
                     self.want = but(self.want, now=step.until, absent=frozenset(), vips_taken=None, holder_asked=False)
                     break

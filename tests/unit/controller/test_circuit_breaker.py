@@ -230,8 +230,8 @@ def test_deleted_amphorae_use_no_memory():
         (FailoverPermit(late="30 of 100"), "many amphorae are late"),
         (FailoverPermit(in_progress=4), ""),
         (FailoverPermit(in_progress=5), "5 automatic fail-overs are in progress"),
-        (FailoverPermit(in_progress=0, most_at_once=1).after_start(1), "1 automatic fail-overs"),
-        (FailoverPermit(state=BreakerState.TRIAL).after_start(1), "trial fail-over"),
+        (FailoverPermit(in_progress=0, most_at_once=1).after_start(), "1 automatic fail-overs"),
+        (FailoverPermit(state=BreakerState.TRIAL).after_start(), "trial fail-over"),
     ],
 )
 def test_the_permitted_number_of_failovers(allowance, words):

@@ -14,7 +14,7 @@ from amphora_driver.errors import AgentRefused, AgentUnreachable, Superseded
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.queue.jobs import Jobs
-from amphora_driver.reconcile import plan as planning
+from amphora_driver.reconcile import steps as step_types
 from amphora_driver.reconcile.context import ReconcileContext
 from amphora_driver.reconcile.executor import StepExecutor
 from amphora_driver.reconcile.job import Job
@@ -25,7 +25,7 @@ LB, OLD, NEW = "lb", "old", "new"
 TREE = LoadBalancer(
     id=LB, project_id="demo", vip=Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 )
-STEP = planning.HandOver(amphora_id=OLD, to=NEW, reason="a test")
+STEP = step_types.HandOver(amphora_id=OLD, to=NEW, reason="a test")
 
 
 class Agents:
@@ -40,7 +40,8 @@ class Agents:
     def expect_vips(self, amphora_id, _address, seconds, *, deadline):
         self._ask("expect", amphora_id, seconds)
 
-    def release_vips(self, amphora_id, _address, drain, *, deadline):
+    def release_vips(self, amphora_id, _address, drain, *, direct_answers, deadline):
+        self.direct_answers = direct_answers
         self._ask("release", amphora_id, drain)
 
     def vrrp(self, amphora_id, _address, *, deadline=None):
@@ -79,15 +80,15 @@ def database(conf):
     database.dispose()
 
 
-def take(conf, database, step, agents, *, steps=False, redirect=True):
+def take(conf, database, step, agents, *, steps=False, direct=True):
     """Perform the step; return the recorded old amphora."""
-    backends = SimpleNamespace(network=lambda _: Machines(redirect), compute=lambda *_: Machines())
+    backends = SimpleNamespace(network=lambda _: Machines(direct), compute=lambda *_: Machines())
     everything = ReconcileContext(
         conf=conf, database=database, catalogue=backends, agents=agents, authority=None, vault=None
     )
     lease = Jobs(database, "me", 60.0).claim()
     observed = database.read(lambda c: amphorae.load_amphorae(c, LB))
-    wanted = planning.LoadBalancerView(
+    wanted = step_types.LoadBalancerView(
         load_balancer_id=LB,
         generation=1,
         applied=0,
@@ -124,12 +125,19 @@ def test_the_one_that_stays_is_ready_before_the_other_one_lets_go(conf, database
     assert old.state is AmphoraState.RETIRING
 
 
-def test_ports_that_drop_redirected_packets_end_the_connections_at_once(conf, database):
+@pytest.mark.parametrize("direct", [True, False])
+def test_the_release_says_whether_ports_pass_direct_answers(conf, database, direct):
     agents = Agents({}, HOLDS)
-    old = take(conf, database, STEP, agents, redirect=False)
-    assert agents.asked == [("release", OLD, 0.0)], "without a drain, the partner redirects nothing"
+    old = take(conf, database, STEP, agents, direct=direct)
+    assert agents.order == ["expect", "release"]
+    assert agents.direct_answers is direct
     assert old.handed_over
-    assert old.drains_until <= time.time()
+
+
+def test_an_amphora_without_tunnelled_answers_hands_over_without_a_drain(conf, database):
+    agents = Agents({"release": [REFUSED]}, HOLDS)
+    take(conf, database, STEP, agents, direct=False)
+    assert [(what, seconds) for what, _, seconds in agents.asked if what == "release"][-1] == ("release", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +201,7 @@ def test_the_need_for_a_drain(conf, database, trouble, says, silent, over):
     ends = time.time() + 60
     database.write(lambda c: amphorae.update_amphora(c, OLD, handed_over=True, drains_until=ends))
     agents = Agents(trouble, says)
-    old = take(conf, database, planning.CheckDrain(amphora_id=OLD, silent=silent, reason="a test"), agents)
+    old = take(conf, database, step_types.CheckDrain(amphora_id=OLD, silent=silent, reason="a test"), agents)
     assert agents.order == ["vrrp"]
     assert old.drains_until == (0.0 if over else ends)
 
@@ -216,14 +224,14 @@ def test_connections_survive_a_hand_over_and_a_kill(conf, database, changes, tro
     if changes:
         database.write(lambda c: amphorae.update_amphora(c, OLD, **changes))
     agents = Agents(trouble, says)
-    left = take(conf, database, planning.Release(amphora_id=OLD, reason="a test"), agents)
+    left = take(conf, database, step_types.Release(amphora_id=OLD, reason="a test"), agents)
     assert (left is not None) == stays
     if stays:
         assert left.handed_over
         assert left.drains_until == pytest.approx(time.time() + 12.0, abs=5.0)
 
 
-ASK = planning.QueryVipHolder(amphora_ids=(OLD, NEW), reason="a test")
+ASK = step_types.QueryVipHolder(amphora_ids=(OLD, NEW), reason="a test")
 
 
 @pytest.mark.parametrize(
@@ -263,11 +271,11 @@ def _known(database, steps):
 class Machines:
     """A compute and a network backend with nothing left."""
 
-    def __init__(self, redirect=True):
-        self._redirect = redirect
+    def __init__(self, direct=True):
+        self._direct = direct
 
-    def redirect_allowed(self, port_ids):
-        return self._redirect
+    def direct_answers_allowed(self, port_ids):
+        return self._direct
 
     def destroy(self, amphora_id):
         pass
@@ -300,6 +308,6 @@ def test_an_interrupted_query_is_no_answer(conf, database, question):
 def test_a_look_that_is_cut_short_ends_no_connection(conf, database):
     database.write(lambda c: amphorae.update_amphora(c, OLD, handed_over=True, drains_until=time.time() + 60))
     with pytest.raises(Superseded):
-        take(conf, database, planning.CheckDrain(amphora_id=OLD, silent=True, reason="a test"), Cut("vrrp"))
+        take(conf, database, step_types.CheckDrain(amphora_id=OLD, silent=True, reason="a test"), Cut("vrrp"))
     after = database.read(lambda c: amphorae.load_amphorae(c, LB))
     assert next(one for one in after if one.id == OLD).drains_until > time.time()

@@ -7,6 +7,7 @@ from amphora_driver.model.amphora import Amphora, AmphoraState, AttachedPort
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.model.network import FixedAddress, Port, Subnet
 from amphora_driver.reconcile import plan as planning
+from amphora_driver.reconcile import steps as step_types
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 TREE = LoadBalancer(id="lb", project_id="demo", vip=VIP)
@@ -22,7 +23,7 @@ def wanted(**more):
         "tree": TREE,
         "networks": {"n1": ("s1",)},
     }
-    return planning.LoadBalancerView(**{**values, **more})
+    return step_types.LoadBalancerView(**{**values, **more})
 
 
 def port(network="n1", subnets=("s1",)):

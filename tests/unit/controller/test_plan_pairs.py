@@ -9,6 +9,7 @@ from amphora_driver.model.amphora import AmphoraState, AttachedPort
 from amphora_driver.model.loadbalancer import Vip
 from amphora_driver.model.network import FixedAddress, Port
 from amphora_driver.reconcile import plan as planning
+from amphora_driver.reconcile import steps as step_types
 from amphora_driver.reconcile import vrrp_peers
 
 
@@ -160,7 +161,7 @@ def test_killed_anywhere_it_ends_the_same(stop):
     taken = 0
     while todo := planning.plan(house.want, tuple(house.observed.values())):
         for step in todo:
-            if isinstance(step, planning.Await):
+            if isinstance(step, step_types.Await):
                 house.want = but(house.want, now=step.until)
                 break
             house.take(step)

@@ -5,6 +5,7 @@ import pytest
 
 from amphora_driver.model.amphora import Amphora, AmphoraState
 from amphora_driver.reconcile import plan as planning
+from amphora_driver.reconcile import steps as step_types
 from amphora_driver.reconcile.spare_pool_plan import LOOK_PAUSE
 from amphora_driver.store import spare_pools
 from amphora_driver.store.spare_pools import Spare, SparePoolSpec, SparePoolState
@@ -18,7 +19,7 @@ def wanted(number=2, users=1, unfit=None, **more):
     sees = {"last_heartbeat_at": NOW - 1, "detection_works": True}
     sees |= {name: more.pop(name) for name in sees if name in more}
     stock = SparePoolState(spec=SPEC, number=number, users=users, unfit=unfit or {}, **sees)
-    return planning.SparePoolView(**{**values, "now": NOW, "stock": stock, **more})
+    return step_types.SparePoolView(**{**values, "now": NOW, "stock": stock, **more})
 
 
 def spare(name, **more):

@@ -22,6 +22,7 @@ from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Profile, V
 from amphora_driver.model.network import FixedAddress, Port, Subnet
 from amphora_driver.queue.jobs import Jobs
 from amphora_driver.reconcile import plan as planning
+from amphora_driver.reconcile import steps as step_types
 from amphora_driver.reconcile.context import ReconcileContext
 from amphora_driver.reconcile.job import Job
 from amphora_driver.reconcile.push import BundlePush
@@ -120,7 +121,7 @@ class House:
         return next(one for one in self.observed() if one.id == name)
 
     def push(self, waves, *, generation=1, tree=TREE, **more):
-        step = planning.Push(waves=waves, reason="a test", **more)
+        step = step_types.Push(waves=waves, reason="a test", **more)
         self.pushing.push(step, wanted(generation, tree=tree), self.observed())
 
     def work(self):
@@ -139,7 +140,7 @@ def wanted(generation=1, **more):
         "roles": ("MASTER", "BACKUP"),
         "priorities": {"MASTER": 254, "BACKUP": 253},
     }
-    return planning.LoadBalancerView(**{**values, **more})
+    return step_types.LoadBalancerView(**{**values, **more})
 
 
 def plugged(number):
@@ -345,15 +346,15 @@ def test_a_generation_that_is_taken(house):
 def test_the_ticket_seed_is_created_once_and_sealed(house):
     name = sealed_secrets.SecretName(LB, sealed_secrets.Purpose.TICKETS, "")
     files = (SimpleNamespace(secret=name),)
-    found = house.pushing._secrets_with_ticket_seed(wanted(), files)
+    found = house.pushing._secrets_with_seed(wanted(), files)
     kept = house.database.read(lambda c: sealed_secrets.load_secrets(c, LB))
     assert kept == {name: found[name]}
     seed = house.vault.open(kept[name].content, sealed_secrets.secret_location(name)).reveal()
     assert len(seed) == 32
     assert seed not in kept[name].content
     assert (house.work().tickets, house.work().tickets_due is None) == (1, False)
-    assert house.pushing._secrets_with_ticket_seed(wanted(secrets=kept, tickets=5), files) == kept
-    assert house.pushing._secrets_with_ticket_seed(wanted(), ()) == {}, "not requested"
+    assert house.pushing._secrets_with_seed(wanted(secrets=kept, tickets=5), files) == kept
+    assert house.pushing._secrets_with_seed(wanted(), ()) == {}, "not requested"
 
 
 @pytest.mark.parametrize("spoilt", ["key", "length"])
@@ -367,7 +368,7 @@ def test_a_seed_that_cannot_be_used_any_more_is_made_anew(house, spoilt):
     }
     house.database.write(lambda c: sealed_secrets.replace_secrets(c, LB, lost))
     house.database.write(lambda c: generations.start_ticket_rotation(c, LB, 1.0))
-    found = house.pushing._secrets_with_ticket_seed(wanted(secrets=lost, tickets=9), (SimpleNamespace(secret=name),))
+    found = house.pushing._secrets_with_seed(wanted(secrets=lost, tickets=9), (SimpleNamespace(secret=name),))
     assert len(house.vault.open(found[name].content, sealed_secrets.secret_location(name)).reveal()) == 32
     assert house.database.read(lambda c: sealed_secrets.load_secrets(c, LB)) == found
 

@@ -16,8 +16,8 @@ from amphora_driver.model.enums import L7Action, ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Member, Pool, Profile, Vip
 from amphora_driver.model.secret_refs import Purpose, SecretName, ticket_secret_name
 from amphora_driver.queue.jobs import Lease
-from amphora_driver.reconcile import plan as planning
 from amphora_driver.reconcile import secret_files
+from amphora_driver.reconcile import steps as step_types
 from amphora_driver.reconcile.context import ReconcileContext
 from amphora_driver.reconcile.job import Job
 from amphora_driver.reconcile.push import BundlePush
@@ -169,7 +169,7 @@ def pushing(tmp_path, vault):
 
 
 def wanted(tree, sealed):
-    return planning.LoadBalancerView(
+    return step_types.LoadBalancerView(
         load_balancer_id=LB,
         generation=1,
         applied=0,

@@ -27,7 +27,7 @@ from amphora_driver.model.loadbalancer import (
 )
 from amphora_driver.queue.jobs import Lease
 from amphora_driver.reconcile import desired_bundle
-from amphora_driver.reconcile import plan as planning
+from amphora_driver.reconcile import steps as step_types
 from amphora_driver.reconcile.context import ReconcileContext
 from amphora_driver.reconcile.defaults import with_process_limits
 from amphora_driver.reconcile.desired_bundle import BundleInputs
@@ -307,7 +307,7 @@ def test_a_push_and_an_audit_make_the_same(tmp_path):
     turn = Job(Lease(load_balancer_id=LB, owner="me", epoch=1, attempts=0), None, 60.0)
     pushing = BundlePush(backends, turn, lambda change, applied=None: None)
     told = {"generation": 1, "applied": 0, "gone": False, "readable": True, "networks": {}, "secrets": {}}
-    served = pushing._render(planning.LoadBalancerView(load_balancer_id=LB, tree=tree, **told), tree)
+    served = pushing._render(step_types.LoadBalancerView(load_balancer_id=LB, tree=tree, **told), tree)
     assert {one: one in pushing._omitted for one in (M1, M2, P1, P2)} == {M1: True, M2: False, P1: False, P2: True}
     assert served.virtual[0].connection_limit == 700
     amphora = Amphora(
@@ -318,7 +318,7 @@ def test_a_push_and_an_audit_make_the_same(tmp_path):
         tree=tree, generation=1, amphorae=(amphora,), networks=frozenset(), failed={}, secrets={}, tickets=None,
         priorities={},
     )  # fmt: skip
-    pushed = desired_bundle.build_bundle(tree, 1, amphora, (amphora,), served, frozenset(), {}, 1.0)
+    pushed = desired_bundle.build_bundle(recorded, amphora, served, conf)
     assert desired_bundle.build_bundles(recorded, conf, None) == {amphora.id: pushed}
     assert json.loads(pushed)["virtual_servers"][0]["members"][0]["id"] == M2
 

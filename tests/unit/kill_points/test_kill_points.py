@@ -17,7 +17,7 @@ from operations import BEGINNINGS, OPERATIONS
 from runs import Run
 
 from amphora_driver.failpoints import Moment, Point
-from amphora_driver.reconcile.steps import AnyStep
+from amphora_driver.reconcile.steps import Step
 from amphora_driver.store.ca_records import CaKind
 
 # octavia_lib leaves the socket of a refused connection to the garbage collector.
@@ -85,7 +85,7 @@ def _reached(passed, numbers):
 
 def every_point():
     """Every point of the control plane."""
-    kinds = [f"{step.__struct_config__.tag}-{moment.value}" for step in AnyStep.__args__ for moment in Moment]
+    kinds = [f"{step.__struct_config__.tag}-{moment.value}" for step in Step.__subclasses__() for moment in Moment]
     kinds += [f"Authority-{kind.value}-{moment.value}" for kind in CaKind for moment in AUTHORITY_MOMENTS]
     return {point.value for point in Point} | set(kinds) - NO_POINT.keys()
 

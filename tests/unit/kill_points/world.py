@@ -133,7 +133,7 @@ class World:
     def expect_vips(self, amphora_id, _address, _seconds, *, deadline=None):
         _reached(self.kept.read(), amphora_id)
 
-    def release_vips(self, amphora_id, _address, drain, *, deadline=None):
+    def release_vips(self, amphora_id, _address, drain, *, direct_answers=True, deadline=None):
         with self.kept.open() as state:
             machine = _reached(state, amphora_id)
             if state["holder"] != amphora_id:
