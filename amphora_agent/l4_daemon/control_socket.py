@@ -42,7 +42,7 @@ class ControlSocket:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with suppress(FileNotFoundError):
-                os.unlink(path)  # noqa: PTH108 (pathlib is a megabyte)
+                os.unlink(path)  # noqa: PTH108 (pathlib needs a megabyte)
             before = os.umask(0o777 & ~mode)
             try:
                 self._listener.bind(path)
