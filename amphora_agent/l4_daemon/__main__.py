@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of the checker.
+"""The process of the L4 daemon.
 
-Invariant: the checker runs without the agent, in the load balancer's namespace, and imports only the standard library.
-However it ends, the kernel continues to forward as before. On SIGHUP the checker executes itself again, with the
-present sources.
+Invariant: the L4 daemon runs without the agent, in the load balancer's namespace, and imports only the standard
+library. However it ends, the kernel continues to forward as before. On SIGHUP the L4 daemon executes itself again, with
+the present sources.
 
     python -I -S __main__.py RUN-DIRECTORY SOCKET
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control socket of the checker: for each connection a line of JSON, and a line or text as answer."""
+"""The control socket of the L4 daemon: a line of JSON as request, and a line or text as answer."""
 
 from __future__ import annotations
 

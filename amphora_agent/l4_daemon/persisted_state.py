@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of the checker in two files, for the next checker. An unreadable file counts as missing."""
+"""State of the L4 daemon in two files, for its next process. An unreadable file counts as missing."""
 
 from __future__ import annotations
 
