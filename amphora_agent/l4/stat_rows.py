@@ -20,7 +20,7 @@ _OF_MEMBERS = {
 
 
 def render_rows(servers: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return CSV for the servers of the checker's state: columns, then listeners, pools and members."""
+    """Return CSV for the servers of the L4 daemon's state: columns, then listeners, pools and members."""
     lines = [",".join(COLUMNS)]
     for name, found in servers.items():
         total = found["total_connections"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log of the checker: lines on standard error for the service manager."""
+"""The log of the L4 daemon: lines on standard error for the service manager."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Status:
     DRAIN = "DRAIN"
     MAINT = "MAINT"
     NO_CHECK = "no check"
-    # The checker has no result for the member yet.
+    # The L4 daemon has no result for the member yet.
     UNKNOWN = "NOLB"
     OPEN = "OPEN"
     FULL = "FULL"

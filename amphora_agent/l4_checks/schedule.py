@@ -63,7 +63,7 @@ class Schedule:
     def _start(self, job: _ScheduledCheck) -> None:
         now = time.monotonic()
         if now - job.when > _LATE_SECONDS:
-            share = _CATCH_UP_SHARE * random.random()  # noqa: S311 (as above)
+            share = _CATCH_UP_SHARE * random.random()  # noqa: S311 (not a secret)
             self._schedule_next(job, now + share * job.target.monitor.interval)
             return
         job.started = now

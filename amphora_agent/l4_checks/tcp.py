@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TCP checks: a member accepts a connection, which the checker resets so that no port is in TIME-WAIT."""
+"""TCP checks: a member accepts a connection. A reset ends it, so that no port is in TIME-WAIT."""
 
 from __future__ import annotations
 

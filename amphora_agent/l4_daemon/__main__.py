@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of the checker.
+"""The process of the L4 daemon.
 
-Invariant: the checker runs without the agent, in the load balancer's namespace, and imports only the standard library.
-However it ends, the kernel continues to forward as before. On SIGHUP the checker executes itself again, with the
-present sources.
+Invariant: the L4 daemon runs without the agent, in the load balancer's namespace, and imports only the standard
+library. However it ends, the kernel continues to forward as before. On SIGHUP the L4 daemon executes itself again, with
+the present sources.
 
     python -I -S __main__.py RUN-DIRECTORY SOCKET
 """
@@ -63,22 +63,22 @@ def serve(engine: NftablesEngine, directory: str, path: str) -> int:
 def _create_checks(kind: str, loop: EventLoop) -> CheckType:
     """Import and create the checks of a monitor type. The imports are local to save memory."""
     if kind == "UDP-CONNECT":
-        from amphora_agent.l4_checks.udp import UdpChecks  # noqa: PLC0415 (see above)
+        from amphora_agent.l4_checks.udp import UdpChecks  # noqa: PLC0415 (saves memory)
 
         return UdpChecks(loop)
     if kind == "SCTP":
-        from amphora_agent.l4_checks.sctp import SctpChecks  # noqa: PLC0415 (see above)
+        from amphora_agent.l4_checks.sctp import SctpChecks  # noqa: PLC0415 (saves memory)
 
         return SctpChecks(loop)
     if kind == "TCP":
-        from amphora_agent.l4_checks.tcp import TcpChecks  # noqa: PLC0415 (see above)
+        from amphora_agent.l4_checks.tcp import TcpChecks  # noqa: PLC0415 (saves memory)
 
         return TcpChecks(loop)
     if kind == "HTTP":
-        from amphora_agent.l4_checks.http import HttpChecks  # noqa: PLC0415 (see above)
+        from amphora_agent.l4_checks.http import HttpChecks  # noqa: PLC0415 (saves memory)
 
         return HttpChecks(loop)
-    from amphora_agent.l4_checks.ping import PingChecks  # noqa: PLC0415 (see above)
+    from amphora_agent.l4_checks.ping import PingChecks  # noqa: PLC0415 (saves memory)
 
     return PingChecks(loop)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checker: it checks the members of virtual servers and applies the results to the engine.
+"""The L4 daemon: it checks the members of virtual servers and applies the results to the engine.
 
 Invariant: the kernel serves the latest desired state that could be applied. A desired state that fails leaves the
-previous one in force. The checker applies a changed member state before it does anything else.
+previous one in force. The L4 daemon applies a changed member state before it does anything else.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from amphora_agent.l4_flow_log.writer import FlowLog
 from amphora_agent.l4_nftables.engine import NftablesEngine
 
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.5, 30.0
-# The checker counts flows for LEAST_CONNECTIONS at this interval.
+# The L4 daemon counts flows for LEAST_CONNECTIONS at this interval.
 _REBALANCE_SECONDS = 1.0
-# The checker delays the writing of changes that alter no member's status. A kill may lose these changes.
+# The L4 daemon delays the writing of changes that alter no member's status. A kill may lose these changes.
 _SAVE_SECONDS = 1.0
 
 

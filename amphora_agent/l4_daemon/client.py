@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent's side of the checker: starts, replaces, and queries its process.
+"""The agent's side of the L4 daemon: starts, replaces, and queries its process.
 
-Invariant: the checker outlives the agent. The agent stops the checker only when no virtual server is wanted any more,
-or when its command line changes; the kernel forwards meanwhile. Without a virtual server the agent never starts the
-checker.
+Invariant: the L4 daemon outlives the agent. The agent stops the L4 daemon only when no virtual server is wanted any
+more, or when its command line changes; the kernel forwards meanwhile. Without a virtual server the agent never starts
+the L4 daemon.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STATE_TIMEOUT_SECONDS = 0.3
 ANSWER_TIMEOUT_SECONDS = 1.0
 # A change of the kernel's table takes milliseconds, and longer on a busy machine.
 SERVE_TIMEOUT_SECONDS = 60.0
-# On a busy emulated machine, the start of the checker took more than fifteen seconds.
+# On a busy emulated machine, the start of the L4 daemon took more than fifteen seconds.
 START_TIMEOUT_SECONDS = 60.0
 _RESTART_DELAY = 0.1
 _POLL_SECONDS = 0.02
@@ -68,7 +68,7 @@ class ListenerState:
 
 @dataclass(frozen=True)
 class CheckerState:
-    """The state that the checker reports.
+    """The state that the L4 daemon reports.
 
     ``sums`` include removed virtual servers. ``birth`` identifies the counters: with another value they began at zero.
     ``flow_log`` has the numbers of logged and lost flows since the start of the process.
@@ -90,14 +90,14 @@ def _desired_document(operation: str, servers: Sequence[VirtualServer], *, paire
 
 
 class CheckerClient:
-    """Controls and queries the checker. Safe to use from several threads."""
+    """Controls and queries the L4 daemon. Safe to use from several threads."""
 
     def __init__(self, paths: Paths, services: ServiceManager) -> None:
         self._paths = paths
         self._services = services
         self._lock = threading.Lock()
         self._version = version()
-        # The final state has a separate lock, so that its reader does not wait for the checker.
+        # The final state has a separate lock, so that its reader does not wait for the L4 daemon.
         self._final_state_lock = threading.Lock()
         self._final_state: CheckerState | None = None
 
@@ -120,7 +120,7 @@ class CheckerClient:
                 return
             document = _desired_document("serve", servers, paired=paired)
             if not servers and not self._may_be_forwarding():
-                # A checker that never started fails at once. A checker with a failed change answers late.
+                # An L4 daemon that never started fails at once. An L4 daemon with a failed change answers late.
                 with suppress(VirtualServersError, ConfigurationRefused):
                     if (state := _parse_state(self._request(document, SERVE_TIMEOUT_SECONDS))).sums:
                         self._keep_final_state(state)
@@ -152,7 +152,7 @@ class CheckerClient:
             return None
 
     def take_final_state(self) -> CheckerState | None:
-        """Return the state at the removal of the last virtual server, once. Does not wait for the checker."""
+        """Return the state at the removal of the last virtual server, once. Does not wait for the L4 daemon."""
         with self._final_state_lock:
             state, self._final_state = self._final_state, None
             return state
@@ -162,14 +162,14 @@ class CheckerClient:
             self._final_state = state
 
     def _exists(self) -> bool:
-        """Return whether a checker runs, or is wanted."""
+        """Return whether an L4 daemon runs, or is wanted."""
         if self._paths.checker_socket.exists() or self._paths.virtual_servers.exists():
             return True
         status = self._services.status(SERVICE)
         return status is not None and status.wanted
 
     def _may_be_forwarding(self) -> bool:
-        """Return whether the kernel may forward for virtual servers, so that a checker has to remove them."""
+        """Return whether the kernel may forward for virtual servers, so that an L4 daemon has to remove them."""
         try:
             return bool(json.loads(self._paths.virtual_servers.read_text(encoding="utf-8"))["servers"])
         except FileNotFoundError:
@@ -178,7 +178,7 @@ class CheckerClient:
             return True  # the file is not readable, so the state is unknown
 
     def _ensure_running(self) -> None:
-        """Start the checker, or replace it if it runs other code; returns when the checker answers."""
+        """Start the L4 daemon, or replace it if it runs other code; returns when the L4 daemon answers."""
         self._start()
         present = self._wait_for_version(None)
         if present != self._version:
@@ -190,12 +190,12 @@ class CheckerClient:
         script = str(Path(__file__).with_name("__main__.py"))
         argv = [sys.executable, "-I", "-S", script, str(self._paths.checker), str(self._paths.checker_socket)]
         policy = ServicePolicy(restart_delay=_RESTART_DELAY)
-        # In a virtual machine systemd gives the directory to the checker's user.
+        # In a virtual machine systemd gives the directory to the L4 daemon's user.
         self._paths.checker.mkdir(mode=0o711, parents=True, exist_ok=True)
         try:
             self._services.start(SERVICE, argv, inner=True, policy=policy)
         except ServiceError:
-            self._services.stop(SERVICE)  # the command line of the checker has changed
+            self._services.stop(SERVICE)  # the command line of the L4 daemon has changed
             self._services.start(SERVICE, argv, inner=True, policy=policy)
 
     def _wait_for_version(self, version_wanted: str | None) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The version of the sources and of the Python that a checker runs."""
+"""The version of the sources and of the Python that an L4 daemon runs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import sys
 from zlib import crc32
 
 PACKAGES = ("l4", "l4_checks", "l4_daemon", "l4_flow_log", "l4_nftables")
-# The checker imports these files outside its packages. A unit test compares the list.
+# The L4 daemon imports these files outside its packages. A unit test compares the list.
 ELSEWHERE = ("__init__.py", "errors.py", "network/__init__.py", "network/libnftables.py", "network/icmp_echo.py")
 
 
 def version() -> str:
     """Return a checksum of the present source files and of the Python version."""
-    # pathlib would need a megabyte of the checker's memory.
+    # pathlib would need a megabyte of the L4 daemon's memory.
     agent = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
     own = sorted(
         entry.path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control socket of the checker: for each connection a line of JSON, and a line or text as answer."""
+"""The control socket of the L4 daemon: a line of JSON as request, and a line or text as answer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ControlSocket:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with suppress(FileNotFoundError):
-                os.unlink(path)  # noqa: PTH108 (pathlib is a megabyte)
+                os.unlink(path)  # noqa: PTH108 (pathlib needs a megabyte)
             before = os.umask(0o777 & ~mode)
             try:
                 self._listener.bind(path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of the checker in two files, for the next checker. An unreadable file counts as missing."""
+"""State of the L4 daemon in two files, for its next process. An unreadable file counts as missing."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class StateFiles:
             self._replace(STATES, {"states": member_state.to_document(states), "counted": counters.to_document()})
 
     def _read(self, name: str) -> Any:
-        with open(f"{self._directory}/{name}", encoding="utf-8") as file:  # noqa: PTH123 (pathlib is a megabyte)
+        with open(f"{self._directory}/{name}", encoding="utf-8") as file:  # noqa: PTH123 (pathlib needs a megabyte)
             return json.load(file)
 
     def _replace(self, name: str, document: Any) -> None:
@@ -78,7 +78,7 @@ class StateFiles:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump(document, file, separators=(",", ":"))
-        os.replace(temporary, f"{self._directory}/{name}")  # noqa: PTH105 (as above)
+        os.replace(temporary, f"{self._directory}/{name}")  # noqa: PTH105 (pathlib needs a megabyte)
 
 
 @contextmanager

@@ -113,7 +113,7 @@ class FlowTimeouts:
     def _read(self, name: str) -> int:
         if name not in self._known:
             try:
-                with open(f"{_SETTINGS}{name}", encoding="ascii") as file:  # noqa: PTH123 (pathlib is a megabyte)
+                with open(f"{_SETTINGS}{name}", encoding="ascii") as file:  # noqa: PTH123 (pathlib needs a megabyte)
                     self._known[name] = int(file.read()) * _SECOND
             except (OSError, ValueError):
                 self._known[name] = 0

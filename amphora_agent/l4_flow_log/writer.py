@@ -181,10 +181,10 @@ class FlowLog:
 def _enable_setting(name: str) -> None:
     path = f"{_SETTINGS}{name}"
     try:
-        with open(path, encoding="ascii") as file:  # noqa: PTH123 (pathlib is a megabyte)
+        with open(path, encoding="ascii") as file:  # noqa: PTH123 (pathlib needs a megabyte)
             present = file.read().strip()
         if present != "1":
-            with open(path, "w", encoding="ascii") as file:  # noqa: PTH123 (as above)
+            with open(path, "w", encoding="ascii") as file:  # noqa: PTH123 (pathlib needs a megabyte)
                 file.write("1")
     except OSError as error:
         log(f"lines of the flow log are incomplete, nf_conntrack_{name} cannot be set: {error}")

@@ -2,7 +2,7 @@
 """Run nft commands through libnftables, or through the nft program.
 
 Invariant: one call is one transaction, in the namespace of the calling thread. The first call loads libnftables (3.5
-MiB). The checker imports this module too, so it stays small.
+MiB). The L4 daemon imports this module too, so it stays small.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _ask(what: int, family: str, attributes: bytes) -> bytes | None:
 
 def _is_low() -> bool:
     """Return whether the next descriptor fits select(2). With a higher one libnftables aborts."""
-    with open("/dev/null", "rb") as next_one:  # noqa: PTH123 (pathlib costs the checker half a mebibyte)
+    with open("/dev/null", "rb") as next_one:  # noqa: PTH123 (pathlib costs the L4 daemon half a mebibyte)
         return next_one.fileno() < _FD_SETSIZE
 
 

@@ -15,7 +15,7 @@ ELSEWHERE = ("__init__.py", "errors.py", "haproxy/__init__.py", "haproxy/runtime
 
 def version() -> str:
     """Return a checksum of the present sources. A digest library would need a third of all memory."""
-    here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 (pathlib is a megabyte)
+    here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 (pathlib needs a megabyte)
     own = sorted(entry.path for entry in os.scandir(here) if entry.name.endswith(".py"))
     total = crc32(sys.version.encode())
     for file in (*own, *(os.path.join(here, "..", name) for name in ELSEWHERE)):  # noqa: PTH118

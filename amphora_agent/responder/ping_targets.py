@@ -23,10 +23,10 @@ class Targets:
     def __call__(self) -> Mapping[str, str]:
         """Return the address to ping, by member."""
         try:
-            found = os.stat(self._path)  # noqa: PTH116 (pathlib is a megabyte of the responder's memory)
+            found = os.stat(self._path)  # noqa: PTH116 (pathlib needs a megabyte)
             mark = (found.st_ino, found.st_size, found.st_mtime_ns)
             if mark != self._mark:
-                with open(self._path, encoding="ascii") as file:  # noqa: PTH123 (as above)
+                with open(self._path, encoding="ascii") as file:  # noqa: PTH123 (pathlib needs a megabyte)
                     self._known = {words[0]: words[1] for words in map(str.split, file) if len(words) == 2}
                 self._mark = mark
         except OSError:

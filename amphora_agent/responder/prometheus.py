@@ -62,14 +62,14 @@ def scrape(worker: Socket, sums: str = "", others: str = "") -> Iterator[str]:
 
 def _ask_others(path: str) -> str:
     """Return the rows of UDP and SCTP listeners; empty without an answer of the L4 daemon."""
-    if path and os.path.exists(path):  # noqa: PTH110 (pathlib is a megabyte)
+    if path and os.path.exists(path):  # noqa: PTH110 (pathlib needs a megabyte)
         with suppress(HaproxyError):
             return Socket(path).ask('{"op":"rows"}', seconds=_OTHERS_SECONDS)
     return ""
 
 
 def _read_sums(path: str) -> FormerWorkers | None:
-    with suppress(FileNotFoundError), open(path, encoding="utf-8") as file:  # noqa: PTH123 (pathlib is a megabyte)
+    with suppress(FileNotFoundError), open(path, encoding="utf-8") as file:  # noqa: PTH123 (pathlib needs a megabyte)
         return read(file.read())
     return None
 
@@ -94,7 +94,7 @@ def _load() -> float:
 
 def _memory() -> float:
     """Return the percentage of the machine's memory that is not available (proc(5), meminfo)."""
-    with open("/proc/meminfo", encoding="ascii") as file:  # noqa: PTH123 (pathlib is a megabyte)
+    with open("/proc/meminfo", encoding="ascii") as file:  # noqa: PTH123 (pathlib needs a megabyte)
         sizes = {words[0]: int(words[1]) for words in map(str.split, file) if len(words) > 1}
     total = sizes["MemTotal:"]
     return 100 * (total - sizes["MemAvailable:"]) / total
