@@ -38,19 +38,19 @@ if TYPE_CHECKING:
 __all__ = ["AgentClient", "Applied", "BundleState", "Info", "Loaded", "Renewed", "Vrrp"]
 T = TypeVar("T")
 
-# The client keeps connections to this number of amphorae. One thread works on one load balancer.
+# The client keeps open connections to a limited number of amphorae. One thread works on one load balancer.
 _MOST_POOLS, _CONNECTIONS = 256, 2
-# The largest multiple of the request time-out, for large bundles.
+# A large bundle increases the request time-out up to a maximum factor.
 _MOST_TIMEOUT_FACTOR = 5
-# Limits of responses in bytes.
+# The client refuses a response above its limit in bytes.
 _MOST_ANSWER, _MOST_DIAGNOSTICS, _CHUNK = 4 << 20, 32 << 20, 1 << 16
 # Too deep nesting and invalid UTF-8 do not always raise a DecodeError.
 _DECODE_ERRORS = (msgspec.DecodeError, ValueError, RecursionError)
-# Seconds between two requests to an agent that listens but answers 503.
+# The client repeats requests to a booting agent, which answers 503, after growing pauses in seconds.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.2
-# Time-out of a TCP connection in seconds. A machine that does not exist yet drops packets.
+# A machine that does not exist yet drops packets, so the time-out of a TCP connection is short.
 _CONNECT_TIMEOUT = 0.3
-# Seconds without a TCP acknowledgement after which the connection counts as broken (tcp(7), TCP_USER_TIMEOUT).
+# A connection without TCP acknowledgements for some seconds counts as broken (tcp(7), TCP_USER_TIMEOUT).
 _UNACKNOWLEDGED = 10.0
 # After `_SILENCE` seconds without data, a TLS handshake on another connection checks that the agent is alive. The
 # factor of the request time-out applies to `_SILENCE` too.
@@ -67,7 +67,7 @@ class _ErrorWords(msgspec.Struct):
     remedy: str = ""
 
 
-# Limits in characters of a text and of an id in an agent's response.
+# The client shortens the texts and ids in an agent's error to a limit in characters.
 _MOST_WORDS, _MOST_ID = 2000, 80
 
 
@@ -88,8 +88,7 @@ class AgentClient:
     * `AgentRefused`: the agent refused the call; `status` is the HTTP status.
     * `CertificateError`: the client certificate or the CA cannot be read.
 
-    Args:
-        trust: replaces the configured certificates after a CA rotation; None for the files only.
+    After a CA rotation the trust store replaces the configured certificates.
     """
 
     def __init__(self, conf: Any, trust: TrustStore | None = None) -> None:
@@ -103,7 +102,7 @@ class AgentClient:
         self._lock = threading.Lock()
 
     def put_bundle(self, amphora_id: str, address: str, body: bytes, *, deadline: Deadline | None = None) -> Applied:
-        """Push the complete configuration (JSON, docs/reference/agent-api.md). Return after the amphora serves it."""
+        """Push the complete configuration (docs/reference/agent-api.md), and wait for its confirmation."""
         call = _Call("PUT", "/v2/bundle", f"push the configuration of amphora {amphora_id}", body=body)
         return _decode(self._request(amphora_id, address, call, deadline), Applied, call)
 
@@ -118,18 +117,14 @@ class AgentClient:
     def info(
         self, amphora_id: str, address: str, *, prepared: ssl.SSLContext | None = None, deadline: Deadline | None = None
     ) -> Info:
-        """Return versions and capabilities.
-
-        Args:
-            prepared: the result of `prepare`. With it, the call waits for the agent only and uses a new connection.
-        """
+        """Return versions. With a result of `prepare`, the call never waits for the database."""
         call = _Call("GET", "/v2/info", f"get the versions of amphora {amphora_id}")
         if prepared is None:
             return _decode(self._request(amphora_id, address, call, deadline), Info, call)
         return _decode(self._request_on_new_connection(prepared, amphora_id, address, call, deadline), Info, call)
 
     def expect_vips(self, amphora_id: str, address: str, seconds: float, *, deadline: Deadline | None = None) -> None:
-        """Prepare the amphora for its partner's VIPs. It then forwards packets of the partner's connections."""
+        """Prepare the amphora for its partner's VIPs and for packets of the partner's connections."""
         body = msgspec.json.encode({"seconds": seconds})
         call = _Call("POST", "/v2/vrrp/expect", f"prepare amphora {amphora_id} for the VIPs", body=body)
         self._request(amphora_id, address, call, deadline)
@@ -160,7 +155,7 @@ class AgentClient:
         return _decode(self._request(amphora_id, address, call, deadline), dict[str, Any], call)
 
     def configuration(self, amphora_id: str, address: str, *, deadline: Deadline | None = None) -> dict[str, Any]:
-        """Return the confirmed and the actual configuration without secrets. An older agent refuses with status 404."""
+        """Return the confirmed and the actual configuration without secrets. Older agents answer 404."""
         wanted = f"get the configuration of amphora {amphora_id}"
         call = _Call("GET", "/v2/configuration", wanted, most=_MOST_DIAGNOSTICS)
         return _decode(self._request(amphora_id, address, call, deadline), dict[str, Any], call)
@@ -175,14 +170,10 @@ class AgentClient:
         server_ca: bytes | None = None,
         deadline: Deadline | None = None,
     ) -> Renewed:
-        """Give the amphora a new certificate, even if its present one has expired.
+        """Give the amphora a new certificate with its key in one PEM, even if its present one has expired.
 
-        The client still checks the issuer, name and purpose of the present certificate.
-
-        Args:
-            certificate: certificate and private key in one PEM (`Issued.bundle`).
-            client_ca: new CAs of controllers in PEM, with the CA of this controller; None keeps the present ones.
-            server_ca: new CAs of amphorae in PEM; None keeps the present ones.
+        The client still checks the issuer, name and purpose of the present certificate. New CAs of controllers in PEM
+        must include the CA of this controller. None keeps the present CAs.
         """
         authorities = {"client_ca": client_ca, "server_ca": server_ca}
         document = {name: pem.decode() for name, pem in authorities.items() if pem is not None}
@@ -194,7 +185,7 @@ class AgentClient:
     def verify_certificate(
         self, amphora_id: str, address: str, fingerprint: str, *, deadline: Deadline | None = None
     ) -> None:
-        """Verify that new connections use the certificate with this SHA-256 of its DER, and that the agent answers.
+        """Verify that the agent answers on new connections with this certificate (SHA-256 of its DER).
 
         Raise AgentUntrusted for another certificate.
         """
@@ -212,7 +203,7 @@ class AgentClient:
     def wait_until_ready(self, amphora_id: str, address: str, deadline: Deadline) -> Info:
         """Return the versions of a booting amphora. Repeat the request while the agent answers 503.
 
-        Raise AgentUnreachable at once if the port does not listen, so that the caller waits for it.
+        Raise AgentUnreachable at once if the port does not listen, so that the caller waits for the port.
         """
         pause = _FIRST_PAUSE
         call = _Call("GET", "/v2/info", f"reach the agent of amphora {amphora_id}")
@@ -279,7 +270,7 @@ class AgentClient:
         is_alive: Callable[[Deadline], bool] = lambda _: True,
     ) -> bytes:
         """Send a request, and return the response. Repeat once if a connection of an earlier call broke."""
-        latest = Deadline(self._request_timeout * _timeout_factor(call), call.wanted, deadline)
+        latest = Deadline(self._request_timeout * call.timeout_factor, call.wanted, deadline)
         for last in (False, True):
             pool = pool_of()
             try:
@@ -307,7 +298,7 @@ class AgentClient:
         if left <= 0:
             raise AgentUnreachable(call.wanted, "the deadline of the operation has passed")
         connect = min(self._connect_timeout, left)
-        token = EXCHANGE.set(Exchange(latest, _SILENCE * _timeout_factor(call), is_alive))
+        token = EXCHANGE.set(Exchange(latest, _SILENCE * call.timeout_factor, is_alive))
         try:
             return self._exchange(pool, call, urllib3.Timeout(connect=connect, read=left))
         finally:
@@ -381,10 +372,10 @@ class _Call(msgspec.Struct, frozen=True):
     body: bytes | None = None
     most: int = _MOST_ANSWER
 
-
-def _timeout_factor(call: _Call) -> float:
-    # HAProxy 2.6 may need minutes to read a bundle of 10,000 members (1.3 MB).
-    return 1 + min(_MOST_TIMEOUT_FACTOR - 1, 3 * len(call.body or b"") / 1_000_000)
+    @property
+    def timeout_factor(self) -> float:
+        # HAProxy 2.6 may need minutes to read a bundle of 10,000 members (1.3 MB).
+        return 1 + min(_MOST_TIMEOUT_FACTOR - 1, 3 * len(self.body or b"") / 1_000_000)
 
 
 def _read(response: urllib3.BaseHTTPResponse, call: _Call) -> bytes:
@@ -402,12 +393,9 @@ def _decode(content: bytes, shape: type[T], call: _Call) -> T:
     try:
         return msgspec.json.decode(content, type=shape)
     except _DECODE_ERRORS as error:
-        raise AgentRefused(
-            call.wanted,
-            f"its response cannot be decoded ({error})",
-            "Check that the versions of agent and controller are compatible.",
-            status=200,
-        ) from error
+        happened = f"its response cannot be decoded ({error})"
+        remedy = "Check that the versions of agent and controller are compatible."
+        raise AgentRefused(call.wanted, happened, remedy, status=200) from error
 
 
 def _refusal(call: _Call, status: int, content: bytes) -> AgentRefused:
@@ -420,14 +408,10 @@ def _refusal(call: _Call, status: int, content: bytes) -> AgentRefused:
     happened = printable(words.happened, _MOST_WORDS) or f"it answered {status}"
     if words.wanted:
         happened = f"the agent could not {printable(words.wanted, _MOST_WORDS)}: {happened}"
-    return AgentRefused(
-        call.wanted,
-        happened,
-        printable(words.remedy, _MOST_WORDS),
-        object_id=None if document.object_id is None else printable(document.object_id, _MOST_ID),
-        status=status,
-        generation=document.generation,
-    )
+    remedy = printable(words.remedy, _MOST_WORDS)
+    object_id = None if document.object_id is None else printable(document.object_id, _MOST_ID)
+    generation = document.generation
+    return AgentRefused(call.wanted, happened, remedy, object_id=object_id, status=status, generation=generation)
 
 
 def _cause(error: SSLError) -> object:
@@ -437,21 +421,17 @@ def _cause(error: SSLError) -> object:
 def _tls_failure(call: _Call, address: str, error: SSLError) -> AgentUntrusted | AgentUnreachable:
     cause = _cause(error)
     if isinstance(cause, ssl.SSLCertVerificationError):
-        return AgentUntrusted(
-            call.wanted,
-            f"the certificate of {address} is not accepted ({cause.verify_message})",
-            "Check that the address belongs to the amphora, and that its certificate has not expired.",
-        )
+        happened = f"the certificate of {address} is not accepted ({cause.verify_message})"
+        remedy = "Check that the address belongs to the amphora, and that its certificate has not expired."
+        return AgentUntrusted(call.wanted, happened, remedy)
     # The agent may also have refused the client certificate, for example because its clock is wrong after a boot.
-    return AgentUnreachable(
-        call.wanted,
-        f"{address} broke off the TLS handshake ({getattr(cause, 'reason', None) or cause})",
-        "If this continues, check that client_ca signed client_certificate (group [amp_certificates]).",
-    )
+    happened = f"{address} broke off the TLS handshake ({getattr(cause, 'reason', None) or cause})"
+    remedy = "If this continues, check that client_ca signed client_certificate (group [amp_certificates])."
+    return AgentUnreachable(call.wanted, happened, remedy)
 
 
 def _words(error: BaseException) -> str:
-    """Return the error text of the operating system if there is one, because urllib3's texts quote objects."""
+    """Return the error text of the operating system if any, because urllib3's texts quote objects."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.strerror:

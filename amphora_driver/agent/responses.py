@@ -23,7 +23,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Applied(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a push. The field `how` is start, unchanged, runtime, reload or stop; `reason` explains it."""
+    """Result of a push. `how` is start, unchanged, runtime, reload or stop; `reason` explains it."""
 
     generation: Generation
     how: str
@@ -54,7 +54,7 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Vrrp(msgspec.Struct, frozen=True, kw_only=True):
-    """VIP state of an amphora: `connections` of clients, and `draining` seconds left for them after a release."""
+    """VIP state of an amphora: connections of clients, and the seconds left for them after a release."""
 
     holds_vip: bool | None = None
     connections: int = 0

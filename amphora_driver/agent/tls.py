@@ -26,7 +26,7 @@ T = TypeVar("T")
 LOG = logging.getLogger(__name__)
 # The ssl module has no name for OpenSSL's X509_V_FLAG_NO_CHECK_TIME.
 _NO_CHECK_TIME = 0x200000
-# Seconds between two checks of the deadline, which another thread may bring forward.
+# A socket checks the deadline after each slice in seconds, because another thread may bring it forward.
 _SLICE = 0.25
 
 
@@ -46,7 +46,7 @@ EXCHANGE: ContextVar[Exchange | None] = ContextVar("EXCHANGE", default=None)
 
 
 class BoundedSocket(ssl.SSLSocket):
-    """Applies one deadline to all reads of an exchange, because each read alone could restart its time-out."""
+    """Applies one deadline to all reads of an exchange, because each read restarts its time-out."""
 
     def do_handshake(self, block: bool = False) -> None:
         self._in_slices(lambda: super(BoundedSocket, self).do_handshake(block))
@@ -78,7 +78,7 @@ class BoundedSocket(ssl.SSLSocket):
                 try:
                     return act()
                 except TimeoutError as error:
-                    # ETIMEDOUT from the kernel: the peer does not acknowledge data.
+                    # The kernel sets ETIMEDOUT if the peer does not acknowledge data.
                     if error.errno is not None:
                         raise
         finally:
@@ -86,7 +86,7 @@ class BoundedSocket(ssl.SSLSocket):
 
 
 class _ExpiryTolerantSocket(BoundedSocket):
-    """A socket whose context ignores validity dates. The socket refuses a certificate that is not yet valid."""
+    """A socket whose context ignores validity dates, but that refuses a not yet valid certificate."""
 
     def do_handshake(self, block: bool = False) -> None:
         super().do_handshake(block)
@@ -98,11 +98,9 @@ class _ExpiryTolerantSocket(BoundedSocket):
 
 
 class TlsOverride(msgspec.Struct, frozen=True, kw_only=True):
-    """Replacement of the configured files after a CA rotation, in PEM. `version` changes with every other attribute.
+    """Replacement (in PEM) of the configured files after a CA rotation.
 
-    Attributes:
-        authorities: CAs of amphorae; None for the configured file.
-        certificate: client certificate with its key; None for the configured file.
+    None means the configured file. `version` changes with every other attribute.
     """
 
     version: Any = None
@@ -111,7 +109,7 @@ class TlsOverride(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TlsIdentity:
-    """Client certificate and trusted CAs of a controller, from files that may change, or from `load_override`."""
+    """Client certificate and trusted CAs of a controller, from files or from `load_override`."""
 
     def __init__(
         self, client_certificate: str, ca_certificate: str, load_override: Callable[[], TlsOverride] | None = None
@@ -134,24 +132,19 @@ class TlsIdentity:
             LOG.warning("cannot read the certificates for agents, keeping the present ones: %s", error)
             return self._context
         with self._lock:
-            return self._update_context(override)
-
-    def _update_context(self, override: TlsOverride) -> ssl.SSLContext:
-        versions = (
-            None if override.certificate else _file_version(self._client_certificate),
-            None if override.authorities else _file_version(self._ca_certificate),
-            override.version,
-        )
-        if self._context is None or versions != self._versions:
-            try:
-                self._context = self._create_context(override)
-            except CertificateError as error:
-                if self._context is None:
-                    raise
-                LOG.warning("cannot load the certificates for agents, keeping the present ones: %s", error)
-            # The next change of a version triggers the next attempt, also after a failure.
-            self._versions = versions
-        return self._context
+            certificate = None if override.certificate else _file_version(self._client_certificate)
+            authorities = None if override.authorities else _file_version(self._ca_certificate)
+            versions = (certificate, authorities, override.version)
+            if self._context is None or versions != self._versions:
+                try:
+                    self._context = self._create_context(override)
+                except CertificateError as error:
+                    if self._context is None:
+                        raise
+                    LOG.warning("cannot load the certificates for agents, keeping the present ones: %s", error)
+                # The next change of a version triggers the next attempt, also after a failure.
+                self._versions = versions
+            return self._context
 
     def context_ignoring_expiry(self) -> ssl.SSLContext:
         """Return a context that accepts expired certificates of the agent and of its CA, for a renewal."""

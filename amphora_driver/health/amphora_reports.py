@@ -3,8 +3,8 @@
 
 Invariant: the health manager accepts the heartbeats of an amphora in the order of sending, each at most once. A
 datagram changes nothing about an object that it does not name. A value that no heartbeat repeats expires after
-`expiry` seconds. A restarted process gets the values back from the next heartbeats. It reads only the
-(epoch, sequence) of each last heartbeat from the database (`load_orders`), so that it accepts no heartbeat again.
+`expiry` seconds. A restarted process gets the values back from the next heartbeats. The process reads only the
+(epoch, sequence) of each last heartbeat from the database (`load_orders`), and so accepts no heartbeat again.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import msgspec
 from amphora_driver.health.heartbeat_codec import Heartbeat
 from amphora_driver.health.status import LastDrift, ListenerReport, PoolReport, Report
 
-# Limit of the object ids of one amphora. An amphora that names too many new objects loses its own earlier values.
+# An amphora that names more object ids than the limit loses its own earlier values.
 _MAX_NAMES = 50_000
-# Largest value of the database columns. The counters of a correct agent never reach this value.
+# A database column of 64 bits holds no larger value.
 _MAX_INTEGER = 2**63 - 1
 
 Order = tuple[int, int]
@@ -29,14 +29,9 @@ _BEFORE_ALL: Order = (-1, -1)
 
 
 class LastReport(msgspec.Struct, frozen=True):
-    """The last heartbeat of an amphora, without the states of its objects.
+    """The last heartbeat of an amphora without the states of its objects, and two times of its receipt.
 
-    Attributes:
-        monotonic: time of receipt of `time.monotonic()`.
-        wall: time of receipt in seconds since 1970.
-        generation: the generation that the amphora serves; 0 for none.
-
-    The other fields are those of `Report`.
+    `monotonic` is a time of `time.monotonic()`, `wall` is in seconds since 1970. A generation of 0 means none.
     """
 
     monotonic: float
@@ -64,7 +59,7 @@ class AmphoraReports:
         self._lock = threading.Lock()
 
     def load_orders(self, orders: Mapping[str, Order]) -> None:
-        """Refuse heartbeats of these amphorae up to the given order, because another process has accepted them."""
+        """Refuse heartbeats up to the given orders, because another process has accepted them."""
         with self._lock:
             for amphora_id, order in orders.items():
                 self._orders[amphora_id] = max(order, self._orders.get(amphora_id, _BEFORE_ALL))
@@ -75,11 +70,7 @@ class AmphoraReports:
             return max(order) <= _MAX_INTEGER and order > self._orders.get(amphora_id, _BEFORE_ALL)
 
     def accept(self, heartbeat: Heartbeat, now: float) -> bool:
-        """Merge a verified heartbeat into the report of its amphora.
-
-        Return False for a replay, for a heartbeat that a later one has overtaken, and for an order above
-        `_MAX_INTEGER`.
-        """
+        """Merge a verified heartbeat into the report of its amphora. Return False for a replay."""
         order = (heartbeat.epoch, heartbeat.sequence)
         if max(order) > _MAX_INTEGER:
             return False
@@ -109,38 +100,33 @@ class AmphoraReports:
 
     def live_reports(self, amphora_ids: Iterable[str], now: float) -> dict[str, Report]:
         """Return the unexpired reports of these amphorae by amphora id, without the silent amphorae."""
-        earliest = now - self.expiry
         with self._lock:
-            states = [(amphora_id, self._states.get(amphora_id)) for amphora_id in amphora_ids]
-            return {
-                amphora_id: state.build_report(amphora_id, earliest)
-                for amphora_id, state in states
-                if state is not None and state.last.monotonic >= earliest
-            }
+            earliest = now - self.expiry
+            return {one: state.build_report(one, earliest) for one, state in self._fresh(amphora_ids, now)}
 
     def authoritative_amphora(self, amphora_ids: Iterable[str], now: float) -> str | None:
-        """Return the amphora of an active-standby pair whose report counts; None without VIP reports.
+        """Return the amphora of a pair (the oldest first) whose report counts; None without VIP reports.
 
         The report of the VIP holder counts. If two amphorae report that they hold the VIPs, the later first claim
         counts, because the other amphora is dead or wrong. Without a holder the last holder counts, which prevents
         flapping.
-
-        Args:
-            amphora_ids: the amphorae of one load balancer, the oldest first.
         """
-        earliest = now - self.expiry
         with self._lock:
-            states = [(amphora_id, self._states.get(amphora_id)) for amphora_id in amphora_ids]
-            fresh = [(one, state) for one, state in states if state is not None and state.last.monotonic >= earliest]
+            fresh = self._fresh(amphora_ids, now)
             if all(state.last.holds_vip is None for _, state in fresh):
                 return None
             return max(fresh, key=lambda one: (one[1].last.holds_vip is True, one[1].vip_claimed_at))[0]
+
+    def _fresh(self, amphora_ids: Iterable[str], now: float) -> list[tuple[str, _AmphoraState]]:
+        states = [(amphora_id, self._states.get(amphora_id)) for amphora_id in amphora_ids]
+        earliest = now - self.expiry
+        return [(one, state) for one, state in states if state is not None and state.last.monotonic >= earliest]
 
     def last_report(self, amphora_id: str) -> LastReport | None:
         """Return the last heartbeat of this amphora; None if this process has received none."""
         with self._lock:
             state = self._states.get(amphora_id)
-            return None if state is None else state.last
+        return None if state is None else state.last
 
     def heard_since(self, moment: float) -> set[str]:
         """Return all amphorae with a heartbeat at or after `moment` (time of `time.monotonic()`)."""
@@ -174,12 +160,12 @@ class _AmphoraState:
 
     def __init__(self) -> None:
         self.last = LastReport(0.0, 0.0, 0, _BEFORE_ALL)
-        # Start of the latest run of heartbeats that report the VIPs as held.
+        # `vip_claimed_at` is the time of the first heartbeat of the latest run that claims the VIPs.
         self.vip_claimed_at = -1.0
         self.generation: int | None = None
         self._listeners: dict[str, tuple[float, ListenerReport]] = {}
         self._pools: dict[str, _PoolState] = {}
-        # An upper bound: a repeated name counts twice.
+        # `_name_bound` is an upper bound, because a repeated name counts twice.
         self._name_bound = 0
 
     def merge(self, report: Report, now: float) -> None:
@@ -211,7 +197,7 @@ class _AmphoraState:
         )
 
     def _has_too_many_names(self) -> bool:
-        # Exact counting takes longer than merging, so the state counts exactly only above the upper bound.
+        # Exact counting takes longer than merging, so the state counts names only above the upper bound.
         if self._name_bound <= _MAX_NAMES:
             return False
         self._name_bound = len(self._listeners) + sum(pool.count_names() for pool in self._pools.values())
@@ -219,14 +205,14 @@ class _AmphoraState:
 
 
 class _PoolState:
-    """The reported state of one pool. Several datagrams may contain its members; the last value counts."""
+    """The reported state of one pool, whose members may be in several datagrams."""
 
     __slots__ = ("at", "parts", "status")
 
     def __init__(self) -> None:
         self.at = 0.0
         self.status = ""
-        # The time and the members of each datagram that still contributes a value.
+        # Each part contains the time and the members of one datagram that still contributes a value.
         self.parts: list[tuple[float, dict[str, str]]] = []
 
     def add(self, now: float, pool: PoolReport) -> None:

@@ -18,20 +18,17 @@ from amphora_driver.health.amphora_reports import LastReport
 from amphora_driver.health.status import LastDrift
 
 _FIRST_BACKOFF, _MAX_BACKOFF = 30.0, 1800.0
-# Drift of this kind (docs/reference/heartbeat.md) requires new port attachments.
+# Drift of the kind "interface" (docs/reference/heartbeat.md) requires new port attachments.
 _INTERFACE_KIND = "interface"
 _MAX_KINDS = 8
-# Seconds between two notices about one amphora. Each notice causes an UPDATE and a log line.
+# Each notice causes an UPDATE and a log line, so notices about one amphora have a minimum interval in seconds.
 _NOTICE_INTERVAL = 10.0
 
 
 class UnrepairedDrift(msgspec.Struct, frozen=True):
     """An amphora that needs its configuration again, and the reason.
 
-    Attributes:
-        kinds: the reported kinds of drift, separated by commas.
-        replug: whether the compute backend has to attach its ports again.
-        found_at: when the agent found the drift, as a text; empty if unknown.
+    With `replug`, the compute backend has to attach its ports again. An unknown time of the drift is empty.
     """
 
     amphora_id: str
@@ -60,27 +57,20 @@ class _DriftPeriod(msgspec.Struct):
 
 
 class DriftReports:
-    """The amphorae that report drift.
-
-    Args:
-        interval: seconds between two heartbeats of an amphora.
-    """
+    """The amphorae that report drift, with `interval` seconds between two heartbeats."""
 
     def __init__(self, interval: float) -> None:
         self._interval = interval
         self._periods: dict[str, _DriftPeriod] = {}
-        # The agent's time of the drift, and the time of the record, of the last notice of each amphora.
+        # `_noticed` contains the agent's time of the last recorded drift, and the time of that record, by amphora.
         self._noticed: dict[str, tuple[float, float]] = {}
-        # This process may remove only the marks of these amphorae, because it has seen their reports of drift.
+        # This process removes a drift mark only after it has received a report of drift from the amphora.
         self._reported: set[str] = set()
 
     def find_unrepaired(
         self, updated: Mapping[str, LastReport], confirmed: Mapping[str, int], now: float
     ) -> list[UnrepairedDrift]:
-        """Return the amphorae that need a push because their agents cannot repair the drift.
-
-        The arguments are those of `LostConfigDetector.find_lost`.
-        """
+        """Return the amphorae that need a push because their agents cannot repair the drift."""
         found = []
         for amphora_id, last in updated.items():
             expected = confirmed.get(amphora_id, 0)
@@ -107,9 +97,6 @@ class DriftReports:
 
         The mark of an amphora that has never reported drift to this process stays: a controller may have found drift
         that the agent cannot detect.
-
-        Args:
-            marked: the amphorae with the mark "drifting".
         """
         changed = {}
         for amphora_id, last in updated.items():
@@ -127,7 +114,7 @@ class DriftReports:
         return changed
 
     def record_pushes(self, unrepaired: list[UnrepairedDrift], now: float) -> None:
-        """Start or double the back-off of these amphorae, after their pushes are recorded."""
+        """Start or double the back-off of these amphorae, after the database contains their pushes."""
         for one in unrepaired:
             period = self._periods.get(one.amphora_id)
             if period is not None:
@@ -160,7 +147,6 @@ class DriftReports:
         return found
 
     def retain(self, amphora_ids: set[str]) -> None:
-        """Forget every other amphora."""
         self._periods = {one: period for one, period in self._periods.items() if one in amphora_ids}
         self._noticed = {one: at for one, at in self._noticed.items() if one in amphora_ids}
         self._reported &= amphora_ids

@@ -19,13 +19,13 @@ from amphora_driver.health.status import Report
 from amphora_driver.secret import Secret
 
 MAGIC = b"AHB1"
-# Magic, amphora id, epoch, sequence.
+# The header contains magic bytes, amphora id, epoch and sequence.
 _HEADER = struct.Struct("!4s16sQQ")
 _SIGNATURE_SIZE = 32
 _MIN_SIZE = _HEADER.size + _SIGNATURE_SIZE
 # The longest datagram of an agent has 60,000 bytes and expands to 0.6 million bytes.
 _MAX_DOCUMENT = 2 << 20
-# Largest value of the database column of generations.
+# A database column of 64 bits holds no larger generation.
 _MAX_GENERATION = 2**63 - 1
 _OPERATION = "read a heartbeat"
 _decode_report = msgspec.json.Decoder(Report).decode
@@ -52,7 +52,7 @@ class Heartbeat(msgspec.Struct, frozen=True):
 
 
 def read_amphora_id(datagram: Datagram) -> str:
-    """Return the unverified amphora id in the header. Raise HeartbeatRefused for a datagram without a header."""
+    """Return the unverified amphora id in the header. Raise HeartbeatRefused without a header."""
     if len(datagram) < _MIN_SIZE:
         raise HeartbeatRefused(_OPERATION, f"{len(datagram)} bytes are too few", reason="short")
     if datagram[:4] != MAGIC:
@@ -62,7 +62,7 @@ def read_amphora_id(datagram: Datagram) -> str:
 
 
 def verify_signature(datagram: Datagram, key: Secret) -> VerifiedDatagram:
-    """Verify a datagram with the key of its amphora, without decompressing it. Raise HeartbeatRefused on a mismatch."""
+    """Verify a datagram with the key of its amphora. Raise HeartbeatRefused on a mismatch."""
     amphora_id = read_amphora_id(datagram)
     view = memoryview(datagram)
     signed, signature = view[:-_SIGNATURE_SIZE], view[-_SIGNATURE_SIZE:]
@@ -73,21 +73,19 @@ def verify_signature(datagram: Datagram, key: Secret) -> VerifiedDatagram:
 
 
 def decompress_document(verified: VerifiedDatagram) -> bytes:
-    """Return the decompressed document of a datagram. Raise HeartbeatRefused if it is too large or damaged."""
+    """Decompress the document of a datagram. Raise HeartbeatRefused if it is too large or damaged."""
     amphora_id = verified.amphora_id
     decompressor = zlib.decompressobj()
     try:
         document = decompressor.decompress(verified.compressed, _MAX_DOCUMENT)
     except zlib.error as error:
-        raise HeartbeatRefused(
-            _OPERATION, f"the document of amphora {amphora_id} cannot be decompressed ({error})", reason="packing"
-        ) from error
+        happened = f"the document of amphora {amphora_id} cannot be decompressed ({error})"
+        raise HeartbeatRefused(_OPERATION, happened, reason="packing") from error
     if not decompressor.eof or decompressor.unused_data:
-        raise HeartbeatRefused(
-            _OPERATION,
-            f"the document of amphora {amphora_id} is truncated, has trailing bytes, or exceeds {_MAX_DOCUMENT} bytes",
-            reason="packing",
+        happened = (
+            f"the document of amphora {amphora_id} is truncated, has trailing bytes, or exceeds {_MAX_DOCUMENT} bytes"
         )
+        raise HeartbeatRefused(_OPERATION, happened, reason="packing")
     return document
 
 
@@ -100,9 +98,8 @@ def parse_document(verified: VerifiedDatagram, document: bytes) -> Heartbeat:
     try:
         report = _decode_report(document)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise HeartbeatRefused(
-            _OPERATION, f"the document of amphora {amphora_id} is not a report ({error})", reason="document"
-        ) from error
+        happened = f"the document of amphora {amphora_id} is not a report ({error})"
+        raise HeartbeatRefused(_OPERATION, happened, reason="document") from error
     generation = report.generation
     if generation is not None and not 0 <= generation <= _MAX_GENERATION:
         raise HeartbeatRefused(_OPERATION, f"amphora {amphora_id} sent an impossible generation", reason="document")

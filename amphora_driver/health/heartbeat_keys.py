@@ -23,18 +23,14 @@ LOG = logging.getLogger(__name__)
 KeyReader = Callable[[AbstractSet[str]], Mapping[str, Secret]]
 """Reads the keys of all amphorae except the given ones, by amphora id."""
 
-# For so many seconds the cache refuses an amphora without a row and reads no keys: a deleted amphora sends for a while.
+# A deleted amphora sends for a while, so the cache refuses its id for some seconds without a read of keys.
 _UNKNOWN_TTL, _MAX_UNKNOWN = 10.0, 10_000
-# Limits of the datagrams that wait for a read of keys. The first datagram of an amphora is short.
+# The first datagram of an amphora is short, so the cache keeps only short datagrams until the next read of keys.
 _MAX_WAITING, _MAX_WAITING_SIZE = 1000, 4096
 
 
 class KeyCache:
-    """Keys in memory, and the thread function `run` that reads new keys at most once per `interval`.
-
-    Args:
-        notify: called when `pop_ready` has a new datagram.
-    """
+    """Keys in memory. `run` reads new keys once per `interval`. `notify` announces ready datagrams."""
 
     def __init__(self, read_keys: KeyReader, notify: Callable[[], None], interval: float) -> None:
         self._read_keys = read_keys
@@ -42,7 +38,7 @@ class KeyCache:
         self._interval = interval
         self._known: dict[str, Secret] = {}
         self._unknown: OrderedDict[str, float] = OrderedDict()
-        # A later datagram of an amphora replaces the earlier one.
+        # A later datagram of an amphora replaces its earlier waiting datagram.
         self._waiting: dict[str, tuple[bytes, str]] = {}
         self._ready: deque[tuple[bytes, str]] = deque()
         self._lock = threading.Lock()
@@ -50,12 +46,9 @@ class KeyCache:
         self._stopped = threading.Event()
 
     def get(self, amphora_id: str, datagram: memoryview, sender: str, *, retried: bool) -> Secret | None:
-        """Return the key; None if the datagram waits for the next read.
+        """Return the key; None if the datagram waits. A `retried` datagram comes from `pop_ready`.
 
         Raise HeartbeatRefused if the amphora is unknown, its key is unreadable, or too many datagrams wait.
-
-        Args:
-            retried: whether the datagram comes from `pop_ready`.
         """
         key = self._known.get(amphora_id)
         if key is not None:
@@ -88,7 +81,6 @@ class KeyCache:
                 self._known.pop(amphora_id, None)
 
     def stop(self) -> None:
-        """End `run`."""
         self._stopped.set()
         self._requested.set()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes operating statuses from a confirmed configuration, before an amphora has sent a report about it.
+"""Computes operating statuses from a confirmed configuration, before the first report about it.
 
 Invariant: a pure function of the load balancer with the rules of `status.operating_statuses`, so that a report that
 agrees changes nothing. The result contains no failed object, and no object with a failed part.
@@ -31,8 +31,8 @@ class InitialStatuses(msgspec.Struct, frozen=True):
     """Operating statuses by object id.
 
     Attributes:
-        certain: no measurement changes them while this configuration is served.
-        first: valid until the first measurement; they never replace a measured status.
+        certain: no measurement changes these statuses while the amphorae serve this configuration.
+        first: valid until the first measurement; a first status never replaces a measured one.
     """
 
     certain: Statuses
@@ -42,11 +42,8 @@ class InitialStatuses(msgspec.Struct, frozen=True):
 def initial_statuses(load_balancer: LoadBalancer, failed: Collection[str] = ()) -> InitialStatuses:
     """Return the operating statuses that are known when every amphora has confirmed a load balancer.
 
-    A member with an enabled monitor has none, because HAProxy checks it first. A pool with such members, a listener
-    (which may be full) and the load balancer have a first status only.
-
-    Args:
-        failed: ids of the objects that no amphora serves.
+    A member with an enabled monitor has no known status before the first check of HAProxy. A pool with such members, a
+    listener (which may be full) and the load balancer have a first status only. No amphora serves the `failed` objects.
     """
     missing = set(failed)
     served = [one for one in load_balancer.listeners if one.admin_state_up and _is_complete(one, missing)]
@@ -57,7 +54,8 @@ def initial_statuses(load_balancer: LoadBalancer, failed: Collection[str] = ()) 
         pools={one.id: PoolReport(status=_UP, members=_unchecked_members(one)) for one in pools},
     )
     found = operating_statuses(load_balancer, [report])
-    measured = {load_balancer.id, *report.listeners, *(one.id for one in pools if _is_measured(one))}
+    checked = (one for one in pools if _is_monitored(one) and any(member.admin_state_up for member in one.members))
+    measured = {load_balancer.id, *report.listeners, *(one.id for one in checked)}
     named = {*report.listeners, *(member_id for pool in report.pools.values() for member_id in pool.members)}
     certain: Statuses = {}
     first: Statuses = {}
@@ -83,10 +81,6 @@ def _ids(pool: Pool) -> set[str]:
 
 def _is_monitored(pool: Pool) -> bool:
     return pool.healthmonitor is not None and pool.healthmonitor.admin_state_up
-
-
-def _is_measured(pool: Pool) -> bool:
-    return _is_monitored(pool) and any(member.admin_state_up for member in pool.members)
 
 
 def _unchecked_members(pool: Pool) -> dict[str, str]:

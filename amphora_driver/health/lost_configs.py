@@ -25,15 +25,11 @@ class LostConfig(msgspec.Struct, frozen=True):
 
 
 class LostConfigDetector:
-    """The amphorae whose last heartbeats were behind their confirmed generations.
-
-    Args:
-        interval: seconds between two heartbeats of an amphora.
-    """
+    """Finds amphorae with heartbeats behind their confirmed generation. `interval` is in seconds."""
 
     def __init__(self, interval: float) -> None:
         self._interval = interval
-        # The confirmed generation, and the start of the suspicion, by amphora id.
+        # `_suspected` contains the confirmed generation and the start of the suspicion by amphora id.
         self._suspected: dict[str, tuple[int, float]] = {}
 
     def find_lost(
@@ -60,10 +56,9 @@ class LostConfigDetector:
         return found
 
     def clear(self, lost: list[LostConfig]) -> None:
-        """Forget the suspicions of these amphorae, after their losses are recorded."""
+        """Forget the suspicions of these amphorae, after the database contains their losses."""
         for one in lost:
             self._suspected.pop(one.amphora_id, None)
 
     def retain(self, amphora_ids: set[str]) -> None:
-        """Forget every other amphora."""
         self._suspected = {one: suspicion for one, suspicion in self._suspected.items() if one in amphora_ids}

@@ -33,15 +33,15 @@ from amphora_driver.secret import Secret
 LOG = logging.getLogger(__name__)
 
 _MAX_DATAGRAM = 65536
-# The kernel keeps datagrams in this buffer while it does not schedule this process.
+# The socket buffer holds datagrams while the kernel does not schedule this process.
 _SOCKET_BUFFER = 32 << 20
-# Python does not define this constant of Linux (socket(7)).
+# Python does not define Linux's constant SO_RCVBUFFORCE (socket(7)).
 _SO_RCVBUFFORCE = 33
-# After this number of datagrams the receive loop checks for `stop` and for new keys.
+# The receive loop checks for `stop` and for new keys after a burst of datagrams.
 _BURST = 256
-# Seconds between two log lines about refused datagrams, and the number of amphorae in such a line.
+# The receiver logs refused datagrams at most once per interval in seconds, with a few amphorae.
 _LOG_INTERVAL, _MAX_NAMED = 60.0, 5
-# A probe of the self-test consists of these bytes and a secret random number.
+# A probe of the self-test consists of magic bytes and a secret random number.
 _PROBE_MAGIC, _PROBE_SIZE = b"AHM1", 32
 # The self-test sends probes for a wildcard address to the loopback address.
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -54,11 +54,9 @@ class Receiver:
 
     Args:
         port: UDP port; 0 for any (see the attribute `port`).
-        read_keys: reads the keys of all amphorae except the given ones, in a thread of its own.
-        on_heartbeat: called with each authentic heartbeat, in the thread of `run`.
-        key_read_interval: seconds between two calls of `read_keys`.
+        read_keys: called in a thread of its own, at most once per `key_read_interval`.
         on_unknown: called with the unverified amphora id and the source address of each datagram of an unknown
-            amphora, in the thread of `run`. The callback has to return fast.
+            amphora. The callback has to return fast.
         is_newer: returns whether (epoch, sequence) is after all heartbeats of this amphora. The receiver asks before
             it decompresses a datagram, so that a replay costs one signature check only.
     """
@@ -75,9 +73,9 @@ class Receiver:
         is_newer: Callable[[str, tuple[int, int]], bool] = lambda _amphora_id, _order: True,
     ) -> None:
         self.accepted = 0
-        # The keys are the reasons. "unknown", "busy" and "lookup" concern keys, "handler" is an error of on_heartbeat.
+        # The reasons "unknown", "busy" and "lookup" concern keys, and "handler" is an error of on_heartbeat.
         self.refused: Counter[str] = Counter()
-        # The counter contains refused datagrams with a valid signature only.
+        # `refused_by_amphora` counts refused datagrams with a valid signature only.
         self.refused_by_amphora: Counter[str] = Counter()
         self._is_newer = is_newer
         self._budgets = AmphoraBudgets()
@@ -117,13 +115,12 @@ class Receiver:
         self._wake_up()
 
     def close(self) -> None:
-        """Close the sockets. `run` does the same at its end."""
+        """Close the sockets. `run` closes them at its end, too."""
         with self._closing:
             for one in (self._socket, self._wakeup_reader, self._wakeup_writer):
                 one.close()
 
     def preload(self, keys: Mapping[str, Secret]) -> None:
-        """Store keys before `run`."""
         self._keys.add(keys)
 
     def forget(self, amphora_ids: Iterable[str]) -> None:
@@ -228,12 +225,9 @@ class Receiver:
         # Without the interval, a flood of datagrams would fill the disk with log lines.
         if now - self._logged_at >= _LOG_INTERVAL:
             self._logged_at = now
-            LOG.warning(
-                "%s Refused datagrams since the start by reason: %s; most refused amphorae with a valid signature: %s",
-                refusal,
-                dict(self.refused),
-                dict(self.refused_by_amphora.most_common(_MAX_NAMED)),
-            )
+            amphorae = dict(self.refused_by_amphora.most_common(_MAX_NAMED))
+            numbers = "%s Refused datagrams since the start by reason: %s; with a valid signature by amphora: %s"
+            LOG.warning(numbers, refusal, dict(self.refused), amphorae)
 
     def _wake_up(self) -> None:
         try:
@@ -257,16 +251,16 @@ def _bind(address: str, port: int) -> socket.socket:
         made.setblocking(False)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BUFFER)
         try:
-            # This option exceeds net.core.rmem_max and needs CAP_NET_ADMIN.
+            # SO_RCVBUFFORCE exceeds net.core.rmem_max and needs CAP_NET_ADMIN.
             made.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _SOCKET_BUFFER)
         except PermissionError:
             LOG.info("net.core.rmem_max limits the receive buffer for heartbeats, continuing with that size")
         made.bind((address, port))
     except (OSError, ValueError) as error:
         made.close()
-        raise ConfigurationError(
+        wanted, happened = (
             f"receive heartbeats on {address} port {port}",
             getattr(error, "strerror", None) or str(error),
-            "Check [amp_health] bind_address and bind_port.",
-        ) from error
+        )
+        raise ConfigurationError(wanted, happened, "Check [amp_health] bind_address and bind_port.") from error
     return made

@@ -18,7 +18,7 @@ from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.store import process_registry
 
 LOG = logging.getLogger(__name__)
-# Seconds until the probe has to arrive.
+# The self-test fails if its probe does not arrive before the time-out in seconds.
 _PROBE_TIMEOUT = 1.0
 
 
@@ -56,7 +56,6 @@ class ReceiverSelfTest:
             LOG.info("could not delete the row of this stopping health manager, stopping anyway: %s", error)
 
     def test(self) -> None:
-        """Run one test and record its result. Errors are logged only."""
         try:
             flushed = time.monotonic() - self._flushed_at <= self._max_flush_age
             working = flushed and self._receives(_PROBE_TIMEOUT)
@@ -70,7 +69,7 @@ class ReceiverSelfTest:
         if working is not self._working:
             self._working = working
             if working:
-                LOG.warning("self-test of this health manager succeeds again")
+                LOG.warning("the self-test of this health manager succeeds again")
             else:
                 reason = "its own probe did not arrive" if flushed else "no recent flush to the database succeeded"
-                LOG.warning("self-test of this health manager failed: %s", reason)
+                LOG.warning("the self-test of this health manager failed, repeating it: %s", reason)

@@ -37,13 +37,13 @@ from amphora_driver.telemetry.http_server import Telemetry
 
 LOG = logging.getLogger(__name__)
 
-# A reported value expires after this number of heartbeat intervals.
+# A reported value expires after five heartbeat intervals without a repetition.
 _EXPIRY_INTERVALS = 5
 # The health manager flushes without new heartbeats too, because a failed write needs a retry.
 _IDLE_FLUSH_INTERVAL = 1.0
-# A stopping process waits at most this number of seconds for the last flush.
+# A stopping health manager waits for its last flush until a time-out in seconds.
 _STOP_TIMEOUT = 20.0
-# Without a successful flush for this number of seconds, the health manager reports that it does not work.
+# A health manager without a recent flush (age in seconds) reports that it does not work.
 _MAX_FLUSH_AGE = 15.0
 
 
@@ -61,7 +61,7 @@ class HealthManager:
             conf.amp_health.bind_port,
             self._read_new_keys,
             self._accept,
-            on_unknown=self._add_unknown,
+            on_unknown=lambda amphora_id, address: self._unknown.add(amphora_id, address, time.monotonic()),
             is_newer=self._reports.is_newer,
         )
         self._writer = StatusWriter(
@@ -76,14 +76,14 @@ class HealthManager:
         interval = min(process_registry.HEARTBEAT_INTERVAL, conf.amp_failover.silent_after / 5)
         max_flush_age = _IDLE_FLUSH_INTERVAL + 2 * conf.amp_health.flush_interval
         self._self_test = ReceiverSelfTest(self._database, name, self._receiver.receives_probe, interval, max_flush_age)
-        self._telemetry = Telemetry(conf, process_registry.ProcessKind.HEALTH_MANAGER, name, self._is_flushing)
+        kind = process_registry.ProcessKind.HEALTH_MANAGER
+        self._telemetry = Telemetry(conf, kind, name, lambda: time.monotonic() - self._flushed_at < _MAX_FLUSH_AGE)
         self._flushed_at = time.monotonic()
         self._updated = threading.Event()
         self._stopping = threading.Event()
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Receive until `stop`."""
         try:
             self._receiver.preload(self._read_new_keys(frozenset()))
         except StoreError as error:
@@ -116,9 +116,6 @@ class HealthManager:
         """Wait for the end of `run`, and return whether it has ended."""
         return self._ended.wait(seconds)
 
-    def _is_flushing(self) -> bool:
-        return time.monotonic() - self._flushed_at < _MAX_FLUSH_AGE
-
     def _read_new_keys(self, known: AbstractSet[str]) -> dict[str, Secret]:
         def read(connection: sa.Connection) -> tuple[dict[str, Secret], dict[str, Order]]:
             keys = amphorae.read_heartbeat_keys(connection, self._vault, known)
@@ -132,9 +129,6 @@ class HealthManager:
     def _accept(self, heartbeat: Heartbeat) -> None:
         if self._reports.accept(heartbeat, time.monotonic()):
             self._updated.set()
-
-    def _add_unknown(self, amphora_id: str, address: str) -> None:
-        self._unknown.add(amphora_id, address, time.monotonic())
 
     def _record_unknown(self) -> None:
         now = time.monotonic()
@@ -152,7 +146,7 @@ class HealthManager:
             self._updated.wait(_IDLE_FLUSH_INTERVAL)
             self._updated.clear()
             self._flush()
-            # The pause collects changes into one batch.
+            # The pause between two flushes collects changes into one batch.
             self._stopping.wait(self._conf.amp_health.flush_interval)
 
     def _flush(self, *, last: bool = False) -> None:
@@ -169,7 +163,7 @@ class HealthManager:
         except StoreError as error:
             LOG.warning("could not write the reports of amphorae, trying again: %s", error)
         except Exception:
-            # The end of this thread would lose reports without any error.
+            # An unexpected error must not end the flush thread, because reports would be lost unnoticed.
             LOG.exception("could not write the reports of amphorae, trying again")
 
 
@@ -188,7 +182,7 @@ class HealthManagerService(cotyledon.Service):
 
     def terminate(self) -> None:
         self._manager.stop()
-        # The process exits when this function returns.
+        # Cotyledon ends the process when `terminate` returns.
         if not self._manager.wait(_STOP_TIMEOUT):
             LOG.warning("exiting before all reports are written: the last flush takes longer than %d s", _STOP_TIMEOUT)
 

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from amphora_driver.database.tables import amphora_heartbeat, listener_statistics
 from amphora_driver.health.statistics import Row
 
-# Seconds between two scans. The first two scans are one report expiry apart.
+# The first two scans are one report expiry apart, and later scans have a longer interval in seconds.
 _SCAN_INTERVAL = 60.0
 
 _Order = tuple[int, int] | None
@@ -28,11 +28,7 @@ _ROWS_WITH_CONNECTIONS = (
 
 
 class StaleConnections:
-    """The silent amphorae of the last scan. Not thread-safe.
-
-    Args:
-        expiry: seconds after which the health manager ignores a reported value that no heartbeat repeats.
-    """
+    """The silent amphorae of the last scan. Reported values expire after `expiry` seconds."""
 
     def __init__(self, expiry: float) -> None:
         self._expiry = expiry
@@ -49,10 +45,7 @@ class StaleConnections:
     def find_rows(self, connection: sa.Connection, heard: Container[str]) -> list[Row]:
         """Return corrected rows without connections, of amphorae silent in this scan and the previous one.
 
-        Call `record_scan` after the rows are written.
-
-        Args:
-            heard: the amphorae with unexpired heartbeats in this process.
+        The amphorae in `heard` have unexpired heartbeats in this process. `record_scan` follows the write of the rows.
         """
         rows = [row for row in connection.execute(_ROWS_WITH_CONNECTIONS) if row.amphora_id not in heard]
         orders: dict[str, _Order] = {

@@ -17,15 +17,15 @@ from sqlalchemy.exc import IntegrityError
 from amphora_driver.database.tables import listener_statistics
 from amphora_driver.health.status import ListenerReport, Report
 
-# (listener id, amphora id)
+# The primary key of a row consists of listener id and amphora id.
 Key = tuple[str, str]
 
 _TABLE = listener_statistics
 _COUNTERS = ("bytes_in", "bytes_out", "request_errors", "total_connections")
 _VALUES = ("active_connections", *_COUNTERS)
-# A 64-bit column holds the sum of several such values. At 100 Gbit/s an amphora needs a year and a half to reach it.
+# A 64-bit column holds the sum of several maximum counters. At 100 Gbit/s an amphora needs 1.5 years to reach one.
 _MAX_COUNTER = 1 << 59
-# Databases limit the number of values in one IN (...).
+# Databases limit the number of values in one IN (...), so the rows have chunks.
 _CHUNK = 500
 
 
@@ -51,10 +51,7 @@ def changed_rows(
 ) -> list[Row]:
     """Return the rows of one load balancer that differ from the last written rows.
 
-    The result contains no reports about other listeners and no impossible values.
-
-    Args:
-        reports: the reports of the load balancer's amphorae by amphora id (`AmphoraReports.live_reports`).
+    The result contains no reports about other listeners and no impossible values. The reports are by amphora id.
     """
     rows: list[Row] = []
     for amphora_id, report in reports.items():
@@ -72,20 +69,13 @@ def changed_rows(
 
 
 def closed_connections(written: Mapping[Key, Row], live: Collection[str]) -> tuple[Row, ...]:
-    """Return the rows of silent amphorae with open connections, with the number of connections set to 0.
-
-    Args:
-        live: the amphorae with unexpired heartbeats.
-    """
-    return tuple(
-        msgspec.structs.replace(row, active_connections=0)
-        for (_, amphora_id), row in written.items()
-        if row.active_connections and amphora_id not in live
-    )
+    """Return the rows of amphorae that are not live and have open connections, with 0 connections."""
+    stale = (row for row in written.values() if row.active_connections and row.amphora_id not in live)
+    return tuple(msgspec.structs.replace(row, active_connections=0) for row in stale)
 
 
 def record_written(written: dict[Key, Row], rows: Iterable[Row]) -> None:
-    """Add rows to the last written rows, after their transaction is committed."""
+    """Add rows to the last written rows, after the commit of their transaction."""
     written.update((row.key, row) for row in rows)
 
 
@@ -101,13 +91,10 @@ def write_rows(connection: sa.Connection, rows: Sequence[Row]) -> None:
 
 
 def _write_chunk(connection: sa.Connection, rows: Sequence[Row]) -> None:
-    # By listener only: every database uses the index for the first column of the key, but not all for pairs.
-    found = connection.execute(
-        sa.select(_TABLE.c.listener_id, _TABLE.c.amphora_id).where(
-            _TABLE.c.listener_id.in_(sorted({row.listener_id for row in rows}))
-        )
-    )
-    known = {(one.listener_id, one.amphora_id) for one in found}
+    # Every database uses the index for the first column of the key, but some databases do not use it for pairs.
+    listener_ids = sorted({row.listener_id for row in rows})
+    statement = sa.select(_TABLE.c.listener_id, _TABLE.c.amphora_id).where(_TABLE.c.listener_id.in_(listener_ids))
+    known = {(one.listener_id, one.amphora_id) for one in connection.execute(statement)}
     old = [row for row in rows if row.key in known]
     new = [row for row in rows if row.key not in known]
     if old:
@@ -123,16 +110,15 @@ def _insert(connection: sa.Connection, rows: Sequence[Row]) -> None:
             connection.execute(statement, [msgspec.structs.asdict(row) for row in rows])
     except IntegrityError:
         # Another health manager has inserted rows of the same amphora meanwhile.
+        if len(rows) == 1:
+            connection.execute(_UPDATE, _bound(rows[0]))
+            return
         for row in rows:
-            try:
-                with connection.begin_nested():
-                    connection.execute(statement, msgspec.structs.asdict(row))
-            except IntegrityError:
-                connection.execute(_UPDATE, _bound(row))
+            _insert(connection, [row])
 
 
 def _new(name: str) -> sa.BindParameter[int]:
-    # The parameter has a type, because not every database infers the type within CASE.
+    # The bind parameter has a type, because not every database infers the type within CASE.
     return sa.bindparam(f"new_{name}", type_=sa.BigInteger)
 
 

@@ -12,8 +12,8 @@ Rules for several reports about one object:
 * An active-standby pair: only the report of the amphora with the VIPs counts, because it serves the clients
   (`AmphoraReports.authoritative_amphora`).
 * Other sets of amphorae: a member that one amphora cannot reach and another one can is DEGRADED. ERROR would hide that
-  clients are served. ONLINE would hide that they are not served after a failover.
-* A pool is ERROR only if every enabled member is *known* to be ERROR. It is DEGRADED if some members are ERROR or
+  clients are served. ONLINE would hide that no amphora serves clients after a failover.
+* A pool is ERROR only if every enabled member is *known* to be ERROR. A pool is DEGRADED if members are ERROR or
   DEGRADED.
 """
 
@@ -29,13 +29,13 @@ from msgspec import Meta
 from amphora_driver.model.enums import Kind, Operating
 from amphora_driver.model.loadbalancer import L7Policy, L7Rule, Listener, LoadBalancer, Member, Pool
 
-# An attacker may control the amphora, so these limits apply to reports. They are above the values of any agent.
+# An attacker may control the amphora, so reports have limits above the values of any agent.
 Name = Annotated[str, Meta(max_length=80)]
 """An id, or two ids with a colon between them."""
 Word = Annotated[str, Meta(max_length=64)]
 Words = Annotated[tuple[Word, ...], Meta(max_length=32)]
 Sentences = Annotated[tuple[Annotated[str, Meta(max_length=2048)], ...], Meta(max_length=16)]
-# The pattern also limits the version to characters that every database can store.
+# The pattern limits the version to characters that every database can store.
 Version = Annotated[str, Meta(max_length=64, pattern=r"^[\x20-\x7e]*\Z")]
 
 
@@ -58,7 +58,7 @@ class PoolReport(msgspec.Struct, frozen=True):
 
 
 class LastDrift(msgspec.Struct, frozen=True):
-    """The last drift that an agent found, at a time in seconds since 1970; one sentence for each difference."""
+    """The last drift that an agent found (time in seconds since 1970), one sentence per difference."""
 
     at: float = 0.0
     sentences: Sentences = ()
@@ -115,14 +115,14 @@ class _View(msgspec.Struct, frozen=True):
         return f"{self.word} reported by amphora {self.amphora_id}" if self.amphora_id else f"{self.word} reported"
 
 
-# The status of a server begins with such a word (HAProxy management guide 9.1, field 17): `UP 1/3`, `DOWN (agent)`.
+# HAProxy's status of a server (management guide 9.1, field 17) is for example `UP 1/3`, `DOWN (agent)` or `no check`.
 # Other words (`NOLB`, `RESTARTING`) contain no health information.
 _MEMBER_WORDS = {
     "UP": Operating.ONLINE,
     "DOWN": Operating.ERROR,
     "DRAIN": Operating.DRAINING,
     "MAINT": Operating.OFFLINE,
-    "no": Operating.NO_MONITOR,  # "no check"
+    "no": Operating.NO_MONITOR,
 }
 _LISTENER_WORDS = {"OPEN": Operating.ONLINE, "FULL": Operating.DEGRADED}
 
@@ -139,10 +139,8 @@ _BEST_FIRST = (
 def operating_statuses(load_balancer: LoadBalancer, reports: Sequence[Report]) -> Statuses:
     """Return the operating statuses of a load balancer and all its objects.
 
-    An object without information in the reports has no entry, and keeps its status.
-
-    Args:
-        reports: the last report of each live amphora; a split report may have several elements.
+    An object without information in the reports has no entry, and keeps its status. The reports of one amphora may have
+    several parts.
     """
     result: Statuses = {}
     enabled = load_balancer.admin_state_up
@@ -161,16 +159,12 @@ def operating_statuses(load_balancer: LoadBalancer, reports: Sequence[Report]) -
 
 def used_pools(listeners: Iterable[Listener]) -> set[str]:
     """Return the pools that an enabled listener may send requests to."""
-    used: set[str] = set()
-    for listener in listeners:
-        if listener.admin_state_up:
-            # A policy without an enabled rule never matches.
-            policies = [
-                one for one in listener.l7policies if one.admin_state_up and any(r.admin_state_up for r in one.rules)
-            ]
-            pool_ids = (listener.default_pool_id, *(policy.redirect_pool_id for policy in policies))
-            used.update(pool_id for pool_id in pool_ids if pool_id)
-    return used
+    enabled = [listener for listener in listeners if listener.admin_state_up]
+    policies = (policy for listener in enabled for policy in listener.l7policies if policy.admin_state_up)
+    # A policy without an enabled rule never matches.
+    matching = (policy for policy in policies if any(rule.admin_state_up for rule in policy.rules))
+    named = [*(listener.default_pool_id for listener in enabled), *(policy.redirect_pool_id for policy in matching)]
+    return {pool_id for pool_id in named if pool_id}
 
 
 def _member_views(reports: Iterable[Report]) -> dict[str, dict[str, list[_View]]]:
@@ -190,12 +184,8 @@ def _set_listener_status(listener: Listener, reports: Iterable[Report], result: 
     if not (parent_up and listener.admin_state_up):
         result[listener.id] = _disabled(Kind.LISTENER, own=not listener.admin_state_up)
         return
-    views = []
-    for report in reports:
-        reported = report.listeners.get(listener.id)
-        status = _LISTENER_WORDS.get(reported.status) if reported is not None else None
-        if reported is not None and status is not None:
-            views.append(_View(status, reported.status, report.amphora_id))
+    words = [(one.listeners[listener.id].status, one.amphora_id) for one in reports if listener.id in one.listeners]
+    views = [_View(_LISTENER_WORDS[word], word, amphora_id) for word, amphora_id in words if word in _LISTENER_WORDS]
     if views:
         # A full listener carries the traffic, while the idle amphora of a pair reports OPEN.
         worst = max(views, key=lambda view: view.rank)
@@ -221,7 +211,6 @@ def _set_policy_statuses(listener: Listener, result: Statuses, *, parent_up: boo
 def _set_pool_statuses(
     pool: Pool, views: Mapping[str, list[_View]] | None, result: Statuses, *, parent_up: bool, used: bool
 ) -> None:
-    """Set the statuses of a pool, its members and its monitor."""
     enabled = parent_up and pool.admin_state_up
     for member in pool.members:
         status = _member_status(member, pool, (views or {}).get(member.id, ()), pool_up=enabled, used=used)
@@ -254,8 +243,8 @@ def _member_status(
         return ObjectStatus(Kind.MEMBER, status, "no enabled listener uses its pool")
     by_amphora: dict[str, _View] = {}
     for view in views:
-        other = by_amphora.get(view.amphora_id, view)
-        by_amphora[view.amphora_id] = min(other, view, key=lambda one: one.rank)
+        other = by_amphora.get(view.amphora_id)
+        by_amphora[view.amphora_id] = view if other is None or view.rank < other.rank else other
     if not by_amphora:
         return None
     best = min(by_amphora.values(), key=lambda view: view.rank)

@@ -11,20 +11,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.database.engine import Database
-from amphora_driver.errors import ContentRefused, UnknownObject
+from amphora_driver.errors import UnknownObject
 from amphora_driver.health import statistics
 from amphora_driver.health.amphora_reports import AmphoraReports, LastReport
 from amphora_driver.health.drift_reports import DriftReports, UnrepairedDrift
 from amphora_driver.health.lost_configs import LostConfig, LostConfigDetector
 from amphora_driver.health.stale_connections import StaleConnections
 from amphora_driver.health.status import Report, Statuses, operating_statuses
-from amphora_driver.health.write_batch import BatchWriter, Entry
+from amphora_driver.health.write_batch import BatchWriter, Entry, apply_or_split
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.store import amphorae, config_drift, desired_objects, status_outbox
@@ -33,9 +34,9 @@ from amphora_driver.untrusted_text import printable
 
 LOG = logging.getLogger(__name__)
 
-# Seconds between two writes of the last heartbeats. An idle system has no other writes.
+# The last heartbeats are the only writes of an idle system, so they have a minimum interval in seconds.
 _HEARTBEAT_WRITE_INTERVAL = 1.0
-# Seconds between two removals of deleted amphorae and load balancers from memory.
+# The writer removes deleted amphorae and load balancers from memory once per interval in seconds.
 _CLEANUP_INTERVAL = 60.0
 _MAX_REASON = 255
 
@@ -61,7 +62,7 @@ class _LoadBalancerState(msgspec.Struct):
             self.statuses = {one: known for one, known in self.statuses.items() if one != load_balancer_id}
 
     def retain(self, amphora_ids: Iterable[str]) -> None:
-        """Drop the statistics of other amphorae and of deleted listeners. The writer may write dropped rows again."""
+        """Drop the statistics of other amphorae and of deleted listeners, which may be written again."""
         kept = set(amphora_ids)
         listeners = {listener.id for listener in self.tree.listeners} if self.tree is not None else set()
         self.rows = {key: row for key, row in self.rows.items() if key[0] in listeners and key[1] in kept}
@@ -97,8 +98,8 @@ class StatusWriter:
 
     Args:
         interval: seconds between two heartbeats of an amphora.
-        on_due: called when a load balancer becomes due for a push.
-        on_departed: called with the ids of amphorae that sent heartbeats and are no longer in the database.
+        on_due: called when a load balancer needs a push.
+        on_departed: called with the ids of amphorae that have sent heartbeats and have no row any more.
     """
 
     def __init__(
@@ -118,9 +119,9 @@ class StatusWriter:
         self._on_departed = on_departed
         self._batches = BatchWriter(database)
         self._states: dict[str, _LoadBalancerState] = {}
-        # The next flush handles these new heartbeats.
+        # `_updated` contains new heartbeats for the next flush.
         self._updated: dict[str, LastReport] = {}
-        # The next due flush writes these last heartbeats.
+        # `_heartbeats` contains the last heartbeats for the next due write.
         self._heartbeats: dict[str, LastHeartbeat] = {}
         self._heartbeats_written_at = 0.0
         self._cleaned_up_at = time.monotonic()
@@ -128,17 +129,15 @@ class StatusWriter:
     def flush(self, *, last: bool = False) -> bool:
         """Write the changes since the last flush, and return whether Octavia needs an update.
 
-        Raise StoreError if the database does not answer; the next flush repeats the writes.
-
-        Args:
-            last: whether the process ends, so that the flush postpones nothing.
+        Raise StoreError if the database does not answer; the next flush repeats the writes. The last flush postpones
+        no write.
         """
         self._updated.update(self._reports.take_updated())
         current = self._database.read(self._collect_reports) if self._updated else []
         now = time.monotonic()
         changed = self._write([one for each in current if (one := self._compute_write(each)) is not None], last=last)
-        self._apply_or_split(self._record_lost_configs, current, now)
-        self._apply_or_split(self._record_drift, current, now)
+        for record in (self._record_lost_configs, self._record_drift):
+            apply_or_split(current, partial(record, now=now), self._record_refusal)
         self._updated.clear()
         closed = self._close_stale_connections()
         self._remove_departed()
@@ -188,31 +187,21 @@ class StatusWriter:
         """Log once that an amphora is silent, because no status shows its silence while the partner serves."""
         now_silent = frozenset(each for each in silent if self._reports.last_report(each) is not None)
         for amphora_id in sorted(now_silent - state.silent):
-            LOG.warning(
-                "amphora %s of load balancer %s is silent, its partner sends heartbeats", amphora_id, load_balancer_id
-            )
+            silence = "amphora %s of load balancer %s is silent, its partner sends heartbeats"
+            LOG.warning(silence, amphora_id, load_balancer_id)
         state.silent = now_silent
 
-    def _apply_or_split(
-        self, apply: Callable[[list[_CurrentReports], float], None], current: list[_CurrentReports], now: float
-    ) -> None:
-        """Call `apply` for all load balancers. If the database refuses a value, split them into halves."""
-        try:
-            apply(current, now)
-        except ContentRefused as error:
-            if len(current) == 1:
-                self._batches.record_refusal(current[0].load_balancer_id, error)
-                return
-            half = len(current) // 2
-            self._apply_or_split(apply, current[:half], now)
-            self._apply_or_split(apply, current[half:], now)
+    def _record_refusal(self, current: _CurrentReports, error: Exception) -> None:
+        self._batches.record_refusal(current.load_balancer_id, error)
 
-    def _confirmed_and_updated(self, current: list[_CurrentReports]) -> tuple[dict[str, int], dict[str, LastReport]]:
+    def _confirmed_and_updated(
+        self, current: Sequence[_CurrentReports]
+    ) -> tuple[dict[str, int], dict[str, LastReport]]:
         """Return the confirmed generations and the new heartbeats of the amphorae of these load balancers."""
         confirmed = {amphora_id: generation for one in current for amphora_id, generation in one.confirmed.items()}
         return confirmed, {amphora_id: last for amphora_id, last in self._updated.items() if amphora_id in confirmed}
 
-    def _record_lost_configs(self, current: list[_CurrentReports], now: float) -> None:
+    def _record_lost_configs(self, current: Sequence[_CurrentReports], now: float) -> None:
         """Make load balancers due if their amphorae have lost their configuration."""
         confirmed, updated = self._confirmed_and_updated(current)
         suspected = self._lost_configs.find_lost(updated, confirmed, now)
@@ -221,25 +210,18 @@ class StatusWriter:
 
         def write(connection: sa.Connection) -> list[LostConfig]:
             config_drift.lock_work_of_amphorae(connection, [one.amphora_id for one in suspected])
-            return [
-                one
-                for one in suspected
-                if amphorae.lower_confirmed(connection, one.amphora_id, one.confirmed, one.serves)
-            ]
+            lower = partial(amphorae.lower_confirmed, connection)
+            return [one for one in suspected if lower(one.amphora_id, one.confirmed, one.serves)]
 
         lost = self._database.write(write)
         for one in lost:
-            LOG.warning(
-                "amphora %s confirmed generation %d and serves %d; pushing its configuration again",
-                one.amphora_id,
-                one.confirmed,
-                one.serves,
-            )
+            lost_config = "amphora %s confirmed generation %d and serves %d; pushing its configuration again"
+            LOG.warning(lost_config, one.amphora_id, one.confirmed, one.serves)
         self._lost_configs.clear(suspected)
         if lost:
             self._on_due()
 
-    def _record_drift(self, current: list[_CurrentReports], now: float) -> None:
+    def _record_drift(self, current: Sequence[_CurrentReports], now: float) -> None:
         """Record the drift that agents report, and make load balancers with unrepaired drift due."""
         confirmed, updated = self._confirmed_and_updated(current)
         marked = {amphora_id for one in current for amphora_id in one.drifting}
@@ -252,22 +234,24 @@ class StatusWriter:
         def write(connection: sa.Connection) -> tuple[int, list[str]]:
             config_drift.lock_work_of_amphorae(connection, [one.amphora_id for one in unrepaired])
             config_drift.set_drifting(connection, marks)
+            record = partial(config_drift.record_agent_finding, connection)
             recorded = [
-                amphora_id
-                for amphora_id, one in sorted(notices.items())
-                if config_drift.record_agent_finding(connection, amphora_id, _plain(one.sentence), one.found_at)
+                one for one, each in sorted(notices.items()) if record(one, _plain(each.sentence), each.found_at)
             ]
-            revoked = sum(
-                config_drift.revoke_confirmation(
-                    connection, one.amphora_id, one.confirmed, _plain(_push_reason(one)), replug=one.replug
-                )
+            revoke = partial(config_drift.revoke_confirmation, connection)
+            revoked = [
+                revoke(one.amphora_id, one.confirmed, _plain(_push_reason(one)), replug=one.replug)
                 for one in unrepaired
-            )
-            return revoked, recorded
+            ]
+            return sum(revoked), recorded
 
         due, recorded = self._database.write(write)
         for amphora_id in recorded:
-            LOG.warning("the agent of amphora %s reports drift: %s", amphora_id, _plain(notices[amphora_id].sentence))
+            LOG.warning(
+                "the agent of amphora %s reports drift, recording it: %s",
+                amphora_id,
+                _plain(notices[amphora_id].sentence),
+            )
         for one in unrepaired:
             LOG.warning("pushing the configuration of amphora %s again: %s", one.amphora_id, _plain(_push_reason(one)))
         self._drift_reports.record_pushes(unrepaired, now)
@@ -295,7 +279,7 @@ class StatusWriter:
             return _compute_write(current)
         except (ValueError, ArithmeticError, LookupError) as error:
             # An unexpected report must not block the writes of other load balancers.
-            self._batches.record_refusal(current.load_balancer_id, error)
+            self._record_refusal(current, error)
             return None
 
     def _write(self, pending: list[_PendingWrite], *, last: bool) -> bool:
@@ -322,7 +306,7 @@ class StatusWriter:
         """Drop the memory of deleted amphorae and load balancers, at most once per cleanup interval."""
         if time.monotonic() - self._cleaned_up_at < _CLEANUP_INTERVAL:
             return
-        # The ids are read before the rows. The row of an amphora precedes its first heartbeat, so an id without a row
+        # The writer reads ids before rows. The row of an amphora precedes its first heartbeat, so an id without a row
         # belongs to a deleted amphora.
         known = self._reports.known_ids()
         owners = self._database.read(amphorae.load_balancer_ids)
@@ -370,5 +354,5 @@ def _push_reason(one: UnrepairedDrift) -> str:
 
 
 def _plain(reason: str) -> str:
-    """Return the reason with the characters that every database can store, because the reason quotes the amphora."""
+    """Return a reason, which quotes the amphora, with the characters that every database can store."""
     return printable(reason, _MAX_REASON)

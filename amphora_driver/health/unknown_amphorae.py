@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from amphora_driver.store.unknown_amphorae import MAX_ROWS, MAX_ROWS_PER_ADDRESS, UnknownAmphora
 
-# After this number of seconds without a datagram, the health manager forgets an id.
+# The health manager forgets an unknown id after some seconds without a datagram.
 _SILENCE_TTL = 120.0
 
 
@@ -22,28 +22,23 @@ class UnknownAmphorae:
     """The unknown senders. Thread-safe.
 
     Args:
-        min_duration: seconds for which an id has to send before it is returned.
+        min_duration: seconds for which an id has to send before `find_due` returns the id.
         write_interval: seconds between two results of `find_due`.
-        wall_clock: returns the current time in seconds since 1970.
     """
 
     def __init__(
-        self,
-        min_duration: float = 15.0,
-        write_interval: float = 10.0,
-        wall_clock: Callable[[], float] = time.time,
+        self, min_duration: float = 15.0, write_interval: float = 10.0, wall_clock: Callable[[], float] = time.time
     ) -> None:
         self._min_duration = min_duration
         self._write_interval = write_interval
         self._wall_clock = wall_clock
         self._lock = threading.Lock()
-        # The times of the first and the last datagram (`time.monotonic()`), and the source address, by amphora id.
+        # `_senders` contains the times (`time.monotonic()`) of the first and last datagram, and the address, by id.
         self._senders: dict[str, tuple[float, float, str]] = {}
         self._recorded: dict[str, float] = {}
         self._recorded_at = float("-inf")
 
     def add(self, amphora_id: str, address: str, now: float) -> None:
-        """Count a datagram of an unknown id, if the limits permit (`now` of `time.monotonic()`)."""
         with self._lock:
             known = self._senders.get(amphora_id)
             if known is None:

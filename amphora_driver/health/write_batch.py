@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 import sqlalchemy as sa
@@ -24,13 +25,14 @@ from amphora_driver.store.amphorae import LastHeartbeat
 from amphora_driver.untrusted_text import printable
 
 LOG = logging.getLogger(__name__)
+T = TypeVar("T")
 
-# For this number of seconds after a refusal, the rows of the load balancer have a transaction of their own.
+# After a refusal, the rows of the load balancer have a transaction of their own for some seconds.
 _ISOLATION_TIME = 300.0
-# Seconds between two log lines about one load balancer.
+# The writer logs the refusals of a load balancer at most once per interval in seconds.
 _LOG_INTERVAL = 60.0
 _MAX_REASON = 500
-# A database driver raises some of these errors for an invalid value before it sends a statement.
+# A database driver raises ValueError or OverflowError for an invalid value before it sends a statement.
 _REFUSALS = (ContentRefused, ValueError, OverflowError)
 
 
@@ -43,26 +45,38 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Written(msgspec.Struct):
-    """The result of a batch.
-
-    Attributes:
-        entries: ids of the load balancers with written entries.
-        unreported: number of written statuses that Octavia has not received yet.
-    """
+    """The ids of the load balancers with written entries, and the number of statuses for Octavia."""
 
     entries: set[str] = set()
     unreported: int = 0
 
 
-class BatchWriter:
-    """Writes batches. Not thread-safe.
+def apply_or_split(
+    parts: Sequence[T],
+    apply: Callable[[Sequence[T]], None],
+    record_refusal: Callable[[T, Exception], None],
+    refusals: tuple[type[Exception], ...] = (ContentRefused,),
+) -> None:
+    """Apply all parts at once. If the database refuses a value, apply each half, down to the refused part."""
+    if not parts:
+        return
+    try:
+        apply(parts)
+    except refusals as error:
+        if len(parts) == 1:
+            record_refusal(parts[0], error)
+            return
+        half = len(parts) // 2
+        apply_or_split(parts[:half], apply, record_refusal, refusals)
+        apply_or_split(parts[half:], apply, record_refusal, refusals)
 
-    Attributes:
-        refused: number of refusals by the id of the load balancer, or of the amphora for a last heartbeat.
-    """
+
+class BatchWriter:
+    """Writes batches. Not thread-safe."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        # The key of `refused` is the id of the load balancer, or of the amphora for a last heartbeat.
         self.refused: Counter[str] = Counter()
         self._refused_at: dict[str, float] = {}
         self._logged_at: dict[str, float] = {}
@@ -70,20 +84,22 @@ class BatchWriter:
     def write(self, entries: Sequence[Entry], seen: Sequence[LastHeartbeat]) -> Written:
         """Write all rows that the database accepts. Raise StoreError if the database does not answer.
 
-        Args:
-            entries: at most one for each load balancer.
-            seen: the last heartbeats, at most one for each amphora.
+        The arguments contain at most one entry for each load balancer and one heartbeat for each amphora.
         """
         written = Written()
         parts: list[Entry | LastHeartbeat] = [*entries, *seen]
-        isolated = [one for one in parts if _owner(one) in self._refused_at]
-        self._write_or_split([one for one in parts if _owner(one) not in self._refused_at], written)
-        for one in isolated:
-            self._write_or_split([one], written)
+        isolated = [[one] for one in parts if _owner(one) in self._refused_at]
+        for each in ([one for one in parts if _owner(one) not in self._refused_at], *isolated):
+            apply_or_split(
+                each,
+                lambda some: self._write_parts(some, written),
+                lambda one, error: self.record_refusal(_owner(one), error),
+                _REFUSALS,
+            )
         return written
 
     def record_refusal(self, owner: str, error: Exception) -> None:
-        """Count a refusal for a load balancer or an amphora, and log it at most once per `_LOG_INTERVAL`."""
+        """Count a refusal for a load balancer or an amphora, and log at most one per `_LOG_INTERVAL`."""
         now = time.monotonic()
         self.refused[owner] += 1
         self._refused_at[owner] = now
@@ -91,12 +107,8 @@ class BatchWriter:
         if now - self._logged_at.get(owner, -_LOG_INTERVAL) >= _LOG_INTERVAL:
             self._logged_at[owner] = now
             reason = printable(str(error), _MAX_REASON)
-            LOG.warning(
-                "the database refused the reports of %s, trying again with its next heartbeat (refusal %d): %s",
-                owner,
-                self.refused[owner],
-                reason,
-            )
+            refused = "the database refused the reports of %s, trying again with its next heartbeat (refusal %d): %s"
+            LOG.warning(refused, owner, self.refused[owner], reason)
 
     def forget_old_refusals(self) -> None:
         now = time.monotonic()
@@ -104,10 +116,7 @@ class BatchWriter:
         self._logged_at = {one: at for one, at in self._logged_at.items() if one in self._refused_at}
         self.refused = Counter({one: count for one, count in self.refused.items() if one in self._refused_at})
 
-    def _write_or_split(self, parts: Sequence[Entry | LastHeartbeat], written: Written) -> None:
-        """Write the parts in one transaction. If the database refuses them, split them into halves."""
-        if not parts:
-            return
+    def _write_parts(self, parts: Sequence[Entry | LastHeartbeat], written: Written) -> None:
         entries = [one for one in parts if isinstance(one, Entry)]
         seen = [one for one in parts if not isinstance(one, Entry)]
 
@@ -121,16 +130,7 @@ class BatchWriter:
                 if entry.observations
             )
 
-        try:
-            written.unreported += self._database.write(write)
-        except _REFUSALS as error:
-            if len(parts) == 1:
-                self.record_refusal(_owner(parts[0]), error)
-                return
-            half = len(parts) // 2
-            self._write_or_split(parts[:half], written)
-            self._write_or_split(parts[half:], written)
-            return
+        written.unreported += self._database.write(write)
         written.entries.update(entry.load_balancer_id for entry in entries)
 
 

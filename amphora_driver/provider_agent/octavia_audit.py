@@ -32,18 +32,18 @@ from amphora_driver.queue import local_socket, notifier
 from amphora_driver.store import desired_objects
 
 LOG = logging.getLogger(__name__)
-# A new reporter compares the changes of this number of seconds, because the previous reporter may have missed them.
+# A new reporter compares the changes of the last ten minutes, because the previous reporter may have missed them.
 _LOOK_BACK = 600.0
-# Back-off of a failed comparison in seconds. An unanswered read occupies Octavia for half a minute.
+# An unanswered read occupies Octavia for half a minute, so a failed comparison has a long back-off in seconds.
 _FIRST_BACKOFF, _MAX_BACKOFF = 15.0, 600.0
-# The fields with child objects have these empty values.
+# A comparison of single objects empties the fields with child objects.
 _CHILDREN: dict[type, dict[str, Any]] = {
     LoadBalancer: {"listeners": (), "pools": ()},
     Listener: {"l7policies": ()},
     L7Policy: {"rules": ()},
     Pool: {"members": (), "healthmonitor": None},
 }
-# Octavia does not have these fields of a load balancer, or received them once, after its creation.
+# Octavia does not know the local fields of a load balancer, or received them once after its creation.
 _LOCAL_FIELDS = ("profile", "flavor", "availability_zone", "vip", "additional_vips")
 
 
@@ -64,7 +64,7 @@ class OctaviaAuditor:
         self._reader = reader
         self._executor = executor
         self._lock = threading.Lock()
-        # The time of the next comparison (`time.monotonic()`), and the back-off after a failure, by load balancer.
+        # `_due` contains times of next comparisons (`time.monotonic()`), `_backoffs` delays in seconds after failures.
         self._due: dict[str, float] = {}
         self._backoffs: dict[str, float] = {}
         self._next = 0.0
@@ -85,7 +85,6 @@ class OctaviaAuditor:
             self._due.update((one, at + self._backoffs.get(one, 0.0)) for one in load_balancer_ids)
 
     def run_due(self) -> None:
-        """Start the next comparison if it is due."""
         now = time.monotonic()
         if not self._loaded:
             self._loaded = True
@@ -123,7 +122,7 @@ class OctaviaAuditor:
     def verify_member_batches(self, row: Any) -> bool:
         """Return whether Octavia has kept the batches that removed members; restore the members otherwise.
 
-        Octavia shows a member in deletion without a mark, and deletes its record after the DELETED report, which makes
+        Octavia shows a member in deletion without a mark, and deletes the member after the DELETED report, which makes
         a restoration impossible. So this check precedes the report. A batch is one transaction, so one of its created
         or changed members shows whether Octavia has kept the whole batch.
         """
@@ -134,8 +133,7 @@ class OctaviaAuditor:
             if found is None or (not batch.created and _differing_fields(batch.sample, from_octavia.member(found))):
                 lost += batch.removed
         if not lost:
-            passed = [(load_balancer_id, row.generation)]
-            self._database.write(lambda connection: sync_transactions.mark_committed(connection, passed))
+            self._database.write(lambda connection: sync_transactions.mark_committed(connection, [row]))
             return True
         dropped = "Octavia has dropped a batch of load balancer %s that removed members; restoring members %s"
         LOG.warning(dropped, load_balancer_id, ", ".join(lost))
@@ -146,7 +144,7 @@ class OctaviaAuditor:
         return False
 
     def compare(self, load_balancer_id: str) -> bool:
-        """Compare one load balancer, adopt Octavia's tree if it differs, and return whether the tree is adopted."""
+        """Compare one load balancer, adopt Octavia's tree if it differs, and return whether it did."""
         before = self._database.read(lambda connection: sync_transactions.load_settled(connection, load_balancer_id))
         if before is None:
             if self._database.read(lambda connection: sync_transactions.is_present(connection, load_balancer_id)):
@@ -249,7 +247,7 @@ def _differing_fields(ours: Node, theirs: Node) -> list[str]:
 
 
 def _normalize(value: Any) -> Any:
-    """Return a value without irrelevant differences, such as the order of a list of names and empty values."""
+    """Return a value without irrelevant differences: the order of names, and empty values."""
     if isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value):
         return frozenset(value) or None
     return value if value != "" else None

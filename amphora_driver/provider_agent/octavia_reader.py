@@ -39,7 +39,7 @@ LOG = logging.getLogger(__name__)
 GIVE_UP_BACKOFF = 2.0
 """At this back-off in seconds the reader continues with the readable parts of a tree."""
 _FIRST_BACKOFF, _MAX_BACKOFF = 0.5, 60.0
-# Seconds between two reads of a load balancer that Octavia does not know yet.
+# The reader soon repeats the read of a load balancer that Octavia does not know yet (delay in seconds).
 _UNKNOWN_DELAY = 0.05
 UNREADABLE = "Octavia could not hand it over. Check that every secret it refers to can be read"
 """The reason after a time-out of Octavia, which users see."""
@@ -62,11 +62,11 @@ class OctaviaReader:
         self._executor = executor
         self._vault: Vault | None = None
         self._lock = threading.Lock()
-        # These load balancers have a running read.
+        # `_busy` contains the load balancers with a running read.
         self._busy: set[str] = set()
-        # The earliest next read (`time.monotonic()`) and the back-off, of load balancers with an unsuccessful read.
+        # `retries` contains the earliest next read (`time.monotonic()`) and the back-off after an unsuccessful read.
         self.retries: dict[str, tuple[float, float]] = {}
-        # Octavia does not know these load balancers since a time of `time.monotonic()`.
+        # `_unknown` contains the time at which Octavia did not know a load balancer for the first time.
         self._unknown: dict[str, float] = {}
 
     def can_read(self, load_balancer_id: str) -> bool:
@@ -78,9 +78,7 @@ class OctaviaReader:
     def read(self, row: Any, verify: Callable[[Any], bool]) -> bool:
         """Start a read of a load balancer after its barrier, and return whether no read is pending any more.
 
-        Args:
-            row: its `job` row before the barrier.
-            verify: called instead of a read if only its member batches need a check.
+        `verify` replaces the read if only the member batches need a check.
         """
         load_balancer_id = row.load_balancer_id
         with self._lock:
@@ -109,7 +107,7 @@ class OctaviaReader:
         return False
 
     def _read_with_retry(self, row: Any, verify: Callable[[Any], bool]) -> bool:
-        """Read or verify a load balancer. An error delays only its own next read."""
+        """Read or verify a load balancer. An error delays only the next read of this load balancer."""
         try:
             complete = self._read_missing(row) if row.read_back or not row.committed else verify(row)
         except _FAILED as error:
@@ -147,12 +145,8 @@ class OctaviaReader:
             contents = self.seal_secrets(from_octavia.read_secrets(Kind.LOAD_BALANCER, found))
             failpoints.reach(failpoints.Point.TREE_READ)
             return self._store(lambda connection: sync_transactions.store_tree(connection, row, tree, contents))
-        self._mark_committed(row)
+        self._database.write(lambda connection: sync_transactions.mark_committed(connection, [row]))
         return True
-
-    def _mark_committed(self, row: Any) -> None:
-        passed = [(row.load_balancer_id, row.generation)]
-        self._database.write(lambda connection: sync_transactions.mark_committed(connection, passed))
 
     def _read_objects(self, row: Any, objects: Sequence[tuple[Kind, str]]) -> bool:
         """Read single objects, which is cheaper in a large tree and needs no secrets of other objects."""
@@ -195,7 +189,7 @@ class OctaviaReader:
             # Octavia answers at once for an unknown load balancer, so a time-out means that Octavia knows it.
             timed_out = isinstance(error, octavia_errors.DriverAgentTimeout)
             if timed_out:
-                self._mark_committed(row)
+                self._database.write(lambda connection: sync_transactions.mark_committed(connection, [row]))
             return timed_out
         if pending_rereads.decode_objects(row.reread) is not None:
             stored = self._database.write(lambda c: sync_transactions.store_objects(c, row, [], {}, UNREADABLE))

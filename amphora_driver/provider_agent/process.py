@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The provider agent process, which reports to Octavia.
 
-octavia-driver-agent starts `run` in a process of its own (entry point octavia.driver_agent.provider_agents).
+octavia-driver-agent starts `run` in a new process (entry point octavia.driver_agent.provider_agents).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from amphora_driver.queue import jobs
 from amphora_driver.store.process_registry import ProcessKind
 
 LOG = logging.getLogger(__name__)
-# Without this delay in seconds, a child that always fails would use a whole processor.
+# Without a delay before its restart, a child that always fails would use a whole processor.
 _RESTART_DELAY = 0.2
-# Seconds between two checks of the processes. No process waits on the event of octavia-driver-agent, because the death
-# of the waiting process would block octavia-driver-agent for ever.
+# All processes poll the event of octavia-driver-agent, because the death of a waiting process would block
+# octavia-driver-agent for ever.
 _POLL_INTERVAL = 0.5
-# After this number of seconds the supervisor kills a stopping child.
+# The supervisor kills a child that does not stop before the time-out in seconds.
 _STOP_TIMEOUT = 3.0
 # A read without an answer occupies a reader thread for half a minute.
 _READER_THREADS = 4
@@ -50,7 +50,7 @@ class _DriverAgent:
     def __init__(self) -> None:
         self._poll = select.poll()
         try:
-            # The system call needs Linux 5.3, and some containers forbid it.
+            # The system call pidfd_open needs Linux 5.3, and some containers forbid it.
             self._poll.register(os.pidfd_open(os.getppid()), select.POLLIN)
         except OSError as error:
             LOG.info("cannot detect a killed octavia-driver-agent, so that only its event ends this process: %s", error)
@@ -59,43 +59,32 @@ class _DriverAgent:
         return bool(self._poll.poll(0))
 
 
-class _StopCondition:
-    """A condition that is set when the provider agent stops, or when the supervisor of this child dies.
+def _is_stopped(stopping: ctypes.c_bool, supervisor: int) -> bool:
+    """Return whether the provider agent stops (`stopping`), or the supervisor of this child has died.
 
-    Args:
-        stopping: whether the provider agent stops. A killed reader of the event of octavia-driver-agent would block all
-            other processes, so only the supervisor reads that event, and its children read this value without a lock.
-        supervisor: process id of the supervisor.
+    A killed reader of the event of octavia-driver-agent would block all other processes. So only the supervisor reads
+    that event, and its children read the value `stopping` without a lock.
     """
-
-    def __init__(self, stopping: ctypes.c_bool, supervisor: int) -> None:
-        self._stopping = stopping
-        self._supervisor = supervisor
-
-    def is_set(self) -> bool:
-        return self._stopping.value or os.getppid() != self._supervisor
+    return stopping.value or os.getppid() != supervisor
 
 
-def run(exit_event: Event) -> None:
+def run(exit_event: Event, driver_agent: _DriverAgent | None = None) -> None:
     """Report to Octavia until octavia-driver-agent ends or sets the event.
 
     octavia-driver-agent starts this process once and does not restart it after a crash. So a child process reports, and
     this process, the supervisor, replaces a dead child. If the supervisor dies, a second child, the standby, takes its
     place. The standby has no threads, because a process with threads must not fork.
     """
-    _supervise(exit_event, _DriverAgent())
-
-
-def _supervise(exit_event: Event, driver_agent: _DriverAgent) -> None:
+    parent = driver_agent or _DriverAgent()
     processes, own_pid, name = multiprocessing.get_context("fork"), os.getpid(), jobs.process_name()
     stopping = processes.RawValue(ctypes.c_bool, False)
     # The standby starts first, so that every reporter has a standby.
     targets: dict[str, Callable[[], None]] = {
-        "standby": lambda: _run_standby(own_pid, stopping, exit_event, driver_agent),
+        "standby": lambda: _run_standby(own_pid, stopping, exit_event, parent),
         "reporter": lambda: _run_reporter(name, own_pid, stopping),
     }
     running: dict[str, ForkProcess] = {}
-    while not (driver_agent.has_ended() or exit_event.is_set()):
+    while not (parent.has_ended() or exit_event.is_set()):
         for title, target in targets.items():
             if title in running and running[title].is_alive():
                 continue
@@ -115,12 +104,11 @@ def _supervise(exit_event: Event, driver_agent: _DriverAgent) -> None:
 
 
 def _run_standby(supervisor: int, stopping: ctypes.c_bool, exit_event: Event, driver_agent: _DriverAgent) -> None:
-    condition = _StopCondition(stopping, supervisor)
-    while not condition.is_set():
+    while not _is_stopped(stopping, supervisor):
         time.sleep(_POLL_INTERVAL)
     if not (stopping.value or driver_agent.has_ended() or exit_event.is_set()):
         LOG.warning("the supervisor of the reporter has died; the standby takes its place")
-        _supervise(exit_event, driver_agent)
+        run(exit_event, driver_agent)
 
 
 def _run_reporter(name: str, supervisor: int, stopping: ctypes.c_bool) -> None:
@@ -130,7 +118,7 @@ def _run_reporter(name: str, supervisor: int, stopping: ctypes.c_bool) -> None:
     try:
         reporter = Reporter(conf, Database(conf.amp_database.connection, durable=False), name, readers, auditors)
         with _start_telemetry(conf, name, reporter):
-            reporter.run(_StopCondition(stopping, supervisor))
+            reporter.run(lambda: _is_stopped(stopping, supervisor))
     finally:
         for pool in (readers, auditors):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -139,7 +127,7 @@ def _run_reporter(name: str, supervisor: int, stopping: ctypes.c_bool) -> None:
 def _start_telemetry(conf: ConfigOpts, name: str, reporter: Reporter) -> AbstractContextManager[object]:
     if not conf.amp_status_page.provider_agent_port:
         return nullcontext()
-    # The import is here, because this code runs in a process of Octavia.
+    # The import of telemetry is optional, because this code runs in a process of Octavia.
     from amphora_driver.telemetry.http_server import Telemetry  # noqa: PLC0415
 
     return Telemetry(conf, ProcessKind.PROVIDER_AGENT, name, reporter.is_working)

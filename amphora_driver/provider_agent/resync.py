@@ -27,7 +27,7 @@ from octavia_lib.api.drivers.driver_lib import DriverLibrary
 from oslo_config.cfg import ConfigOpts
 
 from amphora_driver.database.engine import Database
-from amphora_driver.database.tables import DUE_NOW, job, object_status
+from amphora_driver.database.tables import job, object_status
 from amphora_driver.errors import AmphoraDriverError, StoreError
 from amphora_driver.model import from_octavia
 from amphora_driver.model.enums import Kind, Provisioning
@@ -42,7 +42,7 @@ from amphora_driver.store.resyncs import ResyncOutcome
 from amphora_driver.store.sealed_secrets import SealedSecret
 
 LOG = logging.getLogger(__name__)
-# Seconds until the next attempt, for a load balancer with open changes and after an error.
+# The next attempt follows soon for a load balancer with open changes, and later after an error (in seconds).
 _BUSY_DELAY, _RETRY_DELAY = 1.0, 15.0
 _BUSY = "waits until all requests of its users are served and reported to Octavia"
 _CREATING = "waits until Octavia has committed its creation"
@@ -80,7 +80,7 @@ class Resyncer:
         self._executor = executor
         self._lock = threading.Lock()
         self._running = False
-        # The earliest next attempts (`time.monotonic()`) by load balancer.
+        # `_not_before` contains the earliest next attempts (`time.monotonic()`) by load balancer.
         self._not_before: dict[str, float] = {}
 
     def run_due(self) -> None:
@@ -128,12 +128,7 @@ class Resyncer:
                 LOG.warning(failed, load_balancer_id, error)
 
     def resync(self, request: Any) -> str | None:
-        """Execute a row of the table `resync`, and return None if it is finished, otherwise the reason to wait.
-
-        Raises:
-            DriverAgentNotFound, UpdateStatusError: Octavia is unreachable.
-            StoreError: the database is unreachable.
-        """
+        """Execute a row of the table `resync`, and return None if it is finished, or the reason to wait."""
         load_balancer_id = request.load_balancer_id
         row = self._database.read(lambda connection: connection.execute(_ROW, {"of": load_balancer_id}).first())
         found, unread = self._read(load_balancer_id)
@@ -217,12 +212,8 @@ class Resyncer:
             detail = "; ".join(differences)[:_MAX_DETAIL] or None
             return resyncs.finish_resync(connection, request, ResyncOutcome.DONE, now, detail)
 
-        if not self._database.write(write):
-            return _BUSY
         found = "; ".join(differences) or "no differences"
-        LOG.info("resynchronized load balancer %s with Octavia, reporting its statuses again: %s", tree.id, found)
-        self._notify(tree.id)
-        return None
+        return self._commit(tree.id, write, found)
 
     def _finish_unread(self, request: Any, row: Any, reason: str) -> str | None:
         """Report the recorded statuses again, because the load balancer is PENDING and its users wait."""
@@ -234,9 +225,13 @@ class Resyncer:
             resyncs.report_again(connection, row.load_balancer_id)
             return resyncs.finish_resync(connection, request, ResyncOutcome.UNREAD, now, reason)
 
+        return self._commit(row.load_balancer_id, write, reason)
+
+    def _commit(self, load_balancer_id: str, write: Callable[[sa.Connection], bool], found: str) -> str | None:
         if not self._database.write(write):
             return _BUSY
-        self._notify(row.load_balancer_id)
+        LOG.info("the resync of load balancer %s ends with a new report of its statuses: %s", load_balancer_id, found)
+        self._notify(load_balancer_id)
         return None
 
     def _finish_unknown(self, request: Any) -> None:
@@ -295,11 +290,9 @@ def _deleted(gone: Iterable[Node]) -> dict[str, list[dict[str, str]]]:
 def _expect_missing_statuses(
     connection: sa.Connection, load_balancer_id: str, generation: int, *, bumped: bool
 ) -> None:
-    """Make objects without a status, and the load balancer, wait for the next generation.
+    """Make objects without a status, and the load balancer, wait for the generation after the given one.
 
-    Args:
-        generation: the generation before this transaction.
-        bumped: whether this transaction has started the next generation.
+    This transaction may have started that generation already (`bumped`).
     """
     without_status = sa.select(object_status.c.object_id).where(
         object_status.c.load_balancer_id == load_balancer_id,
@@ -313,5 +306,4 @@ def _expect_missing_statuses(
         generations.bump_generation(connection, load_balancer_id, generation)
     waiting = object_status.update().where(object_status.c.object_id.in_([*found, load_balancer_id]))
     connection.execute(waiting.values(pending=generation + 1))
-    due = job.update().where(job.c.load_balancer_id == load_balancer_id)
-    connection.execute(due.values(dirty=True, due_at=DUE_NOW))
+    sync_transactions.update_due_job(connection, load_balancer_id)

@@ -17,10 +17,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from octavia_lib.api.drivers import driver_lib
 from octavia_lib.api.drivers import exceptions as octavia_errors
@@ -53,30 +53,20 @@ _UNREACHABLE = (
     octavia_errors.UpdateStatisticsError,
     OSError,
 )
-# Up to this back-off in seconds, the report of a load balancer waits for a child whose status Octavia refuses.
+# The report of a load balancer waits for a child with a refused status only up to a small back-off in seconds.
 _MAX_CHILD_BACKOFF = 2.0
-# Without a round for this number of seconds, the process reports that it does not work. A call times out earlier.
+# A reporter without a recent round (age in seconds) does not work, because a call times out earlier.
 _MAX_ROUND_AGE = 45.0
 _DUTY, _DUTY_SECONDS = "reporter", 10.0
-# For this number of poll intervals, a reporter without its octavia-driver-agent leaves the duty to others.
+# A reporter that cannot reach its octavia-driver-agent leaves the duty to others for some poll intervals.
 _YIELD_INTERVALS = 2
-
-
-class StopSignal(Protocol):
-    """A signal that the reporter has to stop."""
-
-    def is_set(self) -> bool: ...
 
 
 class Reporter:
     """Passes barriers, starts reads from Octavia, and reports the contents of the outbox.
 
-    Without an executor, the thread of `run_once` reads and compares.
-
-    Args:
-        name: name of this process. The successor of a dead reporter has the same name, and so its duty at once.
-        readers: executor of reads from Octavia.
-        auditors: executor of comparisons with Octavia.
+    The successor of a dead reporter has the same name, and so its duty at once. Without executors, the thread of
+    `run_once` reads and compares.
     """
 
     def __init__(
@@ -99,12 +89,12 @@ class Reporter:
         self._rounds = 0
         self._round_at = time.monotonic()
         self._ended = threading.Event()
-        # The earliest next report (`time.monotonic()`) and the back-off of objects whose status Octavia refused.
+        # `_refused` contains the earliest next report (`time.monotonic()`) and the back-off of objects by id.
         self._refused: dict[str, tuple[float, float]] = {}
         self._last_reported = ""
 
-    def run(self, stop: StopSignal) -> None:
-        """Report after every wake-up, and at least once per poll interval, until the signal is set."""
+    def run(self, is_stopped: Callable[[], bool]) -> None:
+        """Report after every wake-up, and at least once per poll interval, until `is_stopped` returns True."""
         # A call with statistics takes 0.1 s and must not delay an ACTIVE, so statistics have a thread of their own.
         threads = [
             threading.Thread(target=self._report_statistics_until_stopped, name="statistics", daemon=True),
@@ -117,8 +107,8 @@ class Reporter:
             notifier.reporter_hints(self._conf, wakeup.wake),
         ):
             delay = 0.0
-            while not stop.is_set():
-                # The wait is short, because the signal does not end it.
+            while not is_stopped():
+                # The wait for a wake-up is short, because a stop of the process does not end it.
                 wakeup.wait(min(delay, 0.5))
                 delay = self.try_run_once()
         self._ended.set()
@@ -238,7 +228,7 @@ class Reporter:
             self._updating = False
 
     def _pass_barriers(self) -> bool:
-        """Wait for Octavia's transactions, and return whether a transaction is still open or a read is pending."""
+        """Wait for Octavia's transactions, and return whether a transaction is open or a read is pending."""
         uncommitted = self._database.read(sync_transactions.list_uncommitted)
         rows = [row for row in uncommitted if self._reader.can_read(row.load_balancer_id)]
         if not rows:
@@ -252,7 +242,7 @@ class Reporter:
         failed = self._send_barriers(barriers)
         failpoints.reach(failpoints.Point.BARRIER_PASSED)
         behind = [row for row in rows if row.load_balancer_id not in failed]
-        passed = [(row.load_balancer_id, row.generation) for row in behind if not _needs_read(row)]
+        passed = [row for row in behind if not _needs_read(row)]
         if passed:
             self._database.write(lambda connection: sync_transactions.mark_committed(connection, passed))
         failpoints.reach(failpoints.Point.COMMITTED)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Database transactions of the provider agent. Each function is the content of one transaction.
 
-Invariant: a transaction stores a result of Octavia only if the driver has accepted no request since the read began,
-because the reader holds no lock meanwhile. No transaction stores a result for a load balancer in deletion.
+Invariant: a transaction stores a result of Octavia only if the driver has accepted no request since the read began.
+The reader holds no lock meanwhile. No transaction stores a result for a load balancer in deletion.
 
 The argument `row` is the `job` row before the read. A result of False means that the row has changed.
 """
@@ -45,14 +45,17 @@ def list_recently_changed(connection: sa.Connection, since: float) -> list[str]:
     return list(connection.execute(recent.union(unfinished)).scalars())
 
 
-def mark_committed(connection: sa.Connection, passed: Sequence[tuple[str, int]]) -> None:
-    """Record that the Octavia transactions of these load balancers have ended, up to these generations."""
-    for load_balancer_id, generation in passed:
-        connection.execute(
-            job.update()
-            .where(job.c.load_balancer_id == load_balancer_id, job.c.committed < generation)
-            .values(committed=generation)
-        )
+def mark_committed(connection: sa.Connection, rows: Sequence[Any]) -> None:
+    """Record the end of the Octavia transactions of these jobs, up to their generations."""
+    for row in rows:
+        behind = (job.c.load_balancer_id == row.load_balancer_id, job.c.committed < row.generation)
+        connection.execute(job.update().where(*behind).values(committed=row.generation))
+
+
+def update_due_job(connection: sa.Connection, load_balancer_id: str, **values: Any) -> None:
+    """Change the job of a load balancer and make it due."""
+    statement = job.update().where(job.c.load_balancer_id == load_balancer_id)
+    connection.execute(statement.values(dirty=True, due_at=DUE_NOW, **values))
 
 
 def store_tree(
@@ -64,9 +67,7 @@ def store_tree(
 ) -> bool:
     """Make Octavia's tree the desired state of the same generation, including its new objects.
 
-    Args:
-        contents: the secrets from Octavia.
-        reason: error for secrets without a content from Octavia or from an earlier read.
+    A secret without a content from Octavia or from an earlier read gets the reason.
     """
     if not is_unchanged(connection, row):
         return False
@@ -78,7 +79,7 @@ def store_tree(
     sealed_secrets.delete_secrets(connection, recorded.keys() - used.keys() - {ticket_secret_name(tree.id)})
     sealed_secrets.replace_secrets(connection, tree.id, used)
     pending_rereads.finish_reread(connection, tree.id)
-    mark_committed(connection, [(tree.id, row.generation)])
+    mark_committed(connection, [row])
     return True
 
 
@@ -101,14 +102,14 @@ def store_objects(
     missing = {name: SealedSecret(reason=reason) for name in secrets_of_tree(tree) if name not in recorded}
     sealed_secrets.replace_secrets(connection, row.load_balancer_id, missing)
     pending_rereads.finish_reread(connection, row.load_balancer_id)
-    mark_committed(connection, [(row.load_balancer_id, row.generation)])
+    mark_committed(connection, [row])
     return True
 
 
 def fail_unreadable(connection: sa.Connection, row: Any, reason: str) -> None:
     """Set a load balancer to ERROR that Octavia has committed but does not return."""
     status_outbox.fail_generation(connection, row.load_balancer_id, row.generation, reason)
-    mark_committed(connection, [(row.load_balancer_id, row.generation)])
+    mark_committed(connection, [row])
 
 
 def delete_unknown(connection: sa.Connection, load_balancer_id: str) -> None:
@@ -119,11 +120,7 @@ def delete_unknown(connection: sa.Connection, load_balancer_id: str) -> None:
     everything = [(Kind.LOAD_BALANCER, load_balancer_id), *descendants]
     desired_objects.mark_removed(connection, generation + 1, [object_id for _, object_id in everything])
     status_outbox.expect_confirmation(connection, load_balancer_id, generation + 1, everything)
-    connection.execute(
-        job.update()
-        .where(job.c.load_balancer_id == load_balancer_id)
-        .values(op=Op.DELETE, generation=generation + 1, committed=generation + 1, dirty=True, due_at=DUE_NOW)
-    )
+    update_due_job(connection, load_balancer_id, op=Op.DELETE, generation=generation + 1, committed=generation + 1)
 
 
 def adopt_octavia_tree(
@@ -136,12 +133,7 @@ def adopt_octavia_tree(
     """Make a differing Octavia tree the desired state of a new generation.
 
     Octavia gets a status only of the objects that wait for one, because no user saw a change that Octavia rolled back.
-
-    Args:
-        tree: Octavia's tree without objects that were removed before the read. After the report of their DELETED no
-            row of them is left.
-        contents: the secrets from Octavia.
-        gone: ids of recorded objects that Octavia does not have.
+    Octavia does not have the recorded objects `gone`, and the tree does not contain objects removed before the read.
     """
     if not is_unchanged(connection, row):
         return False
@@ -157,7 +149,7 @@ def adopt_octavia_tree(
         if name not in kept or kept[name].content is None
     }
     sealed_secrets.replace_secrets(connection, tree.id, missing)
-    connection.execute(job.update().where(job.c.load_balancer_id == tree.id).values(dirty=True, due_at=DUE_NOW))
+    update_due_job(connection, tree.id)
     return True
 
 
@@ -182,7 +174,7 @@ class MemberBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_member_batches(connection: sa.Connection, row: Any) -> list[MemberBatch]:
-    """Return the member batches with a sample that removed members and may have an open transaction in Octavia."""
+    """Return the batches that removed members, have a sample, and may have an open transaction."""
     requested = (
         sa.select(request.c.generation, request.c.object_id)
         .join(desired_object, desired_object.c.id == request.c.object_id)
@@ -223,11 +215,7 @@ def restore_members(connection: sa.Connection, row: Any, removed: Collection[str
     if not is_unchanged(connection, row):
         return False
     generation = row.generation + 1
-    connection.execute(
-        job.update()
-        .where(job.c.load_balancer_id == row.load_balancer_id)
-        .values(generation=generation, committed=generation, dirty=True, due_at=DUE_NOW)
-    )
+    update_due_job(connection, row.load_balancer_id, generation=generation, committed=generation)
     for one in sorted(removed):
         changed = desired_object.update().where(desired_object.c.id == one)
         connection.execute(changed.values(removed=False, generation=generation))
@@ -241,8 +229,8 @@ def load_settled(connection: sa.Connection, load_balancer_id: str) -> tuple[Any,
     """Return a load balancer without open changes in Octavia: its row, its tree, its removed objects.
 
     The result is None while a change is open, and for a load balancer that does not exist or is in deletion. A change
-    is open until the report of its statuses, because Octavia keeps objects in deletion, the references to them, and
-    their L7 positions until then.
+    is open until the report of its statuses. Until then Octavia keeps objects in deletion, references to these objects,
+    and L7 positions.
 
     The ids of removed objects include those that Octavia still has because it refused their DELETED. A read of these
     ids must precede the read from Octavia, because a later read would miss objects with a new report.
@@ -274,21 +262,13 @@ _FAILURE_REPORTED = sa.and_(
     object_status.c.settled <= object_status.c.reported,
     object_status.c.object_id.not_in(_REMOVED),
 )
-_UNREPORTED = (
-    sa.select(object_status.c.object_id)
-    .where(
-        object_status.c.load_balancer_id == sa.bindparam("of"),
-        sa.or_(
-            sa.and_(
-                object_status.c.pending.is_not(None), sa.or_(object_status.c.provisioning.is_(None), ~_FAILURE_REPORTED)
-            ),
-            sa.and_(
-                object_status.c.kind == Kind.LOAD_BALANCER.value, object_status.c.settled > object_status.c.reported
-            ),
-        ),
-    )
-    .limit(1)
+_IN_CHANGE = sa.or_(object_status.c.provisioning.is_(None), ~_FAILURE_REPORTED)
+_LAST_REPORT = sa.and_(
+    object_status.c.kind == Kind.LOAD_BALANCER.value, object_status.c.settled > object_status.c.reported
 )
+_OPEN = sa.or_(sa.and_(object_status.c.pending.is_not(None), _IN_CHANGE), _LAST_REPORT)
+_OF_LOAD_BALANCER = object_status.c.load_balancer_id == sa.bindparam("of")
+_UNREPORTED = sa.select(object_status.c.object_id).where(_OF_LOAD_BALANCER, _OPEN).limit(1)
 
 
 def is_unchanged(connection: sa.Connection, row: Any) -> bool:

@@ -47,7 +47,7 @@ _Child = TypeVar("_Child", Listener, Pool, Member)
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
-    """The part of a backend that depends on the listener. Without `timeout_tunnel` tunnels have no own time-out."""
+    """The part of a backend that depends on the listener. The tunnel time-out is optional."""
 
     listener: Quoted
     http: bool
@@ -76,10 +76,9 @@ class _Backend(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExaminedPool:
-    """A pool after validation, ready to be rendered.
+    """A pool after validation. A pool with an unsupported option of its own is not `sound`.
 
     Attributes:
-        sound: False for a pool with an unsupported option of its own.
         refused: the errors of the pool, its monitor and its members.
         pings: member id and address of each member that the agent has to ping.
     """
@@ -103,7 +102,6 @@ class ExaminedPool:
         return self.sound and self.pool.admin_state_up
 
     def text(self, route: Route) -> str:
-        """Return the section for one listener."""
         found = self._texts.get(route)
         if found is None:
             if len(self._texts) > 2 * len(self._lines) + 16:
@@ -173,7 +171,6 @@ class ExaminedPool:
         )
 
     def _tail(self, route: Route, *, http: bool) -> Quoted | None:
-        """Return the common keywords of all servers of a backend."""
         proxy = (_PROXY_TLS if route.tls else _PROXY).get(self.pool.protocol)
         words = [proxy] if proxy else []
         if self._tls is not None:
@@ -182,7 +179,7 @@ class ExaminedPool:
 
 
 def mode_is_http(pool: Pool, *, listener_http: bool) -> bool:
-    """Return whether the backend is in HTTP mode. With the PROXY protocol, the mode is that of the listener."""
+    """Return whether the backend is in HTTP mode. With the PROXY protocol, the listener decides."""
     return listener_http if pool.protocol in _PROXY else pool.protocol is PoolProtocol.HTTP
 
 
@@ -206,7 +203,7 @@ def examined(pool: Pool, failed: frozenset[str], settings: Defaults) -> Examined
 
 
 def once(children: Iterable[_Child], refused: list[ModelError]) -> list[_Child]:
-    """Order children by id. Refuse the second child with the same id, because HAProxy would refuse the file."""
+    """Order children by id. Refuse a repeated id, because HAProxy would refuse the file."""
     ordered = sorted(children, key=attrgetter("id"))
     if len({child.id for child in ordered}) == len(ordered):
         return ordered

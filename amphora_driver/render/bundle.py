@@ -47,17 +47,12 @@ class BundleFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BundleLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The limits of HAProxy; None means the limit of the machine.
-
-    Attributes:
-        drain: seconds for which a replaced worker may continue its connections.
-        workers: the number of replaced workers at one time.
-    """
+    """The limits of HAProxy and its replaced workers (`drain` in seconds). None: the machine's limit."""
 
     connections: int | None
     threads: int | None
-    drain: int | None
-    workers: int | None
+    drain: int | None = None
+    workers: int | None = None
 
 
 class BundleAllowed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -87,12 +82,7 @@ class BundleVrrp(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """The rendered parts of a bundle.
-
-    Attributes:
-        text: HAProxy's configuration; None if HAProxy serves nothing.
-        pings: the addresses to ping, by member id.
-    """
+    """The rendered parts of a bundle: HAProxy's configuration if any, and addresses to ping by member id."""
 
     text: str | None
     files: tuple[BundleFile, ...] = ()
@@ -136,10 +126,7 @@ def bundle(
             files=served.files,
             pings=served.pings,
             limits=BundleLimits(
-                connections=tree.profile.process_connection_limit,
-                threads=tree.profile.process_threads,
-                drain=None,
-                workers=None,
+                connections=tree.profile.process_connection_limit, threads=tree.profile.process_threads
             ),
             interfaces=interfaces(tree, plugged),
             allowed=allowed(tree, served),

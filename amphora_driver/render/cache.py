@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches of rendered objects.
-
-Invariant: a cache never changes a result and never exceeds its capacity. `clear_caches` empties all caches.
-"""
+"""Cache of rendered objects, which never changes a result and never exceeds its capacity."""
 
 from __future__ import annotations
 
@@ -10,11 +7,8 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from threading import Lock
 from typing import Generic, TypeVar
-from weakref import WeakSet
 
 V = TypeVar("V")
-
-_ALL: WeakSet[Cache[object]] = WeakSet()
 
 
 class Cache(Generic[V]):
@@ -25,7 +19,6 @@ class Cache(Generic[V]):
         self._values: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
         self._weight = 0
         self._lock = Lock()
-        _ALL.add(self)  # type: ignore[arg-type]
 
     def get(self, key: Hashable) -> V | None:
         with self._lock:
@@ -54,9 +47,3 @@ class Cache(Generic[V]):
         with self._lock:
             self._values.clear()
             self._weight = 0
-
-
-def clear_caches() -> None:
-    """Empty all caches."""
-    for cache in tuple(_ALL):
-        cache.clear()

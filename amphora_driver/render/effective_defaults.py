@@ -22,9 +22,7 @@ LOG_FORMAT = (
 class Defaults(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """The operator's defaults for all load balancers. Times are in milliseconds.
 
-    Attributes:
-        timeout_tunnel: None means an hour for HTTP (upgraded connections), and the listener's time-outs otherwise.
-        connection_limit: None means the limit of the machine.
+    Without `timeout_tunnel`, upgraded HTTP connections have an hour and tunnels the time-outs of the listener.
     """
 
     timeout_client_data: int = 50_000

@@ -8,7 +8,7 @@ section does not contain allowed_cidrs: the firewall of the amphora enforces the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import msgspec
@@ -28,7 +28,7 @@ METRICS = quoting.keywords("amphora:metrics")
 """The backend that answers with metrics. The agent's part of the configuration defines it."""
 
 _HTTP, _TCP = quoting.keywords("http"), quoting.keywords("tcp")
-# These variables of a log-format need HTTP (manual section 8.2.6, marked H). The list includes the status code.
+# Variables of a log-format marked H in the manual (section 8.2.6), and the status code, need HTTP.
 _HTTP_ONLY = frozenset(
     ["CC", "CS", "HM", "HP", "HPO", "HQ", "HU", "HV", "ST", "TR", "Ta", "Ti", "Tq", "Tr", "r", "tr", "trg", "trl"]
 )
@@ -79,7 +79,7 @@ class _Frontend(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RenderedListener(msgspec.Struct, frozen=True, kw_only=True):
-    """The section of a listener (None if it cannot be served), its pools, and its errors."""
+    """The section of a listener (None for a refused listener), its pools, and its errors."""
 
     text: str | None
     route: Route | None
@@ -92,11 +92,7 @@ _FRONTENDS: Cache[RenderedListener] = Cache(20_000)
 
 
 def frontend(listener: Listener, context: ListenerContext, failed: frozenset[str]) -> RenderedListener:
-    """Return the section of a listener, from the cache if possible.
-
-    Args:
-        failed: the ids of its policies and rules that HAProxy refused. Without them the listener has no section.
-    """
+    """Return the section of a listener, from the cache if possible, or only errors."""
     key = (listener, context, failed)
     found = _FRONTENDS.get(key)
     if found is None:
@@ -106,19 +102,11 @@ def frontend(listener: Listener, context: ListenerContext, failed: frozenset[str
 
 
 def pool_facts(pool_id: str, pools: dict[str, ExaminedPool | None], l4_pools: Mapping[str, PoolProtocol]) -> PoolFacts:
-    """Return the facts about a pool for its listener.
-
-    Args:
-        pools: the pools of HAProxy; None for a recorded pool that HAProxy refused.
-        l4_pools: the protocols of the UDP and SCTP pools.
-    """
-    if pool_id in l4_pools:
-        return PoolFacts(pool_id=pool_id, recorded=True, protocol=l4_pools[pool_id])
-    if pool_id not in pools:
-        return PoolFacts(pool_id=pool_id, recorded=False)
-    found = pools[pool_id]
+    """Return the facts about a pool of HAProxy (None if HAProxy refused the pool), or of UDP and SCTP."""
+    found = pools.get(pool_id)
     if found is None:
-        return PoolFacts(pool_id=pool_id, recorded=True)
+        recorded = pool_id in pools or pool_id in l4_pools
+        return PoolFacts(pool_id=pool_id, recorded=recorded, protocol=l4_pools.get(pool_id))
     return PoolFacts(
         pool_id=pool_id,
         recorded=True,
@@ -128,13 +116,10 @@ def pool_facts(pool_id: str, pools: dict[str, ExaminedPool | None], l4_pools: Ma
     )
 
 
-def named_pools(listener: Listener) -> Iterator[str]:
-    """Yield the ids of the pools that a listener names, the default pool first."""
-    if listener.default_pool_id is not None:
-        yield listener.default_pool_id
-    for policy in listener.l7policies:
-        if policy.redirect_pool_id is not None:
-            yield policy.redirect_pool_id
+def named_pools(listener: Listener) -> list[str]:
+    """Return the ids of the pools that a listener names, the default pool first, without duplicates."""
+    named = (listener.default_pool_id, *(policy.redirect_pool_id for policy in listener.l7policies))
+    return [pool_id for pool_id in dict.fromkeys(named) if pool_id is not None]
 
 
 def _made(listener: Listener, context: ListenerContext, failed: frozenset[str]) -> RenderedListener:
@@ -155,13 +140,16 @@ def _made(listener: Listener, context: ListenerContext, failed: frozenset[str]) 
 
 
 def _frontend(listener: Listener, context: ListenerContext) -> tuple[_Frontend, tuple[tls.File, ...], Route]:
-    """Return the section without its policies. Raise UnsupportedOption, or ModelError for an unusable pool."""
+    """Return the section without its policies. Raise UnsupportedOption or ModelError."""
     options.check_listener(listener)
     if listener.unread:
         raise render_errors.refused_object(listener.id, "Octavia could not return it", _UNREAD)
     settings = context.settings
     name = quoting.identifier(listener.id, "the listener's id", listener.id)
     millis = partial(quoting.milliseconds, object_id=listener.id)
+    endpoint = partial(
+        quoting.endpoint, port_number=listener.protocol_port, where="the VIP address", object_id=listener.id
+    )
     shared = context.load_balancer_id if context.shared_tickets else None
     encryption = tls.bind(listener, settings, shared)
     default = _backend_of(listener, context, name, listener.default_pool_id) if listener.default_pool_id else None
@@ -172,10 +160,7 @@ def _frontend(listener: Listener, context: ListenerContext) -> tuple[_Frontend, 
         name=name,
         mode=_HTTP if _reads_http(listener) else _TCP,
         http=_reads_http(listener),
-        endpoints=tuple(
-            quoting.endpoint(address, listener.protocol_port, "the VIP address", listener.id)
-            for address in context.addresses
-        ),
+        endpoints=tuple(endpoint(address) for address in context.addresses),
         tls=encryption.words if encryption else None,
         gaps=encryption.gaps if encryption else (),
         maxconn=None if limit is None else quoting.integer(limit, "the limit", low=1, object_id=listener.id),
@@ -206,15 +191,12 @@ def _reads_http(listener: Listener) -> bool:
 
 
 def _backend_of(listener: Listener, context: ListenerContext, name: Quoted, pool_id: str) -> Quoted | None:
-    """Return the backend of a pool for this listener; None if the pool does not serve (status 503).
-
-    Raise ModelError if this pool can never serve this listener.
-    """
+    """Return the backend of a pool; None for status 503. Raise ModelError for an unusable pool."""
     found = next((one for one in context.pools if one.pool_id == pool_id), None)
     if found is None or not found.recorded:
         raise render_errors.refused_object(listener.id, f"its pool {pool_id!r} is not recorded", "Name another pool.")
     if found.protocol is not None and found.protocol not in options.BEHIND[listener.protocol]:
-        # HAProxy refuses the whole file for some of these combinations (manual: `mode`).
+        # HAProxy refuses the whole file for some combinations of protocols (manual: `mode`).
         reason = render_errors.protocol_mismatch(found.protocol, pool_id, listener)
         raise render_errors.refused_object(listener.id, reason, "Name another pool.")
     if found.needs_http and not _reads_http(listener) and found.protocol is not PoolProtocol.HTTP:
@@ -242,11 +224,10 @@ def _policies(
         for policy in enabled
         if failed and (policy.id in failed or any(rule.id in failed and rule.admin_state_up for rule in policy.rules))
     }
-    made = None
     if not culprits:
         try:
             name = quoting.identifier(listener.id, "the listener's id", listener.id)
-            made = l7.policies(listener, partial(_backend_of, listener, context, name))
+            return l7.policies(listener, partial(_backend_of, listener, context, name))
         except render_errors.REASONS as error:
             found = render_errors.as_refusal(error, listener.id)
             refused.append(found)
@@ -256,10 +237,9 @@ def _policies(
             reason = f"its rule {found.object_id} cannot be expressed"
             refused += [render_errors.refused_object(one, reason, "Change the rule.") for one in sorted(culprits)]
             culprits = culprits or {str(found.object_id)}
-    if culprits:
-        reason = f"its L7 policy {min(culprits)} cannot be expressed"
-        refused.append(render_errors.refused_object(listener.id, reason, "Change the policy, or disable it."))
-    return made
+    reason = f"its L7 policy {min(culprits)} cannot be expressed"
+    refused.append(render_errors.refused_object(listener.id, reason, "Change the policy, or disable it."))
+    return None
 
 
 def _log_format(listener: Listener, context: ListenerContext) -> Quoted:

@@ -3,8 +3,8 @@
 
 The module `render.udp` renders listeners and pools of UDP and SCTP.
 
-Invariant: `render` is a pure function. The text omits an object that cannot be rendered, and `Rendered.refused` names
-it. An omission never admits more clients: HAProxy serves no listener without its policies. The same load balancer gives
+Invariant: `render` is a pure function. `Rendered.refused` names each object that is missing in the text because of an
+error. An omission never admits more clients: HAProxy serves no listener without its policies. One load balancer gives
 the same bytes in any order of its children, and a changed member changes its own lines only.
 
 Names: a frontend is `<listener id>`, a backend `<pool id>:<listener id>` (one for each listener that uses the
@@ -20,7 +20,7 @@ import msgspec
 
 from amphora_driver.errors import ModelError
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Pool
-from amphora_driver.render import cache, quoting, render_errors
+from amphora_driver.render import quoting, render_errors
 from amphora_driver.render.backend import ExaminedPool, examined, once
 from amphora_driver.render.effective_defaults import DEFAULTS, Defaults, effective_defaults
 from amphora_driver.render.frontend import ListenerContext, RenderedListener, frontend, named_pools, pool_facts
@@ -28,17 +28,14 @@ from amphora_driver.render.template import PREAMBLE
 from amphora_driver.render.tls import File
 from amphora_driver.validation import options
 
-NOTHING: frozenset[str] = frozenset()
-
 
 class Rendered(msgspec.Struct, frozen=True, kw_only=True):
-    """A rendered load balancer.
+    """A rendered load balancer, with the member id and address of each member that the agent has to ping.
 
     Attributes:
         text: the sections; None without an enabled listener, or for a disabled load balancer.
         refused: one error with `object_id` for each recorded object that is not in the text.
         files: the files that the text names, relative to the TLS directory of the amphora.
-        pings: member id and address of each member that the agent has to ping.
     """
 
     text: str | None
@@ -65,13 +62,12 @@ def render(
     refused: list[ModelError] = []
     omitted = frozenset(failed)
     render_errors.try_render(partial(options.check_loadbalancer, load_balancer), load_balancer.id, refused)
-    addresses = tuple(
-        vip.address
-        for vip in load_balancer.vips
-        if render_errors.try_render(
-            partial(quoting.address, vip.address, "the VIP address", load_balancer.id), load_balancer.id, refused
-        )
-    )
+
+    def is_valid(address: str) -> bool:
+        quote = partial(quoting.address, address, "the VIP address", load_balancer.id)
+        return render_errors.try_render(quote, load_balancer.id, refused) is not None
+
+    addresses = tuple(vip.address for vip in load_balancer.vips if is_valid(vip.address))
     chosen = effective_defaults(load_balancer.profile, defaults)
     pools = _pools([pool for pool in load_balancer.pools if not pool.uses_l4], omitted, chosen, refused)
     l4_pools = {pool.id: pool.protocol for pool in load_balancer.pools if pool.uses_l4}
@@ -85,10 +81,10 @@ def render(
             project_id=load_balancer.project_id,
             addresses=addresses,
             settings=chosen,
-            pools=tuple(pool_facts(pool_id, pools, l4_pools) for pool_id in dict.fromkeys(named_pools(listener))),
+            pools=tuple(pool_facts(pool_id, pools, l4_pools) for pool_id in named_pools(listener)),
             shared_tickets=shared_tickets,
         )
-        made = frontend(listener, context, omitted & _policy_ids(listener) if omitted else NOTHING)
+        made = frontend(listener, context, omitted & _policy_ids(listener) if omitted else omitted)
         refused.extend(made.refused)
         if made.text is None or not listener.admin_state_up:
             continue
@@ -101,12 +97,6 @@ def render(
     if not (load_balancer.admin_state_up and addresses and served):
         return Rendered(text=None, refused=tuple(refused))
     return _whole(served, pools, refused)
-
-
-def clear_caches() -> None:
-    """Empty all caches of rendered objects."""
-    cache.clear_caches()
-    effective_defaults.cache_clear()
 
 
 def _pools(

@@ -33,12 +33,12 @@ _PING = quoting.text("/ping/%[srv_name]", "the path of a ping")
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """The request of an HTTP check. The field `host` is a log-format, `path` is a log-format only for a ping."""
+    """The request of an HTTP check. `host` is a log-format, `path` is a log-format only for a ping."""
 
     method: Quoted
     path: Quoted
-    version: Quoted | None
-    host: Quoted | None
+    version: Quoted | None = None
+    host: Quoted | None = None
     expected: Quoted
 
 
@@ -50,7 +50,6 @@ class Monitor(msgspec.Struct, frozen=True, kw_only=True):
         elsewhere: keywords of a server for checks of another port.
         explicit_port: whether the line names the traffic port, so that HAProxy uses no default.
         ping: whether HAProxy asks the responder instead of the member.
-        http: None for a check without HTTP.
     """
 
     check: Quoted
@@ -79,15 +78,8 @@ def monitor(wanted: HealthMonitor, pool: Pool) -> Monitor | None:
     """
     asked = health_monitors.parse_monitor(wanted)
     udp.check_monitor_type(pool)
-    pace: list[Quoted | int] = [
-        _CHECK,
-        _INTER,
-        quoting.seconds(wanted.delay, "the delay", wanted.id),
-        _FALL,
-        wanted.max_retries_down,
-        _RISE,
-        wanted.max_retries,
-    ]
+    interval = quoting.seconds(wanted.delay, "the delay", wanted.id)
+    pace = (_CHECK, _INTER, interval, _FALL, wanted.max_retries_down, _RISE, wanted.max_retries)
     timeout = quoting.seconds(wanted.timeout, "the timeout", wanted.id)
     request = _request(wanted, asked)
     if not wanted.admin_state_up:
@@ -124,13 +116,7 @@ def _encryption(wanted: HealthMonitor, pool: Pool) -> list[Quoted]:
 
 def _request(wanted: HealthMonitor, asked: health_monitors.HTTPRequest | None) -> Request | None:
     if wanted.type is MonitorType.PING:
-        return Request(
-            method=quoting.token("GET", "the method"),
-            path=_PING,
-            version=None,
-            host=None,
-            expected=quoting.token("200", "the expected codes"),
-        )
+        return Request(method=quoting.keywords("GET"), path=_PING, expected=quoting.keywords("200"))
     if asked is None:
         return None
     host = None

@@ -12,7 +12,14 @@ from amphora_driver.render import quoting
 from amphora_driver.render.quoting import Quoted
 from amphora_driver.validation.insert_headers import ABOUT_CERTIFICATE, ABOUT_CONNECTION, FORWARDED_FOR
 
-# HAProxy writes control characters in these log-formats as %XX, so that a certificate cannot add a header.
+
+def _line(name: str, value: str) -> Quoted:
+    return quoting.words(
+        (quoting.keywords("http-request set-header"), quoting.token(name, "a header"), quoting.text(value, name))
+    )
+
+
+# HAProxy writes control characters in log-formats as %XX, so that a certificate cannot add a header.
 _VALUES = {
     "X-Forwarded-Port": "%[dst_port]",
     "X-Forwarded-IP": "%[src]",
@@ -27,12 +34,6 @@ _VALUES = {
     "X-SSL-Client-Not-Before": "%[ssl_c_notbefore]",
     "X-SSL-Client-Not-After": "%[ssl_c_notafter]",
 }
-
-
-def _line(name: str, value: str) -> Quoted:
-    words = [quoting.keywords("http-request set-header"), quoting.token(name, "a header"), quoting.text(value, name)]
-    return quoting.words(words)
-
 
 _LINES = {name: _line(name, value) for name, value in _VALUES.items()}
 _PROTO = {

@@ -11,8 +11,8 @@ pools at the end use `use_backend` only. A disabled pool answers 503, also as de
 Each rule is one named ACL: several lines with one name are alternatives (HAProxy 2.6 manual, section 7.1). All values
 follow `--`, so that no value is a flag.
 
-A regular expression that reaches its limit gives no result. The rule is then true in a rejecting policy and false in
-all others, so that the limit never lets a request pass a rejecting policy.
+A regular expression that reaches its limit gives no result. The rule then counts as true in a rejecting policy and as
+false in all others. So the limit never lets a request pass a rejecting policy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from amphora_driver.render.quoting import Quoted
 from amphora_driver.validation import l7, regex
 
 _REMEMBERED = 8_192
-# A completely percent-encoded value is three times as long.
+# A completely percent-encoded value is three times as long as the value itself.
 _LONGEST = 4 * quoting.MAX_TEXT
 
 _ACL = quoting.keywords("acl")
@@ -50,15 +50,10 @@ _HAS_CERTIFICATE = quoting.keywords("ssl_c_used")
 _VERIFY_RESULT = quoting.keywords("ssl_c_verify -m int --")
 
 # HAProxy stores the text after the last dot of the last part of the path once for each request.
-_SET_EXTENSION = quoting.words(
-    (
-        quoting.keywords(
-            "http-request set-var(txn.extension) path,field(-1,/),field(-1,.) if { path,field(-1,/) -m sub"
-        ),
-        quoting.text(".", "a dot"),
-        quoting.keywords("}"),
-    )
+_WITH_DOT = quoting.keywords(
+    "http-request set-var(txn.extension) path,field(-1,/),field(-1,.) if { path,field(-1,/) -m sub"
 )
+_SET_EXTENSION = quoting.words((_WITH_DOT, quoting.text(".", "a dot"), quoting.keywords("}")))
 _DENY = quoting.keywords("http-request deny deny_status 403")
 _UNAVAILABLE = quoting.keywords("http-request deny deny_status 503")
 _REDIRECT = {
@@ -74,12 +69,9 @@ _USE = quoting.keywords("use_backend")
 
 
 class L7(msgspec.Struct, frozen=True, kw_only=True):
-    """Lines of a frontend.
+    """Lines of a frontend: `acl` lines, then `http-request` and `use_backend` lines.
 
-    Attributes:
-        acls: the `acl` lines of the rules, which must precede `rules`.
-        rules: `http-request` lines, then `use_backend` lines. Only `default_backend` may follow.
-        pools: the ids of the serving pools. Each pool needs its backend for this listener.
+    Each of the pools needs its backend for this listener.
     """
 
     acls: tuple[Quoted, ...] = ()
@@ -99,12 +91,12 @@ class _Condition(msgspec.Struct, frozen=True, kw_only=True):
 def policies(listener: Listener, backend_of: Callable[[str], Quoted | None]) -> L7:
     """Return the lines of a listener's policies.
 
-    A policy without an enabled rule never applies. Raise ModelError with the `object_id` of a policy or rule that
-    HAProxy cannot express. Raise ConfigurationError if PCRE2, which checks regular expressions, is not installed.
+    A policy without an enabled rule never applies. `backend_of` returns the backend of a pool for this listener (None
+    for a disabled pool), or raises ModelError for an unrecorded pool.
 
-    Args:
-        backend_of: returns the backend of a pool for this listener; None for a disabled pool. It raises `ModelError`
-            for a pool that is not recorded.
+    Raises:
+        ModelError: HAProxy cannot express the policy or rule `object_id`.
+        ConfigurationError: PCRE2, which checks regular expressions, is not installed.
     """
     conditions: list[tuple[L7Policy, _Condition]] = []
     pools: dict[str, Quoted | None] = {}
@@ -144,11 +136,9 @@ def _check_distinct(conditions: list[tuple[L7Policy, _Condition]]) -> None:
 
 
 def _actions(conditions: list[tuple[L7Policy, _Condition]], pools: dict[str, Quoted | None]) -> list[Quoted]:
-    backends = [
-        pools[str(policy.redirect_pool_id)] if policy.action is L7Action.REDIRECT_TO_POOL else None
-        for policy, _ in conditions
-    ]
-    # The policies from `plain` on all redirect to pools, so HAProxy's order is their order.
+    to_pool = L7Action.REDIRECT_TO_POOL
+    backends = [pools[str(one.redirect_pool_id)] if one.action is to_pool else None for one, _ in conditions]
+    # All policies after the index `plain` redirect to pools, so HAProxy's order is their order.
     plain = len(backends)
     while plain and backends[plain - 1] is not None:
         plain -= 1
@@ -158,7 +148,7 @@ def _actions(conditions: list[tuple[L7Policy, _Condition]], pools: dict[str, Quo
         if backend is None:
             lines.append(quoting.words((_action(policy), _IF, condition.terms)))
         elif number < plain:
-            chosen = quoting.argument_of(_STRING, backend)
+            chosen = quoting.call(_STRING, backend)
             lines += (quoting.words((_SET_POOL, chosen, _IF, condition.terms)), _CHOSEN)
         else:
             used.append(quoting.words((_USE, backend, _IF, condition.terms)))
@@ -218,11 +208,7 @@ def _name(rule: L7Rule) -> Quoted:
 
 
 def _acls(rule: L7Rule, name: Quoted, *, doubtful: bool) -> list[Quoted]:
-    """Return the ACL of a rule, which ignores the inversion of the rule.
-
-    Args:
-        doubtful: the result of the ACL if the regular expression reaches its limit.
-    """
+    """Return the ACL of a rule without its inversion. At the step limit the result is `doubtful`."""
     l7.check_l7rule(rule)
     if rule.type is L7RuleType.SSL_CONN_HAS_CERT:
         return [quoting.words((_ACL, name, _HAS_CERTIFICATE))]
@@ -244,7 +230,6 @@ def _tests(fetches: tuple[str, ...], compare: L7Compare, fold: bool) -> tuple[Qu
 
 
 def _values(rule: L7Rule) -> tuple[str, ...]:
-    """Return all spellings of the value of the rule."""
     if rule.type is L7RuleType.PATH:
         return l7.list_spellings(rule.value)
     if rule.type is L7RuleType.FILE_TYPE:
@@ -275,7 +260,7 @@ def _fetches(rule: L7Rule) -> tuple[str, ...]:
 _PATH = ("path",)
 _FIXED = {
     L7RuleType.PATH: _PATH,
-    # The rule compares the header with and without the port.
+    # A HOST_NAME rule compares the header with and without the port.
     L7RuleType.HOST_NAME: ("req.fhdr(host)", "req.fhdr(host),host_only"),
     L7RuleType.FILE_TYPE: ("var(txn.extension)",),
 }

@@ -21,7 +21,7 @@ from typing import NoReturn, cast
 from amphora_driver.errors import QuotingError
 from amphora_driver.validation import addresses
 
-# HAProxy permits letters, digits, - _ . : in names of proxies and servers (manual section 2.1). This pattern excludes
+# HAProxy permits letters, digits, - _ . : in names of proxies and servers (manual section 2.1). An identifier excludes
 # the colon, because a colon separates pool and listener in backend names.
 _IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _PORT = "(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
@@ -32,8 +32,9 @@ _ORDINARY_SERVER = re.compile(
 _TOKEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/+-]{0,127}")
 _KEYWORD = r"(?:[A-Za-z0-9.][A-Za-z0-9_.,:()/+-]*|-[a-z]|--|[{}]|%\[[a-z0-9_.,()]+\])"
 _KEYWORDS = re.compile(f"{_KEYWORD}(?: {_KEYWORD})*")
-# HAProxy's parser gives none of these characters of OpenSSL's cipher lists a meaning.
+# HAProxy's parser gives no character of OpenSSL's cipher lists a special meaning.
 _CIPHERS = re.compile(r"[A-Za-z0-9+!:@=_.-]{1,4096}")
+_ARGUMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,252}[A-Za-z0-9_])?")
 # Some tools read C0 and C1 controls, DEL, and the Unicode line and paragraph separators as line ends. Lone surrogates
 # have no bytes.
@@ -55,7 +56,7 @@ class Quoted(str):
         raise TypeError("a Quoted value comes from amphora_driver.render.quoting only")
 
 
-# `str.__new__` does not call `__init__`, so this function alone creates a Quoted.
+# Only `_quoted` creates a Quoted, because `str.__new__` does not call `__init__`.
 _quoted: Callable[[str], Quoted] = partial(str.__new__, Quoted)
 _PRINTABLE = frozenset({Quoted, int})
 
@@ -112,14 +113,12 @@ def ordinary_servers(beginnings: Iterable[str], tail: Quoted | None) -> list[Quo
     """Quote server lines with common values only: an id, an IPv4 address, numbers.
 
     One match for each line is faster than one match for each value, and there are thousands of lines. No other value
-    passes, because no pattern of a value contains a blank.
+    passes, because no pattern of a value contains a blank. The result is None for a line whose values the caller must
+    quote one by one.
 
     Args:
         beginnings: `server <id> <address>:<port> weight <weight>`, from unchecked values.
         tail: further words of each line.
-
-    Returns:
-        The lines; None for a line whose values the caller must quote one by one.
     """
     _check_quoted([] if tail is None else [tail], "lines are made of quoted words")
     match, end = _ORDINARY_SERVER.fullmatch, "" if tail is None else f" {tail}"
@@ -153,16 +152,17 @@ def host_name(value: str, where: str, object_id: str | None = None) -> Quoted:
 
 
 def call(function: Quoted, argument: Quoted) -> Quoted:
-    """Return a sample fetch with a host name as its argument: `str(www.example.com)`."""
-    name = host_name(str(argument), f"the argument of {function}")
+    """Return a sample fetch with the name of a host or backend: `str(<pool>:<listener>)`."""
+    _check_quoted((function, argument), "a fetch and its argument are quoted")
+    name = _matching(_ARGUMENT, argument, f"the argument of {function}", "it is not a name", None)
     return _quoted(f"{keywords(function)}({name})")
 
 
 def sample(fetch: str, argument: str, converters: str, where: str, object_id: str | None = None) -> Quoted:
     """Return a sample fetch with a string argument and converters as one word: `'req.cook("it''s"),sha1'`.
 
-    Inside double quotes HAProxy's parser of arguments gives a meaning to `"` and the backslash only (manual section
-    2.2 and 7.1), so the argument must contain neither.
+    The argument must contain neither `"` nor a backslash. Only these characters have a meaning inside double quotes
+    (manual section 2.2 and 7.1).
     """
     if isinstance(argument, str) and ('"' in argument or "\\" in argument):
         _refuse(where, argument, "it contains a double quote or a backslash", object_id)
@@ -177,7 +177,7 @@ def backend_name(pool_id: Quoted, listener_id: Quoted) -> Quoted:
 
 
 def token(value: str, where: str, object_id: str | None = None) -> Quoted:
-    """Quote a bare word, such as a method: at most 128 letters, digits and `_ . : / + -`, and never a flag."""
+    """Quote a bare word, never a flag: at most 128 letters, digits and `_ . : / + -`."""
     return _matching(_TOKEN, value, where, "only a plain word can stand here", object_id)
 
 
@@ -189,12 +189,12 @@ def integer(value: int, where: str, *, low: int, high: int = MAX_INTEGER, object
 
 
 def port(value: int, where: str, object_id: str | None = None) -> int:
-    """Return a port from 1 to 65535. On a server line, 0 means "the client's own port" (manual section 5.2)."""
+    """Return a port from 1 to 65535. On a server line, 0 means "the client's port" (manual section 5.2)."""
     return integer(value, where, low=1, high=65535, object_id=object_id)
 
 
 def milliseconds(value: int, where: str, object_id: str | None = None) -> Quoted:
-    """Quote a time in milliseconds with its unit (manual section 2.5). Refuse zero, which means "for ever"."""
+    """Quote a time in milliseconds with its unit (manual section 2.5). Zero would mean "for ever"."""
     return _quoted(f"{integer(value, where, low=1, object_id=object_id)}ms")
 
 
@@ -235,14 +235,14 @@ def text(
     line.
 
     Args:
-        flag_position: whether HAProxy would read a word that begins with `-` as a flag; the function refuses it then.
+        flag_position: whether HAProxy would read a word that begins with `-` as a flag, which the function refuses.
         longest: bytes of UTF-8. Only a value that this program has expanded may exceed `MAX_TEXT`, because HAProxy
             has no limit for a line (HAProxy 2.6 grows its buffer).
     """
     if not isinstance(value, str) or not value:
         _refuse(where, value, "it is empty", object_id)
     if value.isascii() and value.isprintable() and len(value) <= longest and value[0] != "-" and "'" not in value:
-        # Nearly all values end here, which saves the slower checks.
+        # The fast path serves nearly all values and saves the slower checks.
         return _quoted(f"'{value}'")
     if _FORBIDDEN.search(value):
         _refuse(where, value, "it contains control characters", object_id)
@@ -255,7 +255,7 @@ def text(
 
 
 def log_format(value: str, where: str, object_id: str | None = None) -> Quoted:
-    """Quote any string where HAProxy expands `%x` and `%[...]` (manual 8.2.4): as `text`, with `%` doubled."""
+    """Quote any string where HAProxy expands `%x` and `%[...]` (manual 8.2.4), with `%` doubled."""
     if isinstance(value, str):
         value = value.replace("%", "%%")
     return text(value, where, object_id)
@@ -275,9 +275,3 @@ def negated(name: Quoted) -> Quoted:
     """Return the condition that a named ACL does not match: `!name`."""
     _check_quoted((name,), "an ACL is named with a quoted identifier")
     return _quoted(f"!{name}")
-
-
-def argument_of(function: Quoted, backend: Quoted) -> Quoted:
-    """Return a sample fetch with the name of a backend as its argument: `str(<pool>:<listener>)`."""
-    _check_quoted((function, backend), "a fetch and its backend are quoted")
-    return _quoted(f"{function}({backend})")

@@ -41,17 +41,13 @@ def servers(members: Sequence[Member], monitor: Monitor | None) -> list[Quoted |
     beginnings = [f"server {one.id} {one.address}:{one.protocol_port} weight {one.weight}" for one in members]
     lines = quoting.ordinary_servers(beginnings, tail)
     explicit = monitor is not None and monitor.explicit_port
-    return [
-        None
-        if explicit
-        or one.backup
-        or not one.admin_state_up
-        or one.monitor_port is not None
-        or one.monitor_address is not None
-        or one.vnic_type not in options.VNIC_TYPES
-        else line
-        for one, line in zip(members, lines, strict=True)
-    ]
+    return [None if explicit or _is_special(one) else line for one, line in zip(members, lines, strict=True)]
+
+
+def _is_special(member: Member) -> bool:
+    if member.backup or not member.admin_state_up or member.vnic_type not in options.VNIC_TYPES:
+        return True
+    return member.monitor_port is not None or member.monitor_address is not None
 
 
 def server(member: Member, monitor: Monitor | None, number: int | None) -> Quoted:

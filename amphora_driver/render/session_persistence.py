@@ -18,13 +18,9 @@ DEFAULT_COOKIE = "SRV"
 
 
 class Persistence(msgspec.Struct, frozen=True, kw_only=True):
-    """Session persistence: by address, by a cookie of HAProxy, or by a cookie of the application.
+    """Session persistence: by address, by HAProxy's cookie with its key, or by the application's cookie.
 
-    Attributes:
-        cookie: the name of HAProxy's cookie.
-        key: the key of HAProxy's cookie.
-        asked: the sample of the application's cookie in a request.
-        answered: the sample of the application's cookie in a response.
+    The samples `asked` and `answered` are the application's cookie in a request and in a response.
     """
 
     by_address: bool = False
@@ -43,12 +39,10 @@ def persistence(pool: Pool) -> Persistence | None:
         return Persistence(by_address=True)
     name = wanted.cookie_name or DEFAULT_COOKIE
     if wanted.type is PersistenceType.HTTP_COOKIE:
-        # HAProxy computes a dynamic cookie from key and address, so that the cookie is the same in each amphora. A
-        # server line with a cookie keyword would be impossible at run time in HAProxy 2.6.
-        return Persistence(
-            cookie=quoting.text(name, "the cookie's name", pool.id),
-            key=quoting.identifier(pool.id, "the pool's id", pool.id),
-        )
+        # HAProxy computes a dynamic cookie from key and address, so all amphorae use the same cookie. HAProxy 2.6
+        # refuses a new server with a cookie keyword at run time.
+        key = quoting.identifier(pool.id, "the pool's id", pool.id)
+        return Persistence(cookie=quoting.text(name, "the cookie's name", pool.id), key=key)
     # The key of a stick table has a fixed length, so the table contains a digest of the cookie.
     return Persistence(
         asked=quoting.sample("req.cook", name, ",sha1", "the cookie's name", pool.id),

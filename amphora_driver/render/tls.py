@@ -49,7 +49,7 @@ def bind(listener: Listener, settings: Defaults, shared_tickets: str | None = No
     The first certificate is for clients without SNI or with an unknown name: the default container, or else the first
     SNI container. Its file name is fixed, so that the agent can replace the certificate in place.
 
-    With client certificates HAProxy resumes no session, because it would not verify the certificate again after a
+    With client certificates HAProxy resumes no session, because a resumption would not verify the certificate after a
     revocation. The machine's part of the configuration has no session cache for the same reason.
 
     Args:

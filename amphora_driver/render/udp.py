@@ -36,7 +36,7 @@ LONGEST_FORMAT = 2048
 
 
 class VirtualPersistence(msgspec.Struct, frozen=True, kw_only=True):
-    """The time in seconds for which a client stays on its member, and the prefix that identifies the client."""
+    """The seconds for which a client stays on its member, and the prefix that identifies the client."""
 
     timeout: int
     prefix_v4: int
@@ -130,9 +130,8 @@ def virtual_servers(
     for listener in once(listeners, refused):
         if listener.id in failed:
             continue
-        made = render_errors.try_render(
-            partial(_server, listener, load_balancer, vips, behind, chosen), listener.id, refused
-        )
+        serve = partial(_server, listener, load_balancer, vips, behind, chosen)
+        made = render_errors.try_render(serve, listener.id, refused)
         if made is None or not (listener.admin_state_up and load_balancer.admin_state_up and vips):
             continue
         if (made.protocol, made.port) in taken:
@@ -215,11 +214,7 @@ def _pool_of(listener: Listener, load_balancer: LoadBalancer) -> Pool | None:
 
 
 def _behind(pool: Pool, vips: tuple[Vip, ...] | None, failed: Collection[str], refused: list[ModelError]) -> _Behind:
-    """Return a pool without its invalid members and monitor, and add their errors to `refused`.
-
-    Args:
-        vips: the addresses of clients' connections; None if no listener serves the pool.
-    """
+    """Return a pool without invalid children, and add errors to `refused`. An unused pool has no VIPs."""
     kept = pool.session_persistence
     wanted = [one for one in once(pool.members, refused) if one.id not in failed]
     members = [render_errors.try_render(partial(_member, one, pool, vips), one.id, refused) for one in wanted]

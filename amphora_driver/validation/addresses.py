@@ -16,7 +16,7 @@ IPNetwork = IPv4Network | IPv6Network
 
 _CACHE_SIZE = 16_384
 _OCTET = r"(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-# For thousands of members, this regular expression needs a tenth of the time of `ipaddress`.
+# A regular expression needs a tenth of the time of `ipaddress`, which matters for thousands of members.
 PLAIN_MEMBER_ADDRESS = rf"(?!0\.|127\.|169\.254\.)(?:22[0-3]|2[01][0-9]|1[0-9]{{2}}|[1-9]?[0-9])(?:\.{_OCTET}){{3}}"
 """Pattern of canonical IPv4 unicast addresses that can be members."""
 _PLAIN = re.compile(PLAIN_MEMBER_ADDRESS)
@@ -40,7 +40,7 @@ def is_plain_member_address(text: str) -> bool:
 
 @lru_cache(maxsize=_CACHE_SIZE)
 def parse_network(text: str) -> IPNetwork:
-    """Return the network of its text form, without bits after the prefix, as in Octavia's API, or raise ValueError."""
+    """Return the network of its text form, without bits after the prefix, or raise ValueError."""
     if not isinstance(text, str) or "%" in text:
         raise ValueError("not a network, or one with a scope")
     return IPv6Network(text, strict=False) if ":" in text else IPv4Network(text, strict=False)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backends of a deployment, their capabilities, and the configured defaults.
 
-Invariant: plain values. `plugins` fills them in, so all decisions that use them are pure functions.
+Invariant: `plugins` sets these plain values, so all decisions that use the values are pure functions.
 """
 
 from __future__ import annotations
@@ -12,12 +12,9 @@ from amphora_driver.model.enums import Topology
 
 
 class Backend(msgspec.Struct, frozen=True, kw_only=True):
-    """Capabilities of a compute or network backend.
+    """Capabilities of a compute or network backend: supported keys of flavors and availability zones.
 
-    Args:
-        name: name of its entry point.
-        supports: supported keys of flavors and availability zones.
-        wiring: the method by which ports become interfaces. A compute and a network backend need the same value.
+    `wiring` is the method by which ports become interfaces. A compute and a network backend need the same value.
     """
 
     name: str

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of users' certificates, CAs and revocation lists to the PEM files of HAProxy.
 
-Invariant: the result is parsed and encoded again. It contains only certificates, one key, or revocation lists, and no
-empty line, at which HAProxy's runtime API ends a payload. Unusable content raises `UnsupportedOption` with the option.
-The error never contains content of the secret, nor the message of a library, which can quote the content.
+Invariant: the result is parsed and encoded again. The result contains only certificates, one key, or revocation lists.
+An empty line, which would end a payload of HAProxy's runtime API, is not in the result. Unusable content raises
+`UnsupportedOption` with the option. The error never contains content of the secret, nor the message of a library, which
+can quote the content.
 
 This module accepts expired and future certificates: HAProxy serves them, the CA's clock can be ahead, and a refusal
 would block all other changes of the load balancer.
@@ -34,11 +35,11 @@ from amphora_driver.errors import UnsupportedOption
 from amphora_driver.model.secret_refs import Purpose, SecretMaterial, SecretName
 from amphora_driver.secret import Secret
 
-# OpenSSL's security level 2, the default of Debian and Ubuntu, has these limits. HAProxy refuses weaker keys.
+# HAProxy refuses keys below OpenSSL's security level 2, the default of Debian and Ubuntu.
 _SHORTEST_RSA = 2048
 _SHORTEST_CURVE = 224
 _BROKEN_HASHES = (hashes.MD5, hashes.SHA1)
-# A chain or a national list of CAs has far fewer bytes.
+# A certificate chain or a national list of CAs has far fewer bytes than the limit.
 _MAX_SIZE = 1 << 20
 
 # The pattern matches each boundary of a block (RFC 7468, section 2) once, so the time is linear in the text.
@@ -50,7 +51,7 @@ _T = TypeVar("_T")
 
 
 def prepare_secrets(given: Mapping[SecretName, SecretMaterial]) -> dict[SecretName, Secret]:
-    """Return the PEM texts of all secrets. Each revocation list is also checked against its CA."""
+    """Return the PEM texts of all secrets. A CA must have signed its revocation lists."""
     found = {name: build_pem(name.purpose, material) for name, material in given.items()}
     authorities = {name.object_id: secret for name, secret in found.items() if name.purpose is Purpose.CA}
     for name, secret in found.items():
@@ -67,9 +68,8 @@ def build_pem(purpose: Purpose, material: SecretMaterial) -> Secret:
         _refuse(option, f"it is larger than {_MAX_SIZE} bytes")
     if purpose is Purpose.CERTIFICATE:
         return _server_pem(option, material)
-    if purpose is Purpose.CA:
-        return Secret(b"".join(one.public_bytes(Encoding.PEM) for one in _authorities(option, material.text)))
-    return Secret(b"".join(one.public_bytes(Encoding.PEM) for one in _revocations(option, material.text)))
+    parsed = (_authorities if purpose is Purpose.CA else _revocations)(option, material.text)
+    return Secret(b"".join(one.public_bytes(Encoding.PEM) for one in parsed))
 
 
 def check_revocation_lists(option: str, revocations: Secret, authorities: Secret) -> None:

@@ -46,7 +46,7 @@ def request_budget() -> Iterator[None]:
 
 
 def spend_budget(steps: int, octets: int) -> None:
-    """Subtract the limit and the text length of a search from the budget of the request, or raise BudgetExhausted."""
+    """Subtract the limit and the text length of a search from the budget, or raise BudgetExhausted."""
     if (budget := _current.get()) is not None:
         if steps > budget.steps or octets > budget.octets:
             raise BudgetExhausted

@@ -18,7 +18,7 @@ from amphora_driver.validation.backend_capabilities import Deployment
 from amphora_driver.validation.metadata_schema import NOT_SUPPORTED, KeySupport, MetadataSchema
 
 SCHEMA = MetadataSchema("flavor", "flavor.json")
-# The compute or the network backend must support these keys.
+# A flavor may contain a key of the compute or network backend only if its backend supports the key.
 COMPUTE_KEYS = ("compute_flavor", "amp_image_tag")
 NETWORK_KEYS = ("sriov_vip", "allow_member_sriov")
 _REMEDY = "Correct the flavor."

@@ -23,12 +23,7 @@ VERSIONS = {1.0: "HTTP/1.0", 1.1: "HTTP/1.1"}
 MAX_SECONDS = (2**31 - 1) // 1000
 """Longest delay and timeout: HAProxy's timers hold signed 32-bit milliseconds (manual section 2.5)."""
 MAX_RETRIES = 10
-_RANGES = {
-    "delay": MAX_SECONDS,
-    "timeout": MAX_SECONDS,
-    "max_retries": MAX_RETRIES,
-    "max_retries_down": MAX_RETRIES,
-}
+_RANGES = {"delay": MAX_SECONDS, "timeout": MAX_SECONDS, "max_retries": MAX_RETRIES, "max_retries_down": MAX_RETRIES}
 MAX_PATH = 255
 """Longest url_path: the width of Octavia's column."""
 
@@ -86,7 +81,7 @@ def parse_http_request(monitor: HealthMonitor) -> HTTPRequest:
 
 
 def parse_domain_name(monitor: HealthMonitor) -> str | None:
-    """Return the domain name of the monitor. With TLS, the certificate of a member must match it."""
+    """Return the domain name of the monitor. With TLS, the certificate of a member must match the name."""
     name = monitor.domain_name or None
     if name is not None and not _DOMAIN.fullmatch(name):
         refuse(f"{_OPTION} domain_name", name, "it is not a domain name", "Use letters, digits, '-', '_' and '.'.")
@@ -94,7 +89,7 @@ def parse_domain_name(monitor: HealthMonitor) -> str | None:
 
 
 def parse_expected_codes(text: str) -> str:
-    """Return status codes (`200, 202`, `200-204`) without spaces, as in HAProxy's `http-check expect status`."""
+    """Return status codes (`200, 202-204`) without spaces, as in HAProxy's `http-check expect status`."""
     codes = []
     for part in text.split(","):
         match = _CODES.fullmatch(part.strip(" "))

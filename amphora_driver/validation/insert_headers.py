@@ -15,16 +15,9 @@ FORWARDED_FOR = "X-Forwarded-For"
 
 _CONNECTION = "X-Forwarded-Port", "X-Forwarded-Proto", "X-Forwarded-IP", "X-Client-IP", "X-Real-IP"
 ABOUT_CONNECTION = (FORWARDED_FOR, *_CONNECTION)
-ABOUT_CERTIFICATE = (
-    "X-SSL-Client-Verify",
-    "X-SSL-Client-Has-Cert",
-    "X-SSL-Client-DN",
-    "X-SSL-Client-CN",
-    "X-SSL-Issuer",
-    "X-SSL-Client-SHA1",
-    "X-SSL-Client-Not-Before",
-    "X-SSL-Client-Not-After",
-)
+_NAMES = ("X-SSL-Client-Verify", "X-SSL-Client-Has-Cert", "X-SSL-Client-DN", "X-SSL-Client-CN", "X-SSL-Issuer")
+_FACTS = ("X-SSL-Client-SHA1", "X-SSL-Client-Not-Before", "X-SSL-Client-Not-After")
+ABOUT_CERTIFICATE = (*_NAMES, *_FACTS)
 
 _OPTION = "listener option insert_headers"
 

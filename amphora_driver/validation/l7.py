@@ -39,7 +39,7 @@ _MAX_BYTES = 2048
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,255}")
 _DN_FIELD = re.compile(r"[A-Za-z][A-Za-z0-9-]{0,254}")
 _KEYS = {L7RuleType.HEADER: _NAME, L7RuleType.COOKIE: _NAME, L7RuleType.SSL_DN_FIELD: _DN_FIELD}
-# Header values contain no control characters, and a line of the configuration cannot contain these characters.
+# Header values and lines of the configuration contain no control characters.
 _FORBIDDEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _NUMBER = re.compile(r"[0-9]{1,10}")
 
@@ -73,7 +73,7 @@ def check_redirect_target(policy: L7Policy) -> str:
 
 
 def check_l7rule(rule: L7Rule) -> None:
-    """Check the options of a rule. Raise ConfigurationError for a regular expression on a host without PCRE2."""
+    """Check the options of a rule. Raise ConfigurationError for a pattern on a host without PCRE2."""
     if rule.compare_type not in COMPARISONS[rule.type]:
         require_one_of(f"compare_type of an L7 rule of type {rule.type}:", rule.compare_type, COMPARISONS[rule.type])
     keys = _KEYS.get(rule.type)
@@ -143,7 +143,7 @@ def _percent(found: re.Match[str]) -> str:
 
 def _check_text(option: str, value: str) -> None:
     if value and value.isascii() and value.isprintable() and len(value) <= _MAX_BYTES:
-        # Most values end here, which saves the slower checks.
+        # The fast path serves nearly all values and saves the slower checks.
         return
     if not value:
         refuse(option, value, "it is empty", "Set a value.")

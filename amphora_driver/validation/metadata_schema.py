@@ -35,7 +35,7 @@ class KeySupport(msgspec.Struct, frozen=True):
 
 
 class MetadataSchema:
-    """The schema of flavors or of availability zones, from a JSON schema (draft-07) in the directory of this module."""
+    """The schema of flavors or of availability zones, from a JSON schema (draft-07) in this directory."""
 
     def __init__(self, what: str, file_name: str) -> None:
         document: dict[str, Any] = json.loads(resources.files(__package__).joinpath(file_name).read_bytes())
@@ -46,20 +46,13 @@ class MetadataSchema:
 
     def describe_supported(self, support: Mapping[str, KeySupport]) -> dict[str, str]:
         """Return the supported keys with descriptions without commas, with which Octavia's client joins lists."""
-        return {
-            key: self._describe(key, support.get(key, _UNRESTRICTED))
-            for key in self.properties
-            if support.get(key, _UNRESTRICTED).refusal is None
-        }
+        found = {key: support.get(key, _UNRESTRICTED) for key in self.properties}
+        return {key: self._describe(key, one) for key, one in found.items() if one.refusal is None}
 
     def validate(
         self, metadata: Mapping[str, object] | None, support: Mapping[str, KeySupport]
     ) -> Mapping[str, object]:
-        """Check metadata and return it; for None, return empty metadata. Raise UnsupportedOption.
-
-        Args:
-            support: the keys with restrictions.
-        """
+        """Check metadata and return it; for None, return empty metadata. `support` contains restricted keys."""
         if metadata is None:
             return {}
         if not isinstance(metadata, Mapping):

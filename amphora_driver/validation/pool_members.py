@@ -7,6 +7,8 @@ checks and two sets of statistics.
 
 from __future__ import annotations
 
+import contextlib
+
 from amphora_driver.errors import UnsupportedOption
 from amphora_driver.model.loadbalancer import Pool
 from amphora_driver.validation import addresses
@@ -16,7 +18,11 @@ def check_members_distinct(pool: Pool) -> None:
     """Raise UnsupportedOption for two members of a pool with the same address and port."""
     seen: set[tuple[object, int]] = set()
     for member in pool.members:
-        endpoint = (_normalize(member.address), member.protocol_port)
+        address: object = member.address
+        # `options.check_member` refuses an invalid address.
+        with contextlib.suppress(ValueError):
+            address = addresses.parse_address(member.address)
+        endpoint = (address, member.protocol_port)
         if endpoint in seen:
             raise UnsupportedOption(
                 f"add two members of pool {pool.id} with address {member.address} and port {member.protocol_port}",
@@ -24,11 +30,3 @@ def check_members_distinct(pool: Pool) -> None:
                 "Remove one of them, or use another address or port.",
             )
         seen.add(endpoint)
-
-
-def _normalize(address: str) -> object:
-    try:
-        return addresses.parse_address(address)
-    except ValueError:
-        # `options.check_member` refuses an invalid address.
-        return address

@@ -39,7 +39,7 @@ MAX_TEXT = 8_192
 The effort of many patterns grows with the square of the length in spite of the limit, because the limit applies to each
 position of the text."""
 
-# The header file pcre2.h defines these constants.
+# PCRE2's header file pcre2.h defines the values of the following constants.
 _CASELESS = 0x00000008
 _NO_AUTO_CAPTURE = 0x00002000
 _ANCHORED = 0x80000000
@@ -87,12 +87,10 @@ class _Refusal(msgspec.Struct, frozen=True):
 
 
 def check_pattern(option: str, pattern: str, *, caseless: bool = False) -> PatternFacts:
-    """Check a user's pattern and return its properties.
+    """Check a user's pattern and return its properties. Raise ConfigurationError without PCRE2.
 
-    Raises:
-        UnsupportedOption: the pattern is not valid, its effort is exponential, or its check exceeds the limit of a
-            pattern or a request (`cost_budget`).
-        ConfigurationError: PCRE2 is not installed on this host.
+    Raise UnsupportedOption for an invalid pattern, for exponential effort, or if the check exceeds the limit of a
+    pattern or a request (`cost_budget`).
     """
     try:
         found = _judge(pattern, caseless)
@@ -158,7 +156,7 @@ _PIECE = re.compile(
     r"(?P<literal>\\Q(?P<quoted>.*?)(?:\\E|$))|(?P<escape>\\.)|(?P<set>\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\])"
     rf"|(?P<group>\((?:\?(?:[:=!>|]|<[=!]|P?<\w+>|'\w+'|[\w^-]*[:)]))?)|(?P<quantifier>{_QUANTIFIER})|(?P<other>.)"
 )
-# A reference to a group repeats it without a quantifier.
+# A reference to a group repeats the group without a quantifier.
 _RECURSION = re.compile(r"\(\?(?:&|P>|[+-]?[0-9]|R)|\\g[<']|\\[1-9]|\(\?\|")
 _CLASSES = {"d": "0", "D": "a", "w": "a", "W": "-", "s": " ", "S": "a", "h": " ", "H": "a", "N": "a", "X": "a", "R": ""}
 _SAMPLES = "a0 A/-._=&%,;:@!#$'()*+?[]{}|~\"<>\\^`"
@@ -180,7 +178,7 @@ def _probes(pattern: str) -> Iterator[str]:
 
 
 def _mark_repeated(pattern: str, pieces: list[tuple[str | None, str]]) -> list[bool]:
-    """Return for each piece whether a quantifier repeats it or its group. Only repeated pieces can be expensive."""
+    """Return for each piece whether a quantifier repeats it or its group, which can be expensive."""
     if _RECURSION.search(pattern):
         return [True] * len(pieces)
     marks, begins = [False] * len(pieces), []
@@ -219,7 +217,7 @@ class _CompileError(Exception):
 
 
 class _Code:
-    """A compiled pattern. Like HAProxy, it uses JIT if PCRE2 supports JIT."""
+    """A compiled pattern. Like HAProxy, the class uses JIT if PCRE2 supports JIT."""
 
     def __init__(self, pattern: str, flags: int) -> None:
         self._pcre = _library()
@@ -271,11 +269,8 @@ def _library() -> ctypes.CDLL:
     try:
         pcre = ctypes.CDLL(LIBRARY)
     except OSError as error:
-        raise ConfigurationError(
-            "check a regular expression",
-            f"{LIBRARY} cannot be loaded: {error}",
-            "Install the package libpcre2-8-0 or pcre2.",
-        ) from error
+        happened, remedy = f"{LIBRARY} cannot be loaded: {error}", "Install the package libpcre2-8-0 or pcre2."
+        raise ConfigurationError("check a regular expression", happened, remedy) from error
     pointer, size, number, text = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32, ctypes.c_char_p
     places = [ctypes.POINTER(ctypes.c_int), ctypes.POINTER(size)]
     match = [pointer, text, size, size, number, pointer, pointer]

@@ -32,7 +32,7 @@ ALPN_PROTOCOLS = ("h2", "http/1.1", "http/1.0")
 MAX_CIPHERS = 2048
 """Longest list of ciphers in characters: the width of Octavia's column."""
 
-# The API accepts names and OpenSSL's operators.
+# The API accepts names of ciphers and OpenSSL's operators.
 _CIPHERS = re.compile(r"[A-Za-z0-9+!:@=_.-]+")
 # OpenSSL 3 signs the handshakes of TLS 1.0 and 1.1 with SHA-1, which its security levels above 0 forbid.
 _ANY_STRENGTH = "@SECLEVEL=0"
@@ -58,17 +58,12 @@ class Negotiation(NamedTuple):
 
 
 def terminates(listener: Listener) -> bool:
-    """Return whether a listener uses TLS with its clients and has a default certificate or certificates for SNI."""
+    """Return whether a listener uses TLS with its clients and has a certificate."""
     return listener.protocol in TERMINATING and bool(listener.default_tls_container_ref or listener.sni_container_refs)
 
 
 def listener_negotiation(listener: Listener, minimum: str | None, ciphers: str | None) -> Negotiation:
-    """Return the versions and ciphers for the clients of a listener.
-
-    Args:
-        minimum: the oldest version that the load balancer's profile allows.
-        ciphers: the default if the listener has no list.
-    """
+    """Return the versions, not older than `minimum`, and the ciphers (default: the given ones)."""
     return _negotiation("listener", listener, minimum, ciphers)
 
 
@@ -124,7 +119,7 @@ def _range(chosen: list[str]) -> Versions:
 
 
 def _split_ciphers(option: str, text: str | None) -> tuple[str | None, str | None]:
-    """Return the ciphers up to TLS 1.2 and the suites of TLS 1.3 in the user's order, with their operators."""
+    """Return the ciphers up to TLS 1.2 and the suites of TLS 1.3, in the user's order."""
     if not text:
         return None, None
     if len(text) > MAX_CIPHERS or not _CIPHERS.fullmatch(text):
@@ -133,7 +128,7 @@ def _split_ciphers(option: str, text: str | None) -> tuple[str | None, str | Non
     suites = [name for name in names if name.startswith("TLS_")]
     older = [name for name in names if not name.startswith("TLS_")]
     if not any(name[0] not in "!-+@" for name in older):
-        # Operators alone select no cipher.
+        # A list that contains only operators selects no cipher.
         older = []
     if not names or not (older or suites):
         refuse(option, text, "it selects no cipher", "Name at least one cipher, or remove this option.")

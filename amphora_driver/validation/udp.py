@@ -38,7 +38,7 @@ class Prefixes(NamedTuple):
 
 
 def check_l4_listener(listener: Listener) -> None:
-    """Refuse TLS options of a UDP or SCTP listener, except Octavia's defaults (versions, ciphers, time-outs)."""
+    """Refuse TLS options of a UDP or SCTP listener, except Octavia's defaults."""
     reason = f"{listener.protocol} listeners do not support TLS"
     for name in _TLS:
         require_absent(f"listener option {name}", getattr(listener, name), reason)
@@ -66,10 +66,8 @@ def persistence_timeout(persistence: SessionPersistence) -> int:
 def parse_granularity(granularity: str | None) -> Prefixes:
     """Return the prefix lengths that identify a client.
 
-    Octavia has one option for both families. For the family that the mask does not describe, each address is a client.
-
-    Args:
-        granularity: an IPv4 mask (255.255.255.0), an IPv6 mask (ffff:ffff::), or the length of an IPv6 prefix.
+    The option is an IPv4 mask (255.255.255.0), an IPv6 mask (ffff:ffff::), or the length of an IPv6 prefix. Each
+    address of the other family is a client.
     """
     if not granularity:
         return Prefixes(FULL_LENGTH_V4, FULL_LENGTH_V6)
@@ -119,10 +117,7 @@ def check_address_families(pool: Pool, vips: Iterable[Vip]) -> None:
     """Refuse members of a UDP or SCTP pool whose address family no VIP has.
 
     The amphora does not translate between families, so IPv6 members serve clients of IPv6 VIPs only. While the address
-    of a VIP is unknown, the function accepts all members.
-
-    Args:
-        pool: the default pool of a listener. Members of a pool without a listener may have any family.
+    of a VIP is unknown, the function accepts all members. Members of a pool without a listener may have any family.
     """
     known = [vip.address for vip in vips]
     if not pool.uses_l4 or not pool.members or not all(known):

@@ -21,10 +21,9 @@ def agent(monkeypatch, tmp_path):
     """A provider agent whose reporter only records its identity."""
 
     def report(_name, watcher, ending):
-        alone = provider_agent._StopCondition(ending, watcher)
         path = tmp_path / str(os.getpid())
         path.write_text(str(watcher))
-        while not alone.is_set():
+        while not provider_agent._is_stopped(ending, watcher):
             time.sleep(0.01)
         path.unlink()
 

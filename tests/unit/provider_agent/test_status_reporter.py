@@ -312,7 +312,7 @@ def test_the_duty_stays_where_something_is_being_said(intents, database, conf, r
 
     library, reporter._library = reporter.library, Slow()
     until = lambda: database.read(lambda c: c.execute(sa.select(duty.c.leased_until)).scalar())  # noqa: E731 - asked twice
-    thread = threading.Thread(target=reporter.run, args=(over,))
+    thread = threading.Thread(target=reporter.run, args=(over.is_set,))
     thread.start()
     try:
         assert heard.wait(60)

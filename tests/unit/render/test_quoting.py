@@ -184,8 +184,8 @@ def test_keywords_refuses(text):
 def test_names_of_others_are_made_of_quoted_words_only():
     assert quoting.negated(quoting.identifier("r1", "it")) == "!r1"
     function, backend = quoting.keywords("str"), quoting.backend_name(*map(quoting.keywords, ("p", "l")))
-    assert quoting.argument_of(function, backend) == "str(p:l)"
-    for make in (lambda: quoting.negated("r1"), lambda: quoting.argument_of(function, "p:l")):
+    assert quoting.call(function, backend) == "str(p:l)"
+    for make in (lambda: quoting.negated("r1"), lambda: quoting.call(function, "p:l")):
         with pytest.raises(TypeError):
             make()
 

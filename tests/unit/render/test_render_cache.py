@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from threading import Thread
 
-from amphora_driver.render.cache import Cache, clear_caches
+from amphora_driver.render.cache import Cache
 
 
 def test_cached_values_are_returned():
@@ -42,7 +42,7 @@ def test_something_too_heavy_is_kept_alone():
 def test_forgetting_everything():
     memory: Cache[str] = Cache(10)
     memory.put("a", "A")
-    clear_caches()
+    memory.clear()
     assert memory.get("a") is None
 
 

@@ -28,7 +28,8 @@ from amphora_driver.model.loadbalancer import (
     SessionPersistence,
     Vip,
 )
-from amphora_driver.render.haproxy import clear_caches, render
+from amphora_driver.render import backend, frontend
+from amphora_driver.render.haproxy import render
 
 change = msgspec.structs.replace
 
@@ -311,6 +312,7 @@ def test_zero_timeouts_are_the_defaults():
 def test_the_cache_does_not_change_the_result():
     for tree in (LB, with_member(weight=9), with_listener(insert_headers=("X-Real-IP",)), LB):
         warm = render(tree)
-        clear_caches()
+        for cache in (backend._EXAMINED, frontend._FRONTENDS):
+            cache.clear()
         cold = render(tree)
         assert (warm.text, warm.files, warm.pings) == (cold.text, cold.files, cold.pings)
