@@ -19,7 +19,8 @@ from amphora_driver.model.loadbalancer import Listener, Vip, without_addresses
 from amphora_driver.model.network import ListenerRule, VipOptions, VipRequest
 from amphora_driver.network.interface import NotYet, PortPurpose, PortRequest
 from amphora_driver.reconcile import plan as planning
-from amphora_driver.reconcile import steps, vip_allocation
+from amphora_driver.reconcile import vip_allocation
+from amphora_driver.reconcile.steps import Plug
 from amphora_driver.reconcile.vip_allocation import AppliedVipOptions, VipSteps
 from amphora_driver.store import desired_objects as store
 from amphora_driver.store import vip_claims
@@ -252,7 +253,7 @@ def test_a_port_request_names_the_vips_and_options_on_their_network_only():
     )
     view = wanted(tree=tree)
     vip_port = vip_allocation.request_port(
-        steps.Plug(amphora_id="a1", network_id="n1", subnet_ids=("s1", "s6"), reason="a test"), view
+        Plug(amphora_id="a1", network_id="n1", subnet_ids=("s1", "s6"), reason="a test"), view
     )
     assert vip_port == PortRequest(
         amphora_id="a1",
@@ -264,6 +265,6 @@ def test_a_port_request_names_the_vips_and_options_on_their_network_only():
         options=OPTIONS,
     )
     member_port = vip_allocation.request_port(
-        steps.Plug(amphora_id="a1", network_id="n2", subnet_ids=("s2",), reason="a test"), view
+        Plug(amphora_id="a1", network_id="n2", subnet_ids=("s2",), reason="a test"), view
     )
     assert (member_port.purpose, member_port.vips, member_port.options) == (PortPurpose.MEMBER, (), VipOptions())
