@@ -45,7 +45,7 @@ from amphora_agent.tls_identity import Identity
 
 _log = logging.getLogger(__name__)
 LARGEST_BODY = 32 * 1024 * 1024
-# The agent starts HAProxy when the responder answers, or after this number of seconds.
+# The agent starts HAProxy when the responder answers, or after three seconds.
 RESPONDER_SECONDS = 3.0
 
 

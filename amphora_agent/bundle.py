@@ -41,7 +41,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 MAX_FILES = 4096
 MAX_FILE_BYTES = 4 * 1024 * 1024
 MAX_FILES_BYTES = 16 * 1024 * 1024
-"""The total size. The memory of the amphora has to hold two sets at once."""
+"""The memory of the amphora has to hold two sets of files at once."""
 
 Address = IPv4Interface | IPv6Interface
 Host = ipaddress.IPv4Address | ipaddress.IPv6Address

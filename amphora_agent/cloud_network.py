@@ -20,8 +20,8 @@ Address = ipaddress.IPv4Interface | ipaddress.IPv6Interface
 _MAC = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}")
 _LEAST_MTU, _LARGEST_MTU = 576, 65535
 _MOST = 64
-# The document has no addresses for these types of networks. The settings of networkd are the family of DHCP, and the
-# use of router advertisements.
+# The cloud's document has no addresses for dynamic networks. networkd then uses DHCP of one family, or router
+# advertisements, or both.
 _DYNAMIC = {
     "ipv4_dhcp": ("ipv4", False),
     "ipv6_dhcp": ("ipv6", True),

@@ -25,12 +25,12 @@ class Point(Enum):
 
     TAKEN = "taken"  # The queue has started a bundle.
     FILES = "files"  # The set of TLS files is complete.
-    CHECKING = "checking"  # The candidate file is written.
+    CHECKING = "checking"  # The candidate file for HAProxy is written.
     RESERVED = "reserved"  # All disk space is reserved. The serving processes are unchanged so far.
     MARKED = "marked"  # The change is marked as unfinished on the disk.
     EARLY = "early"  # The running HAProxy was changed at run time, before its file.
     CHECKED = "checked"  # HAProxy has accepted the candidate.
-    PLUGGED = "plugged"  # The interfaces have what the new bundle needs.
+    PLUGGED = "plugged"  # The interfaces have the addresses and routes of the new bundle.
     SWITCHED = "switched"  # HAProxy's file is replaced by the candidate.
     HANDED_OVER = (
         "handed-over"  # The states of the members are stored for the next worker, and the present worker is held.

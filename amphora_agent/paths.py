@@ -27,7 +27,7 @@ class Paths:
         self.confirmed = var / "confirmed.json"
         # The file `unfinished` exists while HAProxy's file and the running HAProxy may differ.
         self.unfinished = var / "unfinished"
-        # The CA of the controllers and the digests of its predecessors; the config drive has the first CA.
+        # `callers.json` has the CA of the controllers and the digests of replaced CAs.
         self.callers = var / "callers.json"
         # Each set of TLS files has a directory in `files`, which is in memory.
         self.files = run / "files"
@@ -65,7 +65,7 @@ class Paths:
         # keepalived has a parent process and a child process for VRRP.
         self.keepalived_pid_files = run / "keepalived.pid", run / "keepalived-vrrp.pid"
 
-        # In a virtual machine the checker writes in this directory only.
+        # In a virtual machine the checker writes in the directory `checker` only.
         self.checker = run / "checker"
         self.checker_socket = self.checker / "checker.sock"
         # The checker writes its virtual servers, and the states of members for its next process.

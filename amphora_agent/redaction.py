@@ -19,7 +19,7 @@ HIDDEN = "***"
 _KEY_BLOCK = re.compile(
     r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----.*?(?:-----END [A-Z0-9 ]*PRIVATE KEY-----|\Z)", re.DOTALL
 )
-# The values of these directives are secret: HAProxy's cookie key, passwords of keepalived and HAProxy.
+# The diagnostics hide the values of directives with HAProxy's cookie key, or passwords of keepalived and HAProxy.
 _SECRET_WORDS = re.compile(
     r"\b(dynamic-cookie-key|auth_pass|password|insecure-password|heartbeat_key)([ \t]*[=:][ \t]*|[ \t]+)\S+"
 )

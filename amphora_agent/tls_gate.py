@@ -30,13 +30,13 @@ from amphora_agent.tls_identity import Identity
 _log = logging.getLogger(__name__)
 HANDSHAKE_SECONDS = 10.0
 SILENT_SECONDS = 75.0
-# One read or write within a request has this time-out in seconds.
+# A read or write within a request has a time-out of 30 s.
 EXCHANGE_SECONDS = 30.0
 # At most 128 connections are in a handshake, and at most 128 authenticated connections wait for data.
 MOST = 128
 _MOST_REASONS = 64
-# Limits of handshakes per second and as a burst, for one address and for all unknown addresses. In HANDSHAKE_SECONDS
-# unknown addresses begin at most 40 + 8 * 10 handshakes. MOST is higher, so that a controller can always connect.
+# The gate limits handshakes per second and as a burst, for one address and for all unknown addresses. In 10 s unknown
+# addresses begin at most 40 + 8 * 10 handshakes. MOST is higher, so that a controller can always connect.
 ADDRESS_RATE, ADDRESS_BURST = 1.0, 10.0
 UNKNOWN_RATE, UNKNOWN_BURST = 8.0, 40.0
 # For one hour after a handshake, the address of a controller needs no budget.
@@ -117,7 +117,7 @@ class TlsGate:
         self._ready: deque[tuple[Connection, Any]] = deque()
         self._wakeup, self._waker = socket.socketpair()
         self._wakeup.setblocking(False)
-        # The entries of both mappings are in the order of their deadlines.
+        # Both mappings of connections are in the order of the deadlines.
         self._handshakes: dict[int, _Peer] = {}
         self._idle: dict[int, _Peer] = {}
         self._budget = Budget(time.monotonic())

@@ -86,7 +86,7 @@ class Identity:
                     if self._context is None:
                         raise MachineError("read the certificates", _reason(error)) from None
                     _log.warning("Cannot read the certificate files; the former certificates stay in use: %s", error)
-                self._marks = marks  # after an error, the agent reads the files again when they change
+                self._marks = marks  # after an error, the agent reads the certificate files again when they change
             return self._context
 
     def _restore(self) -> None:

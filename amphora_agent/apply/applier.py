@@ -224,7 +224,7 @@ class Applier:
     def _verifiable(self) -> Bundle | None:
         """The confirmed bundle, if drift from that bundle has to be repaired."""
         bundle = self._served
-        # The agent leaves the repair of an amphora behind Octavia's API to Octavia's worker.
+        # Octavia's worker repairs an amphora behind Octavia's API, so the agent does not.
         ours = bundle is not None and bundle.load_balancer_id != OCTAVIA_API_V1_ID
         return bundle if ours and self._has_applied and not self._parts.swap.is_interrupted else None
 

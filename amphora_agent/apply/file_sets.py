@@ -32,7 +32,7 @@ class FileSets:
         self._root = paths.files
         self._empty = paths.empty
         self._known: set[Path] = set()
-        # The identities of the files of the last checked set, at a time when the contents were correct.
+        # The mapping has the inode fields of the TLS files whose content was correct at the last check.
         self._intact: dict[Path, tuple[int, ...]] = {}
 
     def directory(self, files: Sequence[File]) -> Path:

@@ -19,11 +19,11 @@ from amphora_agent.errors import AgentError
 
 _log = logging.getLogger(__name__)
 DUTY_DIVISOR = 200
-# A second check after this number of seconds confirms a difference.
+# A second check confirms a difference after one second.
 _CONFIRM_SECONDS = 1.0
-# The back-off grows to at most this number of checks between two repairs of the same difference.
+# The back-off grows to at most 16 checks between two repairs of the same difference.
 _MAX_BACKOFF = 16
-# A difference that returns within this number of checks counts as not repaired.
+# A difference that returns within 10 checks counts as not repaired.
 _RECENT_CHECKS = 10
 
 

@@ -35,8 +35,8 @@ _KEY_MATCH_LENGTH = 12
 MIN_SERVERS = 50
 # The keywords `guid` and `track` also refer to servers of other backends.
 _GLOBAL_KEYWORDS = frozenset({"guid", "track"})
-# These directives of a backend refer to servers or create some. Any section may contain the fetches of a server's state
-# (manual, 7.3.2), which have the prefix `_STATE_FETCH`.
+# Directives such as `use-server` refer to servers or create servers. Fetches with the prefix `srv_` read the state of
+# servers (HAProxy manual, 7.3.2).
 _REFERRING = frozenset({"use-server", "force-persist", "ignore-persist", "server-template"})
 _STATE_FETCH = "srv_"
 

@@ -18,8 +18,8 @@ from amphora_agent.haproxy.config_parser import Configuration, Section, Server
 from amphora_agent.haproxy.features import MINIMAL_FEATURES, Features
 from amphora_agent.haproxy.tls_diff import TlsChanges
 
-# HAProxy 2.6 refuses these keywords for a server added at run time (tests/dataplane verifies this). HAProxy 3.0 refuses
-# "enabled", and "track" is untested.
+# HAProxy 2.6 refuses most of the following keywords for a server added at run time (tests/dataplane verifies this).
+# HAProxy 3.0 refuses "enabled", and "track" is untested.
 _NOT_AT_RUNTIME = {
     "cookie", "enabled", "init-addr", "log-proto", "max-reuse", "namespace", "no-check", "no-check-send-proxy",
     "no-check-ssl", "no-ssl", "non-stick", "redir", "resolve-net", "resolve-opts", "resolve-prefer", "resolvers",

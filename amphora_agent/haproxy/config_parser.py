@@ -20,13 +20,13 @@ from typing import TypeVar
 from amphora_agent.directives import allowed
 from amphora_agent.errors import ConfigurationRefused
 
-# The words after these keywords of a server are names of files.
+# The keywords `ca-file`, `crl-file` and `crt` of a server have a file name as their value.
 FILE_KEYWORDS = ("ca-file", "crl-file", "crt")
 _RELATED = frozenset({"cookie", "guid", "id", "track"})
 ALLOWED = frozenset({"defaults", "frontend", "backend"})
 AGENT_PREFIX = "amphora:"
 """The prefix of the names of the agent's own sections."""
-# HAProxy (up to 3.2) starts a section at each of these words, with or without indentation.
+# HAProxy (up to 3.2) starts a section at each word of the set, also with indentation.
 _AGENT_SECTIONS = {
     "acme", "cache", "crt-store", "fcgi-app", "global", "haterm", "http-errors", "listen", "log-forward", "log-profile",
     "mailers", "peers", "program", "resolvers", "ring", "traces", "userlist",

@@ -17,7 +17,7 @@ from amphora_agent.errors import HaproxyError
 from amphora_agent.haproxy.runtime_socket import ANSWER_SECONDS
 
 _PROMPT = b"\n> "
-# The pattern excludes the agent's own connection and connections to peers from the sessions.
+# The pattern matches sessions of clients, but not the agent's connection and connections to peers.
 _SESSION = re.compile(r"^(0x[0-9a-f]+): proto=(?!unix_stream|\?)", re.MULTILINE)
 _COUNTS = re.compile(r"^(CurrConns|Listeners|Unstoppable Jobs): (\d+)$", re.MULTILINE)
 _POLL_SECONDS = 0.01
@@ -113,7 +113,7 @@ class OldWorker:
         while self.jobs() > 0:
             if time.monotonic() >= deadline:
                 return False
-            time.sleep(_POLL_SECONDS)  # HAProxy sends no notification
+            time.sleep(_POLL_SECONDS)  # HAProxy sends no notification when a connection ends
         return True
 
     def jobs(self) -> int:

@@ -53,7 +53,7 @@ _SLOW_POLL_SECONDS = 0.05
 _LOST_COMMAND_SECONDS = 2.0
 # The first thread of the old worker handles the signal of the master in milliseconds, on a busy machine later.
 _STOPPING_SECONDS = 2.0
-# HAProxy's alerts with one of these phrases have no reason, but refer to an earlier alert.
+# HAProxy's alert "Fatal errors" and similar alerts have no reason, but refer to an earlier alert.
 _EMPTY_PHRASES = ("Fatal errors", "Error(s) found", "exited with code", "failed to start their listeners")
 
 
@@ -306,7 +306,7 @@ class Haproxy:
         had = self._had_table_entries
         answer = self.worker.ask(worker_replacement.TABLES)
         while worker_replacement.would_lose_entries(answer, has_predecessor=had) and time.monotonic() < deadline:
-            time.sleep(_SLOW_POLL_SECONDS)  # HAProxy sends no notification
+            time.sleep(_SLOW_POLL_SECONDS)  # HAProxy sends no notification about its stick tables
             answer = self.worker.ask(worker_replacement.TABLES)
         self._had_table_entries = worker_replacement.has_entries(answer)
 

@@ -151,7 +151,7 @@ class ActionRunner:
         self._order_all([f"set server {backend}/{action.name} state maint" for action in actions])
         deadline = max(deadline, time.monotonic() + REMOVAL_SECONDS / 2)
         if self._features.wait_command:
-            # The command waits for the last server only; `_delete` retries for the others.
+            # HAProxy's command `wait` waits for the last server only; `_delete` retries for the others.
             left = max(1, int(1000 * (deadline - time.monotonic())))
             self._worker.ask(f"wait {left}ms srv-removable {backend}/{actions[-1].name}")
         # The counters of servers in maintenance are final, because these servers get no more requests.

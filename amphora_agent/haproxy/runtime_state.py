@@ -16,11 +16,11 @@ from amphora_agent.haproxy.config_parser import AGENT_PREFIX, Configuration, Sec
 
 PROXIES, SERVERS = "show stat -1 3 -1", "show servers state"
 _Key = tuple[str, str]
-# The columns of `show servers state` (management guide, 9.3).
+# HAProxy's management guide, 9.3, defines the columns of `show servers state`.
 _BACKEND, _NAME, _ADDRESS, _RUNNING, _ADMIN, _WEIGHT, _PORT = 1, 3, 4, 5, 6, 7, 18
 _CHECK_PORT, _CHECK_ADDRESS, _FIELDS = 21, 22, 25
-# HAProxy sets the first bit for a disabled server. The bit 0x04 has no use here: it stays set after the server is
-# enabled if the file disabled the server.
+# HAProxy sets the bit 0x01 for a disabled server. The agent ignores the bit 0x04, which HAProxy keeps for a server that
+# the file disabled and a command enabled.
 _FORCED_MAINTENANCE, _FORCED_DRAIN = 0x01, 0x08
 _UP = "2"
 _PROXY, _KIND, _LIMIT, _STATUS = 0, 1, 6, 17

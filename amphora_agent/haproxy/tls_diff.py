@@ -16,9 +16,9 @@ from amphora_agent.haproxy.config_parser import FILE_KEYWORDS, Configuration, Li
 from amphora_agent.haproxy.runtime_actions import Store
 
 MAX_COMMAND_LENGTH = 15_000
-"""Characters of one command; HAProxy reads it into a buffer of 16 KiB (manual, "tune.bufsize")."""
+"""HAProxy reads one command into a buffer of 16 KiB (manual, "tune.bufsize")."""
 TICKET_KEYS = 3
-"""HAProxy uses the last keys of a file, as many as this number (manual, "tls-ticket-keys")."""
+"""HAProxy uses the last three keys of a file (manual, "tls-ticket-keys")."""
 _STORES: dict[str, Store] = {"crt": "cert", "ca-file": "ca-file", "crl-file": "crl-file"}
 # The agent loads a CRL before its CA, so that HAProxy accepts a client of the new CA only after both are loaded.
 _ORDER: tuple[Store, ...] = ("crl-file", "ca-file", "cert")

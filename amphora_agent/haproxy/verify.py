@@ -23,7 +23,7 @@ class Verifier:
 
     def __init__(self, worker: Socket) -> None:
         self._worker = worker
-        self._loaded: Loaded | None = None  # HAProxy's last answer, if it had no differences
+        self._loaded: Loaded | None = None  # the last answer of HAProxy without differences
 
     def invalidate(self) -> None:
         """Forget the last answer, because another worker will serve."""
