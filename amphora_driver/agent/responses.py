@@ -54,7 +54,7 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Vrrp(msgspec.Struct, frozen=True, kw_only=True):
-    """VIP state of an amphora: connections of clients, and the seconds left for them after a release."""
+    """VIP state of an amphora. `draining` is the rest of the drain time-out in seconds; None at its end."""
 
     holds_vip: bool | None = None
     connections: int = 0

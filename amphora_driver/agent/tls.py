@@ -86,7 +86,7 @@ class BoundedSocket(ssl.SSLSocket):
 
 
 class _ExpiryTolerantSocket(BoundedSocket):
-    """A socket whose context ignores validity dates, but that refuses a not yet valid certificate."""
+    """A socket that accepts an expired certificate, but refuses a certificate that is not yet valid."""
 
     def do_handshake(self, block: bool = False) -> None:
         super().do_handshake(block)

@@ -30,7 +30,7 @@ _MAX_WAITING, _MAX_WAITING_SIZE = 1000, 4096
 
 
 class KeyCache:
-    """Keys in memory. `run` reads new keys once per `interval`. `notify` announces ready datagrams."""
+    """Keys in memory. `run` reads new keys at most once per `interval`. `notify` announces datagrams."""
 
     def __init__(self, read_keys: KeyReader, notify: Callable[[], None], interval: float) -> None:
         self._read_keys = read_keys

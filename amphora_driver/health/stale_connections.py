@@ -45,7 +45,7 @@ class StaleConnections:
     def find_rows(self, connection: sa.Connection, heard: Container[str]) -> list[Row]:
         """Return corrected rows without connections, of amphorae silent in this scan and the previous one.
 
-        The amphorae in `heard` have unexpired heartbeats in this process. `record_scan` follows the write of the rows.
+        The amphorae in `heard` have unexpired heartbeats here. Call `record_scan` after the write of the rows.
         """
         rows = [row for row in connection.execute(_ROWS_WITH_CONNECTIONS) if row.amphora_id not in heard]
         orders: dict[str, _Order] = {

@@ -51,7 +51,7 @@ def changed_rows(
 ) -> list[Row]:
     """Return the rows of one load balancer that differ from the last written rows.
 
-    The result contains no reports about other listeners and no impossible values. The reports are by amphora id.
+    The result contains no reports about other listeners and no impossible values. The reports have amphora ids as keys.
     """
     rows: list[Row] = []
     for amphora_id, report in reports.items():

@@ -62,7 +62,7 @@ class _LoadBalancerState(msgspec.Struct):
             self.statuses = {one: known for one, known in self.statuses.items() if one != load_balancer_id}
 
     def retain(self, amphora_ids: Iterable[str]) -> None:
-        """Drop the statistics of other amphorae and of deleted listeners, which may be written again."""
+        """Drop the statistics of other amphorae and of deleted listeners from memory."""
         kept = set(amphora_ids)
         listeners = {listener.id for listener in self.tree.listeners} if self.tree is not None else set()
         self.rows = {key: row for key, row in self.rows.items() if key[0] in listeners and key[1] in kept}

@@ -144,7 +144,7 @@ class OctaviaAuditor:
         return False
 
     def compare(self, load_balancer_id: str) -> bool:
-        """Compare one load balancer, adopt Octavia's tree if it differs, and return whether it did."""
+        """Adopt Octavia's tree of a load balancer if it differs. Return True after an adoption."""
         before = self._database.read(lambda connection: sync_transactions.load_settled(connection, load_balancer_id))
         if before is None:
             if self._database.read(lambda connection: sync_transactions.is_present(connection, load_balancer_id)):

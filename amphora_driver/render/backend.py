@@ -194,7 +194,7 @@ _EXAMINED: Cache[ExaminedPool] = Cache(100_000)
 
 
 def examined(pool: Pool, failed: frozenset[str], settings: Defaults) -> ExaminedPool:
-    """Return an examined pool without its `failed` members and monitor, from the cache if possible."""
+    """Return a validated pool without its `failed` members and monitor, from the cache if possible."""
     key = (pool, failed, settings)
     found = _EXAMINED.get(key)
     if found is None:

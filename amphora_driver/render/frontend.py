@@ -92,7 +92,7 @@ _FRONTENDS: Cache[RenderedListener] = Cache(20_000)
 
 
 def frontend(listener: Listener, context: ListenerContext, failed: frozenset[str]) -> RenderedListener:
-    """Return the section of a listener, from the cache if possible, or only errors."""
+    """Return the section of a listener, from the cache if possible. Errors replace the section."""
     key = (listener, context, failed)
     found = _FRONTENDS.get(key)
     if found is None:

@@ -19,7 +19,7 @@ from functools import partial
 from typing import NoReturn, cast
 
 from amphora_driver.errors import QuotingError
-from amphora_driver.validation import addresses
+from amphora_driver.validation import addresses, l7
 
 # HAProxy permits letters, digits, - _ . : in names of proxies and servers (manual section 2.1). An identifier excludes
 # the colon, because a colon separates pool and listener in backend names.
@@ -36,9 +36,6 @@ _KEYWORDS = re.compile(f"{_KEYWORD}(?: {_KEYWORD})*")
 _CIPHERS = re.compile(r"[A-Za-z0-9+!:@=_.-]{1,4096}")
 _ARGUMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,252}[A-Za-z0-9_])?")
-# Some tools read C0 and C1 controls, DEL, and the Unicode line and paragraph separators as line ends. Lone surrogates
-# have no bytes.
-_FORBIDDEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 MAX_TEXT = 2048
 """Longest value in bytes: far above every column of the API, far below HAProxy's 16 KiB buffers."""
@@ -244,7 +241,7 @@ def text(
     if value.isascii() and value.isprintable() and len(value) <= longest and value[0] != "-" and "'" not in value:
         # The fast path serves nearly all values and saves the slower checks.
         return _quoted(f"'{value}'")
-    if _FORBIDDEN.search(value):
+    if l7.FORBIDDEN.search(value):
         _refuse(where, value, "it contains control characters", object_id)
     if len(value.encode()) > longest:
         _refuse(where, value, f"it is longer than {longest} bytes", object_id)

@@ -15,7 +15,8 @@ from amphora_driver.errors import UnsupportedOption
 from amphora_driver.model.enums import Topology
 from amphora_driver.validation import log_format
 from amphora_driver.validation.backend_capabilities import Deployment
-from amphora_driver.validation.metadata_schema import NOT_SUPPORTED, KeySupport, MetadataSchema
+from amphora_driver.validation.metadata_schema import KeySupport, MetadataSchema
+from amphora_driver.validation.unsupported import NOT_SUPPORTED
 
 SCHEMA = MetadataSchema("flavor", "flavor.json")
 # A flavor may contain a key of the compute or network backend only if its backend supports the key.

@@ -35,12 +35,12 @@ MAX_VERIFY_RESULT = 2**31 - 1
 _VALUE = {kind: f"value of an L7 rule of type {kind}:" for kind in L7RuleType}
 
 _MAX_BYTES = 2048
-# The name of a header (RFC 9110, 5.6.2) or a cookie (RFC 6265, 4.1.1) is a token.
-_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,255}")
+TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,255}")
+"""The name of a header (RFC 9110, 5.6.2) or a cookie (RFC 6265, 4.1.1)."""
 _DN_FIELD = re.compile(r"[A-Za-z][A-Za-z0-9-]{0,254}")
-_KEYS = {L7RuleType.HEADER: _NAME, L7RuleType.COOKIE: _NAME, L7RuleType.SSL_DN_FIELD: _DN_FIELD}
-# Header values and lines of the configuration contain no control characters.
-_FORBIDDEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+_KEYS = {L7RuleType.HEADER: TOKEN, L7RuleType.COOKIE: TOKEN, L7RuleType.SSL_DN_FIELD: _DN_FIELD}
+FORBIDDEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+"""Characters that tools read as line ends (C0, C1, DEL, Unicode separators), and surrogates, which have no bytes."""
 _NUMBER = re.compile(r"[0-9]{1,10}")
 
 
@@ -147,7 +147,7 @@ def _check_text(option: str, value: str) -> None:
         return
     if not value:
         refuse(option, value, "it is empty", "Set a value.")
-    if _FORBIDDEN.search(value):
+    if FORBIDDEN.search(value):
         refuse(option, value, "it contains control characters", "Remove them.")
     if len(value.encode()) > _MAX_BYTES:
         refuse(option, value, f"it is longer than {_MAX_BYTES} bytes", "Use a shorter value.")

@@ -16,8 +16,7 @@ import jsonschema
 import msgspec
 
 from amphora_driver.errors import UnsupportedOption
-
-NOT_SUPPORTED = "this provider does not support it"
+from amphora_driver.validation.unsupported import NOT_SUPPORTED
 
 
 class KeySupport(msgspec.Struct, frozen=True):

@@ -8,7 +8,6 @@ ignores no accepted option. No check refuses a default of Octavia's API.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 
 from amphora_driver.model.enums import Algorithm, ListenerProtocol, PersistenceType, PoolProtocol
@@ -51,8 +50,6 @@ BEHIND: dict[ListenerProtocol, tuple[PoolProtocol, ...]] = {
 LISTENER_PROTOCOLS = tuple(BEHIND)
 
 _TIMEOUTS = ("timeout_client_data", "timeout_member_connect", "timeout_member_data", "timeout_tcp_inspect")
-# The name of a cookie is a token (RFC 6265).
-_COOKIE_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,255}")
 
 
 def check_loadbalancer(load_balancer: LoadBalancer) -> None:
@@ -144,7 +141,7 @@ def _check_persistence(pool: Pool, persistence: SessionPersistence) -> None:
             refuse(option, str(persistence.type), reason, "Use SOURCE_IP.")
         name = persistence.cookie_name
         needed = bool(name) or persistence.type is PersistenceType.APP_COOKIE
-        if needed and not (isinstance(name, str) and _COOKIE_NAME.fullmatch(name)):
+        if needed and not (isinstance(name, str) and l7.TOKEN.fullmatch(name)):
             reason = "it is not a valid name of a cookie"
             refuse(f"{option} cookie_name", name, reason, "Use letters, digits, '_' and '-'.")
     reason = "only UDP and SCTP pools have it"

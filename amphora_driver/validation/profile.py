@@ -15,7 +15,7 @@ from amphora_driver.model.enums import Topology
 from amphora_driver.model.loadbalancer import Profile
 from amphora_driver.validation import availability_zones, flavors
 from amphora_driver.validation.backend_capabilities import Backend, Deployment
-from amphora_driver.validation.metadata_schema import NOT_SUPPORTED
+from amphora_driver.validation.unsupported import NOT_SUPPORTED
 
 _TIMEOUTS = ("timeout_client_data", "timeout_member_connect", "timeout_member_data", "timeout_tunnel")
 _LIMITS = ("connection_limit", "process_connection_limit", "process_threads", "warm_spares")

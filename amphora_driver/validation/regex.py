@@ -178,7 +178,7 @@ def _probes(pattern: str) -> Iterator[str]:
 
 
 def _mark_repeated(pattern: str, pieces: list[tuple[str | None, str]]) -> list[bool]:
-    """Return for each piece whether a quantifier repeats it or its group, which can be expensive."""
+    """Return for each piece whether a quantifier repeats it or its group, which may be expensive."""
     if _RECURSION.search(pattern):
         return [True] * len(pieces)
     marks, begins = [False] * len(pieces), []

@@ -63,7 +63,7 @@ def terminates(listener: Listener) -> bool:
 
 
 def listener_negotiation(listener: Listener, minimum: str | None, ciphers: str | None) -> Negotiation:
-    """Return the versions, not older than `minimum`, and the ciphers (default: the given ones)."""
+    """Return the versions from `minimum` on, and the ciphers (by default the argument `ciphers`)."""
     return _negotiation("listener", listener, minimum, ciphers)
 
 
