@@ -104,6 +104,7 @@ def request_port(step: Plug, view: LoadBalancerView) -> PortRequest:
             subnet_ids=step.subnet_ids,
             purpose=PortPurpose.MEMBER,
             load_balancer_id=view.load_balancer_id,
+            project_id="" if tree is None else tree.project_id,
         )
     return PortRequest(
         amphora_id=step.amphora_id,
@@ -111,6 +112,7 @@ def request_port(step: Plug, view: LoadBalancerView) -> PortRequest:
         subnet_ids=step.subnet_ids,
         purpose=PortPurpose.VIP,
         load_balancer_id=view.load_balancer_id,
+        project_id=tree.project_id,
         vips=tuple(vip.address for vip in tree.vips),
         options=desired_options(tree, listener_rules=view.listener_rules),
     )
@@ -223,7 +225,7 @@ class VipSteps:
         ports = vip_ports(tree, amphorae)
         refused = ""
         try:
-            network.apply_vip_options(tree.id, options, ports)
+            network.apply_vip_options(tree.id, tree.project_id, options, ports)
         except RequestError as error:
             LOG.warning("load balancer %s: the VIP options are refused: %s", tree.id, error)
             refused = str(error)
