@@ -64,8 +64,7 @@ def translate(error: ApiError, wanted: str) -> AmphoraDriverError:
     reason = f"{error.message} ({error.request})"
     match error.status:
         case 401:
-            remedy = "Check the service account in [amp_openstack]."
-            return NetworkError(wanted, f"the service account is refused: {reason}", remedy, final=True)
+            return ConfigurationError(wanted, reason, "Check the service account in [amp_openstack].")
         case 403:
             remedy = "Give the service account the roles in docs/reference/neutron.md."
             return NetworkError(wanted, f"the service account lacks a right: {reason}", remedy, final=True)
@@ -96,7 +95,8 @@ def transport_error(error: Exception, wanted: str) -> AmphoraDriverError:
     if isinstance(error, exceptions.ConnectTimeout):
         return TimedOut(wanted, reason)
     if isinstance(error, exceptions.Unauthorized | exceptions.Forbidden):
-        return NetworkError(wanted, reason, "Check the service account in [amp_openstack].", final=True)
+        # Not a `NetworkError`: Octavia passes the text of a final one to the user.
+        return ConfigurationError(wanted, reason, "Check the service account in [amp_openstack].")
     if isinstance(error, exceptions.MissingRequiredOptions | exceptions.NoMatchingPlugin):
         return ConfigurationError(wanted, reason, "Correct the options of keystoneauth in [amp_openstack].")
     return NetworkError(wanted, reason)
