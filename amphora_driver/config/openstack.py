@@ -13,10 +13,10 @@ OPTIONS: dict[str, list[cfg.Opt]] = {
     "amp_openstack": [
         cfg.StrOpt(
             "deployment_id",
-            regex="^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+            regex="^[A-Za-z0-9][A-Za-z0-9._-]{0,39}$",
             help="Name of this deployment in OpenStack, required by the backends of OpenStack. All its objects carry "
             "it, and the backends change no other object. All processes of a deployment have the same value; no other "
-            "deployment of the cloud has it. It must not change while objects exist. 1 to 64 letters, digits, '.', "
+            "deployment of the cloud has it. It must not change while objects exist. 1 to 40 letters, digits, '.', "
             "'_' or '-'.",
         ),
         cfg.StrOpt(

@@ -100,6 +100,18 @@ class Neutron:
             LOG.warning("%s %s has no tags: %s", _NAMES[kind][1], made["id"], error)
         return made
 
+    def add_tag(self, port_id: str, tag: str) -> None:
+        """Add a tag to a port; other tags stay."""
+        self._service.request("PUT", f"/ports/{port_id}/tags/{tag}")
+
+    def remove_tag(self, port_id: str, tag: str) -> None:
+        """Remove a tag of a port; no error if port or tag do not exist."""
+        try:
+            self._service.request("DELETE", f"/ports/{port_id}/tags/{tag}")
+        except ApiError as error:
+            if error.status != 404:
+                raise
+
     def create_rules(self, rules: Sequence[Mapping[str, object]]) -> None:
         """Create rules of security groups in one request: all or none."""
         self._service.request("POST", "/security-group-rules", json={"security_group_rules": list(rules)})

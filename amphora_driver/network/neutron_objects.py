@@ -23,6 +23,7 @@ DEVICE_OWNER = "Octavia"
 _ID = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 _AMPHORA_PORT = re.compile(rf"amphora-(?:{'|'.join(one.value for one in PortPurpose)})-({_ID})")
 _LOAD_BALANCER = re.compile(rf"octavia-lb-({_ID})")
+_CLAIM = "octavia-load-balancer="
 _VIP_DEVICE = re.compile(rf"lb-({_ID})")
 # Neutron's `binding:vnic_type` of ports that security groups and address pairs cannot protect.
 DIRECT = "direct"
@@ -64,9 +65,20 @@ def derive_mac(*parts: str) -> str:
 
 
 def tags(deployment_id: str, load_balancer_id: str | None, amphora_id: str | None = None) -> tuple[str, ...]:
-    """Return the tags of an object; they are for operators only."""
-    values = (("deployment", deployment_id), ("load-balancer", load_balancer_id), ("amphora", amphora_id))
-    return tuple(f"octavia-amphora-driver:{name}={value}" for name, value in values if value)
+    """Return the tags of an object, each of at most 60 characters; they are for operators only."""
+    amphora = (f"octavia-amphora={amphora_id}",) if amphora_id else ()
+    load_balancer = (claim_tag(load_balancer_id),) if load_balancer_id else ()
+    return (f"octavia-deployment={deployment_id}", *load_balancer, *amphora)
+
+
+def claim_tag(load_balancer_id: str) -> str:
+    """Return the tag of a load balancer's objects, and of a user's port that it uses as VIP port."""
+    return f"{_CLAIM}{load_balancer_id}"
+
+
+def other_claims(port: Json, load_balancer_id: str) -> list[str]:
+    """Return the tags of other load balancers that use, or try to use, a port of a user."""
+    return [one for one in port["tags"] if one.startswith(_CLAIM) and one != claim_tag(load_balancer_id)]
 
 
 # --- request bodies ---------------------------------------------------------------------------------------------------

@@ -2,8 +2,11 @@
 """VIP ports in Neutron.
 
 Invariant: a VIP port reserves the addresses of one load balancer in the project of its user, and carries no traffic. It
-is found by device id and mark. A port of the user gets the device id only, under its revision number, and loses it at
-the end. Octavia may delete a VIP port of this provider first.
+is found by device id and mark. Octavia may delete it first.
+
+A port of the user gets a tag and the device id, and loses both at the end. The tag excludes a second load balancer: each
+one adds its tag first and reads the port afterwards, so that of two neither misses the other. The revision number of
+Neutron does not: with `If-Match`, Neutron 29 accepts several concurrent updates of one revision.
 """
 
 from __future__ import annotations
@@ -64,6 +67,10 @@ class VipPorts:
                 self._neutron.delete("ports", port["id"])
             elif port["device_owner"] != objects.DEVICE_OWNER:
                 self._give_back(port)
+        tag = objects.claim_tag(load_balancer_id)
+        for port in self._neutron.find("ports", fields=("id", "description"), tags=tag):
+            if port["description"] != self._mark:
+                self._neutron.remove_tag(port["id"], tag)
 
     def _find(self, load_balancer_id: str, project_id: str) -> Json | None:
         """Return the port with the VIPs: one of this provider, or one that the user provided."""
@@ -107,13 +114,13 @@ class VipPorts:
             raise UnsupportedOption(wanted, reason)
         if port["device_id"] or port["description"] == self._mark:
             raise Conflict(wanted, f"port {port_id} is in use by device {port['device_id']}", "Use another port.")
-        values = {"device_id": objects.vip_device_id(load_balancer_id)}
-        try:
-            return self._neutron.update("ports", port_id, values, port.get("revision_number"))
-        except ApiError as error:
-            if error.status != 412:
-                raise
-            raise Conflict(wanted, f"port {port_id} was changed at the same time", "Repeat the request.") from error
+        tag = objects.claim_tag(load_balancer_id)
+        self._neutron.add_tag(port_id, tag)
+        port = self._neutron.get("ports", port_id) or port
+        if objects.other_claims(port, load_balancer_id) or port["device_id"]:
+            self._neutron.remove_tag(port_id, tag)
+            raise Conflict(wanted, f"port {port_id} is in use by another load balancer", "Use another port.")
+        return self._neutron.update("ports", port_id, {"device_id": objects.vip_device_id(load_balancer_id)})
 
     def _give_back(self, port: Json) -> None:
         try:

@@ -56,7 +56,7 @@ def make_backend(cloud, tmp_path):
 @pytest.fixture
 def deployment():
     """The id of a deployment of this test only."""
-    return f"test-{uuid.uuid4()}"
+    return uuid.uuid4().hex
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ class TestVips:
         assert (port.name, port.device_id, port.device_owner) == (f"octavia-lb-{one}", f"lb-{one}", "Octavia")
         assert (port.is_admin_state_up, port.project_id) == (False, tenant.project_id)
         assert port.description == f"octavia-amphora-driver deployment {deployment}"
-        assert f"octavia-amphora-driver:load-balancer={one}" in port.tags
+        assert set(port.tags) == {f"octavia-deployment={deployment}", f"octavia-load-balancer={one}"}
 
     def test_both_families_and_further_vips_in_the_order_asked_and_again_the_same(self, backend, tenant, admin):
         one = new_id()
@@ -111,7 +111,7 @@ class TestVips:
         assert backend.owners().load_balancers == set()
         backend.release_load_balancer(one)
         after = user.get_port(port.id)
-        assert (after.device_id, after.device_owner, after.name) == ("", "", "mine")
+        assert (after.device_id, after.device_owner, after.name, after.tags) == ("", "", "mine", [])
 
     def test_release_removes_the_port_and_also_one_that_octavia_has_deleted_already(self, backend, tenant, admin):
         for octavia_was_first in (False, True):
@@ -171,7 +171,7 @@ class TestProjects:
                 action="access_as_shared",
                 target_project_id=target,
             )
-            (vip,) = allocate(make_backend(f"shared-{uuid.uuid4()}"))
+            (vip,) = allocate(make_backend(uuid.uuid4().hex))
             admin.delete_port(vip.port_id)
             admin.delete_rbac_policy(policy)
         admin.delete_rbac_policy(service)
@@ -385,8 +385,15 @@ class TestRaces:
             except Conflict:
                 return None
 
-        answers = race(use, [make_backend(deployment) for _ in range(MOST_RACERS)])
-        assert len([one for one in answers if one is not None]) == 1
+        backends = [make_backend(deployment) for _ in range(MOST_RACERS)]
+        for backend in backends:
+            backend._neutron.project_id()
+        # All of them may give way; then the user repeats the request.
+        answers = race(use, backends)
+        assert len([one for one in answers if one is not None]) <= 1
+        if not any(answers):
+            assert use(backends[0])
+        assert len(user.get_port(port.id).tags) == 1
 
 
 class TestCrashes:
@@ -430,13 +437,12 @@ class TestCrashes:
 
 
 class TestRefusals:
-    def test_a_quota(self, backend, tenant, admin):
-        admin.update_quota(tenant.project_id, ports=0)
-        try:
-            with pytest.raises(NetworkError, match="a quota is used up") as caught:
-                take(backend, tenant)
-        finally:
-            admin.delete_quota(tenant.project_id)
+    def test_a_quota(self, backend, tenant, admin, cloud):
+        project_id = cloud.connect("admin", "admin").identity.create_project(name=new_id(), domain_id="default").id
+        admin.update_network(tenant.network, is_router_external=True)
+        admin.update_quota(project_id, ports=0)
+        with pytest.raises(NetworkError, match="a quota is used up") as caught:
+            backend.allocate_vip(new_id(), project_id, [VipRequest(subnet_id=tenant.v4.id)])
         assert caught.value.final
         assert "Raise the quota" in str(caught.value)
 
