@@ -44,7 +44,7 @@ def image_asked() -> str:
     return "" if said == "0" else said
 
 
-RINGS = ("unit", "golden", "hostile", "dataplane", "compat", "system")
+RINGS = ("unit", "golden", "hostile", "dataplane", "compat", "openstack", "system")
 
 
 def rings(config: pytest.Config) -> tuple[str, ...]:

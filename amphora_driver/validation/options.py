@@ -42,7 +42,8 @@ _PROXIED = (
 )
 POOL_PROTOCOLS = (*_PROXIED, PoolProtocol.UDP, PoolProtocol.SCTP)
 ALGORITHMS = tuple(Algorithm)
-VNIC_TYPES = (None, "", "normal")
+# Octavia accepts `direct` only with the flavor key allow_member_sriov, which the network backend must support.
+VNIC_TYPES = (None, "", "normal", "direct")
 MAX_WEIGHT = 256
 MAX_TIMEOUT = 2**31 - 1
 """Largest number of milliseconds of HAProxy's timers (manual section 2.5)."""
@@ -210,7 +211,7 @@ def check_member(member: Member) -> None:
         UnsupportedOption: an option or its value is not supported, or an address cannot be a member's.
     """
     if member.vnic_type not in VNIC_TYPES:
-        refuse("member option vnic_type", member.vnic_type, NOT_SUPPORTED, "Use the value normal.")
+        refuse("member option vnic_type", member.vnic_type, NOT_SUPPORTED, "Use the value normal or direct.")
     _check_address("member option address", member.address)
     require_between("member option protocol_port", member.protocol_port, 1, 65535)
     require_between("member option weight", member.weight, 0, MAX_WEIGHT)

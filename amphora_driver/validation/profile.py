@@ -36,6 +36,8 @@ _SAME_NAME = (
     "connection_logging",
     "log_format",
     "client_address",
+    "sriov_vip",
+    "allow_member_sriov",
 )
 
 
