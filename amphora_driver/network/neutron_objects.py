@@ -23,6 +23,7 @@ DEVICE_OWNER = "Octavia"
 _ID = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 _AMPHORA_PORT = re.compile(rf"amphora-(?:{'|'.join(one.value for one in PortPurpose)})-({_ID})")
 _LOAD_BALANCER = re.compile(rf"octavia-lb-({_ID})")
+_MARK = "octavia-amphora-driver deployment "
 _CLAIM = "octavia-load-balancer="
 _VIP_DEVICE = re.compile(rf"lb-({_ID})")
 # Neutron's `binding:vnic_type` of ports that security groups and address pairs cannot protect.
@@ -31,7 +32,7 @@ DIRECT = "direct"
 
 def mark(deployment_id: str) -> str:
     """Return the description of all objects of a deployment. Neutron filters by it."""
-    return f"octavia-amphora-driver deployment {deployment_id}"
+    return f"{_MARK}{deployment_id}"
 
 
 def load_balancer_name(load_balancer_id: str) -> str:
@@ -167,6 +168,11 @@ def is_amphora_port(port: Json, description: str, project_id: str) -> bool:
 def is_vip_port(port: Json, description: str, load_balancer_id: str) -> bool:
     """Whether a port is the VIP port of this load balancer, created by this deployment."""
     return (port["description"], port["device_id"]) == (description, vip_device_id(load_balancer_id))
+
+
+def is_users_port(port: Json) -> bool:
+    """Whether a port belongs to a user: no deployment and no provider of Octavia has created it."""
+    return port["device_owner"] != DEVICE_OWNER and not port["description"].startswith(_MARK)
 
 
 def to_port(port: Json, mtu: int) -> Port:

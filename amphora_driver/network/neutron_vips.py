@@ -4,9 +4,9 @@
 Invariant: a VIP port reserves the addresses of one load balancer in the project of its user, and carries no traffic. It
 is found by device id and mark. Octavia may delete it first.
 
-A port of the user gets a tag and the device id, and loses both at the end. The tag excludes a second load balancer: each
-one adds its tag first and reads the port afterwards, so that of two neither misses the other. The revision number of
-Neutron does not: with `If-Match`, Neutron 29 accepts several concurrent updates of one revision.
+A port of the user gets a tag and the device id, and loses both at the end. The tag excludes a second load balancer:
+each one adds its tag first and reads the port afterwards, so that of two neither misses the other. The revision number
+does not exclude it: Neutron 29 accepts several concurrent updates of one revision, in spite of `If-Match`.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class VipPorts:
         for port in self._neutron.find("ports", device_id=device_id):
             if objects.is_vip_port(port, self._mark, load_balancer_id):
                 self._neutron.delete("ports", port["id"])
-            elif port["device_owner"] != objects.DEVICE_OWNER:
+            elif objects.is_users_port(port):
                 self._give_back(port)
         tag = objects.claim_tag(load_balancer_id)
-        for port in self._neutron.find("ports", fields=("id", "description"), tags=tag):
-            if port["description"] != self._mark:
+        for port in self._neutron.find("ports", fields=("id", "description", "device_owner"), tags=tag):
+            if objects.is_users_port(port):
                 self._neutron.remove_tag(port["id"], tag)
 
     def _find(self, load_balancer_id: str, project_id: str) -> Json | None:
@@ -77,7 +77,7 @@ class VipPorts:
         device_id = objects.vip_device_id(load_balancer_id)
         found = self._neutron.find("ports", device_id=device_id, project_id=project_id)
         ours = [one for one in found if objects.is_vip_port(one, self._mark, load_balancer_id)]
-        return objects.oldest(ours or [one for one in found if one["device_owner"] != objects.DEVICE_OWNER])
+        return objects.oldest(ours or [one for one in found if objects.is_users_port(one)])
 
     def _create(self, load_balancer_id: str, project_id: str, requests: Sequence[VipRequest], wanted: str) -> Json:
         fixed = []

@@ -1,47 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The network backend `neutron` with a real Keystone and a real Neutron: each call of the interface."""
 
+import time
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
+from neutron_requests import groups_of, new_id, ports_on, race, take, vip_port_request
 
+from amphora_driver.deadline import limit_wait
 from amphora_driver.errors import ConfigurationError, Conflict, NetworkError, UnsupportedOption
 from amphora_driver.model.network import ListenerRule, Route, VipOptions, VipRequest
-from amphora_driver.network.interface import NotYet, PortPurpose, PortRequest, management_port
+from amphora_driver.network.interface import NotYet, PortPurpose, management_port
 
 MOST_RACERS = 4
-
-
-def new_id():
-    return str(uuid.uuid4())
-
-
-def take(backend, tenant, *wanted, load_balancer_id=None):
-    requests = [VipRequest(**one) for one in wanted or ({"subnet_id": tenant.v4.id},)]
-    return backend.allocate_vip(load_balancer_id or new_id(), tenant.project_id, requests)
-
-
-def vip_port_request(tenant, load_balancer_id=None, amphora_id=None, **more):
-    wanted = {
-        "amphora_id": amphora_id or new_id(),
-        "network_id": tenant.network.id,
-        "subnet_ids": (tenant.v4.id,),
-        "purpose": PortPurpose.VIP,
-        "load_balancer_id": load_balancer_id or new_id(),
-        "project_id": tenant.project_id,
-        "vips": ("198.51.100.200", "2001:db8::200"),
-    }
-    return PortRequest(**{**wanted, **more})
-
-
-def ports_on(admin, tenant):
-    return list(admin.ports(network_id=tenant.network.id))
-
-
-def groups_of(admin, deployment):
-    return list(admin.security_groups(description=f"octavia-amphora-driver deployment {deployment}"))
 
 
 class TestVips:
@@ -133,10 +105,7 @@ class TestVips:
 
 
 def cloud_is_slow():
-    import time
-
-    from amphora_driver.deadline import limit_wait
-
+    """Take time until the deadline of the operation."""
     while limit_wait(1.0):
         time.sleep(0.02)
 
@@ -357,11 +326,6 @@ class TestOptions:
         assert groups_of(admin, deployment) == []
 
 
-def race(call, backends):
-    with ThreadPoolExecutor(len(backends)) as threads:
-        return list(threads.map(call, backends))
-
-
 class TestRaces:
     def test_of_all_processes_that_create_the_same_objects(self, make_backend, tenant, admin, deployment):
         backends = [make_backend(deployment) for _ in range(MOST_RACERS)]
@@ -394,6 +358,60 @@ class TestRaces:
         if not any(answers):
             assert use(backends[0])
         assert len(user.get_port(port.id).tags) == 1
+
+
+class TestForeignObjects:
+    @pytest.fixture
+    def incumbent(self, admin, tenant):
+        """A load balancer of Octavia's own provider with its usual objects."""
+        one, amphora = new_id(), new_id()
+        group = admin.create_security_group(name=f"lb-{one}")
+        vip = admin.create_port(
+            network_id=tenant.network.id,
+            project_id=tenant.project_id,
+            name=f"octavia-lb-{one}",
+            device_id=f"lb-{one}",
+            device_owner="Octavia",
+            admin_state_up=False,
+        )
+        base = [
+            admin.create_port(network_id=tenant.network.id, name=name, security_group_ids=[group.id])
+            for name in (f"octavia-lb-vrrp-{amphora}", f"octavia-lb-member-{amphora}")
+        ]
+        return one, amphora, [vip, *base]
+
+    def test_objects_of_others_are_neither_listed_nor_changed(self, make_backend, tenant, admin, incumbent):
+        ours, theirs = make_backend(uuid.uuid4().hex), make_backend(uuid.uuid4().hex)
+        their_lb, their_amphora = new_id(), new_id()
+        their_vips = take(theirs, tenant, load_balancer_id=their_lb)
+        theirs.ensure_port(management_port(their_amphora, tenant.network.id, [tenant.v4.id]))
+        one, amphora, ports = incumbent
+        before = {port.id: port.to_dict() for port in ports_on(admin, tenant)}
+        groups = {found.id for found in admin.security_groups()}
+        owners = ours.owners()
+        assert (owners.amphorae, owners.load_balancers) == (set(), set())
+        for load_balancer in (one, their_lb):
+            ours.release_load_balancer(load_balancer)
+        for machine in (amphora, their_amphora):
+            assert ours.ports(machine) == ()
+        for port_id in before:
+            ours.delete_port(port_id)
+            ours.apply_vip_options(one, tenant.project_id, VipOptions(), [port_id])
+        assert not ours.redirect_allowed([port.id for port in ports])
+        after = {port.id: port.to_dict() for port in ports_on(admin, tenant)}
+        assert after == before
+        assert groups <= {found.id for found in admin.security_groups()}
+        # And each deployment still finds its own objects.
+        assert theirs.owners().load_balancers == {their_lb}
+        assert take(theirs, tenant, load_balancer_id=their_lb) == their_vips
+
+    def test_the_same_load_balancer_id_in_two_deployments(self, make_backend, tenant, admin):
+        ours, theirs = make_backend(uuid.uuid4().hex), make_backend(uuid.uuid4().hex)
+        one = new_id()
+        for backend in (ours, theirs):
+            take(backend, tenant, load_balancer_id=one)
+        ours.release_load_balancer(one)
+        assert (ours.owners().load_balancers, theirs.owners().load_balancers) == (set(), {one})
 
 
 class TestCrashes:
