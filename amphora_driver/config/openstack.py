@@ -16,7 +16,7 @@ OPTIONS: dict[str, list[cfg.Opt]] = {
             regex="^[A-Za-z0-9][A-Za-z0-9._-]{0,39}$",
             help="Name of this deployment in OpenStack, required by the backends of OpenStack. All its objects carry "
             "it, and the backends change no other object. All processes of a deployment have the same value; no other "
-            "deployment of the cloud has it. It must not change while objects exist. 1 to 40 letters, digits, '.', "
+            "deployment of the cloud has it. It must not change while objects exist. There is no default. 1 to 40 letters, digits, '.', "
             "'_' or '-'.",
         ),
         cfg.StrOpt(
@@ -32,7 +32,7 @@ OPTIONS: dict[str, list[cfg.Opt]] = {
         ),
         cfg.StrOpt(
             "network_endpoint_override",
-            help="URL of Neutron, instead of the endpoint in the catalogue.",
+            help="URL of Neutron. The default is the endpoint in the catalogue.",
         ),
     ],
     "amp_network_neutron": [

@@ -156,7 +156,7 @@ class Network(Protocol):
         """
 
     def ensure_port(self, request: PortRequest) -> Port:
-        """The port of this amphora on this network; created if missing, completed if it lacks an address or a VIP.
+        """The port of this amphora on this network; created if missing, completed if incomplete.
 
         Raises:
             UnsupportedOption: a subnet, policy or group does not exist.

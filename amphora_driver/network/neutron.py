@@ -118,7 +118,7 @@ class NeutronNetwork:
             return len(ports) == len(set(port_ids)) and self._groups.pass_one_direction(ports)
 
     def ensure_port(self, request: PortRequest) -> Port:
-        """The port of this amphora on this network; created if missing, completed if it lacks an address or a VIP."""
+        """The port of this amphora on this network; created if missing, completed if incomplete."""
         return self._ports.ensure(request)
 
     def ports(self, amphora_id: str) -> tuple[Port, ...]:

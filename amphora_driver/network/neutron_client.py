@@ -91,7 +91,7 @@ class Neutron:
         return made
 
     def create_tagged(self, kind: str, values: Mapping[str, object], tags: Sequence[str]) -> Json:
-        """Create an object and tag it in a second request, because few clouds accept tags in the first; return it."""
+        """Create an object, and tag it in a second request, as all versions of Neutron need; return it."""
         made = self.create(kind, values)
         try:
             self._service.request("PUT", f"{_NAMES[kind][0]}/{made['id']}/tags", json={"tags": list(tags)})

@@ -227,7 +227,7 @@ def _fits(request: VipRequest, subnet_id: str, address: str) -> bool:
 
 
 def to_owners(ports: Iterable[Json], groups: Iterable[Json], project_id: str) -> Owners:
-    """Return the owners of marked objects: ports of amphorae are in the service project, VIP ports in any project."""
+    """Return the owners of marked objects. The project of VIP ports is that of their users."""
     amphorae, load_balancers = set(), set()
     for port in ports:
         if (found := _AMPHORA_PORT.fullmatch(port["name"])) and port["project_id"] == project_id:
@@ -241,7 +241,7 @@ def to_owners(ports: Iterable[Json], groups: Iterable[Json], project_id: str) ->
 
 
 def choose_subnet(subnets: Sequence[Json], address: str | None) -> Json | None:
-    """Return the subnet of a request that names a network only: the one with the address, otherwise IPv4 first."""
+    """Return the subnet of a VIP on a network: one that contains the address, IPv4 first."""
     ordered = sorted(subnets, key=lambda one: (one["ip_version"], one["cidr"], one["id"]))
     if address:
         ordered = [one for one in ordered if _contains(one["cidr"], address)]
