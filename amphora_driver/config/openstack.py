@@ -16,8 +16,8 @@ OPTIONS: dict[str, list[cfg.Opt]] = {
             regex="^[A-Za-z0-9][A-Za-z0-9._-]{0,39}$",
             help="Name of this deployment in OpenStack, required by the backends of OpenStack. All its objects carry "
             "it, and the backends change no other object. All processes of a deployment have the same value; no other "
-            "deployment of the cloud has it. It must not change while objects exist. There is no default. 1 to 40 letters, digits, '.', "
-            "'_' or '-'.",
+            "deployment of the cloud has it. It must not change while objects exist. There is no default. 1 to 40 "
+            "letters, digits, '.', '_' or '-'.",
         ),
         cfg.StrOpt(
             "octavia_config",

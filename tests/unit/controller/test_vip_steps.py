@@ -100,6 +100,8 @@ def test_pauses_grow_unless_the_backend_says_when():
 class Backend:
     """Gives one answer, and remembers the questions."""
 
+    listener_rules = False
+
     def __init__(self, answer):
         self.answer = answer
         self.asked = []
@@ -191,7 +193,7 @@ def test_a_claim_that_waits_is_not_settled(database):
 def test_options_are_noted_and_forgotten(database):
     backend = Backend(None)
     steps(database).apply(backend, GUARDED, [amphora()], 4)
-    assert backend.asked == [("lb", OPTIONS, ("p-n1",))]
+    assert backend.asked == [("lb", "demo", OPTIONS, ("p-n1",))]
     assert vip_allocation.read_applied_options(row(database)) == AppliedVipOptions(
         options=OPTIONS, ports=("p-n1",), generation=4
     )
