@@ -172,8 +172,14 @@ class Cloud:
                     "extension_drivers": "port_security,qos",
                 },
                 "ml2_type_vxlan": {"vni_ranges": "1:10000"},
-                # The default of 500 ports is for real clouds.
-                "quotas": {"quota_port": -1, "quota_security_group": -1, "quota_security_group_rule": -1},
+                # The tests leave their objects: the cloud ends with the run.
+                "quotas": {
+                    "quota_network": -1,
+                    "quota_subnet": -1,
+                    "quota_port": -1,
+                    "quota_security_group": -1,
+                    "quota_security_group_rule": -1,
+                },
             },
         )
 
