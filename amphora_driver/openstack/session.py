@@ -12,7 +12,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from amphora_driver.deadline import limit_wait
-from amphora_driver.errors import AmphoraDriverError, ConfigurationError
+from amphora_driver.errors import AmphoraDriverError, ConfigurationError, NetworkError
 from amphora_driver.openstack.errors import ApiError, transport_error
 
 if TYPE_CHECKING:
@@ -89,7 +89,10 @@ class Service:
             raise _failed(error, f"{method} {path}") from error
         if answer.status_code >= 400:
             raise ApiError.of(method, path, answer.status_code, answer.text)
-        return answer.json() if answer.content else None
+        try:
+            return answer.json() if answer.content else None
+        except ValueError as error:
+            raise NetworkError(f"{method} {path}", f"the answer is not JSON: {answer.text[:100]!r}") from error
 
     def _connected(self) -> Any:
         with self._lock:
@@ -172,4 +175,6 @@ def _http(timeout: float) -> Any:
 
 
 def _failed(error: Exception, wanted: str) -> AmphoraDriverError:
+    if isinstance(error, ImportError):
+        return ConfigurationError(wanted, str(error), "Install the extra [openstack] of this package.")
     return error if isinstance(error, AmphoraDriverError) else transport_error(error, wanted)
