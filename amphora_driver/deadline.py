@@ -72,6 +72,11 @@ def apply_deadline(deadline: Deadline) -> Iterator[None]:
         _CURRENT.reset(token)
 
 
+def part_of_current(seconds: float, wanted: str) -> Deadline:
+    """Return the deadline of a part of this thread's operation, at most this many seconds from now."""
+    return Deadline(seconds, wanted, _CURRENT.get())
+
+
 def limit_wait(seconds: float) -> float:
     """Return the shorter of a time-out and the remaining time of this thread, or raise `DeadlinePassed`."""
     current = _CURRENT.get()

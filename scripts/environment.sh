@@ -24,7 +24,7 @@ install_hashed() {
   "$1/bin/python" -m pip install -q --no-compile --disable-pip-version-check --require-hashes --no-deps --no-build-isolation -r "requirements/$2.txt"
 }
 
-# make_venv NAME PROJECT...: makes the environment .sandbox/NAME from requirements/NAME.txt and these projects of the
+# make_venv NAME [PROJECT...]: makes the environment .sandbox/NAME from requirements/NAME.txt and these projects of the
 # checkout, or updates it after one of its sources has changed. The listing is complete: pip resolves nothing, and
 # builds with the tools of the environment.
 make_venv() {
@@ -36,8 +36,8 @@ make_venv() {
   say "Installing $* into .sandbox/$name"
   [[ -x $place/bin/python ]] || python3 -m venv "$place"
   {
-    install_hashed "$place" build && install_hashed "$place" "$name" &&
-      "$place/bin/python" -m pip install -q --no-compile --disable-pip-version-check --no-deps --no-build-isolation "${editable[@]}"
+    install_hashed "$place" build && install_hashed "$place" "$name" && { ((! ${#editable[@]})) ||
+      "$place/bin/python" -m pip install -q --no-compile --disable-pip-version-check --no-deps --no-build-isolation "${editable[@]}"; }
   } >"$home/$name.log" 2>&1 ||
     die "Could not install $*:
 $(tail -n 5 "$home/$name.log")

@@ -23,6 +23,7 @@ from amphora_driver.config import (
     health,
     maintenance,
     octavia,
+    openstack,
     queue,
     status,
     store,
@@ -35,7 +36,20 @@ if TYPE_CHECKING:
 DEFAULT_FILE = "/etc/amphora-driver/amphora-driver.conf"
 FILE_VARIABLE = "AMPHORA_DRIVER_CONFIG"
 
-_MODULES = (store, queue, controller, agent, octavia, health, haproxy, backends, failover, maintenance, status)
+_MODULES = (
+    store,
+    queue,
+    controller,
+    agent,
+    octavia,
+    health,
+    haproxy,
+    backends,
+    openstack,
+    failover,
+    maintenance,
+    status,
+)
 
 
 def _with_help(options: dict[cfg.Opt, str]) -> list[cfg.Opt]:

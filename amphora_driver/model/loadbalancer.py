@@ -212,6 +212,8 @@ class Profile(ModelObject, frozen=True):
     vrrp_advert_interval: float | None = None
     warm_spares: int | None = None
     client_address: str | None = None
+    sriov_vip: bool | None = None
+    allow_member_sriov: bool | None = None
 
 
 class LoadBalancer(ModelObject, frozen=True):

@@ -46,6 +46,7 @@ class PortRequest(msgspec.Struct, frozen=True, kw_only=True):
         subnet_ids: the port gets one address on each of these subnets.
         purpose: a port for VIPs can also reach members on the same network.
         load_balancer_id: None for a warm spare.
+        project_id: the project of the load balancer; empty for a warm spare.
         vips: addresses that the port must be allowed to use in addition to its own.
         vnic_type: Neutron's `binding:vnic_type`: `normal` or `direct`.
         options: options of the VIPs, for a port with the purpose `vip`.
@@ -56,6 +57,7 @@ class PortRequest(msgspec.Struct, frozen=True, kw_only=True):
     subnet_ids: tuple[str, ...]
     purpose: PortPurpose
     load_balancer_id: str | None = None
+    project_id: str = ""
     vips: tuple[str, ...] = ()
     vnic_type: str = "normal"
     options: VipOptions = VipOptions()
@@ -125,13 +127,16 @@ class Network(Protocol):
         A port of the user stays. No error if nothing exists. The ports of the amphorae no longer exist.
         """
 
-    def apply_vip_options(self, load_balancer_id: str, options: VipOptions, port_ids: Sequence[str]) -> None:
+    def apply_vip_options(
+        self, load_balancer_id: str, project_id: str, options: VipOptions, port_ids: Sequence[str]
+    ) -> None:
         """Apply exactly these options to the VIPs. The call is idempotent.
 
         The controller calls this only if options exist or existed before, and again for each new amphora.
 
         Args:
             load_balancer_id: the owner of the VIPs.
+            project_id: the project of the load balancer.
             options: all options; the backend removes any other option.
             port_ids: the ports of the amphorae on the VIP network. They carry the traffic of the VIPs.
 
@@ -150,7 +155,7 @@ class Network(Protocol):
         """
 
     def ensure_port(self, request: PortRequest) -> Port:
-        """The port of this amphora on this network; created if missing, completed if it lacks an address or a VIP.
+        """The port of this amphora on this network; created if missing, completed if incomplete.
 
         Raises:
             UnsupportedOption: a subnet, policy or group does not exist.

@@ -97,7 +97,13 @@ class LocalNetwork:
         self.port_security.remove_options(load_balancer_id)
         self._database.write(work)
 
-    def apply_vip_options(self, load_balancer_id: str, options: VipOptions, port_ids: Sequence[str]) -> None:
+    def apply_vip_options(
+        self,
+        load_balancer_id: str,
+        project_id: str,  # noqa: ARG002 - one machine has no projects
+        options: VipOptions,
+        port_ids: Sequence[str],
+    ) -> None:
         """Apply exactly these options to the VIPs."""
         self.port_security.apply_options(load_balancer_id, options, port_ids)
 

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 
 LOG = logging.getLogger(__name__)
+# Neutron's type of a port with SR-IOV.
+_DIRECT = "direct"
 
 
 class AppliedVipOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +106,8 @@ def request_port(step: Plug, view: LoadBalancerView) -> PortRequest:
             subnet_ids=step.subnet_ids,
             purpose=PortPurpose.MEMBER,
             load_balancer_id=view.load_balancer_id,
+            project_id="" if tree is None else tree.project_id,
+            vnic_type="normal" if tree is None else _member_vnic_type(tree, step.subnet_ids),
         )
     return PortRequest(
         amphora_id=step.amphora_id,
@@ -111,9 +115,19 @@ def request_port(step: Plug, view: LoadBalancerView) -> PortRequest:
         subnet_ids=step.subnet_ids,
         purpose=PortPurpose.VIP,
         load_balancer_id=view.load_balancer_id,
+        project_id=tree.project_id,
         vips=tuple(vip.address for vip in tree.vips),
+        vnic_type=_DIRECT if tree.profile.sriov_vip else "normal",
         options=desired_options(tree, listener_rules=view.listener_rules),
     )
+
+
+def _member_vnic_type(tree: LoadBalancer, subnet_ids: Sequence[str]) -> str:
+    """Return the type of the port towards the members on these subnets."""
+    direct = tree.profile.allow_member_sriov and any(
+        member.vnic_type == _DIRECT and member.subnet_id in subnet_ids for pool in tree.pools for member in pool.members
+    )
+    return _DIRECT if direct else "normal"
 
 
 def vip_ports(tree: LoadBalancer, amphorae: Iterable[Amphora]) -> tuple[str, ...]:
@@ -223,7 +237,7 @@ class VipSteps:
         ports = vip_ports(tree, amphorae)
         refused = ""
         try:
-            network.apply_vip_options(tree.id, options, ports)
+            network.apply_vip_options(tree.id, tree.project_id, options, ports)
         except RequestError as error:
             LOG.warning("load balancer %s: the VIP options are refused: %s", tree.id, error)
             refused = str(error)

@@ -26,7 +26,8 @@ from amphora_driver.validation.unsupported import NOT_SUPPORTED, refuse, require
 _PROXIED = (PoolProtocol.HTTP, PoolProtocol.TCP, PoolProtocol.HTTPS, PoolProtocol.PROXY, PoolProtocol.PROXYV2)
 POOL_PROTOCOLS = (*_PROXIED, PoolProtocol.UDP, PoolProtocol.SCTP)
 ALGORITHMS = tuple(Algorithm)
-VNIC_TYPES = (None, "", "normal")
+# Octavia accepts `direct` only with the flavor key allow_member_sriov, which the network backend must support.
+VNIC_TYPES = (None, "", "normal", "direct")
 MAX_WEIGHT = 256
 MAX_TIMEOUT = 2**31 - 1
 """Largest number of milliseconds of HAProxy's timers (manual section 2.5)."""
@@ -152,7 +153,7 @@ def _check_persistence(pool: Pool, persistence: SessionPersistence) -> None:
 def check_member(member: Member) -> None:
     """Check the options of a member."""
     if member.vnic_type not in VNIC_TYPES:
-        refuse("member option vnic_type", member.vnic_type, NOT_SUPPORTED, "Use the value normal.")
+        refuse("member option vnic_type", member.vnic_type, NOT_SUPPORTED, "Use the value normal or direct.")
     _check_address("member option address", member.address)
     require_between("member option protocol_port", member.protocol_port, 1, 65535)
     require_between("member option weight", member.weight, 0, MAX_WEIGHT)

@@ -21,7 +21,7 @@ _TIMEOUTS = ("timeout_client_data", "timeout_member_connect", "timeout_member_da
 _LIMITS = ("connection_limit", "process_connection_limit", "process_threads", "warm_spares")
 _WHOLE_NUMBERS = (*_TIMEOUTS, "timeout_http_request", *_LIMITS)
 _TLS = ("tls_minimum_version", "tls_ciphers")
-_SAME_NAME = ("compute_flavor", *_TLS, "connection_logging", "log_format", "client_address")
+_SAME_NAME = ("compute_flavor", *_TLS, "connection_logging", "log_format", "client_address", *flavors.NETWORK_KEYS)
 
 
 def choose_profile(

@@ -195,7 +195,7 @@ def test_a_claim_that_waits_is_not_settled(database):
 def test_options_are_noted_and_forgotten(database):
     backend = Backend(None)
     steps(database).apply(backend, GUARDED, [amphora()], 4)
-    assert backend.asked == [("lb", OPTIONS, ("p-n1",))]
+    assert backend.asked == [("lb", "demo", OPTIONS, ("p-n1",))]
     assert vip_allocation.read_applied_options(row(database)) == AppliedVipOptions(
         options=OPTIONS, ports=("p-n1",), generation=4
     )

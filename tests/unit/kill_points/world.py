@@ -227,7 +227,7 @@ class WorldsNetwork(LocalNetwork):
                 return NotYet(reason="the allocator has not answered", again_in=1.0)
         return super().allocate_vip(load_balancer_id, project_id, wanted, machines)
 
-    def apply_vip_options(self, load_balancer_id, options, port_ids):
+    def apply_vip_options(self, load_balancer_id, project_id, options, port_ids):
         with self._world.kept.open() as state:
             state["options"][load_balancer_id] = (options, tuple(port_ids))
 

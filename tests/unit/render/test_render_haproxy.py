@@ -108,7 +108,7 @@ def test_nothing_to_serve(load_balancer):
         (with_member(address="host"), "m1", "host"),
         (with_member(address="127.0.0.1"), "m1", "loopback"),
         (with_member(weight=257), "m1", "257"),
-        (with_member(vnic_type="direct"), "m1", "vnic_type"),
+        (with_member(vnic_type="macvtap"), "m1", "vnic_type"),
         (with_member(monitor_address="0.0.0.0"), "m1", "monitor_address"),
         (with_member(id="m2"), "m2", "same id"),
         (with_member(id="m\n1"), "m\n1", "identifier"),

@@ -178,7 +178,7 @@ def test_served(check, wanted):
             "persistence_timeout",
             "5",
         ),
-        (options.check_member, member(vnic_type="direct"), "vnic_type", "direct"),
+        (options.check_member, member(vnic_type="macvtap"), "vnic_type", "macvtap"),
         (options.check_member, member(weight=257), "weight", "257"),
         (options.check_member, member(weight=True), "weight", "True"),
         (options.check_member, member(address="x\ny"), "address", "x"),

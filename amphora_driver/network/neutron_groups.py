@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The security groups of a deployment.
+
+Invariant: a group is found by its name and the mark of the deployment. Neutron permits equal groups; after each
+creation all processes keep the same one, the oldest, and delete their own one. Traffic of a group that is still used
+is the same, because its rules are the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from amphora_driver.errors import NetworkError, UnsupportedOption
+from amphora_driver.model.network import VipOptions
+from amphora_driver.network import neutron_objects as objects
+from amphora_driver.network.neutron_client import Json, Neutron
+from amphora_driver.network.neutron_references import References
+from amphora_driver.network.neutron_rules import (
+    Group,
+    Rule,
+    difference,
+    family_of,
+    group_rules,
+    load_balancer_rules,
+    rule_body,
+)
+from amphora_driver.openstack.errors import ApiError, translate
+
+LOG = logging.getLogger(__name__)
+# Each attempt follows a change by another process.
+_ATTEMPTS = 5
+
+
+class Groups:
+    """Finds, creates and removes security groups.
+
+    Args:
+        neutron: the client.
+        references: checks the groups of users.
+        deployment_id: the owner of the groups.
+        name: first part of the names.
+        agent_port: the TCP port of the agents.
+        listener_rules: whether each load balancer has a group with rules of its listeners.
+    """
+
+    def __init__(
+        self,
+        neutron: Neutron,
+        references: References,
+        *,
+        deployment_id: str,
+        name: str,
+        agent_port: int,
+        listener_rules: bool,
+    ) -> None:
+        self._neutron = neutron
+        self._references = references
+        self._deployment_id = deployment_id
+        self._mark = objects.mark(deployment_id)
+        self._name = name
+        self._agent_port = agent_port
+        self._listener_rules = listener_rules
+
+    def for_vips(
+        self, load_balancer_id: str, project_id: str, options: VipOptions, families: Collection[str], wanted: str
+    ) -> list[str]:
+        """Return the groups of a port for VIPs.
+
+        Raises:
+            UnsupportedOption: a group of the user does not exist, or its project must not use it.
+        """
+        if options.security_group_ids:
+            chosen = self._references.require_groups(options.security_group_ids, project_id, wanted)
+            kinds = {one.get("stateful", True) for one in chosen}
+            if len(kinds) > 1:
+                raise UnsupportedOption(
+                    wanted,
+                    "some of the security groups are stateful and some are stateless",
+                    "Use groups of one kind: Neutron does not mix them on a port.",
+                )
+            peers = Group.PEERS if kinds == {True} else Group.PEERS_STATELESS
+            return [*options.security_group_ids, self.of_deployment(peers)]
+        if self._listener_rules:
+            rules = load_balancer_rules(options.listener_rules, families)
+            return [self._ensure(objects.load_balancer_name(load_balancer_id), rules, load_balancer_id)["id"]]
+        return [self.of_deployment(Group.TRAFFIC)]
+
+    def for_members(self) -> list[str]:
+        """Return the groups of a port for members only."""
+        return [self.of_deployment(Group.OUTBOUND if self._listener_rules else Group.TRAFFIC)]
+
+    def for_management(self) -> list[str]:
+        """Return the groups of a management port."""
+        return [self.of_deployment(Group.MANAGEMENT)]
+
+    def of_deployment(self, group: Group) -> str:
+        """Return the id of a group of the deployment; created if missing."""
+
+        def read() -> str:
+            name, rules = f"{self._name}-{group.value}", group_rules(group, self._agent_port)
+            found: str = self._ensure(name, rules, stateful=group.stateful)["id"]
+            return found
+
+        return self._neutron.cached(("group", group.value), read)
+
+    def forget(self) -> None:
+        """Read the groups again at their next use: one does not exist any more."""
+        self._neutron.forget(*(("group", one.value) for one in Group))
+
+    def remove(self, load_balancer_id: str) -> None:
+        """Remove the group of a load balancer."""
+        for one in self._find(objects.load_balancer_name(load_balancer_id)):
+            self._neutron.delete("groups", one["id"])
+
+    def all(self) -> list[Json]:
+        """Return name and project of all groups of the deployment."""
+        return self._neutron.find_paged("groups", fields=("id", "name", "project_id"), description=self._mark)
+
+    def pass_one_direction(self, ports: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether these ports pass answers without the packets before them: no group tracks connections."""
+        guarded = [one for one in ports if one.get("port_security_enabled", True)]
+        ids = sorted({group for one in guarded for group in one["security_groups"]})
+        if not ids or not all(one["security_groups"] for one in guarded):
+            # A guarded port without a group passes nothing.
+            return not guarded
+        found = self._neutron.find("groups", fields=("id", "stateful"), id=ids)
+        return len(found) == len(ids) and not any(one.get("stateful", True) for one in found)
+
+    # --- one group ----------------------------------------------------------------------------------------------------
+
+    def _find(self, name: str) -> list[Json]:
+        project_id = self._neutron.project_id()
+        return self._neutron.find("groups", name=name, description=self._mark, project_id=project_id)
+
+    def _ensure(
+        self, name: str, rules: frozenset[Rule], load_balancer_id: str | None = None, *, stateful: bool = True
+    ) -> Json:
+        """Return the group with this name; created and completed if necessary."""
+        for _ in range(_ATTEMPTS):
+            found = objects.oldest(self._find(name))
+            made = None if found else self._create(name, load_balancer_id, stateful=stateful)
+            group = made or found
+            if group is None:
+                continue
+            try:
+                # Operators may add rules to the groups of the deployment.
+                self._complete(group, rules, exact=load_balancer_id is not None)
+            except ApiError as error:
+                if error.status not in (404, 409) or "overquota" in error.kind.lower():
+                    raise
+                continue  # another process changed the rules, or removed its group
+            kept = found or self._keep_one(name, made)
+            if kept is not None:
+                return kept
+        raise NetworkError(f"make the security group {name}", f"other processes changed it {_ATTEMPTS} times")
+
+    def _create(self, name: str, load_balancer_id: str | None, *, stateful: bool) -> Json:
+        body: dict[str, object] = {
+            "name": name,
+            "description": self._mark,
+            "project_id": self._neutron.project_id(),
+        }
+        if self._neutron.has_extension("stateful-security-group"):
+            body["stateful"] = stateful
+        made = self._neutron.create_tagged("groups", body, objects.tags(self._deployment_id, load_balancer_id))
+        LOG.info("created the security group %s (%s)", name, made["id"])
+        return made
+
+    def _complete(self, group: Mapping[str, Any], rules: frozenset[Rule], *, exact: bool) -> None:
+        missing, surplus = difference(group["security_group_rules"], rules)
+        if missing:
+            self._neutron.create_rules([rule_body(one, group["id"], group["project_id"]) for one in missing])
+        for rule_id in surplus if exact else ():
+            self._neutron.delete("rules", rule_id)
+
+    def _keep_one(self, name: str, made: Json | None) -> Json | None:
+        """Return the group to use after a creation, and delete the created one if another one is older."""
+        kept = objects.oldest(self._find(name))
+        if kept is not None and made is not None and kept["id"] != made["id"]:
+            LOG.info("another process created the security group %s first: using %s", name, kept["id"])
+            try:
+                self._neutron.delete("groups", made["id"])
+            except ApiError as error:
+                LOG.warning("the second security group %s stays: %s", made["id"], translate(error, "delete it"))
+        return kept
+
+
+def families(addresses: Collection[str]) -> frozenset[str]:
+    """Return the families of addresses."""
+    return frozenset(family_of(one) for one in addresses)

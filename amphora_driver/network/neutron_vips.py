@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""VIP ports in Neutron.
+
+Invariant: a VIP port reserves the addresses of one load balancer in the project of its user, and carries no traffic. It
+is found by device id and mark. Octavia may delete it first.
+
+A port of the user gets a tag and the device id, and loses both at the end. The tag excludes a second load balancer:
+each one adds its tag first and reads the port afterwards, so that of two neither misses the other. The revision number
+does not exclude it: Neutron 29 accepts several concurrent updates of one revision, in spite of `If-Match`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from amphora_driver.errors import Conflict, UnsupportedOption
+from amphora_driver.model.loadbalancer import Vip
+from amphora_driver.model.network import VipRequest
+from amphora_driver.network import neutron_objects as objects
+from amphora_driver.network.neutron_client import Json, Neutron
+from amphora_driver.network.neutron_references import References
+from amphora_driver.openstack.errors import ApiError
+
+
+class VipPorts:
+    """Allocates and releases VIPs.
+
+    Args:
+        neutron: the client.
+        references: checks networks and subnets.
+        deployment_id: the owner of the ports.
+    """
+
+    def __init__(self, neutron: Neutron, references: References, *, deployment_id: str) -> None:
+        self._neutron = neutron
+        self._references = references
+        self._deployment_id = deployment_id
+        self._mark = objects.mark(deployment_id)
+
+    def allocate(
+        self, load_balancer_id: str, project_id: str, requests: Sequence[VipRequest], wanted: str
+    ) -> tuple[Vip, ...]:
+        """Return the VIPs of a load balancer; allocated on one port if missing."""
+        port_ids = {one.port_id for one in requests if one.port_id}
+        port = self._find(load_balancer_id, project_id)
+        if port is None and port_ids:
+            port = self._use_own_port(load_balancer_id, project_id, port_ids, wanted)
+        if port is None:
+            try:
+                port = self._create(load_balancer_id, project_id, requests, wanted)
+            except ApiError as error:
+                # Another process may have created it, or an earlier request whose answer was lost.
+                port = self._find(load_balancer_id, project_id) if error.status == 409 else None
+                if port is None:
+                    raise
+        vips = objects.to_vips(port, requests)
+        if vips is None:
+            have = ", ".join(one["ip_address"] for one in port["fixed_ips"])
+            raise Conflict(wanted, f"port {port['id']} has the addresses {have} only", "Add the addresses to the port.")
+        return vips
+
+    def release(self, load_balancer_id: str) -> None:
+        """Delete the VIP port of a load balancer, and give a port of the user back."""
+        device_id = objects.vip_device_id(load_balancer_id)
+        for port in self._neutron.find("ports", device_id=device_id):
+            if objects.is_vip_port(port, self._mark, load_balancer_id):
+                self._neutron.delete("ports", port["id"])
+            elif objects.is_users_port(port):
+                self._give_back(port)
+        tag = objects.claim_tag(load_balancer_id)
+        for port in self._neutron.find("ports", fields=("id", "description", "device_owner"), tags=tag):
+            if objects.is_users_port(port):
+                self._neutron.remove_tag(port["id"], tag)
+
+    def _find(self, load_balancer_id: str, project_id: str) -> Json | None:
+        """Return the port with the VIPs: one of this provider, or one that the user provided."""
+        device_id = objects.vip_device_id(load_balancer_id)
+        found = self._neutron.find("ports", device_id=device_id, project_id=project_id)
+        ours = [one for one in found if objects.is_vip_port(one, self._mark, load_balancer_id)]
+        return objects.oldest(ours or [one for one in found if objects.is_users_port(one)])
+
+    def _create(self, load_balancer_id: str, project_id: str, requests: Sequence[VipRequest], wanted: str) -> Json:
+        fixed = []
+        networks = set()
+        for one in requests:
+            subnet = self._choose_subnet(one, project_id, wanted)
+            networks.add(subnet["network_id"])
+            fixed.append({"subnet_id": subnet["id"], **({"ip_address": one.address} if one.address else {})})
+        if len(networks) != 1:
+            raise UnsupportedOption(wanted, "the subnets are on different networks", "Use subnets of one network.")
+        (network_id,) = networks
+        mac = objects.derive_mac(self._deployment_id, load_balancer_id, network_id)
+        body = objects.vip_port_body(load_balancer_id, project_id, self._mark, mac, network_id, fixed)
+        return self._neutron.create_tagged("ports", body, objects.tags(self._deployment_id, load_balancer_id))
+
+    def _choose_subnet(self, request: VipRequest, project_id: str, wanted: str) -> Json:
+        if request.subnet_id:
+            subnet = self._references.subnet(request.subnet_id, project_id, wanted)
+            if request.network_id not in (None, "", subnet["network_id"]):
+                raise UnsupportedOption(wanted, f"subnet {subnet['id']} is not on network {request.network_id}")
+            return subnet
+        if not request.network_id:
+            raise UnsupportedOption(wanted, "the request has no subnet, network or port")
+        return self._references.subnet_of_network(request.network_id, request.address, project_id, wanted)
+
+    def _use_own_port(self, load_balancer_id: str, project_id: str, port_ids: set[str], wanted: str) -> Json:
+        """Return the port that the user provided, with the device id of the load balancer."""
+        if len(port_ids) > 1:
+            raise UnsupportedOption(wanted, "the request names several ports", "Use one port with all addresses.")
+        (port_id,) = port_ids
+        port = self._neutron.get("ports", port_id)
+        if port is None or port["project_id"] != project_id:
+            reason = f"port {port_id} does not exist, or project {project_id} must not use it"
+            raise UnsupportedOption(wanted, reason)
+        if port["device_id"] or port["description"] == self._mark:
+            raise Conflict(wanted, f"port {port_id} is in use by device {port['device_id']}", "Use another port.")
+        tag = objects.claim_tag(load_balancer_id)
+        self._neutron.add_tag(port_id, tag)
+        port = self._neutron.get("ports", port_id) or port
+        if objects.other_claims(port, load_balancer_id) or port["device_id"]:
+            self._neutron.remove_tag(port_id, tag)
+            raise Conflict(wanted, f"port {port_id} is in use by another load balancer", "Use another port.")
+        return self._neutron.update("ports", port_id, {"device_id": objects.vip_device_id(load_balancer_id)})
+
+    def _give_back(self, port: Json) -> None:
+        try:
+            self._neutron.update("ports", port["id"], {"device_id": ""})
+        except ApiError as error:
+            if error.status != 404:
+                raise

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One cloud for all tests of a worker. Each test has its own networks, load balancers and amphorae."""
+
+import uuid
+from collections import Counter
+
+import cloud_lab
+import pytest
+
+from amphora_driver import config
+from amphora_driver.network.neutron import NeutronNetwork
+
+
+@pytest.fixture(scope="session")
+def cloud():
+    with cloud_lab.cloud() as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def admin(cloud):
+    """The SDK's network client with the rights of the service account: what the tests see."""
+    return cloud.connect().network
+
+
+@pytest.fixture(scope="session")
+def user(cloud):
+    """The SDK's network client of the user that owns the load balancers."""
+    return cloud.connect("demo", "demo").network
+
+
+@pytest.fixture
+def make_backend(cloud, tmp_path):
+    """Makes backends as their processes would: each with its own connection and cache."""
+
+    def make(deployment="one", account="octavia", openstack=None, **options):
+        file = tmp_path / f"{uuid.uuid4()}.conf"
+        groups = {
+            "amp_openstack": {
+                **({"deployment_id": deployment} if deployment else {}),
+                **(openstack or cloud.auth(account)),
+            },
+            # A busy machine must not decide between an answer and a delayed allocation.
+            "amp_network_neutron": {"allocation_timeout": 300, **options},
+        }
+        lines = [
+            f"[{name}]\n" + "".join(f"{key} = {value}\n" for key, value in group.items())
+            for name, group in groups.items()
+        ]
+        file.write_text("".join(lines))
+        return NeutronNetwork(config.load([str(file)]), None)
+
+    return make
+
+
+@pytest.fixture
+def deployment():
+    """The id of a deployment of this test only."""
+    return uuid.uuid4().hex
+
+
+@pytest.fixture
+def backend(make_backend, deployment):
+    return make_backend(deployment)
+
+
+class Tenant:
+    """The user's network with both families."""
+
+    def __init__(self, client, project_id):
+        self.project_id = project_id
+        self.network = client.create_network(name="front", project_id=project_id)
+        wanted = {"network_id": self.network.id, "project_id": project_id}
+        self.v4 = client.create_subnet(
+            ip_version=4,
+            cidr="198.51.100.0/24",
+            host_routes=[{"destination": "192.0.2.0/24", "nexthop": "198.51.100.9"}],
+            **wanted,
+        )
+        self.v6 = client.create_subnet(ip_version=6, cidr="2001:db8::/64", **wanted)
+
+
+@pytest.fixture
+def tenant(cloud, admin):
+    return Tenant(admin, cloud.projects["demo"])
+
+
+class Crash(BaseException):
+    """The process ends here; no handler of the code under test catches it."""
+
+
+class Requests:
+    """Counts the requests of a backend, and ends its process after one of them."""
+
+    def __init__(self, backend):
+        self.made = []
+        self.crash_after = None
+        self._service = backend._neutron._service
+        self._send = self._service.request
+        self._service.request = self._count
+
+    def _count(self, method, path, **more):
+        answer = self._send(method, path, **more)
+        self.made.append((method, path.split("/")[1]))
+        if len(self.made) == self.crash_after:
+            raise Crash
+        return answer
+
+    def counted(self):
+        """The requests since the last call, by method and collection."""
+        found, self.made = Counter(self.made), []
+        return found
+
+
+@pytest.fixture
+def crash():
+    return Crash
+
+
+@pytest.fixture
+def watch():
+    return Requests

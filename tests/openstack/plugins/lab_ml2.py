@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ML2 mechanism driver for tests: binds each port on each host, without an agent."""
+
+from neutron_lib import constants
+from neutron_lib.api.definitions import portbindings
+from neutron_lib.plugins.ml2 import api
+from neutron_lib.services.qos import base as qos_base
+from neutron_lib.services.qos import constants as qos
+
+_ANY_NUMBER = {"type:range": [0, 2**31 - 1]}
+_VIF_TYPES = {portbindings.VNIC_NORMAL: portbindings.VIF_TYPE_OVS, portbindings.VNIC_DIRECT: "hw_veb"}
+
+
+class LabMechanismDriver(api.MechanismDriver):
+    """Binds a port as soon as it has a host, and reports it as ACTIVE."""
+
+    def initialize(self):
+        # Without a QoS driver, Neutron refuses a policy with rules on a bound port.
+        self.qos = qos_base.DriverBase(
+            "lab",
+            list(_VIF_TYPES.values()),
+            list(_VIF_TYPES),
+            {
+                qos.RULE_TYPE_BANDWIDTH_LIMIT: {
+                    qos.MAX_KBPS: _ANY_NUMBER,
+                    qos.MAX_BURST: _ANY_NUMBER,
+                    qos.DIRECTION: {"type:values": constants.VALID_DIRECTIONS},
+                }
+            },
+            requires_rpc_notifications=False,
+        )
+
+    @property
+    def connectivity(self):
+        return portbindings.CONNECTIVITY_L2
+
+    def bind_port(self, context):
+        vif_type = _VIF_TYPES.get(context.current[portbindings.VNIC_TYPE])
+        if vif_type and context.segments_to_bind:
+            context.set_binding(
+                context.segments_to_bind[0][api.ID],
+                vif_type,
+                {portbindings.CAP_PORT_FILTER: True},
+                status=constants.PORT_STATUS_ACTIVE,
+            )

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names, marks, request bodies and rules of the network backend `neutron`; nothing is sent."""
+
+import json
+import uuid
+
+import pytest
+
+from amphora_driver.errors import ConfigurationError, Conflict, NetworkError, UnsupportedOption
+from amphora_driver.model.network import ListenerRule, VipOptions, VipRequest
+from amphora_driver.network import neutron_objects as objects
+from amphora_driver.network.interface import PortPurpose, PortRequest
+from amphora_driver.network.neutron_rules import Group, Rule, difference, group_rules, load_balancer_rules, read_rule
+from amphora_driver.openstack.errors import ApiError, read_message, translate
+
+LB, AMPHORA = (str(uuid.uuid4()) for _ in range(2))
+MARK = objects.mark("one")
+
+
+def port(**values):
+    made = {
+        "id": "p", "name": f"amphora-vip-{AMPHORA}", "description": MARK, "project_id": "service", "device_id": "",
+        "device_owner": "", "network_id": "n", "mac_address": "fa:16:3e:00:00:01", "tags": [],
+        "fixed_ips": [{"subnet_id": "v4", "ip_address": "192.0.2.5"}], "allowed_address_pairs": [],
+    }  # fmt: skip
+    return {**made, **values}
+
+
+def vip_port(**values):
+    return port(name=f"octavia-lb-{LB}", device_id=f"lb-{LB}", device_owner="Octavia", project_id="tenant", **values)
+
+
+@pytest.mark.parametrize(
+    ("found", "amphorae", "load_balancers"),
+    [
+        (port(), {AMPHORA}, set()),
+        (port(name=f"amphora-management-{AMPHORA}", device_owner="compute:nova", device_id=LB), {AMPHORA}, set()),
+        (vip_port(), set(), {LB}),
+        # The name of a VIP port can be changed by its user.
+        ({**vip_port(), "name": "web"}, set(), {LB}),
+        # A user writes the mark on a port.
+        (port(project_id="tenant"), set(), set()),
+        (port(name=f"octavia-lb-vrrp-{AMPHORA}"), set(), set()),
+        (port(name=f"amphora-vip-{AMPHORA}-2"), set(), set()),
+    ],
+)
+def test_owners_of_marked_ports(found, amphorae, load_balancers):
+    owners = objects.to_owners([found], [], "service")
+    assert (owners.amphorae, owners.load_balancers) == (amphorae, load_balancers)
+
+
+@pytest.mark.parametrize("other", [objects.mark("one-two"), objects.mark("on"), "", "octavia"])
+def test_a_port_of_another_deployment_is_foreign(other):
+    assert objects.is_amphora_port(port(), MARK, "service")
+    assert objects.is_vip_port(vip_port(), MARK, LB)
+    assert not objects.is_amphora_port(port(description=other), MARK, "service")
+    assert not objects.is_vip_port(vip_port(description=other), MARK, LB)
+    assert not objects.is_amphora_port(port(), MARK, "another project")
+
+
+def test_the_mac_address_follows_from_the_owner():
+    mac = objects.derive_mac("one", AMPHORA, "network")
+    assert mac == objects.derive_mac("one", AMPHORA, "network")
+    first = int(mac.split(":")[0], 16)
+    assert (len(mac), first & 1, first & 2) == (17, 0, 2)
+    assert len({objects.derive_mac(deployment, AMPHORA, net) for deployment in "ab" for net in "cd"} | {mac}) == 5
+
+
+def test_tags_are_short_enough_for_each_neutron():
+    found = objects.tags("d" * 40, LB, AMPHORA)
+    assert len(found) == 3
+    assert max(map(len, found)) <= 60
+
+
+def request(**values):
+    made = {"amphora_id": AMPHORA, "network_id": "n", "subnet_ids": ("v4",), "purpose": PortPurpose.VIP}
+    return PortRequest(**{**made, **values})
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "changes"),
+    [
+        (port(), request(), {}),
+        (port(), request(subnet_ids=("v4", "v6")), {"fixed_ips": [*port()["fixed_ips"], {"subnet_id": "v6"}]}),
+        (port(), request(vips=("192.0.2.9",)), {"allowed_address_pairs": [{"ip_address": "192.0.2.9"}]}),
+        (
+            port(allowed_address_pairs=[{"ip_address": "2001:db8::1/128"}, {"ip_address": "192.0.2.9"}]),
+            request(vips=("192.0.2.9", "2001:DB8:0::1")),
+            {},
+        ),
+        (port(), request(vips=("192.0.2.9",), vnic_type="direct"), {}),
+    ],
+)
+def test_an_existing_port_gets_only_what_it_lacks(found, wanted, changes):
+    assert objects.completion(found, wanted) == changes
+
+
+def test_the_body_of_a_port():
+    wanted = request(vips=("192.0.2.9",), options=VipOptions(qos_policy_id="q"))
+    body = objects.amphora_port_body(wanted, "service", MARK, "fa:00:00:00:00:01", ["g"])
+    assert (body["security_groups"], body["qos_policy_id"]) == (["g"], "q")
+    assert body["allowed_address_pairs"] == [{"ip_address": "192.0.2.9"}]
+    direct = objects.amphora_port_body(request(vnic_type="direct"), "service", MARK, "fa:00:00:00:00:01", [])
+    assert (direct["port_security_enabled"], direct["security_groups"]) == (False, [])
+    assert not {"allowed_address_pairs", "qos_policy_id"} & set(direct)
+
+
+FIXED = [
+    {"subnet_id": "v4", "ip_address": "192.0.2.5"},
+    {"subnet_id": "v4", "ip_address": "192.0.2.6"},
+    {"subnet_id": "v6", "ip_address": "2001:db8::1"},
+]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "addresses"),
+    [
+        ([{"subnet_id": "v6"}, {"subnet_id": "v4"}], ["2001:db8::1", "192.0.2.5"]),
+        ([{"subnet_id": "v4"}, {"subnet_id": "v4", "address": "192.0.2.5"}], ["192.0.2.6", "192.0.2.5"]),
+        ([{"network_id": "n"}, {"address": "192.0.2.5"}], ["192.0.2.6", "192.0.2.5"]),
+        ([{"address": "2001:DB8::0:1"}], ["2001:db8::1"]),
+        ([{"subnet_id": "other"}], None),
+        ([{"subnet_id": "v6"}, {"subnet_id": "v6"}], None),
+    ],
+)
+def test_addresses_of_a_port_in_the_order_of_the_request(wanted, addresses):
+    vips = objects.to_vips(port(fixed_ips=FIXED), [VipRequest(**one) for one in wanted])
+    assert (vips and [one.address for one in vips]) == addresses
+
+
+def stored(rule, number="r"):
+    """A rule as Neutron returns it."""
+    return {
+        "id": number, "security_group_id": "g", "direction": rule.direction, "ethertype": rule.ethertype,
+        "protocol": rule.protocol, "port_range_min": rule.port, "port_range_max": rule.port,
+        "remote_ip_prefix": rule.cidr, "remote_group_id": "g" if rule.own_group else None,
+    }  # fmt: skip
+
+
+def test_rules_are_compared_not_made_again():
+    web = ListenerRule(protocol="tcp", port=80)
+    first = load_balancer_rules([web, ListenerRule(protocol="tcp", port=443, cidr="192.0.2.7/24")], {"IPv4"})
+    have = [stored(rule, str(number)) for number, rule in enumerate(sorted(first, key=repr))]
+    assert difference(have, first) == ((), ())
+    second = load_balancer_rules([web, ListenerRule(protocol="udp", port=53)], {"IPv4"})
+    missing, surplus = difference(have, second)
+    assert missing == (Rule(ethertype="IPv4", protocol="udp", port=53),)
+    (gone,) = [one for one in have if one["id"] in surplus]
+    assert (gone["port_range_min"], gone["remote_ip_prefix"]) == (443, "192.0.2.0/24")
+
+
+@pytest.mark.parametrize(
+    ("values", "rule"),
+    [
+        ({"protocol": "vrrp"}, Rule(ethertype="IPv4", protocol="112")),
+        (
+            {"protocol": "6", "port_range_min": 80, "port_range_max": 80},
+            Rule(ethertype="IPv4", protocol="tcp", port=80),
+        ),
+        ({"remote_ip_prefix": "0.0.0.0/0"}, Rule(ethertype="IPv4")),
+        ({"remote_group_id": "g"}, Rule(ethertype="IPv4", own_group=True)),
+        ({"remote_group_id": "other"}, Rule(ethertype="IPv4", other="r")),
+        ({"port_range_min": 1, "port_range_max": 9}, Rule(ethertype="IPv4", port=1, other="r")),
+    ],
+)
+def test_spellings_of_neutron(values, rule):
+    assert read_rule({**stored(Rule(ethertype="IPv4")), **values}) == rule
+
+
+def test_a_network_of_a_family_without_vip_opens_nothing():
+    rules = load_balancer_rules([ListenerRule(protocol="tcp", port=80, cidr="2001:db8::/32")], {"IPv4"})
+    assert not [rule for rule in rules if rule.port == 80]
+
+
+@pytest.mark.parametrize("group", list(Group))
+def test_each_group_of_the_deployment_passes_what_its_amphorae_send(group):
+    rules = group_rules(group, 9443)
+    assert {rule.ethertype for rule in rules if rule.direction == "egress" and rule.protocol is None} == {
+        "IPv4",
+        "IPv6",
+    }
+    ingress = {rule.port for rule in rules if rule.direction == "ingress"}
+    expected = {Group.TRAFFIC: {None}, Group.OUTBOUND: set(), Group.MANAGEMENT: {9443, None}}
+    assert ingress == expected.get(group, {None, 1025, 4789})
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "error", "final"),
+    [
+        (400, "InvalidIpForSubnet", UnsupportedOption, True),
+        (401, "", ConfigurationError, True),
+        (403, "PolicyNotAuthorized", NetworkError, True),
+        (404, "PortNotFound", UnsupportedOption, True),
+        (409, "IpAddressAlreadyAllocated", Conflict, True),
+        (409, "OverQuota", NetworkError, True),
+        (412, "", NetworkError, False),
+        (500, "HTTPInternalServerError", NetworkError, False),
+        (503, "", NetworkError, False),
+    ],
+)
+def test_refusals_of_neutron(status, kind, error, final):
+    body = json.dumps({"NeutronError": {"type": kind, "message": "The reason.", "detail": ""}})
+    found = translate(ApiError.of("POST", "/ports", status, body), "create a port")
+    assert (type(found), found.final) == (error, final)
+    assert "The reason" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ('{"message": "Text."}', "Text"),
+        ("<html>", "<html>"),
+        ("[]", "[]"),
+        ("", ""),
+        ("{}", "{}"),
+        ("x" * 9999, "x" * 500),
+    ],
+)
+def test_an_answer_that_is_not_neutrons(body, message):
+    assert read_message(body)[1] == message

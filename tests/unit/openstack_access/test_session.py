@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests to a service of OpenStack: how failures of the connection become errors of this provider."""
+
+import pytest
+from keystoneauth1 import exceptions
+
+from amphora_driver import config
+from amphora_driver.errors import ConfigurationError, DeadlinePassed, NetworkError
+from amphora_driver.network.neutron_client import query
+from amphora_driver.openstack import session
+from amphora_driver.openstack.errors import ApiError, TimedOut
+from amphora_driver.openstack.session import Service
+
+
+class Adapter:
+    def __init__(self, answer):
+        self._answer = answer
+
+    def request(self, *_, **__):
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+
+class Answer:
+    def __init__(self, status_code, text):
+        self.status_code, self.text, self.content = status_code, text, text.encode()
+
+    def json(self):
+        raise ValueError(self.text)
+
+
+def service(answer, tmp_path):
+    file = tmp_path / "test.conf"
+    file.write_text("")
+    made = Service(config.load([str(file)]), "network", "neutron", 1.0)
+    made._adapter = Adapter(answer)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("failure", "error", "final"),
+    [
+        (exceptions.ConnectTimeout("slow"), TimedOut, False),
+        (exceptions.ConnectFailure("refused"), NetworkError, False),
+        (exceptions.Unauthorized("no"), ConfigurationError, True),
+        (exceptions.EndpointNotFound("no"), NetworkError, False),
+        (DeadlinePassed("wait", "it is late"), DeadlinePassed, False),
+        (ImportError("No module named 'openstack'"), ConfigurationError, True),
+        (Answer(200, "<html>"), NetworkError, False),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) or type(value).__name__,
+)
+def test_failures_of_the_connection(tmp_path, failure, error, final):
+    with pytest.raises(error) as caught:
+        service(failure, tmp_path).request("GET", "/ports")
+    assert (type(caught.value), caught.value.final) == (error, final)
+
+
+def test_a_refusal_and_an_empty_answer(tmp_path):
+    with pytest.raises(ApiError) as caught:
+        service(Answer(404, '{"NeutronError": {"type": "PortNotFound", "message": "gone"}}'), tmp_path).request(
+            "GET", "/"
+        )
+    assert (caught.value.status, caught.value.kind, caught.value.message) == (404, "PortNotFound", "gone")
+    assert service(Answer(204, ""), tmp_path).request("DELETE", "/") is None
+
+
+def test_an_account_that_is_not_configured(tmp_path):
+    found = service(None, tmp_path)
+    found._adapter = None
+    with pytest.raises(ConfigurationError, match="auth_type is not set"):
+        found.request("GET", "/ports")
+    assert session.GROUP == "amp_openstack"
+
+
+def test_parameters_of_a_list():
+    assert query(("id",), {"name": ("a", "b"), "device_id": "c"}) == (
+        ("device_id", "c"), ("name", "a"), ("name", "b"), ("fields", "id"),
+    )  # fmt: skip
