@@ -87,7 +87,7 @@ class StepExecutor:
         """
         what = {name: value for name, value in msgspec.structs.asdict(step).items() if name != "reason"}
         words = (view.load_balancer_id, type(step).__name__, what or "", step.reason)
-        LOG.info("load balancer %s: begin of step %s %s because %s", *words)
+        LOG.info("load balancer %s: starting step %s %s because %s", *words)
         self._job.begin_step()
         self._job.ensure_may_act()
         self._network: Network = self._context.catalogue.network(view.network)

@@ -77,7 +77,7 @@ def test_a_controller_killed_in_the_middle_of_a_creation(cloud, stack, moment):
     def reached():
         with log.open("rb") as file:
             file.seek(begin)
-            return f": {moment} ".encode() in file.read()
+            return f": starting step {moment} ".encode() in file.read()
 
     made = cloud.balancers.create_load_balancer(name=f"killed-{moment.lower()}", vip_subnet_id=topology.VIP_SUBNET)
     cloud.until(reached, f"the step {moment}")

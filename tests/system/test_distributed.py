@@ -120,7 +120,7 @@ def text(stack, name):
 
 def worked_on(stack, name, begin=0):
     """The load balancers a controller did anything for."""
-    return set(re.findall(r"load balancer (\S+): Record ", text(stack, name)[begin:]))
+    return set(re.findall(r"load balancer (\S+): starting step Record ", text(stack, name)[begin:]))
 
 
 def create(cloud, name):

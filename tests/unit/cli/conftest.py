@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`amphoractl` as setup.cfg wires it, installed or not."""
+"""`amphoractl` with the entry points of setup.cfg, installed or not."""
 
 import configparser
 import importlib
@@ -31,7 +31,7 @@ def resolve(target):
 
 
 def run_amphoractl(path, *words):
-    """Status, standard output and standard error of one command line."""
+    """Run one command line; return its status, standard output and standard error."""
     commands = CommandManager(COMMANDS)
     for name, target in entry_points(COMMANDS):
         commands.add_command(name.replace("_", " "), resolve(target))
@@ -43,7 +43,7 @@ def run_amphoractl(path, *words):
 
 @pytest.fixture(autouse=True)
 def logging_as_it_was():
-    """Cliff gives the root logger a handler for its own standard error, which a test closes."""
+    """Restore the root logger: cliff adds a handler for its standard error, which a test closes."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield
@@ -53,13 +53,13 @@ def logging_as_it_was():
 
 @pytest.fixture(name="entry_points")
 def entry_points_of():
-    """Names and targets of a group in setup.cfg."""
+    """Return names and targets of a group in setup.cfg."""
     return entry_points
 
 
 @pytest.fixture(name="resolve")
 def resolve_target():
-    """What a target of an entry point names."""
+    """Return the object that an entry point's target names."""
     return resolve
 
 
@@ -86,5 +86,5 @@ def filled(tmp_path):
 
 @pytest.fixture
 def amphoractl():
-    """Runs a command line: configuration file, then the words."""
+    """Return a function that runs a command line: configuration file, then the words."""
     return run_amphoractl

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator's commands, against a real database, wired as setup.cfg wires them."""
+"""The operator's commands with a real database and the entry points of setup.cfg."""
 
 from __future__ import annotations
 
@@ -110,11 +110,11 @@ def fill(connection):
     )
     seen = {"seen_at": time.time() - 5, "generation": 7, "agent_version": "0.1.0"}
     connection.execute(amphora_heartbeat.insert().values(amphora_id=AMPHORA, **seen))
-    happened(connection)
+    fill_events(connection)
 
 
-def happened(connection):
-    """A pool of spares with one in it, a fail-over that goes on, an amphora that is mute, and what Octavia hears."""
+def fill_events(connection):
+    """Insert a pool with one spare, an open fail-over, a mute amphora, and reports for Octavia."""
     connection.execute(job.insert().values(load_balancer_id=POOL, op="spares", generation=1, dirty=True))
     spare = {"id": SPARE, "load_balancer_id": POOL, "role": "SPARE", "state": "ready", "heartbeat_key": b"sealed-key"}
     connection.execute(amphora.insert().values(created_at=1.0, **spare))
@@ -138,12 +138,12 @@ def database(config_file):
 
 @pytest.fixture
 def run(config_file, amphoractl):
-    """Runs a command line on that configuration, or another one."""
+    """Return a function that runs a command line with this configuration, or another one."""
     return lambda *words, path=config_file: amphoractl(path, *words)
 
 
-def test_every_entry_point_of_the_group_is_there(entry_points, resolve):
-    """Every command of setup.cfg resolves, and says in its first line what it is for."""
+def test_every_entry_point_of_the_group_resolves(entry_points, resolve):
+    """Each command of setup.cfg resolves and has a help line."""
     commands = entry_points(COMMANDS)
     assert {name for name, _target in commands} >= {"loadbalancer_list", "status_check", "database_upgrade"}
     assert all((resolve(target).__doc__ or "").strip() for _name, target in commands)
@@ -177,7 +177,7 @@ def test_loadbalancer_list(run):
     assert "Applied" in run("loadbalancer", "list")[1]
 
 
-def test_loadbalancer_list_with_everything(run):
+def test_loadbalancer_list_long(run):
     first, second = json.loads(run("loadbalancer", "list", "--long", "-f", "json")[1])
     assert first["VIPs"] == ["198.51.100.5"]
     assert first["Reason"] == "two members are down"
@@ -236,7 +236,7 @@ def test_loadbalancer_show(run):
     assert len(json.loads(run("loadbalancer", "show", LB, "--requests", "1", "-f", "json")[1])["Requests"]) == 1
 
 
-def test_loadbalancer_show_for_a_person(run):
+def test_loadbalancer_show_as_a_table(run):
     table = run("loadbalancer", "show", LB, "--max-width", "0")[1]
     for words in (
         "not applied yet",
@@ -248,7 +248,7 @@ def test_loadbalancer_show_for_a_person(run):
         "1: silent, begun",
     ):
         assert words in table
-    assert "as configured" in run("loadbalancer", "show", OTHER)[1], "one that is removed has no profile left"
+    assert "as configured" in run("loadbalancer", "show", OTHER)[1], "a removed load balancer has no profile"
 
 
 def test_loadbalancer_render(run):
@@ -257,7 +257,7 @@ def test_loadbalancer_render(run):
     assert "198.51.100.5:80" in out
 
 
-def test_loadbalancer_render_asks_the_configuration(run, config_file):
+def test_loadbalancer_render_uses_the_configuration(run, config_file):
     config_file.write_text(config_file.read_text() + "[amp_haproxy]\ntimeout_client_data = 1234\n")
     assert "timeout client 1234" in run("loadbalancer", "render", LB)[1]
 
@@ -297,7 +297,7 @@ def test_amphora_show_prints_a_spare(run):
     assert (shown["ID"], shown["Role"], shown["Load balancer"]) == (SPARE, "SPARE", POOL)
 
 
-def test_pair_reports_its_vip_holder(run, config_file):
+def test_amphora_show_names_the_vip_holder_of_a_pair(run, config_file):
     other = AMPHORA.replace("0b9d", "0b9e")
     partners = json.dumps([{"id": other, "address": "198.51.100.12"}])
     database = Database(f"sqlite:///{config_file.parent}/db.sqlite")
@@ -343,7 +343,7 @@ def test_missing_records_are_reported(run, caplog, words):
     assert "nothing is recorded under this id" in caplog.text
 
 
-def test_no_database_is_made_by_looking(run, tmp_path, caplog):
+def test_a_read_command_creates_no_database(run, tmp_path, caplog):
     path = tmp_path / "other.conf"
     path.write_text(f"[amp_database]\nconnection = sqlite:///{tmp_path}/none.sqlite\n")
     assert run("amphora", "list", path=path)[0] == 1
@@ -351,11 +351,11 @@ def test_no_database_is_made_by_looking(run, tmp_path, caplog):
     assert not (tmp_path / "none.sqlite").exists()
 
 
-def test_a_missing_configuration_file_is_said(run, tmp_path, caplog):
+def test_a_missing_configuration_file_is_reported(run, tmp_path, caplog):
     assert run("amphora", "list", path=tmp_path / "none.conf")[0] == 1
     assert "none.conf" in caplog.text
 
 
-def test_without_a_command_there_is_help(capsys):
+def test_without_a_command_amphoractl_prints_help(capsys):
     main([])
     assert capsys.readouterr().out.startswith("usage: amphoractl")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Certificates and authorities as an operator sees them, and how one is rotated."""
+"""`amphoractl` lists certificates and CAs, and rotates a CA."""
 
 import json
 import time
@@ -19,7 +19,7 @@ DAY = 86400.0
 
 @pytest.fixture
 def place(tmp_path):
-    """A configuration with the files of both authorities, and an empty database."""
+    """A configuration with the files of both CAs, and an empty database."""
     keys = tmp_path / "keys"
     keys.write_bytes(Fernet.generate_key())
     keys.chmod(0o600)
@@ -84,7 +84,7 @@ def test_certificates_of_amphorae(amphoractl, place, database):
     assert len(answer(amphoractl, place, "certificate", "list", "--loadbalancer", "lb1")) == 2
 
 
-def test_an_authority_is_rotated_by_one_command(amphoractl, place, database):
+def test_a_ca_is_rotated_with_one_command(amphoractl, place, database):
     record(database, 0, 0)
     files = answer(amphoractl, place, "ca", "list")
     assert [(one["ID"], one["Kind"], one["State"], one["Amphorae"]) for one in files] == [
@@ -107,11 +107,11 @@ def test_an_authority_is_rotated_by_one_command(amphoractl, place, database):
     assert status == 1
     assert "has not ended" in err
     keys = [one.sealed_key for one in database.read(ca_records.list_cas)]
-    assert keys[0] is None, "the one of the files stays in its file"
-    assert keys[1].startswith(b"gAAAA"), "sealed"
+    assert keys[0] is None, "the key of the CA from a file stays in its file"
+    assert keys[1].startswith(b"gAAAA"), "the key is sealed"
 
 
-def test_once_rotated_the_files_are_not_asked_for(amphoractl, place, database):
+def test_after_a_rotation_the_ca_files_are_not_needed(amphoractl, place, database):
     answer(amphoractl, place, "ca", "rotate", "--kind", "amphora")
     old, new = database.read(ca_records.list_cas)
     database.write(lambda c: ca_records.change_ca_states(c, {old: CaState.GONE, new: CaState.CURRENT}, 1.0))
@@ -130,7 +130,7 @@ def test_unreadable_files_are_an_error(amphoractl, place):
     assert "client_ca" in err
 
 
-def test_no_key_is_shown(amphoractl, place):
+def test_no_output_shows_a_key(amphoractl, place):
     shown = "".join(
         amphoractl(place, *words, "-f", form)[1]
         for form in ("json", "table", "yaml")

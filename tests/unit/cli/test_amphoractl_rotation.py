@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotations and controllers from the command line, against a real database."""
+"""Commands for image rotations and controllers, with a real database."""
 
 import json
 import socket
@@ -39,7 +39,7 @@ def _fill(connection):
 
 @pytest.fixture
 def run(tmp_path, database, amphoractl):
-    """Runs a command line; what it prints as JSON, if it is told to."""
+    """Return a function that runs a command line and returns its JSON output, if any."""
 
     def run(*words, fails=False):
         status, out, err = amphoractl(tmp_path / "amphora-driver.conf", *words)
@@ -49,7 +49,7 @@ def run(tmp_path, database, amphoractl):
     return run
 
 
-def test_a_rotation_from_the_beginning_to_its_end(run, database):
+def test_a_complete_rotation(run, database):
     assert run("rotate", "--image", "new", "--dry-run", "-f", "json") == {"Load balancers": 2, "Amphorae": 2}
     assert run("rotation", "list", "-f", "json") == []
     assert "no rotation is recorded" in run("rotation", "show", fails=True)
@@ -95,7 +95,7 @@ def _one_done_one_running(connection):
         (("--older-than", "50", "--topology", "SINGLE"), "--older-than 50 --topology SINGLE"),
     ],
 )
-def test_which_ones(run, words, wanted):
+def test_the_selection_options(run, words, wanted):
     assert run("rotate", *words, "-f", "json")["Wanted"] == wanted
 
 
@@ -108,7 +108,7 @@ def test_which_ones(run, words, wanted):
         (("--all", "--project", "nobody"), "the selection contains no amphora to replace"),
     ],
 )
-def test_refused_in_words(run, words, error):
+def test_a_refused_rotation_states_the_cause(run, words, error):
     assert error in run("rotate", *words, fails=True)
 
 
@@ -118,7 +118,7 @@ def test_contradictory_arguments_are_refused(run, words):
         run("rotate", *words)
 
 
-def test_controllers(run, database):
+def test_controllers_are_listed_and_drained(run, database):
     one = ProcessRegistration(database, "here:1:aa", ProcessKind.CONTROLLER)
     one.heartbeat(jobs=3)
     ProcessRegistration(database, "here:2:bb", ProcessKind.HEALTH_MANAGER).heartbeat()

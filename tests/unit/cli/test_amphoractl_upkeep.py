@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator looks after: pending work and its history, the schema, keys."""
+"""Commands for pending work, history, the schema and encryption keys."""
 
 import json
 import time
@@ -52,7 +52,7 @@ def answer(amphoractl, place, *words):
     return json.loads(out)
 
 
-# --- work and its history ------------------------------------------------------------------------------------------
+# --- jobs and history ----------------------------------------------------------------------------------------------
 
 
 def row(number, **more):
@@ -76,7 +76,7 @@ def row(number, **more):
     }
 
 
-def test_work_that_is_left_is_listed_with_what_it_waits_for(amphoractl, place, database):
+def test_pending_jobs_are_listed_with_their_cause(amphoractl, place, database):
     now = time.time()
     put(
         database,
@@ -148,8 +148,8 @@ def test_work_that_is_left_is_listed_with_what_it_waits_for(amphoractl, place, d
     assert "no answer" in amphoractl(place, "job", "list", "--max-width", "0")[1]
 
 
-def test_the_history_joins_calls_fail_overs_and_resyncs(amphoractl, place, database):
-    """Newest first, and of a load balancer that is gone too."""
+def test_the_history_contains_calls_failovers_and_resyncs(amphoractl, place, database):
+    """The newest entry is first; deleted load balancers are included."""
     common = {"load_balancer_id": LB, "object_id": LB}
     begun, over = {"accepted_at": 1000.0, "applied_at": 1002.5}, {"accepted_at": 1100.0, "applied_at": 1101.0}
     put(
@@ -204,7 +204,7 @@ def test_the_history_joins_calls_fail_overs_and_resyncs(amphoractl, place, datab
 # --- the schema ----------------------------------------------------------------------------------------------------
 
 
-def test_a_new_database_is_made_by_upgrading(amphoractl, place, caplog):
+def test_an_upgrade_creates_a_database(amphoractl, place, caplog):
     assert amphoractl(place, "database", "status")[0] == 1
     assert "amphoractl database upgrade" in caplog.text
     newest = schema_check.known_revisions()[-1]
@@ -219,7 +219,7 @@ def test_a_new_database_is_made_by_upgrading(amphoractl, place, caplog):
     }
 
 
-def test_another_schema_is_told_of_and_nothing_else_works(amphoractl, place, database, caplog):
+def test_another_schema_is_reported_and_refused(amphoractl, place, database, caplog):
     database.write(lambda connection: connection.execute(sa.text("DROP TABLE alembic_version")))
     shown = answer(amphoractl, place, "database", "status")
     assert (shown["Schema"], shown["Fits"]) == ("", False)
@@ -229,7 +229,7 @@ def test_another_schema_is_told_of_and_nothing_else_works(amphoractl, place, dat
 
 
 @pytest.mark.parametrize("how", ["duty", "lease", "sign of life"])
-def test_upgrade_is_refused_while_processes_run(amphoractl, place, database, monkeypatch, caplog, how):
+def test_an_upgrade_is_refused_while_processes_run(amphoractl, place, database, monkeypatch, caplog, how):
     now, name = time.time(), "host:7:abc"
     if how == "duty":
         put(database, duty, {"name": "housekeeping", "owner": name, "epoch": 1, "leased_until": now + 30})
@@ -238,7 +238,7 @@ def test_upgrade_is_refused_while_processes_run(amphoractl, place, database, mon
     else:
         said = {"kind": "controller", "host": "host", "version": "1", "started_at": now, "seen_at": now - 2}
         put(database, process, {"name": name, "beat": 1, "jobs": 0, "draining": False, **said})
-    # To the next version this one is an old one.
+    # For the next revision, the current schema is an old one.
     newer = (*schema_check.known_revisions(), "9999")
     monkeypatch.setattr(schema_check, "known_revisions", lambda: newer)
     monkeypatch.setattr(migrate, "upgrade", lambda _: migrate.Upgrade(before="here", after="9999"))
@@ -257,7 +257,7 @@ def test_upgrade_is_refused_while_processes_run(amphoractl, place, database, mon
 BOUND = {"Misplaced": 0}
 
 
-def test_keys_are_rotated(amphoractl, place, database):
+def test_encryption_keys_are_rotated(amphoractl, place, database):
     keys = place.parent / "keys"
     old, new = keys.read_bytes(), Fernet.generate_key()
     vault = Vault([old])
@@ -307,7 +307,7 @@ def test_keys_are_rotated(amphoractl, place, database):
     ] * 2
 
 
-def test_copied_secret_is_counted(amphoractl, place, database):
+def test_a_copied_secret_is_counted(amphoractl, place, database):
     machine = {"load_balancer_id": LB, "role": "single", "state": "ready", "created_at": 0.0}
     copied = Vault([(place.parent / "keys").read_bytes()]).seal(Secret(b"canary"), key_location("another"))
     put(database, amphora, {"id": "b", **machine, "heartbeat_key": copied})
@@ -318,7 +318,7 @@ def test_copied_secret_is_counted(amphoractl, place, database):
 
 
 @pytest.mark.parametrize("form", ["json", "yaml", "table", "value"])
-def test_no_form_of_output_shows_a_key(amphoractl, place, database, form):
+def test_no_output_format_shows_a_key(amphoractl, place, database, form):
     key = (place.parent / "keys").read_bytes().decode()
     put(
         database,
@@ -338,7 +338,7 @@ def test_no_form_of_output_shows_a_key(amphoractl, place, database, form):
         assert not [word for word in (key, "canary", "gAAAA") if word in out + err]
 
 
-def test_world_readable_key_file_is_refused(amphoractl, place, database, caplog):
+def test_a_world_readable_key_file_is_refused(amphoractl, place, database, caplog):
     (place.parent / "keys").chmod(0o644)
     assert amphoractl(place, "secrets", "status")[0] == 1
     assert "chmod o-rwx" in caplog.text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows from rows, check by check: result, and that the sentence says what to do."""
+"""Status checks on rows: the result of each check, and the advice in its text."""
 
 from types import SimpleNamespace as Row
 
@@ -42,7 +42,7 @@ ALIVE = [process(kind) for kind in ("controller", "health-manager", "provider-ag
         ([*ALIVE, process("controller", version="2")], [OK, OK, OK, WARNING], "several are in use: 1, 2"),
     ],
 )
-def test_processes(rows, results, words):
+def test_the_check_of_processes(rows, results, words):
     found = status_checks.check_processes(rows, NOW, "1")
     assert [one.name for one in found] == ["Controllers", "Health managers", "Provider agents", "Versions"]
     assert [one.result for one in found] == results
@@ -65,7 +65,7 @@ def balancer(name, provisioning="ACTIVE", operating="ONLINE", since=None, pendin
         ([balancer(str(one), "ERROR") for one in range(7)], [FAILURE, OK], "0, 1, 2, 3, 4 and 2 more"),
     ],
 )
-def test_load_balancers(found, results, words):
+def test_the_check_of_load_balancers(found, results, words):
     lines = status_checks.check_load_balancers(found, NOW, 600.0)
     assert [one.result for one in lines] == results
     assert words in " ".join(one.details for one in lines)
@@ -80,7 +80,7 @@ def test_load_balancers(found, results, words):
         ([Row(load_balancer_id="a", begun_at=NOW - 999, served_at=None)], FAILURE, "more than 15 min"),
     ],
 )
-def test_failovers(rows, result, words):
+def test_the_check_of_failovers(rows, result, words):
     found = status_checks.check_failovers(rows, NOW, 900.0)
     assert (found.result, words in found.details) == (result, True)
 
@@ -93,7 +93,7 @@ def test_failovers(rows, result, words):
         ([Row(id=3, state="paused", reason="lb-1 failed")], WARNING, "3: lb-1 failed"),
     ],
 )
-def test_rotations(rows, result, words):
+def test_the_check_of_rotations(rows, result, words):
     found = status_checks.check_rotations(rows)
     assert (found.result, words in found.details) == (result, True)
 
@@ -117,7 +117,7 @@ def breaker(name, state, **more):
         ([breaker(circuit_breaker.SIGHT, "blind", reason="no route")], WARNING, "blind: no route"),
     ],
 )
-def test_the_breaker(rows, result, words):
+def test_the_check_of_the_breaker(rows, result, words):
     found = status_checks.check_breaker({row.name: row for row in rows})
     assert (found.result, words in found.details) == (result, True)
 
@@ -130,7 +130,7 @@ def test_the_breaker(rows, result, words):
         ([], 1, WARNING, "Set [amp_failover] witnesses"),
     ],
 )
-def test_witnesses(witnesses, machines, result, words):
+def test_the_check_of_witnesses(witnesses, machines, result, words):
     found = status_checks.check_witnesses(witnesses, [machine()] * machines)
     assert (found.result, words in found.details) == (result, True)
 
@@ -172,7 +172,7 @@ def machine(**more):
         ("certificates", {"certificate_issued_at": None}, OK, "the first"),
     ],
 )
-def test_amphorae(check, more, result, words):
+def test_the_check_of_amphorae(check, more, result, words):
     asked = {
         "silence": lambda rows: status_checks.check_silent_amphorae(rows, NOW, 7.0),
         "drift": status_checks.check_drift,
@@ -202,13 +202,13 @@ def test_amphorae(check, more, result, words):
         (["a-1970-13-01", "a-11970-01-011"], 1, OK, "none has a date"),
     ],
 )
-def test_images(images, days, result, words):
+def test_the_check_of_images(images, days, result, words):
     found = status_checks.check_images([machine(image=image) for image in images], NOW, days)
     assert (found.result, words in found.details) == (result, True), found.details
     assert ("amphoractl rotate --image" in found.details) is (result is WARNING)
 
 
-def test_zombies():
+def test_the_check_of_unknown_amphorae():
     assert status_checks.check_unknown_amphorae([]).result is OK
     found = status_checks.check_unknown_amphorae([Row(amphora_id="z")])
     assert (found.result, "z. Run: amphoractl unknown-amphora list" in found.details) == (WARNING, True)
@@ -223,7 +223,7 @@ def test_zombies():
         ({"ca": NOW - 1, "other": NOW + 9}, FAILURE, "expired: ca. Run: amphoractl ca rotate"),
     ],
 )
-def test_authorities(ends, result, words):
+def test_the_check_of_cas(ends, result, words):
     found = status_checks.check_authorities(ends, NOW)
     assert (found.result, words in found.details) == (result, True), found.details
 
@@ -242,10 +242,10 @@ def resync(outcome=None, asked=1.0):
         ([resync(asked=999)], WARNING, "1 load balancers wait for a resync: a"),
     ],
 )
-def test_octavias_records(rows, result, words):
+def test_the_check_of_resyncs(rows, result, words):
     found = status_checks.check_resyncs(rows, NOW, 600.0)
     assert (found.result, words in found.details) == (result, True)
 
 
-def test_words():
+def test_ages_and_lists_as_text():
     assert [one.word for one in Result] == ["Success", "Warning", "Failure"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fail-overs, the breaker and zombies, as an operator sees and sets them: rows only."""
+"""Commands for fail-overs, the circuit breaker and unknown amphorae."""
 
 import json
 import time
@@ -24,7 +24,7 @@ def database(tmp_path):
 
 @pytest.fixture
 def shown(amphoractl, tmp_path, database):
-    """Runs a command; its answer as a program reads it, or as a person does (`human`)."""
+    """Return a function that runs a command; it returns JSON, or a table (`human`)."""
     path = tmp_path / "amphora-driver.conf"
     path.write_text(f"[amp_database]\nconnection = {database.url}\n")
 
@@ -73,7 +73,7 @@ def replaced(database):
 
 
 @pytest.mark.usefixtures("replaced")
-def test_the_list_has_the_newest_first(shown):
+def test_the_list_starts_with_the_newest_failover(shown):
     rows = shown("failover", "list")
     assert [row["ID"] for row in rows] == [2, 1]
     assert rows[1] == {
@@ -118,7 +118,7 @@ def test_an_unknown_failover_is_reported(amphoractl, shown):
         ({"state": "trial", "reason": "9 of 20"}, "", "one fail-over at a time, for a trial (9 of 20)"),
     ],
 )
-def test_the_permitted_number_of_failovers(shown, database, rows, options, words):
+def test_the_permitted_failovers_are_shown(shown, database, rows, options, words):
     with shown.path.open("a") as file:
         file.write(options)
     detects(database)
@@ -127,7 +127,7 @@ def test_the_permitted_number_of_failovers(shown, database, rows, options, words
     assert shown("failover", "status")["Allowed now"] == words
 
 
-def test_without_a_detector_nothing_is(shown, database):
+def test_without_a_detector_no_failover_is_permitted(shown, database):
     sees(database, state="closed")
     found = shown("failover", "status")
     assert found["Allowed now"].startswith("nothing: no controller detects silent amphorae")
@@ -171,7 +171,7 @@ def test_the_breaker_is_held_open_and_closed(shown, database):
     assert found["Reason"].startswith("closed by ")
 
 
-def test_zombies(shown, database):
+def test_unknown_amphorae_are_listed(shown, database):
     assert shown("unknown-amphora", "list") == []
     put(
         database,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`amphora failover`, `loadbalancer failover` and `spare list`: rows only, with explanations for the operator."""
+"""`amphora failover`, `loadbalancer failover` and `spare list`, with explanations for the operator."""
 
 import json
 import time
@@ -70,7 +70,7 @@ def states(database):
     return {row.id: row.state for row in rows(database, amphora)}
 
 
-def test_an_amphora_is_to_be_replaced(said, database):
+def test_amphora_failover_retires_the_amphora(said, database):
     status, out, err = said("amphora", "failover", SECOND[:-1] + "1", "--reason", "its disk is old")
     assert (status, err) == (0, "")
     assert f"Amphora {SECOND} is to be replaced" in out
@@ -81,10 +81,12 @@ def test_an_amphora_is_to_be_replaced(said, database):
     assert states(database)[SECOND] == "retiring"
     assert states(database)[FIRST] == "ready"
     owner = next(one for one in rows(database, job) if one.load_balancer_id == LB)
-    assert (owner.dirty, owner.due_at, owner.generation) == (True, URGENT, 3), "no generation, and nothing is PENDING"
+    assert (owner.dirty, owner.due_at, owner.generation) == (True, URGENT, 3), (
+        "no new generation, and no object is PENDING"
+    )
 
 
-def test_all_of_a_load_balancer_are(said, database):
+def test_loadbalancer_failover_retires_all_amphorae(said, database):
     status, out, _ = said("loadbalancer", "failover", LB)
     assert status == 0
     assert "2 amphorae" in out
@@ -103,9 +105,9 @@ def test_all_of_a_load_balancer_are(said, database):
         (("loadbalancer", "failover", FRESH), "it has no amphora yet"),
         (("loadbalancer", "failover", SPEC.id), "nothing is recorded"),
     ],
-    ids=["a spare", "deleted", "unknown", "its load balancer is deleted", "no amphora", "a pool"],
+    ids=["a spare", "deleted", "unknown", "load balancer deleted", "no amphora", "a pool"],
 )
-def test_refused_requests(said, database, words, reason):
+def test_a_refused_request_states_the_cause(said, database, words, reason):
     status, _, err = said(*words)
     assert status != 0
     assert reason.removeprefix("it ") in err

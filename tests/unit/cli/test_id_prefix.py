@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Beginnings of ids: one object is meant, or none."""
+"""Id prefixes select exactly one object, or are refused."""
 
 import migrated
 import pytest
@@ -50,7 +50,7 @@ def test_a_prefix_selects_one_object(database, text, found):
         ("9999", "nothing is recorded"),
     ],
 )
-def test_none_or_several_are_refused(database, text, words):
+def test_a_prefix_of_none_or_several_objects_is_refused(database, text, words):
     with pytest.raises(UnknownObject, match=words):
         database.read(lambda c: queries.find_load_balancer_id(c, text))
 
@@ -61,7 +61,7 @@ def test_a_deleted_object_is_found_for_its_history(database):
         database.read(lambda c: queries.find_load_balancer_id(c, "5", deleted=True))
 
 
-def test_a_long_list_is_cut(database):
+def test_a_long_list_of_matches_is_cut(database):
     assert database.read(lambda c: queries.find_amphora_id(c, "ab07")) == "ab07"
     with pytest.raises(UnknownObject, match=r"ab00, .*ab09 and others have this prefix"):
         database.read(lambda c: queries.find_amphora_id(c, "ab"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What programs read never changes its name, and every command speaks every format."""
+"""Output for programs keeps its names, and every command supports every format."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from amphora_driver.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[3]
 DOCS = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"]
-# Columns as programs know them. A name may be added at the end; none may go or change.
+# Column names for programs. A name may be added at the end; no name may be removed or changed.
 HEADS = {
     loadbalancer.LIST_HEAD: (
         *("ID", "Name", "Project", "Topology", "Provisioning", "Operating", "Wanted", "Applied", "Amphorae"),
@@ -39,7 +39,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize(("head", "names"), HEADS.items())
-def test_names_of_columns_stay(head, names):
+def test_column_names_stay(head, names):
     assert head == names
 
 
@@ -70,7 +70,7 @@ NOW = time.time()
         (formatting.Timestamp(0.0), "1970-01-01 00:00:00 UTC", "1970-01-01T00:00:00+00:00"),
     ],
 )
-def test_values_for_people_and_for_programs(value, person, program):
+def test_values_in_tables_and_for_programs(value, person, program):
     assert (value.human_readable(), value.machine_readable()) == (person, program)
 
 
@@ -81,19 +81,19 @@ def test_a_failover_in_a_table():
     assert shown == "3: silent, begun 1 min 30 s ago, served again after 2.0 s, amphora a (no reason given)"
 
 
-def test_names_of_columns_of_a_failover_are_plain_text():
+def test_column_names_of_a_failover_are_plain_text():
     (shown,) = formatting.Failovers([{quoted_name("begun_at", None): 0.0}]).machine_readable()
     assert {name: type(name) for name in shown} == {"begun_at": str}
 
 
-# --- every format ---------------------------------------------------------------------------------------------------
+# --- output formats -------------------------------------------------------------------------------------------------
 
 LISTS = ("loadbalancer list", "loadbalancer list --long", "amphora list", "job list", "status check")
 
 
 @pytest.mark.parametrize("command", LISTS)
 @pytest.mark.parametrize("form", ["table", "json", "yaml", "value", "csv"])
-def test_lists_speak_every_format(amphoractl, filled, command, form):
+def test_lists_support_every_format(amphoractl, filled, command, form):
     status, out, err = amphoractl(filled, *command.split(), "-f", form)
     assert (status in {0, 1, 2}, err) == (True, "")
     assert out.strip()
@@ -103,7 +103,7 @@ def test_lists_speak_every_format(amphoractl, filled, command, form):
 
 @pytest.mark.parametrize("command", ["loadbalancer show 52cf", "amphora show 0b9d"])
 @pytest.mark.parametrize("form", ["table", "json", "yaml", "value", "shell"])
-def test_single_objects_speak_every_format(amphoractl, filled, command, form):
+def test_single_objects_support_every_format(amphoractl, filled, command, form):
     status, out, err = amphoractl(filled, *command.split(), "-f", form)
     assert (status, err) == (0, "")
     assert "0b9d1c52" in out
@@ -116,12 +116,12 @@ def test_a_single_column_can_be_selected(amphoractl, filled):
 # --- completion -----------------------------------------------------------------------------------------------------
 
 
-def test_completion_knows_every_command(amphoractl, filled, entry_points):
+def test_completion_contains_every_command(amphoractl, filled, entry_points):
     status, out, _err = amphoractl(filled, "complete")
     assert status == 0
     for name, _target in entry_points(COMMANDS):
         *groups, verb = name.split("_")
-        variable = "_".join(["cmds", *groups]).replace("-", "_")  # a name of bash
+        variable = "_".join(["cmds", *groups]).replace("-", "_")  # a bash variable name
         assert re.search(rf"^\s*{variable}='.*\b{verb}\b", out, re.MULTILINE), name
     assert "--remove-unknown" in out
 
@@ -130,7 +130,7 @@ def test_completion_knows_every_command(amphoractl, filled, entry_points):
 
 
 def named_commands():
-    """Every command line in the documents that begins with amphoractl, and where."""
+    """Return every command line in the documents that begins with amphoractl, and its place."""
     found = {}
     for path in DOCS:
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -139,18 +139,18 @@ def named_commands():
     return found
 
 
-def test_every_command_in_the_documents_is_there(entry_points):
+def test_every_command_in_the_documents_exists(entry_points):
     known = {name.replace("_", " ") for name, _target in entry_points(COMMANDS)} | {"complete", "help"}
     groups = {name.partition(" ")[0] for name in known}
     wrong = []
     for line, page in named_commands().items():
         words = [word for word in shlex.split(line.replace("'", ""), comments=True) if not word.startswith("-")]
         named = [" ".join(words[:number]).rstrip(".,:)") for number in (3, 2, 1)]
-        # A group alone is a way of speaking: `amphoractl secrets`.
+        # A group alone names several commands: `amphoractl secrets`.
         if not known & set(named) and not (named[-1] in groups and len(words) == 1):
             wrong.append(f"{page}: amphoractl {line}")
     assert wrong == []
 
 
-def test_the_documents_name_some():
+def test_the_documents_contain_commands():
     assert len(named_commands()) > 20

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`status check` as a whole: exit status, and that one thing that is missing hides nothing else."""
+"""`status check`: the exit status; one missing component hides no other finding."""
 
 import datetime as dt
 import json
@@ -52,7 +52,7 @@ def certificate(days):
 
 
 class Sockets:
-    """A listener on the sockets of octavia-driver-agent that answers complete documents."""
+    """A fake of octavia-driver-agent's sockets that answers with complete documents."""
 
     def __init__(self, folder):
         self.heard = []
@@ -126,8 +126,8 @@ def sockets(folder):
 
 
 @pytest.fixture
-def well(database, sockets):
-    """Everything is as it should be."""
+def healthy(database, sockets):
+    """Rows of a control plane without findings."""
 
     def write(connection):
         for kind in ("controller", "health-manager", "provider-agent"):
@@ -147,16 +147,16 @@ def check(amphoractl, place):
     return run
 
 
-def test_all_is_well(check, well, sockets):
+def test_a_healthy_control_plane_has_no_findings(check, healthy, sockets):
     status, found = check()
     assert {name: result for name, (result, _) in found.items()} == dict.fromkeys(NAMES, "Success")
     assert status == 0
-    assert tuple(found) == NAMES, "programs read them in this order"
-    assert len(sockets.heard) == 3, "each was asked for nothing, as a whole document"
+    assert tuple(found) == NAMES, "programs read the results in this order"
+    assert len(sockets.heard) == 3, "each socket got one complete empty document"
     assert check("--problems") == (0, {})
 
 
-def test_without_a_database_the_rest_is_looked_at(check, place, amphoractl):
+def test_without_a_database_the_other_checks_run(check, place, amphoractl):
     status, found = check()
     assert status == 2
     assert found["Database"][0] == "Failure"
@@ -172,11 +172,11 @@ def test_no_process_is_alive(check, database):
     assert found["Octavia's sockets"][0] == "Failure"
 
 
-def test_octavias_sockets_are_on_another_host(check, well, sockets):
+def test_octavias_sockets_on_another_host_are_no_finding(check, healthy, sockets):
     sockets.close()
     status, found = check()
     assert (status, found["Octavia's sockets"][0]) == (2, "Failure")
-    well.write(lambda c: c.execute(process.update().values(host="elsewhere")))
+    healthy.write(lambda c: c.execute(process.update().values(host="elsewhere")))
     status, found = check()
     assert (status, found["Octavia's sockets"]) == (
         0,
@@ -184,20 +184,20 @@ def test_octavias_sockets_are_on_another_host(check, well, sockets):
     )
 
 
-def test_keys(check, well, folder):
+def test_the_check_of_encryption_keys(check, healthy, folder):
     old, new = (folder / "keys").read_bytes(), Fernet.generate_key()
     row = {"id": "a", "load_balancer_id": "l", "role": "SINGLE", "state": "booting", "created_at": 0.0}
     sealed = Vault([old]).seal(Secret(b"canary"), key_location("a"))
-    well.write(lambda c: c.execute(amphora.insert().values(**row, heartbeat_key=sealed)))
+    healthy.write(lambda c: c.execute(amphora.insert().values(**row, heartbeat_key=sealed)))
     for other, words in (
         (Fernet(old).encrypt(b"canary"), "1 of 1 secrets were encrypted for other rows"),
         (Vault([old]).seal(Secret(b"canary"), key_location("b")), "1 of 1 secrets were encrypted for other rows"),
     ):
-        well.write(lambda c, other=other: c.execute(amphora.update().values(heartbeat_key=other)))
+        healthy.write(lambda c, other=other: c.execute(amphora.update().values(heartbeat_key=other)))
         status, found = check()
         assert (status, found["Keys"][0]) == (2, "Failure")
         assert re.search(words, found["Keys"][1])
-    well.write(lambda c: c.execute(amphora.update().values(heartbeat_key=sealed)))
+    healthy.write(lambda c: c.execute(amphora.update().values(heartbeat_key=sealed)))
     (folder / "keys").write_bytes(new + b"\n" + old)
     status, found = check()
     assert (status, found["Keys"][0]) == (1, "Warning")
@@ -210,15 +210,15 @@ def test_keys(check, well, folder):
     assert check()[1]["Keys"][0] == "Failure"
 
 
-def test_a_backend_that_is_not_installed(check, well):
+def test_a_backend_that_is_not_installed(check, healthy):
     row = {"load_balancer_id": "l", "op": "apply", "generation": 1, "committed": 1, "applied": 1, "dirty": False}
-    well.write(lambda c: c.execute(job.insert().values(**row, compute="vanished", network="local")))
+    healthy.write(lambda c: c.execute(job.insert().values(**row, compute="vanished", network="local")))
     status, found = check()
     assert (status, found["Backends"][0]) == (2, "Failure")
     assert "enabled_drivers" in found["Backends"][1]
 
 
-def test_certificates_of_files(check, well, folder):
+def test_the_check_of_certificate_files(check, healthy, folder):
     (folder / "client.pem").write_bytes(certificate(3))
     assert check()[1]["Certificate authorities"][0] == "Warning"
     (folder / "client.pem").write_text("no certificate")
@@ -228,7 +228,7 @@ def test_certificates_of_files(check, well, folder):
     assert (found[0], "not readable on this host" in found[1]) == ("Warning", True)
 
 
-def test_a_broker_that_does_not_answer(check, well, place):
+def test_a_broker_without_an_answer_is_a_finding(check, healthy, place):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -239,18 +239,18 @@ def test_a_broker_that_does_not_answer(check, well, place):
     assert "canary" not in found["Broker"][1]
 
 
-def test_a_socket_directory_that_is_missing(check, well, folder):
+def test_a_missing_socket_directory_is_a_finding(check, healthy, folder):
     (folder / "bells").rmdir()
     status, found = check()
     assert (status, found["Local sockets"][0]) == (1, "Warning")
 
 
-def test_unexpected_error_is_a_finding():
+def test_an_unexpected_error_is_a_finding():
     found = host_checks.run_check("Something", lambda: 1 / 0)
     assert (found.result.word, "ZeroDivisionError" in found.details) == ("Failure", True)
 
 
-def test_the_check_prints_a_table(amphoractl, place, well):
+def test_the_check_prints_a_table(amphoractl, place, healthy):
     out = amphoractl(place, "status", "check", "--max-width", "0")[1]
     assert "| Check" in out
     assert "| Octavia's sockets | Success | all three answer" in " ".join(out.split()).replace("| ", "| ")

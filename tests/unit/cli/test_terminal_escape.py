@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stranger's words are shown, and nothing more happens."""
+"""Untrusted text in a terminal: control characters are escaped."""
 
 import getpass
 import io
@@ -16,7 +16,7 @@ from amphora_driver.database.tables import amphora, job
 from amphora_driver.database.tables_fleet import failover
 from amphora_driver.errors import AgentUnreachable
 
-# Title of the window, colour, C1's own introducer, the other direction of writing, a bell.
+# Window title, colour, C1 control introducer, text direction override, bell.
 HOSTILE = "\x1b]0;gone\x07\x1b[31m\x9b2J\u202e\r\x00"
 SHOWN = "\\u001b]0;gone\\u0007\\u001b[31m\\u009b2J\\u202e\\u000d\\u0000"
 LB, AMPHORA = "52cf0000-0000-4000-8000-000000000001", "0b9d1c52-7f0e-4a55-9f0c-2f6f3a1f9c11"
@@ -37,7 +37,7 @@ def test_unprintable_characters_are_escaped(text, keep, expected):
     assert escape_unprintable(text, keep) == expected
 
 
-def test_a_stream_takes_lines_and_columns_and_leaves_documents_as_they_are():
+def test_a_stream_escapes_lines_and_columns_and_not_documents():
     under = io.StringIO()
     stream = escaping_stream(under)
     stream.writelines([f"one\t{HOSTILE}\n", "two\n"])
@@ -63,7 +63,7 @@ FAILOVER = {"id": 1, "cause": "silent", "begun_at": 1.0, "served_at": None, "amp
 
 
 class Row:
-    """An event or a silent amphora."""
+    """A row with the columns of an event and of a silent amphora."""
 
     def __init__(self, **values):
         self.__dict__.update(values)
@@ -84,14 +84,14 @@ class Row:
         SilentAmphorae([Row(amphora_id="a", load_balancer_id="b", kind="mute", since=1.0, verdict=HOSTILE)]),
     ],
 )
-def test_columns_for_people(column):
+def test_table_columns_are_escaped(column):
     shown = column.human_readable()
     assert shown.isprintable()
     assert "\\u001b]0;gone" in shown
     assert repr(HOSTILE)[1:-1] in repr(column.machine_readable())
 
 
-def test_a_diff_is_lines_that_can_be_printed():
+def test_a_diff_is_escaped():
     wanted = {"generation": 1, "haproxy": "frontend a\n", "interfaces": [], "vrrp": None}
     said = {"generation": HOSTILE, "haproxy": f"\tfrontend {HOSTILE}b\n", "interfaces": []}
     said["drift"] = {"unrepaired": ["files"], "last": {"sentences": [f"{HOSTILE}\n+ all is well"]}}
@@ -100,7 +100,7 @@ def test_a_diff_is_lines_that_can_be_printed():
     assert f"the agent cannot repair: {SHOWN}\\u000a+ all is well" in lines
 
 
-def test_every_form_of_what_is_recorded(filled, amphoractl):
+def test_every_output_format_escapes_recorded_text(filled, amphoractl):
     database = Database(f"sqlite:///{filled.parent}/db.sqlite")
 
     def spoil(connection):
@@ -130,7 +130,7 @@ def test_every_form_of_what_is_recorded(filled, amphoractl):
 
 
 class Agents:
-    """One agent that does not answer, and one that has something else."""
+    """One agent that does not answer, and one with another configuration."""
 
     def __init__(self, first):
         self.silent = [first, not first]
@@ -142,11 +142,11 @@ class Agents:
         return {"generation": 7, "haproxy": HOSTILE, "interfaces": []}
 
     def close(self):
-        """As the client has it."""
+        """Part of the client's interface."""
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_missing_answer_has_precedence_over_a_difference(filled, amphoractl, monkeypatch, first):
+def test_a_missing_answer_has_precedence_over_a_difference(filled, amphoractl, monkeypatch, first):
     machines = (Row(id="a", management_address="192.0.2.1"), Row(id="b", management_address="192.0.2.2"))
     wanted = json.dumps({"generation": 8, "haproxy": "", "interfaces": [], "vrrp": None})
     monkeypatch.setattr(drift, "load_record", lambda *_: Row(amphorae=machines))
@@ -164,7 +164,7 @@ def unknown_user():
     raise KeyError("getpwuid(): uid not found: 4711")
 
 
-def test_a_user_without_a_name(filled, amphoractl, monkeypatch):
+def test_a_user_without_a_name_is_recorded_by_number(filled, amphoractl, monkeypatch):
     monkeypatch.setattr(getpass, "getuser", unknown_user)
     with filled.open("a") as file:
         file.write(f"[amp_queue]\nsocket_dir = {filled.parent}/bells\n")
@@ -185,6 +185,6 @@ def test_a_user_without_a_name(filled, amphoractl, monkeypatch):
     assert all(one.startswith("unknown") for one in asked), asked
 
 
-def test_a_long_name_fits(monkeypatch):
+def test_a_long_user_name_fits_the_column(monkeypatch):
     monkeypatch.setattr(getpass, "getuser", lambda: "x" * 500)
     assert (len(command.operator_name()), len(command.operator_at_host())) == (128, 128)

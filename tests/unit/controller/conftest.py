@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The detector's scene (detector_scene.py)."""
+"""Fixtures for the failure detector tests (detector_scene.py)."""
 
 import migrated
 import pytest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A controller with the real loop over a real database; machines, agents and networks are dictionaries."""
+"""A controller with the real job loop and a real database; fake machines, agents and networks."""
 
 import json
 import time
@@ -38,7 +38,7 @@ TREE = LoadBalancer(
 
 
 class World:
-    """Compute, network and agents in one; the one with the VIPs is the first that confirmed, or was handed them."""
+    """Fake compute, network and agents. The first amphora that confirms has the VIPs until a hand-over."""
 
     roles = ActiveStandbyTopology.roles
     priorities = ActiveStandbyTopology.priorities
@@ -48,10 +48,10 @@ class World:
         self.served = {}
         self.dead = set()
         self.holder = None
-        # Whether connections of the former holder go on.
+        # The seconds for which a former VIP holder reports open connections; None: no connections.
         self.lasting = False
 
-    # The catalogue and the certificate authority.
+    # Catalogue of backends and certificate authority.
 
     def network(self, *_names):
         return self
@@ -64,7 +64,7 @@ class World:
     def issue_server(self, _amphora_id, _days):
         return SimpleNamespace(expires_at=0.0, bundle=lambda: Secret(b"certificate"))
 
-    # Machines and ports.
+    # Compute and network backends.
 
     def boot(self, order):
         self.machines[order.amphora_id] = len(self.machines) + 20
@@ -91,7 +91,7 @@ class World:
         return Subnet(id=subnet_id, network_id="n1", cidr="198.51.100.0/24", gateway=None)
 
     def attach(self, amphora_id, port):
-        """Nothing is to be joined."""
+        """No network needs to be joined."""
 
     def ports(self, _owner):
         return ()
@@ -99,7 +99,7 @@ class World:
     def release_load_balancer(self, _load_balancer_id):
         self.holder = None
 
-    # Agents.
+    # Agent API.
 
     def _reach(self, amphora_id):
         if amphora_id in self.dead or amphora_id not in self.machines:
@@ -131,7 +131,7 @@ class World:
 
 
 class Control:
-    """A controller, and what users and heartbeats do."""
+    """A controller, with methods for user requests and heartbeats."""
 
     def __init__(self, conf, database, world=None):
         self.conf = conf
@@ -144,7 +144,7 @@ class Control:
         self.reconciler = Reconciler(everything, self.jobs, lambda: None)
 
     def work(self, times=20):
-        """Do what is due now; returns how many jobs there were."""
+        """Run all due jobs; return their number."""
         for number in range(times):
             lease = self.jobs.claim()
             if lease is None:
@@ -153,11 +153,11 @@ class Control:
         raise AssertionError("it never ends")
 
     def hurry(self):
-        """What is to be done later is due now."""
+        """Make all postponed work due now."""
         self.database.write(lambda c: c.execute(job.update().values(due_at=0.0)))
 
     def heartbeats(self, *, silent=()):
-        """All amphorae send heartbeats now, except for some with old ones."""
+        """Record a current heartbeat of each amphora; the given amphorae get an old one."""
 
         def write(connection):
             for name in self.observed():
@@ -197,7 +197,7 @@ class Control:
 
 @contextmanager
 def controlled(folder, world=None, options=""):
-    """A controller with a database of its own in this folder; `options` are lines of `[amp_controller]`."""
+    """Start a controller with its own database in this folder; `options` are lines of `[amp_controller]`."""
     for name in ("client_ca.pem", "ca.pem"):
         (folder / name).write_text("authority")
     path = folder / "amphora-driver.conf"

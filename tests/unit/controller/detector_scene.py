@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A detector over a real database, with amphorae that speak, answer and fall silent when a test says so."""
+"""A failure detector with a real database; a test decides which amphorae send heartbeats."""
 
 import time
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ BEGIN = 1_900_000_000.0
 
 
 class Agents:
-    """Prepared answers and a record of the queried agents. `saying` has the agents that answer."""
+    """Prepared probe results and a record of the probed agents. The agents in `saying` answer."""
 
     def __init__(self, scene):
         self.scene = scene
@@ -49,11 +49,11 @@ class Agents:
         self.answers = {one: said for one, said in self.answers.items() if one in amphora_ids}
 
     def close(self):
-        """Whether no probe is in progress."""
+        """Return whether no probe is in progress."""
 
 
 class Scene:
-    """Load balancers with one amphora each (`a0` of `lb0`, ...), a health manager, and a clock moved by hand."""
+    """Load balancers with one amphora each (`a0` of `lb0`, ...), a health manager, and a fake clock."""
 
     def __init__(self, folder, monkeypatch, number=20, options=OPTIONS):
         self.now, self.ahead, self.told = 5000.0, 0.0, []
@@ -79,7 +79,7 @@ class Scene:
             self.balancer(f"lb{index}", f"a{index}")
 
     def wall(self):
-        """Seconds since 1970 of the common clock."""
+        """Return the seconds since 1970 of the shared clock."""
         return BEGIN + self.now + self.ahead
 
     def made(self, owner):
@@ -112,11 +112,11 @@ class Scene:
         for _ in range(round(seconds / STEP)):
             self.now += STEP
             self.sequence += 1
-            self.database.write(self._hear)
+            self.database.write(self._receive_heartbeats)
             (detector or self.detector).run_once()
         return self
 
-    def _hear(self, connection):
+    def _receive_heartbeats(self, connection):
         known = set(connection.execute(sa.select(amphora_heartbeat.c.amphora_id)).scalars())
         place = {"epoch": 1, "sequence": self.sequence, "seen_at": self.wall()}
         if old := self.speaking & known:
@@ -132,7 +132,7 @@ class Scene:
         self.speaking -= set(amphora_ids)
         return self
 
-    # What came of it.
+    # Results that a test reads.
 
     def replaced(self):
         return {row.id for row in self.read(sa.select(amphora.c.id).where(amphora.c.state == "retiring"))}
@@ -152,7 +152,7 @@ class Scene:
         return tuple(row)
 
     def served(self, load_balancer_id, amphora_id):
-        """What a controller does: another amphora serves in the place of those that were replaced."""
+        """Do the controller's part: replace the retired amphorae by others that serve."""
         self.write(amphora.delete().where(amphora.c.load_balancer_id == load_balancer_id))
         self.amphora(load_balancer_id, amphora_id)
         self.database.write(lambda c: failovers.record_served(c, load_balancer_id, self.wall()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pair in the plan's eyes. `House` takes the steps as the real ones would, in memory, so that stories can be told."""
+"""An in-memory pair for tests of the plan: `Simulation` performs the planned steps without a database."""
 
 import msgspec
 
@@ -29,7 +29,7 @@ def wanted(**more):
         "priorities": {"MASTER": 254, "BACKUP": 253},
         "now": NOW,
         "taking_vips": (3.0, 7.0),
-        # What is observed of the VIPs is what they answered.
+        # The amphorae's answers agree with the recorded VIP state.
         "holder_asked": True,
     }
     return step_types.LoadBalancerView(**{**values, **more})
@@ -49,7 +49,7 @@ def port(address):
 
 
 def amphora(name, role, number, **more):
-    """One that is there, well, and has confirmed generation 4."""
+    """Return a READY amphora that has confirmed generation 4."""
     values = {
         "id": name,
         "load_balancer_id": "lb",
@@ -75,25 +75,25 @@ def but(one, **changes):
     return msgspec.structs.replace(one, **changes)
 
 
-class House:
-    """What the store would say, after each step; `log` has what was done, in order."""
+class Simulation:
+    """The rows after each step; `log` has the steps in order."""
 
     def __init__(self, want, *observed):
         self.want = want
         self.observed = {one.id: one for one in observed}
         self.log = []
         self.unreachable = set()
-        # What the amphorae would answer: whether one can give its VIPs away, and how many looks its connections last.
+        # `stubborn`: amphorae that cannot release their VIPs. `lasting`: CheckDrain steps until connections end.
         self.stubborn = set()
         self.lasting = {}
-        # How many looks it takes until one of a pair that begins has the VIPs.
+        # Number of QueryVips steps until an amphora of a new pair has the VIPs.
         self.looks = 0
         # Answers about the VIPs that differ from the heartbeats.
         self.truth = {}
         self.never_fewer = len([one for one in observed if one.confirmed])
 
     def run(self):
-        """Take steps until none is left."""
+        """Perform steps until the plan is empty."""
         for _ in range(50):
             todo = planning.plan(self.want, tuple(self.observed.values()))
             if not todo:
@@ -154,7 +154,7 @@ class House:
         self.log.append(f"HandOver {step.amphora_id} to {step.to}")
         known = {one.id for one in self.observed[step.to].partners}
         between_two = known == {step.amphora_id}
-        assert between_two or self.truth, "between two without further peers"
+        assert between_two or self.truth, "a hand-over needs exactly two amphorae without further peers"
         until = None if step.amphora_id in self.stubborn else self.want.now + DRAIN * between_two
         self.change(step.amphora_id, handed_over=True, drains_until=until)
 

@@ -36,8 +36,8 @@ def tree(*listeners, **more):
     return LoadBalancer(id=LB, project_id="demo", vip=vip, listeners=listeners, **more)
 
 
-def told(wanted):
-    """Ports and networks in the document the agent reads."""
+def ports_and_networks(wanted):
+    """Return ports and networks of the document that the agent reads."""
     rendered = render(wanted)
     body = bundle(wanted, 1, str(uuid.UUID(int=1)), (), Served(text=rendered.text))
     assert [{"port": one.port, "networks": [*map(str, one.networks)]} for one in parse(body).allowed] == [
@@ -52,12 +52,12 @@ def told(wanted):
         ((), {}),
         ((listener(1),), {}),
         ((listener(1, "192.0.2.0/24"), listener(2)), {81: ["192.0.2.0/24"]}),
-        # As the API leaves them: host bits, one address, capitals, the same one twice, both families.
+        # The API accepts host bits, single addresses, upper case, duplicates and both address families.
         (
             (listener(1, "192.0.2.9/24", "192.0.2.0/24", "198.51.100.1", "2001:DB8:0::1/32", "::ffff:127.0.0.1"),),
             {81: ["192.0.2.0/24", "198.51.100.1/32", "2001:db8::/32", "::ffff:7f00:1/128"]},
         ),
-        # Not served: switched off, unreadable, and the second one on a port.
+        # Not served: a disabled listener, one with unreadable sources, and a second listener on the same port.
         ((listener(1, "192.0.2.0/24", admin_state_up=False),), {}),
         ((listener(1, "192.0.2.0/33"), listener(2, "192.0.2.0/32")), {82: ["192.0.2.0/32"]}),
         ((listener(1, "192.0.2.1/32"), listener(2, "192.0.2.2/32", port=81)), {81: ["192.0.2.1/32"]}),
@@ -65,11 +65,11 @@ def told(wanted):
     ],
 )
 def test_permitted_sources_of_a_port(listeners, wanted):
-    assert told(tree(*listeners)) == wanted
+    assert ports_and_networks(tree(*listeners)) == wanted
 
 
-def test_no_peer_without_listeners():
-    assert told(tree(listener(1, "192.0.2.0/24"), admin_state_up=False)) == {}
+def test_a_load_balancer_without_listeners_opens_no_peer_port():
+    assert ports_and_networks(tree(listener(1, "192.0.2.0/24"), admin_state_up=False)) == {}
     assert allowed(tree(listener(1, "192.0.2.0/24")), Served(text=None)) == ()
 
 
@@ -85,7 +85,7 @@ def plugged(network, mac):
     return AttachedPort(port=port, subnets=(subnet,))
 
 
-def test_an_interface_keeps_its_name_whatever_others_come_and_go():
+def test_an_interface_keeps_its_name_when_other_networks_change():
     vips, first, second = (plugged(n, f"fa:16:3e:00:00:0{k}") for k, n in enumerate(("n", "a", "z")))
     before = {one.mac: one.name for one in interfaces(tree(), (vips, second))}
     after = {one.mac: one.name for one in interfaces(tree(), (second, first, vips))}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Certificates in the real loop: at boot, at renewal, and after a failure; the round of the duty."""
+"""Certificates in the real job loop: at boot, at renewal and after a failure; the certificate maintenance duty."""
 
 import msgspec
 import pytest
@@ -23,7 +23,7 @@ AUTHORITY = Authority(*create_authority("amphorae"))
 
 
 class Trusted:
-    """What amphorae are to have, as a test says."""
+    """The desired certificates and CAs, set by a test."""
 
     def __init__(self):
         self.wanted = ca_rotation.DesiredTrust(authority=None, trusts="files-x/y")
@@ -36,7 +36,7 @@ class Trusted:
 
 
 class Certified(World):
-    """One amphora, that takes certificates."""
+    """A fake amphora that accepts certificates."""
 
     roles = SingleTopology.roles
     priorities = SingleTopology.priorities
@@ -58,7 +58,7 @@ class Certified(World):
         return Info(amphora_id=amphora_id, agent_version="1")
 
     def renew(self, amphora_id, _address, certificate, *, client_ca, server_ca, deadline):
-        assert deadline.left() <= 10, "users may wait for something else"
+        assert deadline.left() <= 10, "a renewal must not delay user requests"
         self._reach(amphora_id)
         self.taken.append((certificate, client_ca, server_ca))
 
@@ -88,7 +88,7 @@ def begun(control):
 
 
 def due(control):
-    """The duty has looked."""
+    """Run the maintenance duty once for the load balancer."""
     return control.database.write(lambda c: ca_records.make_load_balancers_due(c, [LB], 1.0))
 
 
@@ -121,8 +121,10 @@ def test_the_boot_certificate_is_recorded_first(control):
         ((1, "1"), (1, "1,2"), False, (1, "1,2")),
     ],
 )
-def test_of_two_boots_only_what_both_gave_counts(control, trust, monkeypatch, first, second, there, counts):
-    """The machine may be that of the first: a rotation must not go on as if it had more."""
+def test_two_boot_attempts_record_only_what_both_files_contain(
+    control, trust, monkeypatch, first, second, there, counts
+):
+    """The machine may have the first attempt's files, so a CA rotation must not count on the second attempt's."""
     control.world.refusal = ComputeError("boot", "the answer was lost")
     monkeypatch.setattr(control.world, "get", World.get.__get__(control.world) if there else lambda _: None)
     control.intents.create_load_balancer(TREE, read_back=False)
@@ -150,7 +152,7 @@ def test_a_due_certificate_is_renewed_alone(control):
     assert (after.generation, after.applied, after.dirty) == (before.generation, before.applied, False)
     assert due(control) == 1
     control.work()
-    assert len(control.world.taken) == 1, "it is not due any more"
+    assert len(control.world.taken) == 1, "the new certificate is not due"
 
 
 def test_a_changed_ca_causes_a_renewal(control, trust):
@@ -163,16 +165,16 @@ def test_a_changed_ca_causes_a_renewal(control, trust):
 
 
 @pytest.mark.parametrize("trouble", ["dead", "another"])
-def test_a_renewal_that_fails_costs_no_user_anything(control, trouble, monkeypatch):
+def test_a_failed_renewal_does_not_affect_the_load_balancer(control, trouble, monkeypatch):
     one = begun(control)
     age(control, 4)
     (before,) = control.observed().values()
     control.world.dead = {one.id} if trouble == "dead" else set()
     control.world.shows_another = trouble == "another"
     due(control)
-    assert control.work() == 1, "once in a turn"
+    assert control.work() == 1, "a job makes one attempt"
     (after,) = control.observed().values()
-    assert after.certificate_expires_at == before.certificate_expires_at, "nothing is written down that was not seen"
+    assert after.certificate_expires_at == before.certificate_expires_at, "an unverified certificate is not recorded"
     row = control.row()
     assert (row.attempts, row.dirty, row.error) == (0, False, None)
     assert control.provisioning()[LB] == "ACTIVE"
@@ -180,7 +182,7 @@ def test_a_renewal_that_fails_costs_no_user_anything(control, trouble, monkeypat
     taken = len(control.world.taken)
     due(control)
     control.work()
-    assert len(control.world.taken) == taken, "not in every turn: users may wait for something else in it"
+    assert len(control.world.taken) == taken, "the renewal waits for its retry time"
     monkeypatch.setattr(renewing, "_RETRY_AFTER", 0.0)
     due(control)
     control.work()
@@ -188,7 +190,7 @@ def test_a_renewal_that_fails_costs_no_user_anything(control, trouble, monkeypat
     assert now.certificate_expires_at > before.certificate_expires_at
 
 
-def test_an_authority_that_cannot_sign_costs_no_user_anything(control, trust, monkeypatch):
+def test_a_ca_that_cannot_sign_does_not_affect_the_load_balancer(control, trust, monkeypatch):
     begun(control)
     age(control, 4)
 
@@ -212,23 +214,23 @@ def test_an_unknown_ca_causes_no_renewal(control, trust):
     assert control.row().attempts == 0
 
 
-def test_the_look_of_the_duty(control, trust):
+def test_the_maintenance_duty_makes_a_load_balancer_due_once(control, trust):
     begun(control)
     duty = CertificateMaintenance(control.conf, control.database, trust)
     assert duty.make_renewals_due() == 0
     age(control, 4)
     assert duty.make_renewals_due() == 1
-    assert duty.make_renewals_due() == 0, "it is looked at already"
+    assert duty.make_renewals_due() == 0, "the load balancer is due already"
     control.work()
     assert duty.make_renewals_due() == 0
     trust.error = StoreError("read", "away")
     renew_certificates(duty)
 
 
-def test_a_rotation_moves_on_by_the_duty(control, trust, monkeypatch, caplog):
+def test_the_maintenance_duty_advances_a_ca_rotation(control, trust, monkeypatch, caplog):
     one = begun(control)
     duty = CertificateMaintenance(control.conf, control.database, trust)
-    assert not duty.advance(CaKind.CONTROLLER), "nothing is rotated"
+    assert not duty.advance(CaKind.CONTROLLER), "no CA rotation is open"
     new = NewCa(certificate=b"", sealed_key=b"sealed", expires_at=0.0)
     number = control.database.write(lambda c: ca_records.begin_ca_rotation(c, CaKind.CONTROLLER, new, new, 1.0))
     before, after = number - 1, number
@@ -246,20 +248,20 @@ def test_a_rotation_moves_on_by_the_duty(control, trust, monkeypatch, caplog):
     caplog.set_level("WARNING")
     for _ in range(2):
         assert not duty.advance(CaKind.CONTROLLER)
-    assert [one.id in each.message for each in caplog.records] == [True], "the log names it once"
+    assert [one.id in each.message for each in caplog.records] == [True], "the log names the amphora once"
     trusting(f"{before},{after}")
     assert duty.advance(CaKind.CONTROLLER)
     assert states() == {before: CaState.FORMER, after: CaState.CURRENT}
-    assert not duty.advance(CaKind.CONTROLLER), "each step takes its time"
+    assert not duty.advance(CaKind.CONTROLLER), "the rotation waits for the settle time"
     later()
     settle = control.conf.amp_certificates.settle
     monkeypatch.setattr(control.database, "seconds_since_clock_jump", lambda: settle - 1)
-    assert not duty.advance(CaKind.CONTROLLER), "and not only by a clock that was set meanwhile"
+    assert not duty.advance(CaKind.CONTROLLER), "a clock jump does not shorten the settle time"
     monkeypatch.setattr(control.database, "seconds_since_clock_jump", lambda: settle)
     assert duty.advance(CaKind.CONTROLLER)
     assert states() == {before: CaState.LEAVING, after: CaState.CURRENT}
     later()
-    assert not duty.advance(CaKind.CONTROLLER), "it is trusted still"
+    assert not duty.advance(CaKind.CONTROLLER), "an amphora still trusts the former CA"
     trusting(str(after))
     assert duty.advance(CaKind.CONTROLLER)
     assert states() == {before: CaState.GONE, after: CaState.CURRENT}

@@ -21,7 +21,7 @@ def lease(name):
 
 
 class Jobs:
-    """Remembers what it is asked; `trouble` is raised, one at a time."""
+    """Records calls; raises the errors in `trouble`, one at a time."""
 
     def __init__(self):
         self.claimed, self.given, self.renewed, self.trouble = [], [], [], []
@@ -44,7 +44,7 @@ class Jobs:
 
 @pytest.fixture
 def controller():
-    """One whose threads are begun by the test alone."""
+    """A controller whose threads are started by the test only."""
     one = Controller.__new__(Controller)
     one._conf = SimpleNamespace(amp_controller=SimpleNamespace(lease=SECONDS))
     one._jobs = Jobs()
@@ -56,7 +56,7 @@ def controller():
     return one
 
 
-def test_a_hint_that_comes_at_the_end_is_left_to_others(controller):
+def test_a_hint_during_shutdown_is_left_to_other_controllers(controller):
     with ThreadPoolExecutor(1) as pool:
         controller._stopping.set()
         controller._handle_hint(pool, "lb")
@@ -80,10 +80,10 @@ def test_claimed_jobs_are_released_at_shutdown(controller):
     pool.shutdown()
     controller._handle_hint(pool, "lb")
     assert controller._jobs.given == ["lb"]
-    assert controller._slots.jobs() == [], "no job waits for it"
+    assert controller._slots.jobs() == [], "no job waits for the lease"
 
 
-def test_leases_are_renewed_whatever_goes_wrong_but_not_of_calls_that_hang(controller, caplog):
+def test_leases_are_renewed_after_errors_but_not_for_hanging_calls(controller, caplog):
     jobs = controller._jobs
     well, hung = Job(lease("well"), None, 60.0), Job(lease("hung"), None, 0.0)
     for one in (well, hung):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A load balancer of which every controller dies: its user is told, and it is tried now and then."""
+"""A load balancer that crashes every controller: it goes to ERROR and is retried occasionally."""
 
 import pytest
 import sqlalchemy as sa
@@ -13,7 +13,7 @@ DEATHS = 4
 
 
 class DeadlyWorld(World):
-    """A process that boots an amphora here crashes, until the cause is repaired."""
+    """A world in which a boot crashes the controller until the cause is repaired."""
 
     roles = SingleTopology.roles
     priorities = SingleTopology.priorities
@@ -39,7 +39,7 @@ def control(tmp_path):
 
 
 def crash_in_a_process(control):
-    """A controller takes it up when its time has come, and is found dead; False if it lived."""
+    """Claim and crash with the job once it is due; return False if the controller did not crash."""
     control.hurry()
     jobs = Jobs(control.database, "mortal", 60.0)
     lease = jobs.claim()
@@ -59,13 +59,13 @@ def told(control):
     return found.provisioning, found.reason or ""
 
 
-def test_its_user_is_told_and_others_live(control):
+def test_a_crash_loop_sets_error_and_spares_other_load_balancers(control):
     died = 0
     while crash_in_a_process(control):
         died += 1
-        assert told(control)[0] is None, "not reported before it is certain"
+        assert told(control)[0] is None, "one crash is not reported as a crash loop"
         assert died <= 2 * DEATHS
-    # The first one has written down the amphora that is to be: it got somewhere before it died.
+    # The first job recorded the amphora before the crash, which counts as progress.
     assert (died, control.world.tried) == (DEATHS, DEATHS)
     state, reason = told(control)
     assert (state, f"{DEATHS} controllers in a row crashed" in reason) == ("ERROR", True)
@@ -74,9 +74,9 @@ def test_its_user_is_told_and_others_live(control):
     assert control.database.now() + 30 < found.due_at
 
     control.hurry()
-    assert crash_in_a_process(control), "it is tried now and then"
+    assert crash_in_a_process(control), "the controller retries the job occasionally"
     assert not crash_in_a_process(control)
-    assert control.database.now() + 30 < control.row().due_at, "and not in between"
+    assert control.database.now() + 30 < control.row().due_at, "the controller does not retry before the retry time"
 
     control.world.mended = True
     control.hurry()
@@ -84,8 +84,7 @@ def test_its_user_is_told_and_others_live(control):
     assert (control.row().crashes, control.provisioning()[LB]) == (0, "ACTIVE")
 
 
-def test_progress_counts(control):
-    """Crashes with progress in between do not count."""
+def test_crashes_with_progress_in_between_do_not_count(control):
     control.database.write(lambda c: c.execute(job.update().values(crashes=DEATHS - 1)))
     assert crash_in_a_process(control)
-    assert control.row().crashes == 1, "the amphora was recorded meanwhile"
+    assert control.row().crashes == 1, "the job recorded the amphora before the crash"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps that move the VIPs and see connections off: in which order the two are asked, what is made of answers."""
+"""Hand-over and drain: the order of requests to both agents, and the effect of their answers."""
 
 import time
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ STEP = step_types.HandOver(amphora_id=OLD, to=NEW, reason="a test")
 
 
 class Agents:
-    """Records requests by agent; `trouble` has errors by request name, a list in order."""
+    """Records requests by agent; `trouble` has errors by request name, a single error or a list in order."""
 
     def __init__(self, trouble, says):
         self.asked = []
@@ -112,14 +112,14 @@ HOLDS, GONE, EMPTY = Vrrp(holds_vip=True), Vrrp(holds_vip=False, draining=12.0),
 REFUSED, AWAY = AgentRefused("ask", "no", status=409), AgentUnreachable("ask", "away")
 
 
-def test_the_one_that_stays_is_ready_before_the_other_one_lets_go(conf, database):
+def test_the_new_holder_expects_the_vips_before_the_old_holder_releases_them(conf, database):
     agents = Agents({}, HOLDS)
     before = time.time()
     old = take(conf, database, STEP, agents)
     assert [(what, agent) for what, agent, _ in agents.asked] == [("expect", NEW), ("release", OLD)]
     drain = conf.amp_controller.drain_timeout
     assert agents.asked[1][2] == drain
-    assert agents.asked[0][2] > drain, "it is ready for longer than the connections may go on"
+    assert agents.asked[0][2] > drain, "the new holder redirects longer than the drain lasts"
     assert old.handed_over
     assert before + drain <= old.drains_until <= time.time() + drain
     assert old.state is AmphoraState.RETIRING
@@ -154,29 +154,29 @@ def test_an_amphora_without_tunnelled_answers_hands_over_without_a_drain(conf, d
         ({"expect": AWAY, "release": AWAY, "vrrp": AWAY}, HOLDS, ["expect", "release", "vrrp"], None),
     ],
     ids=[
-        "the partner cannot",
-        "the partner is away",
-        "not with its connections",
-        "not at all",
-        "done before",
-        "the answer was lost",
-        "done before, and drained",
-        "away",
-        "both are away",
+        "the partner refuses",
+        "the partner is unreachable",
+        "release with a drain refused",
+        "every release refused",
+        "released before, draining",
+        "the answer is lost",
+        "released before, drained",
+        "unreachable",
+        "both are unreachable",
     ],
 )
-def test_answers_of_the_amphorae(conf, database, trouble, says, order, left):
+def test_the_hand_over_handles_all_answers(conf, database, trouble, says, order, left):
     agents = Agents(trouble, says)
     old = take(conf, database, STEP, agents)
     assert agents.order == order
-    assert old.handed_over, "it was asked, and is replaced now"
+    assert old.handed_over, "after the request the amphora is replaced"
     if left is None:
-        assert old.drains_until is None, "its VIPs may be there still"
+        assert old.drains_until is None, "the amphora may still have its VIPs"
     else:
         assert old.drains_until == pytest.approx(time.time() + left, abs=5.0)
 
 
-def test_connections_may_be_cut_at_once(conf, database):
+def test_a_drain_timeout_of_zero_releases_the_vips_at_once(conf, database):
     conf.set_override("drain_timeout", 0.0, group="amp_controller")
     agents = Agents({}, HOLDS)
     old = take(conf, database, STEP, agents)
@@ -195,9 +195,9 @@ def test_connections_may_be_cut_at_once(conf, database):
         ({"vrrp": REFUSED}, EMPTY, False, False),
         ({"vrrp": AWAY}, EMPTY, True, True),
     ],
-    ids=["they go on", "slow", "they have ended", "it has the VIPs again", "away", "refused", "dead"],
+    ids=["draining", "draining, heartbeats late", "drained", "holder again", "unreachable", "refused", "dead"],
 )
-def test_the_need_for_a_drain(conf, database, trouble, says, silent, over):
+def test_the_drain_ends_by_the_agents_answer(conf, database, trouble, says, silent, over):
     ends = time.time() + 60
     database.write(lambda c: amphorae.update_amphora(c, OLD, handed_over=True, drains_until=ends))
     agents = Agents(trouble, says)
@@ -215,10 +215,10 @@ def test_the_need_for_a_drain(conf, database, trouble, says, silent, over):
         ({}, {"vrrp": AWAY}, GONE, False),
         ({"handed_over": True, "drains_until": 0.0}, {}, GONE, False),
     ],
-    ids=["connections go on", "none does", "it has the VIPs", "it is dead", "their time is over"],
+    ids=["draining", "no connections", "holds the VIPs", "unreachable", "drain time is over"],
 )
-def test_connections_survive_a_hand_over_and_a_kill(conf, database, changes, trouble, says, stays):
-    """The controller had it give its VIPs away, and has died before it wrote that down."""
+def test_a_drain_continues_after_a_controller_crash(conf, database, changes, trouble, says, stays):
+    """The controller crashes after the hand-over request and before it records the hand-over."""
     heard = amphorae.LastHeartbeat(amphora_id=OLD, at=time.time(), generation=1, epoch=1, sequence=1, holds_vip=False)
     database.write(lambda c: amphorae.record_heartbeats(c, [heard]))
     if changes:
@@ -243,33 +243,33 @@ ASK = step_types.QueryVipHolder(amphora_ids=(OLD, NEW), reason="a test")
         ({"vrrp": [AWAY]}, HOLDS, (False, True)),
         ({"vrrp": REFUSED}, HOLDS, (False, None)),
     ],
-    ids=["they have", "they have not", "on its own", "one is away", "refused"],
+    ids=["both hold the VIPs", "none holds the VIPs", "no VRRP", "one is unreachable", "refused"],
 )
-def test_answers_precede_heartbeats(conf, database, trouble, says, told):
-    """OLD has said that it has no VIPs, and NEW nothing, until one of them is heard anew."""
-    _heard(database, OLD, at=100.0, sequence=1)
+def test_answers_precede_older_heartbeats(conf, database, trouble, says, told):
+    """OLD reports no VIPs by heartbeat, and NEW has sent none. The answers count until a newer heartbeat."""
+    _record_heartbeat(database, OLD, at=100.0, sequence=1)
     agents = Agents(trouble, says)
     steps = take(conf, database, ASK, agents, steps=True)
     assert agents.order == ["vrrp", "vrrp"]
     assert steps.removal.holder_queried
-    assert _known(database, steps) == told
-    _heard(database, OLD, at=101.0, sequence=2)
-    assert _known(database, steps) == (False, told[1]), "its later word counts"
+    assert _known_holders(database, steps) == told
+    _record_heartbeat(database, OLD, at=101.0, sequence=2)
+    assert _known_holders(database, steps) == (False, told[1]), "the newer heartbeat counts"
 
 
-def _heard(database, name, *, at, sequence):
+def _record_heartbeat(database, name, *, at, sequence):
     heard = amphorae.LastHeartbeat(amphora_id=name, at=at, generation=1, epoch=1, sequence=sequence, holds_vip=False)
     database.write(lambda c: amphorae.record_heartbeats(c, [heard]))
 
 
-def _known(database, steps):
+def _known_holders(database, steps):
     found = steps.removal.with_answers(database.read(lambda c: amphorae.load_amphorae(c, LB)))
     by_id = {one.id: one.holds_vip for one in found}
     return by_id[OLD], by_id[NEW]
 
 
 class Machines:
-    """A compute and a network backend with nothing left."""
+    """Compute and network backends without resources."""
 
     def __init__(self, direct=True):
         self._direct = direct
@@ -284,8 +284,8 @@ class Machines:
         return ()
 
 
-class Cut(Agents):
-    """The controller ends while one of them is asked."""
+class CancelledDuringRequest(Agents):
+    """Agents; the controller's shutdown cancels the job during a request."""
 
     def __init__(self, question):
         super().__init__({question: AgentUnreachable("ask", "the deadline")}, Vrrp(holds_vip=True, draining=None))
@@ -298,16 +298,16 @@ class Cut(Agents):
 
 
 @pytest.mark.parametrize("question", ["expect", "release"])
-def test_an_interrupted_query_is_no_answer(conf, database, question):
+def test_a_cancelled_request_records_no_hand_over(conf, database, question):
     with pytest.raises(Superseded):
-        take(conf, database, STEP, Cut(question))
+        take(conf, database, STEP, CancelledDuringRequest(question))
     after = database.read(lambda c: amphorae.load_amphorae(c, LB))
-    assert not any(one.handed_over for one in after), "it is asked again"
+    assert not any(one.handed_over for one in after), "the next controller asks again"
 
 
-def test_a_look_that_is_cut_short_ends_no_connection(conf, database):
+def test_a_cancelled_drain_check_ends_no_connections(conf, database):
     database.write(lambda c: amphorae.update_amphora(c, OLD, handed_over=True, drains_until=time.time() + 60))
     with pytest.raises(Superseded):
-        take(conf, database, step_types.CheckDrain(amphora_id=OLD, silent=True, reason="a test"), Cut("vrrp"))
+        take(conf, database, step_types.CheckDrain(amphora_id=OLD, silent=True, reason="a test"), CancelledDuringRequest("vrrp"))
     after = database.read(lambda c: amphorae.load_amphorae(c, LB))
     assert next(one for one in after if one.id == OLD).drains_until > time.time()

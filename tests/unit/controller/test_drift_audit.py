@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows from what an agent says it confirmed."""
+"""Drift audit: the verdict on the bundle state that an agent reports."""
 
 import pytest
 
@@ -41,7 +41,7 @@ WANTED = {
         (BundleState(generation=2**62), Drift.IMPLAUSIBLE),
     ],
 )
-def test_the_verdict(said, verdict):
+def test_the_verdict_on_each_reported_state(said, verdict):
     assert classify_drift(4, "d", said) is verdict
 
 
@@ -56,7 +56,7 @@ def said(**changes):
     return {"generation": 4, "haproxy": text, "bundle": {**bundle, "files": files}, "interfaces": [there], **changes}
 
 
-def test_nothing_differs():
+def test_equal_bundles_have_no_difference():
     assert config_diff.list_differences("am", WANTED, said()) == []
 
 
@@ -82,7 +82,7 @@ def test_the_kind_of_each_difference(changes, line):
     assert "PRIVATE" not in str(lines)
 
 
-def test_an_interface_that_is_not_as_wanted():
+def test_a_different_interface_is_drift():
     (there,) = said()["interfaces"]
     lines = config_diff.list_differences(
         "am", WANTED, said(interfaces=[{**there, "up": False, "mtu": 1400, "name": "x", "addresses": []}])
@@ -96,7 +96,7 @@ def test_an_interface_that_is_not_as_wanted():
     ]
 
 
-def test_an_agent_that_is_too_old_to_tell():
+def test_an_old_agent_without_drift_report_has_no_drift():
     file = "global\n# From here on: the load balancer's part.\n" + said()["haproxy"]
     found = config_diff.from_diagnostics({"generation": 4, "haproxy.cfg": file, "interfaces": said()["interfaces"]})
     assert config_diff.list_differences("am", WANTED, found) == []

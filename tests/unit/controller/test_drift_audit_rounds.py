@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A round of comparing: whatever one amphora says or does not say, the others are compared, and it ends in time."""
+"""Rounds of the drift audit: one failing amphora does not stop the audit of the others, and rounds end in time."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +21,7 @@ MANY = 6
 
 
 class Told(World):
-    """One amphora for each load balancer; what each says it has is what a test wants."""
+    """One amphora for each load balancer; a test sets the bundle state that each reports."""
 
     roles = SingleTopology.roles
     priorities = SingleTopology.priorities
@@ -61,7 +61,7 @@ def control(tmp_path):
 
 @pytest.fixture
 def audits(control, monkeypatch):
-    """Everything is due in each round."""
+    """An auditor for which all load balancers are due in each round."""
     monkeypatch.setattr(
         drift_audit.DriftAuditor, "_expected_digests", lambda _, recorded: {one.id: "d" for one in recorded.amphorae}
     )
@@ -105,7 +105,7 @@ def test_unreachable_amphora_stops_no_round(control, audits, pool, says):
     control.world.says[one] = says
     assert audits.run_round(pool) == MANY - 1
     assert compared(control) == {f"lb{number}" for number in range(1, MANY)}
-    assert set(audits._retry_at) == {one}, "it is asked again later"
+    assert set(audits._retry_at) == {one}, "the next round asks the amphora again"
 
 
 def test_refused_row_stops_no_round(control, audits, pool, monkeypatch):
@@ -139,7 +139,7 @@ def test_implausible_generation_is_reported_and_not_exceeded(control, audits, po
     assert (row.generation, row.dirty) == (1, False)
 
 
-def test_amphorae_of_all_load_balancers_are_asked_side_by_side(control, audits, pool):
+def test_amphorae_of_all_load_balancers_are_asked_in_parallel(control, audits, pool):
     together = threading.Barrier(4, timeout=60)
     chosen = [one_of(control, f"lb{number}") for number in range(4)]
 
@@ -151,7 +151,7 @@ def test_amphorae_of_all_load_balancers_are_asked_side_by_side(control, audits, 
     assert audits.run_round(pool) == MANY
 
 
-def test_a_round_ends_when_it_is_told_to_and_the_next_one_begins_with_the_others(control, audits, pool):
+def test_a_stopped_round_continues_with_the_remaining_amphorae(control, audits, pool):
     released, questions = threading.Event(), iter([True] * (MANY + 1))
 
     def hangs():
@@ -163,14 +163,14 @@ def test_a_round_ends_when_it_is_told_to_and_the_next_one_begins_with_the_others
         # The stop flag is checked before each amphora; the round ends without answers.
         assert audits.run_round(pool, lambda: next(questions, False)) == 0
         first = set(audits._retry_at)
-        assert 0 < len(first) <= 4, "those that were being asked"
+        assert 0 < len(first) <= 4, "only the running requests are finished"
     finally:
         released.set()
     control.world.says.clear()
     assert audits.run_round(pool) == MANY - len(first)
 
 
-def test_a_round_ends_with_its_time_its_duty_or_its_controller(control, audits, monkeypatch):
+def test_a_round_ends_with_its_time_limit_its_duty_or_its_controller(control, audits, monkeypatch):
     stopping, draining = threading.Event(), threading.Event()
     assert audits._until_end(stopping, draining)()
     for event in (stopping, draining):
@@ -182,7 +182,7 @@ def test_a_round_ends_with_its_time_its_duty_or_its_controller(control, audits, 
     monkeypatch.setattr(drift_audit, "_ROUND_TIMEOUT", 0.0)
     assert not audits._until_end(stopping, draining)()
     monkeypatch.undo()
-    # The duty is renewed between, and missed if it has gone to another one.
+    # The duty's lease is renewed between amphorae; the round ends if another process has the duty.
     monkeypatch.setattr(drift_audit, "_RENEW_EVERY", 0.0)
     control.database.write(lambda c: c.execute(duty.update().values(leased_until=0.0)))
     goes_on = audits._until_end(stopping, draining)

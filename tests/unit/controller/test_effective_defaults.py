@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration fills in what a profile leaves open, and nothing else."""
+"""Configured defaults replace the values that a profile leaves open."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def limits(conf, **profile):
     return found.process_connection_limit, found.process_threads
 
 
-def test_nothing_configured_is_what_rendering_takes_for_the_default(conf):
+def test_without_configuration_the_renderers_defaults_apply(conf):
     assert defaults.rendering_defaults(conf()) == Defaults()
 
 
@@ -50,7 +50,7 @@ def test_every_default_can_be_configured(conf):
     assert defaults.rendering_defaults(conf("\n".join(["[amp_haproxy]", *lines]))) == Defaults(**values)
 
 
-def test_the_profiles_limits_go_before_the_configured_ones(conf):
+def test_limits_of_a_profile_precede_configured_limits(conf):
     assert limits(conf()) == (None, None)
     some = conf("[amp_haproxy]\nprocess_connection_limit = 500\nprocess_threads = 2\n")
     assert limits(some) == (500, 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The detector over a real database: what it begins, what it leaves alone, and what it says of it."""
+"""The failure detector with a real database: fail-overs, amphorae that it leaves alone, and reported states."""
 
 import pytest
 import sqlalchemy as sa
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("detector_database")
 def test_a_dead_amphora_is_replaced(scene):
     scene.go(5).hush("a3").go(6)
     assert scene.replaced() == set()
-    assert scene.agents.asked == ["a3"], "it is late, and asked already"
+    assert scene.agents.asked == ["a3"], "the amphora is late and was probed"
     scene.go(2)
     assert scene.replaced() == {"a3"}
     (row,) = scene.read(sa.select(failover))
@@ -44,7 +44,7 @@ def test_answering_amphora_is_mute_and_has_more_time(scene):
     scene.go(5).hush("a3").go(20)
     assert scene.replaced() == set()
     assert scene.verdicts() == {"a3": ("mute", "its agent answers; it is replaced after 30 s of silence")}
-    assert scene.operating("lb3") == ("ONLINE", None), "it may well serve"
+    assert scene.operating("lb3") == ("ONLINE", None), "the amphora may still serve"
     scene.go(12)
     assert scene.replaced() == {"a3"}
     assert [row.cause for row in scene.read(sa.select(failover))] == ["mute"]
@@ -58,7 +58,7 @@ def test_amphora_without_heartbeats_counts_from_its_observation(scene):
     scene.go(2)
     (row,) = scene.read(sa.select(failover))
     assert (row.amphora_id, row.cause) == ("new", "never_spoke")
-    assert scene.operating("lb3")[0] == "ONLINE", "the other one is heard"
+    assert scene.operating("lb3")[0] == "ONLINE", "the other amphora sends heartbeats"
 
 
 @pytest.mark.parametrize(("op", "state"), [("delete", "ready"), ("spares", "ready"), ("apply", "booting")])
@@ -70,19 +70,19 @@ def test_amphorae_outside_the_detection_are_ignored(scene, op, state):
     assert scene.verdicts() == {}
 
 
-def test_a_retiring_one_is_not_begun_with_twice(scene):
+def test_a_retiring_amphora_causes_no_second_failover(scene):
     scene.go(5).hush("a3").go(60)
     assert len(scene.read(sa.select(failover))) == 1
 
 
-def test_many_at_once_open_the_breaker_and_nothing_is_replaced(scene, caplog):
+def test_many_silent_amphorae_open_the_breaker_and_none_is_replaced(scene, caplog):
     scene.go(5).hush(*(f"a{index}" for index in range(5))).go(20)
     assert scene.replaced() == set()
     found = scene.breaker()
     assert (found.state, found.reason) == ("open", "5 of 20 amphorae fell silent within 120 s, more than 20 %")
     assert found.trial_at is not None
     assert all("fail-over held: the breaker is open" in words for _, words in scene.verdicts().values())
-    assert scene.operating("lb0")[0] == "ONLINE", "a blind control plane reports nothing"
+    assert scene.operating("lb0")[0] == "ONLINE", "a blind control plane reports no ERROR"
     assert "circuit breaker opened, no automatic fail-over begins" in caplog.text
     scene.speaking |= {f"a{index}" for index in range(5)}
     scene.go(12)
@@ -91,7 +91,7 @@ def test_many_at_once_open_the_breaker_and_nothing_is_replaced(scene, caplog):
 
 
 def test_successive_silences_are_collected(scene):
-    """Heartbeats come at different times: the first of many is not replaced before the others are silent too."""
+    """Heartbeat times differ: the detector waits for the others before it replaces the first of many."""
     for index in range(3):
         scene.balancer(f"other{index}", f"b{index}")
     scene.go(5)
@@ -102,14 +102,14 @@ def test_successive_silences_are_collected(scene):
     assert scene.replaced() == set()
 
 
-def test_a_trial_that_succeeds_lets_the_next_one_through(scene):
+def test_a_successful_trial_allows_the_next_trial(scene):
     scene.go(5).hush(*(f"a{index}" for index in range(6))).go(20)
     scene.go(95)
     assert scene.breaker().state == "trial"
     first = scene.replaced()
     assert len(first) == 1
     scene.go(20)
-    assert scene.replaced() == first, "one at a time"
+    assert scene.replaced() == first, "one trial at a time"
     (one,) = first
     scene.served(f"lb{one[1:]}", "replacement")
     scene.go(2)
@@ -118,7 +118,7 @@ def test_a_trial_that_succeeds_lets_the_next_one_through(scene):
     assert scene.breaker().state == "trial"
 
 
-def test_a_trial_that_fails_opens_it_again(scene):
+def test_a_failed_trial_opens_the_breaker_again(scene):
     scene.go(5).hush(*(f"a{index}" for index in range(6))).go(115)
     (one,) = scene.replaced()
     scene.served(f"lb{one[1:]}", "replacement")
@@ -129,42 +129,42 @@ def test_a_trial_that_fails_opens_it_again(scene):
     assert scene.replaced() == set()
 
 
-def test_an_operator_holds_it_open(scene):
+def test_an_operator_holds_the_breaker_open(scene):
     scene.database.write(lambda c: circuit_breaker.hold_breaker_open(c, "anna: switches are replaced", scene.wall()))
     scene.go(5).hush("a3").go(20)
     assert scene.replaced() == set()
     assert "an operator holds the breaker open (anna: switches are replaced)" in scene.verdicts()["a3"][1]
-    assert scene.operating("lb3")[0] == "ERROR", "that it is dead is not in doubt"
+    assert scene.operating("lb3")[0] == "ERROR", "the amphora is reported dead"
     scene.database.write(lambda c: circuit_breaker.close_breaker(c, "closed by anna", scene.wall()))
     scene.go(1)
     assert scene.replaced() == {"a3"}
 
 
-def test_an_operator_closes_it(scene):
+def test_an_operator_closes_the_breaker(scene):
     scene.go(5).hush(*(f"a{index}" for index in range(6))).go(20)
     assert scene.breaker().state == "open"
     scene.database.write(lambda c: circuit_breaker.close_breaker(c, "closed by anna", scene.wall()))
     scene.go(2)
     assert scene.breaker().state == "closed"
-    assert len(scene.replaced()) == 2, "at most so many at once"
+    assert len(scene.replaced()) == 2, "the limit of simultaneous fail-overs applies"
     scene.go(10)
-    assert scene.breaker().state == "closed", "those that are silent are believed"
+    assert scene.breaker().state == "closed", "the silent amphorae are acknowledged"
     for one in scene.replaced():
         scene.served(f"lb{one[1:]}", f"instead-of-{one}")
     scene.go(2)
     assert len(scene.read(sa.select(failover))) == 4
 
 
-def test_at_most_so_many_at_once(scene):
+def test_the_number_of_simultaneous_failovers_is_limited(scene):
     scene.go(5).hush("a0", "a1", "a2", "a3").go(10)
     assert len(scene.replaced()) == 2
     assert "fail-over held: 2 automatic fail-overs are in progress" in next(iter(scene.verdicts().values()))[1]
-    # One that never ends holds up the others no longer than a boot may take.
+    # A fail-over that never ends delays the others no longer than the boot time-out.
     scene.go(300)
     assert len(scene.replaced()) == 4
 
 
-def test_a_replacement_that_dies_too_waits_for_its_pause(scene):
+def test_a_replacement_that_fails_too_waits_for_its_backoff(scene):
     scene.go(5).hush("a3").go(8.5)
     assert scene.replaced() == {"a3"}
     scene.served("lb3", "second")
@@ -178,7 +178,7 @@ def test_a_replacement_that_dies_too_waits_for_its_pause(scene):
     assert words.count("begun") == 1
 
 
-def test_both_of_a_pair_are_replaced_together(scene):
+def test_both_amphorae_of_a_pair_are_replaced_together(scene):
     scene.balancer("pair", "p1", "p2")
     scene.go(5).hush("p1").go(1).hush("p2").go(9)
     assert scene.replaced() == {"p1", "p2"}
@@ -199,7 +199,7 @@ def test_disabled_load_balancers_are_not_in_error(scene):
     assert scene.operating("lb3")[0] == "OFFLINE"
 
 
-def test_without_automatic_failover_only_verdicts(tmp_path, monkeypatch):
+def test_without_automatic_failover_the_detector_only_records_verdicts(tmp_path, monkeypatch):
     scene = Scene(tmp_path, monkeypatch, options=OPTIONS + "automatic = false\n")
     scene.go(5).hush("a3").go(20)
     assert scene.replaced() == set()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The detector when something else than amphorae is the matter: blindness, a clock, a hiccup, very many."""
+"""The failure detector with failures outside the amphorae: blindness, clock jumps, short outages, mass failures."""
 
 import pytest
 import sqlalchemy as sa
@@ -49,7 +49,7 @@ def test_moved_clock_causes_and_hides_no_failure(scene, shift):
     assert scene.replaced() == {"a3"}
 
 
-def test_a_process_that_stood_still_counts_anew(scene):
+def test_a_suspended_detector_restarts_its_timers(scene):
     scene.go(5).hush("a3").go(6)
     scene.now += 600
     scene.go(6)
@@ -58,7 +58,7 @@ def test_a_process_that_stood_still_counts_anew(scene):
     assert scene.replaced() == {"a3"}
 
 
-def test_a_database_that_was_away_counts_anew(scene, monkeypatch):
+def test_the_detector_restarts_its_timers_after_a_database_outage(scene, monkeypatch):
     scene.go(5).hush("a3").go(6)
 
     def away(_work):
@@ -75,7 +75,7 @@ def test_a_database_that_was_away_counts_anew(scene, monkeypatch):
     assert scene.replaced() == {"a3"}
 
 
-def test_only_the_duty_owner_observes_and_a_new_owner_restarts(scene):
+def test_only_the_duty_owner_observes_and_a_new_owner_restarts_its_timers(scene):
     scene.go(5).hush("a3").go(6)
     other = scene.made("other")
     scene.go(4, other)
@@ -87,7 +87,7 @@ def test_only_the_duty_owner_observes_and_a_new_owner_restarts(scene):
     assert scene.replaced() == {"a3"}
 
 
-def test_former_duty_owner_starts_nothing(scene):
+def test_a_former_duty_owner_starts_no_failover(scene):
     scene.go(5)
     scene.write(
         duty.update().where(duty.c.name == silent_amphorae.DUTY).values(owner="other", leased_until=scene.wall() + 59)
@@ -101,7 +101,7 @@ def test_former_duty_owner_starts_nothing(scene):
     assert not acquire_duty(scene.database, silent_amphorae.DUTY, "me", 1.0)
 
 
-def test_heartbeat_in_the_last_moment_prevents_replacement(scene):
+def test_a_heartbeat_just_before_the_failover_prevents_it(scene):
     scene.go(5)
     place = (1, scene.sequence)
 
@@ -115,7 +115,7 @@ def test_heartbeat_in_the_last_moment_prevents_replacement(scene):
     assert still(a4=place) == set()
 
 
-def test_a_quiet_fleet_costs_no_writes(scene, monkeypatch):
+def test_a_fleet_without_failures_causes_no_writes(scene, monkeypatch):
     scene.agents.saying["a3"] = ProbeOutcome.ANSWERED
     scene.go(5).hush("a3").go(15)
     written = []
@@ -125,14 +125,14 @@ def test_a_quiet_fleet_costs_no_writes(scene, monkeypatch):
     assert written == []
 
 
-def test_rows_of_the_one_before_are_cleaned_up(scene):
+def test_a_new_duty_owner_cleans_up_rows_of_the_former_owner(scene):
     row = {"amphora_id": "gone", "load_balancer_id": "lb", "kind": "silent", "since": 1.0}
     scene.write(silent_amphora.insert().values(**row))
     scene.go(1)
     assert scene.verdicts() == {}
 
 
-def test_an_open_breaker_outlives_its_detector(scene):
+def test_an_open_breaker_survives_a_change_of_the_duty_owner(scene):
     scene.go(5).hush(*(f"a{index}" for index in range(6))).go(20)
     scene.detector.release_duty("it ends")
     other = scene.made("other")
@@ -141,8 +141,8 @@ def test_an_open_breaker_outlives_its_detector(scene):
     assert scene.replaced() == set()
 
 
-def test_a_silent_amphora_that_answers_is_alive(scene):
-    """UDP is blocked, or [amp_health] targets are wrong: it serves, and must not be cut."""
+def test_a_silent_amphora_that_answers_a_probe_is_not_replaced(scene):
+    """UDP is blocked or [amp_health] targets are wrong: the amphora still serves clients."""
     scene.go(5)
     scene.amphora("lb3", "new")
     scene.agents.saying["new"] = ProbeOutcome.ANSWERED
@@ -156,7 +156,7 @@ def test_a_silent_amphora_that_answers_is_alive(scene):
 
 
 def test_network_failure_with_few_amphorae_causes_no_failover(tmp_path, monkeypatch):
-    """A switch: nothing of it is seen here, probes only time out."""
+    """A switch failure is not visible to the controller: probes time out without an error."""
     scene = small(tmp_path, monkeypatch, 2)
     scene.go(5).hush("a0", "a1").go(28)
     assert scene.replaced() == set()
@@ -168,11 +168,11 @@ def test_network_failure_with_few_amphorae_causes_no_failover(tmp_path, monkeypa
     scene.go(10)
     assert (scene.replaced(), scene.verdicts(), scene.breaker(circuit_breaker.SIGHT).state) == (set(), {}, "seeing")
     scene.hush("a0", "a1").go(35)
-    assert scene.replaced() == {"a0", "a1"}, "after mute_after it is believed"
+    assert scene.replaced() == {"a0", "a1"}, "after mute_after the amphora counts as dead"
     scene.database.dispose()
 
 
-def test_with_few_the_first_of_all_is_not_replaced_before_the_others_are_late(tmp_path, monkeypatch):
+def test_in_a_small_fleet_the_first_failover_waits_until_the_others_are_due(tmp_path, monkeypatch):
     scene = small(tmp_path, monkeypatch, 2)
     scene.go(5).hush("a0").go(3).hush("a1").go(20)
     assert scene.replaced() == set()
@@ -180,22 +180,22 @@ def test_with_few_the_first_of_all_is_not_replaced_before_the_others_are_late(tm
 
 
 @pytest.mark.parametrize("options", ["", "witnesses = 203.0.113.1:22\n"])
-def test_with_few_one_that_dies_alone_is_replaced_at_once(tmp_path, monkeypatch, options):
+def test_in_a_small_fleet_a_single_dead_amphora_is_replaced_at_once(tmp_path, monkeypatch, options):
     scene = small(tmp_path, monkeypatch, 2, options)
     scene.go(5).hush("a0").go(8)
     assert scene.replaced() == {"a0"}
     scene.database.dispose()
 
 
-def test_with_witnesses_both_are_replaced_at_once(tmp_path, monkeypatch):
-    """That one of them can be reached was seen when their agents were asked."""
+def test_reachable_witnesses_allow_both_failovers_at_once(tmp_path, monkeypatch):
+    """The probes have shown that the network reaches a witness."""
     scene = small(tmp_path, monkeypatch, 2, "witnesses = 203.0.113.1:22\n")
     scene.go(5).hush("a0", "a1").go(8)
     assert scene.replaced() == {"a0", "a1"}
     scene.database.dispose()
 
 
-def test_the_only_one_is_replaced_after_twice_the_time(tmp_path, monkeypatch):
+def test_the_only_amphora_is_replaced_after_twice_the_limit(tmp_path, monkeypatch):
     scene = small(tmp_path, monkeypatch, 1)
     scene.go(5).hush("a0").go(12)
     assert scene.replaced() == set()
@@ -204,8 +204,8 @@ def test_the_only_one_is_replaced_after_twice_the_time(tmp_path, monkeypatch):
     scene.database.dispose()
 
 
-def test_an_outage_of_very_many_is_looked_at_all_the_time(tmp_path, monkeypatch):
-    """One round writes a bounded number of rows in few statements: detection waits meanwhile."""
+def test_detection_continues_during_a_mass_failure(tmp_path, monkeypatch):
+    """One round writes a bounded number of rows in few statements, because detection waits meanwhile."""
     scene = small(tmp_path, monkeypatch, 0, "probe_timeout = 300\n")
     row = {"role": "STANDALONE", "state": "ready", "heartbeat_key": b"", "created_at": 1.0, "ready_at": 1.0}
     names = [f"m{index:04}" for index in range(1000)]
@@ -237,8 +237,8 @@ def test_an_outage_of_very_many_is_looked_at_all_the_time(tmp_path, monkeypatch)
     scene.database.dispose()
 
 
-def hiccup(scene):
-    """The database was unavailable for a moment, and no other process had the duty."""
+def short_outage(scene):
+    """The database is unavailable for a moment; no other process takes the duty."""
     scene.detector._suspend("the database is away")
 
 
@@ -247,7 +247,7 @@ def test_acknowledgements_survive_an_interruption(scene):
     scene.database.write(lambda c: circuit_breaker.close_breaker(c, "closed by anna", scene.wall()))
     scene.go(2)
     assert len(scene.replaced()) == 2
-    hiccup(scene)
+    short_outage(scene)
     scene.go(15)
     for one in scene.replaced():
         scene.served(f"lb{one[1:]}", f"instead-of-{one}")
@@ -256,24 +256,24 @@ def test_acknowledgements_survive_an_interruption(scene):
     assert len(scene.read(sa.select(failover))) == 4
 
 
-def test_the_breaker_can_be_closed_during_an_interruption(scene):
+def test_an_operator_closes_the_breaker_during_an_interruption(scene):
     scene.go(5).hush(*(f"a{index}" for index in range(6))).go(20)
-    hiccup(scene)
+    short_outage(scene)
     scene.database.write(lambda c: circuit_breaker.close_breaker(c, "closed by anna", scene.wall()))
     scene.go(15)
     assert scene.breaker().state == "closed"
 
 
-def test_a_trial_outlives_a_hiccup(scene, caplog):
+def test_a_trial_survives_a_short_outage(scene, caplog):
     scene.go(5).hush(*(f"a{index}" for index in range(6))).go(115)
     first = scene.replaced()
     assert (len(first), scene.breaker().state) == (1, "trial")
-    hiccup(scene)
+    short_outage(scene)
     scene.go(20)
-    assert scene.replaced() == first, "one at a time"
+    assert scene.replaced() == first, "one trial at a time"
     assert scene.breaker().state == "trial"
     assert "succeeded" not in caplog.text
-    # Its time passed while no amphora could become silent: this is no success.
+    # The trial time passes while no amphora can become silent: the trial has not succeeded.
     scene.now += scene.detector._boot_timeout
     scene.go(5)
     assert "succeeded" not in caplog.text
@@ -283,7 +283,7 @@ def test_a_trial_outlives_a_hiccup(scene, caplog):
 
 
 @pytest.mark.parametrize("shift", [0.0, -86_400.0])
-def test_successor_waits_for_the_rest_until_the_trial(scene, shift):
+def test_a_new_duty_owner_waits_for_the_remaining_trial_time(scene, shift):
     scene.go(5).hush(*(f"a{index}" for index in range(6))).go(8)
     assert scene.breaker().state == "open"
     scene.go(80)
@@ -296,10 +296,10 @@ def test_successor_waits_for_the_rest_until_the_trial(scene, shift):
     scene.go(10, other)
     assert scene.breaker().state == ("open" if shift else "trial")
     scene.go(100, other)
-    assert scene.breaker().state == "trial", "no longer than a whole wait"
+    assert scene.breaker().state == "trial", "the wait is at most one trial time"
 
 
-def test_successor_awaits_a_running_trial(scene):
+def test_a_new_duty_owner_awaits_a_running_trial(scene):
     scene.go(5).hush(*(f"a{index}" for index in range(6))).go(115)
     first = scene.replaced()
     scene.detector.release_duty("it ends")
@@ -307,8 +307,8 @@ def test_successor_awaits_a_running_trial(scene):
     assert (scene.breaker().state, scene.replaced()) == ("trial", first)
 
 
-def test_both_of_a_pair_are_one_beginning(scene):
-    """A successor does not count the two rows as two failures in sequence."""
+def test_both_failovers_of_a_pair_count_as_one_failure(scene):
+    """A new duty owner does not count the two rows as two failures in sequence."""
     scene.balancer("pair", "p1", "p2")
     scene.go(5).hush("p1", "p2").go(9)
     assert scene.replaced() == {"p1", "p2"}
@@ -330,7 +330,7 @@ def test_former_partner_is_no_replacement(scene):
             id="p3", load_balancer_id="pair", role="BACKUP", state="ready", heartbeat_key=b"", created_at=scene.wall()
         )
     )
-    # A spare that was taken is older than all that.
+    # A spare that was taken is older than these rows.
     scene.amphora("pair", "spare")
     scene.database.write(lambda c: failovers.record_event(c, "pair", failovers.Event.ADOPTED, scene.wall(), "spare"))
     found = scene.database.read(lambda c: silent_amphorae.load_recent_failovers(c, 600.0))["pair"]
@@ -351,7 +351,7 @@ def test_old_observations_are_ignored(scene, monkeypatch):
     assert scene.database.read(lambda c: silent_amphorae.load_recent_failovers(c, 1.0)) == {}
 
 
-def test_many_refusals_are_sent_in_small_batches(tmp_path, monkeypatch):
+def test_many_refused_failovers_are_written_in_small_batches(tmp_path, monkeypatch):
     scene = small(tmp_path, monkeypatch, 30, "automatic = false\nbreaker_percent = 100\n")
     monkeypatch.setattr(detecting, "_MOST_STATUSES", 10)
     silent = [f"a{index}" for index in range(25)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Silent amphorae by the monotonic clock, and only while the control plane receives heartbeats."""
+"""Failure rules: silent amphorae by the monotonic clock, only while the control plane receives heartbeats."""
 
 import pytest
 
@@ -21,8 +21,8 @@ LIMITS = DetectionLimits(silent_after=7.0, mute_after=60.0, probe_timeout=2.0)
 STEP = 0.5
 
 
-class Story:
-    """Looks every half second, at amphorae that speak or do not, and a health manager that hears or does not."""
+class Timeline:
+    """Observes amphorae and a health manager every half second; both can be made silent."""
 
     def __init__(self, names=("a", "b"), begin=1000.0, limits=LIMITS):
         self.watch = HeartbeatWatch(limits)
@@ -48,90 +48,90 @@ class Story:
 
 
 def test_amphora_is_silent_exactly_after_the_limit():
-    story = Story().go(5)
+    story = Timeline().go(5)
     assert story.go(6.5, speaking="a").silent() == set()
     assert story.go(0.5, speaking="a").silent() == {"b"}
     assert story.go(100, speaking="a").silent() == {"b"}
 
 
 def test_new_heartbeat_ends_silence():
-    story = Story().go(5).go(20, speaking="a")
+    story = Timeline().go(5).go(20, speaking="a")
     assert story.silent() == {"b"}
     assert story.go(STEP).silent() == set()
-    assert story.go(6.5, speaking="a").silent() == set(), "and is counted from then on"
+    assert story.go(6.5, speaking="a").silent() == set(), "the count restarts with the heartbeat"
 
 
 def test_silence_starts_with_the_first_observation():
-    story = Story()
+    story = Timeline()
     story.places = {"a": (1, 7), "b": None}
     assert story.go(6.5, speaking=()).silent() == set()
     assert story.go(1.5, speaking=()).silent() == {"a", "b"}
 
 
 def test_amphora_without_heartbeats_counts_from_its_first_observation():
-    story = Story().go(20)
+    story = Timeline().go(20)
     story.places["new"] = None
     assert story.go(6.5).silent() == set()
     assert story.go(1).silent() == {"new"}
     assert not story.watch.in_phase(Phase.SILENT, story.now)["new"].ever_heard
 
 
-def test_an_epoch_that_begins_anew_is_a_sign_of_life():
-    story = Story().go(5).go(6.5, speaking="a")
+def test_a_new_epoch_counts_as_a_heartbeat():
+    story = Timeline().go(5).go(6.5, speaking="a")
     story.places["b"] = (2, 0)
     assert story.go(3, speaking="a").silent() == set()
 
 
 @pytest.mark.parametrize("gap", [2.0, 8.0, 600.0, 86_400.0])
-def test_a_gap_in_ones_own_looking_begins_anew(gap):
-    story = Story().go(5).go(6.5, speaking="a")
+def test_a_gap_between_observations_restarts_the_count(gap):
+    story = Timeline().go(5).go(6.5, speaking="a")
     story.now += gap
     story.go(STEP, speaking=())
     assert story.watch.blind_reason
     assert story.silent() == set()
     assert story.go(7, speaking="a").silent() == set()
-    assert story.go(1.5, speaking="a").silent() == {"b"}, "silence goes on being found"
+    assert story.go(1.5, speaking="a").silent() == {"b"}, "detection continues after the restart"
 
 
 def test_a_short_delay_is_no_gap():
-    story = Story().go(5).go(6, speaking="a")
+    story = Timeline().go(5).go(6, speaking="a")
     story.now += 0.9
     assert story.go(0.5, speaking="a").silent() == {"b"}
 
 
-def test_a_clock_that_goes_back_begins_anew():
-    """`time.monotonic` never goes back; such a value is ignored."""
-    story = Story().go(20, speaking="a")
+def test_an_earlier_monotonic_time_is_ignored():
+    """`time.monotonic` never goes back."""
+    story = Timeline().go(20, speaking="a")
     story.now -= 100
     assert story.go(STEP, speaking="a").silent() == set()
 
 
 @pytest.mark.parametrize("hearing", [(), ("dead",)])
 def test_without_a_self_test_no_amphora_is_silent(hearing):
-    story = Story()
+    story = Timeline()
     story.beats["dead"] = 5
     story.go(20)
     names = [one for one in hearing if one != "dead"]
     assert story.go(3.5, speaking=(), hearing=names).silent() == set()
     assert "no health manager" in story.watch.blind_reason
     assert story.go(100, speaking=(), hearing=names).silent() == set()
-    assert story.go(7, speaking="a").silent() == set(), "counted from when it hears again"
+    assert story.go(7, speaking="a").silent() == set(), "the count starts when the health manager receives again"
     assert story.go(1, speaking="a").silent() == {"b"}
 
 
 def test_one_receiving_health_manager_is_enough():
-    story = Story().go(5, hearing=("health", "other")).go(20, speaking="a", hearing=("other",))
+    story = Timeline().go(5, hearing=("health", "other")).go(20, speaking="a", hearing=("other",))
     assert story.silent() == {"b"}
 
 
-def test_a_health_manager_that_is_replaced_by_another_hears_again():
-    story = Story().go(5)
+def test_a_replaced_health_manager_ends_blindness():
+    story = Timeline().go(5)
     story.beats = {"new": 0}
     assert story.go(20, speaking="a", hearing=("new",)).silent() == {"b"}
 
 
-def test_the_first_beat_that_is_seen_proves_nothing():
-    story = Story()
+def test_the_first_observed_self_test_proves_nothing():
+    story = Timeline()
     story.beats = {"left behind": 977}
     story.go(30, hearing=())
     assert story.watch.blind_reason == "no health manager proves that it receives heartbeats"
@@ -140,8 +140,8 @@ def test_the_first_beat_that_is_seen_proves_nothing():
     assert story.watch.blind_reason == "there is no health manager"
 
 
-def test_forgotten_silences_count_anew():
-    story = Story().go(20, speaking="a")
+def test_forgotten_silences_restart_the_count():
+    story = Timeline().go(20, speaking="a")
     story.watch.reset("the database is away")
     assert story.watch.blind_reason == "the database is away"
     assert story.silent() == set()
@@ -149,15 +149,15 @@ def test_forgotten_silences_count_anew():
     assert story.watch.blind_reason == ""
 
 
-def test_how_long_it_sees():
-    story = Story().go(10)
+def test_the_seconds_of_uninterrupted_observation():
+    story = Timeline().go(10)
     assert 9 <= story.watch.sees_for(story.now) <= 10
     story.go(5, hearing=())
     assert story.watch.sees_for(story.now) == 0.0
 
 
 def test_removed_amphora_is_forgotten():
-    story = Story().go(20, speaking="a")
+    story = Timeline().go(20, speaking="a")
     del story.places["b"]
     assert story.go(STEP).silent() == set()
 
@@ -167,7 +167,7 @@ def test_limits_follow_the_option(silent_after):
     limits = DetectionLimits(silent_after=silent_after)
     assert limits.begins(Phase.LATE) < silent_after
     assert limits.gap >= 1.0
-    # Otherwise a health manager that ends would be noticed later than those it does not hear.
+    # Otherwise the end of a health manager is noticed later than the silence of its amphorae.
     assert limits.deaf_after < silent_after or silent_after < 2.0
 
 
@@ -199,7 +199,7 @@ def answer(how, ago=1.0, now=1000.0, words="timed out", blind=None):
         (8, True, answer(ProbeOutcome.ANSWERED), SilenceKind.MUTE, None, False, "its agent answers"),
         (59, True, answer(ProbeOutcome.ANSWERED), SilenceKind.MUTE, None, False, "after 60 s"),
         (61, True, answer(ProbeOutcome.ANSWERED), SilenceKind.MUTE, Cause.MUTE, False, "its agent answers"),
-        # It may serve while UDP or wrong targets block its heartbeats: it must stay.
+        # The amphora may serve while UDP or wrong targets block its heartbeats: it must stay.
         (61, False, answer(ProbeOutcome.ANSWERED), SilenceKind.NEVER_SPOKE, Cause.MUTE, False, "its agent answers"),
         (
             8,
@@ -213,7 +213,7 @@ def answer(how, ago=1.0, now=1000.0, words="timed out", blind=None):
         (8, False, answer(ProbeOutcome.ANSWERED), SilenceKind.NEVER_SPOKE, None, False, "its agent answers"),
         (8, True, answer(ProbeOutcome.INCONCLUSIVE), SilenceKind.SILENT, None, False, "cannot probe"),
         (5000, True, answer(ProbeOutcome.INCONCLUSIVE), SilenceKind.SILENT, None, False, "no fail-over"),
-        # The network of the controller works again, without heartbeats or answers so far.
+        # The controller's network works again, without heartbeats or answers so far.
         (500, True, answer(ProbeOutcome.NO_ANSWER, blind=3), SilenceKind.SILENT, None, False, "a moment ago"),
         (
             500,
@@ -233,13 +233,13 @@ def test_the_verdict_of_each_observation(silence, spoke, said, kind, cause, dead
     assert words in found.text
 
 
-def test_an_old_answer_is_asked_for_again_before_anything_follows():
+def test_an_old_probe_result_requires_a_new_probe():
     assert judge_silence(quiet(500), answer(ProbeOutcome.NO_ANSWER, ago=30), 1000.0, LIMITS).stale
     assert not judge_silence(quiet(500), answer(ProbeOutcome.NO_ANSWER), 1000.0, LIMITS).stale
 
 
-def company(watched=2, heard=None, answered=None, witnesses=False, now=1000.0):
-    """Heard and answered so many seconds ago."""
+def last_signs(watched=2, heard=None, answered=None, witnesses=False, now=1000.0):
+    """The last heartbeats and answers, as seconds before now."""
     moments = (None if ago is None else now - ago for ago in (heard, answered))
     return PathEvidence(
         watched=watched, has_witnesses=witnesses, **dict(zip(("heard_at", "answered_at"), moments, strict=True))
@@ -250,25 +250,25 @@ def company(watched=2, heard=None, answered=None, witnesses=False, now=1000.0):
     ("silence", "around", "doubted"),
     [
         # Another amphora sent a heartbeat after the due time: 3.75 s and 2 s until this is recorded.
-        (8, company(heard=1), False),
-        (8, company(heard=2.2), False),
-        (8, company(heard=2.3), True),
-        # The last one of the other was of just before the way was gone.
-        (8, company(heard=5), True),
-        (8, company(), True),
+        (8, last_signs(heard=1), False),
+        (8, last_signs(heard=2.2), False),
+        (8, last_signs(heard=2.3), True),
+        # The last heartbeat of the other amphora is from just before the network failure.
+        (8, last_signs(heard=5), True),
+        (8, last_signs(), True),
         # An answer of any agent is equivalent to a heartbeat.
-        (8, company(answered=1), False),
-        (8, company(answered=7), True),
-        # They were asked in the same breath as its agent.
-        (8, company(witnesses=True), False),
-        (8, company(watched=1, witnesses=True), False),
-        (59, company(), True),
-        (60, company(), False),
-        (59, company(watched=50), True),
-        # One on its own.
-        (13, company(watched=1), True),
-        (14, company(watched=1), False),
-        (8, company(watched=1, heard=1), False),
+        (8, last_signs(answered=1), False),
+        (8, last_signs(answered=7), True),
+        # The witnesses were probed together with the agent.
+        (8, last_signs(witnesses=True), False),
+        (8, last_signs(watched=1, witnesses=True), False),
+        (59, last_signs(), True),
+        (60, last_signs(), False),
+        (59, last_signs(watched=50), True),
+        # A single amphora.
+        (13, last_signs(watched=1), True),
+        (14, last_signs(watched=1), False),
+        (8, last_signs(watched=1, heard=1), False),
     ],
 )
 def test_without_any_heartbeat_the_network_is_suspected(silence, around, doubted):
@@ -280,16 +280,16 @@ def test_without_any_heartbeat_the_network_is_suspected(silence, around, doubted
     assert judge_silence(quiet(61), answer(ProbeOutcome.ANSWERED), 1000.0, LIMITS, why).cause is Cause.MUTE
 
 
-def test_a_mute_time_shorter_than_that_of_one_on_its_own_is_not_believed():
+def test_a_mute_time_shorter_than_the_single_amphora_limit_has_no_effect():
     limits = DetectionLimits(silent_after=7.0, mute_after=7.0)
-    assert network_suspected(quiet(13), company(), 1000.0, limits)
-    assert not network_suspected(quiet(14), company(), 1000.0, limits)
+    assert network_suspected(quiet(13), last_signs(), 1000.0, limits)
+    assert not network_suspected(quiet(14), last_signs(), 1000.0, limits)
 
 
 def test_time_of_the_latest_heartbeat():
-    story = Story()
+    story = Timeline()
     story.go(STEP)
-    assert story.watch.last_heartbeat_at is None, "the first look shows no movement"
+    assert story.watch.last_heartbeat_at is None, "the first observation shows no change"
     story.go(5)
     heard = story.watch.last_heartbeat_at
     assert heard == story.now

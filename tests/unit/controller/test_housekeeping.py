@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Addresses of a load balancer that never came are given back; those of all others are not touched."""
+"""Housekeeping: releases addresses of load balancers that were never created, and moves TLS ticket keys on."""
 
 import time
 
@@ -72,7 +72,7 @@ def left(database):
     return database.read(lambda connection: connection.execute(sa.select(vip_claim)).all())
 
 
-def test_a_load_balancer_that_never_came(conf, database, network):
+def test_a_claim_without_a_load_balancer_is_released(conf, database, network):
     claim(database, network, "lb-never", 3600)
     Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT).release_unused_vips()
     assert network.allocate_vip("lb-other", "demo", WISH)[0].address == "198.51.100.77"
@@ -107,7 +107,7 @@ def test_a_created_load_balancer_keeps_its_vips(conf, database, network):
     assert left(database) == []
 
 
-def test_addresses_of_a_backend_that_is_away_wait_and_hold_up_no_others(conf, database, network):
+def test_an_unavailable_backend_delays_only_its_own_claims(conf, database, network):
     claim(database, network, "lb-never", 3600)
     database.write(lambda connection: vip_claims.record_claim(connection, "lb-elsewhere", "elsewhere"))
     database.write(lambda connection: connection.execute(vip_claim.update().values(claimed_at=0.0)))
@@ -116,7 +116,7 @@ def test_addresses_of_a_backend_that_is_away_wait_and_hold_up_no_others(conf, da
     assert [row.load_balancer_id for row in left(database)] == ["lb-elsewhere"]
 
 
-def test_a_claim_stays_with_the_backend_it_was_made_with(database):
+def test_a_claim_is_released_by_its_own_backend(database):
     def note(backend):
         return database.write(lambda connection: vip_claims.record_claim(connection, "lb", backend))
 
@@ -129,7 +129,7 @@ SETTLED = {"op": "apply", "generation": 3, "committed": 3, "applied": 3, "dirty"
 
 
 def served_with_tickets(database, content, name="lb"):
-    """A load balancer that serves its newest generation, and whose ticket keys are due."""
+    """A load balancer that serves its latest generation, and whose ticket keys are due."""
     database.write(lambda c: c.execute(job.insert().values(load_balancer_id=name, **SETTLED)))
     database.write(
         lambda c: sealed_secrets.replace_secrets(c, name, {ticket_secret_name(name): SealedSecret(content=content)})
@@ -146,7 +146,7 @@ def lines(kept):
     return ticket_keys(kept).reveal().splitlines()
 
 
-def test_the_old_state_of_ticket_keys_is_overwritten(conf, database):
+def test_the_former_ticket_key_state_is_overwritten(conf, database):
     served_with_tickets(database, VAULT.seal(create_ticket_state(), PLACE))
     housekeeping = Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT)
     states = [state(database)]
@@ -154,13 +154,13 @@ def test_the_old_state_of_ticket_keys_is_overwritten(conf, database):
         assert housekeeping.rotate_ticket_keys() == 1
         database.write(lambda c: c.execute(job.update().values(**SETTLED, tickets_due=1.0)))
         states.append(state(database))
-        assert lines(states[-1])[:2] == lines(states[-2])[1:], "sessions of the period before go on"
+        assert lines(states[-1])[:2] == lines(states[-2])[1:], "sessions of the former period can be resumed"
     rows = database.read(lambda c: c.execute(sa.select(secret.c.sealed)).scalars().all())
     assert [VAULT.open(one, PLACE) for one in rows] == states[-1:], "no other state is stored"
     assert not set(lines(states[0])) & set(lines(states[-1]))
 
 
-def test_a_state_that_no_key_opens_is_left_to_the_push(conf, database):
+def test_an_undecryptable_ticket_key_state_is_left_to_the_push(conf, database):
     lost = Vault([Fernet.generate_key()]).seal(create_ticket_state(), PLACE)
     served_with_tickets(database, lost)
     assert Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT).rotate_ticket_keys() == 1
@@ -168,7 +168,7 @@ def test_a_state_that_no_key_opens_is_left_to_the_push(conf, database):
     assert database.read(lambda c: c.execute(sa.select(job.c.dirty)).scalar_one())
 
 
-def test_ticket_keys_move_on(conf, database):
+def test_ticket_keys_move_on_with_each_period(conf, database):
     served_with_tickets(database, VAULT.seal(create_ticket_state(), PLACE))
     housekeeping = Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT)
     assert housekeeping.rotate_ticket_keys() == 1

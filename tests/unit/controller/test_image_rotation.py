@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rotation from its first row to its last, with controllers that end, stop or compete."""
+"""Image rotation from its first row to its last, with controllers that end, stop or compete."""
 
 import itertools
 import threading
@@ -26,7 +26,7 @@ CATALOGUE = SimpleNamespace(topology=lambda name: SimpleNamespace(roles=("A", "B
 
 
 class Fleet:
-    """Load balancers as rows, and what controllers and health managers would make of them."""
+    """Load balancers as rows, with stand-ins for controllers and health managers."""
 
     def __init__(self, conf, database):
         self.conf = conf
@@ -60,7 +60,7 @@ class Fleet:
         return one
 
     def replace(self, name):
-        """What the plan does with those that retire."""
+        """Replace the retiring amphorae, as the plan does."""
         for one in self.machines(name, "retiring"):
             self.write(amphora.delete().where(amphora.c.id == one))
             self.boot(name)
@@ -69,8 +69,8 @@ class Fleet:
         query = sa.select(amphora.c.id).where(amphora.c.load_balancer_id == name, amphora.c.state == state)
         return self.database.read(lambda c: c.execute(query.order_by(amphora.c.id)).scalars().all())
 
-    def beat(self, *silent):
-        """All amphorae except these send heartbeats."""
+    def send_heartbeats(self, *silent):
+        """Record heartbeats of all amphorae except these."""
         number = int(next(self.clock))
 
         def write(connection):
@@ -85,10 +85,10 @@ class Fleet:
         self.database.write(write)
 
     def look(self, times=1, *, by=None, silent=()):
-        """Heartbeats, and a look a second later."""
+        """Record heartbeats and run the rotator one second later."""
         moves = []
         for _ in range(times):
-            self.beat(*silent)
+            self.send_heartbeats(*silent)
             moves += (by or self.one).advance()
         return moves
 
@@ -117,13 +117,13 @@ def fleet(tmp_path, monkeypatch):
     migrated.write(conf.amp_database.connection)
     database = Database(conf.amp_database.connection, durable=False)
     seconds = itertools.count(1.0)
-    # A second passes between two looks.
+    # One second passes between two rounds.
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
     yield Fleet(conf, database)
     database.dispose()
 
 
-def test_amphorae_rotate_one_by_one_after_proof(fleet):
+def test_amphorae_rotate_one_by_one_after_an_observation_time(fleet):
     for name in ("a", "b"):
         fleet.add(name)
     number = fleet.ask()
@@ -133,9 +133,9 @@ def test_amphorae_rotate_one_by_one_after_proof(fleet):
     (row,) = fleet.database.read(lambda c: c.execute(sa.select(failover)).all())
     assert (row.cause, row.rotation_id, row.asked_by, row.load_balancer_id) == ("rotation", number, "admin", "a")
     assert fleet.machines("a", "retiring") == ["a-1"]
-    assert fleet.look(10) == [], "it is not replaced yet"
+    assert fleet.look(10) == [], "the amphora is not replaced yet"
     fleet.replace("a")
-    assert fleet.look(5) == [], "it settles"
+    assert fleet.look(5) == [], "the replacement is observed first"
     moves = fleet.look(3)
     assert [type(move) for move in moves] == [FinishItem, StartItem]
     assert fleet.states(number) == {"a": ItemState.DONE, "b": ItemState.RUNNING}
@@ -145,10 +145,12 @@ def test_amphorae_rotate_one_by_one_after_proof(fleet):
     assert (found.state, fleet.states(number)) == (RotationState.DONE, {"a": ItemState.DONE, "b": ItemState.DONE})
     assert found.ended_at is not None
     assert fleet.look() == []
-    assert DUTY not in fleet.database.read(process_registry.list_duties).get("one", []), "another process may have it"
+    assert DUTY not in fleet.database.read(process_registry.list_duties).get("one", []), (
+        "the duty is free for another process"
+    )
 
 
-def test_a_pair_is_begun_as_a_whole(fleet):
+def test_both_amphorae_of_a_pair_are_retired_together(fleet):
     fleet.add("a", 2)
     fleet.ask()
     fleet.look()
@@ -157,7 +159,7 @@ def test_a_pair_is_begun_as_a_whole(fleet):
     assert any(isinstance(move, FinishItem) for move in fleet.look(10))
 
 
-def test_a_new_amphora_that_is_not_heard_stops_everything(fleet):
+def test_a_silent_new_amphora_pauses_the_rotation(fleet):
     for name in ("a", "b"):
         fleet.add(name)
     number = fleet.ask()
@@ -170,13 +172,13 @@ def test_a_new_amphora_that_is_not_heard_stops_everything(fleet):
     assert found.state is RotationState.PAUSED
     assert found.reason == f"load balancer a: not done in 20 s: amphora {new} sends no heartbeats"
     assert fleet.states(number) == {"a": ItemState.FAILED, "b": ItemState.WAITING}
-    # The cause is repaired.
+    # The operator repairs the cause.
     fleet.database.write(lambda c: rotations.resume_rotation(c, number))
     fleet.look(10)
     assert fleet.states(number) == {"a": ItemState.DONE, "b": ItemState.RUNNING}
 
 
-def test_attempts_that_fail_stop_everything_and_are_made_again_when_it_is_resumed(fleet):
+def test_failed_attempts_pause_the_rotation_and_are_retried_after_resume(fleet):
     fleet.add("a")
     fleet.write(job.update().values(attempts=1))
     number = fleet.ask()
@@ -189,7 +191,7 @@ def test_attempts_that_fail_stop_everything_and_are_made_again_when_it_is_resume
     fleet.write(job.update().values(due_at=1e12))
     fleet.database.write(lambda c: rotations.resume_rotation(c, number))
     row = fleet.database.read(lambda c: c.execute(sa.select(job)).one())
-    assert row.due_at < 1.0, "it is tried at once"
+    assert row.due_at < 1.0, "the retry starts at once"
     assert fleet.look(3) == []
     fleet.replace("a")
     fleet.write(object_status.update().values(provisioning="ACTIVE"))
@@ -197,14 +199,14 @@ def test_attempts_that_fail_stop_everything_and_are_made_again_when_it_is_resume
     assert fleet.states(number) == {"a": ItemState.DONE}
 
 
-def test_the_next_controller_goes_on_from_the_rows(fleet):
+def test_another_controller_continues_the_rotation_from_its_rows(fleet):
     for name in ("a", "b"):
         fleet.add(name)
     number = fleet.ask()
     fleet.look()
     two = fleet.rotator("two")
     assert fleet.look(3, by=two) == [], "another process has the duty"
-    # The first one dies; it is known of nothing it remembered.
+    # The first controller is killed; its memory is lost.
     fleet.one.release()
     fleet.replace("a")
     assert fleet.look(5, by=two) == []
@@ -213,7 +215,7 @@ def test_the_next_controller_goes_on_from_the_rows(fleet):
     assert fleet.states(number) == {"a": ItemState.DONE, "b": ItemState.RUNNING}
 
 
-def test_two_that_both_believe_it_is_their_duty_exceed_nothing(fleet, monkeypatch):
+def test_two_rotators_with_the_same_duty_exceed_no_limit(fleet, monkeypatch):
     monkeypatch.setattr(module, "acquire_duty", lambda *_: True)
     for name in "abcdef":
         fleet.add(name)
@@ -264,7 +266,7 @@ def test_user_requests_precede_the_rotation(fleet, monkeypatch):
         (circuit_breaker.SIGHT, "blind", "the failure detector is blind (9 are silent)"),
     ],
 )
-def test_an_open_breaker_is_waited_for(fleet, name, state, words):
+def test_the_rotation_waits_while_the_breaker_is_open(fleet, name, state, words):
     fleet.add("a")
     number = fleet.ask()
 
@@ -275,7 +277,7 @@ def test_an_open_breaker_is_waited_for(fleet, name, state, words):
     put(state)
     fleet.look(25)
     found = fleet.state(number)
-    assert found.state is RotationState.RUNNING, "it is waited for without end"
+    assert found.state is RotationState.RUNNING, "the wait has no limit"
     assert found.reason == f"no replacement starts: {words}"
     put(circuit_breaker.SEEING if name == circuit_breaker.SIGHT else circuit_breaker.CLOSED)
     fleet.look(2)
@@ -302,7 +304,7 @@ def test_a_started_replacement_completes(fleet, change):
     assert (found.ended_at is None) is (change == "pause")
 
 
-def test_a_draining_controller_releases_the_duty_and_an_outage_ends_nothing(fleet, monkeypatch):
+def test_a_draining_controller_releases_the_duty_and_an_outage_does_not_end_the_thread(fleet, monkeypatch):
     fleet.add("a")
     number = fleet.ask()
     monkeypatch.setattr(module, "_EVERY", 0.001)
@@ -342,7 +344,7 @@ def eventually(question, seconds=20.0):
     return True
 
 
-def test_heartbeats_by_amphora():
+def test_the_last_heartbeats_by_amphora():
     watch = RotationWatch(3.0)
     watch.observe_heartbeats({"a": (1, 1)}, 1.0)
     assert watch.is_heard("a") is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rotation does next: whose turn it is, when it is over, and when everything stops."""
+"""The plan of an image rotation: the next load balancer, its completion, and pauses."""
 
 import msgspec
 import pytest
@@ -62,14 +62,15 @@ def outcome(facts, items=None, breaker=None, **kind):
     return next_moves(rotation(**kind), items, every, LIMITS, breaker)
 
 
-# --- whose turn it is -------------------------------------------------------------------------------------------------
+# --- the next load balancer
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("running", "most", "begun"),
     [(0, 1, ["c"]), (0, 2, ["c", "d"]), (1, 1, []), (1, 2, ["c"]), (2, 2, []), (2, 9, ["c", "d", "e"])],
 )
-def test_no_more_at_once_than_may_be(running, most, begun):
+def test_the_number_of_simultaneous_replacements_is_limited(running, most, begun):
     items = [item(name) for name in ("a", "b")[:running]] + waiting("c", "d", "e")
     facts = {one.load_balancer_id: BEFORE for one in items}
     moves = next_moves(rotation(most=most), items, facts, LIMITS)
@@ -82,7 +83,7 @@ def test_stopped_process_starts_nothing(state):
     assert outcome(BEFORE, waiting("a"), state=state) == []
 
 
-def test_only_those_that_are_not_as_wanted_are_replaced():
+def test_only_amphorae_of_another_image_or_flavor_are_replaced():
     (begin,) = outcome(but(BEFORE, number=2, live=(OLD, NEW)), waiting("a"))
     assert begin.amphorae == ("old",)
 
@@ -95,7 +96,7 @@ BUSY = [
     (but(BEFORE, live=(seen(OLD, ready=False),)), "one of its amphorae is being replaced"),
     (but(BEFORE, live=(seen(OLD, heard=False),)), "amphora old sends no heartbeats"),
     (BEFORE, None),
-    # No amphora was watched long enough: no reason to wait.
+    # The amphorae were not observed for long enough: their silence is no reason to wait.
     (but(BEFORE, live=(seen(OLD, heard=None),)), None),
 ]
 
@@ -108,13 +109,13 @@ def test_a_busy_load_balancer_is_awaited(facts, reason):
         assert isinstance(moves[0], StartItem)
     else:
         assert moves == [SetReason(reason=f"waiting for load balancer a: {reason}")]
-        # It was said already.
+        # The reason is logged already.
         assert outcome(facts, waiting("a"), reason=moves[0].reason) == []
         (passed,) = outcome(but(facts, watched=900.0), waiting("a"))
         assert (passed.state, passed.reason) == (ItemState.SKIPPED, f"not started in 900 s: {reason}")
 
 
-def test_others_have_their_turn_before_one_that_is_busy():
+def test_other_load_balancers_precede_a_busy_one():
     items = waiting("a", "b")
     facts = {"a": but(BEFORE, settled=False), "b": BEFORE}
     (begin,) = next_moves(rotation(), items, facts, LIMITS)
@@ -131,21 +132,21 @@ def test_others_have_their_turn_before_one_that_is_busy():
         (but(BEFORE, provisioning="ERROR", error="no quota"), ItemState.SKIPPED, "it is in ERROR: no quota"),
     ],
 )
-def test_some_have_no_turn_at_all(facts, state, words):
+def test_some_load_balancers_are_skipped(facts, state, words):
     move = outcome(facts, waiting("a"))[0]
     assert isinstance(move, FinishItem)
     assert move.state is state
     assert words in move.reason
 
 
-def test_nothing_is_begun_while_the_breaker_is_open():
+def test_an_open_breaker_prevents_new_replacements():
     assert outcome(BEFORE, waiting("a"), breaker="the breaker is open") == [
         SetReason(reason="no replacement starts: the breaker is open")
     ]
-    assert isinstance(outcome(AFTER, breaker="the breaker is open")[0], FinishItem), "what was begun is finished"
+    assert isinstance(outcome(AFTER, breaker="the breaker is open")[0], FinishItem), "started replacements are finished"
 
 
-# --- when its turn is over --------------------------------------------------------------------------------------------
+# --- completion of a load balancer ------------------------------------------------------------------------------------
 
 LACKING = [
     (but(AFTER, live=(OLD,)), "amphora old is not replaced yet"),
@@ -181,11 +182,11 @@ def test_a_rotation_step_ends_after_the_observation_time():
     ("before", "after", "well"),
     [("ERROR", "ERROR", True), ("DEGRADED", "ERROR", False), ("ERROR", "ONLINE", True), (None, "ONLINE", True)],
 )
-def test_no_worse_than_before(before, after, well):
+def test_an_operating_status_that_is_no_worse_completes_the_step(before, after, well):
     assert (missing_condition(rotation(), item(operating=before), but(AFTER, operating=after)) is None) is well
 
 
-def test_connections_that_drain_are_not_waited_for():
+def test_the_rotation_does_not_wait_for_drains():
     facts = but(AFTER, retiring=frozenset({"old"}), draining=frozenset({"old"}))
     assert missing_condition(rotation(), item(), facts) is None
 
@@ -203,7 +204,7 @@ def test_a_deleted_load_balancer_is_no_failure():
         (but(AFTER, live=(), tried=8, error="no machine"), "8 attempts failed: no machine"),
     ],
 )
-def test_a_failure_stops_the_rotation(facts, words):
+def test_a_failure_pauses_the_rotation(facts, words):
     items = [item("a"), *waiting("b", "c")]
     every = {"a": facts, "b": BEFORE, "c": BEFORE}
     failed, paused = next_moves(rotation(most=3), items, every, LIMITS)
@@ -214,7 +215,7 @@ def test_a_failure_stops_the_rotation(facts, words):
 
 
 def test_earlier_failures_are_repeated():
-    """It was resumed: what is known of it is what was known when it was paused."""
+    """After a resume, the failures known at the pause are still listed."""
     assert outcome(but(AFTER, live=(), provisioning="ERROR", was_in_error=True, attempts=9, tried=1)) == []
 
 

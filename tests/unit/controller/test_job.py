@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes before a job that is under way, over a real database."""
+"""Pre-emption of a running job, with a real database."""
 
 import migrated
 import pytest
@@ -51,7 +51,7 @@ def change(intents):
     intents.create_object(Kind.LISTENER, listener)
 
 
-def test_another_change_waits_for_its_turn(database, intents, turn):
+def test_a_change_does_not_preempt_a_change(database, intents, turn):
     turn.ensure_may_act()
     change(intents)
     turn.ensure_may_act()
@@ -59,7 +59,7 @@ def test_another_change_waits_for_its_turn(database, intents, turn):
 
 
 @pytest.mark.parametrize(("call", "words"), [("delete_load_balancer", "deletion"), ("fail_over", "fail-over")])
-def test_a_change_gives_way_to_what_is_more(database, intents, turn, call, words):
+def test_a_more_urgent_request_preempts_a_change(database, intents, turn, call, words):
     getattr(intents, call)(LB)
     assert words in reason(database, turn)
     with pytest.raises(Superseded, match=words):
@@ -67,7 +67,7 @@ def test_a_change_gives_way_to_what_is_more(database, intents, turn, call, words
     assert turn.is_preempted
 
 
-def test_a_fail_over_gives_way_to_a_deletion_and_not_to_changes(database, intents, turn):
+def test_a_deletion_preempts_a_failover_and_a_change_does_not(database, intents, turn):
     intents.fail_over(LB)
     turn.record_observation(2, "apply")
     change(intents)
@@ -77,7 +77,7 @@ def test_a_fail_over_gives_way_to_a_deletion_and_not_to_changes(database, intent
         turn.ensure_may_act()
 
 
-def test_nothing_goes_before_a_deletion(intents, turn):
+def test_no_request_preempts_a_deletion(intents, turn):
     intents.delete_load_balancer(LB)
     turn.record_observation(2, "delete")
     turn.ensure_may_act()
@@ -85,12 +85,12 @@ def test_nothing_goes_before_a_deletion(intents, turn):
 
 def test_a_preempted_job_ends_before_its_next_effect(turn):
     turn.preempt("the process ends", grace=30.0)
-    assert not turn.deadline.passed(), "what it asks just now it may ask to the end"
+    assert not turn.deadline.passed(), "a running request to an agent may finish"
     with pytest.raises(Superseded, match="the process ends"):
         turn.ensure_may_act()
 
 
-def test_an_expired_job_begins_no_step(database, turn):
+def test_an_expired_job_starts_no_step(database, turn):
     late = Job(turn.lease, database, 0.0)
     with pytest.raises(DeadlinePassed):
         late.ensure_may_act()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which networks an amphora needs."""
+"""The networks that an amphora needs."""
 
 from amphora_driver.errors import UnsupportedOption
 from amphora_driver.model.enums import PoolProtocol
@@ -31,11 +31,11 @@ def tree(*subnets):
     )
 
 
-def test_the_vips_network_with_all_its_subnets_comes_first():
+def test_the_vip_network_with_all_its_subnets_is_first():
     assert needed_networks(tree("s2", None, "s2"), (), OneSubnet()) == ({"n1": ("s1", "s1v6"), "n2": ("s2",)}, {})
 
 
-def test_a_member_on_a_subnet_that_is_gone_fails_alone():
+def test_a_deleted_subnet_fails_only_its_member():
     needed, failed = needed_networks(tree("s2", "gone"), (), OneSubnet())
     assert needed == {"n1": ("s1", "s1v6"), "n2": ("s2",)}
     assert list(failed) == ["m12"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is not served is told, whichever turn finds it and whichever says that the rest is served."""
+"""Omitted objects are reported even if one job finds the cause and another job reports success."""
 
 import json
 
@@ -12,7 +12,7 @@ from amphora_driver.model.loadbalancer import Member, Pool
 
 
 class Picky(World):
-    """Its agents refuse the listener; no amphora has the VIPs at first; one subnet does not exist."""
+    """A world that refuses the listener, has no VIP holder at first, and lacks one subnet."""
 
     def put_bundle(self, amphora_id, address, body, *, deadline=None):
         if f"frontend {LISTENER}" in (json.loads(body)["haproxy"] or ""):
@@ -33,7 +33,7 @@ def control(tmp_path):
         yield control
 
 
-def test_a_pair_that_begins_says_in_a_later_turn_what_it_does_not_serve(control):
+def test_a_later_job_of_a_new_pair_reports_its_omitted_objects(control):
     pool = Pool(id="pool", loadbalancer_id=LB, protocol=PoolProtocol.HTTP, lb_algorithm=Algorithm.ROUND_ROBIN)
     member = Member(id="member", pool_id="pool", address="192.0.2.9", protocol_port=80, subnet_id="nowhere")
     control.intents.create_load_balancer(TREE, read_back=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An object without an owner is recorded, and removed after the grace period; an owned one never is."""
+"""Orphan cleanup: an orphan is recorded, and removed after the grace period; an owned object never is."""
 
 import time
 import uuid
@@ -84,7 +84,7 @@ def time_passes(database):
 
 
 def own(database):
-    """A load balancer with one amphora, of which rows say so."""
+    """A load balancer with one amphora, recorded in the database."""
     database.write(lambda c: c.execute(job.insert().values(load_balancer_id="mine", op="apply", generation=1)))
     database.write(lambda c: amphorae.insert_amphora(c, OWNED, "mine", "STANDALONE", b"key"))
 
@@ -96,7 +96,7 @@ def test_orphaned_ports_and_vips(database, network, sweeper):
         network.ensure_port(management_port(owner, "vip", ["vip-subnet"]))
     for load_balancer in ("lost", "mine", "claimed"):
         network.allocate_vip(load_balancer, "demo", [VipRequest(subnet_id="vip-subnet")])
-    assert sweeper.clean_up() == 0, "a crash looks like a step that is being taken"
+    assert sweeper.clean_up() == 0, "a new orphan may belong to a running step"
     assert noted(database) == {LOST, "lost"}
     time_passes(database)
     assert sweeper.clean_up() == 2
@@ -130,10 +130,10 @@ def test_objects_of_users_and_hosts_are_never_touched(database, network, sweeper
     time_passes(database)
     assert sweeper.clean_up() == 1
     assert {one.id for one in network.all_ports()} == {brought.id, used.id, host.id}
-    assert network.owner(used.id) == f"user-{used.id}", "returned to its user"
+    assert network.owner(used.id) == f"user-{used.id}", "the address is returned to its user"
 
 
-def test_orphan_with_a_new_owner_is_forgotten(database, network, sweeper):
+def test_an_orphan_with_a_new_owner_is_forgotten(database, network, sweeper):
     network.ensure_port(management_port(OWNED, "vip", ["vip-subnet"]))
     sweeper.clean_up()
     assert noted(database) == {OWNED}
@@ -172,11 +172,11 @@ def test_implausible_number_of_orphans_is_not_removed(database, network, sweeper
     [(1, 1, True), (2, 2, False), (1, 2, True), (2, 3, True), (3, 4, False), (3, 29, False), (3, 30, True),
      (10, 10, False), (10, 99, False), (10, 100, True), (11, 100, False)],
 )  # fmt: skip
-def test_how_much_is_believed(due, there, believed):
+def test_the_number_of_orphans_that_is_plausible(due, there, believed):
     assert orphan_cleanup._is_plausible(due, there) is believed
 
 
-def test_a_backend_that_is_away_holds_up_no_other(database, network, sweeper, catalogue, monkeypatch):
+def test_an_unavailable_backend_delays_no_other_backend(database, network, sweeper, catalogue, monkeypatch):
     def away():
         raise ComputeError("list amphorae", "no answer")
 
@@ -187,7 +187,7 @@ def test_a_backend_that_is_away_holds_up_no_other(database, network, sweeper, ca
     assert sweeper.clean_up() == 1
 
 
-def test_rows_written_in_the_moment_an_amphora_went(database, sweeper):
+def test_rows_written_during_an_amphoras_release_make_no_orphan(database, sweeper):
     own(database)
     rows = [{"amphora_id": one, "seen_at": 0.0, "generation": 0, "epoch": 0, "sequence": 0} for one in (LOST, OWNED)]
     database.write(lambda c: c.execute(amphora_heartbeat.insert(), rows))
@@ -197,7 +197,7 @@ def test_rows_written_in_the_moment_an_amphora_went(database, sweeper):
 
 @pytest.mark.root
 def test_machine_of_a_deleted_amphora_is_removed(conf, database, network, catalogue, sweeper):
-    """A controller was frozen right before it ordered the machine; the load balancer was deleted meanwhile."""
+    """The load balancer is deleted while a suspended controller is about to order the machine."""
     switch = Switch(conf.amp_network_local.switch, conf.amp_compute_netns.management_network)
     try:
         switch.ensure(network.networks(), network.subnets())
@@ -209,7 +209,7 @@ def test_machine_of_a_deleted_amphora_is_removed(conf, database, network, catalo
         assert compute.machines() == {LOST, OWNED}
         sweeper.clean_up()
         time_passes(database)
-        # The machine takes its management port with it.
+        # The machine's management port is removed with the machine.
         assert sweeper.clean_up() == 1
         assert compute.machines() == {OWNED}
         assert not namespaces.exists(compute.namespace(LOST))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan as a table: what is wanted and observed, and the steps it names."""
+"""The plan as a table: desired and observed state, and the resulting steps."""
 
 import pytest
 
@@ -56,12 +56,12 @@ def amphora(**more):
 @pytest.mark.parametrize(
     ("want", "observed", "steps"),
     [
-        pytest.param(wanted(), (), ["Record"], id="nothing there"),
+        pytest.param(wanted(), (), ["Record"], id="no amphora"),
         pytest.param(
             wanted(),
             (amphora(state=AmphoraState.BOOTING, management_address=None, plugged=(), confirmed=0),),
             ["Boot", "Plug", "AwaitAgent"],
-            id="recorded only",
+            id="amphora recorded",
         ),
         pytest.param(
             wanted(),
@@ -73,29 +73,29 @@ def amphora(**more):
             wanted(readable=False),
             (amphora(state=AmphoraState.BOOTING, plugged=(), confirmed=0),),
             ["AwaitAgent"],
-            id="boots while the tree is still to be read back",
+            id="boots before the tree is read back",
         ),
         pytest.param(
             wanted(readable=False),
             (amphora(plugged=(), confirmed=0),),
             ["Await"],
-            id="nothing is pushed from half a tree",
+            id="no push from an incomplete tree",
         ),
         pytest.param(wanted(), (amphora(confirmed=3),), ["Push"], id="behind"),
         pytest.param(
             wanted(networks={"n1": ("s1",), "n2": ("s2",)}),
             (amphora(confirmed=3),),
             ["Plug"],
-            id="a member's network comes first",
+            id="a member's network is attached first",
         ),
         pytest.param(
             wanted(networks={"n1": ("s1", "s3")}),
             (amphora(confirmed=3),),
             ["Plug"],
-            id="a subnet more on a known network",
+            id="one more subnet on an attached network",
         ),
-        pytest.param(wanted(), (amphora(),), ["Confirm"], id="confirmed but not noted"),
-        pytest.param(wanted(applied=4), (amphora(),), [], id="all is well"),
+        pytest.param(wanted(), (amphora(),), ["Confirm"], id="confirmed, not recorded"),
+        pytest.param(wanted(applied=4), (amphora(),), [], id="no difference"),
         pytest.param(
             wanted(applied=4),
             (amphora(plugged=(port(), port("n2", ("s2",)))),),
@@ -106,22 +106,22 @@ def amphora(**more):
             wanted(),
             (amphora(state=AmphoraState.RETIRING),),
             ["Record"],
-            id="fail-over: the replacement comes first",
+            id="fail-over: the replacement is recorded first",
         ),
         pytest.param(
             wanted(),
             (amphora(state=AmphoraState.RETIRING), amphora(id="a2", confirmed=0)),
             ["Push"],
-            id="fail-over: the replacement serves before the old one goes",
+            id="fail-over: replacement serves before the release",
         ),
         pytest.param(
             wanted(applied=4),
             (amphora(state=AmphoraState.RETIRING), amphora(id="a2")),
             ["Release"],
-            id="fail-over: the old one goes",
+            id="fail-over: the old amphora is released",
         ),
-        pytest.param(wanted(gone=True, tree=None), (amphora(),), ["Release"], id="delete: amphorae first"),
-        pytest.param(wanted(gone=True, tree=None), (), ["ReleaseVip"], id="delete: then the addresses"),
+        pytest.param(wanted(gone=True, tree=None), (amphora(),), ["Release"], id="delete: amphorae are released first"),
+        pytest.param(wanted(gone=True, tree=None), (), ["ReleaseVip"], id="delete: addresses are released last"),
         pytest.param(wanted(gone=True, tree=None, applied=4), (), [], id="deleted"),
     ],
 )
@@ -135,7 +135,7 @@ def test_plan(want, observed, steps):
     ("there", "missing"),
     [((), "MASTER"), (("MASTER",), "BACKUP"), (("BACKUP",), "MASTER"), (("BACKUP", "BACKUP"), "MASTER")],
 )
-def test_the_role_that_is_missing_is_filled(there, missing):
+def test_an_amphora_is_recorded_for_the_missing_role(there, missing):
     observed = tuple(amphora(id=f"a{number}", role=role) for number, role in enumerate(there))
     assert [step.role for step in planning.plan(wanted(roles=("MASTER", "BACKUP")), observed)] == [missing]
 

@@ -2,49 +2,49 @@
 """The VIP holder during a replacement: the agents are asked, because heartbeats may be older."""
 
 import pytest
-from pair_story import NOW, B, House, M, amphora, but, knows, retiring, wanted
+from pair_story import NOW, B, M, Simulation, amphora, but, knows, retiring, wanted
 
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.reconcile import plan as planning
 
 UNASKED = {"holder_asked": False}
-# What was heard of them: M has the VIPs, B has not; or nothing at all, right after they were made.
+# Heartbeats: M has the VIPs and B has not; or none at all, right after the boot.
 HEARD = {"m": {"holds_vip": True, "heard_at": NOW}, "b": {"holds_vip": False, "heard_at": NOW}}
 UNHEARD = {"m": {}, "b": {}}
 
 
 def pair(heard, *going):
-    """M and B as they were heard; those named are to be replaced."""
+    """M and B with their heartbeats; the named amphorae retire."""
     return tuple(
         but(one, **heard[one.id], **({"state": AmphoraState.RETIRING} if one.id in going else {})) for one in (M, B)
     )
 
 
-@pytest.mark.parametrize("heard", [HEARD, UNHEARD], ids=["heard", "unheard"])
-def test_the_backup_that_has_them_hands_them_over_before_it_goes(heard):
-    """Both have no other peer: the connections continue."""
-    house = House(wanted(**UNASKED), *pair(heard, "b"))
-    house.truth = {"m": False, "b": True}
-    log = house.run()
+@pytest.mark.parametrize("heard", [HEARD, UNHEARD], ids=["heartbeats", "no heartbeats"])
+def test_a_backup_with_the_vips_hands_them_over_before_its_release(heard):
+    """Neither has another peer, so the connections continue."""
+    simulation = Simulation(wanted(**UNASKED), *pair(heard, "b"))
+    simulation.truth = {"m": False, "b": True}
+    log = simulation.run()
     assert log[0] == "HandOver b to m"
-    assert house.observed["m"].handed_over is False
-    assert "CheckDrain b" in log, "its connections are seen off"
+    assert simulation.observed["m"].handed_over is False
+    assert "CheckDrain b" in log, "its connections drain"
 
 
-@pytest.mark.parametrize("heard", [HEARD, UNHEARD], ids=["heard", "unheard"])
-def test_the_standby_has_nothing_to_hand_over_though_it_is_the_master(heard):
-    house = House(wanted(**UNASKED), *pair(heard, "m"))
-    house.truth = {"m": False, "b": True}
-    log = house.run()
+@pytest.mark.parametrize("heard", [HEARD, UNHEARD], ids=["heartbeats", "no heartbeats"])
+def test_a_master_without_the_vips_hands_nothing_over(heard):
+    simulation = Simulation(wanted(**UNASKED), *pair(heard, "m"))
+    simulation.truth = {"m": False, "b": True}
+    log = simulation.run()
     assert log[0] == "Record MASTER"
     assert not [one for one in log if "HandOver" in one]
 
 
-@pytest.mark.parametrize("heard", [HEARD, UNHEARD], ids=["heard", "unheard"])
-def test_of_two_the_one_without_them_is_replaced_first(heard):
-    house = House(wanted(generation=5, **UNASKED), *pair(heard, "m", "b"))
-    house.truth = {"m": False, "b": True}
-    log = house.run()
+@pytest.mark.parametrize("heard", [HEARD, UNHEARD], ids=["heartbeats", "no heartbeats"])
+def test_the_amphora_without_the_vips_is_replaced_first(heard):
+    simulation = Simulation(wanted(generation=5, **UNASKED), *pair(heard, "m", "b"))
+    simulation.truth = {"m": False, "b": True}
+    log = simulation.run()
     assert log[0] == "Record MASTER"
     assert [one for one in log if "HandOver" in one] == ["HandOver b to m0"]
     assert log.index("Release MASTER m") < log.index("HandOver b to m0") < log.index("Release BACKUP b")
@@ -68,7 +68,7 @@ def test_the_holder_is_queried_first_and_once():
         (*retiring(amphora("new", "MASTER", 23, confirmed=0)), B),
         retiring(M),
     ],
-    ids=["no removal", "dead", "silent", "handed over", "without a port", "it never served", "on its own"],
+    ids=["no removal", "dead", "silent", "handed over", "without a port", "never served", "no partner"],
 )
 def test_agents_are_not_asked_without_need(observed):
     found = planning.plan(wanted(**UNASKED), observed)
@@ -83,25 +83,25 @@ def test_a_single_amphora_is_not_queried():
 
 
 def three(**of_old):
-    """B is replaced by N, which serves; M goes on."""
+    """N serves and replaces B; M stays."""
     m = but(M, partners=(knows("b", 22), knows("n", 23)))
     n = amphora("n", "BACKUP", 23, partners=(knows("b", 22), knows("m", 21)))
     return m, n, *retiring(but(B, partners=(knows("m", 21), knows("n", 23)), **of_old))
 
 
-def test_vips_that_come_to_one_that_goes_leave_without_a_moment_without_them():
-    """M was ill for a moment while N came: its connections end, new ones are answered at once."""
-    house = House(wanted(**UNASKED), *three())
-    house.truth = {"b": True, "m": False, "n": False}
-    log = house.run()
+def test_a_retiring_amphora_hands_over_unexpected_vips_before_its_release():
+    """M was unavailable for a moment while N booted: connections end, and new ones are accepted at once."""
+    simulation = Simulation(wanted(**UNASKED), *three())
+    simulation.truth = {"b": True, "m": False, "n": False}
+    log = simulation.run()
     assert log[:2] == ["HandOver b to m", "Release BACKUP b"]
     assert log.count("HandOver b to m") == 1
-    assert house.observed.keys() == {"m", "n"}
-    stubborn = House(wanted(**UNASKED), *three())
-    stubborn.truth, stubborn.stubborn = house.truth, {"b"}
-    assert stubborn.run()[:2] == ["HandOver b to m", "Release BACKUP b"], "that it goes does not depend on it"
+    assert simulation.observed.keys() == {"m", "n"}
+    stubborn = Simulation(wanted(**UNASKED), *three())
+    stubborn.truth, stubborn.stubborn = simulation.truth, {"b"}
+    assert stubborn.run()[:2] == ["HandOver b to m", "Release BACKUP b"], "the release does not depend on the hand-over"
 
 
 def test_unresponsive_agent_gets_no_further_request():
-    """Without an answer the role decides; with three amphorae no hand-over follows from a guess."""
-    assert House(wanted(**UNASKED), *three()).run()[0] == "Release BACKUP b"
+    """Without an answer the role decides; three amphorae allow no hand-over without a known holder."""
+    assert Simulation(wanted(**UNASKED), *three()).run()[0] == "Release BACKUP b"

@@ -3,7 +3,7 @@
 
 import msgspec
 import pytest
-from pair_story import NOW, ROLES, VIP, B, House, M, amphora, but, knows, retiring, wanted
+from pair_story import NOW, ROLES, VIP, B, M, Simulation, amphora, but, knows, retiring, wanted
 
 from amphora_driver.model.amphora import AmphoraState, AttachedPort
 from amphora_driver.model.loadbalancer import Vip
@@ -13,12 +13,12 @@ from amphora_driver.reconcile import steps as step_types
 from amphora_driver.reconcile import vrrp_peers
 
 
-def test_a_new_pair_is_booted_side_by_side_and_pushed_once():
-    house = House(wanted(generation=1, applied=0))
-    log = house.run()
+def test_a_new_pair_boots_in_parallel_and_gets_one_push():
+    simulation = Simulation(wanted(generation=1, applied=0))
+    log = simulation.run()
     assert log[:2] == ["Record MASTER", "Record BACKUP"]
-    assert log[2:] == ["Push m0+b1", "QueryVips", "Confirm"], "both at once: neither serves"
-    first, second = house.observed.values()
+    assert log[2:] == ["Push m0+b1", "QueryVips", "Confirm"], "one push for both, because neither serves"
+    first, second = simulation.observed.values()
     assert [one.id for one in first.partners] == [second.id]
     assert [one.id for one in second.partners] == [first.id]
 
@@ -29,7 +29,7 @@ def test_slow_steps_begin_first():
     assert kinds == ["Boot", "Boot", "Plug", "Plug", "AwaitAgent", "AwaitAgent"]
 
 
-def test_all_is_well():
+def test_a_pair_without_differences_needs_no_step():
     assert planning.plan(wanted(), (M, B)) == []
 
 
@@ -44,7 +44,7 @@ def test_all_is_well():
         ({"heard_at": 100.0}, {"holds_vip": False, "heard_at": 50.0}, (("m",), ("b",))),
         ({"holds_vip": True, "heard_at": 50.0}, {"holds_vip": True, "heard_at": 100.0}, (("b",), ("m",))),
     ],
-    ids=["no report", "master", "backup", "not the master", "both say so", "silent standby", "silent master"],
+    ids=["no report", "master", "backup", "not the master", "both", "silent standby", "silent master"],
 )
 def test_standby_is_first_and_silent_amphora_last(master, backup, order):
     found = planning.plan(wanted(generation=5), (but(M, **master), but(B, **backup)))
@@ -61,12 +61,14 @@ def test_only_the_outdated_amphora_is_pushed():
 def test_without_heartbeats_no_amphora_is_silent():
     assert vrrp_peers.find_silent((but(M, heard_at=10.0), but(B, heard_at=12.0)), 9.0) == frozenset()
     assert vrrp_peers.find_silent((but(M, heard_at=10.0), but(B, heard_at=20.0)), 9.0) == {"m"}
-    assert vrrp_peers.find_silent((but(M, heard_at=10.0), B), 9.0) == frozenset(), "one that was never heard may be new"
+    assert vrrp_peers.find_silent((but(M, heard_at=10.0), B), 9.0) == frozenset(), (
+        "an amphora without heartbeats may be new"
+    )
 
 
-def test_both_are_replaced_the_standby_first():
-    house = House(wanted(generation=5), *retiring(M, B))
-    assert house.run() == [
+def test_both_amphorae_are_replaced_and_the_standby_is_first():
+    simulation = Simulation(wanted(generation=5), *retiring(M, B))
+    assert simulation.run() == [
         "Record BACKUP",
         "Push m b0",
         "Release BACKUP b",
@@ -84,14 +86,14 @@ def test_both_are_replaced_the_standby_first():
         "Push b0 m6",
         "ACTIVE",
     ]
-    assert {name: [one.id for one in each.partners] for name, each in house.observed.items()} == {
+    assert {name: [one.id for one in each.partners] for name, each in simulation.observed.items()} == {
         "b0": ["m6"],
         "m6": ["b0"],
     }
 
 
-def test_the_backup_has_the_vips_so_the_master_is_replaced_first():
-    log = House(wanted(generation=5), *retiring(but(M, holds_vip=False), but(B, holds_vip=True))).run()
+def test_the_master_is_replaced_first_if_the_backup_has_the_vips():
+    log = Simulation(wanted(generation=5), *retiring(but(M, holds_vip=False), but(B, holds_vip=True))).run()
     assert log[0] == "Record MASTER"
     assert [one for one in log if "Release" in one or "HandOver" in one] == [
         "Release MASTER m",
@@ -100,18 +102,18 @@ def test_the_backup_has_the_vips_so_the_master_is_replaced_first():
     ]
 
 
-def test_a_dead_one_is_told_nothing_and_hands_nothing_over():
+def test_a_silent_amphora_gets_no_push_and_no_hand_over():
     dead = but(M, holds_vip=True, heard_at=50.0)
-    log = House(wanted(generation=5), *retiring(dead, but(B, holds_vip=True, heard_at=100.0))).run()
+    log = Simulation(wanted(generation=5), *retiring(dead, but(B, holds_vip=True, heard_at=100.0))).run()
     assert log[:3] == ["Record MASTER", "Push b m0", "Release MASTER m"]
     assert "HandOver b to m0" in log
 
 
-def test_nothing_is_handed_over_by_two_that_are_dead():
+def test_two_silent_amphorae_hand_nothing_over():
     dead = [but(one, heard_at=None) for one in retiring(M, B)]
-    house = House(wanted(generation=5), *dead)
-    log = house.run()
-    assert sorted(one.role for one in house.observed.values()) == ["BACKUP", "MASTER"]
+    simulation = Simulation(wanted(generation=5), *dead)
+    log = simulation.run()
+    assert sorted(one.role for one in simulation.observed.values()) == ["BACKUP", "MASTER"]
     assert log[-1] == "ACTIVE"
 
 
@@ -124,7 +126,7 @@ def test_the_holder_is_queried_once_in_a_job():
 def test_replaced_amphorae_are_pushed_without_a_wait():
     observed = (*retiring(M, B), amphora("new", "BACKUP", 23, confirmed=0))
     (push,) = planning.plan(wanted(generation=5), observed)
-    assert push.waves == (("m",), ("new",)), "the one with the VIPs knows the new one before it listens"
+    assert push.waves == (("m",), ("new",)), "the holder knows the new peer before that peer starts"
     assert push.optional == {"m"}
     assert not push.whole, "the other role is not filled yet"
 
@@ -143,35 +145,35 @@ def test_amphorae_are_replaced_one_by_one():
     assert [step.role for step in found] == ["MASTER"]
 
 
-def test_asked_for_again_in_the_middle():
-    """Replacements that have been asked to go too, one of which serves and one of which does not."""
+def test_a_second_failover_during_the_first():
+    """Replacements retire too: one of them serves, the other does not."""
     half = amphora("half", "BACKUP", 23, confirmed=4, partners=(knows("m", 21),))
     early = amphora("early", "MASTER", 24, confirmed=0)
-    house = House(wanted(generation=5), *retiring(M, half, early))
-    house.run()
-    assert len(house.observed) == 2
-    assert {one.role for one in house.observed.values()} == set(ROLES)
-    assert all(len(one.partners) == 1 for one in house.observed.values())
+    simulation = Simulation(wanted(generation=5), *retiring(M, half, early))
+    simulation.run()
+    assert len(simulation.observed) == 2
+    assert {one.role for one in simulation.observed.values()} == set(ROLES)
+    assert all(len(one.partners) == 1 for one in simulation.observed.values())
 
 
 @pytest.mark.parametrize("stop", range(1, 14))
-def test_killed_anywhere_it_ends_the_same(stop):
-    """A controller dies after a step: another one asks the same plan, and nothing is done twice or left out."""
-    house = House(wanted(generation=5), *retiring(M, B))
+def test_a_controller_crash_after_any_step_does_not_change_the_result(stop):
+    """Another controller computes the same plan; no step is repeated or left out."""
+    simulation = Simulation(wanted(generation=5), *retiring(M, B))
     taken = 0
-    while todo := planning.plan(house.want, tuple(house.observed.values())):
+    while todo := planning.plan(simulation.want, tuple(simulation.observed.values())):
         for step in todo:
             if isinstance(step, step_types.Await):
-                house.want = but(house.want, now=step.until)
+                simulation.want = but(simulation.want, now=step.until)
                 break
-            house.take(step)
+            simulation.take(step)
             taken += 1
             if taken == stop:
                 break
         assert taken < 60
     assert taken >= stop
-    assert sorted(one.role for one in house.observed.values()) == ["BACKUP", "MASTER"]
-    assert len([one for one in house.log if one.startswith("Record")]) == 2
+    assert sorted(one.role for one in simulation.observed.values()) == ["BACKUP", "MASTER"]
+    assert len([one for one in simulation.log if one.startswith("Record")]) == 2
 
 
 def test_an_amphora_with_a_departed_peer_is_pushed():
@@ -180,23 +182,23 @@ def test_an_amphora_with_a_departed_peer_is_pushed():
     assert [type(step).__name__ for step in found] == ["BumpGeneration"]
 
 
-def test_a_partner_with_another_address_is_another_partner():
+def test_a_peer_with_another_address_causes_a_new_generation():
     found = planning.plan(wanted(), (but(M, partners=(knows("b", 99),)), B))
     assert [type(step).__name__ for step in found] == ["BumpGeneration"]
 
 
-def test_a_silent_amphora_is_awaited_without_a_job():
+def test_a_booting_amphora_is_awaited_without_a_worker():
     coming = but(B, state=AmphoraState.BOOTING, confirmed=0, booted_at=NOW - 1)
     (step,) = planning.plan(wanted(absent=frozenset("b")), (M, coming))
     assert (type(step).__name__, step.until, step.amphorae) == ("Await", NOW + 1, ("b",))
     late = but(coming, booted_at=NOW - 40)
     (step,) = planning.plan(wanted(absent=frozenset("b")), (M, late))
-    assert step.until == NOW + 5, "it is looked at less often with the time"
+    assert step.until == NOW + 5, "the check interval grows with the boot time"
     (step,) = planning.plan(wanted(absent=frozenset("b")), (M, but(coming, management_address=None)))
-    assert type(step).__name__ == "Await", "nor is it booted again and again"
+    assert type(step).__name__ == "Await", "the machine is not ordered again"
 
 
-def test_two_that_begin_are_served_when_both_are_there():
+def test_a_new_pair_is_pushed_when_both_amphorae_are_ready():
     first = but(M, confirmed=0, partners=())
     coming = but(B, state=AmphoraState.BOOTING, confirmed=0, booted_at=NOW)
     kinds = [type(step).__name__ for step in planning.plan(wanted(applied=0), (first, coming))]
@@ -223,32 +225,32 @@ def test_a_failed_boot_does_not_block_the_partner():
 
 
 def begun(**more):
-    """A pair that has confirmed its first generation a moment ago."""
+    """A pair that has just confirmed its first generation."""
     return tuple(but(one, confirmed_at=NOW - more.get("ago", 0.0)) for one in (M, B))
 
 
-def test_no_connection_is_held_before_an_election():
+def test_a_new_pair_is_confirmed_after_the_vrrp_election():
     fresh = {"applied": 0}
     assert [type(step).__name__ for step in planning.plan(wanted(**fresh), begun())] == ["QueryVips"]
     (step,) = planning.plan(wanted(**fresh, vips_taken=False), begun())
-    assert (type(step).__name__, step.until) == ("Await", NOW + 3.0), "none takes them before three advertisements"
+    assert (type(step).__name__, step.until) == ("Await", NOW + 3.0), "VRRP needs three advertisement intervals"
     (step,) = planning.plan(wanted(**fresh, vips_taken=False), begun(ago=4.0))
     assert step.until == pytest.approx(NOW + 0.1)
     assert [type(step).__name__ for step in planning.plan(wanted(**fresh, vips_taken=True), begun())] == ["Confirm"]
     (step,) = planning.plan(wanted(**fresh, vips_taken=False), begun(ago=7.0))
     assert type(step).__name__ == "Confirm", "the wait is limited"
     (step,) = planning.plan(wanted(applied=3), begun())
-    assert type(step).__name__ == "Confirm", "they have been theirs for long"
+    assert type(step).__name__ == "Confirm", "a pair that served before has its VIPs"
 
 
-def test_a_pair_that_begins_looks_until_the_vips_are_there():
-    house = House(wanted(generation=1, applied=0))
-    house.looks = 3
-    assert house.run()[2:] == ["Push m0+b1", *["QueryVips"] * 4, "Confirm"]
-    assert house.want.now == pytest.approx(NOW + 3.2)
+def test_a_new_pair_queries_the_vips_until_an_amphora_has_them():
+    simulation = Simulation(wanted(generation=1, applied=0))
+    simulation.looks = 3
+    assert simulation.run()[2:] == ["Push m0+b1", *["QueryVips"] * 4, "Confirm"]
+    assert simulation.want.now == pytest.approx(NOW + 3.2)
 
 
-def test_deletion():
+def test_a_deleted_pair_is_released():
     kinds = [type(step).__name__ for step in planning.plan(wanted(gone=True, tree=None, generation=5), (M, B))]
     assert kinds == ["Release", "Release"]
 
@@ -256,7 +258,7 @@ def test_deletion():
 @pytest.mark.parametrize(
     ("vip", "expected"), [("198.51.100.10", "198.51.100.21"), ("2001:db8::10", "2001:db8::21"), ("203.0.113.9", None)]
 )
-def test_partners_speak_the_family_of_the_first_vip(vip, expected):
+def test_vrrp_peers_use_the_address_family_of_the_first_vip(vip, expected):
     both = AttachedPort(
         port=Port(
             id="p",
@@ -275,7 +277,7 @@ def test_partners_speak_the_family_of_the_first_vip(vip, expected):
     assert vrrp_peers.own_address(but(M, plugged=(both,)), place) == expected
 
 
-def test_vrrp_of_each():
+def test_the_vrrp_instance_of_each_amphora():
     found = vrrp_peers.vrrp_instance(M, (M, B), VIP, 254, 0.2)
     assert msgspec.to_builtins(found) == {
         "interface": "eth1",
@@ -287,6 +289,6 @@ def test_vrrp_of_each():
     }
     assert vrrp_peers.vrrp_instance(M, (M,), VIP, 254, 1.0).peers == ()
     assert vrrp_peers.vrrp_instance(M, (M, but(B, plugged=())), VIP, 254, 1.0).peers == (), (
-        "one not plugged yet is none yet"
+        "an amphora without a port is no peer"
     )
     assert vrrp_peers.vrrp_instance(M, (M, B), VIP, None, 1.0) is None, "a single amphora has no instance"

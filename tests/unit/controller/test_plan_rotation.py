@@ -1,37 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replacement of a pair without a new generation: the VIP holder must know the new peer."""
 
-from pair_story import B, House, M, amphora, but, knows, retiring, wanted
+from pair_story import B, M, Simulation, amphora, but, knows, retiring, wanted
 
 from amphora_driver.reconcile import plan as planning
 
 
-def test_the_one_with_the_vips_is_told_in_a_generation_of_its_own():
-    """It refuses another content of a served generation, and the new amphora would take the VIPs."""
-    house = House(wanted(), *retiring(M, B))
-    log = house.run()
+def test_the_holder_learns_a_new_peer_in_a_generation_of_its_own():
+    """The holder refuses other content for a served generation, and the new amphora would take the VIPs."""
+    simulation = Simulation(wanted(), *retiring(M, B))
+    log = simulation.run()
     assert log[:5] == ["Record BACKUP", "BumpGeneration", "Push m b0", "Release BACKUP b", "BumpGeneration"]
     assert log.index("HandOver m to b0") < log.index("Record MASTER")
-    assert sorted(one.role for one in house.observed.values()) == ["BACKUP", "MASTER"]
+    assert sorted(one.role for one in simulation.observed.values()) == ["BACKUP", "MASTER"]
 
 
 def expiring(one, at):
     return but(one, certificate_expires_at=at)
 
 
-def test_a_certificate_of_one_that_goes_waits_for_everything_else():
-    """It may be dead: its partner's replacement must not wait for it in every turn."""
+def test_certificate_renewal_of_a_retiring_amphora_is_last():
+    """The amphora may be dead: the replacement of its partner must not wait for it in every job."""
     renewals = {"m": "half of its time is over"}
     first = planning.plan(wanted(now=100.0, renewals=renewals), (expiring(M, 500.0), B))
     assert [type(step).__name__ for step in first] == ["RenewCertificate"]
     steps = planning.plan(wanted(now=100.0, renewals=renewals), retiring(expiring(M, 500.0), B))
     assert [type(step).__name__ for step in steps] == ["Record"]
-    # An expired one takes nothing else.
+    # An amphora with an expired certificate accepts no other request.
     steps = planning.plan(wanted(now=100.0, renewals=renewals), retiring(expiring(M, 99.0), B))
     assert [type(step).__name__ for step in steps] == ["RenewCertificate"]
 
 
-def test_a_certificate_of_one_whose_connections_end_is_renewed_meanwhile():
+def test_the_certificate_of_a_draining_amphora_is_renewed():
     knowing = but(expiring(M, 500.0), partners=(knows("b", 22), knows("new", 23)))
     draining = but(knowing, drains_until=200.0, handed_over=True)
     new = amphora("new", "MASTER", 23, partners=(knows("b", 22),), holds_vip=True)

@@ -35,85 +35,85 @@ def coming(name, **more):
 @pytest.mark.parametrize(
     ("want", "observed", "steps"),
     [
-        pytest.param(wanted(), (), ["Record", "Record"], id="all are missing"),
-        pytest.param(wanted(), (spare("a"),), ["Record"], id="one was taken"),
+        pytest.param(wanted(), (), ["Record", "Record"], id="no spare"),
+        pytest.param(wanted(), (spare("a"),), ["Record"], id="one spare missing"),
         pytest.param(
             wanted(),
             (coming("a", management_address=None), coming("b")),
             ["Boot", "AwaitAgent", "AwaitAgent"],
             id="boots",
         ),
-        pytest.param(wanted(absent=frozenset("a")), (coming("a"), spare("b")), ["Await"], id="its agent is waited for"),
-        pytest.param(wanted(), (spare("a"), spare("b")), ["Await"], id="all is well"),
-        pytest.param(wanted(), (spare("a"), spare("b", heard_at=NOW - 100)), ["QuerySpares"], id="one is not heard"),
+        pytest.param(wanted(absent=frozenset("a")), (coming("a"), spare("b")), ["Await"], id="agent awaited"),
+        pytest.param(wanted(), (spare("a"), spare("b")), ["Await"], id="complete"),
+        pytest.param(wanted(), (spare("a"), spare("b", heard_at=NOW - 100)), ["QuerySpares"], id="silent: probed"),
         pytest.param(
-            wanted(asked=frozenset("b")), (spare("a"), spare("b", heard_at=NOW - 100)), ["Await"], id="but it answers"
+            wanted(asked=frozenset("b")), (spare("a"), spare("b", heard_at=NOW - 100)), ["Await"], id="silent, answers"
         ),
         pytest.param(
             wanted(asked=frozenset("b"), absent=frozenset("b")),
             (spare("a"), spare("b", heard_at=NOW - 100)),
             ["RetireSpare"],
-            id="nor does it answer",
+            id="silent, no answer",
         ),
         pytest.param(
             wanted(asked=frozenset("b"), absent=frozenset("b")),
             (spare("a"), spare("b", heard_at=NOW - 30)),
             ["Await"],
-            id="not for long enough",
+            id="silent for a short time",
         ),
         pytest.param(
             wanted(asked=frozenset("ab"), absent=frozenset("ab")),
             (spare("a", heard_at=NOW - 100), spare("b", heard_at=NOW - 110)),
             ["RetireSpare"],
-            id="one at a time",
+            id="one replacement at a time",
         ),
         pytest.param(
             wanted(asked=frozenset("ab"), absent=frozenset("ab")),
             (spare("a", heard_at=NOW - 100), coming("b")),
             ["Await"],
-            id="when the one before has been replaced",
+            id="next replacement",
         ),
         pytest.param(
             wanted(asked=frozenset("b"), absent=frozenset("b"), detection_works=False),
             (spare("a"), spare("b", heard_at=NOW - 100)),
             ["Await"],
-            id="we do not see",
+            id="blind",
         ),
         pytest.param(
             wanted(asked=frozenset("ab"), absent=frozenset("ab"), last_heartbeat_at=NOW - 100),
             (spare("a", heard_at=NOW - 100), spare("b", heard_at=NOW - 101)),
             ["Await"],
-            id="no heartbeats, or clocks differ",
+            id="no heartbeats or clock skew",
         ),
         pytest.param(
             wanted(asked=frozenset("b"), absent=frozenset("b")),
             (spare("a"), spare("b", heard_at=None, booted_at=NOW - 100)),
             ["RetireSpare"],
-            id="it never spoke",
+            id="never sent a heartbeat",
         ),
         pytest.param(
             wanted(attempts=1),
             (coming("a", management_address=None), coming("b"), spare("c", state=AmphoraState.RETIRING)),
             ["AwaitAgent", "AwaitAgent", "Release", "Boot"],
-            id="something failed",
+            id="failed job",
         ),
         pytest.param(wanted(unfit={"a": "old image"}), (spare("a"), spare("b")), ["RetireSpare"], id="an old image"),
         pytest.param(
             wanted(unfit={"a": "old image"}),
             (spare("a", booted_at=NOW - 5), spare("b")),
             ["Await"],
-            id="a new one is let be",
+            id="current image",
         ),
         pytest.param(wanted(number=1), (spare("a"), spare("b")), ["RetireSpare"], id="too many"),
         pytest.param(
             wanted(), (spare("a", state=AmphoraState.RETIRING), spare("b"), spare("c")), ["Release"], id="leaves"
         ),
         pytest.param(
-            wanted(), (spare("a", state=AmphoraState.RETIRING), spare("b")), ["Record"], id="a new one comes first"
+            wanted(), (spare("a", state=AmphoraState.RETIRING), spare("b")), ["Record"], id="new image booted first"
         ),
         pytest.param(wanted(number=0, users=0), (spare("a"), coming("b")), ["RetireSpare", "RetireSpare"], id="unused"),
-        pytest.param(wanted(number=0, users=0), (), ["DeletePool"], id="and it is empty"),
-        pytest.param(wanted(number=0, users=3), (), ["Await"], id="its users want no spares"),
+        pytest.param(wanted(number=0, users=0), (), ["DeletePool"], id="empty pool"),
+        pytest.param(wanted(number=0, users=3), (), ["Await"], id="no spares wanted"),
     ],
 )
 def test_plan_of_a_pool(want, observed, steps):
@@ -122,12 +122,12 @@ def test_plan_of_a_pool(want, observed, steps):
     assert all(step.reason for step in found)
 
 
-def test_of_too_many_those_that_boot_go_first():
+def test_booting_spares_are_removed_first():
     found = planning.plan(wanted(number=1), (coming("a"), spare("b")))
     assert [step.amphora_id for step in found] == ["a"]
 
 
-def test_a_pool_is_looked_at_now_and_then():
+def test_a_pool_is_checked_periodically():
     (step,) = planning.plan(wanted(), (spare("a"), spare("b")))
     assert step.until == NOW + LOOK_PAUSE
 
@@ -148,7 +148,7 @@ def test_which_spares_may_be_taken(image, expires, now_wanted, fit):
     assert (spare_pools.unfit_reason(one, now_wanted, NOW, 50.0) is None) is fit
 
 
-def test_a_pool_is_known_by_what_it_keeps():
+def test_the_pool_id_depends_on_what_the_pool_keeps():
     assert SparePoolSpec(number=2, compute="netns", network="local").id == SPEC.id
     assert SparePoolSpec(number=3, compute="netns", network="local").id != SPEC.id
     assert SparePoolSpec(number=2, compute="netns", network="local", image_tag="x").id != SPEC.id

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Giving a pair a generation: wave after wave, over a real database, with agents that answer as told."""
+"""The push of a generation to a pair, wave by wave, with a real database and fake agents."""
 
 import json
 import time
@@ -53,14 +53,14 @@ TREE = LoadBalancer(
 
 
 class Agents:
-    """Agents: their answers to a document (None: it is served), and the documents by agent."""
+    """Agents: their answers to a document (None: accepted), and the documents by agent."""
 
     def __init__(self):
         self.given = []
         self.answers = {}
-        # How long each may take, where that is said.
+        # The deadline of each push.
         self.deadlines = {}
-        # What each says about the VIPs.
+        # The VIP state in each agent's answer.
         self.vips = {}
 
     def info(self, amphora_id, _address, *, deadline):
@@ -83,7 +83,7 @@ class Agents:
         return [amphora_id for amphora_id, _ in self.given]
 
 
-class House:
+class RecordedPair:
     """A recorded pair of one load balancer, and its push."""
 
     def __init__(self, database, conf):
@@ -102,7 +102,7 @@ class House:
         self.pushing = BundlePush(backends, self.turn, self._write)
 
     def _write(self, change, applied=None):
-        """As under a lease."""
+        """Write without a lease."""
 
         def write(connection):
             if applied is not None:
@@ -154,7 +154,7 @@ def refuses(status, **more):
 
 
 def older(document):
-    """The answer of an agent that does not know virtual servers."""
+    """The answer of an agent that does not support virtual servers."""
     if "virtual_servers" not in document:
         return None
     happened = "the agent could not read the bundle: the bundle has unknown keys: virtual_servers"
@@ -166,19 +166,19 @@ def away(_document):
 
 
 @pytest.fixture
-def house(tmp_path):
+def pair(tmp_path):
     path = tmp_path / "amphora-driver.conf"
     path.write_text(f"[amp_database]\nconnection = sqlite:///{tmp_path}/driver.sqlite\n")
     conf = config.load([str(path)])
     migrated.write(conf.amp_database.connection)
     database = Database(conf.amp_database.connection)
-    yield House(database, conf)
+    yield RecordedPair(database, conf)
     database.dispose()
 
 
-def test_both_know_each_other_and_one_is_preferred(house):
-    house.push(((M, B),))
-    given = {amphora_id: document["vrrp"] for amphora_id, document in house.agents.given}
+def test_each_amphora_knows_its_peer_and_one_has_the_higher_priority(pair):
+    pair.push(((M, B),))
+    given = {amphora_id: document["vrrp"] for amphora_id, document in pair.agents.given}
     assert given[M] == {
         "interface": "eth1",
         "router_id": 1,
@@ -188,17 +188,17 @@ def test_both_know_each_other_and_one_is_preferred(house):
         "peers": [{"name": B, "address": "198.51.100.22"}],
     }
     assert (given[B]["priority"], given[B]["peers"]) == (253, [{"name": M, "address": "198.51.100.21"}])
-    assert [one.id for one in house.one(M).partners] == [B]
-    assert house.work().applied == 1
-    assert planning.plan(wanted(applied=1), house.observed()) == [], "nothing is left to do"
+    assert [one.id for one in pair.one(M).partners] == [B]
+    assert pair.work().applied == 1
+    assert planning.plan(wanted(applied=1), pair.observed()) == [], "the plan is empty"
 
 
-def test_a_pair_that_begins_is_not_active_when_it_has_confirmed(house):
-    (step,) = planning.plan(wanted(), house.observed())
-    house.push(step.waves, whole=step.whole)
-    assert house.work().applied == 0
-    assert all(one.confirmed == 1 and time.time() - 60 < one.confirmed_at <= time.time() for one in house.observed())
-    assert [type(one).__name__ for one in planning.plan(wanted(), house.observed())] == ["QueryVips"]
+def test_a_new_pair_is_not_active_when_it_has_confirmed(pair):
+    (step,) = planning.plan(wanted(), pair.observed())
+    pair.push(step.waves, whole=step.whole)
+    assert pair.work().applied == 0
+    assert all(one.confirmed == 1 and time.time() - 60 < one.confirmed_at <= time.time() for one in pair.observed())
+    assert [type(one).__name__ for one in planning.plan(wanted(), pair.observed())] == ["QueryVips"]
 
 
 @pytest.mark.parametrize(
@@ -210,176 +210,176 @@ def test_a_pair_that_begins_is_not_active_when_it_has_confirmed(house):
         ({M: None, B: None}, True),
         ({M: away(None), B: False}, True),
     ],
-    ids=["one has", "none has", "one cannot say", "none can say", "one is away"],
+    ids=["one holder", "no holder", "one unknown", "both unknown", "one unreachable"],
 )
-def test_unknown_vip_holder_changes_no_plan(house, said, taken):
-    house.agents.vips = said
-    assert house.pushing.query_vips_taken(house.observed()) is taken
+def test_query_vips_taken_combines_the_answers_of_both_agents(pair, said, taken):
+    pair.agents.vips = said
+    assert pair.pushing.query_vips_taken(pair.observed()) is taken
 
 
-def test_priorities_are_read_between_two_waves(house):
+def test_a_deletion_between_two_waves_ends_the_push(pair):
     def answer(_document):
-        RequestRecorder(house.database, lambda node: None).delete_load_balancer(LB)
+        RequestRecorder(pair.database, lambda node: None).delete_load_balancer(LB)
 
-    house.agents.answers[B] = answer
+    pair.agents.answers[B] = answer
     with pytest.raises(Superseded, match="deletion"):
-        house.push(((B,), (M,)))
-    assert house.agents.order == [B], "the other one is not asked any more"
+        pair.push(((B,), (M,)))
+    assert pair.agents.order == [B], "the second wave is not sent"
 
 
-def test_the_standby_refuses_and_the_other_one_is_not_asked(house):
-    house.agents.answers[B] = refuses(422)
+def test_after_a_refusal_by_the_standby_the_holder_gets_no_push(pair):
+    pair.agents.answers[B] = refuses(422)
     with pytest.raises(AgentRefused):
-        house.push(((B,), (M,)))
-    assert house.agents.order == [B]
-    assert house.work().applied == 0
-    assert (house.one(M).confirmed, house.one(B).confirmed) == (0, 0)
+        pair.push(((B,), (M,)))
+    assert pair.agents.order == [B]
+    assert pair.work().applied == 0
+    assert (pair.one(M).confirmed, pair.one(B).confirmed) == (0, 0)
 
 
-def test_the_holder_never_receives_what_the_standby_refused(house):
-    house.agents.answers[B] = lambda document: (
+def test_the_holder_never_receives_what_the_standby_refused(pair):
+    pair.agents.answers[B] = lambda document: (
         AgentRefused("serve it", "no", status=422, object_id=SECOND) if SECOND in document["haproxy"] else None
     )
-    house.push(((B,), (M,)))
-    assert house.agents.order == [B, B, M]
-    assert SECOND not in house.agents.given[-1][1]["haproxy"]
-    assert LISTENER in house.agents.given[-1][1]["haproxy"]
-    rows = house.database.read(
+    pair.push(((B,), (M,)))
+    assert pair.agents.order == [B, B, M]
+    assert SECOND not in pair.agents.given[-1][1]["haproxy"]
+    assert LISTENER in pair.agents.given[-1][1]["haproxy"]
+    rows = pair.database.read(
         lambda c: c.execute(sa.select(object_status.c.object_id, object_status.c.provisioning)).all()
     )
     assert dict(rows) == {LB: "ACTIVE", LISTENER: "ACTIVE", SECOND: "ERROR"}
 
 
 @pytest.mark.parametrize("old", [(M, B), (M,)], ids=["all", "one of two"])
-def test_amphorae_older_than_virtual_servers_serve_all_the_rest(house, old):
+def test_amphorae_without_virtual_server_support_serve_the_other_listeners(pair, old):
     fronts = {udp: virtual(udp, protocol) for udp, protocol in ((THIRD, "UDP"), (FOURTH, "SCTP"))}
     tree = replace(TREE, listeners=(*TREE.listeners, *fronts.values()))
     for one in fronts.values():
-        RequestRecorder(house.database, lambda node: None).create_object(Kind.LISTENER, one)
-    newest = house.work().generation
+        RequestRecorder(pair.database, lambda node: None).create_object(Kind.LISTENER, one)
+    newest = pair.work().generation
     for name in old:
-        house.agents.answers[name] = older
-    house.push(((B,), (M,)), generation=newest, tree=tree)
-    assert house.agents.order == ([B, B, M] if B in old else [B, M, M])
-    last = house.agents.given[-1][1]
+        pair.agents.answers[name] = older
+    pair.push(((B,), (M,)), generation=newest, tree=tree)
+    assert pair.agents.order == ([B, B, M] if B in old else [B, M, M])
+    last = pair.agents.given[-1][1]
     assert "virtual_servers" not in last
     assert all(one in last["haproxy"] for one in (LISTENER, SECOND))
-    assert house.work().applied == newest
+    assert pair.work().applied == newest
     columns = (object_status.c.object_id, object_status.c.provisioning, object_status.c.reason)
-    rows = {row[0]: row[1:] for row in house.database.read(lambda c: c.execute(sa.select(*columns)).all())}
+    rows = {row[0]: row[1:] for row in pair.database.read(lambda c: c.execute(sa.select(*columns)).all())}
     reason = "its amphorae do not support UDP and SCTP: rotate them (amphoractl rotate)"
     assert rows == {
         LB: ("ACTIVE", "served by an amphora"),
         **dict.fromkeys((LISTENER, SECOND), ("ACTIVE", "confirmed by its amphorae")),
         **dict.fromkeys((THIRD, FOURTH), ("ERROR", reason)),
     }
-    house.agents.answers.clear()
-    house.push(((B, M),), generation=newest, tree=tree)
-    assert {one["id"] for one in house.agents.given[-1][1]["virtual_servers"]} == {THIRD, FOURTH}
-    assert house.database.read(
+    pair.agents.answers.clear()
+    pair.push(((B, M),), generation=newest, tree=tree)
+    assert {one["id"] for one in pair.agents.given[-1][1]["virtual_servers"]} == {THIRD, FOURTH}
+    assert pair.database.read(
         lambda c: c.execute(sa.select(object_status.c.provisioning).distinct()).scalars().all()
     ) == ["ACTIVE"]
 
 
-def test_a_document_that_is_refused_without_virtual_servers_is_refused(house):
-    house.agents.answers[B] = refuses(400)
+def test_a_refusal_without_virtual_servers_is_final(pair):
+    pair.agents.answers[B] = refuses(400)
     with pytest.raises(AgentRefused):
-        house.push(((B,), (M,)))
-    assert house.agents.order == [B]
-    house.agents.given.clear()
+        pair.push(((B,), (M,)))
+    assert pair.agents.order == [B]
+    pair.agents.given.clear()
     tree = replace(TREE, listeners=(*TREE.listeners, virtual(THIRD, "UDP")))
     with pytest.raises(AgentRefused):
-        house.push(((B,), (M,)), tree=tree)
-    assert house.agents.order == [B, B], "that was not it"
-    house.agents.given.clear()
-    house.agents.answers[B] = refuses(422)
+        pair.push(((B,), (M,)), tree=tree)
+    assert pair.agents.order == [B, B], "the agent refuses the document without virtual servers too"
+    pair.agents.given.clear()
+    pair.agents.answers[B] = refuses(422)
     with pytest.raises(AgentRefused):
-        house.push(((B,), (M,)), tree=tree)
-    assert house.agents.order == [B], "an agent that understood it"
+        pair.push(((B,), (M,)), tree=tree)
+    assert pair.agents.order == [B], "an agent that supports virtual servers gets no second document"
 
 
-@pytest.mark.parametrize("trouble", [away, refuses(500)], ids=["dead", "broken machine"])
-def test_a_dead_standby_keeps_no_change_from_the_users(house, trouble):
-    house.agents.answers[B] = trouble
+@pytest.mark.parametrize("trouble", [away, refuses(500)], ids=["dead", "error 500"])
+def test_a_dead_standby_does_not_delay_a_users_change(pair, trouble):
+    pair.agents.answers[B] = trouble
     with pytest.raises((AgentUnreachable, AgentRefused)):
-        house.push(((B,), (M,)))
-    assert house.agents.order == [B, M]
-    assert (house.one(M).confirmed, house.one(B).confirmed) == (1, 0)
-    assert house.work().applied == 0, "but ACTIVE it is not"
-    assert house.database.read(lambda c: status_outbox.list_due_reports(c, 10)) == []
-    del house.agents.answers[B]
-    (again,) = planning.plan(wanted(), house.observed())
+        pair.push(((B,), (M,)))
+    assert pair.agents.order == [B, M]
+    assert (pair.one(M).confirmed, pair.one(B).confirmed) == (1, 0)
+    assert pair.work().applied == 0, "the load balancer is not ACTIVE"
+    assert pair.database.read(lambda c: status_outbox.list_due_reports(c, 10)) == []
+    del pair.agents.answers[B]
+    (again,) = planning.plan(wanted(), pair.observed())
     assert again.waves == ((B,),)
-    house.push(again.waves)
-    assert house.work().applied == 1
+    pair.push(again.waves)
+    assert pair.work().applied == 1
 
 
-def test_nothing_depends_on_one_that_is_about_to_go(house):
-    house.agents.answers[M] = away
-    house.push(((M,), (B,)), optional=frozenset({M}))
-    assert house.agents.order == [M, B]
-    assert house.work().applied == 1
+def test_an_optional_amphora_does_not_block_the_push(pair):
+    pair.agents.answers[M] = away
+    pair.push(((M,), (B,)), optional=frozenset({M}))
+    assert pair.agents.order == [M, B]
+    assert pair.work().applied == 1
 
 
-def test_a_confirmed_amphora_has_no_drift(house):
-    house.database.write(lambda c: config_drift.set_drifting(c, {M: True, B: True}))
-    house.agents.answers[M] = away
+def test_a_confirmed_amphora_has_no_drift(pair):
+    pair.database.write(lambda c: config_drift.set_drifting(c, {M: True, B: True}))
+    pair.agents.answers[M] = away
     with pytest.raises(AgentUnreachable):
-        house.push(((B,), (M,)))
-    marked = house.database.read(lambda c: amphorae.load_serving_states(c, [M]))[LB].drifting
+        pair.push(((B,), (M,)))
+    marked = pair.database.read(lambda c: amphorae.load_serving_states(c, [M]))[LB].drifting
     assert marked == {M}
 
 
-def test_nothing_is_confirmed_before_the_whole_pair_is_there(house):
-    house.push(((B,),), whole=False)
-    assert house.one(B).confirmed == 1
-    assert house.work().applied == 0
+def test_a_partial_push_does_not_confirm_the_generation(pair):
+    pair.push(((B,),), whole=False)
+    assert pair.one(B).confirmed == 1
+    assert pair.work().applied == 0
 
 
-def test_a_generation_that_is_taken(house):
-    house.agents.answers[B] = refuses(409, generation=1)
-    house.push(((B,), (M,)))
-    assert house.agents.order == [B]
-    assert house.work().generation == 2
+def test_a_conflicting_generation_causes_a_new_generation(pair):
+    pair.agents.answers[B] = refuses(409, generation=1)
+    pair.push(((B,), (M,)))
+    assert pair.agents.order == [B]
+    assert pair.work().generation == 2
 
 
-def test_the_ticket_seed_is_created_once_and_sealed(house):
+def test_the_ticket_seed_is_created_once_and_sealed(pair):
     name = sealed_secrets.SecretName(LB, sealed_secrets.Purpose.TICKETS, "")
     files = (SimpleNamespace(secret=name),)
-    found = house.pushing._secrets_with_seed(wanted(), files)
-    kept = house.database.read(lambda c: sealed_secrets.load_secrets(c, LB))
+    found = pair.pushing._secrets_with_seed(wanted(), files)
+    kept = pair.database.read(lambda c: sealed_secrets.load_secrets(c, LB))
     assert kept == {name: found[name]}
-    seed = house.vault.open(kept[name].content, sealed_secrets.secret_location(name)).reveal()
+    seed = pair.vault.open(kept[name].content, sealed_secrets.secret_location(name)).reveal()
     assert len(seed) == 32
     assert seed not in kept[name].content
-    assert (house.work().tickets, house.work().tickets_due is None) == (1, False)
-    assert house.pushing._secrets_with_seed(wanted(secrets=kept, tickets=5), files) == kept
-    assert house.pushing._secrets_with_seed(wanted(), ()) == {}, "not requested"
+    assert (pair.work().tickets, pair.work().tickets_due is None) == (1, False)
+    assert pair.pushing._secrets_with_seed(wanted(secrets=kept, tickets=5), files) == kept
+    assert pair.pushing._secrets_with_seed(wanted(), ()) == {}, "not requested"
 
 
 @pytest.mark.parametrize("spoilt", ["key", "length"])
-def test_a_seed_that_cannot_be_used_any_more_is_made_anew(house, spoilt):
+def test_an_unusable_ticket_seed_is_replaced(pair, spoilt):
     name = sealed_secrets.SecretName(LB, sealed_secrets.Purpose.TICKETS, "")
-    vault = Vault([Fernet.generate_key()]) if spoilt == "key" else house.vault
+    vault = Vault([Fernet.generate_key()]) if spoilt == "key" else pair.vault
     lost = {
         name: sealed_secrets.SealedSecret(
             content=vault.seal(Secret(b"x" * (32 if spoilt == "key" else 33)), sealed_secrets.secret_location(name))
         )
     }
-    house.database.write(lambda c: sealed_secrets.replace_secrets(c, LB, lost))
-    house.database.write(lambda c: generations.start_ticket_rotation(c, LB, 1.0))
-    found = house.pushing._secrets_with_seed(wanted(secrets=lost, tickets=9), (SimpleNamespace(secret=name),))
-    assert len(house.vault.open(found[name].content, sealed_secrets.secret_location(name)).reveal()) == 32
-    assert house.database.read(lambda c: sealed_secrets.load_secrets(c, LB)) == found
+    pair.database.write(lambda c: sealed_secrets.replace_secrets(c, LB, lost))
+    pair.database.write(lambda c: generations.start_ticket_rotation(c, LB, 1.0))
+    found = pair.pushing._secrets_with_seed(wanted(secrets=lost, tickets=9), (SimpleNamespace(secret=name),))
+    assert len(pair.vault.open(found[name].content, sealed_secrets.secret_location(name)).reveal()) == 32
+    assert pair.database.read(lambda c: sealed_secrets.load_secrets(c, LB)) == found
 
 
-def test_draining_amphora_takes_no_vips_and_delays_no_push(house):
-    house.push(((B,), (M,)))
-    house.change(M, state=AmphoraState.RETIRING, handed_over=True, drains_until=time.time() + 60)
-    house.agents.given.clear()
-    house.push(((M,),), optional=frozenset((M,)), whole=False)
-    ((agent, document),) = house.agents.given
+def test_a_draining_amphora_takes_no_vips_and_delays_no_push(pair):
+    pair.push(((B,), (M,)))
+    pair.change(M, state=AmphoraState.RETIRING, handed_over=True, drains_until=time.time() + 60)
+    pair.agents.given.clear()
+    pair.push(((M,),), optional=frozenset((M,)), whole=False)
+    ((agent, document),) = pair.agents.given
     assert (agent, document["vrrp"]["priority"]) == (M, 1)
     assert [peer["name"] for peer in document["vrrp"]["peers"]] == [B]
-    assert house.agents.deadlines[M].left() < 10
-    assert house.agents.deadlines[B].left() > 10
+    assert pair.agents.deadlines[M].left() < 10
+    assert pair.agents.deadlines[B].left() > 10

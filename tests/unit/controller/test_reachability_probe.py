@@ -26,7 +26,7 @@ from amphora_driver.failover.reachability_probe import ReachabilityProbe, local_
 
 
 class Agents:
-    """Does what it was told; `forgotten` are those whose connections were closed first."""
+    """Performs the given action; `forgotten` has the agents whose connections were closed first."""
 
     def __init__(self, does=None, prepares=lambda: None):
         self.does = does
@@ -43,7 +43,7 @@ class Agents:
         return self
 
     def info(self, _amphora_id, _address, *, prepared, deadline):
-        assert prepared is self, "nothing of ours is waited for any more"
+        assert prepared is self, "the probe time starts after the local preparation"
         with self.lock:
             self.asked += 1
         assert 1.0 < deadline.left() <= 2.0
@@ -55,7 +55,7 @@ class Agents:
 
 @pytest.fixture
 def asked():
-    """What came of asking agents that do something; with other machines that should listen."""
+    """Probe an agent that performs an action; `others` are witnesses that should listen. Return the result."""
     made = []
 
     def ask(does, others=()):
@@ -85,7 +85,7 @@ def unreachable(number):
 
 
 def broken_off(reason, kind=ssl.SSLError):
-    """As `AgentClient` says it: OpenSSL's error within urllib3's. Its number is 1, as is EPERM."""
+    """The error of `AgentClient`: OpenSSL's error within urllib3's. Its errno is 1, the same as EPERM."""
     cause = kind(1, f"[SSL: {reason}] (_ssl.c:2580)")
     cause.reason = reason
     error = AgentUnreachable("ask", f"broke off the TLS handshake ({reason})")
@@ -149,7 +149,7 @@ def test_a_slow_controller_does_not_shorten_the_probe(monkeypatch):
         return prepares
 
     for seconds, how in ((1.5, ProbeOutcome.ANSWERED), (2.5, ProbeOutcome.INCONCLUSIVE)):
-        # `Agents.info` itself asserts that the whole time is left.
+        # `Agents.info` asserts that the probe has its full time.
         witnesses = ReachabilityProbe(Agents(prepares=slow(seconds)), 2.0)
         try:
             assert witnesses.start("a", "x")
@@ -158,7 +158,7 @@ def test_a_slow_controller_does_not_shorten_the_probe(monkeypatch):
             witnesses.close()
 
 
-def test_words_say_why(asked):
+def test_the_detail_states_the_cause(asked):
     assert asked(unreachable(errno.ENETUNREACH)).detail == "network is unreachable"
     assert asked(AgentUnreachable("ask", "did not answer in time")).detail == "did not answer in time"
     assert local_fault(AgentUnreachable("ask", "timed out")) == ""
@@ -178,7 +178,7 @@ def test_a_blind_period_is_recorded():
             time.sleep(0.005)
         assert said.inconclusive_at is not None
         assert said.inconclusive_at >= first.at
-        assert agents.forgotten[0] == "a", "no connection that was there before is asked over"
+        assert agents.forgotten[0] == "a", "a probe reuses no existing connection"
     finally:
         witnesses.close()
 

@@ -57,7 +57,7 @@ class SlowWorld(World):
             raise AgentUnreachable("reach it", "connection refused")
 
 
-class Room:
+class BootWaitRecorder:
     """Records the amphorae of the wait."""
 
     def __init__(self, crowd=0):
@@ -74,7 +74,7 @@ class Room:
 @pytest.fixture
 def control(tmp_path):
     with controlled(tmp_path, SlowWorld()) as control:
-        control.room = control.reconciler._boot_wait = Room()
+        control.boot_wait = control.reconciler._boot_wait = BootWaitRecorder()
         control.intents.create_load_balancer(TREE, read_back=False)
         yield control
 
@@ -86,13 +86,13 @@ def only(control):
 
 def test_booting_amphora_occupies_no_worker(control):
     before = time.time()
-    assert control.work() == 1, "one job, that ends"
+    assert control.work() == 1, "one job, which ends"
     row = control.row()
     assert (row.owner, row.dirty, row.attempts) == (None, True, 0)
     assert before + 0.5 < row.due_at < time.time() + 2
     one = only(control)
     assert before <= one.booted_at <= time.time()
-    assert [(each.amphora_id, each.address, each.load_balancer_id) for each in control.room.awaited] == [
+    assert [(each.amphora_id, each.address, each.load_balancer_id) for each in control.boot_wait.awaited] == [
         (one.id, "203.0.113.9", LB)
     ]
 
@@ -104,13 +104,13 @@ def test_booting_amphora_occupies_no_worker(control):
     assert control.world.boots == 1
 
 
-def test_where_many_boot_each_is_looked_at_less_often(control):
-    control.room.crowd = 200
+def test_many_booting_amphorae_are_checked_less_often(control):
+    control.boot_wait.crowd = 200
     control.work()
     assert control.row().due_at > time.time() + 8
 
 
-def test_a_machine_that_ends_while_it_boots_is_booted_anew(control):
+def test_a_machine_that_fails_during_the_boot_is_booted_again(control):
     control.work()
     name = only(control).id
     control.world.ended = True
@@ -122,7 +122,7 @@ def test_a_machine_that_ends_while_it_boots_is_booted_anew(control):
     control.work()
     assert control.world.boots == 2
     assert only(control).id == name
-    assert control.row().attempts == 1, "waiting is neither an attempt nor a success"
+    assert control.row().attempts == 1, "a wait is neither an attempt nor a success"
     control.world.listens = True
     control.hurry()
     control.work()
@@ -160,10 +160,10 @@ def test_a_clock_jump_is_no_boot_timeout(control, monkeypatch):
     assert control.world.destroyed == 1
 
 
-def test_a_wrong_answer_repeats_the_boot(control):
+def test_an_untrusted_agent_is_booted_again_after_the_boot_timeout(control):
     control.world.greeting = AgentUntrusted("greet it", "its certificate is another one's")
     control.work()
-    assert (control.row().attempts, control.world.destroyed) == (1, 0), "it may have been a moment's trouble"
+    assert (control.row().attempts, control.world.destroyed) == (1, 0), "the failure may be temporary"
     most = control.conf.amp_controller.boot_timeout
     control.database.write(lambda c: amphorae.update_amphora(c, only(control).id, booted_at=time.time() - most - 1))
     control.hurry()
@@ -177,7 +177,7 @@ def test_a_wrong_answer_repeats_the_boot(control):
     assert control.provisioning()[LB] == "ACTIVE"
 
 
-def test_a_number_of_attempts_that_was_left_out_is_told_all_the_same(control):
+def test_an_error_is_reported_even_if_the_exact_attempt_limit_is_skipped(control):
     control.world.refusal = ComputeError("boot it", "the backend is away")
     control.work()
     most = control.conf.amp_controller.give_up_after
@@ -192,10 +192,10 @@ def test_a_number_of_attempts_that_was_left_out_is_told_all_the_same(control):
     control.hurry()
     control.work()
     assert control.row().attempts == most + 2
-    assert versions() == told, "it is told once"
+    assert versions() == told, "the error is reported once"
 
 
-def test_a_deletion_between_two_looks_is_taken_up_at_once(control):
+def test_a_deletion_after_the_claim_is_detected(control):
     load = control.reconciler._tree_cache.load
 
     def loads(connection, row, epoch):
@@ -206,10 +206,10 @@ def test_a_deletion_between_two_looks_is_taken_up_at_once(control):
     lease = control.jobs.claim()
     turn = control.reconciler.create_job(lease)
     control.reconciler.reconcile(lease, turn)
-    assert (turn.generation, turn.op) == (1, "apply"), "what comes later is newer than what was seen"
+    assert (turn.generation, turn.op) == (1, "apply"), "the job knows the older request only"
 
 
-def test_a_backend_may_say_later_where_the_machine_is(control):
+def test_a_backend_may_report_the_management_address_later(control):
     control.world.address = None
     assert control.work() == 1
     assert control.row().attempts == 0
@@ -218,24 +218,24 @@ def test_a_backend_may_say_later_where_the_machine_is(control):
     control.hurry()
     control.work()
     assert control.provisioning()[LB] == "ACTIVE"
-    assert only(control).booted_at == begun, "it was ordered once"
+    assert only(control).booted_at == begun, "the machine is ordered once"
 
 
-def test_the_first_hard_error_is_told_at_once(control):
+def test_a_final_error_is_reported_at_once(control):
     control.world.refusal = ComputeError("boot it", "the quota is used up", final=True)
     control.work()
     assert control.provisioning()[LB] == "ERROR"
     assert "quota" in control.row().error
 
 
-def test_another_error_is_tried_again_first(control):
+def test_a_temporary_error_is_retried_first(control):
     control.world.refusal = ComputeError("boot it", "the backend is away")
     control.work()
     assert control.pending() == {LB, LISTENER}
     assert control.row().attempts == 1
 
 
-def test_deleted_while_it_boots(control):
+def test_a_deletion_during_the_boot(control):
     control.work()
     control.intents.delete_load_balancer(LB)
     assert control.work() == 1
@@ -243,7 +243,7 @@ def test_deleted_while_it_boots(control):
     assert control.world.machines == {}
 
 
-def test_a_deletion_that_comes_while_something_fails_is_neither_late_nor_blamed(control):
+def test_a_deletion_during_a_failing_step_follows_at_once_without_an_error(control):
     def fails(order):
         control.intents.delete_load_balancer(LB)
         raise ComputeError("boot it", "the quota is used up", final=True)
@@ -253,7 +253,7 @@ def test_a_deletion_that_comes_while_something_fails_is_neither_late_nor_blamed(
     assert control.provisioning() == {LB: "DELETED", LISTENER: "DELETED"}
 
 
-def test_a_deletion_is_not_kept_waiting_by_steps_before_it(control):
+def test_a_deletion_preempts_the_remaining_steps(control):
     boot = control.world.boot
 
     def boots(order):
@@ -261,12 +261,12 @@ def test_a_deletion_is_not_kept_waiting_by_steps_before_it(control):
         return boot(order)
 
     control.world.boot = boots
-    assert control.work() == 2, "one that gives way, and the deletion"
+    assert control.work() == 2, "the pre-empted job and the deletion"
     assert control.provisioning() == {LB: "DELETED", LISTENER: "DELETED"}
-    assert control.room.awaited == []
+    assert control.boot_wait.awaited == []
 
 
-def test_a_change_that_comes_meanwhile_is_no_reason_to_stop(control):
+def test_a_users_change_does_not_preempt_the_job(control):
     boot = control.world.boot
     more = Listener(id="more", loadbalancer_id=LB, protocol=ListenerProtocol.HTTP, protocol_port=81)
 

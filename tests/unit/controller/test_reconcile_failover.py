@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fail-overs with the real loop over a real database: causes and time lines, what is urgent, and warm spares."""
+"""Fail-overs with the real job loop and a real database: history, urgency and warm spares."""
 
 import time
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ SILENT = FailoverTrigger(cause=Cause.SILENT, reason="not heard for 10 s", silent
 
 
 class Fleet(World):
-    """A world whose machines have an image, and may not be destroyed for a while."""
+    """A world whose machines have an image version; their destruction can be made to fail."""
 
     def __init__(self, roles=World.roles, priorities=World.priorities):
         super().__init__()
@@ -84,8 +84,8 @@ def begin(control, names, why=SILENT):
     return control.database.write(lambda c: failovers.open_failovers(c, LB, names, why, now))
 
 
-def die(control, name):
-    """It neither answers nor is heard, and that was found."""
+def fail_amphora(control, name):
+    """Make the amphora silent and dead, and begin its fail-over."""
     control.world.dead |= {name}
     if control.world.holder == name:
         control.world.holder = next((one for one in control.observed() if one not in control.world.dead), None)
@@ -97,7 +97,7 @@ def rows(control):
 
 
 def line(control, number=None):
-    """The words of a time line."""
+    """Return the events of a fail-over's history."""
     query = sa.select(failover_event.c.word).order_by(failover_event.c.id)
     if number is not None:
         query = query.where(failover_event.c.failover_id == number)
@@ -110,12 +110,12 @@ def settle(control):
         control.work()
 
 
-# --- time lines -------------------------------------------------------------------------------------------------------
+# --- history ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_time_line_of_one_on_its_own(alone):
+def test_the_history_of_a_single_amphora(alone):
     (old,) = alone.observed()
-    die(alone, old)
+    fail_amphora(alone, old)
     assert alone.work() == 1
     assert line(alone) == ["begun", "recorded", "booted", "ready", "confirmed", "served", "released", "ended"]
     (row,) = rows(alone)
@@ -125,13 +125,13 @@ def test_the_time_line_of_one_on_its_own(alone):
     assert new != old
     assert alone.world.machines.keys() == {new}
     assert alone.provisioning()[LB] == "ACTIVE"
-    assert alone.pending() == set(), "Octavia has heard of nothing"
+    assert alone.pending() == set(), "Octavia gets no status update"
     assert alone.row().generation == 1
 
 
-def test_the_time_line_of_the_one_with_the_vips(pair):
+def test_the_history_of_a_vip_holder(pair):
     old = pair.world.holder
-    die(pair, old)
+    fail_amphora(pair, old)
     partner = pair.world.holder
     pair.work()
     assert line(pair) == [
@@ -150,7 +150,7 @@ def test_the_time_line_of_the_one_with_the_vips(pair):
     assert not pair.row().dirty
 
 
-def test_octavias_fail_over_leaves_causes_too(pair):
+def test_a_failover_by_octavia_has_a_history(pair):
     pair.intents.fail_over(LB)
     pair.work()
     settle(pair)
@@ -159,13 +159,13 @@ def test_octavias_fail_over_leaves_causes_too(pair):
     assert all(row.served_at is not None for row in found)
     assert "handed_over" in line(pair, found[0].id)
     standby = next(row for row in found if line(pair, row.id).index("released") < line(pair, row.id).index("served"))
-    assert standby.ended_at >= standby.served_at, "its own end waits until all serve"
+    assert standby.ended_at >= standby.served_at, "the release of the standby waits until all serve"
 
 
-def test_deletion_ends_them(alone):
+def test_a_deletion_ends_the_failover(alone):
     (old,) = alone.observed()
     alone.world.refusal = ComputeError("boot it", "the backend is away")
-    die(alone, old)
+    fail_amphora(alone, old)
     alone.work()
     alone.intents.delete_load_balancer(LB)
     (row,) = rows(alone)
@@ -173,26 +173,26 @@ def test_deletion_ends_them(alone):
     assert row.served_at is None
     alone.work()
     assert alone.provisioning()[LB] == "DELETED"
-    assert begin(alone, None) == 0, "nothing of what is being deleted is replaced"
+    assert begin(alone, None) == 0, "an amphora of a deleted load balancer is not replaced"
 
 
 def test_a_failure_appears_once_in_the_history(alone):
     (old,) = alone.observed()
     alone.world.refusal = ComputeError("boot it", "the quota is used up")
-    die(alone, old)
+    fail_amphora(alone, old)
     for _ in range(3):
         alone.work()
         alone.hurry()
     assert line(alone) == ["begun", "recorded", "failed"]
-    assert alone.provisioning()[LB] == "ACTIVE", "of that the operating status tells"
+    assert alone.provisioning()[LB] == "ACTIVE", "the operating status reports the failure"
     alone.world.refusal = None
     alone.work()
     assert line(alone)[-1] == "ended"
 
 
-def test_the_replacement_dies_before_it_confirmed_and_is_replaced(alone):
+def test_a_replacement_that_fails_before_it_confirmed_is_replaced(alone):
     (old,) = alone.observed()
-    die(alone, old)
+    fail_amphora(alone, old)
     push = alone.world.put_bundle
 
     def lost(amphora_id, *_args, **_more):
@@ -205,7 +205,7 @@ def test_the_replacement_dies_before_it_confirmed_and_is_replaced(alone):
     alone.world.put_bundle = push
     assert begin(alone, [second.id]) == 1
     assert alone.row().due_at == URGENT
-    assert alone.work() == 1, "the pause after the failure is not waited for"
+    assert alone.work() == 1, "the retry time after the failure is skipped"
     (new,) = alone.observed()
     assert new not in (old, second.id)
     assert [row.outcome for row in rows(alone)] == ["done", "done"]
@@ -213,24 +213,24 @@ def test_the_replacement_dies_before_it_confirmed_and_is_replaced(alone):
     assert alone.world.machines.keys() == {new}
 
 
-def test_undeletable_machine_delays_no_other_work(pair):
+def test_an_undeletable_machine_delays_no_other_work(pair):
     old = pair.world.holder
     pair.world.stuck = True
-    die(pair, old)
+    fail_amphora(pair, old)
     pair.work()
-    assert pair.row().attempts == 1, "it is tried once before its partner forgets it"
-    assert pair.observed()[old].plugged == (), "its ports are gone whatever it does"
+    assert pair.row().attempts == 1, "one attempt before its partner forgets the machine"
+    assert pair.observed()[old].plugged == (), "the ports are released in any case"
     pair.hurry()
     pair.work()
     now = pair.observed()
     assert len([one for one in now.values() if one.state is AmphoraState.READY and one.confirmed]) == 2
-    assert old in now, "it is tried again"
+    assert old in now, "the release is retried"
     (row,) = rows(pair)
     assert row.served_at is not None
     assert row.ended_at is None
     pair.intents.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 7})
     pair.work()
-    assert pair.provisioning()[LB] == "ACTIVE", "nor does it any user's change"
+    assert pair.provisioning()[LB] == "ACTIVE", "a user's change is not delayed"
     pair.world.stuck = False
     pair.hurry()
     pair.work()
@@ -238,7 +238,7 @@ def test_undeletable_machine_delays_no_other_work(pair):
     assert rows(pair)[0].outcome == "done"
 
 
-def test_both_are_dead_at_once(pair):
+def test_both_amphorae_of_a_pair_are_dead(pair):
     before = set(pair.observed())
     pair.world.dead |= before
     pair.world.holder = None
@@ -249,7 +249,7 @@ def test_both_are_dead_at_once(pair):
         pair.work()
     fresh = [one for one in pair.observed().values() if one.id not in before]
     assert sorted(one.role for one in fresh) == ["BACKUP", "MASTER"]
-    assert all(one.confirmed for one in fresh), "though no machine was destroyed yet"
+    assert all(one.confirmed for one in fresh), "the replacements serve before a machine is destroyed"
     assert all(row.served_at is not None for row in rows(pair))
     pair.world.stuck = False
     pair.hurry()
@@ -258,8 +258,8 @@ def test_both_are_dead_at_once(pair):
     assert [row.outcome for row in rows(pair)] == ["done", "done"]
 
 
-def test_of_two_that_are_dead_one_cannot_be_booted(pair):
-    """Whichever of them is refused, the other one is booted in the same round, and served."""
+def test_one_of_two_replacements_cannot_be_booted(pair):
+    """The other replacement boots in the same round and serves."""
     before = set(pair.observed())
     pair.world.dead |= before
     pair.world.holder = None
@@ -285,7 +285,7 @@ def test_of_two_that_are_dead_one_cannot_be_booted(pair):
     assert [row.outcome for row in rows(pair)] == ["done", "done"]
 
 
-# --- what a job has not seen is not forgotten by its end --------------------------------------------------------------
+# --- the end of a job keeps later requests ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("waker", ["a user", "read back", "taken back"])
@@ -302,8 +302,8 @@ def test_urgent_job_stays_urgent_after_another_due_time(alone, waker):
     assert alone.row().due_at == URGENT
 
 
-def test_nothing_is_over_while_one_is_to_go(alone):
-    """Even if what made it urgent was lost."""
+def test_a_job_with_a_retiring_amphora_stays_due(alone):
+    """Also if the urgent due time is lost."""
     alone.intents.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 7})
     lease = alone.jobs.claim()
     generation = alone.row().generation
@@ -340,18 +340,18 @@ def test_failover_begins_during_a_job(alone, end):
     assert old not in alone.observed()
 
 
-def test_a_job_gives_way_to_a_fail_over(alone):
+def test_a_failover_preempts_a_job(alone):
     alone.intents.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 7})
     (old,) = alone.observed()
     push = alone.world.put_bundle
 
     def found(amphora_id, *args, **more):
         alone.world.put_bundle = push
-        die(alone, old)
+        fail_amphora(alone, old)
         raise AgentUnreachable("push", "no answer")
 
     alone.world.put_bundle = found
-    assert alone.work() == 2, "at once, and not after the pause of a failure"
+    assert alone.work() == 2, "the fail-over starts without the retry time of a failure"
     assert old not in alone.observed()
     assert alone.row().attempts == 0
     assert alone.pending() == set()
@@ -404,10 +404,10 @@ def spared(tmp_path):
         yield control
 
 
-def test_a_spare_takes_the_place_of_the_dead_and_another_one_is_booted(spared):
+def test_a_spare_replaces_a_dead_amphora_and_a_new_spare_is_booted(spared):
     (old,) = spared.observed()
     (spare,) = warm(spared)
-    die(spared, old)
+    fail_amphora(spared, old)
     spared.work()
     assert list(spared.observed()) == [spare]
     assert spared.observed()[spare].role == "STANDALONE"
@@ -418,11 +418,11 @@ def test_a_spare_takes_the_place_of_the_dead_and_another_one_is_booted(spared):
     assert all(one.role == "SPARE" and one.state is AmphoraState.READY for one in warm(spared).values())
 
 
-def test_a_spare_that_does_not_answer_costs_a_moment(spared):
+def test_a_spare_that_does_not_answer_is_not_adopted(spared):
     (old,) = spared.observed()
     (spare,) = warm(spared)
     spared.world.dead |= {spare}
-    die(spared, old)
+    fail_amphora(spared, old)
     spared.work()
     (new,) = spared.observed()
     assert new not in (old, spare)
@@ -434,14 +434,14 @@ def test_a_spare_of_an_old_image_is_replaced(spared):
     (old,) = spared.observed()
     (spare,) = warm(spared)
     spared.world.version = "two"
-    die(spared, old)
+    fail_amphora(spared, old)
     spared.work()
     (new,) = spared.observed().values()
     assert new.id != spare
     assert "adopted" not in line(spared)
     spared.database.write(lambda c: spare_pools.make_pool_due(c, pool_of(spared).load_balancer_id))
     spared.work()
-    assert spare in warm(spared), "it was booted a moment ago: that is not done again and again"
+    assert spare in warm(spared), "a spare that was just booted is not replaced again"
     spared.database.write(lambda c: amphorae.update_amphora(c, spare, booted_at=time.time() - 100))
     spared.database.write(lambda c: spare_pools.make_pool_due(c, pool_of(spared).load_balancer_id))
     spared.work()
@@ -460,7 +460,7 @@ def test_unused_spare_pool_is_deleted(spared):
     assert spared.world.machines == {}
 
 
-def test_a_spare_is_taken_by_one_only(spared):
+def test_a_spare_is_assigned_to_one_load_balancer_only(spared):
     (spare,) = warm(spared)
     pool = pool_of(spared).load_balancer_id
     taken = [
@@ -476,9 +476,9 @@ def test_a_retiring_spare_is_not_adopted(spared):
     assert not spared.database.write(lambda c: spare_pools.assign_spare(c, spare, pool, LB, "STANDALONE"))
 
 
-def test_the_configured_number_counts_where_the_flavor_does_not_say():
+def test_the_configured_number_of_spares_applies_without_a_flavor_option():
     assert spare_pools.spec_of(Profile(), "netns", "local", 0) is None
-    assert spare_pools.spec_of(Profile(), "netns", "local", 3).number is None, "it follows the configuration"
+    assert spare_pools.spec_of(Profile(), "netns", "local", 3).number is None, "the number follows the configuration"
     assert spare_pools.spec_of(Profile(warm_spares=0), "netns", "local", 3) is None
     assert spare_pools.spec_of(Profile(warm_spares=2), "netns", "local", 0).number == 2
     spec = spare_pools.spec_of(Profile(warm_spares=2, compute_flavor="big"), "netns", "local", 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pair's whole life with stand-ins for machines, agents and networks (`control.py`)."""
+"""A pair from its creation to its deletion, with fake machines, agents and networks (`control.py`)."""
 
 import time
 
@@ -24,8 +24,8 @@ def change(control):
     control.intents.update_object(Kind.LISTENER, LISTENER, {"connection_limit": control.row().generation})
 
 
-@pytest.mark.parametrize("dead_one_has_vips", [False, True], ids=["the standby", "the one with the VIPs"])
-def test_a_dead_one_means_error_until_it_is_replaced(control, dead_one_has_vips):
+@pytest.mark.parametrize("dead_one_has_vips", [False, True], ids=["the standby", "the holder"])
+def test_a_dead_amphora_causes_an_error_until_it_is_replaced(control, dead_one_has_vips):
     world = control.world
     standby = next(one for one in control.observed() if one != world.holder)
     dead = world.holder if dead_one_has_vips else standby
@@ -34,12 +34,12 @@ def test_a_dead_one_means_error_until_it_is_replaced(control, dead_one_has_vips)
     control.heartbeats(silent=(dead,))
     change(control)
     for attempt in range(control.conf.amp_controller.give_up_after):
-        assert control.pending() == {LB, LISTENER}, f"nothing is ACTIVE before attempt {attempt}"
+        assert control.pending() == {LB, LISTENER}, f"not ACTIVE before attempt {attempt}"
         assert control.work() == 1
-        assert control.observed()[alive].confirmed == 2, "users are served what they wanted"
+        assert control.observed()[alive].confirmed == 2, "the live amphora serves the change"
         control.hurry()
     assert control.provisioning() == {LB: "ERROR", LISTENER: "ERROR"}
-    assert control.pending() == {LB, LISTENER}, "it is still wanted"
+    assert control.pending() == {LB, LISTENER}, "the change stays pending"
 
     control.intents.fail_over(LB)
     control.work()
@@ -53,22 +53,22 @@ def test_a_dead_one_means_error_until_it_is_replaced(control, dead_one_has_vips)
     assert not {dead, alive} & now.keys()
     assert sorted(one.role for one in now.values()) == ["BACKUP", "MASTER"]
     assert {one.confirmed for one in now.values()} == {control.row().generation} == {control.row().applied}
-    assert world.holder in now, "the one that lived has handed them over"
+    assert world.holder in now, "the former live amphora handed over its VIPs"
 
 
 def draining(control):
-    """A fail-over, up to where connections go on by way of the former holder; returns its id."""
+    """Fail over until connections drain through the former holder; return its id."""
     old = control.world.holder
     control.world.lasting = True
     control.intents.fail_over(LB)
-    assert control.work() == 1, "one job, that ends and is due later"
+    assert control.work() == 1, "one job, which ends and is due again later"
     assert control.provisioning()[LB] == "ACTIVE"
     assert control.observed()[old].state is AmphoraState.RETIRING
     assert len(control.observed()) == 3
     return old
 
 
-def test_drain_delays_no_other_work(control):
+def test_a_drain_delays_no_other_work(control):
     old = draining(control)
     row = control.row()
     assert (row.owner, row.dirty) == (None, True)
@@ -79,10 +79,10 @@ def test_drain_delays_no_other_work(control):
     assert control.world.served[old]["vrrp"]["priority"] == 1
 
     change(control)
-    assert control.work() == 1, "at once"
+    assert control.work() == 1, "the change is applied at once"
     generation = control.row().generation
     assert control.pending() == set()
-    assert control.world.served[old]["generation"] < generation, "it is told of no change any more"
+    assert control.world.served[old]["generation"] < generation, "a draining amphora gets no changes"
     assert old in control.observed()
 
     control.world.lasting = False
@@ -97,7 +97,7 @@ def test_drain_delays_no_other_work(control):
             assert old not in {peer["name"] for peer in document["vrrp"]["peers"]}
 
 
-def test_its_time_is_over(control):
+def test_the_drain_timeout_releases_the_amphora(control):
     old = draining(control)
     control.database.write(lambda c: amphorae.update_amphora(c, old, drains_until=time.time() - 1))
     control.hurry()
@@ -106,8 +106,8 @@ def test_its_time_is_over(control):
     assert not control.row().dirty
 
 
-def test_the_amphora_ends_during_the_job(control):
-    """It does not answer: it is given up with its time, or as soon as it is missed."""
+def test_a_draining_amphora_fails(control):
+    """An amphora that does not answer is released at its drain time-out, or when it is silent."""
     old = draining(control)
     control.world.dead = {old}
     control.hurry()
@@ -122,7 +122,7 @@ def test_the_amphora_ends_during_the_job(control):
     assert not control.row().dirty
 
 
-def test_the_load_balancer_is_deleted_meanwhile(control):
+def test_a_deletion_during_the_drain(control):
     draining(control)
     control.intents.delete_load_balancer(LB)
     assert control.work() == 1
@@ -131,13 +131,13 @@ def test_the_load_balancer_is_deleted_meanwhile(control):
     assert control.provisioning() == {LB: "DELETED", LISTENER: "DELETED"}
 
 
-def test_fail_over_again_meanwhile(control):
+def test_a_second_failover_during_the_drain(control):
     old = draining(control)
     before = control.observed().keys()
     control.intents.fail_over(LB)
     control.work()
     assert control.provisioning()[LB] == "ACTIVE"
     now = control.observed()
-    assert old not in now, "its place was needed"
+    assert old not in now, "the second drain needs its place"
     assert len(now.keys() - before) == 2
-    assert len(now) == 3, "now the second one's connections go on"
+    assert len(now) == 3, "the second former holder drains"

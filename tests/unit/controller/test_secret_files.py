@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is in the files an amphora is given, and what happens to whose content cannot be had."""
+"""Files with secrets for an amphora, and objects whose secret is unavailable."""
 
 import json
 import logging
@@ -66,7 +66,7 @@ TREE = LoadBalancer(
 )
 
 
-def test_a_secret_becomes_the_content_and_stays_wrapped(vault):
+def test_a_secret_becomes_a_files_content_and_stays_redacted(vault):
     files = (File(name="a", content="list"), File(name="b", secret=CERTIFICATE))
     found, lost = secret_files.fill_files(
         files,
@@ -115,8 +115,8 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda other: "-".join((other.table, *other.row[1:])))
-def test_a_value_that_was_copied_from_another_row_is_not_served(vault, other):
-    """With the rights to write to the database: to have an own amphora given what others keep."""
+def test_a_secret_copied_from_another_row_is_not_served(vault, other):
+    """An attacker with write access to the database could have other secrets sent to an own amphora."""
     copied = {CERTIFICATE: SealedSecret(content=vault.seal(Secret(MARK.encode()), other))}
     found, lost = secret_files.fill_files((File(name="b", secret=CERTIFICATE),), copied, vault)
     assert (found, list(lost)) == ((), [SECURE])
@@ -125,7 +125,7 @@ def test_a_value_that_was_copied_from_another_row_is_not_served(vault, other):
 
 
 def test_a_binary_secret_fails_its_object_and_is_not_quoted(vault):
-    """Python's own error about it would have all of it among its attributes."""
+    """Python's UnicodeDecodeError contains the whole secret."""
     spoilt = {
         CERTIFICATE: SealedSecret(content=vault.seal(Secret(MARK.encode() + b"\xff"), secret_location(CERTIFICATE)))
     }
@@ -135,7 +135,7 @@ def test_a_binary_secret_fails_its_object_and_is_not_quoted(vault):
     assert MARK not in lost[SECURE]
 
 
-def test_the_document(vault):
+def test_the_bundle_contains_files_pings_and_limits(vault):
     served = Served(
         text="x", files=(BundleFile(name="tls/a", content=Secret(MARK.encode())),), pings={"m": "192.0.2.1"}
     )
@@ -146,11 +146,11 @@ def test_the_document(vault):
     assert bundle(TREE, 8, "am", (), served) == bundle(TREE, 8, "am", (), served)
 
 
-def test_a_pool_nothing_leads_to_is_said_to_lack_its_secret_too(vault):
+def test_a_pool_without_a_listener_reports_its_missing_secret(vault):
     known = SealedSecret(content=vault.seal(Secret(MARK.encode()), secret_location(CERTIFICATE)))
     authority, listeners = SecretName(CRYPTED, Purpose.CA, "ca"), {CERTIFICATE: SealedSecret(reason="gone")}
     assert secret_files.pools_without_secret(TREE, {authority: known, **listeners}) == {}, (
-        "a listener is served, or speaks for itself"
+        "a listener reports its own secret"
     )
     assert secret_files.pools_without_secret(TREE, {authority: SealedSecret(reason="Octavia could not")}) == {
         CRYPTED: "Octavia could not"
@@ -196,8 +196,8 @@ def test_a_listener_without_certificate_affects_no_other(pushing, vault, caplog)
     assert "BEGIN" not in caplog.text + repr(served) + repr(pushing._omitted)
 
 
-def test_a_pool_without_its_authority_takes_no_other_along(pushing):
-    """Nor a listener that uses no secret; one that Octavia has not handed over stays shut, whatever it leads to."""
+def test_a_pool_without_its_ca_omits_no_other_object(pushing):
+    """Listeners without secrets are served. A listener that Octavia has not returned is omitted."""
     leads = {"protocol": ListenerProtocol.HTTP, "loadbalancer_id": LB}
     listeners = (
         Listener(id=PLAIN, protocol_port=80, default_pool_id=POOL, **leads),
@@ -212,8 +212,8 @@ def test_a_pool_without_its_authority_takes_no_other_along(pushing):
     assert "could not return it" in pushing._omitted[BROKEN]
 
 
-def test_a_policy_haproxy_refuses_closes_its_listener(pushing):
-    """Leaving the policy out would let through what it forbids."""
+def test_a_refused_policy_omits_its_listener(pushing):
+    """Without the policy, HAProxy would permit what the policy forbids."""
     policy = L7Policy(id=MEMBERS[1], listener_id=PLAIN, action=L7Action.REJECT, position=1)
     tree = LoadBalancer(
         id=LB,

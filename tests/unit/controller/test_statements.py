@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a member costs the database: a fixed number of statements, however large its load balancer is."""
+"""Database statements of a member change: a fixed number, whatever the size of the load balancer."""
 
 import json
 import threading
@@ -69,8 +69,8 @@ def tree(pools, members):
     )  # fmt: skip
 
 
-class House:
-    """A load balancer with one serving amphora; backends and agents are replaced."""
+class RecordedLoadBalancer:
+    """A load balancer with one serving amphora; backends and agents are fakes."""
 
     def __init__(self, tmp_path, whole):
         options = tmp_path / "driver.conf"
@@ -127,7 +127,7 @@ class House:
 
     @contextmanager
     def counted(self):
-        """The statements of the block; BEGIN is the connection's."""
+        """Record the statements of the block, without BEGIN."""
         seen, mine = [], threading.get_ident()
 
         def note(_connection, _cursor, text, *_more):
@@ -140,13 +140,13 @@ class House:
 
 
 @pytest.fixture
-def house(tmp_path):
+def recorded(tmp_path):
     made = []
 
     def build(whole):
         folder = tmp_path / str(len(made))
         folder.mkdir()
-        made.append(House(folder, whole))
+        made.append(RecordedLoadBalancer(folder, whole))
         return made[-1]
 
     yield build
@@ -155,7 +155,7 @@ def house(tmp_path):
 
 
 def create(here, number):
-    """One member from the call to Octavia's taking its status; how many statements the call, job and report take."""
+    """Create a member and report its status; return the numbers of statements of call, job and report."""
     with here.counted() as call:
         here.intents.create_object(Kind.MEMBER, member(number))
     with here.counted() as job:
@@ -170,8 +170,8 @@ def create(here, number):
     return len(call), len(job), len(report)
 
 
-def test_a_member_costs_as_many_statements_in_any_load_balancer(house):
-    small, large = house(tree(1, 2)), house(tree(8, 30))
+def test_a_member_needs_the_same_number_of_statements_in_any_load_balancer(recorded):
+    small, large = recorded(tree(1, 2)), recorded(tree(8, 30))
     costs = []
     for here in (small, large):
         create(here, 901)
@@ -180,8 +180,8 @@ def test_a_member_costs_as_many_statements_in_any_load_balancer(house):
     assert max(costs[0]) < MOST, costs[0]
 
 
-def test_many_members_cost_hardly_more_statements_than_one(house):
-    here = house(tree(1, 2))
+def test_many_members_need_few_more_statements_than_one(recorded):
+    here = recorded(tree(1, 2))
 
     def set_to(count):
         wish = [(f"pool0-{number}", lambda number=number: member(number), {}) for number in range(count)]
@@ -199,5 +199,5 @@ def test_many_members_cost_hardly_more_statements_than_one(house):
     many = set_to(200)
     assert known() == 200
     assert many <= few + 6
-    assert set_to(140) < 60, "Octavia takes deleted ones in small portions, with a few statements each"
+    assert set_to(140) < 60, "Octavia accepts deleted members in small batches, with a few statements each"
     assert known() == 140

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TLS ticket keys: derived, never stored; three at a time, of which two stay when a period ends, and one is lost."""
+"""TLS ticket keys are derived and not stored: three at a time; each period removes one."""
 
 import base64
 
@@ -29,23 +29,23 @@ def after(periods, state=SEED):
 
 
 @pytest.mark.parametrize("periods", [0, 1, 5])
-def test_three_keys_as_haproxy_reads_them(periods):
+def test_three_keys_in_haproxys_format(periods):
     found = [base64.b64decode(line, validate=True) for line in keys(after(periods))]
     assert [len(key) for key in found] == [80, 80, 80]
     assert len(set(found)) == 3
 
 
 @pytest.mark.parametrize("periods", [0, 1, 2, 7])
-def test_with_every_period_they_move_on_by_one(periods):
+def test_each_period_moves_the_keys_on_by_one(periods):
     state = after(periods)
     following = rotate_ticket_state(state)
     _before, seals, follows = keys(state)
-    assert keys(following)[:2] == [seals, follows], "what was sealed is opened for one more period"
+    assert keys(following)[:2] == [seals, follows], "a former session can be resumed for one more period"
     assert keys(following)[2] not in keys(state)
 
 
-def test_a_state_that_is_stored_has_no_earlier_seed():
-    """Neither the seed itself, nor anything from which it follows: of HKDF there is no way back."""
+def test_a_stored_state_has_no_earlier_seed():
+    """The state has neither a former seed nor data to derive it from: HKDF cannot be reversed."""
     states = [SEED]
     for _ in range(5):
         states.append(rotate_ticket_state(states[-1]))
@@ -54,19 +54,19 @@ def test_a_state_that_is_stored_has_no_earlier_seed():
         assert len(kept.reveal()) == SEED_LENGTH * (3 if period else 1), "no seed beyond those in use is kept"
         for before in seeds[:period]:
             assert before[0] not in kept.reveal()
-    # All that can be computed from a state without random bytes leads forward.
+    # Without random bytes, a state yields only later keys.
     derived = {tls_tickets._derive(seed, tls_tickets._NEXT, SEED_LENGTH) for seed in seeds[-1]}
     assert not derived & {seed for found in seeds[:-1] for seed in found}
 
 
-def test_a_stolen_state_tells_no_key_that_is_made_later():
+def test_a_stolen_state_reveals_no_later_key():
     one, other = rotate_ticket_state(SEED), rotate_ticket_state(SEED)
     assert keys(one)[:2] == keys(other)[:2]
     assert keys(one)[2] != keys(other)[2]
     assert not set(keys(after(3))) & set(keys(after(3)))
 
 
-def test_the_same_for_the_same_and_others_for_others():
+def test_keys_are_equal_for_equal_input_only():
     assert keys(SEED) == keys(SEED)
     state = after(3)
     assert keys(state) == keys(Secret(state.reveal()))
@@ -80,13 +80,13 @@ def test_an_invalid_state_is_refused(length):
             use(Secret(b"x" * length))
 
 
-def test_neither_the_seed_nor_a_key_shows():
+def test_the_representation_hides_seed_and_keys():
     found = ticket_keys(SEED)
     assert keys(SEED)[0].decode() not in repr(found) + str(found)
     assert SEED.reveal() not in found.reveal()
 
 
-def test_the_file_of_a_load_balancer_has_them():
+def test_the_ticket_file_of_a_load_balancer_contains_the_keys():
     vault, state = Vault([Fernet.generate_key()]), after(6)
     file = File(name="tls/lb/ticket.keys", secret=tickets_of("lb"))
     sealed = {tickets_of("lb"): SealedSecret(content=vault.seal(state, secret_location(tickets_of("lb"))))}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A remembered load balancer is the one that is recorded, whatever happened in between."""
+"""The tree cache returns the recorded load balancer after any sequence of changes."""
 
 import random
 import uuid
@@ -49,7 +49,7 @@ def new_id():
 
 
 class Story:
-    """What users do to one load balancer, and what is made of it."""
+    """User requests for one load balancer, and the controller's work."""
 
     def __init__(self, database, dice):
         self.database = database
@@ -68,7 +68,7 @@ class Story:
         return self.database.read(lambda c: trees.load(c, c.execute(sa.select(job)).one(), epoch))
 
     def confirm(self):
-        """Everything is served, reported, and rows of what is gone are forgotten."""
+        """Confirm all objects, report them, and remove rows of deleted objects."""
 
         def write(connection):
             generation = connection.execute(sa.select(job.c.generation)).scalar_one()
@@ -79,7 +79,7 @@ class Story:
         self.database.write(write)
 
     def read_back(self):
-        """Octavia's tree comes under a generation that is known already: with another pool, and without a listener."""
+        """Record Octavia's tree under a known generation, with another pool and without a listener."""
         self.database.write(lambda c: c.execute(job.update().values(read_back=True, reread=None)))
         yield
         tree = self.recorded()
@@ -160,7 +160,7 @@ class Story:
             self.intents.update_object(Kind.LISTENER, self.dice.choice(self.listeners), {"name": new_id()})
 
     def change_root(self):
-        # A user's update asks for the load balancer to be read back: that is another story.
+        # A user's update requests a read-back, which is another test.
         self.intents.fail_over("lb")
 
     def move(self):
@@ -197,7 +197,7 @@ class Story:
             self.intents.delete_object(Kind.MEMBER, self.dice.choice(known))
 
     def bring_back(self):
-        """A removal that Octavia did not keep is undone under a new generation, as the provider agent does."""
+        """Restore an object that Octavia did not delete under a new generation, as the provider agent does."""
 
         def write(connection):
             gone = (
@@ -235,8 +235,8 @@ class Story:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_two_controllers_remember_what_is_recorded_over_any_history(database, seed):
-    """Now the one has the lease and now the other; rows are forgotten while the other one works."""
+def test_the_caches_of_two_controllers_match_the_database(database, seed):
+    """The lease alternates between both controllers; rows are removed while the other one works."""
     dice = random.Random(seed)
     story = Story(database, dice)
     controllers = [TreeCache(), TreeCache()]
@@ -250,7 +250,7 @@ def test_two_controllers_remember_what_is_recorded_over_any_history(database, se
         if dice.random() < 0.1:
             under_way = story.read_back()
             next(under_way)
-            assert story.remembered(trees, epoch) == story.recorded(), "as it is while it is incomplete"
+            assert story.remembered(trees, epoch) == story.recorded(), "the cached tree is incomplete too"
             next(under_way, None)
         assert story.remembered(trees, epoch) == story.recorded()
 
@@ -278,7 +278,7 @@ def test_unchanged_objects_come_from_the_cache(database, story):
     trees = TreeCache()
     before = story.remembered(trees, 1)
     changed = before.pools[1].id
-    # What came last is read once more, but it is the same.
+    # The latest object is read again without a difference.
     story.remembered(trees, 1)
     story.intents.create_object(Kind.MEMBER, story.member(changed, new_id()))
     row = story.row()
@@ -291,7 +291,7 @@ def test_unchanged_objects_come_from_the_cache(database, story):
     ) == 0
     again, seen = statements(database, lambda c: trees.load(c, row, 2))
     assert again is after
-    assert seen == [], "under the same lease the same generation is the same tree"
+    assert seen == [], "under one lease, a generation has one tree"
 
 
 def test_trees_removed_elsewhere_leave_the_cache(database, story):
@@ -307,7 +307,7 @@ def test_trees_removed_elsewhere_leave_the_cache(database, story):
     assert story.remembered(trees, 3) == story.recorded()
 
 
-def test_no_more_is_remembered_than_allowed(database, story):
+def test_the_cache_size_is_limited(database, story):
     story.add_pool()
     for number in range(3):
         story.intents.create_load_balancer(msgspec.structs.replace(TREE, id=f"lb{number}"), read_back=False)
@@ -319,4 +319,4 @@ def test_no_more_is_remembered_than_allowed(database, story):
 
     assert [len(load(f"lb{number}")[1]) for number in (0, 1, 2, 2)] == [1, 1, 1, 0]
     load("lb")
-    assert len(load("lb0")[1]) == 1, "it had to go"
+    assert len(load("lb0")[1]) == 1, "the oldest tree is removed"

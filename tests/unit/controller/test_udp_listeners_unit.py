@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a load balancer to its virtual servers: what is served, what is left out, and what a bundle says of it."""
+"""Virtual servers of UDP and SCTP listeners: served and omitted objects, and their part of a bundle."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def monitor(**more) -> LoadBalancer:
 
 
 def made(tree: LoadBalancer, **more):
-    """By listener, and why what is left out; the agent reads what is made."""
+    """Return the virtual servers by listener and the reasons of omissions; check that the agent can read them."""
     found = virtual_servers(tree, **more)
     body = bundle(tree, 1, str(uuid.UUID(int=1)), (), Served(text=None, virtual=found.servers))
     assert [str(one.id) for one in parse(body).virtual_servers] == [one.id for one in found.servers]
@@ -126,7 +126,7 @@ def test_clients_of_a_listener_without_members_are_refused(tree):
         (front(client_ca_tls_container_ref="x"), L1, "client_ca_tls_container_ref"),
     ],
 )
-def test_a_listener_that_is_left_out(tree, object_id, word):
+def test_an_unsupported_listener_is_omitted(tree, object_id, word):
     found, refused = made(tree)
     assert found == {}
     assert word in refused[object_id]
@@ -134,7 +134,7 @@ def test_a_listener_that_is_left_out(tree, object_id, word):
     assert made(tree, failed=[object_id]) == ({}, {})
 
 
-def test_flows_are_logged_where_connections_are():
+def test_flow_logging_follows_connection_logging():
     logging = Defaults(connection_logging=True)
     assert made(TREE)[0][L1].log_format is None
     (one,) = made(TREE, defaults=logging)[0].values()
@@ -162,7 +162,7 @@ def test_disabled_policy_rejects_no_request():
         (back(session_persistence=SessionPersistence(type=PersistenceType.HTTP_COOKIE)), "no cookies"),
     ],
 )
-def test_a_pool_that_is_left_out_leaves_its_listener_without_members(tree, word):
+def test_an_omitted_pool_leaves_its_listener_without_members(tree, word):
     found, refused = made(tree)
     assert (found[L1].pool_id, found[L1].members) == (None, ())
     assert word in refused[P1]
@@ -225,13 +225,13 @@ def test_two_listeners_share_a_pool():
     ("own", "profile", "configured", "wanted"),
     [(-1, None, None, None), (-1, None, 7, 7), (-1, 8, 7, 8), (9, 8, 7, 9)],
 )
-def test_how_many_at_once(own, profile, configured, wanted):
+def test_the_connection_limit_of_a_listener(own, profile, configured, wanted):
     tree = replace(front(connection_limit=own), profile=Profile(connection_limit=profile))
     found, _ = made(tree, defaults=Defaults(connection_limit=configured))
     assert found[L1].connection_limit == wanted
 
 
-def test_a_monitor_of_http_says_all_of_it_and_no_other_does():
+def test_only_an_http_monitor_has_http_fields():
     asked = {"http_method": "HEAD", "url_path": "/x", "expected_codes": "200, 202-204", "domain_name": "a.b."}
     found, _ = made(monitor(type=MonitorType.HTTP, http_version=1.1, **asked))
     said = found[L1].monitor
@@ -247,7 +247,7 @@ def test_a_monitor_of_http_says_all_of_it_and_no_other_does():
     assert made(monitor(**OFF))[0][L1].monitor is None
 
 
-def test_the_order_of_children_says_nothing():
+def test_the_order_of_children_does_not_matter():
     tree = replace(
         TREE,
         listeners=tuple(replace(FRONT, id=ident(1, n), protocol_port=n) for n in range(1, 9)),
@@ -269,7 +269,7 @@ def document(tree: LoadBalancer, **more) -> dict:
     return json.loads(bundle(tree, 1, str(uuid.UUID(int=1)), (), served, **more))
 
 
-def test_older_agents_hear_nothing_of_what_they_do_not_know():
+def test_older_agents_get_no_virtual_servers():
     web = replace(WEB, allowed_cidrs=("192.0.2.0/24",))
     said = document(replace(TREE, listeners=(web,)))
     assert "virtual_servers" not in said
@@ -289,7 +289,7 @@ def test_permitted_sources_of_two_protocols_with_one_port():
     assert document(replace(TREE, listeners=(replace(udp, **OFF),)))["allowed"] == []
 
 
-def test_a_push_and_an_audit_make_the_same(tmp_path):
+def test_a_push_and_an_audit_render_the_same_bundle(tmp_path):
     path = tmp_path / "amphora-driver.conf"
     path.write_text("[amp_haproxy]\nconnection_limit = 700\n")
     conf = config.load([str(path)])
@@ -323,7 +323,7 @@ def test_a_push_and_an_audit_make_the_same(tmp_path):
     assert json.loads(pushed)["virtual_servers"][0]["members"][0]["id"] == M2
 
 
-def test_no_family_is_wrong_in_a_pool_without_a_listener():
+def test_a_pool_without_a_listener_accepts_any_address_family():
     spare = replace(POOL, id=P2, members=(replace(MEMBERS[0], id=ident(3, 9), pool_id=P2, address="2001:db8::1"),))
     made = virtual_servers(replace(TREE, pools=(POOL, spare)))
     assert made.refused == ()

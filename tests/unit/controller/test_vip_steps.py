@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What VIPs still lack: asked for when it is time, told when something is new, and not again."""
+"""VIP requests and VIP options: when a backend is asked, and when it is asked again."""
 
 import json
 import time
@@ -40,28 +40,28 @@ def names(want, *observed):
 @pytest.mark.parametrize(
     ("want", "observed", "steps"),
     [
-        pytest.param({"tree": BARE}, (), ["Record"], id="an amphora is made meanwhile"),
-        pytest.param({"tree": BARE}, (BOOTING,), ["Boot"], id="and boots first: it may decide"),
-        pytest.param({"tree": BARE}, (amphora(plugged=(), confirmed=0),), ["AllocateVip"], id="then it is asked"),
+        pytest.param({"tree": BARE}, (), ["Record"], id="an amphora is recorded first"),
+        pytest.param({"tree": BARE}, (BOOTING,), ["Boot"], id="the amphora boots before the VIP request"),
+        pytest.param({"tree": BARE}, (amphora(plugged=(), confirmed=0),), ["AllocateVip"], id="the backend is asked"),
         pytest.param(
             {"tree": BARE, "allocate_at": 7.0, "now": 6.0},
             (amphora(plugged=(), confirmed=0),),
             ["Await"],
-            id="asked a moment ago",
+            id="asked recently",
         ),
-        pytest.param({"tree": BARE, "gone": True}, (), ["ReleaseVip"], id="deleted before"),
-        pytest.param({"tree": GUARDED}, (amphora(confirmed=3),), ["ApplyVipOptions"], id="before it is served"),
+        pytest.param({"tree": BARE, "gone": True}, (), ["ReleaseVip"], id="deleted before an answer"),
+        pytest.param({"tree": GUARDED}, (amphora(confirmed=3),), ["ApplyVipOptions"], id="options before the push"),
         pytest.param(
             {"tree": GUARDED, "vip_given": AppliedVipOptions(options=OPTIONS, ports=("p-n1",))},
             (amphora(confirmed=3),),
             ["Push"],
-            id="told already",
+            id="options applied",
         ),
         pytest.param(
             {"tree": GUARDED, "vip_given": AppliedVipOptions(options=OPTIONS, ports=("p-other",))},
             (amphora(confirmed=3),),
             ["ApplyVipOptions"],
-            id="an amphora has come",
+            id="a new amphora",
         ),
         pytest.param(
             {"tree": GUARDED, "vip_given": AppliedVipOptions(options=OPTIONS, refused="no")},
@@ -73,22 +73,22 @@ def names(want, *observed):
             {"tree": TREE, "vip_given": AppliedVipOptions(options=OPTIONS, ports=("p-n1",))},
             (amphora(confirmed=3),),
             ["ApplyVipOptions"],
-            id="taken away",
+            id="options removed",
         ),
-        pytest.param({"tree": TREE}, (amphora(confirmed=3),), ["Push"], id="never anything"),
+        pytest.param({"tree": TREE}, (amphora(confirmed=3),), ["Push"], id="no options"),
         pytest.param(
             {"tree": GUARDED, "vip_given": AppliedVipOptions(options=OPTIONS, ports=("p-n1",)), "applied": 4},
             (amphora(plugged=(port(), port("n2", ("s2",)))),),
             ["Unplug"],
-            id="ports of other networks are no business of it",
+            id="ports of other networks",
         ),
     ],
 )
-def test_plan(want, observed, steps):
+def test_the_plan_of_vip_requests_and_options(want, observed, steps):
     assert names(wanted(**want), *observed) == steps
 
 
-def test_pauses_grow_unless_the_backend_says_when():
+def test_retry_times_grow_unless_the_backend_sets_one():
     wish = PendingVipRequest(project_id="demo", vips=(VipRequest(subnet_id="s1"),), since=0.0)
     pauses = []
     for _ in range(7):
@@ -100,7 +100,7 @@ def test_pauses_grow_unless_the_backend_says_when():
 
 
 class Backend:
-    """Gives one answer, and remembers the questions."""
+    """Gives one answer, and records the requests."""
 
     listener_rules = False
 
@@ -159,40 +159,40 @@ def test_an_answer_becomes_the_next_generation(database):
     assert database.read(lambda c: vip_claims.read_pending_request(c, "lb")) is None
 
 
-def test_no_answer_is_written_down_and_nothing_else(database):
+def test_a_missing_answer_changes_only_the_pending_request(database):
     steps(database).allocate(Backend(NotYet(reason="busy", again_in=9.0)), BARE, None, 4, [])
     wish = database.read(lambda c: vip_claims.read_pending_request(c, "lb"))
     assert (wish.reason, wish.attempts, wish.project_id) == ("busy", 2, "demo")
-    assert wish.vips[0].address == "198.51.100.99", "what was asked for is not forgotten"
+    assert wish.vips[0].address == "198.51.100.99", "the pending request keeps the requested address"
     assert database.read(lambda c: vip_allocation.next_request_at(c, "lb", time.time())) == pytest.approx(
         time.time() + 9.0, abs=5
     )
     assert database.read(lambda c: vip_allocation.next_request_at(c, "lb", time.time() - 3600)) == 0.0, (
-        "the clock was set back"
+        "the clock is set back"
     )
     assert row(database).generation == 4
 
 
-def test_no_answer_for_too_long_is_an_error_but_it_is_asked_on(database):
+def test_a_long_wait_is_an_error_and_the_request_is_retried(database):
     with pytest.raises(NetworkError, match=r"none in \d+ s: busy") as error:
         steps(database, error_after=-1.0).allocate(Backend(NotYet(reason="busy")), BARE, None, 4, [])
     assert error.value.final
     assert database.read(lambda c: vip_claims.read_pending_request(c, "lb")).attempts == 2
 
 
-def test_a_refusal_is_the_users(database):
+def test_a_refusal_is_reported_to_the_user(database):
     with pytest.raises(Conflict, match="none left"):
         steps(database).allocate(Backend(Conflict("take a VIP", "none left")), BARE, None, 4, [])
 
 
-def test_a_claim_that_waits_is_not_settled(database):
+def test_a_pending_claim_is_not_settled(database):
     database.write(lambda c: c.execute(vip_claim.update().values(claimed_at=0.0)))
     assert database.read(lambda c: vip_claims.list_settled_claims(c, time.time())) == ([], [])
     database.write(lambda c: vip_claims.clear_pending_request(c, "lb"))
     assert database.read(lambda c: vip_claims.list_settled_claims(c, time.time() + 1)) == ([], ["lb"])
 
 
-def test_options_are_noted_and_forgotten(database):
+def test_applied_options_are_recorded_and_removed(database):
     backend = Backend(None)
     steps(database).apply(backend, GUARDED, [amphora()], 4)
     assert backend.asked == [("lb", "demo", OPTIONS, ("p-n1",))]
@@ -204,7 +204,7 @@ def test_options_are_noted_and_forgotten(database):
     assert row(database).vip_applied is None
 
 
-def test_a_refusal_of_options_holds_until_the_user_says_something_new(database):
+def test_refused_options_are_retried_after_the_users_next_change(database):
     steps(database).apply(Backend(UnsupportedOption("apply", "no such group")), GUARDED, [amphora()], 4)
     given = vip_allocation.read_applied_options(row(database))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The start of jobs as a table: running, waiting and failed jobs."""
+"""Worker slots as a table: running, waiting and failed jobs."""
 
 import time
 
@@ -51,7 +51,7 @@ def test_a_single_slot_is_enough():
     assert not one.excludes_retries()
 
 
-def test_a_job_that_has_ended_counts_no_more():
+def test_a_finished_job_frees_its_slot():
     first = turn(1)
     made = hands(1, [first])
     made.release(first)

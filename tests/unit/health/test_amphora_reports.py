@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is remembered of heartbeats: order, merging, expiry."""
+"""The health manager's memory of heartbeats: order, merging and expiry."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ledger():
     return AmphoraReports(expiry=10, wall_clock=lambda: 1000.0)
 
 
-def test_each_heartbeat_is_taken_once_and_in_order(ledger):
+def test_each_heartbeat_is_accepted_once_and_in_order(ledger):
     assert ledger.accept(heartbeat(5), 0)
     assert not ledger.accept(heartbeat(5), 1)
     assert not ledger.accept(heartbeat(4), 1)
@@ -36,7 +36,7 @@ def test_each_heartbeat_is_taken_once_and_in_order(ledger):
     assert ledger.last_report("a") == LastReport(2, 1000.0, 1, (1, 6))
 
 
-def test_a_new_epoch_begins_at_any_sequence_and_the_old_one_is_over(ledger):
+def test_a_new_epoch_starts_at_any_sequence_and_ends_the_former_epoch(ledger):
     assert ledger.accept(heartbeat(500, epoch=1), 0)
     assert ledger.accept(heartbeat(1, epoch=2), 0)
     assert not ledger.accept(heartbeat(501, epoch=1), 0)
@@ -51,7 +51,7 @@ def test_a_replay_changes_nothing(ledger):
     assert ledger.take_updated() == {}
 
 
-def test_amphorae_do_not_mix(ledger):
+def test_amphorae_have_separate_reports(ledger):
     ledger.accept(heartbeat(1, Report(1, {"l": OPEN})), 0)
     ledger.accept(heartbeat(1, Report(2, {"m": OPEN}), amphora_id="b"), 0)
     reports = ledger.live_reports(["a", "b", "never heard"], 0)
@@ -60,7 +60,7 @@ def test_amphorae_do_not_mix(ledger):
     assert reports["b"].amphora_id == "b"
 
 
-def test_a_split_report_is_put_together(ledger):
+def test_a_split_report_is_merged(ledger):
     ledger.accept(heartbeat(1, Report(1, {"l": OPEN}, {"p:l": pool(x="UP")})), 0)
     ledger.accept(heartbeat(2, Report(1, {"m": OPEN}, {"p:l": pool(y="DOWN"), "q:m": pool()})), 0)
     merged = ledger.live_reports(["a"], 0)["a"]
@@ -68,7 +68,7 @@ def test_a_split_report_is_put_together(ledger):
     assert merged.pools == {"p:l": pool(x="UP", y="DOWN"), "q:m": pool()}
 
 
-def test_the_later_word_counts(ledger):
+def test_the_later_report_counts(ledger):
     ledger.accept(heartbeat(1, Report(1, {}, {"p:l": pool(x="UP", y="UP")})), 0)
     ledger.accept(heartbeat(2, Report(1, {}, {"p:l": PoolReport(status="DOWN", members={"x": "DOWN"})})), 0)
     merged = ledger.live_reports(["a"], 0)["a"].pools["p:l"]
@@ -76,7 +76,7 @@ def test_the_later_word_counts(ledger):
 
 
 @pytest.mark.parametrize("generation", [2, 0, None])
-def test_another_generation_forgets_the_one_before(ledger, generation):
+def test_another_generation_replaces_the_former_report(ledger, generation):
     ledger.accept(heartbeat(1, Report(1, {"l": OPEN}, {"p:l": pool(x="UP")})), 0)
     ledger.accept(heartbeat(2, Report(generation, {"m": OPEN})), 0)
     merged = ledger.live_reports(["a"], 0)["a"]
@@ -94,18 +94,18 @@ def test_reports_expire(ledger):
     assert later.pools == {"p:l": pool(y="UP")}
 
 
-def test_an_amphora_that_is_silent_says_nothing(ledger):
+def test_a_silent_amphora_has_no_report(ledger):
     ledger.accept(heartbeat(1, Report(1, {"l": OPEN})), 0)
     assert ledger.live_reports(["a"], 10.5) == {}
     assert ledger.last_report("a").monotonic == 0
 
 
-def test_an_empty_report_is_a_report(ledger):
+def test_an_empty_report_counts_as_a_report(ledger):
     ledger.accept(heartbeat(1, Report(3)), 0)
     assert ledger.live_reports(["a"], 1) == {"a": Report(3, amphora_id="a")}
 
 
-def test_heard_since(ledger):
+def test_the_start_of_uninterrupted_heartbeats(ledger):
     ledger.accept(heartbeat(1), 5)
     ledger.accept(heartbeat(1, amphora_id="b"), 7)
     assert ledger.heard_since(6) == {"b"}
@@ -113,7 +113,7 @@ def test_heard_since(ledger):
     assert ledger.heard_since(5) == {"a", "b"}
 
 
-def test_take_heard_gives_each_once(ledger):
+def test_take_heard_returns_each_heartbeat_once(ledger):
     ledger.accept(heartbeat(1), 5)
     ledger.accept(heartbeat(2, Report(None)), 6)
     assert ledger.take_updated() == {"a": LastReport(6, 1000.0, 0, (1, 2))}
@@ -121,7 +121,7 @@ def test_take_heard_gives_each_once(ledger):
     assert ledger._states.keys() == {"a"}
 
 
-def test_forget(ledger):
+def test_a_removed_amphora_is_forgotten(ledger):
     ledger.accept(heartbeat(9), 0)
     ledger.load_orders({"b": (1, 1)})
     ledger.forget(["a", "b", "unknown"])
@@ -143,7 +143,7 @@ def test_statistics_are_counted_once_across_processes(ledger):
     assert ledger.known_ids() == {"a", "silent", "new"}
 
 
-def test_resuming_never_goes_back(ledger):
+def test_resumed_counters_never_decrease(ledger):
     ledger.accept(heartbeat(7, epoch=5), 0)
     ledger.load_orders({"a": (5, 6)})
     assert not ledger.accept(heartbeat(7, epoch=5), 0)
@@ -153,12 +153,12 @@ def test_resuming_never_goes_back(ledger):
 
 
 @pytest.mark.parametrize(("epoch", "sequence"), [(2**63, 1), (1, 2**63), (2**64 - 1, 2**64 - 1)])
-def test_numbers_no_database_holds_are_refused(ledger, epoch, sequence):
+def test_numbers_that_exceed_the_database_type_are_refused(ledger, epoch, sequence):
     assert not ledger.accept(heartbeat(sequence, epoch=epoch), 0)
     assert ledger.accept(heartbeat(2**63 - 1, epoch=2**63 - 1), 0)
 
 
-def test_an_amphora_cannot_fill_our_memory(ledger, monkeypatch):
+def test_the_memory_for_one_amphora_is_limited(ledger, monkeypatch):
     monkeypatch.setattr("amphora_driver.health.amphora_reports._MAX_NAMES", 100)
     most = 0
     for number in range(1000):
@@ -170,14 +170,14 @@ def test_an_amphora_cannot_fill_our_memory(ledger, monkeypatch):
     assert 20 < most < 250
 
 
-def test_repeating_the_same_takes_no_more_memory(ledger):
+def test_a_repeated_report_takes_no_more_memory(ledger):
     parts = [Report(1, {}, {"p": pool(x="UP")}), Report(1, {}, {"p": pool(y="UP")})]
     for number in range(100):
         ledger.accept(heartbeat(number, parts[number % 2]), number)
     assert len(ledger._states["a"]._pools["p"].parts) == 2
 
 
-def test_threads(ledger):
+def test_several_threads_use_the_reports(ledger):
     def send(amphora_id):
         for number in range(300):
             assert ledger.accept(heartbeat(number, Report(1, {"l": OPEN}), amphora_id=amphora_id), 0)
@@ -193,7 +193,7 @@ def test_threads(ledger):
 
 
 @pytest.mark.quiet
-def test_speed(capsys):
+def test_the_speed_of_accept(capsys):
     ledger = AmphoraReports()
     listeners = {f"listener-{number}": OPEN for number in range(7)}
     members = {f"member-{number}": "UP" for number in range(8)}
@@ -203,5 +203,5 @@ def test_speed(capsys):
         ledger.accept(heartbeat(number, report), number / 1000)
     each = (time.process_time() - begin) / 2000
     with capsys.disabled():
-        print(f"\nledger: {each * 1e6:.1f} us for 7 listeners, 56 members")  # noqa: T201 - the figure is what it is for
+        print(f"\nledger: {each * 1e6:.1f} us for 7 listeners, 56 members")  # noqa: T201 - the purpose
     assert each < 500e-6

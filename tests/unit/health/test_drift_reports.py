@@ -25,13 +25,13 @@ def test_a_repeated_drift_marks_the_amphora():
     assert among(drifts, 13.1, "files") == [UnrepairedDrift("am", 8, "files", replug=False)]
 
 
-def test_an_interface_is_attached_again():
+def test_drift_of_an_interface_attaches_it_again():
     drifts = DriftReports(INTERVAL)
     among(drifts, 10.0, "interface", "address")
     assert among(drifts, 14.0, "interface", "address") == [UnrepairedDrift("am", 8, "interface, address", replug=True)]
 
 
-def test_useless_pushes_back_off():
+def test_repeated_pushes_without_success_back_off():
     drifts = DriftReports(INTERVAL)
     among(drifts, 0.0, "files")
     at, pushes = 4.0, []
@@ -47,7 +47,7 @@ def test_useless_pushes_back_off():
     assert 5 <= len(pushes) <= 7
 
 
-def test_other_generation_is_not_drift():
+def test_a_report_of_another_generation_is_not_drift():
     drifts = DriftReports(INTERVAL)
     for at in (10.0, 14.0, 18.0):
         assert among(drifts, at, "files", generation=7) == []
@@ -59,7 +59,7 @@ def test_a_repaired_amphora_is_forgotten_later():
     among(drifts, 0.0, "files")
     drifts.record_pushes(among(drifts, 4.0, "files"), 4.0)
     assert among(drifts, 7.0) == []
-    assert among(drifts, 10.0, "files") == [], "it is the same trouble"
+    assert among(drifts, 10.0, "files") == [], "the same drift continues"
     assert among(drifts, 100.0) == []
     assert among(drifts, 101.0, "files") == []
     assert len(among(drifts, 105.0, "files")) == 1
@@ -81,7 +81,7 @@ def test_a_drift_is_logged_once():
     assert drifts.find_notices(said, 20.0) != {}
 
 
-def test_findings_that_follow_each_other_are_told_seldom():
+def test_frequent_findings_are_logged_rarely():
     drifts = DriftReports(INTERVAL)
     told = []
     for number in range(100):
@@ -89,28 +89,28 @@ def test_findings_that_follow_each_other_are_told_seldom():
         told += [each.sentence for each in drifts.find_notices(said, number / 10).values()]
         drifts.record_notices(said, number / 10)
     assert len(told) == 1
-    assert drifts.find_notices(said, 10.0)["am"].sentence.endswith("number 99"), "the last one is not lost"
+    assert drifts.find_notices(said, 10.0)["am"].sentence.endswith("number 99"), "the last finding is not lost"
 
 
 def marks(drifts, at, *words, marked=(), generation=8):
-    """As the bookkeeper asks: marks first."""
+    """Query the marks first, as the status writer does."""
     said, confirmed = heard(at, *words, generation=generation), {"am": 8}
     found = drifts.find_changed_marks(said, confirmed, set(marked))
     drifts.find_unrepaired(said, confirmed, at)
     return found
 
 
-def test_longer_complaint_is_recorded_until_it_ends():
+def test_a_lasting_drift_is_marked_until_it_ends():
     drifts = DriftReports(INTERVAL)
     assert marks(drifts, 10.0, "files") == {}
-    assert marks(drifts, 12.9, "files") == {}, "it may be mending it"
-    assert marks(drifts, 13.1, "files", generation=7) == {}, "it is being pushed"
+    assert marks(drifts, 12.9, "files") == {}, "the agent may repair the drift itself"
+    assert marks(drifts, 13.1, "files", generation=7) == {}, "the push of the generation is not finished"
     assert marks(drifts, 13.1, "files") == {"am": True}
     assert marks(drifts, 16.0, "files", marked={"am"}) == {}
     assert marks(drifts, 500.0, marked={"am"}) == {"am": False}
-    assert marks(drifts, 503.0, marked={"am"}) == {"am": False}, "it was not written yet"
+    assert marks(drifts, 503.0, marked={"am"}) == {"am": False}, "the removal of the mark is not written yet"
     assert marks(drifts, 506.0) == {}
-    assert marks(drifts, 509.0, marked={"am"}) == {}, "another process has marked it"
+    assert marks(drifts, 509.0, marked={"am"}) == {}, "another process has marked the amphora"
 
 
 def test_marks_of_the_controller_stay():
@@ -118,7 +118,7 @@ def test_marks_of_the_controller_stay():
     assert marks(drifts, 10.0, marked={"am"}) == {}
 
 
-def test_complaint_after_a_push_is_recorded_again():
+def test_drift_after_a_push_is_marked_again():
     drifts = DriftReports(INTERVAL)
     marks(drifts, 10.0, "files")
     found = among(drifts, 14.0, "files")
@@ -127,7 +127,7 @@ def test_complaint_after_a_push_is_recorded_again():
     assert marks(drifts, 18.0, "files") == {"am": True}
 
 
-def test_why_it_is_pushed_says_when_it_was_found():
+def test_the_push_reason_contains_the_time_of_the_finding():
     drifts = DriftReports(INTERVAL)
     among(drifts, 10.0, "files")
     said = heard(14.0, "files", drifted=LastDrift(at=1000000000.0, sentences=("x",), repaired=False))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Datagrams: what opens, what is refused and why, and how fast."""
+"""Heartbeat datagrams: decoding, reasons of refusals, and speed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def header(*, amphora_id=AMPHORA, epoch=5, sequence=7):
 
 
 def sealed(document, **about):
-    """As docs/reference/heartbeat.md says, written here a second time: the agent's codec is another package's."""
+    """Seal as in docs/reference/heartbeat.md; a second implementation, because the codec belongs to the agent."""
     content = document if isinstance(document, bytes) else json.dumps(document).encode()
     return signed(header(**about) + zlib.compress(content))
 
@@ -64,7 +64,7 @@ def test_vip_holder(said, heard):
     assert refusal(sealed({**DOCUMENT, "holds_vip": "yes"})) == "document"
 
 
-def test_a_heartbeat_is_read():
+def test_a_heartbeat_is_decoded():
     heartbeat = decode_datagram(sealed(DOCUMENT), Secret(KEY))
     assert (heartbeat.amphora_id, heartbeat.epoch, heartbeat.sequence) == (AMPHORA, 5, 7)
     assert heartbeat.report == Report(
@@ -76,7 +76,7 @@ def test_a_heartbeat_is_read():
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-def test_any_buffer_will_do(kind):
+def test_any_buffer_type_is_accepted(kind):
     assert decode_datagram(kind(sealed(DOCUMENT)), Secret(KEY)).report.generation == 8
     assert read_amphora_id(kind(sealed(DOCUMENT))) == AMPHORA
 
@@ -85,22 +85,22 @@ def test_an_amphora_without_configuration():
     assert decode_datagram(sealed({"generation": None}), Secret(KEY)).report.generation is None
 
 
-def test_the_document_cannot_speak_for_another_amphora():
+def test_a_document_cannot_name_another_amphora():
     heartbeat = decode_datagram(sealed({**DOCUMENT, "amphora_id": "another"}), Secret(KEY))
     assert heartbeat.report.amphora_id == AMPHORA
 
 
-def test_unknown_keys_are_left_alone():
+def test_unknown_keys_are_ignored():
     assert decode_datagram(sealed({**DOCUMENT, "new": [1]}), Secret(KEY)).report.generation == 8
 
 
-def test_another_amphoras_key():
+def test_a_key_of_another_amphora_is_refused():
     with pytest.raises(HeartbeatRefused, match=AMPHORA) as caught:
         decode_datagram(signed(header() + zlib.compress(b"{}"), b"x" * 32), Secret(KEY))
     assert caught.value.reason == "signature"
 
 
-def test_every_single_bit_counts():
+def test_a_change_of_any_bit_is_refused():
     datagram = sealed({"generation": 1})
     for index in range(len(datagram)):
         changed = bytearray(datagram)
@@ -109,11 +109,11 @@ def test_every_single_bit_counts():
 
 
 @pytest.mark.parametrize("length", [0, 1, 35, 36, 67])
-def test_too_short(length):
+def test_a_short_datagram_is_refused(length):
     assert refusal(sealed(DOCUMENT)[:length]) == "short"
 
 
-def test_something_else():
+def test_another_format_is_refused():
     assert refusal(b"x" * 100) == "magic"
 
 
@@ -130,7 +130,7 @@ def test_invalid_datagrams_are_refused(packed):
     assert refusal(signed(header() + packed)) == "packing"
 
 
-def test_a_bomb_does_not_explode():
+def test_a_decompression_bomb_is_refused():
     bomb = zlib.compress(b" " * (60 << 20), 9)
     assert len(bomb) < 65000
     begin = time.process_time()
@@ -156,20 +156,20 @@ def test_a_bomb_does_not_explode():
         b'{"generation": 1, "pools": {"a": {"status": "UP", "members": {"m": 1}}}}',
     ],
 )
-def test_a_document_that_is_no_report(document):
+def test_a_document_without_the_form_of_a_report_is_refused(document):
     assert refusal(sealed(document)) == "document"
 
 
 @given(st.binary(max_size=200))
-def test_rubbish_is_refused_and_nothing_else(content):
-    # No document begins like that; an object without a word we know is an empty report.
+def test_random_bytes_are_refused_without_another_error(content):
+    # No document starts with these bytes; an object without known keys is an empty report.
     for datagram in (content, signed(header() + content), sealed(b"!" + content)):
         with pytest.raises(HeartbeatRefused):
             decode_datagram(datagram, Secret(KEY))
 
 
 def typical():
-    """7 listeners, 56 members, as in the measurements the target comes from."""
+    """Return a report with 7 listeners and 56 members, as in the measurements behind the target."""
     listeners = {str(uuid.uuid4()): DOCUMENT["listeners"]["listener"] for _ in range(7)}
     members = {"status": "UP"}
     pools = {
@@ -203,7 +203,7 @@ def test_oversized_reports_are_refused(said):
     assert refusal.value.reason == "document"
 
 
-def test_a_document_of_three_megabytes_is_not_unpacked():
+def test_a_document_of_three_megabytes_is_not_decompressed():
     many = {f"{number:080}": {"status": "OPEN"} for number in range(30_000)}
     with pytest.raises(HeartbeatRefused) as refusal:
         decode_datagram(sealed({**DOCUMENT, "listeners": many}), Secret(KEY))
@@ -211,7 +211,7 @@ def test_a_document_of_three_megabytes_is_not_unpacked():
 
 
 @pytest.mark.quiet
-def test_speed(capsys):
+def test_the_speed_of_decoding(capsys):
     datagram, key = typical(), Secret(KEY)
     fastest = float("inf")
     for _ in range(5):
@@ -221,6 +221,6 @@ def test_speed(capsys):
         fastest = min(fastest, (time.process_time() - begin) / 500)
     with capsys.disabled():
         figure = f"{fastest * 1e6:.1f} us, {1 / fastest:,.0f}/s per core"
-        print(f"\nheartbeat of {len(datagram)} bytes: {figure}")  # noqa: T201 - the figure is what it is for
-    # A broken cache or a second parse would show; a slow machine does not.
+        print(f"\nheartbeat of {len(datagram)} bytes: {figure}")  # noqa: T201 - the purpose
+    # The bound detects a broken cache or a second parse and tolerates a slow machine.
     assert fastest < 500e-6

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever an amphora sends is refused, or is a report within its limits that everything behind the decoder takes.
-
-    AMPHORA_HEARTBEATS=1000000 ./run-tests tests/unit/health/test_heartbeat_properties.py
-
-tries as many inputs; 10,000 without it. Hypothesis draws the seeds, and a seed makes `_OF_A_SEED` inputs:
-a draw for each part of an input would cost ten times as much.
+"""Any datagram is refused, or is a report within the limits that all code behind the decoder accepts.
+AMPHORA_HEARTBEATS=1000000 ./run-tests tests/unit/health/test_heartbeat_properties.py sets the number of inputs; the
+default is 10,000. Hypothesis draws seeds, and each seed makes `_OF_A_SEED` inputs: a draw for each part of an input
+costs ten times as much.
 """
 
 from __future__ import annotations
@@ -95,7 +93,7 @@ def _number(chance: random.Random) -> Any:
 
 
 def _odd(chance: random.Random, depth: int = 0) -> Any:
-    """Any value of JSON."""
+    """Return any JSON value."""
     kind = chance.randrange(8 if depth < 4 else 6)
     if kind == 6:
         return [_odd(chance, depth + 1) for _ in range(chance.randrange(4))]
@@ -113,7 +111,7 @@ def _name(chance: random.Random, *known: str) -> str:
 
 
 def _document(chance: random.Random) -> Any:
-    """What an agent may say, with a few values that it never says."""
+    """Return a report with a few invalid values."""
     listeners = {
         _name(chance, "l1", "l2", "l9"): {
             "status": _word(chance),
@@ -146,7 +144,7 @@ def _document(chance: random.Random) -> Any:
 
 
 def _mutated(chance: random.Random, data: bytes) -> bytes:
-    """The same with up to four changes of bytes."""
+    """Return the bytes with up to four changes."""
     changed = bytearray(data)
     for _ in range(chance.randrange(1, 5)):
         at = chance.randrange(len(changed) + 1)
@@ -186,7 +184,7 @@ def _signed(content: bytes) -> bytes:
 
 
 def any_bytes(chance: random.Random) -> bytes:
-    """Bytes, of which some begin as a heartbeat does, and some are signed."""
+    """Return random bytes; some start like a heartbeat, and some are signed."""
     content = chance.randbytes(chance.choice((0, 3, 35, 36, 67, 68, 100, 500)))
     kind = chance.randrange(4)
     if kind == 0:
@@ -195,7 +193,7 @@ def any_bytes(chance: random.Random) -> bytes:
 
 
 def changed_datagram(chance: random.Random) -> bytes:
-    """A datagram of an agent, changed as it was sent, before it was signed, or before it was packed."""
+    """Return a datagram that is changed after signing, before signing, or before compression."""
     document = json.dumps(chance.choice(_GOOD)).encode()
     kind = chance.randrange(4)
     if kind == 0:
@@ -208,15 +206,15 @@ def changed_datagram(chance: random.Random) -> bytes:
 
 
 def structured(chance: random.Random) -> bytes:
-    """A signed datagram whose document has the structure of a report, or nearly."""
+    """Return a signed datagram whose document has about the structure of a report."""
     return _signed(_header(chance) + _packed(chance, _encoded(chance)))
 
 
-# -- what is asked -----------------------------------------------------------------------------------------------------
+# -- checks ------------------------------------------------------------------------------------------------------------
 
 
 def opened(datagram: bytes) -> Heartbeat | None:
-    """What is read of a datagram; None if it is refused. Any other error than a refusal is the caller's."""
+    """Decode a datagram; return None if it is refused. Other errors are raised."""
     try:
         found = decode_datagram(datagram, KEY)
     except HeartbeatRefused as error:
@@ -231,7 +229,7 @@ def opened(datagram: bytes) -> Heartbeat | None:
 
 
 def _texts(value: Any) -> list[str]:
-    """All texts in a value, keys too."""
+    """Return all strings in a value, including keys."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, dict):
@@ -240,7 +238,7 @@ def _texts(value: Any) -> list[str]:
 
 
 def limited(report: Report) -> None:
-    """The limits of `health/status.py`, written a second time."""
+    """Check the limits of `health/status.py`, implemented a second time."""
     assert report.generation is None or 0 <= report.generation < 2**63
     for name, listener in report.listeners.items():
         assert len(name) <= 80
@@ -261,7 +259,7 @@ def limited(report: Report) -> None:
 
 
 def understood(heartbeat: Heartbeat, drifts: DriftReports, turn: int) -> None:
-    """Everything that health managers make of a report."""
+    """Pass a report to all code of the health manager that uses reports."""
     report, amphora = heartbeat.report, heartbeat.amphora_id
     statuses = operating_statuses(TREE, [report])
     assert statuses.keys() <= {"b", "l1", "l2", "p", "h", "m1", "m2", "m3"}
@@ -320,4 +318,4 @@ def test_a_datagram_is_refused_or_within_limits(make: Callable[[random.Random], 
 
     run()
     assert found[False] > 0
-    assert found[True] >= accepted * found.total(), "what is behind the decoder was asked too seldom"
+    assert found[True] >= accepted * found.total(), "too few inputs reached the code behind the decoder"

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One amphora with a valid key sends 2,000 hostile datagrams in a second beside 500 honest amphorae.
-
-The health manager is a process of its own, with a real database. Its limit of memory is in docs/reference/heartbeat.md.
+"""One amphora with a valid key sends 2,000 hostile datagrams in a second beside 500 honest amphorae. The health manager
+is a separate process with a real database; docs/reference/heartbeat.md states its memory limit.
 """
 
 import hashlib
@@ -38,7 +37,7 @@ HONEST = 500
 HOSTILE_RATE = 2000
 INTERVAL = 1.0
 ROUNDS = 6
-# Seconds after which an amphora is silent, and in which what it says is written, on a busy machine.
+# Seconds after which an amphora is silent, and seconds until a report is written on a busy machine.
 SILENT_AFTER = 10.0
 CURRENT = 4.0
 EPOCH = 1_900_000_000_000_000_000
@@ -76,7 +75,7 @@ class Amphora:
 
 
 def hostile(amphora):
-    """Endless datagrams, each with the right signature: what is refused late costs most."""
+    """Yield datagrams without end, each with a valid signature: late refusals cost most."""
     bomb = zlib.compress(b" " * (2 << 20), 9)
     huge = zlib.compress(b" " * (64 << 20), 9)
     many = {f"{number:032x}": {"status": "UP", "members": {}} for number in range(1500)}
@@ -93,7 +92,7 @@ def hostile(amphora):
     )
     prepared = [[kind() for _ in range(20)] for kind in kinds]
     for kind, ready in cycle(zip(kinds, prepared, strict=True)):
-        # Most are prepared: a replay reaches the same check, and the sender of one processor keeps up its rate.
+        # Most datagrams are prepared: a replay reaches the same check, and the sender keeps up its rate.
         yield kind() if ready is prepared[-1] else (ready.pop() if ready else kind())
 
 
@@ -136,18 +135,18 @@ def manager(tmp_path, database, fleet):
 
 
 def memory(process):
-    """Bytes of the largest process of the service."""
+    """Return the bytes of the largest process of the service."""
     of_all = [process.pid, *(one.pid for one in psutil.Process(process.pid).children(recursive=True))]
     return max(psutil.Process(pid).memory_info().rss for pid in of_all)
 
 
 def limit():
-    """The limit that the document promises, in bytes."""
+    """Return the documented memory limit in bytes."""
     found = re.search(r"at most (\d+) MiB of memory", DOCUMENT.read_text())
     return int(found.group(1)) << 20
 
 
-def test_a_hostile_amphora_harms_no_other(fleet, manager, database):
+def test_a_hostile_amphora_does_not_affect_other_amphorae(fleet, manager, database):
     process, port, log = manager
     bad, honest = fleet[0], fleet[1:]
     target = ("127.0.0.1", port)
@@ -171,22 +170,22 @@ def test_a_hostile_amphora_harms_no_other(fleet, manager, database):
                 largest = max(largest, memory(process))
                 oldest = time.time() - min(places(database, honest, amphora_heartbeat.c.seen_at).values(), default=0.0)
                 if number > 1:
-                    assert oldest < SILENT_AFTER, "an honest amphora would be taken for silent"
+                    assert oldest < SILENT_AFTER, "an honest amphora counts as silent"
             said = time.monotonic()
             while not is_current(database, honest):
-                assert time.monotonic() < said + CURRENT, "statuses and statistics are current"
+                assert time.monotonic() < said + CURRENT, "statuses and statistics are not current"
                 time.sleep(0.1)
         finally:
             ending.set()
             attack.join()
     passed = time.monotonic() - begun
-    assert len(sent) > 0.7 * HOSTILE_RATE * passed, "the attack was as heavy as promised"
+    assert len(sent) > 0.7 * HOSTILE_RATE * passed, "the hostile amphora did not reach its rate"
     assert largest < limit()
     assert "with a valid signature by amphora: {'" + bad.id in log.read_text()
 
 
 def places(database, honest, column):
-    """A column of the last heartbeats of the honest amphorae."""
+    """Return one column of the last heartbeats of the honest amphorae."""
     rows = database.read(lambda c: c.execute(sa.select(amphora_heartbeat.c.amphora_id, column)).all())
     ids = {one.id for one in honest}
     return {amphora_id: value for amphora_id, value in rows if amphora_id in ids}
@@ -207,7 +206,7 @@ def is_current(database, honest):
 
 
 def flood(bad, target, ending, sent):
-    """Send at an even rate."""
+    """Send datagrams at a constant rate."""
     begun = time.monotonic()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
         for datagram in hostile(bad):

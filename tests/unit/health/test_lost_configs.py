@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An amphora is believed to have lost what it served only when it says so well after its confirmation."""
+"""Lost configurations: an amphora without its generation is marked only after its confirmation has settled."""
 
 from amphora_driver.health.amphora_reports import LastReport
 from amphora_driver.health.lost_configs import LostConfig, LostConfigDetector
@@ -21,18 +21,18 @@ def test_a_repeated_report_marks_a_lost_configuration():
     assert among(losses, 12.9, 0, 8) == []
     assert among(losses, 13.1, 0, 8) == [LostConfig("am", 8, 0)]
     losses.clear([LostConfig("am", 8, 0)])
-    assert among(losses, 13.2, 0, 0) == [], "it is given its configuration again"
+    assert among(losses, 13.2, 0, 0) == [], "the amphora gets its configuration again"
 
 
-def test_heartbeats_on_their_way_while_it_confirmed_say_nothing():
+def test_heartbeats_sent_before_the_confirmation_do_not_count():
     losses = LostConfigDetector(INTERVAL)
     assert among(losses, 10.0, 7, 8, now=10.5) == []
-    assert among(losses, 10.6, 7, 8) == [], "another of them, read late"
+    assert among(losses, 10.6, 7, 8) == [], "another early heartbeat, read late"
     assert among(losses, 11.0, 8, 8) == []
-    assert among(losses, 20.0, 7, 8) == [], "suspicion begins anew"
+    assert among(losses, 20.0, 7, 8) == [], "the observation restarts"
 
 
-def test_a_newer_confirmation_begins_anew():
+def test_a_newer_confirmation_restarts_the_observation():
     losses = LostConfigDetector(INTERVAL)
     assert among(losses, 10.0, 7, 8) == []
     assert among(losses, 14.0, 8, 9) == []
@@ -40,7 +40,7 @@ def test_a_newer_confirmation_begins_anew():
     assert among(losses, 17.1, 8, 9) == [LostConfig("am", 9, 8)]
 
 
-def test_time_counts_from_when_the_confirmation_was_read():
+def test_the_time_starts_when_the_confirmation_is_read():
     losses = LostConfigDetector(INTERVAL)
     assert among(losses, 10.0, 0, 8, now=15.0) == [], "this process was not scheduled for a while"
     assert among(losses, 17.0, 0, 8) == []

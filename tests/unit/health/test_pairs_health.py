@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two amphorae, one word: the members of a pair are as the one with the VIPs sees them, and counters are of both."""
+"""Status and statistics of a pair: statuses are those of the VIP holder, counters are the sum of both amphorae."""
 
 import time
 
@@ -35,8 +35,8 @@ def said(holds_vip, *, name="a", sequence=1):
     return Heartbeat(name, 1, sequence, Report(1, amphora_id=name, holds_vip=holds_vip))
 
 
-class Talk:
-    """The reports of amphorae, with the time of each."""
+class PairReports:
+    """The reports of two amphorae, with the time of each."""
 
     def __init__(self):
         self.ledger = AmphoraReports(expiry=EXPIRY)
@@ -53,10 +53,10 @@ class Talk:
 
 @pytest.fixture
 def talk():
-    return Talk()
+    return PairReports()
 
 
-def test_amphorae_that_have_no_vips_to_agree_on_all_count(talk):
+def test_without_vips_the_reports_of_all_amphorae_count(talk):
     assert talk.speaker(0) is None
     talk.say(0, a=None, b=None)
     assert talk.speaker(0) is None
@@ -70,7 +70,7 @@ def test_status_follows_the_vip_holder(talk):
         assert talk.speaker(at + 0.5) == "b"
 
 
-def test_between_two_holders_the_last_one_goes_on_speaking(talk):
+def test_between_two_holders_the_last_holders_report_counts(talk):
     talk.say(0, a=True, b=False)
     talk.say(1, a=False, b=False)
     assert talk.speaker(1) == "a"
@@ -80,13 +80,13 @@ def test_between_two_holders_the_last_one_goes_on_speaking(talk):
     assert talk.speaker(3) == "b"
 
 
-def test_the_newer_vip_holder_has_precedence_over_a_dead_one(talk):
+def test_the_newer_vip_holder_has_precedence_over_a_dead_holder(talk):
     talk.say(0, a=True, b=False)
     talk.say(4, b=True)
     assert talk.speaker(4) == "b"
 
 
-def test_two_that_say_so_for_ever_do_not_take_turns(talk):
+def test_two_permanent_holders_do_not_alternate(talk):
     talk.say(0, a=True, b=False)
     talk.say(1, b=True)
     speakers = set()
@@ -109,7 +109,7 @@ def test_silent_amphora_has_no_statistics(talk):
     assert talk.speaker(EXPIRY + 1) == "b"
 
 
-class House:
+class RecordedPair:
     """A pair of one load balancer and its health manager."""
 
     def __init__(self, database):
@@ -135,78 +135,78 @@ class House:
 
 
 @pytest.fixture
-def house(database):
-    return House(database)
+def pair(database):
+    return RecordedPair(database)
 
 
-def test_two_views_of_a_member_do_not_flap(house):
-    house.say("a", "UP", holds_vip=True)
-    house.say("b", "DOWN", holds_vip=False)
-    first = house.member()
-    assert first.operating == "ONLINE", "clients are served"
+def test_different_member_states_of_a_pair_do_not_flap(pair):
+    pair.say("a", "UP", holds_vip=True)
+    pair.say("b", "DOWN", holds_vip=False)
+    first = pair.member()
+    assert first.operating == "ONLINE", "the holder reaches the member"
     for _ in range(5):
-        house.say("a", "UP", holds_vip=True)
-        assert house.member() == first
-        house.say("b", "DOWN", holds_vip=False)
-        assert house.member() == first
+        pair.say("a", "UP", holds_vip=True)
+        assert pair.member() == first
+        pair.say("b", "DOWN", holds_vip=False)
+        assert pair.member() == first
 
 
-def test_with_the_vips_the_view_changes_once(house):
-    house.say("a", "UP", holds_vip=True)
-    house.say("b", "DOWN", holds_vip=False)
-    before = house.member()
-    house.say("b", "DOWN", holds_vip=True)
-    after = house.member()
+def test_a_vip_hand_over_changes_the_member_status_once(pair):
+    pair.say("a", "UP", holds_vip=True)
+    pair.say("b", "DOWN", holds_vip=False)
+    before = pair.member()
+    pair.say("b", "DOWN", holds_vip=True)
+    after = pair.member()
     assert (after.operating, after.version) == ("ERROR", before.version + 1)
-    house.say("a", "UP", holds_vip=False)
-    assert house.member() == after
+    pair.say("a", "UP", holds_vip=False)
+    assert pair.member() == after
 
 
-def test_a_member_the_standby_alone_cannot_reach_does_not_lower_anything(house):
-    house.say("a", "UP", holds_vip=True)
-    house.say("b", "DOWN", holds_vip=False)
-    house.books.flush()
-    rows = house.database.read(
+def test_a_member_unreachable_from_the_standby_only_lowers_no_status(pair):
+    pair.say("a", "UP", holds_vip=True)
+    pair.say("b", "DOWN", holds_vip=False)
+    pair.books.flush()
+    rows = pair.database.read(
         lambda c: c.execute(sa.select(object_status.c.object_id, object_status.c.operating)).all()
     )
     assert dict(rows) == dict.fromkeys(("lb", "li", "po", "me"), "ONLINE")
 
 
-def test_counters_are_those_of_both_and_connections_those_of_the_living(house):
-    house.say("a", "UP", holds_vip=True, count=100, active=7, ago=EXPIRY - 0.05)
-    house.say("b", "UP", holds_vip=False, count=10, active=1)
-    house.books.flush()
-    (found,) = house.database.read(lambda c: listener_stats.list_due_totals(c, 10))
+def test_counters_include_both_amphorae_and_connections_only_the_live_one(pair):
+    pair.say("a", "UP", holds_vip=True, count=100, active=7, ago=EXPIRY - 0.05)
+    pair.say("b", "UP", holds_vip=False, count=10, active=1)
+    pair.books.flush()
+    (found,) = pair.database.read(lambda c: listener_stats.list_due_totals(c, 10))
     assert (found.bytes_in, found.active_connections) == (110, 8)
     deadline = time.monotonic() + 10
     while found.active_connections != 2:
         assert time.monotonic() < deadline
-        house.say("b", "UP", holds_vip=True, count=20, active=2)
-        house.books.flush()
-        (found,) = house.database.read(lambda c: listener_stats.list_due_totals(c, 10))
-    assert (found.bytes_in, found.active_connections) == (120, 2), "what the dead one counted stays"
+        pair.say("b", "UP", holds_vip=True, count=20, active=2)
+        pair.books.flush()
+        (found,) = pair.database.read(lambda c: listener_stats.list_due_totals(c, 10))
+    assert (found.bytes_in, found.active_connections) == (120, 2), "the counters of the silent amphora stay"
 
 
-def test_a_partner_that_falls_silent_is_in_the_log_once(house, caplog):
-    house.say("a", "UP", holds_vip=True, ago=EXPIRY + 1)
+def test_a_silent_partner_is_logged_once(pair, caplog):
+    pair.say("a", "UP", holds_vip=True, ago=EXPIRY + 1)
     for _ in range(3):
-        house.say("b", "UP", holds_vip=True)
-        house.books.flush()
+        pair.say("b", "UP", holds_vip=True)
+        pair.books.flush()
     assert [one.getMessage() for one in caplog.records if "silent" in one.getMessage()] == [
         "amphora a of load balancer lb is silent, its partner sends heartbeats"
     ]
 
 
-def test_vip_holder_is_recorded(house):
-    house.say("a", "UP", holds_vip=True)
-    house.say("b", "UP", holds_vip=False)
-    house.books.flush(last=True)
-    found = {one.id: one for one in house.database.read(lambda c: amphorae.load_amphorae(c, "lb"))}
+def test_the_vip_holder_is_recorded(pair):
+    pair.say("a", "UP", holds_vip=True)
+    pair.say("b", "UP", holds_vip=False)
+    pair.books.flush(last=True)
+    found = {one.id: one for one in pair.database.read(lambda c: amphorae.load_amphorae(c, "lb"))}
     assert {name: one.holds_vip for name, one in found.items()} == {"a": True, "b": False}
     assert all(abs(one.heard_at - time.time()) < 60 for one in found.values())
-    house.say("a", "UP", holds_vip=None)
-    house.books.flush(last=True)
-    rows = house.database.read(
+    pair.say("a", "UP", holds_vip=None)
+    pair.books.flush(last=True)
+    rows = pair.database.read(
         lambda c: c.execute(sa.select(amphora_heartbeat.c.amphora_id, amphora_heartbeat.c.holds_vip))
     )
     assert dict(rows.tuples().all()) == {"a": None, "b": False}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The receiver on a real socket: what gets through, what is refused, what a flood cannot do."""
+"""The receiver on a real socket: accepted and refused datagrams, and floods."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def datagram(sequence=1, *, amphora_id=AMPHORA, key=KEY, generation=8):
 
 
 class Running:
-    """A receiver in a thread, what it handed on, what it asked for."""
+    """A receiver in a thread; records its heartbeats and its key queries."""
 
     def __init__(self, host, keys=None, **options):
         self.received = []
@@ -79,7 +79,7 @@ def running(host="127.0.0.1", **options):
         made.sender.close()
 
 
-def test_a_heartbeat_arrives_even_the_first_one():
+def test_every_heartbeat_arrives_including_the_first():
     with running() as made:
         made.send(datagram(1))
         made.wait(lambda: made.received)
@@ -91,7 +91,7 @@ def test_a_heartbeat_arrives_even_the_first_one():
         assert not made.receiver.refused
 
 
-def test_ipv6():
+def test_the_receiver_supports_ipv6():
     with running("::1") as made:
         made.send(datagram())
         made.wait(lambda: made.received)
@@ -119,7 +119,7 @@ def test_refusals_are_counted_by_reason_and_logged_once(caplog):
 
 
 @pytest.mark.quiet
-def test_stop_wakes_at_once():
+def test_stop_ends_the_receiver_at_once():
     made = Running("127.0.0.1")
     begin = time.monotonic()
     made.receiver.stop()
@@ -130,13 +130,13 @@ def test_stop_wakes_at_once():
     made.sender.close()
 
 
-def test_stop_before_run():
+def test_a_stop_before_the_start_ends_the_receiver():
     receiver = Receiver("127.0.0.1", 0, lambda _: {}, print)
     receiver.stop()
     receiver.run()
 
 
-def test_the_port_is_given_back():
+def test_a_stopped_receiver_releases_its_port():
     receiver = Receiver("127.0.0.1", 0, lambda _: {}, print)
     with pytest.raises(ConfigurationError, match="bind_port"):
         Receiver("127.0.0.1", receiver.port, lambda _: {}, print)
@@ -144,12 +144,12 @@ def test_the_port_is_given_back():
     Receiver("127.0.0.1", receiver.port, lambda _: {}, print).close()
 
 
-def test_an_address_that_is_not_ours():
+def test_a_foreign_address_is_an_error():
     with pytest.raises(ConfigurationError, match="bind_address"):
         Receiver("192.0.2.1", 0, lambda _: {}, print)
 
 
-def test_an_unknown_amphora_causes_one_reading():
+def test_an_unknown_amphora_causes_one_database_read():
     with running(key_read_interval=0.0) as made:
         unknown = str(uuid.uuid4())
         for number in range(50):
@@ -158,11 +158,11 @@ def test_an_unknown_amphora_causes_one_reading():
         assert made.asked == [set()]
         made.send(datagram())
         made.wait(lambda: made.received)
-        assert made.asked == [set()], "the first reading has found all keys"
+        assert made.asked == [set()], "the first read returns all keys"
 
 
-def test_a_new_amphora_is_heard_while_invented_ids_are_sent(monkeypatch):
-    """Each reading finds all new keys, whatever fills the line."""
+def test_a_new_amphora_is_received_during_a_flood_of_unknown_ids(monkeypatch):
+    """Each read returns all new keys, whatever fills the queue."""
     monkeypatch.setattr("amphora_driver.health.heartbeat_keys._MAX_WAITING", 20)
     known, new = str(uuid.uuid4()), [str(uuid.uuid4()) for _ in range(5)]
     with running(key_read_interval=0.05) as made:
@@ -197,7 +197,7 @@ def test_a_long_datagram_of_an_unknown_amphora_does_not_wait():
         made.wait(lambda: made.receiver.refused["busy"] == 1)
 
 
-def test_a_hanging_database_stops_only_those_that_need_it():
+def test_a_hanging_database_delays_only_unknown_amphorae():
     release = threading.Event()
 
     def hang(_known):
@@ -213,7 +213,7 @@ def test_a_hanging_database_stops_only_those_that_need_it():
         release.set()
 
 
-def test_a_reading_that_fails_is_repeated_after_the_next_heartbeat(caplog):
+def test_a_failed_read_is_repeated_after_the_next_heartbeat(caplog):
     failures = [StoreError("read from the database", "it is away"), ValueError("a bug")]
 
     def sometimes(_known):
@@ -254,7 +254,7 @@ def test_an_error_of_the_handler_does_not_end_the_loop(caplog):
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_the_largest_datagram():
+def test_the_largest_datagram_is_received():
     with running() as made:
         made.receiver.preload({AMPHORA: Secret(KEY)})
         content = b"AHB1" + uuid.UUID(AMPHORA).bytes + struct.pack("!QQ", 1, 1)
@@ -263,7 +263,7 @@ def test_the_largest_datagram():
         made.wait(lambda: made.received)
 
 
-def test_a_replay_is_refused_before_it_is_unpacked(monkeypatch):
+def test_a_replay_is_refused_before_decompression(monkeypatch):
     unpacked = []
     monkeypatch.setattr(
         receiver_module,
@@ -301,8 +301,8 @@ def test_an_amphora_over_its_budget_loses_its_own_datagrams_only():
         assert amphora_budgets.DATAGRAM_BURST <= len(mine) < many
 
 
-def test_speed(capsys):
-    """CPU of everything: kernel, loop, keys, decoding; sender's share taken away by sending first."""
+def test_the_speed_of_the_receiver(capsys):
+    """CPU time of kernel, loop, keys and decoding. All datagrams are sent before the measurement starts."""
     listeners = {
         str(uuid.uuid4()): {"status": "OPEN", "bytes_in": 123456, "bytes_out": 7890123, "total_connections": 4}
         for _ in range(7)
@@ -336,5 +336,5 @@ def test_speed(capsys):
     each = (time.process_time() - begin) / sent
     with capsys.disabled():
         figure = f"{each * 1e6:.1f} us for each of {sent}, {1 / each:,.0f}/s per core"
-        print(f"\nreceiver, {len(contents[0])} byte datagrams: {figure}")  # noqa: T201 - the figure is what it is for
+        print(f"\nreceiver, {len(contents[0])} byte datagrams: {figure}")  # noqa: T201 - the purpose
     assert count == [sent]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A health manager proves that it hears, and only then; the proof is no heartbeat, and cannot be forged."""
+"""The self-test of a health manager: only its own recent test datagram proves that it receives."""
 
 import socket
 import threading
@@ -33,20 +33,20 @@ def test_the_receiver_receives_its_own_datagram(host):
     with receiving(host) as (receiver, received):
         assert receiver.receives_probe(10)
         assert receiver.receives_probe(10)
-        assert (received, receiver.accepted, dict(receiver.refused)) == ([], 0, {}), "and is no heartbeat"
+        assert (received, receiver.accepted, dict(receiver.refused)) == ([], 0, {}), "the test datagram is no heartbeat"
 
 
-def test_without_the_thread_that_receives_it_does_not_hear():
+def test_the_self_test_fails_without_the_receiving_thread():
     receiver = Receiver("127.0.0.1", 0, lambda _: {}, lambda _: None)
     try:
         assert not receiver.receives_probe(0.05)
     finally:
         receiver.close()
-    assert not receiver.receives_probe(0.05), "nor without a socket"
+    assert not receiver.receives_probe(0.05), "the self-test fails without a socket"
 
 
-def test_only_the_own_probe_passes_the_self_test():
-    """What looks like a proof and is not the one that was sent a moment ago is a datagram like any other."""
+def test_only_the_own_datagram_passes_the_self_test():
+    """A similar datagram that was not sent recently is handled as any other datagram."""
     with receiving() as (receiver, _):
         assert receiver.receives_probe(10)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
@@ -65,11 +65,11 @@ def beat(database):
     return [(row.name, row.kind, row.beat) for row in rows]
 
 
-def test_the_beat_grows_only_if_it_hears_and_has_written(database):
+def test_the_beat_grows_only_after_a_received_datagram_and_a_write(database):
     hears = [True]
     hearing = ReceiverSelfTest(database, "me", lambda _: hears[0], interval=0.01, max_flush_age=60.0)
     hearing.test()
-    assert beat(database) == [("me", "health-manager", 0)], "nothing was written down yet"
+    assert beat(database) == [("me", "health-manager", 0)], "nothing was written yet"
     hearing.record_flush()
     hearing.test()
     hearing.test()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The health manager as a whole: a socket, a database, and a restart in between."""
+"""The health manager process: a socket, a database, and restarts."""
 
 import hashlib
 import hmac
@@ -73,7 +73,7 @@ def running(conf, before=lambda manager: None):
 
 
 def send(manager, *datagrams):
-    """Each is received before the next is sent."""
+    """Send heartbeats, each after the receipt of the one before."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
         for one in datagrams:
             before = manager._receiver.accepted + manager._receiver.refused["old"]
@@ -96,7 +96,7 @@ def place(database):
     return database.read(amphorae.last_heartbeats).get(AMPHORA)
 
 
-def test_heartbeats_are_written_before_the_end(conf, database):
+def test_heartbeats_are_written_before_shutdown(conf, database):
     with running(conf) as manager:
         send(manager, *(datagram(sequence) for sequence in range(1, 4)))
         until(lambda: operating(database) == "ONLINE")
@@ -114,7 +114,7 @@ def test_an_old_datagram_is_refused_after_a_restart(conf, database):
     assert place(database) == (EPOCH, 3)
 
 
-def test_an_old_datagram_is_refused_even_when_the_database_was_away_at_the_start(conf, database):
+def test_an_old_datagram_is_refused_even_if_the_database_was_unavailable_at_the_start(conf, database):
     with running(conf) as manager:
         send(manager, datagram(5))
 
@@ -135,7 +135,7 @@ def test_an_old_datagram_is_refused_even_when_the_database_was_away_at_the_start
 
 
 @pytest.mark.parametrize("error", [StoreError("write", "away"), RuntimeError("a fault of ours")])
-def test_a_failed_flush_is_tried_again_without_another_heartbeat(conf, database, error):
+def test_a_failed_flush_is_retried_without_another_heartbeat(conf, database, error):
     def failing(manager):
         real = manager._database.write
 
@@ -159,5 +159,5 @@ def test_a_removed_amphora_takes_no_memory(conf, database, monkeypatch):
         budgets, refused_by_amphora = manager._receiver._budgets._buckets, manager._receiver.refused_by_amphora
         assert list(budgets) == [AMPHORA] == list(refused_by_amphora)
         database.write(lambda c: amphorae.delete_amphora(c, AMPHORA))
-        # Another flush is needed: the health manager makes one in each second.
+        # One more flush is needed; the health manager flushes once a second.
         until(lambda: not budgets and not refused_by_amphora)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections of deleted amphorae are removed from the sums."""
+"""Connections of silent and deleted amphorae are removed from the sums."""
 
 import sqlalchemy as sa
 
@@ -36,7 +36,7 @@ def heard(database, name, sequence):
     database.write(write)
 
 
-def look(leftovers, database, now, *speaking):
+def remove_stale(leftovers, database, now, *speaking):
     assert leftovers.is_due(now)
     found = database.read(lambda c: leftovers.find_rows(c, set(speaking)))
     database.write(lambda c: statistics.write_rows(c, found))
@@ -49,42 +49,44 @@ def active(database):
     return dict(database.read(lambda c: c.execute(query).tuples().all()))
 
 
-def test_silent_amphora_has_no_connections(database):
-    """A health manager that was restarted knows nothing of what it wrote before."""
+def test_a_silent_amphora_has_no_connections(database):
+    """A restarted health manager does not know what it wrote before."""
     counted(database, dead=5, lives=6, gone=7)
     heard(database, "dead", 1)
     heard(database, "lives", 1)
     leftovers = StaleConnections(EXPIRY)
     assert not leftovers.is_due(0.0), "no heartbeat was possible yet"
-    assert look(leftovers, database, 15.0, "lives") == set()
+    assert remove_stale(leftovers, database, 15.0, "lives") == set()
     assert not leftovers.is_due(29.0)
-    assert look(leftovers, database, 30.0, "lives") == {"dead", "gone"}
+    assert remove_stale(leftovers, database, 30.0, "lives") == {"dead", "gone"}
     assert active(database) == {"dead": 0, "lives": 6, "gone": 0}
     assert not leftovers.is_due(89.0)
-    assert look(leftovers, database, 90.0, "lives") == set()
+    assert remove_stale(leftovers, database, 90.0, "lives") == set()
     row = database.read(
         lambda c: c.execute(sa.select(listener_statistics).where(listener_statistics.c.active_connections == 0)).first()
     )
-    assert (row.bytes_in, row.bytes_out, row.request_errors, row.total_connections) == (7, 8, 9, 10), "totals stay"
+    assert (row.bytes_in, row.bytes_out, row.request_errors, row.total_connections) == (7, 8, 9, 10), "the totals stay"
 
 
-def test_heartbeats_at_another_health_manager_prevent_replacement(database):
+def test_heartbeats_at_another_health_manager_keep_the_connections(database):
     counted(database, theirs=5)
     heard(database, "theirs", 1)
     leftovers = StaleConnections(EXPIRY)
     leftovers.is_due(0.0)
-    look(leftovers, database, 15.0)
+    remove_stale(leftovers, database, 15.0)
     heard(database, "theirs", 2)
-    assert look(leftovers, database, 30.0) == set()
+    assert remove_stale(leftovers, database, 30.0) == set()
     assert active(database) == {"theirs": 5}
-    assert look(leftovers, database, 90.0) == {"theirs"}, "until that one does not hear it any more either"
+    assert remove_stale(leftovers, database, 90.0) == {"theirs"}, (
+        "the other health manager receives no heartbeats either"
+    )
 
 
-def test_short_silence_causes_no_replacement(database):
+def test_a_short_silence_keeps_the_connections(database):
     counted(database, one=5)
     heard(database, "one", 1)
     leftovers = StaleConnections(EXPIRY)
     leftovers.is_due(0.0)
-    look(leftovers, database, 15.0)
-    assert look(leftovers, database, 30.0, "one") == set()
-    assert look(leftovers, database, 90.0) == set(), "counted anew"
+    remove_stale(leftovers, database, 15.0)
+    assert remove_stale(leftovers, database, 30.0, "one") == set()
+    assert remove_stale(leftovers, database, 90.0) == set(), "the silence is counted from its start again"

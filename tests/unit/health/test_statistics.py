@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics never fall, belong to the right load balancer, and survive two writers."""
+"""Listener statistics never decrease, belong to the right load balancer, and survive two writers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_counters_do_not_fall():
     assert [(one.active_connections, one.bytes_in, one.bytes_out) for one in rows] == [(2, 100, 101)]
 
 
-def test_an_amphora_is_heard_only_about_its_own_listeners():
+def test_an_amphora_reports_only_its_own_listeners():
     everything = Report(1, {listener: said() for listener in (*LISTENERS, "listener-3", "made up")})
     assert [one.key for one in statistics.changed_rows({"amphora-1": everything}, "lb", LISTENERS, {})] == [
         ("listener-1", "amphora-1"),
@@ -113,7 +113,7 @@ def test_the_same_batch_twice_changes_nothing(database):
     assert stored(database)["listener-1", "amphora-1"]["version"] == 1
 
 
-def test_the_table_does_not_fall_either(database):
+def test_counters_in_the_table_do_not_fall(database):
     database.write(lambda connection: statistics.write_rows(connection, [row(bytes_in=100, total=100)]))
     lower = [row(active=7, bytes_in=50, total=101)]
     database.write(lambda connection: statistics.write_rows(connection, lower))
@@ -121,7 +121,7 @@ def test_the_table_does_not_fall_either(database):
     assert (kept["active_connections"], kept["bytes_in"], kept["total_connections"]) == (7, 100, 101)
 
 
-def test_amphorae_have_rows_of_their_own(database):
+def test_each_amphora_has_its_own_rows(database):
     rows = [row(), row(amphora="amphora-2", bytes_in=99)]
     database.write(lambda connection: statistics.write_rows(connection, rows))
     assert [one["bytes_in"] for one in stored(database).values()] == [10, 99]
@@ -144,8 +144,8 @@ def test_a_large_batch(database):
     database.write(lambda connection: statistics.write_rows(connection, []))
 
 
-def test_a_row_that_appears_between_looking_and_writing(database):
-    # Another writer's row, as a database without SQLite's single writer lets it happen.
+def test_a_row_inserted_by_another_writer_in_between(database):
+    # Databases without SQLite's single writer allow a row of another writer here.
     database.write(lambda connection: statistics.write_rows(connection, [row(bytes_in=100)]))
     rows = [row(bytes_in=50, total=7), row("listener-2")]
     database.write(lambda connection: statistics._insert(connection, rows))
@@ -170,8 +170,8 @@ def test_two_writers(database):
 
 
 @pytest.mark.parametrize("dialect", [mysql.dialect(), postgresql.dialect()])
-def test_the_statement_is_plain_sql(dialect):
-    # MySQL assigns from left to right: no assigned expression may read a column that was assigned before it.
+def test_the_statement_does_not_depend_on_assignment_order(dialect):
+    # MySQL assigns from left to right: no assigned expression may read a column that was assigned before.
     text = str(statistics._UPDATE.compile(dialect=dialect)).replace("`", "")
     for name in statistics._COUNTERS:
         assert f"{name}=CASE WHEN (listener_statistics.{name} <" in text

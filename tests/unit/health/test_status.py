@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Operating statuses that follow from the reports of amphorae, without a database."""
+
 from __future__ import annotations
 
 import msgspec
@@ -44,7 +46,7 @@ POLICY = L7Policy(
 
 
 def routed(policy) -> LoadBalancer:
-    """The pool is reached by this policy alone."""
+    """Only this policy refers to the pool."""
     return change(LB, listeners=(change(LISTENER, default_pool_id=None, l7policies=(policy,)),))
 
 
@@ -81,7 +83,7 @@ def statuses(load_balancer: LoadBalancer, *reports: Report) -> dict[str, str]:
         (None, None, "ONLINE"),
     ],
 )
-def test_member_words(word, member, above):
+def test_the_status_of_each_member_state(word, member, above):
     found = statuses(LB, report(m1=word))
     assert found.get("m1") == member
     assert found["m2"] == "ONLINE"
@@ -108,13 +110,13 @@ def test_disabled_members_do_not_count():
     ("word", "listener", "above"),
     [("OPEN", "ONLINE", "ONLINE"), ("FULL", "DEGRADED", "DEGRADED"), ("WAITING", None, None), (None, None, None)],
 )
-def test_listener_words(word, listener, above):
+def test_the_status_of_each_listener_state(word, listener, above):
     found = statuses(LB, report(listener=word))
     assert found.get("l1") == listener
     assert found.get("b") == above
 
 
-def test_full_of_one_amphora():
+def test_one_full_listener_of_two_amphorae():
     assert statuses(LB, report(listener="OPEN", amphora="a1"), report(listener="FULL", amphora="a2"))["b"] == "DEGRADED"
 
 
@@ -133,14 +135,14 @@ def test_full_of_one_amphora():
         (None, None, None),
     ],
 )
-def test_two_amphorae(one, other, member):
+def test_the_status_of_two_amphorae(one, other, member):
     for first, second in ((one, other), (other, one)):
         found = statuses(LB, report(m1=first, amphora="a1"), report(m1=second, amphora="a2"))
         assert found.get("m1") == member
         assert found["p1"] == ("DEGRADED" if member in {"DEGRADED", "ERROR"} else "ONLINE")
 
 
-def test_two_listeners_of_one_amphora():
+def test_the_status_of_two_listeners_on_one_amphora():
     load_balancer = change(LB, listeners=(LISTENER, change(LISTENER, id="l2", protocol_port=81)))
     one, other = report("DOWN", "UP", behind=("l1",)), report("UP", "UP", behind=("l2",))
     both = change(one, pools={**one.pools, **other.pools}, listeners={**one.listeners, **other.listeners})
@@ -148,13 +150,13 @@ def test_two_listeners_of_one_amphora():
     assert statuses(load_balancer, one, other)["m1"] == "ONLINE"
 
 
-def test_silence_says_nothing():
+def test_without_reports_no_status_changes():
     assert statuses(LB) == {}
     assert statuses(LB, Report(generation=8, amphora_id="a1")) == {}
     assert statuses(LB, Report(generation=None)) == {}
 
 
-def test_a_report_of_another_generation_about_what_it_names():
+def test_a_report_of_another_generation_sets_the_objects_it_names():
     other = change(POOL, id="p2", members=(change(MEMBERS[0], id="m9"),), healthmonitor=None)
     load_balancer = change(
         LB, listeners=(LISTENER, change(LISTENER, id="l2", default_pool_id="p2")), pools=(POOL, other)
@@ -227,7 +229,7 @@ def test_policies_of_an_unknown_listener_are_unknown():
 
 
 def test_a_pool_behind_two_listeners_and_a_policy():
-    """One of the backends sees a member down first: the pool is as well as the best of them says."""
+    """One of the backends reports a member down first: the pool has the best reported status."""
     one = change(LISTENER, id="l2", protocol_port=81)
     both = change(LB, listeners=(routed(POLICY).listeners[0], one))
     seen = report(behind=("l1", "l2"))
@@ -249,7 +251,7 @@ def test_empty_pool():
     assert statuses(change(LB, pools=(change(POOL, members=()),)), report(None, None))["p1"] == "ONLINE"
 
 
-def test_reasons_and_kinds():
+def test_each_status_has_a_reason_and_a_kind():
     found = operating_statuses(LB, [report("DOWN 1/2", "UP", amphora="a7")])
     assert found["m1"].reason == "DOWN 1/2 reported by amphora a7"
     assert found["p1"].reason == "1 of 2 enabled members are down"
@@ -265,7 +267,7 @@ def test_reasons_and_kinds():
     }
 
 
-# A UDP listener and its pool: amphorae say the same words of them as of HAProxy's, under the same keys.
+# A UDP listener and its pool: amphorae report the same states as for HAProxy, under the same keys.
 VIRTUAL = change(
     LB,
     listeners=(change(LISTENER, protocol=ListenerProtocol.UDP),),
@@ -299,18 +301,18 @@ def first_member(**more) -> LoadBalancer:
         (behind(members=()), (None, None), {"p1": "ONLINE", "l1": "ONLINE", "b": "ONLINE"}),
     ],
 )
-def test_virtual_servers(tree, words, wanted):
+def test_the_status_of_udp_listeners_and_members(tree, words, wanted):
     found = statuses(tree, report(*words))
     assert {one: found.get(one) for one in wanted} == wanted
 
 
-def test_a_disabled_virtual_listener_is_not_reported_and_offline():
+def test_an_unreported_disabled_udp_listener_is_offline():
     tree = change(VIRTUAL, listeners=(change(VIRTUAL.listeners[0], **OFF),))
     found = statuses(tree, Report(generation=8))
     assert found == dict.fromkeys(("l1", "p1", "m1", "m2"), "OFFLINE") | {"h1": "ONLINE", "b": "ONLINE"}
 
 
-def test_a_disabled_virtual_pool_is_not_reported_and_offline():
+def test_an_unreported_disabled_udp_pool_is_offline():
     said = report(listener="OPEN")
     found = statuses(behind(**OFF), change(said, pools={}))
     assert (found["l1"], found["p1"], found["m1"], found["h1"], found["b"]) == (
@@ -322,8 +324,8 @@ def test_a_disabled_virtual_pool_is_not_reported_and_offline():
     )
 
 
-def test_the_part_of_a_report_in_which_a_virtual_pool_is_not():
-    """A large report comes in parts; what one does not name is unknown, not down."""
+def test_a_partial_report_does_not_lower_a_missing_udp_pool():
+    """A large report comes in parts; an object missing in one part is unknown, not down."""
     whole = report("DOWN", "UP")
     one, other = change(whole, pools={}), change(whole, listeners={})
     assert statuses(VIRTUAL, one, other) == statuses(VIRTUAL, whole)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heartbeats with unknown ids: bounded, written rarely, with the rule of their removal."""
+"""Unknown amphorae: bounded memory, rare writes, and removal by a stated rule."""
 
 import socket
 import struct
@@ -28,7 +28,7 @@ def test_a_repeated_unknown_sender_is_reported():
     heard = strays()
     heard.add("a", "203.0.113.9", 100.0)
     heard.add("a", "203.0.113.9", 110.0)
-    assert heard.find_due(111.0) == [], "an amphora that was just removed still speaks"
+    assert heard.find_due(111.0) == [], "a removed amphora may still send heartbeats"
     heard.add("a", "203.0.113.10", 116.0)
     assert heard.find_due(120.0) == [
         UnknownAmphora(amphora_id="a", address="203.0.113.10", first_at=99_980.0, last_at=99_996.0)
@@ -41,13 +41,13 @@ def test_reports_of_unknown_senders_are_rate_limited():
     heard.add("a", "x", 116.0)
     heard.mark_recorded(heard.find_due(120.0), 120.0)
     heard.add("a", "x", 121.0)
-    assert heard.find_due(125.0) == [], "not that soon"
+    assert heard.find_due(125.0) == [], "the second report is too early"
     assert [one.amphora_id for one in heard.find_due(130.0)] == ["a"]
     heard.mark_recorded(heard.find_due(130.0), 130.0)
-    assert heard.find_due(145.0) == [], "it was not heard again"
+    assert heard.find_due(145.0) == [], "no further heartbeat was received"
 
 
-def test_memory_is_bounded_and_room_is_made():
+def test_the_memory_for_unknown_senders_is_limited():
     heard = strays()
     for index in range(10 * MAX_ROWS):
         heard.add(f"a{index}", f"x{index}", 100.0)
@@ -72,7 +72,7 @@ def test_a_sender_does_not_hide_another():
     ]
 
 
-def test_the_receiver_tells_of_them_with_the_senders_address():
+def test_the_receiver_reports_unknown_senders_with_their_address():
     told = []
     receiver = Receiver("127.0.0.1", 0, lambda _: {}, lambda _: None, on_unknown=lambda *one: told.append(one))
     thread = threading.Thread(target=receiver.run)
@@ -106,7 +106,7 @@ def test_rows_are_bounded(database):
     assert database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, [stray("late")], 1000.0)) == 1
     later = 1000.0 + 86_401
     assert database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, [stray("late", later)], later)) == 0, (
-        "old ones make room"
+        "old rows are replaced"
     )
     assert list(rows(database)) == ["late"]
 
@@ -126,7 +126,7 @@ def test_rows_of_one_address_are_bounded(database):
     assert len(rows(database)) == MAX_ROWS_PER_ADDRESS + 1
 
 
-def test_a_row_that_is_not_heard_any_more_makes_room(database):
+def test_a_silent_row_is_replaced(database):
     many = [stray(f"a{index}", 1000.0 + index, address=f"203.0.113.{index}") for index in range(MAX_ROWS)]
     database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, many, 1000.0))
     late = stray("late", 1302.0)
@@ -141,7 +141,7 @@ def test_a_repeated_sender_keeps_its_row(database):
     assert (row.first_at, row.last_at) == (980.0, 2000.0)
 
 
-def test_recorded_amphora_is_not_unknown(database):
+def test_a_recorded_amphora_is_not_unknown(database):
     values = {
         "id": "a",
         "load_balancer_id": "lb",
@@ -171,5 +171,5 @@ def test_the_verdict_names_the_rule(database, kind, words):
     said = database.read(lambda c: unknown_amphorae.compute_verdicts(c, 900.0))
     assert words in said["a"]
     database.write(lambda c: unknown_amphorae.write_verdicts(c, said))
-    assert database.read(lambda c: unknown_amphorae.compute_verdicts(c, 900.0)) == {}, "it is said once"
+    assert database.read(lambda c: unknown_amphorae.compute_verdicts(c, 900.0)) == {}, "one message"
     assert words in database.read(lambda c: c.execute(sa.select(unknown_amphora.c.verdict)).scalar_one())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operating statuses that a confirmation alone decides, and those that wait for a measurement."""
+"""Operating statuses set by a confirmation, and those that wait for a measurement."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_statuses_that_follow_from_a_confirmation(tree, failed, certain, first):
 @pytest.mark.parametrize(("tree", "failed"), [case[:2] for case in CASES.values()], ids=CASES)
 @pytest.mark.parametrize("word", ["OPEN", "FULL"])
 @pytest.mark.parametrize("checks", ["UP", "DOWN", "UP 1/2"])
-def test_no_report_contradicts_what_is_certain(tree, failed, word, checks):
+def test_no_report_contradicts_a_confirmed_status(tree, failed, word, checks):
     lost = [one for one in ("l", "p") if one in failed]
     listeners = {one.id: ListenerReport(word) for one in tree.listeners if one.admin_state_up and one.id not in lost}
     monitored = any(one.healthmonitor and one.healthmonitor.admin_state_up for one in tree.pools)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A provider agent's options and database; each file of tests says what Octavia has, and which options differ."""
+"""Options and database of a provider agent; each test file sets Octavia's trees and further options."""
 
 import socket
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from amphora_driver.database.engine import Database
 
 
 class ClosedWhereRefused(socket.socket):
-    """A socket that a refused connection closes."""
+    """A socket that is closed after a refused connection."""
 
     def connect(self, address):
         try:
@@ -25,10 +25,8 @@ class ClosedWhereRefused(socket.socket):
 
 @pytest.fixture(autouse=True)
 def nothing_left_open(monkeypatch):
-    """Close what octavia_lib leaves open where it cannot connect.
-
-    The garbage collector finds such a socket in any later test of the process, also of another file: that test fails
-    with `ResourceWarning: unclosed <socket.socket ...>`.
+    """Close sockets that octavia_lib leaves open after a refused connection. Otherwise the garbage collector finds such
+    a socket during a later test, which fails with `ResourceWarning: unclosed <socket.socket ...>`.
     """
     monkeypatch.setattr(driver_lib, "socket", SimpleNamespace(**{**vars(socket), "socket": ClosedWhereRefused}))
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""octavia-driver-agent's three sockets, with answers a test chooses: for failures the real one cannot be made to have.
-
-The real one is used in tests/system.
+"""Fake sockets of octavia-driver-agent, for answers and failures that the real agent cannot be made to give. The tests
+in tests/system use the real agent.
 """
 
 import json
@@ -11,7 +10,7 @@ from pathlib import Path
 
 
 class OctaviaSockets:
-    """Serves status.sock, stats.sock and get.sock in a folder and remembers what was asked."""
+    """Serves status.sock, stats.sock and get.sock in a folder and records the requests."""
 
     def __init__(self, folder):
         self.folder = Path(folder)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What counts as a difference between what is recorded and what Octavia has kept."""
+"""Differences between the recorded objects and Octavia's objects."""
 
 import msgspec
 import pytest
@@ -41,11 +41,11 @@ TREE = LoadBalancer(id="lb", project_id="demo", vip=VIP, listeners=(LISTENER,), 
         ),
     ],
 )
-def test_differences(change, said):
+def test_each_difference_is_described(change, said):
     assert describe_differences(TREE, msgspec.structs.replace(TREE, **change)) == said
 
 
-def test_the_order_of_names_makes_no_difference():
+def test_the_order_of_names_is_no_difference():
     one, other = (
         msgspec.structs.replace(TREE, listeners=(msgspec.structs.replace(LISTENER, sni_container_refs=refs),))
         for refs in (("a", "b"), ("b", "a"))
@@ -73,14 +73,14 @@ def test_policies_remain_in_order(leaving, before, after):
     assert without_objects(with_policies(*before), leaving).listeners[0].l7policies == after
 
 
-def test_pools_that_leave_take_all_below_and_all_references_with_them():
+def test_a_removed_pool_takes_its_children_and_references_along():
     left = without_objects(TREE, {"po"})
     assert (left.pools, left.listeners[0].default_pool_id) == ((), None)
     assert without_objects(TREE, {"me"}).pools[0].members == ()
     assert without_objects(TREE, {"li"}).listeners == ()
 
 
-def test_the_order_of_policies_makes_a_difference_and_their_numbers_do_not():
+def test_policy_order_is_a_difference_and_position_numbers_are_not():
     one = with_policies(policy("a", 1), policy("b", 2))
     assert describe_differences(one, with_policies(policy("a", 2), policy("b", 5))) == []
     assert len(describe_differences(one, with_policies(policy("a", 2), policy("b", 1)))) == 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Octavia may fail after our answer: what it has kept is what is wanted."""
+"""The audit of Octavia: if Octavia rolls a request back, its objects become the desired state again."""
 
 import threading
 import time
@@ -114,7 +114,7 @@ def test_a_recorded_request_needs_no_correction(database, reporter):
     assert (row(database).generation, row(database).committed) == (1, 1)
 
 
-def test_a_member_that_was_rolled_back_is_not_wanted(intents, database, reporter, octavia):
+def test_a_member_that_octavia_rolled_back_is_removed(intents, database, reporter, octavia):
     intents.create_object(Kind.MEMBER, msgspec.structs.replace(MEMBER, id="ghost", address="192.0.2.2"))
     serve(database)
     reporter.run_once()
@@ -122,17 +122,17 @@ def test_a_member_that_was_rolled_back_is_not_wanted(intents, database, reporter
     assert (row(database).generation, row(database).committed, row(database).dirty) == (3, 3, True)
     assert "ghost" not in database.read(lambda c: c.execute(sa.select(object_status.c.object_id)).scalars().all())
     reporter.run_once()
-    assert row(database).generation == 3, "once"
+    assert row(database).generation == 3, "one correction"
 
 
-def test_a_change_that_was_rolled_back_is_not_wanted(intents, database, reporter, octavia):
+def test_a_change_that_octavia_rolled_back_is_reverted(intents, database, reporter, octavia):
     intents.update_object(Kind.MEMBER, "me", {"weight": 7})
     serve(database)
     reporter.run_once()
     assert members(database) == {"me": 1}
 
 
-def test_a_change_that_was_kept_stays(intents, database, reporter, octavia):
+def test_a_change_that_octavia_committed_stays(intents, database, reporter, octavia):
     octavia.trees["lb"] = kept({**KEPT_MEMBER, "weight": 7})
     intents.update_object(Kind.MEMBER, "me", {"weight": 7})
     serve(database)
@@ -140,8 +140,8 @@ def test_a_change_that_was_kept_stays(intents, database, reporter, octavia):
     assert (members(database), row(database).generation) == ({"me": 7}, 2)
 
 
-def test_an_object_in_deletion_exists(intents, database, reporter, octavia):
-    """Octavia shows it until it is told that it is gone, and does not say that it is going."""
+def test_an_object_in_deletion_causes_no_correction(intents, database, reporter, octavia):
+    """Octavia returns the object until its DELETED report, without a mark of the deletion."""
     intents.delete_object(Kind.MEMBER, "me")
     reporter.run_once()
     assert (members(database), row(database).generation) == ({}, 2)
@@ -154,13 +154,13 @@ def batch(intents, *members):
     intents.set_members("po", [(one.id, lambda one=one: one, {}) for one in made])
 
 
-def test_a_batch_that_was_rolled_back_takes_nothing_away(intents, database, reporter, octavia):
+def test_a_member_batch_that_octavia_rolled_back_deletes_no_member(intents, database, reporter, octavia):
     batch(intents, "new")
     serve(database)
     octavia.statuses.clear()
     reporter.run_once()
     assert members(database) == {"me": 1, "new": 1}
-    assert "DELETED" not in str(octavia.statuses), "Octavia would forget the member, for good"
+    assert "DELETED" not in str(octavia.statuses), "a DELETED report would remove the member from Octavia"
     assert row(database).dirty
     serve(database)
     reporter.run_once()
@@ -169,9 +169,9 @@ def test_a_batch_that_was_rolled_back_takes_nothing_away(intents, database, repo
     assert (row(database).committed, members(database)) == (row(database).generation, {"me": 1})
 
 
-def test_a_batch_that_was_kept(intents, database, reporter, octavia):
+def test_a_member_batch_that_octavia_committed_is_applied(intents, database, reporter, octavia):
     new = {**KEPT_MEMBER, "member_id": "new", "address": "192.0.2.7"}
-    # As it is when the first one is gone.
+    # Octavia's tree after the removal of the first member.
     octavia.trees["lb"], octavia.trees["new"] = kept(new), new
     batch(intents, "new")
     serve(database)
@@ -212,7 +212,7 @@ def test_changes_before_the_reporters_start_are_compared(conf, intents, database
     assert members(database) == {"me": 1}
 
 
-# --- what is being deleted ---------------------------------------------------------------------------------------
+# --- objects in deletion -----------------------------------------------------------------------------------------
 
 
 def pools(database):
@@ -220,21 +220,21 @@ def pools(database):
     return [one.id for one in tree.pools], [one.default_pool_id for one in tree.listeners]
 
 
-def test_a_pool_on_its_way_out_is_left_alone(intents, database, reporter, octavia):
-    """Octavia keeps the listener's reference until it is told that the pool is gone."""
+def test_a_pool_in_deletion_causes_no_correction(intents, database, reporter, octavia):
+    """Octavia keeps the listener's reference until the pool's DELETED report."""
     intents.delete_object(Kind.POOL, "po")
     for _ in range(3):
         reporter.run_once()
     assert (pools(database), row(database).generation) == (([], [None]), 2)
-    # It is looked at later all the same.
+    # A later audit still compares the load balancer.
     serve(database)
     octavia.trees["lb"] = {**kept(name="x"), "pools": [], "listeners": [{**kept()["listeners"][0]}]}
     octavia.trees["lb"]["listeners"][0]["default_pool_id"] = None
     reporter.run_once()
-    assert (pools(database), row(database).generation) == (([], [None]), 3), "the name was lost"
+    assert (pools(database), row(database).generation) == (([], [None]), 3), "the audit restores the name"
 
 
-def test_a_failed_object_in_deletion_exists(intents, database, reporter):
+def test_a_failed_object_in_deletion_causes_no_correction(intents, database, reporter):
     intents.delete_object(Kind.POOL, "po")
     reporter.run_once()
     database.write(lambda c: status_outbox.fail_generation(c, "lb", 2, "no"))
@@ -244,7 +244,7 @@ def test_a_failed_object_in_deletion_exists(intents, database, reporter):
 
 
 def test_an_unservable_object_is_compared(intents, database, reporter):
-    """What makes it fail may be just what Octavia has not kept."""
+    """The failing value may be the one that Octavia rolled back."""
     intents.update_object(Kind.MEMBER, "me", {"weight": 7})
     reporter.run_once()
     database.write(lambda c: status_outbox.fail_generation(c, "lb", 2, "no"))
@@ -252,24 +252,24 @@ def test_an_unservable_object_is_compared(intents, database, reporter):
     assert members(database) == {"me": 1}
 
 
-def unheard(intents, database, reporter, octavia):
-    """A pool is deleted, but Octavia would not hear of it, and the load balancer goes on without."""
+def refuse_deletion_reports(intents, database, reporter, octavia):
+    """Delete a pool whose DELETED report Octavia refuses, while the load balancer is served without it."""
     intents.delete_object(Kind.POOL, "po")
     serve(database)
     for one in ("po", "me"):
         reporter._refused[one] = (float("inf"), 60.0)
 
 
-def test_attributes_unknown_to_octavia_are_no_difference(intents, database, reporter, octavia):
-    unheard(intents, database, reporter, octavia)
+def test_a_pool_with_a_refused_deletion_report_is_no_difference(intents, database, reporter, octavia):
+    refuse_deletion_reports(intents, database, reporter, octavia)
     octavia.asked.clear()
     reporter.run_once()
-    assert "loadbalancers" in [one["object"] for one in octavia.asked], "it was compared"
+    assert "loadbalancers" in [one["object"] for one in octavia.asked], "the audit compared the load balancer"
     assert (pools(database), row(database).generation) == (([], [None]), 2)
 
 
 def test_a_deletion_during_the_query_is_not_reverted(intents, database, reporter, octavia):
-    unheard(intents, database, reporter, octavia)
+    refuse_deletion_reports(intents, database, reporter, octavia)
     octavia.trees["lb"] = kept(KEPT_MEMBER, name="x")
     asked = reporter.library.get_loadbalancer
 
@@ -284,7 +284,9 @@ def test_a_deletion_during_the_query_is_not_reverted(intents, database, reporter
     reporter._auditor._library = lambda: library
     reporter.run_once()
     assert database.read(lambda c: c.execute(sa.select(desired_object).where(desired_object.c.removed)).all()) == []
-    assert (pools(database), row(database).generation) == (([], [None]), 3), "the name was lost, the pool was not"
+    assert (pools(database), row(database).generation) == (([], [None]), 3), (
+        "the audit restores the name and not the pool"
+    )
 
 
 # --- several batches at once -------------------------------------------------------------------------------------
@@ -294,14 +296,14 @@ def shown(one, number):
     return {**KEPT_MEMBER, "member_id": one, "address": f"192.0.2.{number}"}
 
 
-def said_of_members(octavia):
+def reported_members(octavia):
     return [one for document in octavia.statuses for one in document.get("members", ())]
 
 
 def test_a_batch_is_judged_by_its_own_members(intents, database, reporter, octavia):
     batch(intents, "one")
     batch(intents, "two")
-    # The first was kept, the second was not: "one" is still there, "me" is on its way out.
+    # Octavia committed the first batch and not the second: "one" exists, "me" is in deletion.
     octavia.trees["one"] = shown("one", 7)
     octavia.trees["lb"] = kept(KEPT_MEMBER, shown("one", 7))
     serve(database)
@@ -310,11 +312,11 @@ def test_a_batch_is_judged_by_its_own_members(intents, database, reporter, octav
     serve(database)
     reporter.run_once()
     reporter.run_once()
-    assert {"id": "me", "provisioning_status": "DELETED"} in said_of_members(octavia)
-    assert {"id": "one", "provisioning_status": "DELETED"} not in said_of_members(octavia)
+    assert {"id": "me", "provisioning_status": "DELETED"} in reported_members(octavia)
+    assert {"id": "one", "provisioning_status": "DELETED"} not in reported_members(octavia)
 
 
-def test_an_earlier_batch_that_was_lost_is_found_behind_one_that_was_kept(intents, database, reporter, octavia):
+def test_an_earlier_lost_batch_is_found_behind_a_committed_one(intents, database, reporter, octavia):
     batch(intents, "one")
     batch(intents, "two")
     octavia.trees["two"] = shown("two", 7)
@@ -322,23 +324,23 @@ def test_an_earlier_batch_that_was_lost_is_found_behind_one_that_was_kept(intent
     serve(database)
     reporter.run_once()
     assert set(members(database)) == {"me", "two"}
-    assert {"id": "me", "provisioning_status": "DELETED"} not in said_of_members(octavia)
+    assert {"id": "me", "provisioning_status": "DELETED"} not in reported_members(octavia)
 
 
 def test_a_later_change_confirms_the_batch(intents, database, reporter, octavia):
     batch(intents, "new")
     intents.update_object(Kind.MEMBER, "new", {"weight": 9})
-    # The update was lost, the batch was not.
+    # Octavia lost the update and committed the batch.
     octavia.trees["new"] = shown("new", 7)
     octavia.trees["lb"] = kept(shown("new", 7))
     serve(database)
     reporter.run_once()
     reporter.run_once()
-    assert {"id": "me", "provisioning_status": "DELETED"} in said_of_members(octavia)
+    assert {"id": "me", "provisioning_status": "DELETED"} in reported_members(octavia)
     assert members(database) == {"new": 1}
 
 
-def test_a_batch_that_changes_tells_by_what_it_has_changed(intents, database, reporter, octavia):
+def test_a_batch_that_changes_members_is_judged_by_the_change(intents, database, reporter, octavia):
     intents.create_object(Kind.MEMBER, msgspec.structs.replace(MEMBER, id="other", address="192.0.2.9"))
     octavia.trees["lb"] = kept(KEPT_MEMBER, shown("other", 9))
     serve(database)
@@ -351,21 +353,21 @@ def test_a_batch_that_changes_tells_by_what_it_has_changed(intents, database, re
     assert set(members(database)) == {"me", "other"}
 
 
-def test_a_lost_batch_does_not_keep_its_load_balancer_from_going(intents, database, reporter, octavia):
+def test_a_lost_batch_does_not_block_the_deletion_of_its_load_balancer(intents, database, reporter, octavia):
     batch(intents, "new")
     intents.delete_load_balancer("lb")
     reporter.run_once()
     assert row(database).committed == row(database).generation
 
 
-# --- duty, and hands -----------------------------------------------------------------------------------------------
+# --- duty and worker threads ---------------------------------------------------------------------------------------
 
 
-def test_returning_duty_owner_rereads_changes(intents, database, reporter, octavia):
+def test_a_returning_duty_owner_rereads_changes(intents, database, reporter, octavia):
     database.write(lambda c: c.execute(duty.update().values(owner="another", leased_until=time.time() + 90)))
     reporter._held_until = 0.0
     reporter.run_once()
-    # The other one passes the barrier, and dies before it has compared anything.
+    # The other owner passes the barrier, and is killed before its comparison.
     intents.update_object(Kind.MEMBER, "me", {"weight": 7})
     serve(database)
     database.write(lambda c: c.execute(job.update().values(committed=2)))
@@ -382,7 +384,7 @@ def test_objects_in_progress_are_always_compared(intents, database, reporter):
     assert database.read(lambda c: sync_transactions.list_recently_changed(c, 1.0)) == []
 
 
-def test_comparison_blocks_no_request(conf, intents, database, octavia):
+def test_a_comparison_blocks_no_request(conf, intents, database, octavia):
     asked, answer = threading.Semaphore(0), threading.Event()
     with ThreadPoolExecutor(4) as auditing:
         reporter = Reporter(conf, database, auditors=auditing)
@@ -408,12 +410,12 @@ def test_comparison_blocks_no_request(conf, intents, database, octavia):
             reporter.run_once()
             assert row(database).committed == 2
             assert "ACTIVE" in str(octavia.statuses)
-            assert not asked.acquire(timeout=0.1), "one at a time"
+            assert not asked.acquire(timeout=0.1), "one comparison at a time"
         finally:
             answer.set()
 
 
-def test_an_object_without_an_answer_waits(database, reporter):
+def test_an_object_without_an_answer_is_retried_later(database, reporter):
     class Away:
         asked = 0
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Secrets and single objects that Octavia is asked for after its commit."""
+"""The Octavia reader: secrets and single objects that are read after Octavia's commit."""
 
 import msgspec
 import pytest
@@ -35,7 +35,7 @@ TREE = LoadBalancer(id="lb", project_id="demo", vip=VIP)
 
 
 def container(certificate, **more):
-    """As it comes through the socket: JSON, so text."""
+    """Return a certificate as text, because the socket carries JSON."""
     return {
         "certificate": certificate.certificate_pem,
         "private_key": certificate.key_pem,
@@ -85,18 +85,18 @@ def octavia(tmp_path):
 
 @pytest.fixture(autouse=True)
 def keys(tmp_path):
-    """What seals secrets."""
+    """The vault that seals secrets."""
     (tmp_path / "keys").write_bytes(Fernet.generate_key())
     (tmp_path / "keys").chmod(0o600)
 
 
 @pytest.fixture
-def house(conf, database, octavia):
-    return House(conf, database, octavia)
+def balancer(conf, database, octavia):
+    return CommittedLoadBalancer(conf, database, octavia)
 
 
-class House:
-    """A load balancer that Octavia has committed, its reporter, and what is known of its secrets."""
+class CommittedLoadBalancer:
+    """A load balancer that Octavia has committed, its reporter, and its known secrets."""
 
     def __init__(self, conf, database, octavia):
         self.database = database
@@ -130,28 +130,33 @@ class House:
         self.intents.create_object(Kind.LISTENER, LISTENER)
 
 
-def test_a_listener_alone_is_read_and_keeps_the_users_order(house):
-    house.octavia.trees["li"] = as_read()
-    house.create()
-    assert house.row.read_back
-    house.octavia.asked.clear()
-    house.reporter.run_once()
-    assert [one["object"] for one in house.octavia.asked] == ["listeners"], "not the whole tree"
-    assert house.contents() == {("certificate", "one"): ONE.pem, ("certificate", "two"): TWO.pem}
-    assert house.tree.listeners[0].sni_container_refs == ("two", "one")
-    assert (house.row.read_back, house.row.reread, house.row.committed, house.row.dirty) == (False, None, 2, True)
+def test_a_single_listener_is_read_and_keeps_the_users_sni_order(balancer):
+    balancer.octavia.trees["li"] = as_read()
+    balancer.create()
+    assert balancer.row.read_back
+    balancer.octavia.asked.clear()
+    balancer.reporter.run_once()
+    assert [one["object"] for one in balancer.octavia.asked] == ["listeners"], "not the whole tree"
+    assert balancer.contents() == {("certificate", "one"): ONE.pem, ("certificate", "two"): TWO.pem}
+    assert balancer.tree.listeners[0].sni_container_refs == ("two", "one")
+    assert (balancer.row.read_back, balancer.row.reread, balancer.row.committed, balancer.row.dirty) == (
+        False,
+        None,
+        2,
+        True,
+    )
 
 
-def test_nothing_is_committed_before_it_was_read(house):
-    """Octavia's transaction is known to have ended, what it has written is not."""
-    house.create()
-    house.reporter._library = Away(house.reporter.library)
-    house.reporter.run_once()
-    assert (house.row.committed, house.row.read_back) == (1, True)
+def test_a_generation_is_not_committed_before_its_objects_are_read(balancer):
+    """Octavia's transaction has ended, but its result is not known yet."""
+    balancer.create()
+    balancer.reporter._library = UnansweredReads(balancer.reporter.library)
+    balancer.reporter.run_once()
+    assert (balancer.row.committed, balancer.row.read_back) == (1, True)
 
 
-class Away:
-    """octavia_lib's client, with a `get` that is not answered: the agent's child died over a secret it cannot read."""
+class UnansweredReads:
+    """octavia_lib's client without answers to `get`: the agent's child crashed over a secret that it cannot read."""
 
     def __init__(self, library):
         self.library = library
@@ -169,84 +174,84 @@ def at_once(monkeypatch):
     monkeypatch.setattr(octavia_reader, "GIVE_UP_BACKOFF", 0.5)
 
 
-def test_a_missing_secret_has_a_reason(house, at_once):
-    house.create()
-    house.reporter._library = Away(house.reporter.library)
-    house.reporter.run_once()
-    assert not house.row.read_back
-    assert house.row.committed == 2, "the rest can be served and spoken of"
-    assert set(house.contents()) == {("certificate", "one"), ("certificate", "two")}
-    assert all("could not hand it over" in reason for reason in house.contents().values())
+def test_a_missing_secret_has_a_reason(balancer, at_once):
+    balancer.create()
+    balancer.reporter._library = UnansweredReads(balancer.reporter.library)
+    balancer.reporter.run_once()
+    assert not balancer.row.read_back
+    assert balancer.row.committed == 2, "other objects can be served and reported"
+    assert set(balancer.contents()) == {("certificate", "one"), ("certificate", "two")}
+    assert all("could not hand it over" in reason for reason in balancer.contents().values())
 
 
-def test_known_secrets_stay_without_an_answer(house, at_once):
-    house.octavia.trees["li"] = as_read()
-    house.create()
-    house.reporter.run_once()
-    before = house.contents()
-    house.intents.update_object(Kind.LISTENER, "li", {"name": "x"})
-    assert house.row.read_back, "perhaps SNI was emptied: Octavia does not say so"
-    house.reporter._library = Away(house.reporter.library)
-    house.reporter.run_once()
-    assert house.contents() == before
-    assert not house.row.read_back
+def test_known_secrets_stay_without_an_answer(balancer, at_once):
+    balancer.octavia.trees["li"] = as_read()
+    balancer.create()
+    balancer.reporter.run_once()
+    before = balancer.contents()
+    balancer.intents.update_object(Kind.LISTENER, "li", {"name": "x"})
+    assert balancer.row.read_back, "Octavia does not state whether SNI was emptied"
+    balancer.reporter._library = UnansweredReads(balancer.reporter.library)
+    balancer.reporter.run_once()
+    assert balancer.contents() == before
+    assert not balancer.row.read_back
 
 
-def test_sni_that_was_emptied_is_gone(house):
-    house.octavia.trees["li"] = as_read()
-    house.create()
-    house.reporter.run_once()
-    house.octavia.trees["li"] = as_read(sni_container_refs=None, sni_container_data=None)
-    house.intents.update_object(Kind.LISTENER, "li", {"name": "x"})
-    house.reporter.run_once()
-    assert house.contents() == {("certificate", "one"): ONE.pem}
-    assert house.tree.listeners[0].sni_container_refs is None
+def test_emptied_sni_removes_its_secrets(balancer):
+    balancer.octavia.trees["li"] = as_read()
+    balancer.create()
+    balancer.reporter.run_once()
+    balancer.octavia.trees["li"] = as_read(sni_container_refs=None, sni_container_data=None)
+    balancer.intents.update_object(Kind.LISTENER, "li", {"name": "x"})
+    balancer.reporter.run_once()
+    assert balancer.contents() == {("certificate", "one"): ONE.pem}
+    assert balancer.tree.listeners[0].sni_container_refs is None
 
 
-def test_an_unusable_secret_is_the_reason(house):
+def test_an_unusable_secret_has_a_reason(balancer):
     strange = container(ONE, private_key=ROOT.issue("x", number=3).key_pem)
-    house.octavia.trees["li"] = as_read(default_tls_container_data=strange, sni_container_refs=None)
-    house.create()
-    house.reporter.run_once()
-    (reason,) = house.contents().values()
+    balancer.octavia.trees["li"] = as_read(default_tls_container_data=strange, sni_container_refs=None)
+    balancer.create()
+    balancer.reporter.run_once()
+    (reason,) = balancer.contents().values()
     assert "does not belong" in reason
     assert "default_tls_container_ref" in reason
     assert "BEGIN" not in reason
 
 
-def test_a_whole_tree_brings_its_secrets(house):
-    house.octavia.trees["lb"] = whole(as_read(client_ca_tls_container_ref="ca", client_ca_tls_container_data=None))
-    house.database.write(
+def test_a_whole_tree_is_read_with_its_secrets(balancer):
+    balancer.octavia.trees["lb"] = whole(as_read(client_ca_tls_container_ref="ca", client_ca_tls_container_data=None))
+    balancer.database.write(
         lambda c: sealed_secrets.replace_secrets(
             c, "lb", {SecretName("old", Purpose.CA, "old"): SealedSecret(content=b"x")}
         )
     )
-    house.database.write(lambda c: c.execute(job.update().values(read_back=True)))
-    house.reporter.run_once()
-    found = house.contents()
+    balancer.database.write(lambda c: c.execute(job.update().values(read_back=True)))
+    balancer.reporter.run_once()
+    found = balancer.contents()
     assert found[("certificate", "two")] == TWO.pem
     assert "returned no content" in found[("ca", "ca")]
     assert ("ca", "old") not in found
 
 
-def test_a_tree_that_does_not_come_is_an_error_and_asked_for_again(house, at_once):
-    house.intents.create_object(Kind.LISTENER, PLAIN)
-    house.database.write(lambda c: c.execute(job.update().values(read_back=True)))
-    library = house.reporter.library
-    house.reporter._library = Away(library)
-    house.reporter.run_once()
-    due = house.database.read(lambda c: status_outbox.list_due_reports(c, 10))
+def test_an_unavailable_tree_is_an_error_and_is_read_again(balancer, at_once):
+    balancer.intents.create_object(Kind.LISTENER, PLAIN)
+    balancer.database.write(lambda c: c.execute(job.update().values(read_back=True)))
+    library = balancer.reporter.library
+    balancer.reporter._library = UnansweredReads(library)
+    balancer.reporter.run_once()
+    due = balancer.database.read(lambda c: status_outbox.list_due_reports(c, 10))
     assert [(one.object_id, one.provisioning) for one in due] in ([("lb", "ERROR")], [])
-    assert house.octavia.statuses[-1]["loadbalancers"][0]["provisioning_status"] == "ERROR"
-    assert house.row.read_back, "half a tree is not served"
-    house.reporter._library = library
-    house.reporter._reader.retries.clear()
-    house.reporter.run_once()
-    assert not house.row.read_back
+    assert balancer.octavia.statuses[-1]["loadbalancers"][0]["provisioning_status"] == "ERROR"
+    assert balancer.row.read_back, "an incomplete tree is not served"
+    balancer.reporter._library = library
+    balancer.reporter._reader.retries.clear()
+    balancer.reporter.run_once()
+    assert not balancer.row.read_back
 
 
-class Partly:
-    """octavia_lib's client, which hands over these listeners and pools, and nothing else."""
+class PartialReads:
+    """octavia_lib's client that returns the given listeners and pools only."""
 
     def __init__(self, library, *readable):
         self.update_loadbalancer_status = library.update_loadbalancer_status
@@ -266,8 +271,8 @@ class Partly:
 PLAIN = Listener(id="plain", loadbalancer_id="lb", protocol=ListenerProtocol.HTTP, protocol_port=80)
 
 
-def two_listeners(house):
-    house.octavia.trees["plain"] = as_read(
+def two_listeners(balancer):
+    balancer.octavia.trees["plain"] = as_read(
         listener_id="plain",
         protocol="HTTP",
         protocol_port=80,
@@ -275,46 +280,46 @@ def two_listeners(house):
         sni_container_refs=None,
         l7policies=[{"l7policy_id": "po", "listener_id": "plain", "action": "REJECT", "position": 1, "rules": []}],
     )
-    house.octavia.trees["li"] = as_read()
-    house.intents.create_object(Kind.LISTENER, PLAIN)
-    house.create()
-    house.reporter.run_once()
-    house.database.write(lambda c: c.execute(job.update().values(read_back=True, reread=None)))
-    house.intents.update_object(Kind.LOAD_BALANCER, "lb", {"name": "x"})
+    balancer.octavia.trees["li"] = as_read()
+    balancer.intents.create_object(Kind.LISTENER, PLAIN)
+    balancer.create()
+    balancer.reporter.run_once()
+    balancer.database.write(lambda c: c.execute(job.update().values(read_back=True, reread=None)))
+    balancer.intents.update_object(Kind.LOAD_BALANCER, "lb", {"name": "x"})
 
 
-def test_a_listener_that_is_not_handed_over_costs_no_other(house, at_once):
-    two_listeners(house)
-    house.reporter._library = Partly(house.reporter.library, "plain")
-    house.reporter.run_once()
-    assert not house.row.read_back
-    found = {one.id: (len(one.l7policies), one.unread) for one in house.tree.listeners}
+def test_an_unreadable_listener_does_not_block_the_others(balancer, at_once):
+    two_listeners(balancer)
+    balancer.reporter._library = PartialReads(balancer.reporter.library, "plain")
+    balancer.reporter.run_once()
+    assert not balancer.row.read_back
+    found = {one.id: (len(one.l7policies), one.unread) for one in balancer.tree.listeners}
     assert found == {"plain": (1, False), "li": (0, True)}
 
 
-def test_an_object_without_secrets_must_be_complete(house, at_once):
-    """Nothing says why it does not: that is no matter of one object's."""
-    two_listeners(house)
-    house.reporter._library = Partly(house.reporter.library, "li")
-    house.reporter.run_once()
-    assert house.row.read_back, "its policies are not known"
-    assert house.octavia.statuses[-1]["loadbalancers"][0]["provisioning_status"] == "ERROR"
+def test_an_unreadable_object_without_secrets_blocks_the_load_balancer(balancer, at_once):
+    """Without secrets the cause is unknown and may concern the whole load balancer."""
+    two_listeners(balancer)
+    balancer.reporter._library = PartialReads(balancer.reporter.library, "li")
+    balancer.reporter.run_once()
+    assert balancer.row.read_back, "the policies of the listener are not known"
+    assert balancer.octavia.statuses[-1]["loadbalancers"][0]["provisioning_status"] == "ERROR"
 
 
 POLICY = {"l7policy_id": "po", "listener_id": "plain", "action": "REJECT", "position": 1, "rules": []}
 AS_READ = {"loadbalancer_id": "lb", "protocol": "HTTP", "lb_algorithm": "ROUND_ROBIN", "name": "as read"}
 
 
-def behind_a_pool_without_its_secret(house, **more):
-    """Octavia hands a listener over with its pools, and so with their secrets, or not at all."""
+def read_with_an_unreadable_pool(balancer, **more):
+    """Octavia returns a listener together with its pools and their secrets, or not at all."""
     for name, secret in (("open", {}), ("closed", {"tls_enabled": True, "ca_tls_container_ref": "ca"})):
         pool = Pool(id=name, loadbalancer_id="lb", protocol="HTTP", lb_algorithm="ROUND_ROBIN", **secret)
-        house.intents.create_object(Kind.POOL, pool)
-        house.octavia.trees[name] = {"pool_id": name, **AS_READ, **secret}
-    house.intents.create_object(Kind.LISTENER, msgspec.structs.replace(PLAIN, default_pool_id="closed", **more))
-    house.intents.create_object(Kind.LISTENER, msgspec.structs.replace(PLAIN, id="other", default_pool_id="open"))
+        balancer.intents.create_object(Kind.POOL, pool)
+        balancer.octavia.trees[name] = {"pool_id": name, **AS_READ, **secret}
+    balancer.intents.create_object(Kind.LISTENER, msgspec.structs.replace(PLAIN, default_pool_id="closed", **more))
+    balancer.intents.create_object(Kind.LISTENER, msgspec.structs.replace(PLAIN, id="other", default_pool_id="open"))
     for name, leads_to, policies in (("plain", "closed", [POLICY]), ("other", "open", [])):
-        house.octavia.trees[name] = {
+        balancer.octavia.trees[name] = {
             "listener_id": name,
             "loadbalancer_id": "lb",
             "protocol": "HTTP",
@@ -322,109 +327,109 @@ def behind_a_pool_without_its_secret(house, **more):
             "default_pool_id": leads_to,
             "l7policies": policies,
         }
-    house.database.write(lambda c: c.execute(job.update().values(read_back=True, reread=None)))
-    library = house.reporter.library
-    house.reporter._library = Partly(library, "open", "other")
-    house.reporter.run_once()
+    balancer.database.write(lambda c: c.execute(job.update().values(read_back=True, reread=None)))
+    library = balancer.reporter.library
+    balancer.reporter._library = PartialReads(library, "open", "other")
+    balancer.reporter.run_once()
     return library
 
 
-def test_a_listener_that_leads_to_what_cannot_be_served_costs_nothing_else(house, at_once):
-    behind_a_pool_without_its_secret(house)
-    assert not house.row.read_back
-    assert {one.id: one.name for one in house.tree.pools} == {"open": "as read", "closed": None}
-    assert {one.id: one.unread for one in house.tree.listeners} == {"plain": True, "other": False}
-    assert all("could not hand it over" in reason for reason in house.contents().values())
-    assert set(house.contents()) == {("ca", "ca")}, "the pool is left out for that"
-    said = [one for document in house.octavia.statuses for one in document.get("loadbalancers", ())]
-    assert not [one for one in said if one.get("provisioning_status") == "ERROR"], "the rest can be served"
+def test_a_listener_with_an_unreadable_pool_blocks_no_other_object(balancer, at_once):
+    read_with_an_unreadable_pool(balancer)
+    assert not balancer.row.read_back
+    assert {one.id: one.name for one in balancer.tree.pools} == {"open": "as read", "closed": None}
+    assert {one.id: one.unread for one in balancer.tree.listeners} == {"plain": True, "other": False}
+    assert all("could not hand it over" in reason for reason in balancer.contents().values())
+    assert set(balancer.contents()) == {("ca", "ca")}, "the missing secret omits the pool"
+    said = [one for document in balancer.octavia.statuses for one in document.get("loadbalancers", ())]
+    assert not [one for one in said if one.get("provisioning_status") == "ERROR"], "other objects can be served"
 
 
-def test_listener_with_an_unrenderable_reject_policy_is_omitted(house, at_once):
+def test_a_listener_with_an_unrenderable_policy_is_omitted(balancer, at_once):
     policy = L7Policy(id="po", listener_id="plain", action="REDIRECT_TO_POOL", redirect_pool_id="open", position=1)
-    behind_a_pool_without_its_secret(house, l7policies=(policy,))
-    assert [one.id for one in house.tree.listeners if one.unread] == ["plain"]
+    read_with_an_unreadable_pool(balancer, l7policies=(policy,))
+    assert [one.id for one in balancer.tree.listeners if one.unread] == ["plain"]
 
 
-def mended(house):
-    """The user refers to an authority that can be read."""
-    house.octavia.trees["closed"].update(ca_tls_container_ref="new", ca_tls_container_data=ROOT.pem)
+def repair_pool(balancer):
+    """The user refers to a CA that Octavia can read."""
+    balancer.octavia.trees["closed"].update(ca_tls_container_ref="new", ca_tls_container_data=ROOT.pem)
     names = ("open", "closed")
-    house.octavia.trees["lb"] = {
-        **whole(house.octavia.trees["plain"], house.octavia.trees["other"]),
-        "pools": [house.octavia.trees[name] for name in names],
+    balancer.octavia.trees["lb"] = {
+        **whole(balancer.octavia.trees["plain"], balancer.octavia.trees["other"]),
+        "pools": [balancer.octavia.trees[name] for name in names],
     }
-    house.intents.update_object(Kind.POOL, "closed", {"ca_tls_container_ref": "new"})
+    balancer.intents.update_object(Kind.POOL, "closed", {"ca_tls_container_ref": "new"})
 
 
-def test_a_missing_secret_is_read_after_its_cause_ends(house, at_once):
-    house.reporter._library = behind_a_pool_without_its_secret(house)
-    house.intents.update_object(Kind.POOL, "open", {"name": "x"})
-    assert not house.row.read_back, "that was not the reason"
-    mended(house)
-    house.reporter.run_once()
-    assert {one.id: (one.unread, len(one.l7policies)) for one in house.tree.listeners} == {
+def test_a_missing_secret_is_read_after_its_cause_ends(balancer, at_once):
+    balancer.reporter._library = read_with_an_unreadable_pool(balancer)
+    balancer.intents.update_object(Kind.POOL, "open", {"name": "x"})
+    assert not balancer.row.read_back, "this change does not affect the cause"
+    repair_pool(balancer)
+    balancer.reporter.run_once()
+    assert {one.id: (one.unread, len(one.l7policies)) for one in balancer.tree.listeners} == {
         "plain": (False, 1),
         "other": (False, 0),
     }
-    assert house.contents() == {("ca", "new"): ROOT.pem}
+    assert balancer.contents() == {("ca", "new"): ROOT.pem}
 
 
-def test_a_secret_that_comes_back_is_noticed_without_a_word(house, at_once):
-    """Its user let us read it, and asked nothing of the load balancer."""
-    house.reporter._library = behind_a_pool_without_its_secret(house)
-    house.octavia.trees["closed"]["ca_tls_container_data"] = ROOT.pem
-    trees = house.octavia.trees
+def test_an_audit_notices_a_secret_that_becomes_readable(balancer, at_once):
+    """The user grants access to the secret without a request to the load balancer."""
+    balancer.reporter._library = read_with_an_unreadable_pool(balancer)
+    balancer.octavia.trees["closed"]["ca_tls_container_data"] = ROOT.pem
+    trees = balancer.octavia.trees
     trees["lb"] = {**whole(trees["plain"], trees["other"]), "pools": [trees["open"], trees["closed"]]}
-    house.database.write(
+    balancer.database.write(
         lambda c: c.execute(object_status.update().values(pending=None, reported=object_status.c.settled))
     )
-    assert house.reporter._auditor.compare("lb")
-    assert {one.id: (one.unread, len(one.l7policies)) for one in house.tree.listeners} == {
+    assert balancer.reporter._auditor.compare("lb")
+    assert {one.id: (one.unread, len(one.l7policies)) for one in balancer.tree.listeners} == {
         "plain": (False, 1),
         "other": (False, 0),
     }
-    assert house.contents() == {("ca", "ca"): ROOT.pem}
+    assert balancer.contents() == {("ca", "ca"): ROOT.pem}
 
 
-def test_removing_the_reason_is_as_good(house, at_once):
-    behind_a_pool_without_its_secret(house)
-    house.intents.delete_object(Kind.POOL, "closed")
-    assert (house.row.read_back, house.row.reread) == (True, None)
+def test_the_deletion_of_the_unreadable_pool_causes_a_read(balancer, at_once):
+    read_with_an_unreadable_pool(balancer)
+    balancer.intents.delete_object(Kind.POOL, "closed")
+    assert (balancer.row.read_back, balancer.row.reread) == (True, None)
 
 
-def test_a_listener_that_is_changed_is_asked_for_with_everything_it_has(house, at_once):
-    """Read alone, its policies would be forgotten."""
-    behind_a_pool_without_its_secret(house)
-    house.intents.update_object(Kind.LISTENER, "plain", {"default_pool_id": "open"})
-    assert (house.row.read_back, house.row.reread) == (True, None)
+def test_a_change_of_an_unread_listener_reads_the_whole_tree(balancer, at_once):
+    """A read of the listener alone would lose its policies."""
+    read_with_an_unreadable_pool(balancer)
+    balancer.intents.update_object(Kind.LISTENER, "plain", {"default_pool_id": "open"})
+    assert (balancer.row.read_back, balancer.row.reread) == (True, None)
 
 
-def test_known_secrets_survive_a_complete_read(house, at_once):
-    """Another one's secret is away meanwhile: what is served stays served."""
-    library = behind_a_pool_without_its_secret(house)
-    house.octavia.trees["li"] = as_read()
-    house.create()
-    house.reporter._library = Partly(library, "li")
-    house.reporter.run_once()
-    before = {name: one for name, one in house.contents().items() if name[0] == "certificate"}
-    mended(house)
-    house.reporter._library = Partly(library, "open", "closed", "plain", "other")
-    house.reporter.run_once()
-    assert not house.row.read_back
-    assert [one.id for one in house.tree.listeners if one.unread] == []
+def test_known_secrets_survive_a_complete_read(balancer, at_once):
+    """A secret of another listener is unavailable meanwhile: the known secrets stay in use."""
+    library = read_with_an_unreadable_pool(balancer)
+    balancer.octavia.trees["li"] = as_read()
+    balancer.create()
+    balancer.reporter._library = PartialReads(library, "li")
+    balancer.reporter.run_once()
+    before = {name: one for name, one in balancer.contents().items() if name[0] == "certificate"}
+    repair_pool(balancer)
+    balancer.reporter._library = PartialReads(library, "open", "closed", "plain", "other")
+    balancer.reporter.run_once()
+    assert not balancer.row.read_back
+    assert [one.id for one in balancer.tree.listeners if one.unread] == []
     assert len(before) == 2
-    assert before.items() <= house.contents().items()
+    assert before.items() <= balancer.contents().items()
 
 
-def test_a_complete_object_does_not_wait(house, at_once):
-    house.database.write(lambda c: c.execute(job.update().values(committed=0)))
-    house.reporter._library = Partly(house.reporter.library)
-    house.reporter.run_once()
-    assert house.row.committed == 1
+def test_a_complete_object_is_committed_without_a_read(balancer, at_once):
+    balancer.database.write(lambda c: c.execute(job.update().values(committed=0)))
+    balancer.reporter._library = PartialReads(balancer.reporter.library)
+    balancer.reporter.run_once()
+    assert balancer.row.committed == 1
 
 
-def test_deletion_wants_to_know_nothing_any_more(house):
-    house.create()
-    house.intents.delete_load_balancer("lb")
-    assert (house.row.read_back, house.contents()) == (False, {})
+def test_a_deletion_needs_no_read(balancer):
+    balancer.create()
+    balancer.intents.delete_load_balancer("lb")
+    assert (balancer.row.read_back, balancer.contents()) == (False, {})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Octavia starts the provider agent once; after the end of any of its processes another one reports."""
+"""Octavia starts the provider agent once; after the end of any of its processes a successor reports."""
 
 import multiprocessing
 import os
@@ -35,7 +35,7 @@ def agent(monkeypatch, tmp_path):
 
 
 class Agent:
-    """As octavia-driver-agent has it."""
+    """Starts the provider agent like octavia-driver-agent."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -56,7 +56,7 @@ class Agent:
         signal.pause()
 
     def reporters(self):
-        """The reporters with their supervisors."""
+        """Return the reporters with their supervisors."""
         found = {}
         for path in self.folder.iterdir():
             with suppress(FileNotFoundError, ValueError):
@@ -81,18 +81,18 @@ class Agent:
         os.close(self._all_ended)
 
     def ended(self):
-        """Wait until all of them have ended."""
-        assert select.select([self._all_ended], [], [], PATIENCE)[0], "it ends"
+        """Wait until all processes have ended."""
+        assert select.select([self._all_ended], [], [], PATIENCE)[0], "a process is still running"
 
 
 def alive(pid):
-    """Whether it runs, and is not only waiting to be counted."""
+    """Return whether the process runs and is no zombie."""
     with suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] != "Z"
     return False
 
 
-def test_a_reporter_that_dies_is_replaced(agent):
+def test_a_killed_reporter_is_replaced(agent):
     first, watcher = agent.one_besides()
     os.kill(first, signal.SIGKILL)
     second, same = agent.one_besides(first)
@@ -101,8 +101,8 @@ def test_a_reporter_that_dies_is_replaced(agent):
     assert second != first
 
 
-def test_supervisor_is_replaced_too(agent):
-    """Again and again: there is always one more."""
+def test_a_killed_supervisor_is_replaced(agent):
+    """Each successor is replaced too."""
     reporter, watcher = agent.one_besides()
     for _ in range(2):
         os.kill(watcher, signal.SIGKILL)
@@ -111,10 +111,10 @@ def test_supervisor_is_replaced_too(agent):
         assert watcher != former_watcher
         os.kill(reporter, signal.SIGKILL)
         reporter, same = agent.one_besides(former, reporter)
-        assert same == watcher, "and its successor supervises the reporter"
+        assert same == watcher, "the successor supervises the reporter"
 
 
-def test_driver_agents_end_stops_all_processes(agent):
+def test_the_end_of_the_driver_agent_stops_all_processes(agent):
     _, watcher = agent.one_besides()
     os.kill(watcher, signal.SIGKILL)
     agent.one_besides(*agent.reporters())
@@ -123,8 +123,8 @@ def test_driver_agents_end_stops_all_processes(agent):
 
 
 @pytest.mark.parametrize("dies", ["octavia", "both"])
-def test_provider_agent_ends_with_a_killed_driver_agent(agent, dies):
-    """It ends without a message, and its successor starts new processes."""
+def test_the_provider_agent_ends_with_a_killed_driver_agent(agent, dies):
+    """The provider agent ends without a message, and the successor of the driver agent starts new processes."""
     _, watcher = agent.one_besides()
     if dies == "both":
         os.kill(watcher, signal.SIGKILL)

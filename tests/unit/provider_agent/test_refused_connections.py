@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connection to Octavia that is refused leaves nothing for the garbage collector to find in another test."""
+"""A refused connection to Octavia leaves no open socket for the garbage collector."""
 
 import gc
 import socket
@@ -13,13 +13,13 @@ from octavia_lib.api.drivers.exceptions import DriverError
 def test_a_refused_connection_leaves_no_socket_open(tmp_path):
     place = str(tmp_path / "octavia.sock")
     with socket.socket(socket.AF_UNIX) as bound:
-        bound.bind(place)  # and nothing listens
+        bound.bind(place)  # without a listening process
         library = DriverLibrary(status_socket=place, stats_socket=place, get_socket=place)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             with pytest.raises(DriverError) as caught:
                 library.get_loadbalancer("lb")
-            # What holds the error holds the frames of octavia_lib, and these the socket.
+            # The error refers to the frames of octavia_lib, and these to the socket.
             del caught
             gc.collect()
     assert [str(each.message) for each in said] == []

@@ -37,7 +37,7 @@ def octavia(tmp_path):
 
 @pytest.fixture
 def served(database):
-    """A load balancer with a listener of which everything is to be told."""
+    """Record a load balancer with a listener whose statuses are all due."""
     intents = RequestRecorder(database, lambda node: None)
     intents.create_load_balancer(TREE, read_back=False)
     intents.create_object(Kind.LISTENER, LISTENER)
@@ -50,7 +50,7 @@ def served(database):
 
 
 class Counted:
-    """What was counted since this was made: the meters are this process's, and other tests count too."""
+    """Differences of counters since this object was made: other tests of this process count too."""
 
     def __init__(self):
         self._before = self._now()
@@ -65,14 +65,14 @@ class Counted:
 
 
 @pytest.mark.usefixtures("served")
-def test_taken_and_refused(conf, database, octavia):
+def test_accepted_and_refused_reports_are_counted(conf, database, octavia):
     reporter, counted = Reporter(conf, database), Counted()
     octavia.refuse = lambda document: ("listeners", "li") if "listeners" in document else None
     reporter.run_once()
     assert counted["amphora_octavia_seconds_count", "barrier"] == 1
     assert counted["amphora_reports_total", "refused"] == 1
     assert counted["amphora_reports_total", "taken"] == 0
-    assert counted["amphora_octavia_failures_total", "statuses"] == 0, "Octavia was reached"
+    assert counted["amphora_octavia_failures_total", "statuses"] == 0, "Octavia answered"
     octavia.refuse = lambda document: None
     deadline = time.monotonic() + 30
     while counted["amphora_reports_total", "taken"] < 2:
@@ -80,13 +80,13 @@ def test_taken_and_refused(conf, database, octavia):
         reporter.run_once()
     assert counted["amphora_reports_total", "refused"] == 1
     reporter.run_once()
-    assert counted["amphora_reports_total", "taken"] == 2, "said once, counted once"
+    assert counted["amphora_reports_total", "taken"] == 2, "one report is counted once"
 
 
 @pytest.mark.usefixtures("served")
-def test_octavia_is_away(conf, database, octavia):
+def test_calls_to_an_unavailable_octavia_are_counted(conf, database, octavia):
     reporter, counted = Reporter(conf, database), Counted()
-    # octavia_lib's client waits for its sockets when it is made.
+    # octavia_lib's client waits for its sockets when it is created.
     assert reporter.library
     octavia.stop()
     with pytest.raises(octavia_errors.UpdateStatusError):
@@ -100,7 +100,7 @@ def test_octavia_is_away(conf, database, octavia):
 
 
 @pytest.mark.usefixtures("octavia")
-def test_statistics_are_a_call_too(conf, database):
+def test_calls_with_statistics_are_counted(conf, database):
     RequestRecorder(database, lambda node: None).create_load_balancer(TREE, read_back=False)
     numbers = dict.fromkeys(("active_connections", "bytes_in", "bytes_out", "request_errors", "total_connections"), 1)
     row = statistics.Row(listener_id="li", amphora_id="am", load_balancer_id="lb", **numbers)
@@ -109,7 +109,7 @@ def test_statistics_are_a_call_too(conf, database):
     reporter.run_once()
     reporter.report_statistics()
     reporter.report_statistics()
-    assert counted["amphora_octavia_seconds_count", "statistics"] == 1, "nothing new is no call"
+    assert counted["amphora_octavia_seconds_count", "statistics"] == 1, "no call without changes"
 
 
 def asked(port, path):
@@ -137,11 +137,11 @@ def test_metrics_are_served(conf, database, monkeypatch):
         assert "amphora_fleet_outbox 0.0" in text
         assert asked(port, "/healthz")[0] == 200
         monkeypatch.setattr(module, "_MAX_ROUND_AGE", -1.0)
-        assert asked(port, "/healthz")[0] == 503, "no turn was taken for too long"
+        assert asked(port, "/healthz")[0] == 503, "the reporter made no recent round"
     with pytest.raises(OSError, match=os.strerror(111)):
         asked(port, "/healthz")
 
 
-def test_without_a_port_there_is_none(conf, database):
+def test_without_a_port_no_metrics_are_served(conf, database):
     with provider_agent._start_telemetry(conf, "me", Reporter(conf, database)) as watched:
         assert watched is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Octavia has lost something, or says something else than we do: an operator has it read and told anew."""
+"""A resync after a loss or difference in Octavia: its tree is read and all statuses are reported again."""
 
 import threading
 
@@ -61,7 +61,7 @@ def kept(*members):
 
 @pytest.fixture
 def more_options():
-    # What was changed is not compared by itself meanwhile.
+    # The audit does not compare changes in these tests.
     return "audit_after = 3600"
 
 
@@ -83,7 +83,7 @@ def intents(database):
 
 @pytest.fixture
 def reporter(conf, database, octavia, intents):
-    """Everything is served, and Octavia was told all of it."""
+    """A reporter; all objects are served and reported to Octavia."""
     reporter = Reporter(conf, database)
     reporter.run_once()
     serve(database)
@@ -121,7 +121,7 @@ def outcome(database, load_balancer_id="lb"):
 
 
 def said(octavia):
-    """What Octavia heard, call by call: id, provisioning status, operating status."""
+    """Return the received reports by call: id, provisioning status, operating status."""
     return [
         [
             (one["id"], one.get("provisioning_status"), one.get("operating_status"))
@@ -136,12 +136,12 @@ def members(database):
     return {one.id for one in database.read(lambda c: desired_objects.load_tree(c, "lb")).pools[0].members}
 
 
-def test_full_report_while_changes_are_blocked(database, reporter, octavia):
+def test_all_statuses_are_reported_while_changes_are_blocked(database, reporter, octavia):
     ask(database)
     reporter.run_once()
     reporter.run_once()
     locked, *others = said(octavia)
-    assert locked == [("lb", "PENDING_UPDATE", None)], "first of all"
+    assert locked == [("lb", "PENDING_UPDATE", None)], "changes are blocked first"
     (everything,) = others
     assert sorted(everything) == [
         ("lb", "ACTIVE", "ONLINE"),
@@ -149,22 +149,22 @@ def test_full_report_while_changes_are_blocked(database, reporter, octavia):
         ("me", "ACTIVE", "ONLINE"),
         ("po", "ACTIVE", None),
     ]
-    assert list(octavia.statuses[-1])[-1] == "loadbalancers", "it is opened again last"
+    assert list(octavia.statuses[-1])[-1] == "loadbalancers", "changes are allowed again last"
     assert outcome(database) == ("done", None)
-    assert row(database).generation == 1, "nothing is pushed for that"
+    assert row(database).generation == 1, "a resync causes no push"
     octavia.statuses.clear()
     reporter.run_once()
-    assert octavia.statuses == [], "once"
+    assert octavia.statuses == [], "one resync"
 
 
-def test_objects_of_octavia_are_recorded_and_not_active_before_they_serve(database, reporter, octavia):
+def test_objects_of_octavia_are_recorded_and_active_once_served(database, reporter, octavia):
     octavia.trees["lb"] = kept({**KEPT_MEMBER, "weight": 7}, {**KEPT_MEMBER, "member_id": "back", "address": "::1"})
     ask(database)
     reporter.run_once()
     reporter.run_once()
     assert members(database) == {"me", "back"}
     found = {one[0]: one[1] for one in said(octavia)[-1]}
-    assert found == {"li": "ACTIVE", "po": "ACTIVE", "lb": None, "me": None}, "operating statuses only of these two"
+    assert found == {"li": "ACTIVE", "po": "ACTIVE", "lb": None, "me": None}, "these two get operating statuses only"
     assert outcome(database) == ("done", "member back exists only in Octavia; member me differs in weight")
     assert (row(database).generation, row(database).dirty) == (2, True)
     serve(database)
@@ -173,7 +173,7 @@ def test_objects_of_octavia_are_recorded_and_not_active_before_they_serve(databa
 
 
 def test_an_unconfirmed_object_waits_for_its_confirmation(database, reporter, octavia):
-    """Its row was lost, or written by hand: that it is served is not known."""
+    """The status row was lost or edited by hand, so the confirmation is unknown."""
     database.write(
         lambda c: c.execute(object_status.update().where(object_status.c.object_id == "me").values(provisioning=None))
     )
@@ -194,16 +194,20 @@ def test_objects_that_octavia_lost_are_removed(database, reporter, octavia):
     reporter.run_once()
     reporter.run_once()
     assert members(database) == set()
-    assert all(one[0] != "me" for call in said(octavia) for one in call), "Octavia would refuse it"
+    assert all(one[0] != "me" for call in said(octavia) for one in call), (
+        "Octavia refuses reports about removed objects"
+    )
     assert outcome(database) == ("done", "member me is missing in Octavia")
 
 
-def test_a_load_balancer_in_change_waits(database, reporter, octavia, intents):
+def test_a_load_balancer_in_change_is_resynced_later(database, reporter, octavia, intents):
     octavia.trees["lb"] = kept({**KEPT_MEMBER, "weight": 7})
     intents.update_object(Kind.MEMBER, "me", {"weight": 7})
     ask(database)
     reporter.run_once()
-    assert all(one[1] is None for call in said(octavia) for one in call), "barriers only: it is PENDING there"
+    assert all(one[1] is None for call in said(octavia) for one in call), (
+        "only barriers while the load balancer is PENDING"
+    )
     assert outcome(database)[0] is None
     assert "waits until all requests of its users" in outcome(database)[1]
     serve(database)
@@ -218,8 +222,8 @@ def test_a_load_balancer_in_change_waits(database, reporter, octavia, intents):
 
 
 @pytest.mark.parametrize("differs", [False, True])
-def test_a_request_that_comes_before_the_lock_is_never_said_to_be_done(database, reporter, octavia, intents, differs):
-    """Octavia's transaction is open while we put it PENDING: our call waits for it, and finds it in our rows."""
+def test_a_request_before_the_lock_is_not_reported_as_finished(database, reporter, octavia, intents, differs):
+    """Octavia's transaction is open while the resync sets PENDING: the call waits for it, and the rows contain it."""
 
     class Late:
         def __init__(self, library):
@@ -244,7 +248,7 @@ def test_a_request_that_comes_before_the_lock_is_never_said_to_be_done(database,
     reporter.run_once()
     assert [one for call in said(octavia) for one in call if one[1] not in (None, "PENDING_UPDATE")] == []
     assert outcome(database)[0] is None
-    assert row(database).generation == 2, "the user's"
+    assert row(database).generation == 2, "the generation of the user's request"
     serve(database)
     reporter._resyncer._not_before.clear()
     for _ in range(3):
@@ -253,7 +257,7 @@ def test_a_request_that_comes_before_the_lock_is_never_said_to_be_done(database,
     assert ("lb", "ACTIVE", "ONLINE") in said(octavia)[-1]
 
 
-def test_a_crash_after_the_lock_leaves_nothing_locked(conf, database, reporter, octavia):
+def test_a_crash_after_the_lock_leaves_no_lock(conf, database, reporter, octavia):
     class Died(BaseException):
         pass
 
@@ -276,7 +280,7 @@ def test_a_crash_after_the_lock_leaves_nothing_locked(conf, database, reporter, 
     with pytest.raises(Died):
         reporter.run_once()
     assert said(octavia) == [[("lb", "PENDING_UPDATE", None)]]
-    # The one in its place has its name, and so its duty.
+    # The successor has the same name, and so the duty.
     another = Reporter(conf, database, reporter._name)
     another.run_once()
     another.run_once()
@@ -306,7 +310,7 @@ def test_missing_secrets_do_not_block_the_report(database, reporter, octavia):
 @pytest.mark.parametrize("reads", [1, 2])
 @pytest.mark.parametrize("trouble", ["model", "sealing", "unforeseen"])
 def test_invalid_objects_do_not_block_the_report(database, reporter, octavia, monkeypatch, reads, trouble):
-    """Whichever of two reads is the first that cannot be taken: its users must not wait for ever."""
+    """Either of two reads may be the first with an invalid object; users must not wait for ever."""
     octavia.trees["lb"] = kept({**KEPT_MEMBER, "weight": 7})
     error = {
         "model": ModelError("express it", "it has no meaning"),
@@ -334,7 +338,7 @@ def test_invalid_objects_do_not_block_the_report(database, reporter, octavia, mo
     assert "no meaning" in outcome(database)[1]
     reporter.run_once()
     assert ("lb", "ACTIVE", "ONLINE") in said(octavia)[-1]
-    assert row(database).generation == 1, "nothing of it was taken"
+    assert row(database).generation == 1, "no object of an invalid tree is recorded"
 
 
 def test_a_load_balancer_unknown_to_octavia_stays_unless_deletion_is_requested(database, reporter, octavia):
@@ -368,7 +372,7 @@ def test_an_unrecorded_load_balancer_is_reported(database, reporter, octavia):
     assert next(reversed(octavia.statuses[0])) == "loadbalancers"
 
 
-def test_an_uncommitted_load_balancer_waits(database, reporter, octavia):
+def test_an_uncommitted_load_balancer_is_resynced_later(database, reporter, octavia):
     database.write(lambda c: c.execute(job.update().values(committed=0)))
     reporter._resyncer.run_due()
     ask(database)
@@ -376,7 +380,7 @@ def test_an_uncommitted_load_balancer_waits(database, reporter, octavia):
     assert outcome(database) == (None, "waits until Octavia has committed its creation")
 
 
-def test_octavia_that_is_away_is_asked_again(database, reporter, octavia):
+def test_a_resync_is_retried_while_octavia_is_unavailable(database, reporter, octavia):
     octavia.stop()
     ask(database)
     reporter._resyncer.run_due()
@@ -389,15 +393,15 @@ def test_octavia_that_is_away_is_asked_again(database, reporter, octavia):
     assert outcome(database) == ("done", None)
 
 
-def test_hands_do_it_one_after_the_other(conf, database, reporter, octavia):
-    """While one load balancer is read, no other process starts the next."""
+def test_resyncs_run_one_after_the_other(conf, database, reporter, octavia):
+    """While a load balancer is read, no other process starts the next resync."""
     begun = []
 
-    class Hands:
+    class WorkerThreads:
         def submit(self, work, *arguments):
             begun.append(threading.Thread(target=work, args=arguments))
 
-    reporter._resyncer._executor = Hands()
+    reporter._resyncer._executor = WorkerThreads()
     ask(database)
     reporter.run_once()
     reporter.run_once()
@@ -407,7 +411,7 @@ def test_hands_do_it_one_after_the_other(conf, database, reporter, octavia):
     assert outcome(database)[0] == "done"
 
 
-def test_a_reporter_without_the_duty_says_nothing(database, reporter, octavia):
+def test_a_reporter_without_the_duty_starts_no_resync(database, reporter, octavia):
     ask(database)
     reporter._held_until = 0.0
     reporter._resyncer.run_due()

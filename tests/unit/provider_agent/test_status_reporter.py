@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said to Octavia, when, and what happens when Octavia does not listen."""
+"""The status reporter: reports to Octavia, their order, and failures of Octavia."""
 
 import threading
 import time
@@ -95,20 +95,20 @@ BARRIER = {"loadbalancers": [{"id": "lb", "operating_status": "OFFLINE"}]}
 ACTIVE = {"loadbalancers": [{"id": "lb", "provisioning_status": "ACTIVE"}]}
 
 
-def test_a_barrier_passes_before_anything_else_is_said(intents, database, reporter, octavia):
+def test_a_barrier_precedes_all_other_reports(intents, database, reporter, octavia):
     intents.create_load_balancer(TREE, read_back=False)
     serve(database, 1)
     reporter.run_once()
     assert octavia.statuses == [BARRIER, ACTIVE]
     reporter.run_once()
-    assert len(octavia.statuses) == 2, "said once"
+    assert len(octavia.statuses) == 2, "one report"
 
 
-def test_a_load_balancer_octavia_does_not_show_yet_is_not_spoken_of(intents, database, reporter, octavia):
+def test_a_load_balancer_not_committed_by_octavia_is_not_reported(intents, database, reporter, octavia):
     del octavia.trees["lb"]
     intents.create_load_balancer(TREE, read_back=False)
     serve(database, 1)
-    assert reporter.run_once() < 0.5, "looks again soon"
+    assert reporter.run_once() < 0.5, "the next query is soon"
     assert octavia.statuses == [BARRIER]
     octavia.trees["lb"] = READ_BACK
     reporter._reader.retries.clear()
@@ -141,11 +141,11 @@ def test_a_refusal_for_an_unknown_load_balancer_ends_its_reports(intents, databa
     asked = []
     octavia.refuse = lambda document: asked.append(document) or ("loadbalancers", "lb")
     reporter._report_statuses()
-    assert not reporter._report_statuses(), "the pause after a refusal is not over"
-    assert asked == [ACTIVE, ACTIVE], "once with all that is due, and once alone"
+    assert not reporter._report_statuses(), "the retry time after the refusal has not passed"
+    assert asked == [ACTIVE, ACTIVE], "once with all due reports, and once alone"
 
 
-def test_a_fully_populated_one_is_read_back(intents, database, reporter):
+def test_a_fully_populated_load_balancer_is_read_back(intents, database, reporter):
     intents.create_load_balancer(
         LoadBalancer(id="lb", project_id="demo", vip=VIP, listeners=(LISTENER,)), read_back=True
     )
@@ -165,7 +165,7 @@ def test_the_profile_survives_the_read_back(intents, database, reporter, octavia
         "flavor": {"timeout_tunnel": 60000},
         "availability_zone": {"compute_zone": "z"},
     }
-    # Octavia shows the zone by its name, and a flavor as it is by now.
+    # Octavia returns the zone by name, and the flavor in its current state.
     octavia.trees["lb"] = {**READ_BACK, "availability_zone": "zone-1", "flavor": {"timeout_tunnel": 5}}
     intents.create_load_balancer(
         LoadBalancer(id="lb", project_id="demo", vip=VIP, listeners=(LISTENER,), **chosen), read_back=True
@@ -202,7 +202,7 @@ def test_a_refused_status_blocks_no_other(intents, database, reporter, octavia):
     serve(database, 2)
     octavia.refuse = lambda document: ("listeners", "li") if "listeners" in document else None
     reporter.run_once()
-    assert octavia.statuses == [BARRIER], "the load balancer stays closed while a child may still be told"
+    assert octavia.statuses == [BARRIER], "the load balancer stays PENDING while a report of a child is due"
     give_up(reporter)
     reporter.run_once()
     assert octavia.statuses == [BARRIER, ACTIVE]
@@ -212,7 +212,7 @@ def test_a_refused_status_blocks_no_other(intents, database, reporter, octavia):
     assert octavia.statuses[-1] == {"listeners": [{"id": "li", "provisioning_status": "ACTIVE"}]}
 
 
-def test_a_passing_trouble_is_tried_again_soon(intents, database, reporter, octavia):
+def test_a_temporary_refusal_is_retried_soon(intents, database, reporter, octavia):
     intents.create_load_balancer(TREE, read_back=False)
     intents.create_object(Kind.LISTENER, LISTENER)
     serve(database, 2)
@@ -227,11 +227,11 @@ def test_a_passing_trouble_is_tried_again_soon(intents, database, reporter, octa
 
 
 def give_up(reporter):
-    """As if the child had been refused for a while."""
+    """Act as after repeated refusals of the child."""
     reporter._refused = {"li": (time.monotonic() + 60, 60.0)}
 
 
-def test_nothing_is_lost_while_octavia_is_away(intents, database, reporter, octavia):
+def test_no_report_is_lost_while_octavia_is_unavailable(intents, database, reporter, octavia):
     intents.create_load_balancer(TREE, read_back=False)
     reporter.run_once()
     octavia.stop()
@@ -243,7 +243,7 @@ def test_nothing_is_lost_while_octavia_is_away(intents, database, reporter, octa
     assert octavia.statuses[-1] == ACTIVE
 
 
-def test_only_one_reporter_speaks(intents, database, conf, reporter, octavia):
+def test_only_one_reporter_sends_reports(intents, database, conf, reporter, octavia):
     intents.create_load_balancer(TREE, read_back=False)
     reporter.run_once()
     other = Reporter(conf, database)
@@ -252,7 +252,7 @@ def test_only_one_reporter_speaks(intents, database, conf, reporter, octavia):
     assert octavia.statuses == [BARRIER]
 
 
-def test_former_reporter_sends_no_report(intents, database, conf, reporter, octavia, monkeypatch):
+def test_a_former_reporter_sends_no_report(intents, database, conf, reporter, octavia, monkeypatch):
     monkeypatch.setattr(module, "_MAX_ROWS", 1)
     intents.create_load_balancer(TREE, read_back=False)
     intents.create_object(Kind.LISTENER, LISTENER)
@@ -261,7 +261,7 @@ def test_former_reporter_sends_no_report(intents, database, conf, reporter, octa
     octavia.statuses.clear()
 
     class Slow:
-        """octavia_lib's client; while it speaks, its reporter's duty passes to another one."""
+        """octavia_lib's client; during its call another reporter takes the duty."""
 
         def update_loadbalancer_status(self, said):
             library.update_loadbalancer_status(said)
@@ -273,9 +273,7 @@ def test_former_reporter_sends_no_report(intents, database, conf, reporter, octa
     assert octavia.statuses == [{"listeners": [{"id": "li", "provisioning_status": "ACTIVE"}]}]
 
 
-def test_a_process_that_was_stopped_after_it_read_statuses_does_not_send_them(
-    intents, database, reporter, octavia, monkeypatch
-):
+def test_a_reporter_suspended_after_its_query_sends_no_old_statuses(intents, database, reporter, octavia, monkeypatch):
     intents.create_load_balancer(TREE, read_back=False)
     reporter.run_once()
     serve(database, 1)
@@ -284,7 +282,7 @@ def test_a_process_that_was_stopped_after_it_read_statuses_does_not_send_them(
 
     def read_and_stop(connection, *arguments):
         found = read(connection, *arguments)
-        # Meanwhile another process has the duty, and has sent newer ones.
+        # Meanwhile another process has the duty and has sent newer statuses.
         connection.execute(duty.update().values(owner="another", leased_until=time.time() + 90))
         reporter._held_until = 0.0
         return found
@@ -295,8 +293,8 @@ def test_a_process_that_was_stopped_after_it_read_statuses_does_not_send_them(
     assert octavia.statuses == []
 
 
-def test_the_duty_stays_where_something_is_being_said(intents, database, conf, reporter, octavia, monkeypatch):
-    """Octavia may take half a minute: it would hear this after what the next one says."""
+def test_the_duty_is_kept_during_a_report(intents, database, conf, reporter, octavia, monkeypatch):
+    """Octavia may take half a minute: an early successor's newer report would arrive first."""
     monkeypatch.setattr(process_registry, "HEARTBEAT_INTERVAL", 0.05)
     intents.create_load_balancer(TREE, read_back=False)
     reporter.run_once()
@@ -318,18 +316,18 @@ def test_the_duty_stays_where_something_is_being_said(intents, database, conf, r
         assert heard.wait(60)
         before, deadline = until(), time.monotonic() + 60
         while until() < before + 0.5:
-            assert time.monotonic() < deadline, "it is not kept"
+            assert time.monotonic() < deadline, "the duty is not kept for ever"
             time.sleep(0.01)
         assert not Reporter(conf, database)._acquire_duty()
     finally:
         answered.set()
         thread.join(60)
     assert octavia.statuses[-1] == ACTIVE
-    assert Reporter(conf, database)._acquire_duty(), "a clean end returns the duty"
+    assert Reporter(conf, database)._acquire_duty(), "a clean shutdown releases the duty"
 
 
-def test_reporter_without_octavia_gives_up_its_duty(intents, database, conf, reporter, octavia):
-    """Its host's agent is gone, or has hung; those of other hosts have not."""
+def test_a_reporter_without_octavia_releases_its_duty(intents, database, conf, reporter, octavia):
+    """The driver agent of its host has ended or hangs; those of other hosts run."""
     intents.create_load_balancer(TREE, read_back=False)
     reporter.try_run_once()
     other = Reporter(conf, database)
@@ -338,12 +336,12 @@ def test_reporter_without_octavia_gives_up_its_duty(intents, database, conf, rep
     reporter.try_run_once()
     octavia.start()
     reporter.try_run_once()
-    assert octavia.statuses == [BARRIER], "it leaves time for others"
+    assert octavia.statuses == [BARRIER], "the reporter leaves time for other reporters"
     other.try_run_once()
     assert octavia.statuses == [BARRIER, ACTIVE]
 
 
-def test_without_others_it_goes_on_itself(intents, database, conf, reporter, octavia):
+def test_a_single_reporter_continues_itself(intents, database, conf, reporter, octavia):
     conf.set_override("poll_interval", 0.05, "amp_queue")
     intents.create_load_balancer(TREE, read_back=False)
     reporter.try_run_once()
@@ -353,11 +351,11 @@ def test_without_others_it_goes_on_itself(intents, database, conf, reporter, oct
     octavia.start()
     deadline = time.monotonic() + 60
     while octavia.statuses != [BARRIER, ACTIVE]:
-        assert time.monotonic() < deadline, "it has not taken the duty again"
+        assert time.monotonic() < deadline, "the reporter has not taken the duty again"
         time.sleep(reporter.try_run_once())
 
 
-def test_lost_duty_ends_a_round(intents, database, reporter, octavia, monkeypatch):
+def test_a_lost_duty_ends_a_round(intents, database, reporter, octavia, monkeypatch):
     intents.create_load_balancer(TREE, read_back=False)
     turns = iter([True, False, False, False])
     monkeypatch.setattr(reporter, "_acquire_duty", lambda: next(turns))
@@ -365,7 +363,7 @@ def test_lost_duty_ends_a_round(intents, database, reporter, octavia, monkeypatc
     assert (octavia.statuses, row(database).committed) == ([], 0)
 
 
-def test_statistics_are_totals_over_every_amphora_there_ever_was(intents, database, reporter, octavia):
+def test_statistics_are_totals_over_all_former_and_current_amphorae(intents, database, reporter, octavia):
     intents.create_load_balancer(TREE, read_back=False)
 
     def numbers(amphora_id, total, active):

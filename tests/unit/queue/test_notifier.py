@@ -12,15 +12,15 @@ from amphora_driver.queue import local_socket, notifier
 
 
 @pytest.fixture
-def deaf_broker():
-    """It takes connections and never says a word."""
+def silent_broker():
+    """A broker that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"amqp://guest:guest@127.0.0.1:{listener.getsockname()[1]}//"
 
 
 @pytest.fixture
 def tmp_path(tmp_path_factory):
-    """A short one: there are sockets in it, and a path of theirs has 107 characters at the most."""
+    """A short folder name: the path of a socket has at most 107 characters."""
     return tmp_path_factory.mktemp("t")
 
 
@@ -31,18 +31,18 @@ def configured(tmp_path, url, engine="celery"):
 
 
 @pytest.fixture
-def publisher(deaf_broker):
-    publisher = notifier.Publisher(deaf_broker, most=3)
+def publisher(silent_broker):
+    publisher = notifier.Publisher(silent_broker, most=3)
     yield publisher
     publisher.close()
 
 
-def test_unpublishable_hint_is_dropped_without_a_wait(publisher):
+def test_an_unpublishable_hint_is_dropped_without_a_wait(publisher):
     begun = time.monotonic()
     left = [publisher.enqueue(local_socket.CONTROLLER, f"lb{number}") for number in range(1000)]
-    # Nothing of the network is in this way: a thousand are some milliseconds. The bound is for a busy machine.
+    # No network is involved: 1,000 hints take a few milliseconds. The bound allows for a busy machine.
     assert time.monotonic() - begun < 2
-    # One may be on its way already.
+    # One hint may be with the publisher already.
     assert 3 <= sum(left) <= 4
 
 
@@ -52,12 +52,12 @@ def test_a_load_balancer_is_queued_once(publisher):
     assert len(publisher._waiting) <= 2
 
 
-def test_the_host_is_woken_whatever_the_broker_does(tmp_path, deaf_broker):
-    conf = configured(tmp_path, deaf_broker)
+def test_the_local_controller_is_woken_if_the_broker_fails(tmp_path, silent_broker):
+    conf = configured(tmp_path, silent_broker)
     with local_socket.WakeupSocket(conf.amp_queue.socket_dir, local_socket.CONTROLLER) as bell:
         notifier.notify(conf, local_socket.CONTROLLER, "lb")
         assert bell.wait(5)
-    notifier._publishers.pop(deaf_broker).close()
+    notifier._publishers.pop(silent_broker).close()
 
 
 def test_the_embedded_engine_needs_no_broker(tmp_path):
@@ -68,15 +68,15 @@ def test_the_embedded_engine_needs_no_broker(tmp_path):
         pass
 
 
-def test_a_forked_process_has_a_publisher_of_its_own(tmp_path, deaf_broker):
-    conf = configured(tmp_path, deaf_broker)
+def test_a_forked_process_has_its_own_publisher(tmp_path, silent_broker):
+    conf = configured(tmp_path, silent_broker)
     notifier.notify(conf, local_socket.CONTROLLER, "lb")
     context = multiprocessing.get_context("fork")
-    child = context.Process(target=_tells, args=(conf, deaf_broker))
+    child = context.Process(target=_tells, args=(conf, silent_broker))
     child.start()
     child.join(60)
     assert child.exitcode == 0
-    notifier._publishers.pop(deaf_broker).close()
+    notifier._publishers.pop(silent_broker).close()
 
 
 def _tells(conf, url):
@@ -85,6 +85,6 @@ def _tells(conf, url):
     assert notifier._publishers[url]._thread.is_alive()
 
 
-def test_the_broker_and_its_password_are_no_secret_told():
+def test_the_log_names_the_broker_without_its_password():
     (option,) = [one for one in config.GROUPS["amp_queue"] if one.name == "broker_url"]
     assert option.secret

@@ -21,7 +21,7 @@ with ProcessLock(*sys.argv[1:]):
 
 @pytest.fixture
 def other(tmp_path):
-    """Another process that is there, by its name."""
+    """Start another process that holds its lock under this name."""
     name = "some host/1:77:abc"
     with subprocess.Popen([sys.executable, "-c", LIVE, str(tmp_path), name], stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"here\n"
@@ -29,7 +29,7 @@ def other(tmp_path):
         process.kill()
 
 
-def test_live_process_is_kept_and_a_killed_one_is_found(tmp_path, other):
+def test_a_live_process_is_kept_and_a_killed_one_is_found(tmp_path, other):
     process, name = other
     freed = []
     with ProcessLock(str(tmp_path), "me") as presence:
@@ -38,11 +38,11 @@ def test_live_process_is_kept_and_a_killed_one_is_found(tmp_path, other):
         process.wait(10)
         assert presence.reap_dead(freed.append) == [name]
         assert freed == [name]
-        assert presence.reap_dead(freed.append) == [], "once"
-    assert list(tmp_path.iterdir()) == [], "and nothing is left of those that end"
+        assert presence.reap_dead(freed.append) == [], "the killed process is reported once"
+    assert list(tmp_path.iterdir()) == [], "no file of an ended process remains"
 
 
-def test_a_dead_process_whose_jobs_stay_is_found_again(tmp_path, other):
+def test_a_dead_process_with_remaining_jobs_is_found_again(tmp_path, other):
     process, name = other
     process.kill()
     process.wait(10)
@@ -56,8 +56,8 @@ def test_a_dead_process_whose_jobs_stay_is_found_again(tmp_path, other):
         assert presence.reap_dead(lambda _: None) == [name]
 
 
-def test_process_of_another_kernel_is_ignored(tmp_path):
-    """Another host has the directory mounted, and its locks do not reach here: its file looks like a dead one's."""
+def test_a_process_of_another_kernel_is_ignored(tmp_path):
+    """Another host mounts the directory, and locks are local: its file looks like that of a dead process."""
     command = [sys.executable, "-c", LIVE, str(tmp_path), "far", "0b9d1c52-7f0e-4a55-9f0c-2f6f3a1f9c11"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"here\n"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a lease is given back: waiting, giving way, after a failure; and what makes its load balancer due earlier."""
+"""The release of a lease after waits, pre-emption and failures, and requests that make a job due earlier."""
 
 import time
 
@@ -40,7 +40,7 @@ def row(database):
     return database.read(lambda c: c.execute(sa.select(job)).one())
 
 
-def test_waiting_job_is_due_later_without_an_attempt(database, jobs):
+def test_a_waiting_job_is_due_later_without_an_attempt(database, jobs):
     database.write(lambda c: c.execute(job.update().values(attempts=3, error="before")))
     before = time.time()
     jobs.defer(jobs.claim(), 1, 30.0)
@@ -58,28 +58,28 @@ def test_a_due_job_is_claimed(database, jobs):
     assert jobs.claim() is not None
 
 
-def test_more_is_wanted_meanwhile(database, jobs):
+def test_a_request_during_the_job_makes_it_due(database, jobs):
     lease = jobs.claim()
     RequestRecorder(database, lambda node: None).delete_load_balancer(LB)
     jobs.defer(lease, 1, 30.0)
     assert jobs.claim() is not None
 
 
-def test_the_rest_of_the_tree_has_come_meanwhile(database, jobs):
+def test_a_read_back_during_the_job_makes_it_due(database, jobs):
     lease = jobs.claim()
     database.write(lambda c: c.execute(job.update().values(read_back=False)))
     jobs.defer(lease, 1, 30.0, readable=False)
     assert jobs.claim() is not None
 
 
-def test_preempted_job_is_due_at_once(database, jobs):
+def test_a_preempted_job_is_due_at_once(database, jobs):
     database.write(lambda c: c.execute(job.update().values(attempts=3)))
     jobs.yield_lease(jobs.claim())
     lease = jobs.claim()
     assert lease.attempts == 3
 
 
-def test_a_failure_does_not_keep_what_was_asked_for_meanwhile_waiting(database, jobs):
+def test_a_failure_does_not_delay_a_request_made_during_the_job(database, jobs):
     lease = jobs.claim()
     jobs.retry_later(lease, 30.0, "no", 1)
     assert (row(database).attempts, jobs.claim()) == (1, None)
@@ -87,7 +87,7 @@ def test_a_failure_does_not_keep_what_was_asked_for_meanwhile_waiting(database, 
     lease = jobs.claim()
     RequestRecorder(database, lambda node: None).delete_load_balancer(LB)
     jobs.retry_later(lease, 30.0, "no", 1)
-    assert row(database).attempts == 0, "no process has tried the deletion"
+    assert row(database).attempts == 0, "no controller has tried the deletion"
     assert jobs.claim() is not None
 
 
@@ -97,7 +97,7 @@ def test_failed_jobs_yield_to_new_ones(database, jobs):
     assert jobs.claim() is not None
 
 
-def test_the_leases_of_one_that_died_are_free(database, jobs):
+def test_the_leases_of_a_dead_process_are_free(database, jobs):
     lease = Jobs(database, "dead", 60.0).claim()
     assert jobs.release_leases("dead") == 1
     assert jobs.claim().epoch == lease.epoch + 1
@@ -105,7 +105,7 @@ def test_the_leases_of_one_that_died_are_free(database, jobs):
         Jobs(database, "dead", 60.0).yield_lease(lease)
 
 
-def test_crash_loop_runs_after_other_jobs(database, jobs):
+def test_a_crash_loop_runs_after_other_jobs(database, jobs):
     Jobs(database, "dead", 60.0).claim()
     another = msgspec.structs.replace(TREE, id="another")
     RequestRecorder(database, lambda node: None).create_load_balancer(another, read_back=True)
@@ -126,14 +126,14 @@ def crashes(database):
     return row(database).crashes
 
 
-def test_deaths_are_counted_however_they_are_noticed(database, jobs):
+def test_crashes_are_counted_however_they_are_detected(database, jobs):
     Jobs(database, "dead", 60.0).claim()
     jobs.release_leases("dead")
     assert crashes(database) == 1
     late = Jobs(database, "late", 0.0).claim()
     assert late.crashes == 1
     lease = jobs.claim()
-    assert (lease.crashes, crashes(database)) == (2, 2), "it has lost its lease, whatever it does now"
+    assert (lease.crashes, crashes(database)) == (2, 2), "the dead process has lost its lease"
 
 
 @pytest.mark.parametrize(
@@ -146,22 +146,22 @@ def test_deaths_are_counted_however_they_are_noticed(database, jobs):
         lambda j, one, database: database.write(lambda c: guard_lease(c, one)),
         lambda j, one, database: database.write(lambda c: guard_lease(c, one, applied=1)),
     ],
-    ids=["finished", "waits", "gives way", "failed", "marked", "applied"],
+    ids=["finished", "waits", "preempted", "failed", "marked", "applied"],
 )
-def test_surviving_job_is_no_crash(database, jobs, lives):
+def test_a_surviving_job_is_no_crash(database, jobs, lives):
     database.write(lambda c: c.execute(job.update().values(crashes=3)))
     lives(jobs, jobs.claim(), database)
     assert crashes(database) == 0
 
 
-def test_clean_end_counts_no_attempt(database, jobs):
+def test_a_clean_end_counts_no_attempt(database, jobs):
     jobs.claim()
     assert jobs.release_leases() == 1
     assert (row(database).attempts, crashes(database)) == (0, 0)
 
 
 @pytest.mark.parametrize("give_back", [lambda j, one: j.defer(one, 1, 1.0), lambda j, one: j.yield_lease(one)])
-def test_a_late_one_gives_nothing_back(database, jobs, give_back):
+def test_a_former_owner_releases_nothing(database, jobs, give_back):
     lease = jobs.claim()
     database.write(lambda c: c.execute(job.update().values(owner="another", epoch=9)))
     with pytest.raises(LeaseLost):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real databases with the real schema: SQLite everywhere, and servers where statements mean something else there."""
+"""Real databases with the real schema: SQLite for all tests, and servers for statements that differ there."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ from amphora_driver.database.tables_fleet import metadata
 
 @pytest.fixture(scope="session")
 def mariadb_url():
-    """A database of MariaDB's with the schema; one server for all tests."""
+    """A MariaDB database with the schema; all tests share one server."""
     if os.geteuid() != 0 or not (shutil.which("mariadbd") or shutil.which("mariadbd", path="/usr/sbin")):
         pytest.skip("needs root and mariadbd")
     with mariadb.server("store") as (url,):
@@ -26,7 +26,7 @@ def mariadb_url():
 
 @pytest.fixture(scope="session")
 def postgresql_url():
-    """A database of PostgreSQL's with the schema; one server for all tests."""
+    """A PostgreSQL database with the schema; all tests share one server."""
     if postgresql.missing():
         pytest.skip(postgresql.missing())
     with postgresql.server("store") as (url,):
@@ -50,7 +50,7 @@ def database(sqlite_database):
 
 @pytest.fixture(params=["sqlite", "mariadb", "postgresql"])
 def any_database(request):
-    """One after the other; empty."""
+    """Each supported database in turn, empty."""
     if request.param == "sqlite":
         yield request.getfixturevalue("sqlite_database")
         return

@@ -95,7 +95,7 @@ def _secret(object_id, purpose, ref):
 
 
 def rows(seal):
-    """The rows by table. `seal` encrypts a secret for its location."""
+    """Return the rows by table. `seal` encrypts a secret for its location."""
     vip = {"address": "198.51.100.5", "subnet_id": SUBNET, "network_id": NETWORK, "port_id": PORT}
     return {
         "local_network": [{"id": NETWORK, "name": "vip", "bridge": "br-vip", "mtu": 1500}],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is written in bulk about amphorae."""
+"""Bulk writes of heartbeats and states of amphorae."""
 
 import msgspec
 import pytest
@@ -31,7 +31,7 @@ def seen(database, *reports):
     return database.read(amphorae.last_heartbeats)
 
 
-def test_the_greater_place_stays(database):
+def test_the_later_heartbeat_stays(database):
     record(database, "a", "b")
     assert seen(database, heard("b", 1, 5), heard("a", 1, 9)) == {"a": (1, 9), "b": (1, 5)}
     assert seen(database, heard("a", 1, 8), heard("b", 2, 1)) == {"a": (1, 9), "b": (2, 1)}
@@ -54,10 +54,10 @@ def test_latest_report_names_the_vip_holder(database):
         assert (one.holds_vip, one.heard_at) == (said, 1000.5 + sequence)
         assert other.holds_vip is None
     seen(database, msgspec.structs.replace(heard("a", 1, 0), holds_vip=False))
-    assert database.read(lambda c: amphorae.load_amphorae(c, "lb"))[0].holds_vip, "that came late"
+    assert database.read(lambda c: amphorae.load_amphorae(c, "lb"))[0].holds_vip, "a late heartbeat does not count"
 
 
-def test_how_long_connections_go_on(database):
+def test_the_remaining_drain_time(database):
     record(database, "a")
     assert database.read(lambda c: amphorae.load_amphorae(c, "lb"))[0].drains_until is None
     until = 1795291234.123456
@@ -66,17 +66,17 @@ def test_how_long_connections_go_on(database):
     assert (one.handed_over, one.drains_until) == (True, until)
 
 
-def test_an_amphora_that_is_gone_leaves_no_row(database):
+def test_a_removed_amphora_leaves_no_row(database):
     record(database, "a")
     assert seen(database, heard("a", 1, 1), heard("gone", 1, 1)) == {"a": (1, 1)}
     database.write(lambda c: amphorae.delete_amphora(c, "a"))
     assert seen(database, heard("a", 1, 2)) == {}
 
 
-def test_two_that_hear_an_amphora_for_the_first_time_in_one_moment(database, monkeypatch):
+def test_two_health_managers_insert_the_first_heartbeat_at_once(database, monkeypatch):
     record(database, "a")
     seen(database, heard("a", 1, 5))
-    # As the second of them saw it before the first one's commit.
+    # The second health manager has read the rows before the first one's commit.
     nothing = sa.select(amphora_heartbeat.c.amphora_id).where(sa.false()).scalar_subquery()
     stale = sa.select(sa.literal("a").label("id"), nothing.label("amphora_id")).where(
         sa.literal("a").in_(sa.bindparam("ids", expanding=True))
@@ -86,7 +86,7 @@ def test_two_that_hear_an_amphora_for_the_first_time_in_one_moment(database, mon
     assert seen(database, heard("a", 1, 6)) == {"a": (1, 6)}
 
 
-def test_many_at_once(database):
+def test_many_heartbeats_are_written_at_once(database):
     names = [f"a{number:04}" for number in range(1100)]
 
     def write(connection):

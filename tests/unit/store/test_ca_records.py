@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Authorities as rows: one rotation at a time, steps that happen once, keys that are erased; on every database."""
+"""CAs as rows: one rotation at a time, steps that happen once, erased keys; on every database."""
 
 import pytest
 import sqlalchemy as sa
@@ -27,14 +27,16 @@ def record(database, number, **more):
     database.write(lambda c: c.execute(amphora.insert().values(**row, created_at=0.0, confirmed=1, **more)))
 
 
-def test_a_rotation_from_its_beginning_to_its_end(any_database):
+def test_a_complete_ca_rotation(any_database):
     record(any_database, 1, management_address="203.0.113.1", certificate_expires_at=300.0)
     new = begin(any_database)
     old, coming = any_database.read(ca_records.list_cas)
     assert (coming.id, coming.state, coming.sealed_key) == (new, CaState.NEXT, b"sealed")
     assert (old.state, old.certificate, old.sealed_key) == (CaState.CURRENT, b"of the files", None)
     (one,) = any_database.read(ca_records.list_amphora_certificates)
-    assert (one.amphora_id, one.authority, one.ready) == ("a1", old.id, False), "the one of the files has signed it"
+    assert (one.amphora_id, one.authority, one.ready) == ("a1", old.id, False), (
+        "the CA from the files has signed the certificate"
+    )
     with pytest.raises(Conflict, match="has not ended"):
         begin(any_database)
     moves = {coming: CaState.CURRENT, old: CaState.FORMER}
@@ -47,7 +49,9 @@ def test_a_rotation_from_its_beginning_to_its_end(any_database):
         assert any_database.write(lambda c, row=old, to=state: ca_records.change_ca_states(c, {row: to}, 300.0))
     assert states(any_database) == {old.id: CaState.GONE, new: CaState.CURRENT}
     third = begin(any_database, now=400.0)
-    assert states(any_database) == {old.id: CaState.GONE, new: CaState.CURRENT, third: CaState.NEXT}, "no file any more"
+    assert states(any_database) == {old.id: CaState.GONE, new: CaState.CURRENT, third: CaState.NEXT}, (
+        "the next rotation uses no files"
+    )
     by_id = {row.id: row for row in any_database.read(ca_records.list_cas)}
     steps = {by_id[third]: CaState.CURRENT, by_id[new]: CaState.GONE}
     assert any_database.write(lambda c: ca_records.change_ca_states(c, steps, 500.0))
@@ -57,7 +61,7 @@ def test_a_rotation_from_its_beginning_to_its_end(any_database):
     assert {row.id: row.sealed_key is None for row in keys} == {old.id: True, new: True, third: False}
 
 
-def test_each_kind_for_itself(any_database):
+def test_each_ca_kind_rotates_independently(any_database):
     first, second = begin(any_database, CaKind.AMPHORA), begin(any_database, CaKind.CONTROLLER)
     found = any_database.read(ca_records.list_cas)
     assert {(one.kind, one.state) for one in found} == {
@@ -66,7 +70,7 @@ def test_each_kind_for_itself(any_database):
     assert first != second
 
 
-def test_the_end_of_each_ca(database):
+def test_the_expiry_of_each_ca(database):
     assert database.read(lambda c: ca_records.read_certificate_expiries(c, 0.0)) == ca_records.CertificateExpiries(
         authorities=(), amphorae=None, expired=0
     )
@@ -78,7 +82,7 @@ def test_the_end_of_each_ca(database):
     assert (found.amphorae, found.expired) == (200.0, 1)
 
 
-def test_only_load_balancers_that_are_left_alone_are_made_due(database):
+def test_only_idle_load_balancers_are_made_due(database):
     def put(connection):
         for name, more in {"quiet": {}, "failing": {"dirty": True}, "owned": {"owner": "me"}}.items():
             row = {"load_balancer_id": name, "op": "apply", "generation": 1, "dirty": False, "due_at": 7.0, **more}

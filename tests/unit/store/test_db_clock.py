@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A change of the database clock makes no row old and delays no process."""
+"""A jump of the database clock makes no row old and delays no process."""
 
 import math
 import time
@@ -31,7 +31,7 @@ def rows(database):
     return {row.load_balancer_id: row for row in found}
 
 
-def test_pauses_and_leases_of_a_clock_that_was_ahead_end_at_once(database):
+def test_due_times_and_leases_of_a_fast_clock_are_shortened(database):
     now = database.now()
     add(database, "paused", due_at=now + HOUR)
     add(database, "leased", due_at=0.0, owner="dead", leased_until=now + HOUR)
@@ -40,7 +40,7 @@ def test_pauses_and_leases_of_a_clock_that_was_ahead_end_at_once(database):
     assert one.clamp_due_times(LONGEST) == 2
     assert one.claim().load_balancer_id == "paused"
     left = rows(database)["leased"]
-    assert (left.owner, left.epoch) == ("dead", 4), "a living owner continues"
+    assert (left.owner, left.epoch) == ("dead", 4), "the owner keeps its lease"
     assert left.leased_until == pytest.approx(now + 15.0, abs=5.0)
 
 
@@ -54,21 +54,21 @@ def test_late_leases_are_kept(database):
     assert rows(database) == before
 
 
-def test_a_duty_that_is_held_by_a_clock_that_was_ahead_is_free(database):
+def test_a_duty_held_by_a_fast_clock_is_free(database):
     def hold(owner):
         return jobs.acquire_duty(database, "x", owner, 10.0)
 
     assert hold("one")
     assert not hold("two")
     database.write(lambda c: c.execute(duty.update().values(leased_until=clock.now(c) + 90.0)))
-    assert not hold("two"), "so long it may be, where the other one has other options"
+    assert not hold("two"), "another process may have a longer lease time configured"
     database.write(lambda c: c.execute(duty.update().values(leased_until=clock.now(c) + HOUR)))
     assert hold("two")
     assert not hold("one")
 
 
 class Times:
-    """What the time module says."""
+    """Fake values of the time module."""
 
     def __init__(self, monkeypatch):
         self.wall, self.steady, self.took = 2e9, 500.0, 0.0
@@ -97,7 +97,7 @@ def local(tmp_path):
 
 
 @pytest.mark.parametrize("ahead", [HOUR, -HOUR, 3.0])
-def test_a_clock_that_is_set_has_gone_evenly_since(times, local, caplog, ahead):
+def test_after_a_clock_jump_the_seconds_since_it_are_counted(times, local, caplog, ahead):
     local.now()
     times.go(70.0)
     assert local.seconds_since_clock_jump() == math.inf
@@ -115,21 +115,21 @@ def test_a_slewed_clock_is_no_jump(times, local):
         assert local.seconds_since_clock_jump() == math.inf
 
 
-def test_a_process_that_stood_still_while_it_looked_has_seen_nothing(times, local):
+def test_a_suspended_process_sees_no_clock_jump(times, local):
     local.now()
     times.took = 50.0
     assert local.seconds_since_clock_jump() == math.inf
 
 
-def test_the_clock_of_a_server(monkeypatch, times):
-    """It is asked every half minute: what it is ahead by then."""
+def test_the_clock_offset_of_a_server(monkeypatch, times):
+    """The offset is queried every half minute and added to the local clock."""
     ahead = 1000.0
     database = engine.Database("postgresql+psycopg://user@nowhere/nothing")
     monkeypatch.setattr(database, "read", lambda _: times.steady + ahead)
     assert database.now() == times.steady + 1000.0
     ahead += HOUR
     times.go(10.0)
-    assert database.seconds_since_clock_jump() == math.inf, "nor does it say another time"
+    assert database.seconds_since_clock_jump() == math.inf, "the offset is not queried yet"
     times.go(25.0)
     assert database.now() == times.steady + 1000.0 + HOUR
     assert database.seconds_since_clock_jump() == 0.0
@@ -137,5 +137,5 @@ def test_the_clock_of_a_server(monkeypatch, times):
     assert database.seconds_since_clock_jump() == 100.0
 
 
-def test_now_is_not_far_from_it(local):
+def test_now_is_close_to_the_system_clock(local):
     assert local.now() == pytest.approx(time.time(), abs=1.0)

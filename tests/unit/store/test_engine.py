@@ -33,7 +33,7 @@ def test_no_update_of_several_processes_is_lost(database):
     assert database.read(lambda c: c.execute(sa.select(duty.c.epoch)).scalar_one()) == 200
 
 
-def test_a_failed_transaction_leaves_nothing_and_the_lock_free(database):
+def test_a_failed_transaction_leaves_no_change_and_no_lock(database):
     def half(connection):
         connection.execute(duty.insert().values(name="x", owner="", epoch=0, leased_until=0.0))
         raise RuntimeError("in the middle")
@@ -44,27 +44,27 @@ def test_a_failed_transaction_leaves_nothing_and_the_lock_free(database):
     database.write(lambda c: c.execute(duty.insert().values(name="x", owner="", epoch=0, leased_until=0.0)))
 
 
-def test_a_reader_waits_for_no_writer(database):
+def test_a_reader_does_not_wait_for_a_writer(database):
     with database.engine.begin() as writing:
         writing.execute(duty.insert().values(name="x", owner="", epoch=0, leased_until=0.0))
         assert database.read(lambda c: c.execute(sa.select(duty)).all()) == []
     assert len(database.read(lambda c: c.execute(sa.select(duty)).all())) == 1
 
 
-def test_an_error_of_the_database_says_what_was_wanted(database):
+def test_a_database_error_names_the_statement(database):
     with pytest.raises(StoreError, match="write to the database"):
         database.write(lambda c: c.exec_driver_sql("INSERT INTO nowhere VALUES (1)"))
 
 
 def test_an_open_transaction_is_rolled_back_on_return(mariadb_url, monkeypatch):
-    """And what was ended is not ended once more."""
+    """A transaction that has ended is not rolled back again."""
     undone = []
     rollback = pymysql.connections.Connection.rollback
     monkeypatch.setattr(pymysql.connections.Connection, "rollback", lambda self: (undone.append(self), rollback(self)))
     database = Database(mariadb_url)
     row = {"name": "open", "owner": "me", "epoch": 1, "leased_until": 0.0}
     database.write(lambda connection: connection.execute(duty.insert().values(**row)))
-    undone.clear()  # the first connection is tried out
+    undone.clear()  # the connection pool tests the first connection
     database.read(lambda connection: connection.execute(sa.select(duty)).all())
     database.write(lambda connection: connection.execute(duty.update().values(epoch=1)))
     assert undone == []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fail-overs of long ago are forgotten, with their time lines, and nothing else is."""
+"""Old fail-overs are removed with their events, and other rows stay."""
 
 import sqlalchemy as sa
 
@@ -16,14 +16,14 @@ def add(connection, number, ended):
         failovers.finish_failovers(connection, "lb", FailoverOutcome.DONE, ended, f"am{number}")
 
 
-def test_fail_overs_are_forgotten_in_chunks_with_their_time_lines(any_database):
+def test_old_failovers_are_removed_in_chunks_with_their_events(any_database):
     for number, ended in enumerate((10.0, 20.0, 30.0, 200.0, None)):
         any_database.write(lambda c, number=number, ended=ended: add(c, number, ended))
 
-    def tidy():
+    def purge():
         return any_database.write(lambda c: failovers.purge_old_failovers(c, 100.0, limit=2))
 
-    assert (tidy(), tidy(), tidy()) == (True, False, False)
+    assert (purge(), purge(), purge()) == (True, False, False)
     left = any_database.read(lambda c: c.execute(sa.select(failover.c.id, failover.c.amphora_id)).all())
     assert {row.amphora_id for row in left} == {"am3", "am4"}
     events = any_database.read(lambda c: c.execute(sa.select(failover_event.c.failover_id).distinct()).scalars().all())

@@ -16,7 +16,7 @@ VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1"
 
 @pytest.fixture
 def database(any_database):
-    """Statements that set one column from another mean something else on MariaDB."""
+    """Each database, because MariaDB evaluates assignments from other columns differently."""
     return any_database
 
 
@@ -26,7 +26,7 @@ def intents(database):
 
 
 def made(database, intents, name="lb", **columns):
-    """A load balancer that is served, and of which Octavia has heard everything."""
+    """Record a load balancer that is served and fully reported to Octavia."""
     intents.create_load_balancer(LoadBalancer(id=name, project_id="demo", vip=VIP), read_back=False)
     values = {"committed": 1, "applied": 1, "dirty": False, **columns}
 
@@ -43,20 +43,20 @@ def row(database, name="lb"):
 
 
 @pytest.mark.parametrize(("committed", "after"), [(1, 2), (0, 0)])
-def test_committed_generations_stay(database, intents, committed, after):
+def test_a_committed_generation_stays_committed(database, intents, committed, after):
     made(database, intents, committed=committed)
     database.write(lambda c: generations.bump_generation(c, "lb", 1))
     assert (row(database).generation, row(database).committed) == (2, after)
 
 
-def test_a_generation_that_was_taken_meanwhile_is_not_taken_twice(database, intents):
+def test_a_concurrent_generation_is_not_assigned_twice(database, intents):
     made(database, intents)
     for _ in range(2):
         database.write(lambda c: generations.bump_generation(c, "lb", 1))
     assert row(database).generation == 2
 
 
-def test_no_report_is_sent(database, intents):
+def test_a_generation_without_a_request_sends_no_report(database, intents):
     made(database, intents)
     database.write(lambda c: generations.bump_generation(c, "lb", 1))
     database.write(lambda c: status_outbox.confirm_generation(c, "lb", 2, {}))
@@ -70,7 +70,7 @@ def rotate(database, now=1000.0, limit=10, following=b"following"):
 
 
 def keep(database, content=b"first", name="lb"):
-    """What ticket keys are made from, beside another secret of the same object."""
+    """Store the sealed state of the ticket keys beside another secret of the same object."""
     given = {
         ticket_secret_name(name): SealedSecret(content=content),
         SecretName(name, Purpose.CA, ""): SealedSecret(content=b"other"),
@@ -84,10 +84,10 @@ def kept(database, name="lb"):
     return found[ticket_secret_name(name)].content
 
 
-def test_ticket_keys_move_on_when_their_time_has_come(database, intents):
+def test_due_ticket_keys_move_on(database, intents):
     made(database, intents)
     keep(database)
-    assert rotate(database) == 0, "it never needed any"
+    assert rotate(database) == 0, "the load balancer uses no ticket keys"
     database.write(lambda c: generations.start_ticket_rotation(c, "lb", 1000.0))
     assert rotate(database, now=999.0) == 0
     assert kept(database) == b"first"
@@ -96,14 +96,14 @@ def test_ticket_keys_move_on_when_their_time_has_come(database, intents):
     assert (after.tickets, after.tickets_due) == (2, 1100.0)
     assert (after.generation, after.committed, after.applied, after.dirty) == (2, 2, 1, True)
     assert kept(database) == b"following"
-    assert rotate(database, now=5000.0) == 0, "not before it serves those"
+    assert rotate(database, now=5000.0) == 0, "the current keys are not served yet"
 
 
 @pytest.mark.parametrize(
     "meanwhile", [{"tickets": 2}, {"tickets_due": 2000.0}, {"dirty": True}, {"owner": "me:1"}, {"generation": 2}]
 )
-def test_a_state_that_is_in_use_by_then_is_not_overwritten(database, intents, meanwhile):
-    """Two processes rotate, or a push makes new keys, between reading the state and writing the next one."""
+def test_a_concurrently_used_ticket_state_is_not_overwritten(database, intents, meanwhile):
+    """Another process rotates the keys, or a push makes new ones, between the read and the write of the state."""
     made(database, intents, tickets=1, tickets_due=1.0)
     keep(database)
     (one,) = database.read(lambda c: generations.list_due_tickets(c, 1000.0, 10))
@@ -115,7 +115,7 @@ def test_a_state_that_is_in_use_by_then_is_not_overwritten(database, intents, me
 
 
 @pytest.mark.parametrize("content", [None, b"lost"])
-def test_without_a_state_that_follows_the_load_balancer_is_pushed(database, intents, content):
+def test_without_a_next_state_the_load_balancer_is_pushed(database, intents, content):
     made(database, intents, tickets=1, tickets_due=1.0)
     keep(database, content)
     assert rotate(database, following=None) == 1
@@ -123,12 +123,12 @@ def test_without_a_state_that_follows_the_load_balancer_is_pushed(database, inte
 
 
 @pytest.mark.parametrize("busy", [{"dirty": True}, {"owner": "me:1"}, {"op": "delete"}, {"generation": 2}])
-def test_a_load_balancer_in_progress_waits(database, intents, busy):
+def test_a_load_balancer_in_progress_keeps_its_ticket_keys(database, intents, busy):
     made(database, intents, tickets=1, tickets_due=1.0, **busy)
     assert rotate(database) == 0
 
 
-def test_not_all_at_once(database, intents):
+def test_the_number_of_ticket_rotations_is_limited(database, intents):
     for number in range(3):
         made(database, intents, f"lb{number}", tickets=1, tickets_due=float(number))
     assert rotate(database, limit=2) == 2

@@ -36,10 +36,10 @@ def test_two_controllers_never_own_the_same_load_balancer(database):
     assert two.claim() is None
     assert one.claim() is None
     one.complete(lease, 1)
-    assert two.claim() is not None, "what is wanted and not yet applied is due again"
+    assert two.claim() is not None, "a desired generation that is not applied is due again"
 
 
-def test_a_lease_that_ran_out_is_taken_over_and_its_former_owner_writes_nothing(database):
+def test_an_expired_lease_is_taken_over_and_its_former_owner_writes_nothing(database):
     add(database)
     one, two = jobs.Jobs(database, "one", 0.05), jobs.Jobs(database, "two", 30)
     old = one.claim()
@@ -57,7 +57,7 @@ def test_a_lease_that_ran_out_is_taken_over_and_its_former_owner_writes_nothing(
     assert (row(database).owner, row(database).epoch) == ("two", new.epoch)
 
 
-def test_a_newer_generation_accepted_meanwhile_makes_the_job_due_again(database):
+def test_a_request_accepted_during_a_job_makes_it_due_again(database):
     add(database)
     one = jobs.Jobs(database, "one", 30)
     lease = one.claim()
@@ -72,11 +72,11 @@ def test_a_newer_generation_accepted_meanwhile_makes_the_job_due_again(database)
 
 @pytest.mark.parametrize("end", ["finish", "finish for now", "wait", "postpone"])
 def test_urgent_mark_survives_the_end_of_a_job(database, end):
-    """On every database: some assign from left to right, and go on with what was assigned."""
+    """Each database, because some evaluate assignments from left to right."""
     add(database, applied=1, attempts=3, due_at=URGENT)
     one = jobs.Jobs(database, "one", 30)
     lease = one.claim()
-    assert row(database).due_at == 0.0, "what is urgent from now on is news"
+    assert row(database).due_at == 0.0, "the claim removes the urgent mark"
     assert not database.read(lambda c: jobs.check_lease(c, lease))[2]
     now = database.now()
     why = failovers.FailoverTrigger(cause=failovers.Cause.SILENT, reason="silent")
@@ -95,19 +95,19 @@ def test_urgent_mark_survives_the_end_of_a_job(database, end):
     assert one.claim() is not None
 
 
-def test_a_job_that_waits_for_the_tree_is_not_lost_when_it_comes_first(database):
+def test_a_read_back_that_ends_during_a_job_makes_it_due(database):
     add(database, read_back=True)
     one = jobs.Jobs(database, "one", 30)
     one.complete(one.claim(), 1)
-    assert one.claim() is None, "another process is next"
+    assert one.claim() is None, "the provider agent reads the tree first"
     database.write(lambda c: c.execute(job.update().values(read_back=True, dirty=True)))
     lease = one.claim()
     database.write(lambda c: c.execute(job.update().values(read_back=False, dirty=True)))
     one.complete(lease, 1)
-    assert one.claim() is not None, "it came while the job was ending"
+    assert one.claim() is not None, "the tree came during the job"
 
 
-def test_a_loss_at_the_end_of_a_job_makes_it_due(database):
+def test_a_lost_configuration_during_a_job_makes_it_due(database):
     add(database, applied=1)
     one = jobs.Jobs(database, "one", 30)
     lease = one.claim()
@@ -122,7 +122,7 @@ def test_a_loss_at_the_end_of_a_job_makes_it_due(database):
     assert one.claim() is None
 
 
-def test_retry_at_the_given_time(database):
+def test_a_job_is_due_again_at_the_given_time(database):
     add(database, applied=1)
     one = jobs.Jobs(database, "one", 30)
     later = time.time() + 60
@@ -131,7 +131,7 @@ def test_retry_at_the_given_time(database):
     assert one.next_due() == later
     database.write(lambda c: c.execute(job.update().values(due_at=time.time() - 1)))
     one.complete(one.claim(), 1)
-    assert one.claim() is None, "and not for ever"
+    assert one.claim() is None, "the due time counts once"
 
 
 def test_user_requests_do_not_wait_for_a_back_off(database):
@@ -143,7 +143,7 @@ def test_user_requests_do_not_wait_for_a_back_off(database):
     assert one.claim() is not None
 
 
-def test_only_what_is_worked_on_is_renewed(database):
+def test_only_leases_of_running_jobs_are_renewed(database):
     add(database)
     add(database, "forgotten")
     one = jobs.Jobs(database, "one", 30)
@@ -151,12 +151,12 @@ def test_only_what_is_worked_on_is_renewed(database):
     database.write(lambda c: c.execute(job.update().values(leased_until=1.0)))
     one.renew_leases({"lb"})
     two = jobs.Jobs(database, "two", 30)
-    assert two.claim().load_balancer_id == "forgotten", "a lease that could not be given back runs out"
+    assert two.claim().load_balancer_id == "forgotten", "a lease that was not released expires"
     assert two.claim() is None
 
 
-def test_a_loss_at_the_end_of_a_job_is_kept(database):
-    """`take_back` has both rows and is about to commit when the lease is given back: the job is due again."""
+def test_a_lost_configuration_at_the_end_of_a_job_makes_it_due(database):
+    """`take_back` has locked both rows and is about to commit while the controller releases the lease."""
     add(database, applied=1)
     database.write(lambda c: amphorae.insert_amphora(c, "a", "lb", "STANDALONE", b"key"))
     database.write(lambda c: c.execute(amphora.update().values(state="ready", confirmed=1)))
@@ -167,7 +167,7 @@ def test_a_loss_at_the_end_of_a_job_is_kept(database):
     def take_back(connection):
         amphorae.lower_confirmed(connection, "a", 1, 0)
         ending.start()
-        # It cannot end before this does; long enough to be waiting by then, on a machine that is busy.
+        # The release waits for this commit; 0.5 s suffice to start it on a busy machine.
         ending.join(0.5)
         assert ending.is_alive()
 
@@ -193,14 +193,14 @@ def test_a_locked_row_does_not_end_other_leases(database):
 
     database.write(hold)
     two = jobs.Jobs(database, "two", 30)
-    assert two.claim().load_balancer_id == "held", "it was passed over"
-    assert two.claim() is None, "and the other one renewed"
+    assert two.claim().load_balancer_id == "held", "the renewal skipped the locked row"
+    assert two.claim() is None, "the other lease is renewed"
     database.write(lambda c: c.execute(job.update().values(owner="one", leased_until=1.0)))
     one.renew_leases({"held", "free"})
-    assert two.claim() is None, "next time it is free"
+    assert two.claim() is None, "the next renewal includes the row"
 
 
-def test_a_failed_job_waits_its_pause(database):
+def test_a_failed_job_waits_for_its_retry_time(database):
     add(database)
     one = jobs.Jobs(database, "one", 30)
     one.retry_later(one.claim(), 60, "no answer")
@@ -209,7 +209,7 @@ def test_a_failed_job_waits_its_pause(database):
     assert one.next_due() == pytest.approx(time.time() + 60, abs=5)
 
 
-def test_a_duty_has_one_holder_and_moves_when_it_is_dropped(database):
+def test_a_duty_has_one_holder_and_moves_when_it_is_released(database):
     assert jobs.acquire_duty(database, "reporter", "one", 30)
     assert not jobs.acquire_duty(database, "reporter", "two", 30)
     assert jobs.acquire_duty(database, "reporter", "one", 30)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections to a database that end at the worst moment: what was promised happens once."""
+"""Lost database connections: a commit without an answer happens once."""
 
 import time
 from pathlib import Path
@@ -50,10 +50,10 @@ def history(database):
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_call_whose_commit_was_not_answered_is_recorded_once(line, database, intents, moment):
+def test_a_call_with_an_unanswered_commit_is_recorded_once(line, database, intents, moment):
     line.at_commit = moment
     intents.create_load_balancer(LoadBalancer(id="lb", project_id="demo", vip=VIP), read_back=False)
-    assert line.at_commit is None, "it was cut"
+    assert line.at_commit is None, "the connection was cut"
     line.at_commit = moment
     intents.update_object(Kind.LOAD_BALANCER, "lb", {"name": "new"})
     assert line.at_commit is None
@@ -61,7 +61,7 @@ def test_a_call_whose_commit_was_not_answered_is_recorded_once(line, database, i
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_unknown_errors_are_not_repeated(line, database, moment):
+def test_a_write_that_is_not_repeatable_fails_with_an_error(line, database, moment):
     database.write(lambda c: c.execute(duty.insert().values(name="x", owner="", epoch=0, leased_until=0.0)))
     line.at_commit = moment
     with pytest.raises(StoreError, match="determine whether"):
@@ -70,19 +70,19 @@ def test_unknown_errors_are_not_repeated(line, database, moment):
     assert counted == (moment == "after")
 
 
-def test_a_claim_whose_commit_was_not_answered_runs_out(line, database, intents):
+def test_a_claim_with_an_unanswered_commit_expires(line, database, intents):
     intents.create_load_balancer(LoadBalancer(id="lb", project_id="demo", vip=VIP), read_back=False)
-    # Looking whether anything is due is a transaction too.
+    # The query for due jobs is a transaction too.
     line.at_commit, line.spared = "after", 1
     with pytest.raises(StoreError, match="determine whether"):
         Jobs(database, "one", 30).claim()
     row = database.read(lambda c: c.execute(sa.select(job.c.owner, job.c.epoch)).one())
-    assert tuple(row) == ("one", 1), "no process works on it before the lease expires"
+    assert tuple(row) == ("one", 1), "no process works on the job before the lease expires"
     database.write(lambda c: c.execute(job.update().values(leased_until=0.0)))
     assert Jobs(database, "two", 30).claim("lb").epoch == 2
 
 
-def test_connection_pool_drops_dead_connections(line, database):
+def test_the_connection_pool_drops_dead_connections(line, database):
     database.read(lambda c: c.execute(sa.select(duty)).all())
     line.cut()
     assert database.read(lambda c: c.execute(sa.select(duty)).all()) == []
@@ -90,37 +90,37 @@ def test_connection_pool_drops_dead_connections(line, database):
     database.write(lambda c: c.execute(duty.insert().values(name="x", owner="", epoch=0, leased_until=0.0)))
 
 
-def test_a_server_that_is_not_there_is_an_error_at_once():
+def test_an_absent_server_is_an_error_at_once():
     (port,) = free_ports(1)
     database = Database(f"mysql+pymysql://root@127.0.0.1:{port}/x")
     begun = time.monotonic()
     for call in (database.read, database.write):
         with pytest.raises(StoreError):
             call(lambda c: c.execute(sa.select(duty)).all())
-    # Two tries each, without waiting for anything: on a busy machine too.
+    # Each call connects twice without a wait; the bound allows for a busy machine.
     assert time.monotonic() - begun < 5
     database.dispose()
 
 
-def test_a_server_that_hangs_is_given_up(line):
+def test_a_hanging_server_causes_a_time_out(line):
     database = Database(line.url, answer_timeout=1.0)
     database.read(lambda c: c.execute(sa.select(duty)).all())
     line.freeze()
     begun = time.monotonic()
     with pytest.raises(StoreError):
         database.write(lambda c: c.execute(sa.select(duty)).all())
-    # A look at the old connection and a new one: a second each; the bound is for a busy machine.
+    # The check of the old connection and a new connection take a second each; the bound allows for a busy machine.
     assert time.monotonic() - begun < 15
     line.thaw()
     assert database.read(lambda c: c.execute(sa.select(duty)).all()) == []
     database.dispose()
 
 
-def test_a_postgresql_server_that_hangs_is_given_up(postgresql_url):
-    """Its driver has no limit of its own for an answer, and the server's holds only while the server runs."""
+def test_a_hanging_postgresql_server_causes_a_time_out(postgresql_url):
+    """The database driver has no time-out for answers, and the server's time-out needs a running server."""
     url = sa.make_url(postgresql_url)
     with BadLine(f"{url.query['host']}/.s.PGSQL.5432") as line:
-        # The driver looks for a socket of that name in the folder.
+        # The database driver looks for a socket of that name in the folder.
         folder = Path(line.path).parent
         (alias := folder / ".s.PGSQL.5432").symlink_to(line.path)
         database = Database(str(url.update_query_dict({"host": str(folder)})), answer_timeout=1.0)
@@ -137,18 +137,18 @@ def test_a_postgresql_server_that_hangs_is_given_up(postgresql_url):
 
 
 @pytest.mark.parametrize("name", ["mariadb", "postgresql"])
-def test_all_processes_with_a_server_have_its_clock(request, name):
+def test_all_processes_use_the_clock_of_the_server(request, name):
     database = Database(request.getfixturevalue(f"{name}_url"))
     own = time.time()
-    assert abs(database.now() - own) < 5, "the same machine"
-    # A process that takes the hour to be another one is told otherwise by the database only.
+    assert abs(database.now() - own) < 5, "server and test use the same clock"
+    # A process with a wrong clock: only the database knows the time.
     database._clock_offset = (database._clock_offset[0] + 3600, time.monotonic())
     assert database.now() > own + 3000
     jobs = Jobs(database, "one", 30)
     lb = {"load_balancer_id": "lb", "op": "apply", "generation": 1, "epoch": 0}
     database.write(lambda c: c.execute(job.insert().values(**lb, due_at=time.time() + 20)))
     try:
-        assert jobs.claim() is None, "its pause is not over, whatever this process believes"
+        assert jobs.claim() is None, "the retry time has not passed by the server's clock"
         database.write(lambda c: c.execute(job.update().values(due_at=time.time() - 1)))
         assert jobs.claim("another") is None
         lease = jobs.claim("lb")

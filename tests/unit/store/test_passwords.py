@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The password in the database's URL is in no error and no log, whatever is wrong with that URL."""
+"""The password in the database URL appears in no error and no log."""
 
 import logging
 import traceback
@@ -27,7 +27,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("url", WRONG.values(), ids=WRONG)
-def test_no_error_shows_it(url, caplog):
+def test_no_error_shows_the_password(url, caplog):
     caplog.set_level(logging.DEBUG)
     database = Database(url)
     for attempt in (database.read, database.write):
@@ -40,7 +40,7 @@ def test_no_error_shows_it(url, caplog):
 
 
 @pytest.mark.parametrize("url", WRONG.values(), ids=WRONG)
-def test_no_service_says_it(url, caplog):
+def test_no_service_logs_the_password(url, caplog):
     caplog.set_level(logging.DEBUG)
     schema_check.is_usable(Database(url))
     assert caplog.text
@@ -49,7 +49,7 @@ def test_no_service_says_it(url, caplog):
 
 @pytest.fixture
 def logging_as_it_was():
-    """Cliff gives the root logger handlers of its own."""
+    """Restore the root logger: cliff adds its own handlers."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield
@@ -59,7 +59,7 @@ def logging_as_it_was():
 
 @pytest.mark.parametrize("words", [("job", "list"), ("database", "status"), ("database", "upgrade")], ids=" ".join)
 @pytest.mark.parametrize("wrong", WRONG)
-def test_no_command_shows_it(wrong, words, tmp_path, capsys, caplog, logging_as_it_was, monkeypatch):
+def test_no_command_shows_the_password(wrong, words, tmp_path, capsys, caplog, logging_as_it_was, monkeypatch):
     monkeypatch.setattr(migrate, "_ATTEMPTS", 1)
     path = tmp_path / "amphora-driver.conf"
     path.write_text(f"[amp_database]\nconnection = {WRONG[wrong]}\n")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of the control plane say of themselves, and what is said to them."""
+"""The registry of control plane processes: heartbeats, draining, and duties."""
 
 import socket
 import time
@@ -19,7 +19,7 @@ def rows(database, kind=None):
     return {one.name: one for one in database.read(lambda c: process_registry.list_processes(c, kind))}
 
 
-def test_a_process_says_that_it_lives(any_database):
+def test_a_process_records_its_heartbeats(any_database):
     one = ProcessRegistration(any_database, "one", ProcessKind.CONTROLLER)
     ProcessRegistration(any_database, "two", ProcessKind.HEALTH_MANAGER).heartbeat()
     assert one.heartbeat(jobs=3) is False
@@ -43,7 +43,7 @@ def test_only_controllers_drain(database):
     assert one.heartbeat() is False
 
 
-def test_a_host_that_drains_does_so_for_those_that_come_later(any_database):
+def test_a_draining_host_drains_controllers_started_later(any_database):
     one = ProcessRegistration(any_database, "one", ProcessKind.CONTROLLER)
     one.heartbeat()
 
@@ -63,7 +63,7 @@ def test_a_host_that_drains_does_so_for_those_that_come_later(any_database):
     assert later.heartbeat() is False
 
 
-def test_duties_by_owner(any_database):
+def test_the_duties_of_each_owner(any_database):
     for name in ("b", "a"):
         acquire_duty(any_database, name, "one", 60)
     acquire_duty(any_database, "over", "two", -1)
@@ -71,7 +71,7 @@ def test_duties_by_owner(any_database):
 
 
 @pytest.mark.parametrize("way", ["forgotten", "buried"])
-def test_the_dead_are_forgotten(database, way):
+def test_dead_processes_are_removed(database, way):
     for name in ("dead", "alive"):
         ProcessRegistration(database, name, ProcessKind.CONTROLLER).heartbeat()
     if way == "forgotten":
@@ -80,7 +80,7 @@ def test_the_dead_are_forgotten(database, way):
     else:
         acquire_duty(database, "a duty", "dead", 60)
         database.write(lambda c: process_registry.remove_dead_process(c, "dead"))
-        assert acquire_duty(database, "a duty", "alive", 60), "it is free before it runs out"
+        assert acquire_duty(database, "a duty", "alive", 60), "the duty is free before its lease expires"
     assert set(rows(database)) == {"alive"}
 
 

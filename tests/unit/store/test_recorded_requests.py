@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an accepted call leaves behind; the driver's own tests say more."""
+"""Rows of an accepted call; the driver tests contain further cases."""
 
 import pytest
 import sqlalchemy as sa
@@ -38,13 +38,13 @@ def generations(database, load_balancer_id):
 def test_the_history_is_bounded_and_keeps_the_newest(intents, database):
     for number in range(2, 261):
         intents.update_object(Kind.LOAD_BALANCER, "lb", {"name": f"{number}"})
-    assert generations(database, "lb") == list(range(51, 261)), "at 250 what is 200 older went"
+    assert generations(database, "lb") == list(range(51, 261)), "at 250 the requests 200 before it are removed"
     assert generations(database, "other") == [1]
     newest = sa.select(job.c.generation).where(job.c.load_balancer_id == "lb")
     assert database.read(lambda c: c.execute(newest).scalar_one()) == 260
 
 
-def test_several_objects_change_at_once_each_into_its_own(intents, database):
+def test_a_call_changes_several_objects_each_with_its_values(intents, database):
     nodes = [
         Listener(id=f"li{one}", loadbalancer_id="lb", protocol=ListenerProtocol.HTTP, protocol_port=one)
         for one in (1, 2)
@@ -55,7 +55,7 @@ def test_several_objects_change_at_once_each_into_its_own(intents, database):
     intents.create_object(Kind.POOL, pool, for_listener="li1")
     waiting = sa.select(object_status.c.object_id).where(object_status.c.pending == 4)
     waits = database.read(lambda c: c.execute(waiting).scalars().all())
-    assert sorted(waits) == ["lb", "li1", "po"], "Octavia has put the listener PENDING, too"
+    assert sorted(waits) == ["lb", "li1", "po"], "Octavia has set the listener to PENDING too"
     intents.update_object(Kind.LISTENER, "li2", {"default_pool_id": "po"})
     users = database.read(lambda c: desired_objects.users_of_pool(c, "po"))
     assert sorted(users) == [(Kind.LISTENER, "li1", "li1"), (Kind.LISTENER, "li2", "li2")]
@@ -73,8 +73,8 @@ def test_requests_for_unrecorded_objects_are_refused(intents, database):
     assert generations(database, "lb") == [1]
 
 
-def test_a_regular_expression_is_searched_before_the_transaction_begins(database, monkeypatch):
-    """The transaction holds the lock of its load balancer, in SQLite the lock of all writers."""
+def test_regular_expressions_are_validated_before_the_transaction(database, monkeypatch):
+    """The transaction locks its load balancer, and with SQLite all writers."""
     intents = RequestRecorder(database, lambda node: isinstance(node, L7Rule) and l7.check_rule_pattern(node) and None)
     intents.create_load_balancer(LoadBalancer(id="lb", project_id="demo", vip=VIP), read_back=False)
     intents.create_object(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All sealed columns are re-encrypted during concurrent writes, on every database."""
+"""Re-encryption of all sealed columns during concurrent writes, on every database."""
 
 import pytest
 import sqlalchemy as sa
@@ -20,7 +20,7 @@ AUTHORITY = ca_records.key_location(ca_records.CaKind.AMPHORA, b"its certificate
 
 
 def name_of(number):
-    # Several rows share parts of their key: paging has to compare all of it.
+    # Several rows share parts of their key, so paging must compare the whole key.
     return SecretName(f"object-{number // 4}", Purpose.CERTIFICATE, f"ref-{number % 4}")
 
 
@@ -69,7 +69,7 @@ def fill(database, certificates=250, machines=3, vault=BEFORE):
                 **row, **times, sealed_key=vault.seal(Secret(b"authority"), AUTHORITY)
             )
         )
-        # One that was imported: its key is in a file.
+        # An imported CA has its key in a file.
         connection.execute(certificate_authority.insert().values(**row, **times, sealed_key=None))
 
     database.write(work)
@@ -79,7 +79,7 @@ def by_key(database, vault=BOTH):
     return {(one.column, one.key): one.rows for one in reencryption.count_key_usage(database, vault)}
 
 
-def test_every_row_once(any_database):
+def test_each_row_is_reencrypted_once(any_database):
     fill(any_database)
     assert by_key(any_database) == {
         ("secret.sealed", 0): 0,
@@ -102,7 +102,7 @@ def test_every_row_once(any_database):
     for row in rows:
         number = int(row.object_id.partition("-")[2]) * 4 + int(row.ref.partition("-")[2])
         assert only.open(row.sealed, place_of(number)) == Secret(b"secret %d" % number)
-    assert reencryption.reencrypt(any_database, BOTH) == 0, "again: nothing to do"
+    assert reencryption.reencrypt(any_database, BOTH) == 0, "a second pass changes nothing"
 
 
 def test_the_reencryption_continues_after_a_kill(database):
@@ -111,16 +111,16 @@ def test_the_reencryption_continues_after_a_kill(database):
     class Killed(Exception):
         pass
 
-    def die(_done):
+    def kill(_done):
         raise Killed
 
     with pytest.raises(Killed):
-        reencryption.reencrypt(database, BOTH, die)
+        reencryption.reencrypt(database, BOTH, kill)
     assert by_key(database)["secret.sealed", 0] == 100
     assert reencryption.reencrypt(database, BOTH) == 154
 
 
-def test_concurrent_write_wins(database, monkeypatch):
+def test_a_concurrent_write_is_kept(database, monkeypatch):
     fill(database, certificates=2, machines=0)
     fresh = BEFORE.seal(Secret(b"replaced by its user"), place_of(0))
     write = reencryption._write
@@ -133,7 +133,7 @@ def test_concurrent_write_wins(database, monkeypatch):
         return write(*words)
 
     monkeypatch.setattr(reencryption, "_write", late)
-    assert reencryption.reencrypt(database, BOTH) == 2, "a secret, and the key of an authority"
+    assert reencryption.reencrypt(database, BOTH) == 2, "a secret and a CA key"
     assert by_key(database)["secret.sealed", 1] == 1, "left for the next pass"
     assert reencryption.reencrypt(database, BOTH) == 1
     sealed = database.read(
@@ -165,7 +165,7 @@ COPIED = [
 
 
 @pytest.mark.parametrize("source", COPIED, ids=["heartbeat key", "authority", "certificate of another listener"])
-def test_a_copy_in_another_row_is_not_resealed_and_is_named(database, source, caplog):
+def test_a_copy_from_another_row_is_named_and_not_reencrypted(database, source, caplog):
     fill(database, certificates=5)
 
     def copy(connection):
@@ -179,14 +179,14 @@ def test_a_copy_in_another_row_is_not_resealed_and_is_named(database, source, ca
     copied = database.write(copy)
     with pytest.raises(StoreError, match="another row or purpose"):
         BOTH.open(copied, place_of(0))
-    assert reencryption.reencrypt(database, BOTH) == 8, "all but the copy"
+    assert reencryption.reencrypt(database, BOTH) == 8, "all values except the copy"
     kept = database.read(lambda c: sealed_secrets.load_secrets(c, "lb"))
     assert kept[name_of(0)].content == copied
     assert states(database)["secret.sealed"] == (1, 1)
     assert "secret.sealed of row object-0, certificate, ref-0 was sealed for another row or purpose" in caplog.text
 
 
-def test_a_certificate_is_no_heartbeat_key(database):
+def test_a_certificate_in_the_column_of_a_heartbeat_key_is_refused(database):
     fill(database)
 
     def copy(connection):
@@ -199,8 +199,8 @@ def test_a_certificate_is_no_heartbeat_key(database):
         database.read(lambda c: amphorae.read_heartbeat_key(c, BOTH, "amphora-0"))
 
 
-def test_no_column_with_bytes_is_forgotten():
-    """All bytes in our tables are sealed; a new column of this kind has to be named."""
+def test_each_column_with_bytes_is_reencrypted():
+    """All bytes in the tables are sealed; a new column of this type must be added to the re-encryption."""
     binary = {
         str(column)
         for table in metadata.sorted_tables

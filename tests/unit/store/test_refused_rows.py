@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A database that refuses the rows of one load balancer takes all others."""
+"""Rows that the database refuses: rows of other load balancers are written."""
 
 import time
 
@@ -20,7 +20,7 @@ from amphora_driver.store.requests import RequestRecorder
 
 MANY = 20
 BAD = 13
-# What makes a database refuse the statuses of one listener, as it would refuse a value that it cannot hold.
+# A trigger that refuses the statuses of one listener, as for a value that the database cannot hold.
 TRIGGERS = {
     "sqlite": """CREATE TRIGGER refusing BEFORE UPDATE ON object_status WHEN NEW.object_id = 'li13'
         BEGIN SELECT RAISE(ABORT, 'refused'); END""",
@@ -44,7 +44,7 @@ def tree(number):
 
 
 @pytest.fixture
-def house(any_database, monkeypatch):
+def manager(any_database, monkeypatch):
     monkeypatch.setattr(status_writer, "_HEARTBEAT_WRITE_INTERVAL", 0.0)
     intents = RequestRecorder(any_database, lambda node: None)
     for number in range(MANY):
@@ -73,35 +73,37 @@ def read(database, column, key):
     return dict(map(tuple, database.read(lambda c: c.execute(sa.select(key, column)).all())))
 
 
-def test_the_rows_of_one_load_balancer_are_refused_and_all_others_written(house, caplog):
+def test_refused_rows_of_one_load_balancer_do_not_block_the_others(manager, caplog):
     ledger = AmphoraReports()
-    books = StatusWriter(house, ledger)
+    books = StatusWriter(manager, ledger)
     others = {f"li{number}" for number in range(MANY)} - {f"li{BAD}"}
     for sequence in (1, 2, 3):
         say(ledger, sequence, 5 * sequence)
         books.flush()
-        counted = read(house, listener_statistics.c.bytes_in, listener_statistics.c.listener_id)
+        counted = read(manager, listener_statistics.c.bytes_in, listener_statistics.c.listener_id)
         assert counted == dict.fromkeys(others, 5 * sequence)
-        places = read(house, amphora_heartbeat.c.sequence, amphora_heartbeat.c.amphora_id)
-        assert places == {f"am{number}": sequence for number in range(MANY)}, "a refused row says nothing of the place"
-    told = read(house, object_status.c.operating, object_status.c.object_id)
+        places = read(manager, amphora_heartbeat.c.sequence, amphora_heartbeat.c.amphora_id)
+        assert places == {f"am{number}": sequence for number in range(MANY)}, (
+            "the heartbeat of a refused row is not recorded"
+        )
+    told = read(manager, object_status.c.operating, object_status.c.object_id)
     assert {f"lb{number}" for number in range(MANY) if told[f"lb{number}"] == "ONLINE"} == {
         f"lb{number}" for number in range(MANY) if number != BAD
     }
     assert books._batches.refused == {f"lb{BAD}": 3}
-    assert caplog.text.count("the database refused the reports of lb13") == 1, "once in a while"
+    assert caplog.text.count("the database refused the reports of lb13") == 1, "the log repeats the refusal rarely"
 
 
-def test_a_load_balancer_that_was_refused_is_written_apart(house):
+def test_a_refused_load_balancer_is_written_separately(manager):
     ledger = AmphoraReports()
-    books = StatusWriter(house, ledger)
+    books = StatusWriter(manager, ledger)
     transactions = []
-    books._batches._database = Counting(house, transactions)
+    books._batches._database = Counting(manager, transactions)
     for sequence in (1, 2):
         transactions.clear()
         say(ledger, sequence, 5 * sequence)
         books.flush()
-    # All others together, the refused one, and the place of its amphora with the others.
+    # One write for all others, one for the refused load balancer, one for the heartbeats.
     assert len(transactions) == 2
 
 
@@ -114,7 +116,7 @@ class Counting:
         return self._database.write(work)
 
 
-def test_a_database_that_is_away_is_no_refusal(house):
+def test_a_database_outage_is_no_refusal(manager):
     class Away:
         def write(self, _work):
             raise StoreError("write to the database", "it is away")
@@ -124,14 +126,14 @@ def test_a_database_that_is_away_is_no_refusal(house):
         away.write([write_batch.Entry("lb1")], [])
     assert not away.refused
     with pytest.raises(ContentRefused):
-        house.write(
+        manager.write(
             lambda c: c.execute(
                 object_status.update().where(object_status.c.object_id == "li13").values(operating="ERROR")
             )
         )
 
 
-def test_a_report_that_cannot_be_judged_harms_no_other(house, monkeypatch):
+def test_a_report_that_raises_an_error_affects_no_other_report(manager, monkeypatch):
     judge = status_writer.operating_statuses
 
     def strange(tree, reports):
@@ -141,33 +143,33 @@ def test_a_report_that_cannot_be_judged_harms_no_other(house, monkeypatch):
 
     monkeypatch.setattr(status_writer, "operating_statuses", strange)
     ledger = AmphoraReports()
-    books = StatusWriter(house, ledger)
+    books = StatusWriter(manager, ledger)
     say(ledger, 1, 5)
     books.flush()
-    assert len(read(house, listener_statistics.c.bytes_in, listener_statistics.c.listener_id)) == MANY - 1
+    assert len(read(manager, listener_statistics.c.bytes_in, listener_statistics.c.listener_id)) == MANY - 1
     assert books._batches.refused == {f"lb{BAD}": 1}
 
 
-def test_a_finding_that_is_refused_keeps_no_other_from_being_noted(house):
-    if house.engine.dialect.name == "sqlite":
+def test_a_refused_drift_notice_does_not_block_the_others(manager):
+    if manager.engine.dialect.name == "sqlite":
         statement = """CREATE TRIGGER finding BEFORE UPDATE ON amphora WHEN NEW.id = 'am13' AND NEW.drift IS NOT NULL
             BEGIN SELECT RAISE(ABORT, 'refused'); END"""
-    elif house.engine.dialect.name == "postgresql":
+    elif manager.engine.dialect.name == "postgresql":
         statement = """CREATE TRIGGER finding BEFORE UPDATE ON amphora FOR EACH ROW
             WHEN (NEW.id = 'am13' AND NEW.drift IS NOT NULL) EXECUTE FUNCTION refuse()"""
     else:
         statement = """CREATE TRIGGER finding BEFORE UPDATE ON amphora FOR EACH ROW
             IF NEW.id = 'am13' AND NEW.drift IS NOT NULL THEN SET NEW.id = NULL; END IF"""
-    run(house, statement)
+    run(manager, statement)
     try:
         ledger = AmphoraReports()
-        books = StatusWriter(house, ledger)
+        books = StatusWriter(manager, ledger)
         for number in range(MANY):
             found = LastDrift(at=1_000_000_000.0, sentences=("eth1 is down",), repaired=True)
             report = Report(1, {}, {}, f"am{number}", drifted=found)
             assert ledger.accept(Heartbeat(f"am{number}", 7, 1, report), time.monotonic())
         books.flush()
-        noted = {one for one, drift in read(house, amphora.c.drift, amphora.c.id).items() if drift}
+        noted = {one for one, drift in read(manager, amphora.c.drift, amphora.c.id).items() if drift}
         assert noted == {f"am{number}" for number in range(MANY) if number != BAD}
     finally:
-        run(house, "DROP TRIGGER finding" + (" ON amphora" if house.engine.dialect.name == "postgresql" else ""))
+        run(manager, "DROP TRIGGER finding" + (" ON amphora" if manager.engine.dialect.name == "postgresql" else ""))

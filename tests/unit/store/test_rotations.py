@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is written down of rotations: one at a time, by ids, and what pausing, resuming and aborting do to it."""
+"""Rows of image rotations: one at a time, selected amphorae, and the effect of pause, resume and abort."""
 
 import threading
 import time
@@ -19,7 +19,7 @@ EVERYTHING = Selection(everything=True)
 
 
 def load_balancer(connection, name, *machines, op="apply", **more):
-    """One with amphorae: (id, state, image, age) each."""
+    """Insert a load balancer with amphorae: (id, state, image, age) each."""
     values = {"generation": 1, "committed": 1, "applied": 1, "dirty": False, "topology": "SINGLE", **more}
     connection.execute(job.insert().values(load_balancer_id=name, op=op, **values))
     for one, state, image, age in machines:
@@ -69,14 +69,14 @@ def states(database, rotation_id):
         (Selection(everything=True, load_balancers=("e",)), {}),
     ],
 )
-def test_which_amphorae_are_meant(any_database, selection, found):
+def test_the_selected_amphorae(any_database, selection, found):
     any_database.write(fleet)
     chosen = any_database.read(lambda c: rotations.select_amphorae(c, selection, time.time()))
     assert chosen == found
-    assert list(chosen) == list(found), "in this order"
+    assert list(chosen) == list(found), "the selection is in this order"
 
 
-def test_a_compute_flavor_is_the_one_of_the_profile(any_database):
+def test_the_compute_flavor_is_read_from_the_profile(any_database):
     def fill(connection):
         for name, flavor in (("small", "1"), ("large", "8"), ("usual", None)):
             vip = Vip(address="198.51.100.5", subnet_id="s", network_id="n", port_id="p")
@@ -89,7 +89,7 @@ def test_a_compute_flavor_is_the_one_of_the_profile(any_database):
     assert any_database.read(lambda c: rotations.select_amphorae(c, chosen, time.time())) == {"large": ("large-1",)}
 
 
-def test_a_rotation_is_written_down_with_its_amphorae(any_database):
+def test_a_rotation_is_recorded_with_its_amphorae(any_database):
     any_database.write(fleet)
     made = asked(any_database, Selection(image="new"), 2)
     assert (made.state, made.max_unavailable, made.asked_by) == (RotationState.RUNNING, 2, "admin@host")
@@ -117,14 +117,14 @@ def test_a_second_rotation_is_refused(database):
     assert len(database.read(lambda c: rotations.list_newest_rotations(c, 9))) == 1
 
 
-def test_two_simultaneous_requests(any_database):
+def test_one_of_two_simultaneous_requests_is_refused(any_database):
     any_database.write(fleet)
     outcomes = []
 
     def go():
         try:
             outcomes.append(asked(any_database).state)
-        except Exception as error:  # noqa: BLE001 - whichever way it is refused
+        except Exception as error:  # noqa: BLE001 - any refusal counts
             outcomes.append(type(error))
 
     threads = [threading.Thread(target=go) for _ in range(4)]
@@ -146,7 +146,7 @@ def finished(database, rotation_id, name, state, reason=None):
     database.write(lambda c: rotations.finish_item(c, rotation_id, one, state, reason))
 
 
-def test_paused_and_resumed(any_database):
+def test_a_rotation_is_paused_and_resumed(any_database):
     any_database.write(fleet)
     made = asked(any_database)
     begun(any_database, made.id, "a")
@@ -159,12 +159,12 @@ def test_paused_and_resumed(any_database):
     any_database.write(lambda c: rotations.resume_rotation(c, made.id))
     resumed = any_database.read(lambda c: rotations.get_rotation(c, made.id))
     assert (resumed.state, resumed.reason) == (RotationState.RUNNING, None)
-    assert states(any_database, made.id)["a"] is ItemState.RUNNING, "it is watched again"
+    assert states(any_database, made.id)["a"] is ItemState.RUNNING, "the observation restarts"
     with pytest.raises(Conflict, match="it is running"):
         any_database.write(lambda c: rotations.resume_rotation(c, made.id))
 
 
-def test_resumed_without_those_that_failed(database):
+def test_a_rotation_resumes_without_its_failed_load_balancers(database):
     database.write(fleet)
     made = asked(database)
     begun(database, made.id, "a")
@@ -187,7 +187,7 @@ def test_a_failed_rotation_can_be_repeated(database):
     assert (again.state, again.amphorae, again.begun_at) == (ItemState.WAITING, ("b1", "b2"), None)
 
 
-def test_aborted_it_ends_when_what_was_begun_has(any_database):
+def test_an_aborted_rotation_ends_when_started_replacements_have_ended(any_database):
     any_database.write(fleet)
     made = asked(any_database)
     begun(any_database, made.id, "b")
@@ -208,7 +208,7 @@ def test_aborted_it_ends_when_what_was_begun_has(any_database):
     assert set(items(any_database, rest.id)) == {"a", "c"}
 
 
-def test_aborted_before_anything_has_begun_it_has_ended(database):
+def test_a_rotation_aborted_before_its_first_replacement_ends_at_once(database):
     database.write(fleet)
     made = asked(database)
     database.write(lambda c: rotations.abort_rotation(c, made.id))
@@ -216,7 +216,7 @@ def test_aborted_before_anything_has_begun_it_has_ended(database):
     assert database.read(lambda c: rotations.get_rotation(c, made.id)).ended_at is not None
 
 
-def test_spares_that_are_as_old_are_not_used(database):
+def test_old_spares_are_retired(database):
     spec = SparePoolSpec(number=2)
 
     def fill(connection):
@@ -237,7 +237,7 @@ def test_spares_that_are_as_old_are_not_used(database):
     assert spec.id not in items(database, made.id)
 
 
-def test_how_long_it_will_take():
+def test_the_estimate_of_the_remaining_time():
     def item(state, begun_at=None, ended_at=None):
         return rotations.RotationItem(
             load_balancer_id="x", place=1, state=state, amphorae=(), begun_at=begun_at, ended_at=ended_at
@@ -250,7 +250,7 @@ def test_how_long_it_will_take():
     assert rotations.estimate_remaining_seconds(left, 1) is None
 
 
-def test_rotations_of_long_ago_are_forgotten(database):
+def test_old_rotations_are_removed(database):
     database.write(fleet)
     old = asked(database)
     database.write(lambda c: rotations.abort_rotation(c, old.id))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The migrations end where tables.py says."""
+"""The migrations produce the schema of tables.py."""
 
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
@@ -9,13 +9,13 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.tables_fleet import metadata
 
 
-def test_migrations_make_exactly_the_tables(database):
+def test_the_migrations_produce_exactly_the_tables(database):
     with database.engine.connect() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert compare_metadata(context, metadata) == []
 
 
-def test_a_mariadb_that_cannot_hold_every_character_is_refused_at_the_start(mariadb_url, caplog):
+def test_a_mariadb_without_full_unicode_is_refused_at_the_start(mariadb_url, caplog):
     database = Database(mariadb_url)
     assert schema_check.is_usable(database)
     with database.engine.begin() as connection:
@@ -30,10 +30,10 @@ def test_a_mariadb_that_cannot_hold_every_character_is_refused_at_the_start(mari
     database.dispose()
 
 
-def test_the_other_databases_hold_every_character(database, postgresql_url):
+def test_the_other_databases_support_full_unicode(database, postgresql_url):
     assert schema_check.is_usable(database)
     assert schema_check.is_usable(Database(postgresql_url))
 
 
-def test_upgrading_again_changes_nothing(database):
+def test_a_second_upgrade_changes_nothing(database):
     migrate.upgrade(database.url)

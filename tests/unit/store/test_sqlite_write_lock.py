@@ -28,7 +28,7 @@ def place(tmp_path):
 
 @contextmanager
 def taken(place):
-    """By another file description, which is the same as by another process."""
+    """Hold the lock through another file description, which has the same effect as another process."""
     with place.open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -45,18 +45,18 @@ def descriptors():
 def no_thread_waits():
     deadline = time.monotonic() + AT_ONCE
     while waiting():
-        assert time.monotonic() < deadline, "a thread waits"
+        assert time.monotonic() < deadline, "a thread is waiting for the lock"
         time.sleep(0.01)
 
 
-def test_free_write_lock_is_acquired_at_once(place):
+def test_a_free_write_lock_is_acquired_at_once(place):
     turns = sqlite_write_lock.LockFile(str(place))
     os.close(turns.acquire(0.0))
     os.close(turns.acquire(0.0))
     assert waiting() == []
 
 
-def test_a_turn_comes_when_it_is_free(place):
+def test_a_waiting_thread_acquires_the_released_lock(place):
     turns, got = sqlite_write_lock.LockFile(str(place)), []
     first = turns.acquire(0.0)
     waiter = threading.Thread(target=lambda: got.append(turns.acquire(AT_ONCE)))
@@ -70,7 +70,7 @@ def test_a_turn_comes_when_it_is_free(place):
     no_thread_waits()
 
 
-def test_no_is_said_in_time_and_by_name(place):
+def test_a_time_out_names_the_lock_file(place):
     script = "import fcntl, sys; f = open(sys.argv[1], 'wb'); fcntl.flock(f, fcntl.LOCK_EX); print(1); sys.stdin.read()"
     argv = [sys.executable, "-uc", script, str(place)]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
@@ -83,14 +83,14 @@ def test_no_is_said_in_time_and_by_name(place):
     no_thread_waits()
 
 
-def test_a_file_that_cannot_be_had_is_named(tmp_path):
+def test_an_inaccessible_lock_file_is_named(tmp_path):
     with pytest.raises(StoreError, match=r"nowhere/file\.lock: No such file or directory"):
         sqlite_write_lock.LockFile(str(tmp_path / "nowhere/file.lock")).acquire(0.0)
 
 
 @pytest.mark.parametrize("contended", [False, True])
-def test_a_file_system_without_locks_is_named_and_nothing_stays_open(place, monkeypatch, contended):
-    """Like some network file systems, for both kinds of lock requests."""
+def test_a_file_system_without_locks_is_named_and_no_file_stays_open(place, monkeypatch, contended):
+    """Some network file systems refuse both kinds of lock requests."""
 
     def refuse(_descriptor, how):
         if contended and how & fcntl.LOCK_NB:
@@ -104,7 +104,7 @@ def test_a_file_system_without_locks_is_named_and_nothing_stays_open(place, monk
     assert descriptors() == before
 
 
-def test_abandoned_waiter_delays_no_other(place):
+def test_an_abandoned_waiter_delays_no_other_writer(place):
     turns = sqlite_write_lock.LockFile(str(place))
     with taken(place), pytest.raises(StoreError):
         turns.acquire(0.05)
@@ -112,8 +112,8 @@ def test_abandoned_waiter_delays_no_other(place):
     os.close(sqlite_write_lock.LockFile(str(place)).acquire(AT_ONCE))
 
 
-def test_abandoned_waiter_is_reused(place):
-    """During a long stop of the owner: one thread for each concurrent writer, not for each attempt."""
+def test_an_abandoned_waiter_is_reused(place):
+    """While the owner is stopped, each concurrent writer has one thread, independent of its attempts."""
     turns = sqlite_write_lock.LockFile(str(place))
     with taken(place):
         for _ in range(20):
@@ -132,7 +132,7 @@ def test_abandoned_waiter_is_reused(place):
     no_thread_waits()
 
 
-def test_a_database_whose_writer_stands_still(database, monkeypatch):
+def test_a_stopped_writer_causes_a_time_out(database, monkeypatch):
     monkeypatch.setattr(engine, "_WRITE_LOCK_SECONDS", 0.1)
 
     def sign(connection):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The outbox: what is due, what is held back, what is never said."""
+"""The outbox: reports that are due, held back, or never sent."""
 
 import msgspec
 import pytest
@@ -24,7 +24,7 @@ def intents(database):
 
 
 def commit(database):
-    """Octavia's transactions have ended."""
+    """Mark Octavia's transactions as ended."""
     database.write(lambda c: c.execute(job.update().values(committed=job.c.generation)))
 
 
@@ -44,26 +44,26 @@ def said(database):
     return [(one.object_id, one.provisioning, one.operating) for one in due(database)]
 
 
-def test_nothing_is_said_before_octavia_has_committed(intents, database):
+def test_no_report_is_sent_before_octavia_has_committed(intents, database):
     serve(database, 1)
     assert due(database) == []
     commit(database)
     assert said(database) == [("lb", Provisioning.ACTIVE, None)]
 
 
-def test_nothing_is_active_before_it_was_confirmed(intents, database):
+def test_no_object_is_active_before_its_confirmation(intents, database):
     commit(database)
     assert due(database) == []
     intents.create_object(Kind.LISTENER, LISTENER)
     serve(database, 1)
     commit(database)
-    assert due(database) == [], "the load balancer waits for generation 2 now"
+    assert due(database) == [], "the load balancer waits for generation 2"
     serve(database, 2)
     assert said(database) == [("li", Provisioning.ACTIVE, None), ("lb", Provisioning.ACTIVE, None)]
 
 
 def test_load_balancers_take_turns(intents, database):
-    """One with more to say than fits into a call does not come first again."""
+    """A load balancer with more reports than one call holds is not first again."""
     intents.create_load_balancer(msgspec.structs.replace(TREE, id="other"), read_back=False)
     intents.create_object(Kind.LISTENER, LISTENER)
     serve(database, 2)
@@ -78,7 +78,7 @@ def test_load_balancers_take_turns(intents, database):
     assert order("other") == ["li", "lb", "other"]
 
 
-def test_only_the_version_that_was_taken_is_done(intents, database):
+def test_only_the_reported_version_is_marked(intents, database):
     commit(database)
     serve(database, 1)
     first = due(database)
@@ -88,7 +88,7 @@ def test_only_the_version_that_was_taken_is_done(intents, database):
         )
     )
     database.write(lambda c: status_outbox.mark_reported(c, first))
-    # ACTIVE again could overtake the PENDING of a request that was made meanwhile.
+    # A second ACTIVE could overtake the PENDING of a request made in between.
     assert said(database) == [("lb", None, Operating.ONLINE)]
     database.write(lambda c: status_outbox.mark_reported(c, due_now(c)))
     assert due(database) == []
@@ -98,7 +98,7 @@ def due_now(connection):
     return status_outbox.list_due_reports(connection, 100)
 
 
-def test_the_same_observation_again_is_no_news(intents, database):
+def test_an_unchanged_status_causes_no_report(intents, database):
     seen = [status_outbox.Observation(object_id="lb", kind=Kind.LOAD_BALANCER, operating=Operating.ONLINE)]
     assert database.write(lambda c: status_outbox.write_observations(c, "lb", seen)) == 1
     assert database.write(lambda c: status_outbox.write_observations(c, "lb", seen)) == 0
@@ -126,7 +126,7 @@ def test_only_differing_statuses_of_this_load_balancer_are_written(intents, data
 
 
 def test_no_statement_depends_on_the_order_of_assignments(intents, database):
-    # MySQL and MariaDB assign from left to right, and go on with what was assigned.
+    # MySQL and MariaDB evaluate assignments from left to right, with the assigned values.
     seen = []
     sa.event.listen(database.engine, "before_cursor_execute", lambda *args: seen.append(args[2]))
     serve(database, 1)
@@ -135,14 +135,14 @@ def test_no_statement_depends_on_the_order_of_assignments(intents, database):
     assert all(one.index("settled=") < one.index(" version=") for one in settling)
 
 
-def test_a_failed_object_is_error_until_it_is_repaired(intents, database):
+def test_a_failed_object_is_in_error_until_it_is_repaired(intents, database):
     intents.create_object(Kind.LISTENER, LISTENER)
     commit(database)
     serve(database, 2, {"li": "no such thing"})
     assert said(database) == [("li", Provisioning.ERROR, None), ("lb", Provisioning.ACTIVE, None)]
     database.write(lambda c: status_outbox.mark_reported(c, due_now(c)))
     serve(database, 2, {"li": "no such thing"})
-    assert due(database) == [], "said once"
+    assert due(database) == [], "one report"
     serve(database, 2)
     assert said(database) == [("li", Provisioning.ACTIVE, None)]
 
@@ -167,14 +167,14 @@ def test_a_confirmation_reports_its_statuses(intents, database):
     ]
     database.write(lambda c: status_outbox.mark_reported(c, first))
     confirmed(database, 2, [observation(Operating.ONLINE)], [lb])
-    assert due(database) == [], "said once"
+    assert due(database) == [], "one report"
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
     [(None, "ONLINE"), ("OFFLINE", "ONLINE"), ("ONLINE", "ONLINE"), ("DEGRADED", "DEGRADED"), ("ERROR", "ERROR")],
 )
-def test_a_first_status_replaces_none_that_was_measured(intents, database, before, after):
+def test_an_initial_status_does_not_replace_a_measured_one(intents, database, before, after):
     intents.create_object(Kind.LISTENER, LISTENER)
     if before:
         database.write(lambda c: status_outbox.write_observations(c, "lb", [observation(Operating(before))]))
@@ -184,7 +184,7 @@ def test_a_first_status_replaces_none_that_was_measured(intents, database, befor
 
 
 def test_newer_measurements_stay(intents, database):
-    """The status changes between the reading and the writing of a confirmation."""
+    """The status changes between the read and the write of a confirmation."""
     intents.create_object(Kind.LISTENER, LISTENER)
 
     def meanwhile(connection, _cursor, text, *_more):
@@ -215,8 +215,8 @@ def test_deleted_objects_have_no_status(intents, database):
     assert said(database) == [("li", Provisioning.DELETED, None), ("lb", Provisioning.ACTIVE, None)]
 
 
-def test_an_older_generation_settles_no_newer_object(intents, database):
-    """What failed is in ERROR, its user deletes it, and only then a job for the generation before ends."""
+def test_a_confirmation_of_an_older_generation_settles_no_newer_object(intents, database):
+    """A failed object is deleted by its user before the job of the generation before ends."""
     intents.create_object(Kind.LISTENER, LISTENER)
     commit(database)
     serve(database, 2, {"li": "no such thing"})
@@ -225,12 +225,12 @@ def test_an_older_generation_settles_no_newer_object(intents, database):
     serve(database, 2)
     serve(database, 2, {"li": "no such thing"})
     commit(database)
-    assert due(database) == [], "it waits for generation 3"
+    assert due(database) == [], "the object waits for generation 3"
     serve(database, 3)
     assert said(database) == [("li", Provisioning.DELETED, None), ("lb", Provisioning.ACTIVE, None)]
 
 
-def test_new_failure_is_reported_without_a_pending_request(intents, database):
+def test_a_new_failure_is_reported_without_a_pending_request(intents, database):
     intents.create_object(Kind.LISTENER, LISTENER)
     commit(database)
     serve(database, 2)
@@ -242,7 +242,7 @@ def test_new_failure_is_reported_without_a_pending_request(intents, database):
     )
 
 
-def test_reports_of_many_objects_are_taken_in_a_few_statements(intents, database):
+def test_reports_of_many_objects_need_few_statements(intents, database):
     seen = []
     ids = [f"li{number:04}" for number in range(600)]
     database.write(lambda c: status_outbox.expect_confirmation(c, "lb", 1, [(Kind.LISTENER, one) for one in ids]))
@@ -256,22 +256,20 @@ def test_reports_of_many_objects_are_taken_in_a_few_statements(intents, database
     assert due(database) == []
 
 
-def test_a_deleted_object_is_reported_once_and_forgotten(intents, database):
+def test_a_deleted_object_is_reported_once_and_removed(intents, database):
     intents.create_object(Kind.LISTENER, LISTENER)
     intents.delete_object(Kind.LISTENER, "li")
     commit(database)
     serve(database, 3)
     assert said(database) == [("li", Provisioning.DELETED, None), ("lb", Provisioning.ACTIVE, None)]
     late = [status_outbox.Observation(object_id="li", kind=Kind.LISTENER, operating=Operating.ONLINE)]
-    assert database.write(lambda c: status_outbox.write_observations(c, "lb", late)) == 0, (
-        "nothing is said after DELETED"
-    )
+    assert database.write(lambda c: status_outbox.write_observations(c, "lb", late)) == 0, "no report follows DELETED"
     database.write(lambda c: status_outbox.mark_reported(c, due_now(c)))
     assert due(database) == []
     assert database.read(lambda c: c.execute(sa.select(sa.func.count()).select_from(object_status)).scalar()) == 1
 
 
-def test_giving_up_is_said_and_taken_back_when_it_works_after_all(intents, database):
+def test_an_error_report_is_corrected_after_a_later_success(intents, database):
     commit(database)
     database.write(lambda c: status_outbox.fail_generation(c, "lb", 1, "no amphora"))
     assert said(database) == [("lb", Provisioning.ERROR, None)]
@@ -285,7 +283,7 @@ def test_a_deleted_load_balancer_leaves_no_row(intents, database):
     intents.delete_load_balancer("lb")
     commit(database)
     serve(database, 3)
-    assert [one.kind for one in due(database)] == [Kind.LISTENER, Kind.LOAD_BALANCER], "children first"
+    assert [one.kind for one in due(database)] == [Kind.LISTENER, Kind.LOAD_BALANCER], "children are reported first"
     database.write(lambda c: status_outbox.mark_reported(c, due_now(c)))
     for table in (object_status, job, desired_objects.desired_object):
         assert database.read(lambda c, table=table: c.execute(sa.select(table)).all()) == []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A database with data in it is brought to the newest schema: every database, interrupted anywhere, twice at once."""
+"""Schema upgrades of a database with data: every database, a kill after each statement, and concurrent upgrades."""
 
 import itertools
 import os
@@ -37,7 +37,7 @@ from amphora_driver.store import (
 from amphora_driver.store.requests import RequestRecorder
 
 DATABASES = ("sqlite", "mariadb", "postgresql")
-# A kill at each statement takes minutes on a server.
+# On a server, a kill after each statement takes minutes.
 FILE_FIRST = ("sqlite", *(pytest.param(kind, marks=pytest.mark.extended) for kind in DATABASES[1:]))
 _numbers = itertools.count()
 VAULT = Vault([old.KEY])
@@ -63,10 +63,10 @@ def upgrade():
 
 @pytest.fixture(autouse=True)
 def next_revision(request, tmp_path_factory, monkeypatch):
-    """One more revision than this version has, so that an upgrade with data is possible."""
+    """Add one more revision to the migrations, so that an upgrade with data is possible."""
     kind = request.node.callspec.params.get("kind") if hasattr(request.node, "callspec") else None
     if kind in ("mariadb", "postgresql"):
-        request.getfixturevalue(f"{kind}_url")  # the database of the other tests has the revisions of this version
+        request.getfixturevalue(f"{kind}_url")  # the database of the other tests has the real revisions
     folder = tmp_path_factory.mktemp("next") / "migrations"
     shutil.copytree(schema_check.MIGRATIONS, folder, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / f"versions/{NEXT}_next.py").write_text(NEXT_REVISION)
@@ -79,7 +79,7 @@ def next_revision(request, tmp_path_factory, monkeypatch):
 
 @pytest.fixture
 def empty(kind, request, tmp_path):
-    """The URL of a database without anything in it; on servers it is one more beside that of the other tests."""
+    """The URL of an empty database; on servers it is separate from that of the other tests."""
     if kind == "sqlite":
         yield f"sqlite:///{tmp_path}/driver.sqlite"
         return
@@ -95,12 +95,12 @@ def empty(kind, request, tmp_path):
 
 @pytest.fixture
 def filled(empty):
-    """The URL of a database of revision 0001, with what was written into it."""
+    """The URL of a filled database of revision 0001, and its rows."""
     return empty, fill(empty)
 
 
 def fill(url):
-    """Bring an empty database to revision 0001, and write into it; returns what."""
+    """Upgrade an empty database to revision 0001 and fill it; return the rows."""
     engine = migrate._upgrade_engine(url)
     with engine.connect() as connection:
         command.upgrade(migrate.alembic_config(connection), "0001")
@@ -112,12 +112,12 @@ def fill(url):
 
 
 def child(work):
-    """Do that in a process of its own; returns how it ended."""
+    """Run the function in a separate process; return its exit status."""
     pid = os.fork()
     if pid == 0:
         try:
             work()
-        except BaseException:  # noqa: BLE001 - a child must not go on as a second pytest
+        except BaseException:  # noqa: BLE001 - a child must not continue as a second pytest
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
@@ -129,7 +129,7 @@ def ended(pid):
 
 
 def upgraded_until_killed(url, statements):
-    """Upgrade in a process that is killed right after so many statements that change the schema."""
+    """Upgrade in a process that is killed after the given number of schema statements."""
 
     def work():
         left = [statements]
@@ -161,7 +161,7 @@ def check_schema(url):
 
 
 def check_rows(url, written):
-    """Every value of every row is what it was, and what is new is empty."""
+    """Check that all old values are unchanged and new columns are empty."""
     engine = migrate._upgrade_engine(url)
     with engine.connect() as connection:
         for name, rows in written.items():
@@ -193,7 +193,7 @@ def test_an_upgrade_keeps_rows_and_jobs(filled):
 def read_by_todays_code(database):
     tree = database.read(lambda connection: desired_objects.load_tree(connection, old.LB))
     assert (tree.name, tree.vip.address) == ("web — ünïcode", "198.51.100.5")
-    assert [one.id for one in tree.pools[0].members] == list(old.MEMBERS), "without the removed one"
+    assert [one.id for one in tree.pools[0].members] == list(old.MEMBERS), "without the removed object"
     assert tree.listeners[0].l7policies[0].rules[0].value == "/private"
     (amphora,) = database.read(lambda connection: amphorae.load_amphorae(connection, old.LB))
     assert (amphora.id, amphora.confirmed, amphora.booted_at) == (old.AMPHORA, 3, None)
@@ -214,14 +214,14 @@ def read_by_todays_code(database):
 
 
 def continued_by_a_controller(database):
-    """What was pending is claimed, a call comes in, and all of it is confirmed."""
+    """A controller claims the pending jobs, accepts a call, and confirms everything."""
     jobs = Jobs(database, "me", 60.0)
     lease = jobs.claim()
     assert (lease.load_balancer_id, lease.epoch) == (old.LB, 8)
     RequestRecorder(database, lambda node: None).update_object(Kind.MEMBER, old.MEMBERS[0], {"weight": 5})
 
     def confirm(connection):
-        # What the provider agent and the controller do when Octavia has committed and the amphora has confirmed.
+        # The provider agent's and the controller's part after Octavia's commit and the amphora's confirmation.
         connection.execute(job.update().where(job.c.load_balancer_id == old.LB).values(committed=5))
         status_outbox.confirm_generation(connection, old.LB, 5, {})
         return connection.execute(sa.select(job.c.generation).where(job.c.load_balancer_id == old.LB)).scalar_one()
@@ -241,8 +241,8 @@ def continued_by_a_controller(database):
 
 
 @pytest.mark.parametrize("kind", FILE_FIRST)
-def test_killed_anywhere_it_is_run_again(kind, filled):
-    """Where changes of the schema can be rolled back nothing has happened; MariaDB keeps each step that was done."""
+def test_an_upgrade_is_repeatable_after_a_kill_at_any_statement(kind, filled):
+    """Databases with transactional schema changes roll back; MariaDB keeps each completed step."""
     url, written = filled
     steps = itertools.repeat(1, 120) if kind == "mariadb" else range(1, 60, 3)
     ends = []
@@ -259,7 +259,7 @@ def test_killed_anywhere_it_is_run_again(kind, filled):
 
 
 def check_rows_now(url, written):
-    """Half way every old value is still there."""
+    """After an interrupted upgrade all old values are present."""
     engine = migrate._upgrade_engine(url)
     with engine.connect() as connection:
         for name, rows in written.items():
@@ -268,7 +268,7 @@ def check_rows_now(url, written):
 
 
 @pytest.mark.parametrize("kind", ["mariadb"])
-def test_a_first_installation_killed_anywhere_is_run_again(empty):
+def test_an_installation_is_repeatable_after_a_kill_at_any_statement(empty):
     ends = [-signal.SIGKILL]
     while ends[-1] == -signal.SIGKILL and len(ends) < 30:
         ends.append(upgraded_until_killed(empty, 7))
@@ -278,7 +278,7 @@ def test_a_first_installation_killed_anywhere_is_run_again(empty):
 
 
 @pytest.mark.parametrize("kind", DATABASES)
-def test_several_at_once(filled):
+def test_concurrent_upgrades(filled):
     url, written = filled
     pids = [child(lambda: migrate.upgrade(url)) for _ in range(3)]
     assert [ended(pid) for pid in pids] == [0, 0, 0]
@@ -287,21 +287,21 @@ def test_several_at_once(filled):
 
 
 @pytest.mark.parametrize("kind", ["mariadb"])
-def test_several_at_once_where_no_lock_reaches(filled, monkeypatch):
-    """Two nodes of a cluster: the later one fails, checks again and finds the upgrade done."""
+def test_concurrent_upgrades_without_a_common_lock(filled, monkeypatch):
+    """Two nodes of a cluster: the later upgrade fails, checks again and finds the schema complete."""
     url, written = filled
     monkeypatch.setattr(migrate, "_upgrade_lock", lambda engine: nullcontext())
     pids = [child(lambda: migrate.upgrade(url)) for _ in range(2)]
     assert [ended(pid) for pid in pids] == [0, 0]
     check_rows(url, written)
-    # Half a step behind the other one it may have left two marks: the next one, or the next start, sees to that.
+    # The later upgrade may leave two revision marks; the next upgrade or start removes one.
     migrate.upgrade(url)
     check_schema(url)
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    """URLs of one database by way of each node of a cluster."""
+    """URLs of one database through each node of a cluster."""
     if os.geteuid() != 0 or galera.missing():
         pytest.skip(galera.missing() or "needs root")
     with galera.cluster("store") as urls:
@@ -310,8 +310,8 @@ def cluster():
 
 @pytest.mark.extended
 @pytest.mark.parametrize("first", [False, True], ids=["upgrade", "installation"])
-def test_several_at_once_on_two_nodes_of_a_cluster(cluster, first):
-    """As two hosts that are upgraded at the same time, each with a node of its own."""
+def test_concurrent_upgrades_on_two_nodes_of_a_cluster(cluster, first):
+    """Two hosts are upgraded at the same time, each with its own node."""
     for _ in range(3):
         name = f"upgrade{next(_numbers)}"
         engine = sa.create_engine(cluster[0], isolation_level="AUTOCOMMIT", poolclass=sa.NullPool)
@@ -329,7 +329,7 @@ def test_several_at_once_on_two_nodes_of_a_cluster(cluster, first):
 
 
 @pytest.mark.parametrize("kind", ["sqlite"])
-def test_two_marks_are_one_again(filled):
+def test_two_revision_marks_are_merged(filled):
     url, _written = filled
     migrate.upgrade(url)
     engine = migrate._upgrade_engine(url)
@@ -354,7 +354,7 @@ def test_two_marks_are_one_again(filled):
         (None, "the database has no schema.*amphoractl database upgrade"),
     ],
 )
-def test_nothing_works_with_another_schema(empty, revision, words):
+def test_no_service_works_with_another_schema(empty, revision, words):
     if revision:
         migrate.upgrade(empty)
     database = Database(empty)
@@ -365,7 +365,7 @@ def test_nothing_works_with_another_schema(empty, revision, words):
     for attempt in (database.read, database.write):
         with pytest.raises(SchemaMismatch, match=words) as caught:
             attempt(lambda connection: pytest.fail("a statement of ours was let through"))
-        assert isinstance(caught.value, StoreError), "callers that wait for the database handle this, too"
+        assert isinstance(caught.value, StoreError), "callers that wait for the database handle this error"
     if revision == "9999":
         with pytest.raises(SchemaMismatch, match="newer"):
             migrate.upgrade(empty)
@@ -377,7 +377,7 @@ def test_nothing_works_with_another_schema(empty, revision, words):
 
 
 @pytest.mark.parametrize("kind", DATABASES)
-def test_process_from_before_an_upgrade_stops(empty, monkeypatch):
+def test_a_process_from_before_an_upgrade_stops(empty, monkeypatch):
     migrate.upgrade(empty)
     database = Database(empty)
     database.read(lambda connection: None)
@@ -394,7 +394,7 @@ def test_process_from_before_an_upgrade_stops(empty, monkeypatch):
 
 @pytest.mark.parametrize("kind", DATABASES)
 @pytest.mark.parametrize("revision", ["0001", "head"])
-def test_active_processes_are_known_for_every_schema(empty, revision, monkeypatch):
+def test_active_processes_are_found_in_every_schema(empty, revision, monkeypatch):
     engine = migrate._upgrade_engine(empty)
     with engine.connect() as connection:
         command.upgrade(migrate.alembic_config(connection), revision)
@@ -411,14 +411,14 @@ def test_active_processes_are_known_for_every_schema(empty, revision, monkeypatc
         assert acquire_duty(database, "housekeeping", "two", 60.0)
         process_registry.ProcessRegistration(database, "three", process_registry.ProcessKind.CONTROLLER).heartbeat()
         database.dispose()
-        assert migrate.active_processes(empty) == (), "they have the schema of this version, and keep it"
+        assert migrate.active_processes(empty) == (), "these processes use the current schema"
         newer = (*schema_check.known_revisions(), "9999")
         monkeypatch.setattr(schema_check, "known_revisions", lambda: newer)
     assert migrate.active_processes(empty) == (("one",) if revision == "0001" else ("one", "three", "two"))
     engine.dispose()
 
 
-def test_revisions_are_known_by_the_names_of_their_files(tmp_path):
+def test_revisions_are_named_by_their_files(tmp_path):
     engine = sa.create_engine("sqlite://")
     with engine.connect() as connection:
         script = ScriptDirectory.from_config(migrate.alembic_config(connection))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys are taken up while running, and refused where strangers could read them; nothing about them is shown."""
+"""The vault reloads its key file, refuses a file that others can read, and shows no key."""
 
 import logging
 import os
@@ -21,7 +21,7 @@ HERE = SecretLocation("secret", ("listener", "certificate", "ref"))
 
 
 def write(path, *keys, mode=0o600):
-    """As an editor does, or configuration management: another file under the same name."""
+    """Replace the file under the same name, as an editor or configuration management does."""
     fresh = path.with_name("fresh")
     fresh.write_bytes(b"".join(key + b"\n" for key in keys))
     fresh.chmod(mode)
@@ -37,13 +37,13 @@ def path(tmp_path):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """What the vault takes for time."""
+    """A fake clock for the vault."""
     found = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(vault_module, "time", SimpleNamespace(monotonic=lambda: found.now))
     return found
 
 
-def test_the_first_key_seals_and_all_open(path):
+def test_the_first_key_seals_and_all_keys_open(path):
     before = Vault.load(str(path)).seal(CANARY, HERE)
     write(path, NEW, OLD)
     vault = Vault.load(str(path))
@@ -68,7 +68,7 @@ def test_the_first_key_seals_and_all_open(path):
         SecretLocation("secret", ("listener", "certificate", "ref", "")),
     ],
 )
-def test_a_value_opens_in_its_own_place_only(there):
+def test_a_value_opens_only_in_its_own_location(there):
     vault = Vault([NEW])
     sealed = vault.seal(CANARY, HERE)
     assert vault.open(sealed, HERE) == CANARY
@@ -82,7 +82,7 @@ def test_a_value_opens_in_its_own_place_only(there):
 
 
 @pytest.mark.parametrize("content", [CANARY.reveal(), b"", bytes(range(32))])
-def test_value_without_a_location_is_refused(content):
+def test_a_value_without_a_location_is_refused(content):
     vault = Vault([NEW, OLD])
     for key in (NEW, OLD):
         unbound = Fernet(key).encrypt(content)
@@ -93,13 +93,13 @@ def test_value_without_a_location_is_refused(content):
     assert not vault.is_misplaced(Vault([OTHER]).seal(CANARY, HERE), HERE)
 
 
-def test_a_running_process_takes_up_a_changed_file(path, caplog, clock):
+def test_a_running_process_loads_a_changed_key_file(path, caplog, clock):
     caplog.set_level(logging.INFO)
     vault = Vault.load(str(path))
     write(path, OLD, NEW)
-    assert vault.open(Vault([NEW]).seal(CANARY, HERE), HERE) == CANARY, "added at the end: it opens"
+    assert vault.open(Vault([NEW]).seal(CANARY, HERE), HERE) == CANARY, "a key added at the end opens"
     assert vault.key_index(vault.seal(CANARY, HERE)) == 0
-    assert Vault([OLD]).open(vault.seal(CANARY, HERE), HERE) == CANARY, "and does not seal yet"
+    assert Vault([OLD]).open(vault.seal(CANARY, HERE), HERE) == CANARY, "a key added at the end does not seal"
     write(path, NEW, OLD)
     assert Vault([NEW]).open(vault.seal(CANARY, HERE), HERE) == CANARY
     write(path, NEW)
@@ -111,20 +111,20 @@ def test_a_running_process_takes_up_a_changed_file(path, caplog, clock):
     assert vault.fingerprints[0] in caplog.text
 
 
-def test_written_in_place_is_taken_up_too(path):
+def test_a_key_file_changed_in_place_is_loaded(path):
     vault = Vault.load(str(path))
     path.write_bytes(NEW + b"\n" + OLD)
     assert Vault([NEW]).open(vault.seal(CANARY, HERE), HERE) == CANARY
 
 
-def test_a_file_that_is_half_written_costs_no_secret(path, clock):
-    """In place, and looked at between two lines: it looks like a good file with fewer keys."""
+def test_a_half_written_key_file_loses_no_secret(path, clock):
+    """A file that is read during a write looks like a valid file with fewer keys."""
     write(path, NEW, OLD)
     vault = Vault.load(str(path))
     sealed = Vault([OLD]).seal(CANARY, HERE)
     path.write_bytes(NEW + b"\n")
     assert vault.open(sealed, HERE) == CANARY
-    assert vault.key_index(sealed) is None, "it is none of the file's"
+    assert vault.key_index(sealed) is None, "the key is not in the file"
     assert Vault([NEW]).open(vault.reseal(sealed, HERE), HERE) == CANARY
     path.write_bytes(NEW + b"\n" + OLD + b"\n")
     clock.now += 3600
@@ -132,7 +132,7 @@ def test_a_file_that_is_half_written_costs_no_secret(path, clock):
     assert vault.key_index(sealed) == 1
 
 
-def test_a_key_that_was_taken_out_opens_for_a_minute_and_seals_nothing(path, clock):
+def test_a_removed_key_opens_for_a_minute_and_seals_nothing(path, clock):
     vault = Vault.load(str(path))
     sealed = vault.seal(CANARY, HERE)
     write(path, OTHER)
@@ -156,15 +156,15 @@ def test_a_key_that_was_taken_out_opens_for_a_minute_and_seals_nothing(path, clo
         lambda path: write(path, NEW, mode=0o644),
     ],
 )
-def test_a_file_that_is_spoilt_leaves_the_keys_in_use(path, caplog, spoil):
+def test_an_invalid_key_file_leaves_the_keys_in_use(path, caplog, spoil):
     vault = Vault.load(str(path))
     sealed = vault.seal(CANARY, HERE)
     spoil(path)
     for _ in range(3):
         assert vault.open(sealed, HERE) == CANARY
-    assert caplog.text.count("keeping the current encryption keys") == 1, "said once, not with every secret"
+    assert caplog.text.count("keeping the current encryption keys") == 1, "one log line for all secrets"
     write(path, NEW, OLD)
-    assert vault.key_index(sealed) == 1, "and the next good one is taken up"
+    assert vault.key_index(sealed) == 1, "the next valid file is loaded"
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o644, 0o602, 0o777])
@@ -175,7 +175,7 @@ def test_world_readable_file_is_refused(path, mode):
 
 
 @pytest.mark.parametrize("mode", [0o400, 0o600, 0o640])
-def test_owner_and_group_may_read(path, mode):
+def test_owner_and_group_may_read_the_key_file(path, mode):
     path.chmod(mode)
     assert Vault.load(str(path)).fingerprints
 
@@ -189,7 +189,7 @@ def test_key_errors_do_not_contain_the_key(path):
     assert spoilt.decode() not in shown
 
 
-def test_a_fingerprint_is_of_the_key_and_nothing_follows_from_it(path):
+def test_a_fingerprint_identifies_a_key_without_revealing_it(path):
     write(path, OLD, NEW)
     first, second = Vault.load(str(path)).fingerprints
     assert first != second
@@ -197,8 +197,8 @@ def test_a_fingerprint_is_of_the_key_and_nothing_follows_from_it(path):
     assert first.encode() not in OLD
 
 
-def test_threads_see_old_keys_or_new_ones(path):
-    """Repeated rotation under load: a process with both keys opens every value."""
+def test_threads_use_old_or_new_keys(path):
+    """Repeated key rotation under load: a process with both keys opens every value."""
     write(path, OLD, NEW)
     vault = Vault.load(str(path))
     wrong = []
@@ -208,7 +208,7 @@ def test_threads_see_old_keys_or_new_ones(path):
         while not end.is_set():
             try:
                 assert vault.open(vault.seal(CANARY, HERE), HERE) == CANARY
-            except Exception as error:  # noqa: BLE001 - whatever it is, it must not happen
+            except Exception as error:  # noqa: BLE001 - any error fails the test
                 wrong.append(error)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
@@ -223,7 +223,7 @@ def test_threads_see_old_keys_or_new_ones(path):
     assert wrong == []
 
 
-def test_a_forked_child_follows_the_file_itself(path):
+def test_a_forked_child_loads_a_changed_key_file(path):
     vault = Vault.load(str(path))
     vault.seal(CANARY, HERE)
     write(path, NEW, OLD)

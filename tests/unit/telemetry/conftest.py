@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A database with the real schema, for what is read from rows."""
+"""A database with the real schema, for telemetry that reads rows."""
 
 import migrated
 import pytest

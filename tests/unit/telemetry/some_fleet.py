@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fleets for tests: as facts, and as rows."""
+"""Example fleets for tests: as snapshots, and as rows."""
 
 import json
 import time
@@ -83,7 +83,7 @@ def fleet(**more):
 
 
 def rows(number, *, now=None):
-    """So many load balancers, each a pair that serves what is wanted, and rows of everything that belongs to them."""
+    """Return rows of the given number of served pairs, with rows in all related tables."""
     at = time.time() if now is None else now
     found = {name: [] for name in ("job", "desired_object", "object_status", "amphora", "amphora_heartbeat")}
     for one in range(1, number + 1):
@@ -117,7 +117,7 @@ def rows(number, *, now=None):
 
 
 def write(database, found):
-    """Put rows into a database, by the names of their tables."""
+    """Insert rows by table name."""
 
     def insert(connection):
         for name, ones in found.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What needs an operator, and what does not."""
+"""Alerts: conditions that need an operator, and conditions that do not."""
 
 import msgspec
 import pytest
@@ -42,7 +42,7 @@ def said(**more):
     return [(one.level, one.text) for one in find_notices(fleet(**more), INTERVAL)]
 
 
-def test_a_fleet_that_is_well():
+def test_a_healthy_fleet_has_no_alert():
     assert said() == []
     assert worst_level(()) is Level.WELL
     assert said(amphorae=(machine(), machine(1002, holds_vip=None, state="booting", heard_at=None, confirmed=0))) == []
@@ -138,8 +138,7 @@ def test_each_condition_has_an_alert(level, text, more):
     assert text in found[1]
 
 
-def test_the_automatic_has_it_in_hand():
-    """None of this causes an alert."""
+def test_automatically_handled_conditions_cause_no_alert():
     young = {"due": True, "due_at": NOW - 2, "accepted_at": NOW - 2, "state": "PENDING_UPDATE", "applied": 4}
     assert said(balancers=(balancer(**young),)) == []
     assert said(balancers=(balancer(due=True, due_at=NOW + 600),)) == []
@@ -148,13 +147,13 @@ def test_the_automatic_has_it_in_hand():
     assert said(balancers=(balancer(holders=(identifier(1001), identifier(1002))),), amphorae=going) == []
 
 
-def test_the_worst_comes_first():
+def test_the_most_severe_alert_is_first():
     found = find_notices(fleet(orphans=1, balancers=(balancer(state="ERROR"),)), INTERVAL)
     assert [one.level for one in found] == [Level.TROUBLE, Level.WATCH]
     assert worst_level(found) is Level.TROUBLE
 
 
-def test_many_alike_are_one_thing():
+def test_similar_alerts_are_combined():
     many = tuple(machine(1000 + number, **SILENT) for number in range(57))
     shown, things = group_notices(find_notices(fleet(amphorae=many, orphans=1), INTERVAL))
     assert things == 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fleet as it is read from the rows."""
+"""Queries that read the fleet's state from the database."""
 
 import itertools
 import time
@@ -20,14 +20,14 @@ def seen(database):
     return fleet_queries.read_fleet(database)
 
 
-def test_nothing_is_there(database):
+def test_an_empty_database_has_an_empty_fleet(database):
     found = seen(database)
     assert found.balancers == found.amphorae == found.failovers == found.pools == ()
     assert found.breaker.state == "closed"
     assert (found.outbox.waiting, found.outbox.oldest, found.orphans) == (0, None, 0)
 
 
-def test_a_pair_that_serves(database):
+def test_a_served_pair(database):
     write(database, rows(1))
     found = seen(database)
     (balancer,) = found.balancers
@@ -51,7 +51,7 @@ def test_a_pair_that_serves(database):
         ({"op": "delete"}, {}, "PENDING_DELETE"),
     ],
 )
-def test_states(database, work, status, expected):
+def test_the_states_of_load_balancers(database, work, status, expected):
     found = rows(1)
     found["job"][0] |= work
     found["object_status"][0] |= status
@@ -59,12 +59,12 @@ def test_states(database, work, status, expected):
     assert seen(database).balancers[0].state == expected
 
 
-def test_waiting_jobs_with_their_ages(database):
+def test_waiting_jobs_have_ages(database):
     found = rows(2)
     found["job"][0] |= {"generation": 8, "applied": 6, "dirty": True}
     common = {"load_balancer_id": identifier(1), "action": "update", "object_id": identifier(1)}
     found["request"] = [
-        # Answered long ago; never answered but behind what is applied; two that are waited for.
+        # One old answered request, one unanswered behind the applied generation, and two that are pending.
         common | {"generation": 4, "accepted_at": NOW - 99, "applied_at": NOW - 98},
         common | {"generation": 5, "accepted_at": NOW - 90, "applied_at": None},
         common | {"generation": 7, "accepted_at": NOW - 20, "applied_at": None},
@@ -76,7 +76,7 @@ def test_waiting_jobs_with_their_ages(database):
     assert (one.due, other.due) == (True, False)
 
 
-def test_expired_lease_has_no_owner(database):
+def test_an_expired_lease_has_no_owner(database):
     found = rows(2, now=time.time())
     found["job"][0] |= {"owner": "me", "leased_until": time.time() + 600, "dirty": True}
     found["job"][1] |= {"owner": "dead", "leased_until": time.time() - 600, "dirty": True}
@@ -102,7 +102,7 @@ def test_pools_of_spares_are_no_load_balancers(database):
     assert {one.wanted for one in read.amphorae if one.role == "SPARE"} == {0}
 
 
-def test_fail_overs_that_go_on_come_first_with_their_last_word(database):
+def test_open_failovers_are_first_with_their_latest_event(database):
     found = rows(1)
     common = {"load_balancer_id": identifier(1), "amphora_id": identifier(2), "cause": "silent", "begun_at": NOW}
     done = {"ended_at": NOW + 60, "served_at": NOW + 9, "outcome": "done", "silent_since": NOW - 7}
@@ -158,7 +158,7 @@ def test_the_remaining_fleet_figures(database):
     assert read.outbox.waiting == 1
     assert [(one.state, one.done) for one in read.rotations] == [("paused", 0)]
     assert worst_level(find_notices(read, 3.0)) is Level.TROUBLE
-    # It can all be said to a program, and read by it again.
+    # The snapshot can be encoded for a program and decoded again.
     assert msgspec.json.decode(msgspec.json.encode(read), type=type(read)) == read
 
 
@@ -168,7 +168,7 @@ SIGHT = {"name": "sight", "state": "blind", "since": 3.0, "silent": 0, "watched"
 
 
 @pytest.mark.parametrize("ones", itertools.permutations((AUTOMATIC, OPERATOR, SIGHT)))
-def test_an_operator_goes_before_the_automatic_and_sight_is_another_matter(database, ones):
+def test_an_operators_hold_precedes_the_breaker_and_blindness_is_separate(database, ones):
     for one in ones:
         write(database, {"circuit_breaker": [one]})
     held = BreakerInfo(state="open", since=2.0, silent=9, watched=20, reason="root: switches", held=True)
@@ -198,7 +198,7 @@ def test_a_past_detection_is_no_current_problem(database):
     assert not [one for one in find_notices(read, 3.0) if one.sort == "drift"]
 
 
-def test_a_body_that_is_none_hides_nothing(database):
+def test_an_invalid_row_hides_no_other_row(database):
     found = rows(2)
     found["desired_object"][0]["body"] = '{"name": 7}'
     write(database, found)
@@ -217,7 +217,7 @@ def statements(database):
     return counted
 
 
-def test_looking_takes_as_many_statements_for_many_as_for_one(database):
+def test_the_number_of_statements_does_not_depend_on_the_fleet_size(database):
     many = rows(30)
     write(database, rows(1))
     few = statements(database)
@@ -227,8 +227,8 @@ def test_looking_takes_as_many_statements_for_many_as_for_one(database):
     assert len(statements(database)) == len(few)
 
 
-def test_large_tables_are_reached_by_a_key(database):
-    """Indexes find all long tables: a long history does not slow the queries."""
+def test_large_tables_are_read_by_index(database):
+    """All long tables have an index for these queries, so that a long history does not slow them."""
     found = []
     sa.event.listen(
         database.engine, "before_cursor_execute", lambda _c, _k, text, bound, *_: found.append((text, bound))
@@ -243,8 +243,8 @@ def test_large_tables_are_reached_by_a_key(database):
                 continue
             plan = [row[3] for row in raw.execute(f"EXPLAIN QUERY PLAN {text}", bound)]
             scanned = [line for line in plan if line.startswith("SCAN ")]
-            # One row for each load balancer or amphora, or few by nature; `status` is one row for each object, which
-            # The reporter reads in the same way each second.
+            # Tables with one row for each load balancer or amphora, or few rows by nature. `status` has one row for
+            # each object; the reporter reads it in the same way each second.
             few = {
                 "job",
                 "amphora",
@@ -260,7 +260,7 @@ def test_large_tables_are_reached_by_a_key(database):
             assert {line.split()[1] for line in scanned} <= few | {"CONSTANT"}, (text, plan)
 
 
-def test_status_page_cannot_write(url):
+def test_the_status_page_cannot_write(url):
     found = open_read_only(url)
     try:
         with pytest.raises(StoreError, match="readonly"):
@@ -282,7 +282,7 @@ def test_concurrent_readers_share_one_snapshot(url):
         looking.close()
 
 
-def test_while_the_database_is_away_what_was_seen_last_is_shown(url, tmp_path):
+def test_while_the_database_is_unavailable_the_last_snapshot_is_shown(url, tmp_path):
     now = [100.0]
     looking = SnapshotCache(open_read_only(url), 3.0, 0, lambda: now[0])
     try:
@@ -316,5 +316,5 @@ def test_a_thousand_load_balancers_are_read_in_a_fifth_of_a_second(database):
         find_notices(read, 3.0)
         times.append(time.thread_time() - begun)
     assert (len(read.balancers), len(read.amphorae)) == (1000, 2000)
-    # Processor time, the best of five: others on the machine make caches cold.
+    # Processor time, the best of five: other processes of the machine displace caches.
     assert min(times) < 0.2, times

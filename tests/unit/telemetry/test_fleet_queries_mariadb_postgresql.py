@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same statements on servers, where some mean something else."""
+"""The fleet queries on MariaDB and PostgreSQL, where some statements have another meaning."""
 
 import os
 import shutil
@@ -31,7 +31,7 @@ def server_url(request):
         yield url
 
 
-def test_the_fleet_is_read_and_nothing_can_be_written(server_url):
+def test_the_fleet_is_read_and_the_connection_cannot_write(server_url):
     migrate.upgrade(server_url)
     found = rows(3)
     found["job"][0] |= {"generation": 6}

@@ -15,7 +15,7 @@ def head(*lines, first="GET / HTTP/1.1"):
     return "\r\n".join((first, *lines)).encode()
 
 
-def test_a_request():
+def test_a_request_is_parsed():
     request = parse_request(head("Host: localhost:9878", "X-Thing:  a ", first="GET /page.json?q=a%20b&r=1 HTTP/1.1"))
     assert (request.method, request.path, request.query_value("q"), request.query_value("z")) == (
         "GET",
@@ -69,7 +69,7 @@ def test_malformed_requests_are_refused(text, status):
         ("2001:db8::1", "localhost", 403),
     ],
 )
-def test_without_a_token_only_this_machine_is_answered(peer, host, status):
+def test_without_a_token_only_local_requests_are_answered(peer, host, status):
     request = parse_request(head(f"Host: {host}"))
     if status is None:
         authorize(request, peer, None)
@@ -79,7 +79,7 @@ def test_without_a_token_only_this_machine_is_answered(peer, host, status):
     assert refusal.value.status == status
 
 
-def test_a_proxy_on_this_machine_asks_for_strangers():
+def test_a_request_forwarded_by_a_local_proxy_is_not_local():
     names = ("X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Proto", "X-Forwarded-Server")
     for name in ("Forwarded", "Via", "X-Real-IP", *names):
         request = parse_request(head("Host: localhost", f"{name}: 192.0.2.1"))
@@ -114,8 +114,8 @@ def test_keep_alive_follows_from_the_http_version():
         ("", False),
     ],
 )
-def test_the_token(said, let_in):
-    # From anywhere, under any name.
+def test_the_token_grants_access(said, let_in):
+    # From any address, with any user name.
     request = parse_request(head("Host: status.example", f"Authorization: {said}"))
     if let_in:
         authorize(request, "192.0.2.1", TOKEN)
@@ -126,5 +126,5 @@ def test_the_token(said, let_in):
     assert "correct horse" not in str(refusal.value)
 
 
-def test_heads_are_short():
+def test_the_size_of_request_heads_is_limited():
     assert MAX_HEAD_SIZE <= 16384

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What log lines are about."""
+"""Log fields: the object ids of a log line."""
 
 import io
 import json
@@ -15,7 +15,7 @@ from amphora_driver import log_context
 
 @pytest.fixture(params=["plain", "json"])
 def written(request):
-    """A logger, and a function for the lines it has written."""
+    """Return a logger, and a function that returns its lines."""
     conf = cfg.ConfigOpts()
     log.register_options(conf)
     conf([], project="test", default_config_files=[], default_config_dirs=[])
@@ -45,7 +45,7 @@ def fields(form, line):
     return found | ({"generation": int(found["generation"])} if "generation" in found else {})
 
 
-def test_every_line_on_the_way_has_them_and_none_after(written):
+def test_log_lines_have_fields_inside_the_context_only(written):
     form, logger, lines = written
     logger.info("before")
     with log_context.about(load_balancer="lb1"):
@@ -61,7 +61,7 @@ def test_every_line_on_the_way_has_them_and_none_after(written):
     assert [fields(form, line) for line in lines()] == expected
 
 
-def test_threads_say_it_for_themselves(written):
+def test_each_thread_has_its_own_log_fields(written):
     form, logger, lines = written
     with log_context.about(load_balancer="lb1"), ThreadPoolExecutor(1) as pool:
         pool.submit(logger.info, "nothing is inherited").result()
@@ -75,7 +75,7 @@ def test_threads_say_it_for_themselves(written):
     assert [fields(form, line) for line in lines()] == [{}, about]
 
 
-def test_an_error_leaves_nothing_behind():
+def test_an_error_removes_the_log_fields():
     with pytest.raises(ValueError, match="on the way"), log_context.about(load_balancer="lb1"):
         raise ValueError("on the way")
     assert log_context._fields.get() == {}

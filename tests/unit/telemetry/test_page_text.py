@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page as text: what is written there, and what can never be."""
+"""The status page as text: its content, and escaped hostile text."""
 
 import base64
 import hashlib
@@ -25,8 +25,8 @@ def view(found, **more):
     return View(number=1, fleet=found, notices=find_notices(found, INTERVAL), **more)
 
 
-class Reading(HTMLParser):
-    """Elements as a browser makes them, and whether each one that is opened is closed."""
+class PageParser(HTMLParser):
+    """Parses elements as a browser does, and checks that each opened element is closed."""
 
     def __init__(self):
         super().__init__(convert_charrefs=True)
@@ -47,14 +47,14 @@ class Reading(HTMLParser):
 
 
 def read(text):
-    reading = Reading()
+    reading = PageParser()
     reading.feed(text.decode())
     assert reading.open == []
     return reading
 
 
 def hostile(kind, value):
-    """The same with every text in it made hostile."""
+    """Return the value with hostile text in every string."""
     words = {field.name: HOSTILE for field in msgspec.structs.fields(kind) if field.type in (str, str | None)}
     for kept in ("state", "silence", "role"):
         if kept in words and getattr(value, kept) is not None:
@@ -79,10 +79,10 @@ def everything_hostile():
     )
 
 
-def test_hostile_text_stays_text_wherever_it_stands():
+def test_hostile_text_is_escaped_everywhere():
     seen = view(everything_hostile(), trouble=HOSTILE)
     whole = status_page.render_page(seen, PROCESS, HOSTILE)
-    # What is asked for is repeated in the field only; everything else is listed without it.
+    # The search text appears in its field only; the page lists all other objects without it.
     for text in (whole, status_page.render_page(view(everything_hostile()), PROCESS, "")):
         reading = read(text)
         assert reading.tags.count("script") == 1
@@ -97,7 +97,7 @@ def test_hostile_text_stays_text_wherever_it_stands():
     assert HOSTILE in "".join(read(status_page.render_page(view(everything_hostile()), PROCESS, "")).text)
 
 
-def test_only_our_style_and_script_may_run():
+def test_only_the_pages_own_style_and_script_may_run():
     text = status_page.render_page(view(fleet()), PROCESS).decode()
     for tag in ("style", "script"):
         (found,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
@@ -105,7 +105,7 @@ def test_only_our_style_and_script_may_run():
         assert f"{tag}-src 'sha256-{digest}'" in status_page.POLICY
     assert "default-src 'none'" in status_page.POLICY
     assert "unsafe" not in status_page.POLICY
-    # Nothing is fetched from anywhere, and no attribute brings a style that the policy would refuse.
+    # The page loads no resource, and no attribute has a style that the policy refuses.
     assert not re.findall(r"(?:src|href)=\"(?!data:|#|status\.json|metrics)", text)
     assert " style=" not in text
 
@@ -150,12 +150,12 @@ def test_load_balancers_are_found_by_name_address_and_id():
         (5e5, "6 d"),
     ],
 )
-def test_lengths_of_time(seconds, words):
+def test_durations_as_text(seconds, words):
     assert status_page.format_age(seconds) == words
 
 
 def luminance(colour):
-    """WCAG 2.2, relative luminance."""
+    """Return the relative luminance of WCAG 2.2."""
     digits = colour.lstrip("#")
     digits = "".join(2 * one for one in digits) if len(digits) == 3 else digits
     parts = [int(digits[place : place + 2], 16) / 255 for place in (0, 2, 4)]
@@ -165,7 +165,7 @@ def luminance(colour):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_all_colours_have_enough_contrast(scheme):
-    """Contrast of at least 4.5 to 1 (WCAG 2.2, 1.4.3), by day and by night."""
+    """The contrast is at least 4.5 to 1 (WCAG 2.2, 1.4.3) in the light and the dark scheme."""
     style = status_page._STYLE
     day, night = style.split("@media (prefers-color-scheme: dark)", 1)
     found = dict(re.findall(r"--([\w-]+): (#[0-9a-f]+)", day if scheme == "light" else night.split("* {")[0]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process counts, and that all of it is documented."""
+"""Metrics of a process, and their documentation."""
 
 import re
 from pathlib import Path
@@ -60,7 +60,7 @@ def told(view, own=None):
     }
 
 
-def test_jobs_and_steps():
+def test_jobs_and_steps_are_counted():
     meters = ProcessMetrics()
     with meters.job() as job:
         job.outcome = "finished"
@@ -78,7 +78,7 @@ def test_jobs_and_steps():
     assert value(meters, "amphora_step_seconds_count", step="Boot") == 1
 
 
-def test_pushes():
+def test_pushes_are_counted():
     meters = ProcessMetrics()
     meters.count_push("reload")
     meters.count_push("anything <else>")
@@ -93,7 +93,7 @@ def test_pushes():
     assert (value(meters, "amphora_apply_seconds_count"), value(meters, "amphora_apply_seconds_sum")) == (1, 2)
 
 
-def test_transactions_that_did_not_happen():
+def test_failed_transactions_are_counted():
     meters = ProcessMetrics()
     for error in (StoreError("read", "away"), LeaseLost("write", "taken over")):
         with pytest.raises(StoreError), meters.transaction("read"):
@@ -102,7 +102,7 @@ def test_transactions_that_did_not_happen():
     assert value(meters, "amphora_database_seconds_count", kind="read") == 2
 
 
-def test_calls_of_octavia_and_what_came_of_them():
+def test_calls_of_octavia_and_their_results_are_counted():
     meters = ProcessMetrics()
     with meters.octavia_call("barrier"):
         pass
@@ -121,7 +121,7 @@ def test_calls_of_octavia_and_what_came_of_them():
     assert value(meters, "amphora_reports_total", outcome="refused") == 1
 
 
-def test_heartbeats_are_read_where_they_are_counted():
+def test_heartbeat_counters_are_read_from_the_receiver():
     meters = ProcessMetrics()
     assert value(meters, "amphora_heartbeats_received_total") is None
     meters.set_heartbeat_source(lambda: (7, {"signature": 2}))
@@ -129,12 +129,12 @@ def test_heartbeats_are_read_where_they_are_counted():
     assert value(meters, "amphora_heartbeats_refused_total", reason="signature") == 2
 
 
-def test_words_are_those_of_the_rows():
+def test_label_values_are_those_of_the_rows():
     assert set(metrics.CAUSES) == {one.value for one in Cause}
     assert set(metrics.ENDS) == {one.value for one in FailoverOutcome}
 
 
-def test_the_fleet():
+def test_the_metrics_of_the_fleet():
     found = told(full())
     for series, expected in {
         "amphora_fleet_up": 1,
@@ -172,7 +172,7 @@ def test_the_fleet():
         assert found[series] == expected, series
 
 
-def test_every_name_is_documented_and_every_documented_name_is_there():
+def test_metric_names_match_the_documentation():
     meters = ProcessMetrics()
     meters.set_heartbeat_source(lambda: (1, {"magic": 1}))
     with meters.step("Push"):
@@ -186,7 +186,7 @@ def test_every_name_is_documented_and_every_documented_name_is_there():
     assert ours == documented
 
 
-def test_rules_name_only_what_there_is():
+def test_alert_rules_use_existing_metrics():
     text = DOCUMENT.read_text(encoding="utf-8")
     documented = set(re.findall(r"^\| `(amphora_\w+)`", text, re.MULTILINE))
     (rules,) = re.findall(r"```yaml\n(groups:.*?)```", text, re.DOTALL)

@@ -23,7 +23,7 @@ from amphora_driver.telemetry.handlers import TokenFile
 from amphora_driver.telemetry.http_request import RequestRefused
 from amphora_driver.telemetry.http_server import StatusServer, Telemetry
 
-# Seconds: the machine may be busy.
+# Seconds; the machine may be busy.
 PATIENCE = 60
 
 
@@ -82,7 +82,7 @@ def test_the_server_answers_its_routes(url, database):
             assert (status, headers["Allow"]) == (405, "GET, HEAD")
 
 
-def test_metrics_together_and_apart(url, database):
+def test_metrics_of_fleet_and_process_in_one_or_two_requests(url, database):
     write(database, rows(2))
     with running(url) as port:
         whole, own, fleet = (
@@ -100,7 +100,7 @@ def test_metrics_together_and_apart(url, database):
         assert told[1].endswith(b"# EOF\n")
 
 
-def test_the_token_may_change_and_must_be_there(url, tmp_path):
+def test_the_token_may_change_and_must_exist(url, tmp_path):
     token = tmp_path / "token"
     token.write_text("first\nnot this\n")
     token.chmod(0o600)
@@ -126,7 +126,7 @@ def test_the_token_may_change_and_must_be_there(url, tmp_path):
         assert asked(port, authorization="Bearer second")[0] == 503
 
 
-def test_world_readable_token_file_grants_no_access(tmp_path, caplog):
+def test_a_world_readable_token_file_grants_no_access(tmp_path, caplog):
     path = tmp_path / "token"
     path.write_text("first\n")
     path.chmod(0o644)
@@ -146,7 +146,7 @@ def test_world_readable_token_file_grants_no_access(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("how", ["in place", "another file"])
-def test_a_new_token_counts_though_its_file_says_that_it_is_as_old(tmp_path, how):
+def test_a_new_token_is_used_even_if_its_file_has_the_same_time(tmp_path, how):
     path = tmp_path / "token"
     path.write_text("first\n")
     path.chmod(0o600)
@@ -165,13 +165,13 @@ def test_a_new_token_counts_though_its_file_says_that_it_is_as_old(tmp_path, how
     assert tokens.read_token() == Secret(b"third")
 
 
-def test_other_names_are_not_answered_without_a_token(url):
+def test_other_host_names_are_not_answered_without_a_token(url):
     with running(url) as port:
         assert asked(port, host="evil.example")[0] == 403
         assert asked(port, host=f"localhost:{port}")[0] == 200
 
 
-def test_health_endpoint_needs_no_authorization(url):
+def test_the_health_endpoint_needs_no_authorization(url):
     well = [True]
     with running(url, duty=lambda: well[0]) as port:
         assert asked(port, "/healthz", host="any.example")[:2] == (200, b"ok\n")
@@ -179,7 +179,7 @@ def test_health_endpoint_needs_no_authorization(url):
         assert asked(port, "/healthz")[:2] == (503, b"not working\n")
 
 
-def test_over_tls_and_with_a_new_certificate_at_once(url, tmp_path):
+def test_tls_is_served_and_a_new_certificate_is_used_at_once(url, tmp_path):
     certificate, key = create_authority("of a test")
     authority = Authority(certificate, key)
     path = tmp_path / "status.pem"
@@ -203,7 +203,7 @@ def test_over_tls_and_with_a_new_certificate_at_once(url, tmp_path):
         assert asked(port, context=ssl._create_unverified_context())[0] == 200
 
 
-def test_slow_client_delays_no_other(url, monkeypatch):
+def test_a_slow_client_delays_no_other(url, monkeypatch):
     monkeypatch.setattr(http_server, "_CONNECTION_TIMEOUT", 1.0)
     with running(url) as port:
         slow = [
@@ -215,8 +215,8 @@ def test_slow_client_delays_no_other(url, monkeypatch):
             assert asked(port, "/healthz")[0] == 200
             assert (
                 sum(one.name == "status" for one in threading.enumerate()) <= 2 * http_server._MAX_CONNECTIONS
-            )  # those that are just being let go among them
-            # All of them are let go, although some say a little now and then.
+            )  # including connections that are just being closed
+            # The server closes all slow connections, although some send data now and then.
             for one in slow:
                 one.settimeout(PATIENCE)
                 while True:
@@ -231,34 +231,34 @@ def test_slow_client_delays_no_other(url, monkeypatch):
         assert asked(port)[0] == 200
 
 
-def test_heads_without_end_are_refused(url):
+def test_endless_request_heads_are_refused(url):
     with running(url) as port, socket.create_connection(("127.0.0.1", port), PATIENCE) as one:
         one.sendall(b"GET / HTTP/1.1\r\nX: " + b"a" * 9000)
         assert one.recv(4096).startswith(b"HTTP/1.1 431 ")
 
 
-def test_server_retries_a_port_in_use(url, monkeypatch, caplog):
+def test_the_server_retries_a_port_in_use(url, monkeypatch, caplog):
     monkeypatch.setattr(http_server, "_RESTART_DELAY", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with Telemetry(options(url, bind_port=port), ProcessKind.CONTROLLER, "ctl:1", lambda: True) as telemetry:
             assert not telemetry.server.wait_until_listening(0.5)
             assert [one.message for one in caplog.records if "cannot serve the status page" in one.message][1:] == [], (
-                "said once"
+                "one message"
             )
             taken.close()
             assert telemetry.server.wait_until_listening(PATIENCE)
             assert asked(port, "/healthz")[0] == 200
 
 
-def test_without_a_port_there_is_none(url):
+def test_without_a_port_there_is_no_server(url):
     with Telemetry(options(url, bind_port=0), ProcessKind.CONTROLLER, "ctl:1", lambda: True) as telemetry:
         assert telemetry.server is None
     conf = options(url, bind_port=0, health_bind_port=1)
     assert isinstance(Telemetry(conf, ProcessKind.HEALTH_MANAGER, "h", lambda: True).server, StatusServer)
 
 
-def test_while_the_database_is_away_it_is_said(tmp_path):
+def test_an_unavailable_database_is_reported(tmp_path):
     with running(f"sqlite:///{tmp_path}/none/at/all.sqlite") as port:
         status, body, _ = asked(port)
         assert status == 200
@@ -271,7 +271,7 @@ def test_while_the_database_is_away_it_is_said(tmp_path):
         assert 'amphora_database_failures_total{kind="read"} 0.0' not in told
 
 
-def test_fail_overs_that_end_are_counted_once(url, database):
+def test_ended_failovers_are_counted_once(url, database):
     now = time.time()
     ended = {"load_balancer_id": "x", "cause": "silent", "begun_at": now - 5, "silent_since": now - 12}
     before = {**ended, "served_at": now, "ended_at": now - 1, "outcome": "done"}
@@ -285,7 +285,9 @@ def test_fail_overs_that_end_are_counted_once(url, database):
     write(database, {"failover": [before]})
     with running(url) as port:
         asked(port, "/metrics")
-        assert counted("amphora_failovers_total", *labels) == first, "what ended before it looked is not its to count"
+        assert counted("amphora_failovers_total", *labels) == first, (
+            "fail-overs that ended before the start are not counted"
+        )
         write(database, {"failover": [{**before, "ended_at": time.time()}]})
         deadline = time.monotonic() + PATIENCE
         while counted("amphora_failovers_total", *labels) == first and time.monotonic() < deadline:
