@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process shows and believes, and what amphorae are given, at each step of a rotation."""
+"""The trust store of a process at each step of a CA rotation: shown certificates, trusted CAs, CAs of amphorae."""
 
 import threading
 import time
@@ -24,7 +24,7 @@ AMPHORA = "0b9d1c52-7f0e-4a55-9f0c-2f6f3a1f9c11"
 
 
 class House:
-    """A configuration with files, a database, and a process that reads both at every question."""
+    """A configuration with files, a database, and a process that reads both in each call."""
 
     def __init__(self, folder, monkeypatch):
         monkeypatch.setattr(trusting, "_MAX_AGE", 0.0)
@@ -75,26 +75,26 @@ def issuer_of(pem):
     return x509.load_pem_x509_certificate(pem).issuer
 
 
-def test_before_the_first_rotation_the_files_count(house):
+def test_files_are_used_before_the_first_rotation(house):
     instead, papers = house.trust.tls_override(), house.trust.credentials()
     assert (instead.authorities, instead.certificate) == (None, None)
     assert (papers.client_ca, papers.server_ca) == (house.file("controller.pem"), house.file("amphora.pem"))
     assert papers.desired.authority is None
     before = papers.desired.trusts
     house.folder.joinpath("controller.pem").write_bytes(create_authority("exchanged")[0])
-    assert house.trust.credentials().desired.trusts != before, "a file that was exchanged is noticed"
+    assert house.trust.credentials().desired.trusts != before, "the process reads a replaced file"
 
 
-def test_the_authority_of_controllers(house):
+def test_the_controller_ca_is_rotated_in_steps(house):
     new, certificate = house.begin(CaKind.CONTROLLER)
     file = house.file("controller.pem")
-    # Both are trusted; the present one is shown still, and that is a file.
+    # Both CAs are trusted. The process still shows the certificate from the file.
     papers = house.trust.credentials()
     assert subjects(papers.client_ca) == subjects(file + certificate)
     assert papers.desired.trusts.split("/")[0] == f"{new - 1},{new}"
     assert house.trust.tls_override().certificate is None
     house.move(**{f"_{new}": "current", f"_{new - 1}": "former"})
-    assert house.trust.credentials().desired == papers.desired, "trusted as before"
+    assert house.trust.credentials().desired == papers.desired, "still trusted"
     shown = house.trust.tls_override()
     assert issuer_of(shown.certificate.reveal()) == subjects(certificate)[0]
     assert house.trust.tls_override() == shown, "issued once"
@@ -104,7 +104,7 @@ def test_the_authority_of_controllers(house):
     assert (papers.client_ca.strip(), papers.desired.trusts.split("/")[0]) == (certificate.strip(), str(new))
 
 
-def test_the_authority_of_amphorae(house):
+def test_the_amphora_ca_is_rotated_in_steps(house):
     new, certificate = house.begin(CaKind.AMPHORA)
     file = house.file("amphora.pem")
     assert subjects(house.trust.tls_override().authorities) == subjects(file + certificate)
@@ -116,15 +116,17 @@ def test_the_authority_of_amphorae(house):
     assert papers.desired.authority == new
     assert issuer_of(papers.issuer.issue_server(AMPHORA, 1).certificate) == subjects(certificate)[0]
     assert papers.server_ca.strip() == certificate.strip()
-    assert subjects(house.trust.tls_override().authorities) == subjects(file + certificate), "others are renewed still"
+    assert subjects(house.trust.tls_override().authorities) == subjects(file + certificate), (
+        "other amphorae are still renewed"
+    )
     house.move(**{f"_{new - 1}": "leaving"})
     assert house.trust.tls_override().authorities.strip() == certificate.strip()
     house.folder.joinpath("amphora.pem").unlink()
     house.folder.joinpath("amphora.key").unlink()
-    assert house.trust.credentials().desired.authority == new, "the files are needed no more"
+    assert house.trust.credentials().desired.authority == new, "the files are not needed any more"
 
 
-def test_files_that_were_exchanged_in_a_rotation_sign_nothing(house):
+def test_files_that_change_during_a_rotation_sign_nothing(house):
     house.begin(CaKind.AMPHORA)
     certificate, key = create_authority("another")
     house.folder.joinpath("amphora.pem").write_bytes(certificate)
@@ -133,12 +135,12 @@ def test_files_that_were_exchanged_in_a_rotation_sign_nothing(house):
         house.trust.credentials()
 
 
-def test_while_the_database_is_away_what_was_read_last_counts(house, monkeypatch):
+def test_the_last_snapshot_is_used_while_the_database_is_unreachable(house, monkeypatch):
     new, _ = house.begin(CaKind.CONTROLLER)
     before = house.trust.credentials()
 
     def away(_work):
-        raise StoreError("read", "away")
+        raise StoreError("read", "unreachable")
 
     monkeypatch.setattr(house.database, "read", away)
     assert house.trust.credentials().desired == before.desired
@@ -148,7 +150,7 @@ def test_while_the_database_is_away_what_was_read_last_counts(house, monkeypatch
 
 
 class Reads:
-    """Reads of the database, one after the other, that take as long as a test wants; `error` for those that fail."""
+    """Successive database reads of chosen durations; `error` for those that fail."""
 
     def __init__(self, house, monkeypatch):
         self.number = 0
@@ -168,7 +170,7 @@ class Reads:
 
 @pytest.fixture
 def reads(house, monkeypatch):
-    """The authorities are known, and are to be read again; what is known is not too old to be used meanwhile."""
+    """The cached CAs are due for a new read but are not expired."""
     house.begin(CaKind.CONTROLLER)
     house.trust.credentials()
     made = Reads(house, monkeypatch)
@@ -179,7 +181,7 @@ def reads(house, monkeypatch):
 
 
 class Clock:
-    """The clock that only goes forward, as one module sees it."""
+    """The monotonic clock as seen by one module."""
 
     def __init__(self, trust, monkeypatch):
         self.ahead = 0.0
@@ -209,7 +211,7 @@ def test_slow_database_delays_the_reader_only(house, reads):
     assert reads.begun.wait(60)
     before = house.trust.credentials().desired
     assert house.trust.tls_override().version == house.trust.tls_override().version
-    assert (reads.number, found) == (1, []), "one thread reads, the others wait"
+    assert (reads.number, found) == (1, []), "one thread reads, the others use the cache"
     reads.go_on.set()
     one.join(60)
     assert house.trust.credentials().desired == before
@@ -217,7 +219,7 @@ def test_slow_database_delays_the_reader_only(house, reads):
 
 
 def test_expired_snapshot_is_not_used(house, reads):
-    """This process was stopped, say: a rotation has not waited for it."""
+    """A process can stop for longer than the rotation waits, so its snapshot is too old."""
     house.trust.clock.later(3600.0)
     found = []
     threads = [asking(house.trust, found) for _ in range(3)]
@@ -226,7 +228,7 @@ def test_expired_snapshot_is_not_used(house, reads):
     reads.go_on.set()
     for thread in threads:
         thread.join(60)
-    assert (reads.number, len(found)) == (1, 3), "and one look is enough for all of them"
+    assert (reads.number, len(found)) == (1, 3), "one read serves all threads"
 
 
 def _ended(thread):
@@ -234,7 +236,7 @@ def _ended(thread):
     return not thread.is_alive()
 
 
-def test_a_slow_failure_is_not_followed_by_another_one_at_once(house, reads):
+def test_a_slow_failed_read_is_not_retried_at_once(house, reads):
     reads.error = StoreError("read", "away")
     found = []
     one = asking(house.trust, found)
@@ -243,11 +245,11 @@ def test_a_slow_failure_is_not_followed_by_another_one_at_once(house, reads):
     reads.go_on.set()
     one.join(60)
     house.trust.credentials()
-    assert reads.number == 1, "counted from its end"
+    assert reads.number == 1, "the back-off starts at the end of the read"
     house.trust.clock.later(6.0)
     house.trust.credentials()
     assert reads.number == 2
-    # One that was stopped in the middle of it has failed long ago.
+    # A read that the process stop interrupted counts as an old failure.
     house.trust.clock.later(6.0)
     reads.go_on.clear()
     reads.begun.clear()
@@ -274,7 +276,7 @@ def test_missing_tables_are_cached(house, reads):
     assert new.credentials().desired == house.trust.credentials().desired
 
 
-def test_keys_of_authorities_that_are_gone_are_forgotten(house):
+def test_keys_of_removed_cas_leave_the_cache(house):
     new, _ = house.begin(CaKind.CONTROLLER)
     house.move(**{f"_{new}": "current", f"_{new - 1}": "former"})
     house.trust.tls_override()
@@ -284,22 +286,22 @@ def test_keys_of_authorities_that_are_gone_are_forgotten(house):
     newest, _ = house.begin(CaKind.CONTROLLER)
     house.move(**{f"_{newest}": "current", f"_{new}": "former"})
     house.trust.tls_override()
-    assert set(house.trust._issuers) == {new, newest}, "it is trusted still"
+    assert set(house.trust._issuers) == {new, newest}, "the CA is still trusted"
     house.move(**{f"_{new}": "leaving"})
     house.move(**{f"_{new}": "gone"})
     house.trust.tls_override()
     assert set(house.trust._issuers) == {newest}
 
 
-def test_no_two_authorities_have_one_name(house):
+def test_two_cas_never_have_the_same_name(house):
     first, second = (trusting.create_ca(CaKind.AMPHORA, house.vault, 30) for _ in range(2))
     assert subjects(first.certificate) != subjects(second.certificate)
     key = house.vault.open(first.sealed_key, ca_records.key_location(CaKind.AMPHORA, first.certificate))
     assert Authority(first.certificate, key).expires_at == first.expires_at
 
 
-def test_the_key_of_another_authority_signs_nothing(house):
-    """With the rights to write to the database: to have an authority sign for the other kind."""
+def test_the_key_of_another_ca_signs_nothing(house):
+    """An attacker with write access to the database could exchange the kinds of two CAs."""
     for kind in CaKind:
         number, _ = house.begin(kind)
         house.move(**{f"_{number - 1}": "former", f"_{number}": "current"})
