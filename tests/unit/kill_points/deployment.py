@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import sqlalchemy as sa
 from cryptography.fernet import Fernet
-from dying import Clock, Points, dies
+from killed_forks import Clock, Points, run_in_fork
 from octavia_lib.api.drivers import driver_lib
 from octavia_model import Octavia
 from processes import ControlPlane
@@ -177,7 +177,7 @@ class Deployment:
 
     # --- processes ----------------------------------------------------------------------------------------------------
 
-    def dies(self, part):
+    def run_in_fork(self, part):
         """Run a part in a fork; returns the armed point that killed the fork, or None."""
         self._close()
 
@@ -185,7 +185,7 @@ class Deployment:
             self._take_over()
             part()
 
-        return dies(child, self.points)
+        return run_in_fork(child, self.points)
 
     def plane(self, *duties):
         """New processes of the control plane, with nothing in memory."""

@@ -75,7 +75,7 @@ class Run:
             self._end()
         return Passed(asking=asked, after=dict(after))
 
-    def dies_once(self, point, passed, visit=1):
+    def kill_once(self, point, passed, visit=1):
         """One process is killed at its given visit to a point; the successor completes its work."""
         self._begin()
         self._deployment.points.arm([point], visit)
@@ -83,15 +83,15 @@ class Run:
         if not asking:
             self._ask()
             self._accept()
-        died = self._deployment.dies(self._ask if asking else self._rounds)
-        assert died == point, f"{self._operation.name}: no process has come to {point} {visit} times"
+        killed_at = self._deployment.run_in_fork(self._ask if asking else self._rounds)
+        assert killed_at == point, f"{self._operation.name}: no process has come to {point} {visit} times"
         if asking:
             self._lost()
         else:
             self._outlive()
             self._end()
 
-    def dies_again_and_again(self, times):
+    def kill_repeatedly(self, times):
         """Kill processes one after the other, each at the first armed point; returns the number of kills at each point.
 
         Args:
@@ -103,10 +103,10 @@ class Run:
         self._accept()
         while left := Counter(times) - met:
             self._deployment.points.arm(left)
-            died = self._deployment.dies(self._rounds)
-            if died is None:
+            killed_at = self._deployment.run_in_fork(self._rounds)
+            if killed_at is None:
                 break
-            met[died] += 1
+            met[killed_at] += 1
             self._outlive()
         self._end()
         return met

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from deployment import Deployment
-from dying import limited
+from killed_forks import limited
 from operations import BEGINNINGS, OPERATIONS
 from runs import Run
 
@@ -110,7 +110,7 @@ def test_a_kill_at_each_point(deployment, passed, number):
     for point, times in passed(number).all.items():
         last = times if point.endswith(Moment.DONE.value) else 1
         for visit in range(before[point] + 1, last + 1):
-            Run(deployment, OPERATIONS[number]).dies_once(point, passed(number), visit)
+            Run(deployment, OPERATIONS[number]).kill_once(point, passed(number), visit)
 
 
 @pytest.mark.extended
@@ -123,7 +123,7 @@ def test_a_kill_at_every_point_in_turn(deployment, passed, number):
     left = Counter({point: 1 for point in passed(number).after if not _as_before(point)})
     left.update({point: times - 1 for point, times in passed(number).after.items() if point.endswith("-marked")})
     while left:
-        met = Run(deployment, OPERATIONS[number]).dies_again_and_again(left)
+        met = Run(deployment, OPERATIONS[number]).kill_repeatedly(left)
         assert met, f"no process came to one of {sorted(left)}"
         left = Counter(dict.fromkeys(left.keys() - met.keys(), 1))
 

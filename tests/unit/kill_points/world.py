@@ -10,7 +10,7 @@ import pickle
 import time
 from http import HTTPStatus
 
-from dying import Kept
+from killed_forks import Kept
 
 from amphora_driver.agent.responses import Applied, Info, Vrrp
 from amphora_driver.compute.interface import Machine, MachineState

@@ -114,7 +114,7 @@ def limited(seconds):
         signal.signal(signal.SIGPROF, before)
 
 
-def dies(part, armed):
+def run_in_fork(part, armed):
     """Run `part` in a fork; returns the point that killed the fork, or None if it reached its end.
 
     Args:
