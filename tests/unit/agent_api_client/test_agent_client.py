@@ -309,12 +309,12 @@ def test_an_agent_that_does_not_read_ends_with_the_deadline(world):
     context = world.agent().context
     release = threading.Event()
 
-    def deaf():
+    def silent_server():
         accepted, _address = plain.accept()
         with context.wrap_socket(accepted, server_side=True):
             release.wait(10)
 
-    thread = threading.Thread(target=deaf)
+    thread = threading.Thread(target=silent_server)
     thread.start()
     begin = time.monotonic()
     with pytest.raises(AgentUnreachable):  # the time-out for a body of this size is five times as long
