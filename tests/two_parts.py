@@ -342,7 +342,7 @@ def _read(file: Path, which: str) -> Outcomes:
     try:
         return Outcomes.read(file)
     except FileNotFoundError:
-        raise pytest.UsageError(f"{which} did not reach an end with a verdict ({file})") from None
+        raise pytest.UsageError(f"{which} did not come to an end that can be judged ({file})") from None
 
 
 def _turn(nodeid: str) -> tuple[int, int]:
