@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A line to a server that can fail: frozen, cut, or cut at the one moment that matters."""
+"""A proxy for connections to a server that can freeze, disconnect, or disconnect during a COMMIT."""
 
 import contextlib
 import socket
@@ -11,13 +11,13 @@ _COMMIT = b"COMMIT"
 
 
 class BadLine:
-    """Forwards connections from a unix socket of its own to another one; a context manager.
+    """Forwards connections from its own Unix socket to another one; a context manager.
 
     Args:
         target: path of the server's socket.
 
-    `at_commit` is what happens when the next COMMIT passes: None, "before" (the line is cut and the server never hears
-    it) or "after" (the server does it, and its answer is never heard). It happens once; `spared` ones pass before.
+    `at_commit` is the action at the next COMMIT: None, "before" (the connection ends and the server never receives
+    it) or "after" (the server commits, and its answer is lost). It happens once; `spared` COMMITs pass before.
     """
 
     def __init__(self, target):
@@ -53,7 +53,7 @@ class BadLine:
         Path(self._folder).rmdir()
 
     def freeze(self):
-        """Nothing passes, without an error."""
+        """No data passes, without an error."""
         self._open.clear()
 
     def thaw(self):
@@ -116,7 +116,7 @@ class BadLine:
 
 
 class _Pair:
-    """Two directions of one connection; the second one that ends closes it."""
+    """Two directions of one connection; the second end closes it."""
 
     def __init__(self, near, far):
         self.deaf = False

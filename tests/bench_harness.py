@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the harness of the side-by-side benchmark gives to an adapter, at its smallest size.
+"""A minimal stand-in for the harness of the side-by-side benchmark.
 
-The harness is not a part of this repository, and a clone may lack it. So the tests build the same documents themselves.
+The harness is not part of this repository, and a clone may lack it. So the tests build the same documents themselves.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _policy(tag):
 
 
 def heartbeat(whole, sequence=0, down=()):
-    """The message of an amphora: statuses, and counters since the message before."""
+    """The message of an amphora: statuses, and counters since the previous message."""
     (listener,), (pool,) = whole["listeners"], whole["pools"]
     stats = {"tx": 1460, "rx": 730, "conns": 3, "totconns": CONNECTIONS, "ereq": 0}
     members = {one["id"]: "DOWN" if one["id"] in down else "UP" for one in pool["members"]}
@@ -132,7 +132,7 @@ def heartbeat(whole, sequence=0, down=()):
 
 
 class Adapter:
-    """The base class of the harness: what an adapter inherits from it."""
+    """The base class of adapters in the harness."""
 
     def __init__(self, workdir):
         self.workdir = workdir
@@ -162,7 +162,7 @@ def importable(**modules):
 
 @contextmanager
 def imported_anew():
-    """Hide the folders and modules of tests and benchmarks, so that a program finds only what it looks for itself."""
+    """Hide the folders and modules of tests and benchmarks, so that a program imports only its own modules."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [place for place in sys.path if not Path(place).is_relative_to(TESTS)])
         sys.path.insert(0, str(BENCHMARKS))

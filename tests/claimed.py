@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that no two tests of this machine have at the same time: for names that are too short for a process id.
+"""Numbers that are unique among the running tests of this machine, for names too short for a process id.
 
-Invariant: a number is held by a lock of the process, which ends with it; files stay, so that no process locks one that
-another has just removed.
+Invariant: a lock of the process holds the number and ends with the process. The files stay, so that no process locks
+a file that another has just removed.
 """
 
 import fcntl
@@ -16,7 +16,7 @@ _MOST = 1000
 
 @contextmanager
 def number(free=lambda _: True) -> Iterator[int]:
-    """One below 1000, while the block runs.
+    """A number below 1000, reserved while the block runs.
 
     Args:
         free: returns whether nothing is left of the last holder of a number, which may have been killed.

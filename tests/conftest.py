@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for every ring: the order they run in, what a run says of itself, and the plugins of all tests."""
+"""Rules for all test rings: their order, the header of a run, and shared plugins."""
 
 import faulthandler
 import os
@@ -12,13 +12,13 @@ import two_parts
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, settings
 
-# How long an example takes is the machine's affair.
+# The time of an example depends on the machine.
 settings.register_profile("calm", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("calm")
 
 
 def pytest_report_header():
-    """A green run says what it was green on."""
+    """The header names the tested versions."""
     return haproxy_versions.header()
 
 
@@ -35,7 +35,8 @@ def pytest_configure(config):
     config.pluginmanager.register(matrix, "feature matrix")
     two_parts.register(config, matrix)
     if not hasattr(config, "workerinput"):
-        # Workers inherit both: where the preloaded process listens (tests/forks.py), and when it ends.
+        # Workers inherit both variables: the folder of the preloaded processes (tests/forks.py), and the run that ends
+        # them.
         folder = tempfile.TemporaryDirectory(prefix="adp-")
         config.add_cleanup(folder.cleanup)
         os.environ["AMPHORA_TESTS_PRELOADED"], os.environ["AMPHORA_TESTS_RUN"] = folder.name, str(os.getpid())
@@ -43,7 +44,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Set the limit of a test that lasts long anew: pytest has set the one of all tests a moment ago."""
+    """Set the time limit of a long test again, because pytest has just set the common limit."""
     usual = float(item.config.getini("faulthandler_timeout"))
     marker = item.get_closest_marker("lasts")
     if usual and marker and marker.args[0] > usual:
@@ -52,6 +53,6 @@ def pytest_runtest_setup(item):
 
 
 def pytest_collection_modifyitems(items):
-    """Cheap rings first, so that a plain mistake is found before anything is booted."""
+    """Fast rings run first, so that simple errors are found before any boot."""
     rings = [*two_parts.RINGS, ""]
     items.sort(key=lambda item: rings.index(ring) if (ring := two_parts.ring(item.nodeid)) in rings else len(rings))

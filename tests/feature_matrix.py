@@ -73,7 +73,7 @@ def file_name(kind: str) -> str:
 
 
 def written(kind: str, verdicts: dict[str, str]) -> str:
-    """One file's text: what the haproxy driver adds to Octavia's file of the same name."""
+    """The section of the haproxy driver in Octavia's file of the same name."""
     sections = [f"[operation.{key}]\ndriver.haproxy={verdicts.get(f'{kind}.{key}', MISSING)}\n" for key in LINES[kind]]
     return "\n".join(["# Written by the tests (tests/feature_matrix.py), not by hand.\n", *sections])
 
@@ -94,14 +94,14 @@ class FeatureMatrix:
         self._failed: set[str] = set()
 
     def earlier(self, passed: Iterable[str], skipped: Iterable[str]) -> None:
-        """What an earlier part of the run found, by node id."""
+        """Add the outcomes of an earlier part of the run, by node id."""
         self._passed.update(passed)
         self._failed.update(skipped)
 
     # The wrapper sees items before any other plugin deselects some.
     @pytest.hookimpl(wrapper=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Iterator[None]:
-        """Before anything is deselected: a marked test that is not run proves nothing."""
+        """Markers are collected before a deselection: a marked test that does not run proves nothing."""
         self._note(items)
         return (yield)
 
@@ -122,7 +122,7 @@ class FeatureMatrix:
             self._failed.add(report.nodeid)
 
     def verdicts(self) -> dict[str, str]:
-        """Of every line that has tests."""
+        """The status of every line that has tests."""
         good = self._passed - self._failed
         found = {}
         for line, tests in self._marked.items():
@@ -141,7 +141,7 @@ class FeatureMatrix:
 
 
 def _cannot_be_had(nodeid: str) -> bool:
-    """Whether a test is of a HAProxy that is not on this machine. The others it runs on say enough."""
+    """Whether a test needs an HAProxy version that is not on this machine. The other versions are sufficient."""
     missing = {each.series for each in NEWER if each.program is None}
     return not missing.isdisjoint(nodeid.partition("[")[2].rstrip("]").split("-"))
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that import programs once for all workers of a run, and fork each program that a test starts.
 
-Importing is most of the processor time of a start. Such a process ends when the run ends, and ends the forks that are
-left by then: a run that was killed leaves no program that restarts its workers for ever.
-`preloaded.py` forks the programs of a sandbox, `preloaded_agent.py` forks amphorae. Only the standard library is
-imported here: the interpreter of the agents has nothing of the tests.
+Importing is most of the processor time of a start. Such a process ends with the run and ends its remaining forks: a
+killed run leaves no program that restarts its workers for ever. `preloaded.py` forks the programs of a sandbox,
+`preloaded_agent.py` forks amphorae. This module imports only the standard library, because the interpreter of the
+agents has no test packages.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
-# The folder of the run, and the process id of the pytest process that began it: tests/conftest.py sets both.
+# The folder of the run, and the process id of the pytest process that started it: tests/conftest.py sets both.
 FOLDER, RUN = "AMPHORA_TESTS_PRELOADED", "AMPHORA_TESTS_RUN"
-# A fork keeps these, because it may ask for forks itself.
+# A fork keeps these variables, because it can request forks itself.
 _KEPT = (FOLDER, RUN, "AMPHORA_AGENT_PYTHON")
 CLONE_NEWNET = 0x40000000
 _MOST_BYTES = 1 << 20
@@ -36,13 +36,13 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def ask(program: Path, interpreter: str, environment: dict[str, str], request: dict, descriptors: list[int]) -> int:
-    """Have a process fork; the first worker that asks starts the process.
+    """Let a process fork; the first worker that needs it starts the process.
 
     Args:
         program: the file of the process.
         interpreter: the Python of the process.
         environment: of the process, not of the fork.
-        request: what the fork becomes.
+        request: describes the fork.
         descriptors: passed on to the fork.
 
     Returns:
@@ -55,7 +55,7 @@ def ask(program: Path, interpreter: str, environment: dict[str, str], request: d
 
 
 def ensure(program: Path, interpreter: str, environment: dict[str, str]) -> Path:
-    """The socket of a process, which is started if it does not run yet."""
+    """The socket of a process, which starts if it does not run yet."""
     made_of = f"{program}\n{interpreter}\n{environment.get('PYTHONPATH')}"
     folder = Path(os.environ[FOLDER]) / hashlib.sha256(made_of.encode()).hexdigest()[:8]
     folder.mkdir(exist_ok=True)
@@ -90,7 +90,7 @@ def _start(argv: list[str], environment: dict[str, str], log: Path) -> None:
     assert said == b"ready", f"the preloaded process did not start:\n{log.read_text()}"
 
 
-# --- the process itself -----------------------------------------------------------------------------------------------
+# -- forking process ---------------------------------------------------------------------------------------------------
 
 
 def serve(become) -> None:
@@ -103,7 +103,7 @@ def serve(become) -> None:
     # Pages that the collector does not write to stay shared with the forks.
     gc.collect()
     gc.freeze()
-    # The kernel reaps the forks: no fork of this process is waited for here.
+    # The kernel reaps the forks, because this process does not wait for them.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     ended = os.pidfd_open(run)
     forks: dict[int, int] = {}
@@ -127,7 +127,7 @@ def serve(become) -> None:
             asking.close()
             _begin(become, json.loads(message), descriptors)
         drop_ended(forks)
-        # It may have ended, and nothing waits for it.
+        # The fork may have ended, and no process waits for it.
         with suppress(ProcessLookupError):
             forks[pid] = os.pidfd_open(pid)
         # A request that is interrupted has no reader any more.
@@ -146,7 +146,7 @@ def drop_ended(forks: dict[int, int]) -> None:
 
 
 def end_all(forks: dict[int, int]) -> None:
-    """End the forks that are left, each with its process group."""
+    """End the remaining forks, each with its process group."""
     drop_ended(forks)
     for pid in forks:
         # The fork has not ended, so no other process has its number.
@@ -155,7 +155,7 @@ def end_all(forks: dict[int, int]) -> None:
 
 
 def _begin(become, request, descriptors) -> None:
-    """Be the program of a request in a session of its own, with its environment, log and directory."""
+    """Run the program of a request in its own session, with its environment, log and directory."""
 
     def run():
         os.setsid()
@@ -172,7 +172,7 @@ def _begin(become, request, descriptors) -> None:
 
 
 def end_with(run) -> None:
-    """Call a function, and end this process the way the interpreter ends a program; does not return."""
+    """Call a function and end this process as the interpreter ends a program; does not return."""
     status = 1
     try:
         run()
@@ -198,7 +198,7 @@ def enter(namespace: str) -> None:
 
 
 def check(result: int, what: str) -> None:
-    """Raise the error of a call of the C library that has failed."""
+    """Raise the error of a failed call of the C library."""
     if result != 0:
         raise OSError(ctypes.get_errno(), f"{what} failed")
 
@@ -210,5 +210,5 @@ def rename(argv: list[str]) -> None:
     begin, end = int(fields[45]), int(fields[46])
     words = b"\0".join(map(os.fsencode, argv)) + b"\0"
     size = end - begin
-    assert len(words) < size, "the command line of the fork is longer than the room for it"
+    assert len(words) < size, "the command line of the fork is longer than the reserved space"
     ctypes.memmove(begin, words.ljust(size, b"\0"), size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ports of loopback for servers that must be told theirs before they start."""
+"""Free ports of loopback for servers that need their port before they start."""
 
 import socket
 from contextlib import ExitStack

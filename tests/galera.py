@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Galera cluster of a test's own: MariaDB servers that are one database, each in a folder, on loopback only."""
+"""A Galera cluster for a test: MariaDB servers with one database, each in a folder, on loopback only."""
 
 import shutil
 import socket
@@ -13,13 +13,13 @@ import sqlalchemy as sa
 from free_ports import free_ports
 
 _START_SECONDS = 90.0
-# As root, rsync takes another user's part for what arrives, and may not write it.
+# As root, rsync creates files with another user's id, which it then may not write.
 _USER = "nobody"
 _PROVIDERS = ("/usr/lib/galera/libgalera_smm.so", "/usr/lib64/galera-4/libgalera_smm.so")
 
 
 def missing():
-    """What is not installed here, or nothing."""
+    """The missing programs, or an empty text."""
     return None if _provider() and shutil.which("rsync") else "needs galera-4 and rsync"
 
 
@@ -29,11 +29,11 @@ def _provider():
 
 @contextmanager
 def cluster(name, nodes=2):
-    """Runs while the block does; yields SQLAlchemy URLs of one new database, one by way of each node."""
+    """Runs while the block does; yields SQLAlchemy URLs of one new database, one for each node."""
     with ExitStack() as stack:
         folder = Path(tempfile.mkdtemp(prefix="adg-"))
         stack.callback(shutil.rmtree, folder)
-        # A server that starts deletes all temporary tables in its folder for them, those of other servers too.
+        # A server that starts deletes all temporary tables in its temporary folder, also those of other servers.
         for number in range(nodes):
             (folder / f"tmp{number}").mkdir()
             shutil.chown(folder / f"tmp{number}", _USER)
@@ -49,7 +49,7 @@ def cluster(name, nodes=2):
             timeout=120,
         )
         first = free_ports(3)
-        # The second one begins with a copy and is sent what is new: quicker than sending everything.
+        # The second node begins with a copy and receives only newer data, which is faster than a full transfer.
         for number in range(nodes):
             ports = first if number == 0 else free_ports(3)
             if number:
@@ -115,7 +115,7 @@ def _url(folder, number, name):
 
 
 def _await(process, folder, number):
-    """It is up, and one of the cluster."""
+    """The node runs and has joined the cluster."""
     engine = sa.create_engine(_url(folder, number, ""), poolclass=sa.NullPool)
     deadline = time.monotonic() + _START_SECONDS
     log = folder / f"log{number}"

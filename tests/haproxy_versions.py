@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every HAProxy that tests can run: the system's, and newer ones that ./run-tests fetches where it can.
+"""Every HAProxy that tests can run: the system's, and newer ones that ./run-tests downloads where possible.
 
-A version that is not here is skipped by name, never passed over: see `VERSIONS` and `HAProxy.here`.
+A missing version is skipped by name: see `VERSIONS` and `HAProxy.here`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FETCHED = Path(__file__).parents[1] / ".sandbox" / "haproxy"
 
 @dataclass(frozen=True)
 class HAProxy:
-    """One HAProxy. `series` is a release line, or "system" for whatever the distribution installed."""
+    """One HAProxy. `series` is a release line, or "system" for the version of the distribution."""
 
     series: str
 
@@ -42,18 +42,20 @@ class HAProxy:
 
     @property
     def pcre2(self) -> bool:
-        """Whether its regular expressions are PCRE2's, as those of every distribution are."""
+        """Whether its regular expressions use PCRE2, as in every distribution."""
         return "+PCRE2 " in _output(self._started(), "-vv")
 
     def here(self) -> HAProxy:
-        """Itself, or the running test is skipped with the reason."""
+        """This HAProxy; skips the running test with a reason if it is not on this machine."""
         if self.program is None:
             log = f".sandbox/haproxy/{self.series}.log"
-            pytest.skip(f"HAProxy {self.series} is not on this machine: ./run-tests fetches it where it can, see {log}")
+            pytest.skip(
+                f"HAProxy {self.series} is not on this machine: ./run-tests downloads it where possible, see {log}"
+            )
         return self
 
     def complaint(self, *files: Path) -> str | None:
-        """What `haproxy -c` says against these files, warnings included; None if it takes them."""
+        """The output of `haproxy -c` for these files, warnings included; None if HAProxy accepts them."""
         command = [self._started(), "-c", "-dW", *(word for file in files for word in ("-f", str(file)))]
         run = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
         return None if run.returncode == 0 else run.stderr or f"ended with {run.returncode}"
@@ -62,7 +64,7 @@ class HAProxy:
         """The file's lines after HAProxy's own tokenizer: no comments, no quotes, words with a space after each."""
         run = subprocess.run([self._started(), "-dC", "-f", str(file)], capture_output=True, check=True)
         found = [line.strip("\t") for line in run.stdout.decode().split("\n") if line.strip("\t")]
-        # From 3.1 on it reads, and tells, everything twice: for the master and for the worker.
+        # From version 3.1 on, HAProxy reads and reports everything twice: for the master and for the worker.
         half = len(found) // 2
         return found[:half] if found[:half] == found[half:] else found
 
@@ -86,12 +88,12 @@ every_version = pytest.mark.parametrize("version", VERSIONS, ids=str)
 
 
 def header() -> str:
-    """Which versions this run has, for pytest's header."""
+    """The versions of this run, for pytest's header."""
     return "haproxy: " + ", ".join(f"{each.series} ({each.version or 'not here'})" for each in VERSIONS)
 
 
-# A server's certificate is opened after everything was read, and not from `default-path` (2.6): the agent has a
-# frontend that opens them before.
+# HAProxy opens a server's certificate after the whole file, and not from `default-path` (2.6). So the agent has a
+# frontend that opens these files earlier.
 MACHINE = """\
 global
     server-state-file {folder}/state
@@ -108,10 +110,10 @@ backend amphora:metrics
 
 
 def machine(folder: Path, files: Iterable[object] = ()) -> Path:
-    """What the agent has before a load balancer's text: the `global` section, and the names that text may say.
+    """The agent's part before a load balancer's text: the `global` section, and the names that the text may use.
 
-    HAProxy 2.6 looks for the certificates that servers show only after it has left the directory: as the agent does, a
-    frontend that is never bound opens them before.
+    HAProxy 2.6 opens the certificates of servers only after it has left the directory. As in the agent, a frontend
+    that is never bound opens them before.
     """
     folder.mkdir(exist_ok=True)
     (folder / "state").write_text("1\n")
@@ -123,7 +125,7 @@ def machine(folder: Path, files: Iterable[object] = ()) -> Path:
 
 
 def complaints(haproxy: HAProxy, rendered: Mapping[str, object], folder: Path) -> dict[str, str]:
-    """What `haproxy -c` says against each of these rendered load balancers, by name; those it takes are left out."""
+    """The output of `haproxy -c` for each of these rendered load balancers, by name; accepted ones are omitted."""
 
     def ask(item: tuple[str, object]) -> tuple[str, str | None]:
         name, result = item
@@ -134,13 +136,13 @@ def complaints(haproxy: HAProxy, rendered: Mapping[str, object], folder: Path) -
         write_files(files, place)
         return name, haproxy.complaint(top, place / "lb.cfg")
 
-    secrets()  # made once, not by both threads
+    secrets()  # created once, not by both threads
     with ThreadPoolExecutor(2) as pool:
         return {name: said for name, said in pool.map(ask, rendered.items()) if said is not None}
 
 
 def write_files(files: Iterable[object], folder: Path) -> None:
-    """The files a rendered text names: what render wrote as it is, a throw-away secret for each of the others."""
+    """The files of a rendered text: real content if the renderer has it, else a temporary secret."""
     for file in files:
         path = folder / file.name
         assert path.resolve().is_relative_to(folder.resolve()), file.name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A package that brings backends, put where Python finds it: with real entry points, as operators install them."""
+"""A package with backends on Python's path, with real entry points as in an operator's installation."""
 
 import textwrap
 from pathlib import Path

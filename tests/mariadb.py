@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A MariaDB server of a test's own: a folder, a unix socket, no network."""
+"""A MariaDB server for a test: a folder, a Unix socket, no network."""
 
 import os
 import shutil
@@ -24,7 +24,10 @@ def server(*databases):
 
 @contextmanager
 def mortal(*databases, environment=None):
-    """The same, as a `Server`, which can be frozen, killed and started again; `environment` is its own, beside ours."""
+    """As above, as a `Server` that can be frozen, killed and restarted.
+
+    `environment` extends the environment of the server.
+    """
     folder = Path(tempfile.mkdtemp(prefix="adm-"))
     made = Server(folder, databases, environment)
     try:
@@ -42,14 +45,14 @@ def mortal(*databases, environment=None):
 
 
 class Server:
-    """One server, and what can happen to it."""
+    """One server and its failures."""
 
     def __init__(self, folder, databases, environment=None):
         self.urls = [_url(folder, name) for name in databases]
         self._folder = folder
-        # A server that starts deletes all temporary tables in its folder for them, those of other servers too.
+        # A server that starts deletes all temporary tables in its temporary folder, also those of other servers.
         (folder / "tmp").mkdir()
-        # MariaDB takes `--no-defaults` as its first argument only.
+        # MariaDB accepts `--no-defaults` only as its first argument.
         self._common = ["--no-defaults", f"--datadir={folder}/data", f"--tmpdir={folder}/tmp", "--user=root"]
         self._environment = {**os.environ, **(environment or {})}
         self._process = None
@@ -63,7 +66,7 @@ class Server:
         )
 
     def start(self):
-        """Start it; returns when it can be asked."""
+        """Start the server; returns when it accepts queries."""
         daemon = shutil.which("mariadbd") or "/usr/sbin/mariadbd"
         folder = self._folder
         (folder / "socket").unlink(missing_ok=True)
@@ -72,7 +75,7 @@ class Server:
                 [
                     *(daemon, *self._common, "--skip-networking", f"--socket={folder}/socket"),
                     f"--pid-file={folder}/pid",
-                    # A commit survives the death of the server, but not a power cut.
+                    # A commit survives a kill of the server, but no power cut.
                     "--innodb-flush-log-at-trx-commit=2",
                 ],
                 stdout=log,
@@ -82,12 +85,12 @@ class Server:
         _await(self._process, folder)
 
     def kill(self):
-        """kill -9: what it had committed is there when it is started again, and nothing else."""
+        """kill -9: after a restart the server has exactly its commits."""
         self._process.kill()
         self._process.wait(60)
 
     def freeze(self):
-        """It does not answer, and its connections stay open: a hanging machine, or a network failure."""
+        """The server does not answer, and its connections stay open: a hanging machine, or a network failure."""
         self._process.send_signal(signal.SIGSTOP)
 
     def thaw(self):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SQLite databases with the newest schema: the migrations run once in a process, and every test gets a copy of a file.
+"""SQLite databases with the newest schema: the migrations run once in a process, and every test gets a copy.
 
 The migrations take half a second of processor time. Tests of the migrations themselves run them: unit/store.
 """
@@ -29,5 +29,5 @@ def _made() -> bytes:
         file = Path(folder) / "driver.sqlite"
         migrate.upgrade(f"sqlite:///{file}")
         left = [one.name for one in Path(folder).iterdir() if one.name.endswith("-wal")]
-        assert left == [], "the file is not all of the database"
+        assert left == [], "the file does not contain the whole database"
         return file.read_bytes()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A PostgreSQL server of a test's own: a folder, a unix socket, no network."""
+"""A PostgreSQL server for a test: a folder, a Unix socket, no network."""
 
 import shutil
 import subprocess
@@ -11,12 +11,12 @@ from pathlib import Path
 import sqlalchemy as sa
 
 _START_SECONDS = 60.0
-# It will not run as root.
+# PostgreSQL refuses to run as root.
 _USER = "nobody"
 
 
 def missing():
-    """What is not installed here, or nothing."""
+    """The missing programs, or an empty text."""
     return None if _folder() else "needs PostgreSQL"
 
 
@@ -45,7 +45,7 @@ def server(*databases):
             process = subprocess.Popen(
                 [
                     *(f"{programs}/postgres", "-D", f"{folder}/data", "-k", str(folder), "-h", ""),
-                    # Nothing of it has to survive a power cut.
+                    # The data need not survive a power cut.
                     *("-c", "fsync=off", "-c", "full_page_writes=off", "-c", "max_connections=300"),
                 ],
                 stdout=log,

@@ -51,13 +51,13 @@ _LATER = (
     "sqlalchemy.dialects.mysql.pymysql",
     "pymysql",
 )
-# Of this process, and so of the preloaded one: a test may set another one for the programs of its sandbox.
+# The environment of this process, and so of the preloaded one: a test may set another one for its sandbox.
 _PYTHONPATH = os.environ.get("PYTHONPATH")
 _AGENT_PYTHON = os.environ.get("AMPHORA_AGENT_PYTHON", sys.executable)
 
 
 def supervision_forks(supervision: Supervision) -> None:
-    """Have a sandbox start its programs by forks, if this is a run with a folder."""
+    """Let a sandbox start its programs by forks, if this run has a folder."""
     if forks.FOLDER in os.environ:
         supervision.spawn = _spawn
         preloaded_agent.ready(_AGENT_PYTHON, os.environ)
@@ -79,7 +79,7 @@ def _found(pid, argv, log):
 
 
 def _request(argv, environment, log):
-    """What the process is asked for; None if it cannot start this program in this environment."""
+    """The request for the process; None if it cannot start this program in this environment."""
     namespace = None
     if argv[0] == "nsenter" and argv[1].startswith("--net=") and argv[2] == "--":
         namespace, argv = argv[1].removeprefix("--net="), argv[3:]
@@ -90,11 +90,11 @@ def _request(argv, environment, log):
     return {"argv": argv[2:], "environment": environment, "log": str(log), "namespace": namespace}
 
 
-# --- the process itself -----------------------------------------------------------------------------------------------
+# -- forking process ---------------------------------------------------------------------------------------------------
 
 
 def _become(request, descriptors) -> None:
-    """Be the program of a request."""
+    """Run the program of a request."""
     if descriptors:
         os.dup2(descriptors[0], 3)
     if request["namespace"] is not None:
@@ -103,13 +103,13 @@ def _become(request, descriptors) -> None:
     netns.spawn = _spawn_amphora
     module, *arguments = request["argv"]
     sys.argv = [module, *arguments]
-    # gunicorn looks for its application where it was started.
+    # gunicorn imports its application from its working directory.
     sys.path[0] = str(Path.cwd())
     runpy.run_module(_MODULES[module], run_name="__main__", alter_sys=True)
 
 
 def _spawn_amphora(argv, environment, log):
-    """What `spawn` does with the command of `compute/netns.py`, by a fork where that is possible."""
+    """Run the command of `compute/netns.py` as `spawn` does, by a fork where possible."""
     words = list(argv)
     interpreter, *rest = words[words.index("--wd=/") + 2 :]
     if interpreter != _AGENT_PYTHON or environment.get("PYTHONPATH") != _PYTHONPATH:

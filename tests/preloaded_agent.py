@@ -43,7 +43,7 @@ _KEPT = ("PATH", "LANG", "PYTHONPYCACHEPREFIX", forks.FOLDER, forks.RUN, "AMPHOR
 
 
 def possible(interpreter: str, environment) -> bool:
-    """Whether amphorae of an interpreter with this environment may be forks."""
+    """Whether amphorae of an interpreter with this environment can be forks."""
     known = (sys.executable, os.environ.get("AMPHORA_AGENT_PYTHON"))
     return forks.FOLDER in os.environ and interpreter in known
 
@@ -82,7 +82,7 @@ def ready(interpreter: str, environment) -> None:
 
 
 def _imports(environment):
-    """The environment of the process: nothing of a sandbox, which finds by its environment what it leaves behind."""
+    """The environment of the process, without the variables by which a sandbox finds its processes."""
     kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
     return {**kept, "PYTHONPATH": environment.get("PYTHONPATH", "")}
 
@@ -99,7 +99,7 @@ class Outermost:
             signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
 
     def wait(self, seconds: float = _END_SECONDS) -> None:
-        """Return when it has ended."""
+        """Return when the process has ended."""
         if self._descriptor is None:
             return
         ended, _, _ = select.select([self._descriptor], [], [], seconds)
@@ -108,17 +108,17 @@ class Outermost:
         self._descriptor = None
 
 
-# --- the process itself -----------------------------------------------------------------------------------------------
+# -- forking process ---------------------------------------------------------------------------------------------------
 
 
 def _become(request, _descriptors) -> None:
-    """Be the outermost process of an amphora: what unshare(1) is."""
+    """Run as the outermost process of an amphora, in place of unshare(1)."""
     argv = request["argv"]
     forks.rename(argv)
     forks.enter(request["namespace"])
     os.chdir("/")
     forks.check(forks.LIBC.unshare(_NEWNS | _NEWUTS | _NEWIPC | _NEWPID), "unshare")
-    # The descriptor is closed when this process ends: the supervisor sees that, as early as it may be.
+    # The descriptor closes when this process ends, which the supervisor detects at once.
     alive, kept = os.pipe()
     child = os.fork()
     if child == 0:
@@ -144,12 +144,12 @@ def _await(child: int, ends_with: int | None) -> None:
 
 
 def _supervise(argv, alive: int) -> None:
-    """Be the first process of an amphora, and end with the outermost one."""
+    """Run as the first process of an amphora, and end with the outermost one."""
     from amphora_agent.services import supervisor  # noqa: PLC0415 - only in this process
 
     forks.LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if select.select([alive], [], [], 0)[0]:
-        return  # it ended before it was watched
+        return  # the process ended before the watch
     os.close(alive)
     mount = forks.LIBC.mount
     forks.check(mount(b"none", b"/", None, ctypes.c_ulong(_PRIVATE), None), "making mounts private")
@@ -165,7 +165,7 @@ def _supervise(argv, alive: int) -> None:
 
 
 def _fork_agent(words, how) -> int:
-    """What posix_spawn(3) does with this program, these attributes and file actions."""
+    """Do the work of posix_spawn(3) with this program, these attributes and file actions."""
     pid = os.fork()
     if pid:
         return pid
@@ -183,7 +183,7 @@ def _fork_agent(words, how) -> int:
                 os.close(opened)
             else:
                 os.dup2(action[1], action[2])
-        # exec(2) closes all others: Python opens none that a program inherits.
+        # exec(2) closes all others: Python opens no inheritable descriptors.
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         from amphora_agent import failpoints, server  # noqa: PLC0415 - only in this process
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An older version of the product, as code that can be run beside this version.
+"""An older version of the product, as code that can run beside this version.
 
-It is taken out of the history. Without a history (a shallow clone, an archive) the tests run with a copy of this
-version. A change of the wire format, of the schema or of module paths needs a new baseline commit.
+It comes from the git history. Without a history (a shallow clone, an archive) the tests use a copy of this version. A
+change of the wire format, of the schema or of module paths needs a new baseline commit.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import tarfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# An older commit with the present schema and wire format: its controllers and agents work beside those of today.
+# An older commit with the present schema and wire format: its controllers and agents work beside the present ones.
 BASELINE = "43aff77271d83ce7546775997c938d882661180f"
 _MIGRATIONS = Path("amphora_driver/database/migrations/versions")
 
 
 def unpacked(folder: Path, *packages: str) -> bool:
-    """Put packages of the baseline into a folder, or a copy of ours; returns whether they are of the baseline."""
+    """Put packages of the baseline or of this version into a folder; returns whether it is the baseline."""
     found = _from_history(folder, packages)
     if not found:
         _copied(folder, *packages)
@@ -34,7 +34,7 @@ def same_schema(folder: Path) -> None:
 
 
 def next_schema(folder: Path) -> str:
-    """Have the version after this one in a folder: ours, and one more migration; returns what that is called."""
+    """Put the next version into a folder: the present one with one more migration; returns the migration's name."""
     _copied(folder, "amphora_driver", "amphora_agent")
     last = _revisions(folder)[-1]
     new = f"{int(last) + 1:04}"
@@ -61,12 +61,12 @@ def _revisions(folder: Path) -> list[str]:
 
 
 def interpreter(file: Path, python: str, folder: Path | None) -> Path:
-    """A Python that finds the packages of a folder before its own; None: what it finds anyway.
+    """A Python that finds the packages of a folder before its own; None: its own packages only.
 
     Args:
-        file: where it is to be.
+        file: the path of the new interpreter.
         python: the interpreter behind it.
-        folder: where the packages are. It may be changed later: `interpreter` may be called again.
+        folder: the folder of the packages. It may be changed later: `interpreter` may be called again.
     """
     first = "" if folder is None else f"PYTHONPATH={folder}${{PYTHONPATH:+:$PYTHONPATH}} "
     fresh = file.with_name(f".{file.name}")

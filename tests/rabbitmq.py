@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A RabbitMQ server of a test's own: a folder, loopback only, and Erlang's name service of its own."""
+"""A RabbitMQ server for a test: a folder, loopback only, and a separate Erlang name service."""
 
 import os
 import shutil
@@ -14,12 +14,12 @@ from pathlib import Path
 from free_ports import free_ports
 
 _START_SECONDS = 90.0
-# Debian's own program on PATH changes to another user first; this one is behind it.
+# Debian's program on PATH changes to another user first; this is the original program.
 _SERVER = "/usr/lib/rabbitmq/bin/rabbitmq-server"
 
 
 def missing():
-    """What is not installed here, or nothing."""
+    """The missing programs, or an empty text."""
     return None if Path(_SERVER).exists() else "needs rabbitmq-server"
 
 
@@ -37,7 +37,7 @@ def server():
 
 
 class Broker:
-    """One server, that can be frozen, killed, and started again with what it had or with nothing."""
+    """One server that can be frozen, killed, and restarted with or without its data."""
 
     def __init__(self, folder):
         self._folder = folder
@@ -49,7 +49,8 @@ class Broker:
             "PATH": "/usr/lib/rabbitmq/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
             "HOME": str(folder),
             "LANG": "C.UTF-8",
-            # Erlang's processes find each other by a name service on its own port: no other one is used or left.
+            # Erlang's processes find each other by a name service on a separate port, so the test uses and leaves no
+            # other one.
             "ERL_EPMD_PORT": str(self._names_port),
             "ERL_EPMD_ADDRESS": "127.0.0.1",
             "RABBITMQ_NODENAME": f"amphora-{os.getpid()}-{self.port}@localhost",
@@ -63,7 +64,7 @@ class Broker:
             "RABBITMQ_ADVANCED_CONFIG_FILE": str(folder / "none.config"),
             "RABBITMQ_ENABLED_PLUGINS_FILE": str(folder / "plugins"),
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "-noinput -kernel inet_dist_use_interface {127,0,0,1} +sbwt none",
-            # The server itself is our child then, and not a shell that waits for it.
+            # The server itself is then the child process, and not a shell that waits for it.
             "RABBITMQ_ALLOW_INPUT": "1",
         }
         (folder / "plugins").write_text("[].\n")
@@ -85,14 +86,14 @@ class Broker:
         os.killpg(self._process.pid, signal.SIGCONT)
 
     def kill(self):
-        """kill -9, and nothing of what it had on its disk is left."""
+        """kill -9, and delete the data on the disk."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait(30)
             self._process = None
 
     def lose_everything(self):
-        """What it was given to keep is gone; it does not run."""
+        """Delete the stored data; the server does not run."""
         self.kill()
         shutil.rmtree(self._folder / "data", ignore_errors=True)
 
@@ -105,7 +106,7 @@ class Broker:
 
     def _run(self, command, name):
         with (self._folder / f"{name}.out").open("ab") as out:
-            # A group of its own: all of Erlang's helpers end with it.
+            # A separate process group: all of Erlang's helpers end with it.
             return subprocess.Popen(
                 command, stdout=out, stderr=out, cwd=self._folder, env=self._environment, start_new_session=True
             )

@@ -39,7 +39,7 @@ KNOWN_SECOND_ATTEMPTS = Path(__file__).parent / "second-attempts.txt"
 
 
 def image_asked() -> str:
-    """How much of it, as that variable says; empty for nothing."""
+    """The number in this environment variable; empty without one."""
     said = os.environ.get(IMAGE) or "1"
     return "" if said == "0" else said
 
@@ -58,7 +58,7 @@ def selected(item: pytest.Item) -> bool:
 
 
 def known_second_attempts() -> set[str]:
-    """The test ids on the list. An entry is one line: the id, and after `  # ` the date and what is known."""
+    """The test ids on the list. An entry is one line: the id, and after ` # ` the date and the known facts."""
     text = KNOWN_SECOND_ATTEMPTS.read_text(encoding="utf-8")
     lines = (line.partition("  # ")[0].strip() for line in text.splitlines())
     return {line for line in lines if line and not line.startswith("#")}
@@ -66,12 +66,12 @@ def known_second_attempts() -> set[str]:
 
 MOST_REPEATED, MOST_ASKED_AGAIN = 5, 3
 TOGETHER, ALONE, SECOND_ATTEMPTS = "together.json", "alone.json", "second-attempts.txt"
-# Seconds that a machine is waited for at most, and what it is to have come down to: the share (%) of the last ten
-# seconds in which something waited for a processor (Documentation/accounting/psi.rst of the kernel); where the kernel
-# does not say, processes that run, for each processor and on average over the last minute (proc(5), /proc/loadavg).
+# The maximum wait for an idle machine in seconds, and the limits that count as idle: the share (%) of the last ten
+# seconds in which a process waited for a processor (Documentation/accounting/psi.rst of the kernel); without that,
+# running processes per processor on average over the last minute (proc(5), /proc/loadavg).
 CALM_SECONDS, CALM_PRESSURE, CALM_LOAD = 120.0, 10.0, 0.5
-# The longest files, longest first: begun at the end, one of them would go on when all others are done. Then the rings
-# from the slowest on, for the same reason.
+# The longest files, longest first: a long file started last would run alone at the end. Then the rings from the slowest
+# on, for the same reason.
 LONGEST = (
     "system/test_set_clock.py",
     "system/test_kill_matrix_mariadb.py",
@@ -108,18 +108,18 @@ LONGEST = (
 
 
 def ring(nodeid: str) -> str:
-    """The folder below tests/ that a test is in."""
+    """The folder below tests/ that contains a test."""
     parts = nodeid.partition("::")[0].split("/")
     return parts[1] if parts[0] == "tests" and len(parts) > 2 else ""
 
 
 class Outcomes:
-    """What became of tests, by node id."""
+    """The outcomes of tests, by node id."""
 
     def __init__(self) -> None:
         self.passed: set[str] = set()
         self.skipped: set[str] = set()
-        # And how: what the first report of a failure said.
+        # The text of the first failure report.
         self.failed: dict[str, str] = {}
 
     def take(self, report: pytest.TestReport) -> None:
@@ -135,14 +135,14 @@ class Outcomes:
         return self.passed | self.skipped | set(self.failed)
 
     def without(self, nodeids: set[str]) -> Outcomes:
-        """These for all other tests."""
+        """Replace all outcomes by these."""
         left = Outcomes()
         left.passed, left.skipped = self.passed - nodeids, self.skipped - nodeids
         left.failed = {nodeid: text for nodeid, text in self.failed.items() if nodeid not in nodeids}
         return left
 
     def and_those(self, others: Outcomes) -> Outcomes:
-        """These and the others."""
+        """Add these outcomes."""
         both = Outcomes()
         both.passed, both.skipped = self.passed | others.passed, self.skipped | others.skipped
         both.failed = {**others.failed, **self.failed}
@@ -161,7 +161,7 @@ class Outcomes:
 
 
 class Together:
-    """The first part: whatever is not marked quiet."""
+    """The first part: all tests that are not marked quiet."""
 
     def __init__(self, directory: Path) -> None:
         self._file = directory / TOGETHER
@@ -170,7 +170,7 @@ class Together:
         (directory / ALONE).unlink(missing_ok=True)
 
     def pytest_sessionstart(self) -> None:
-        """Let SIGTERM (a job's time limit, for example) end the workers the way Ctrl-C does: with what they made."""
+        """On SIGTERM (for example after a job's time limit), end the workers as Ctrl-C does, with their output."""
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     @pytest.hookimpl(trylast=True)
@@ -188,13 +188,13 @@ class Together:
 
 
 class _Repeating:
-    """A part that repeats what failed in the one before, and judges all that is known.
+    """A part that repeats the failed tests of the previous part, and judges all outcomes.
 
     Args:
-        earlier: outcomes that stand.
-        repeated: what is asked once more, and how it failed.
-        most: more are not repeated.
-        how: how the two attempts differ, in words.
+        earlier: outcomes that remain valid.
+        repeated: the tests to repeat, with their failures.
+        most: above this number no test is repeated.
+        how: the difference between the two attempts, in words.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class _Repeating:
         return sorted(self._repeated.keys() & self._outcomes.passed - set(self._outcomes.failed))
 
     def repeated_in_vain(self) -> list[str]:
-        """What failed, and has no other answer now."""
+        """Tests that failed and did not pass at a second attempt."""
         gone = sorted(self._repeated.keys() - self._collected)
         skipped = sorted(self._repeated.keys() & self._outcomes.skipped - self._outcomes.passed)
         return [
@@ -249,7 +249,7 @@ class _Repeating:
         ]
 
     def complaints(self) -> list[str]:
-        """What is wrong with a run in which every test of this part passed."""
+        """The errors of a run in which every test of this part passed."""
         passed = Counter(map(ring, self._earlier.passed | self._outcomes.passed))
         missing = [each for each in self._rings if not passed[each]]
         unjudged = sorted(self._collected - self._earlier.all - self._outcomes.all)
@@ -277,7 +277,7 @@ class _Repeating:
 
 
 class Alone(_Repeating):
-    """The second part: tests marked quiet, what failed in the first, and the judgment of both."""
+    """The second part: tests marked quiet, failed tests of the first part, and the verdict on both."""
 
     def __init__(self, directory: Path, matrix: FeatureMatrix) -> None:
         (directory / SECOND_ATTEMPTS).unlink(missing_ok=True)
@@ -302,7 +302,7 @@ class Alone(_Repeating):
 
 
 class Again(_Repeating):
-    """What failed in the second part for the first time, on a machine that has calmed down."""
+    """Tests that failed in the second part for the first time, on an idle machine."""
 
     def __init__(self, directory: Path, matrix: FeatureMatrix, calm: Callable[[], object] | None = None) -> None:
         alone = _read(directory / ALONE, "--again: nothing is asked again, the second part")
@@ -315,12 +315,12 @@ class Again(_Repeating):
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self) -> None:
-        """Called before the first test is run."""
+        """Called before the first test runs."""
         self._calm()
 
 
 def await_calm() -> bool:
-    """Wait until nothing else keeps the machine busy, but not for ever; whether nothing does."""
+    """Wait a limited time until the machine is idle; returns whether it is."""
     deadline = time.monotonic() + CALM_SECONDS
     while not is_calm():
         if time.monotonic() > deadline:
@@ -330,10 +330,10 @@ def await_calm() -> bool:
 
 
 def is_calm(pressure: Path = Path("/proc/pressure/cpu"), load: Path = Path("/proc/loadavg")) -> bool:
-    """What the kernel says of the last seconds."""
+    """The load of the last seconds according to the kernel."""
     try:
         words = pressure.read_text().split()
-    except OSError:  # a kernel that was built or booted without it; some say so only when they are read
+    except OSError:  # a kernel without PSI; some report that only when the file is read
         return float(load.read_text().split()[0]) <= CALM_LOAD * (os.cpu_count() or 1)
     return float(words[1].removeprefix("avg10=")) <= CALM_PRESSURE
 
@@ -346,7 +346,7 @@ def _read(file: Path, which: str) -> Outcomes:
 
 
 def _turn(nodeid: str) -> tuple[int, int]:
-    """When a test's file is begun, compared with others."""
+    """The rank of a test's file in the order of starts."""
     file, its_ring = nodeid.partition("::")[0].removeprefix("tests/"), ring(nodeid)
     first = LONGEST.index(file) if file in LONGEST else len(LONGEST)
     return first, -RINGS.index(its_ring) if its_ring in RINGS else -len(RINGS)
@@ -361,11 +361,11 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def register(config: pytest.Config, matrix: FeatureMatrix) -> None:
-    """The plugin of the part that was asked for, if any."""
+    """The plugin of the requested part, if any."""
     parts = {name: config.getoption(f"--{name}") for name in ("together", "alone", "again")}
     asked = [name for name, directory in parts.items() if directory]
     if len(asked) > 1:
-        raise pytest.UsageError(f"--{' and --'.join(asked)} are not one run")
+        raise pytest.UsageError(f"--{' and --'.join(asked)} cannot be combined")
     for name in asked:
         if name == "together":
             config.pluginmanager.register(Together(parts[name]), name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load balancers as the worker's program takes them, in a few words."""
+"""Load balancers in the format of the worker's program, with defaults."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ def balancer(*parts, **more):
 
 
 def plug(worker, mac: str = MAC) -> None:
-    """The amphora as Octavia's flow for a new load balancer leaves it before its listeners."""
+    """The state of an amphora after Octavia's flow for a new load balancer, before its listeners."""
     assert worker("check") == "1.0"
     worker("plug_vip", balancer(), {"mac": mac, "mtu": 1500}, SUBNET, ADDITIONAL)

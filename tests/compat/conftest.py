@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An amphora that is driven by Octavia's own worker code, which runs in a process of its own beside the controller."""
+"""An amphora under Octavia's own worker code, which runs in its own process beside the controller."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def compat_network():
 
 @pytest.fixture(scope="session")
 def tenant_secrets():
-    """A tenant's certificates, by the references that listeners have."""
+    """A tenant's certificates by the references of listeners."""
     authority = pki.Authority("tenant")
     issued = {name: authority.issue(name, number=number) for number, name in enumerate(("one.test", "two.test"))}
     client = authority.issue("client.test")
@@ -43,7 +43,7 @@ def controllers():
 
 @pytest.fixture(scope="session")
 def worker(compat_network, controllers, tmp_path_factory, tenant_secrets):
-    """Started before the first amphora: it takes some seconds to import all of Octavia."""
+    """The process starts before the first amphora, because the import of Octavia takes some seconds."""
     made = Worker(compat_network, controllers, tmp_path_factory.mktemp("worker"), tenant_secrets["secrets"])
     yield made
     made.close()
@@ -51,7 +51,7 @@ def worker(compat_network, controllers, tmp_path_factory, tenant_secrets):
 
 @pytest.fixture(scope="module")
 def booted(compat_network, controllers, tmp_path_factory):
-    """One amphora for a module: `booted()` starts it, or a new one instead."""
+    """One amphora for a module: `booted()` starts it, or a new one in its place."""
     made = []
 
     def boot() -> Amphora:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Octavia's worker code as a process of its own, beside the amphora's controller."""
+"""Octavia's worker code as a separate process beside the amphora's controller."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ HERE = Path(__file__).parent
 
 
 def interpreter() -> str:
-    """A Python that has Octavia: this one, or the sandbox's."""
+    """A Python with Octavia: this one, or the sandbox's."""
     if importlib.util.find_spec("octavia") is not None:
         return sys.executable
     return str(HERE.parents[1] / ".sandbox/venv/bin/python")
 
 
 class Refused(Exception):
-    """What Octavia's code raised."""
+    """The exception of Octavia's code."""
 
     def __init__(self, name: str, text: str) -> None:
         super().__init__(f"{name}: {text}")
@@ -55,17 +55,17 @@ class Worker:
         )
 
     def drive(self, amphora: Amphora, fixed: str = FIXED, priority: int = 100) -> None:
-        """Work on this amphora from now on.
+        """Use this amphora in the following requests.
 
         Args:
             fixed: its own address on the VIP's network.
-            priority: among those of a pair.
+            priority: its VRRP priority in a pair.
         """
         vrrp = {"vrrp_ip": fixed, "ha_ip": VIP, "vrrp_interface": "eth1", "vrrp_id": 1, "vrrp_priority": priority}
         self("drive", {"id": amphora.id, "lb_network_ip": amphora.address, **vrrp})
 
     def __call__(self, do: str, *arguments, **options):
-        """Have the worker do something; its answer."""
+        """Send a request to the worker; returns its answer."""
         self.begin(do, *arguments, **options)
         return self.end()
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program that renders load balancers with Octavia's own template, and sends them nowhere.
+"""A program that renders load balancers with Octavia's own template, without an amphora.
 
-The whole way of an update is Octavia's, certificates included; only the amphora's answers are not there. One request on
+Octavia's code does the whole update, certificates included; only the amphora's answers are replaced. One request on
 standard input, one answer on standard output, both JSON.
 
     python octavia_template.py < {"secrets": {...}, "balancers": [...]}
@@ -20,7 +20,7 @@ DETAILS = {
 
 
 class Amphora:
-    """A client of the agent that keeps what it is given."""
+    """A client of the agent that keeps its arguments."""
 
     def __init__(self):
         self.texts, self.files = [], {}

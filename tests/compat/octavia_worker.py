@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program with what an Octavia worker has: its driver for amphorae, its client, its templates, its health manager.
+"""A program with the parts of an Octavia worker: amphora driver, client, templates and health manager.
 
-Nothing of Octavia's is replaced but the place where it gets certificates from, and the types of its own API, which no
-worker needs and which take five seconds to make; there is no database. One request a
-line on standard input, one answer a line on standard output, both JSON; what a call raises is answered by its name.
+It replaces only two parts of Octavia: the source of certificates, and the types of its API, which take five seconds
+to create and which no worker needs. There is no database. Standard input has one request a line, and standard output
+one answer a line, both JSON. The answer to a failed call has the name of the exception.
 
     python octavia_worker.py '{"options": {...}, "secrets": {...}}'
 """
@@ -24,7 +24,7 @@ logging.disable(logging.CRITICAL)
 
 
 class NoTypes(MetaPathFinder, Loader):
-    """Finds modules in which every name is there and stands for nothing."""
+    """Finds modules in which every name exists as a stand-in."""
 
     def find_spec(self, name, _path, _target=None):
         return ModuleSpec(name, self) if name.startswith("octavia.api.v2.types.") else None
@@ -53,7 +53,7 @@ STANDING = {"enabled": True, "provisioning_status": "ACTIVE", "operating_status"
 
 
 class Certificate:
-    """What a certificate manager gives."""
+    """The object that a certificate manager returns."""
 
     def __init__(self, parts):
         self.parts = parts
@@ -72,7 +72,7 @@ class Certificate:
 
 
 class Secrets:
-    """Certificates and authorities by reference."""
+    """Certificates and CAs by reference."""
 
     def __init__(self, secrets):
         self.secrets = secrets
@@ -98,7 +98,7 @@ class Worker:
         self.getters = []
         self.client = self.driver.clients["1.0"]
 
-    # -- what the model is made of --------------------------------------------------------------------------------
+    # -- data model ----------------------------------------------------------------------------------------------------
 
     def load_balancer(self, wanted):
         amphorae = [self.amphora, *(dm.Amphora(status="ALLOCATED", **each) for each in wanted.get("partners", ()))]
@@ -183,7 +183,7 @@ class Worker:
         routes = [network.HostRoute(**each) for each in wanted.get("host_routes", ())]
         return network.Subnet(cidr=wanted["cidr"], gateway_ip=wanted.get("gateway"), host_routes=routes)
 
-    # -- what can be asked for ----------------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------------------------
 
     def drive(self, amphora):
         self.amphora = dm.Amphora(status="ALLOCATED", **amphora)
@@ -194,12 +194,12 @@ class Worker:
         return self.amphora.api_version
 
     def call(self, method, *arguments):
-        """Any method of the client."""
+        """Call any method of the client."""
         answer = getattr(self.client, method)(self.amphora, *arguments)
         return {"status": answer.status_code, "body": answer.json()} if hasattr(answer, "status_code") else answer
 
     def fetch(self, path):
-        """What the client has no method for."""
+        """Requests without a method of the client."""
         answer = self.client.get(self.amphora, path)
         return {"status": answer.status_code, "text": answer.text, "etag": answer.headers.get("ETag")}
 
@@ -217,7 +217,7 @@ class Worker:
         self.driver.post_network_plug(self.amphora, made, {})
 
     def update(self, load_balancer):
-        """The whole update; what the amphora answered to the last reload is not part of Octavia's own answer."""
+        """The whole update. Octavia's own answer does not contain the amphora's answer to the last reload."""
         answers = []
         session = self.client.session
         put = session.put
@@ -260,7 +260,7 @@ class Worker:
         self.driver.update_amphora_agent_config(self.amphora, text)
 
     def listen(self, key, address, *ports):
-        """Listen as health managers do, on each port; they need a database only for what they do with heartbeats."""
+        """Listen as health managers on each port. They need a database only to process heartbeats."""
         while self.getters:
             self.getters.pop().sock.close()
         for port in ports:
@@ -270,7 +270,7 @@ class Worker:
             self.getters.append(getter)
 
     def heartbeats(self, count):
-        """The next heartbeats, opened, each with the number of the health manager that got it."""
+        """The next decoded heartbeats, each with the number of the health manager that received it."""
         found = []
         while len(found) < count:
             ready, _, _ = select.select([each.sock for each in self.getters], [], [], 15)
@@ -291,7 +291,7 @@ class Worker:
         for name in sorted(set(names) - skipped):
             before = len(asked)
             for arguments in range(4):
-                with contextlib.suppress(Exception):  # too few arguments, or an answer that is none
+                with contextlib.suppress(Exception):  # too few arguments, or a malformed answer
                     getattr(client, name)(self.amphora, *["x"] * arguments)
                 if len(asked) > before:
                     calls[name] = asked[before]

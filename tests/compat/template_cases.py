@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load balancers that between them use every part of Octavia's template.
+"""Load balancers that together use every part of Octavia's template.
 
-Invariant: one for each line of the feature matrix that reaches the template, by the name of that line.
+Invariant: each line of the feature matrix that reaches the template has one load balancer with the name of that line.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def monitored(**more: Any) -> dict[str, Any]:
 
 
 def cases() -> dict[str, dict[str, Any]]:
-    """Every load balancer by a name."""
+    """Every load balancer by its name."""
     return {**_listeners(), **_terminated(), **_policies(), **_pools(), **_monitors()}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an amphora that Octavia drives is after a reboot, and whose it is."""
+"""An amphora under Octavia's worker: its state after a reboot, and its refusal of a second manager."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def client(compat_network):
     return compat_network.thread("cl")
 
 
-def test_a_reboot(worker, booted, client, compat_network):
+def test_a_reboot_restores_the_load_balancer(worker, booted, client, compat_network):
     amphora = booted()
     worker.drive(amphora)
     plug(worker)
@@ -25,16 +25,16 @@ def test_a_reboot(worker, booted, client, compat_network):
     worker("configure", "SINGLE", **options)
     worker("update", balancer(listener(), pool(member("m1"))))
     again(amphora, compat_network)
-    # Nothing of it was in memory only: it serves without a request.
+    # All of the configuration is on disk, so the amphora serves without a request.
     eventually(lambda: served(client) == "m1", "the load balancer is served again")
 
     worker("update", balancer(listener(), SECURE, pool(member("m1"))))
     worker("listen", KEY, CONTROLLER, 5603)
     again(amphora, compat_network)
-    # The key of a certificate was. Octavia's health manager misses the listeners, and that is what makes it act.
+    # The key of a certificate was in memory only. Octavia's health manager detects the missing listeners and acts.
     assert worker("heartbeats", 4)[-1][1]["listeners"] == {}
     assert served(client) is None
-    # Any update of the load balancer says everything again.
+    # Any update of the load balancer sends the complete configuration again.
     worker("update", balancer(listener(), SECURE, pool(member("m2"))))
     assert served(client) == "m2"
     eventually(lambda: set(worker("heartbeats", 1)[0][1]["listeners"]) == {WEB, TLS}, "it reports all listeners")
@@ -55,11 +55,11 @@ def served(client):
         return None
 
 
-def test_first_come(worker, booted, client):
+def test_an_amphora_of_this_provider_refuses_octavias_worker(worker, booted, client):
     amphora = booted()
     worker.drive(amphora)
     assert amphora.push(1, None)[0] == 200
-    # A 409 to plugging would be success to the worker: that one is a 403.
+    # Octavia's worker takes a 409 to the plug request for success, so the agent answers 403.
     for call, error in (
         (lambda: plug(worker), "Forbidden"),
         (lambda: worker("call", "upload_config", LB, "defaults\n"), "Conflict"),

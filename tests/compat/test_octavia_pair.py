@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two amphorae that Octavia's worker makes a pair, as its flow for ACTIVE_STANDBY does."""
+"""A pair that Octavia's worker creates with its flow for ACTIVE_STANDBY."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pair_lab import PLACES, Node
 
 STICKY = pool(member("m1"), member("m2"), member("m3"), persistence={"type": "SOURCE_IP"})
 PRIORITIES = (100, 90)
-# Advertisements come each second, and three may be missed; the rest is for a busy machine.
+# Three advertisements of one second each may be missed. The rest is a margin for a busy machine.
 TAKEN_OVER_SECONDS = 30.0
 
 
@@ -36,14 +36,14 @@ def nodes(compat_network, controllers, tmp_path):
             compat_network.pull_out(node.where)
 
 
-def test_a_pair(worker, nodes, compat_network):
+def test_a_pair_created_by_octavia_fails_over(worker, nodes, compat_network):
     client = compat_network.thread("cl")
     for node, partner, priority in zip(nodes, reversed(nodes), PRIORITIES, strict=True):
         worker.drive(node, node.where.fixed, priority)
         worker("configure", "ACTIVE_STANDBY", heartbeat_key="k", controller_ip_port_list=[], heartbeat_interval=10)
         plug(worker, node.where.mac)
         assert worker("interface", node.where.fixed) == "eth1"
-        assert not node.holds()  # it may be the partner's
+        assert not node.holds()  # the partner can have the VIP
         wanted = balancer(listener(), STICKY, partners=[{"id": partner.id, "vrrp_ip": partner.where.fixed}])
         worker("update", wanted)
         worker("vrrp", "upload", wanted, SUBNET)
@@ -52,7 +52,7 @@ def test_a_pair(worker, nodes, compat_network):
     eventually(lambda: [node.holds() for node in nodes].count(True) == 1, "one has the VIPs", TAKEN_OVER_SECONDS)
     holder, other = (first, second) if first.holds() else (second, first)
     said = eventually(lambda: answer(client), "it serves")
-    # The entry is with the partner before anything happens to the holder.
+    # The stick-table entry must be at the partner before the holder fails.
     eventually(lambda: "used:1" in other.ask_haproxy("show table"), "the partner knows whose session it is")
     holder.power_off()
     eventually(lambda: answer(client), "the partner serves", TAKEN_OVER_SECONDS)

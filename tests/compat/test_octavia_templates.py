@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Octavia 19's own template renders is accepted; what an injection into it adds is refused.
+"""The agent accepts the output of Octavia 19's template and refuses injected directives.
 
-Octavia is started once, as a program: it renders every case and sends nothing.
+The test starts Octavia once, as a program: it renders every case and sends nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from amphora_agent.octavia_api_v1.haproxy_cfg import translate
 HERE = Path(__file__).parent
 MARK = "xinjectedx"
 MONITOR = {"type": "HTTP", "http_method": "GET", "expected_codes": "200", "url_path": "/"}
-# The fields through which Octavia let line ends into this file: in 2022 the first ones, in 2026 the last ones.
+# Octavia did not refuse line breaks in these fields: the first ones until 2022, the last ones until 2026.
 INJECTED = {
     "url_path": balancer(listener(), pool(M1, monitor={**MONITOR, "url_path": f"/{MARK}"})),
     "cookie_name": balancer(listener(), pool(M1, persistence={"type": "APP_COOKIE", "cookie_name": MARK})),
@@ -41,7 +41,7 @@ INJECTED = {
         pool(M1),
     ),
 }
-# What ends the line that the value stands in, so that HAProxy takes it; what is left of it becomes a comment.
+# Text that ends the line of the value so that HAProxy accepts it; the rest becomes a comment.
 CLOSING = {"cookie_name": "x)", "l7rule key": "x) -m found"}
 PAYLOADS = {
     "http-request return": "\n    http-request return status 200 content-type text/plain file /etc/passwd",
@@ -78,7 +78,7 @@ def rendered():
 
 
 def judge(text, files):
-    """As the agent judges an upload."""
+    """The verdict of the agent on an upload."""
     found = translate(text, LB)
     refuse_directives(parse(found.text), uploads.collect(found.files, files.get, LB))
     return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Octavia 19's own worker code drives the amphora: all its calls, and what they come to on the wire."""
+"""Octavia 19's worker code drives the amphora: all its calls, and their effect on traffic."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def answers(client, count=6, **where):
 
 
 def status(amphora, name):
-    """HAProxy's own word for a member."""
+    """HAProxy's state of a member."""
     rows = amphora.ask_haproxy("show stat -1 4 -1").splitlines()
     found = next(row.split(",") for row in rows if row.split(",")[1:2] == [member(name)["id"]])
     return found[17]
 
 
-# -- the calls themselves --------------------------------------------------------------------------------------
+# -- calls -------------------------------------------------------------------------------------------------------------
 
 
 def test_every_call_of_the_client_has_a_route(plugged):
@@ -67,13 +67,13 @@ def test_every_call_of_the_client_has_a_route(plugged):
     bound = app.url_map.bind("amphora")
     calls = plugged("requests")
     assert len(calls) == 22
-    # The client has a method for it, but no amphora ever had the route, and nothing in Octavia calls it.
+    # The client has a method for it, but no amphora has the route and Octavia never calls it.
     assert calls.pop("get_listener_status") == ["GET", "listeners/x"]
     for method, path in calls.values():
         bound.match(f"/1.0/{path}", method)
 
 
-def test_the_worker_is_told_what_the_amphora_is(plugged):
+def test_the_worker_gets_the_description_of_the_amphora(plugged):
     found = plugged("call", "get_info")
     assert found["api_version"] == "1.0"
     assert re.match(r"\d+\.\d+\.\d+", found["haproxy_version"])
@@ -100,7 +100,7 @@ def test_interfaces_are_found_by_address(plugged):
         assert refused.value.name == error
 
 
-def test_the_worker_waits_for_an_interface_that_is_not_there_yet(plugged):
+def test_the_worker_waits_for_a_missing_interface(plugged):
     with pytest.raises(Refused) as refused:
         plugged("plug_network", {"mac": "02:00:00:00:00:99", "mtu": 1500}, [])
     assert refused.value.name == "TimeOutException"
@@ -124,7 +124,7 @@ def test_a_load_balancer_is_served_on_all_its_vips(plugged, amphora, client):
 
 
 def test_members_change_without_a_reload(plugged, amphora, client):
-    """Where the incumbent makes a new process for each change."""
+    """Octavia's own amphora starts a new process for each change."""
     plugged("update", balancer(listener(), pool(member("m1"))))
     before = pid(amphora)
     done = plugged("update", balancer(listener(), pool(member("m1"), member("m2"))))
@@ -141,7 +141,7 @@ def test_members_change_without_a_reload(plugged, amphora, client):
     assert pid(amphora) == before
 
 
-def test_no_request_fails_while_the_worker_works(plugged, amphora):
+def test_no_request_fails_during_changes(plugged, amphora):
     one, two = member("m1"), member("m2")
     plugged("update", balancer(listener(), pool(one)))
     with Client(amphora.network) as visitors:
@@ -167,7 +167,7 @@ def test_a_configuration_that_haproxy_refuses_changes_nothing(plugged, amphora, 
     assert answers(client) == {"m1"}
 
 
-def test_start_and_stop_and_what_is_not_there(plugged, amphora, client):
+def test_start_and_stop_of_known_and_unknown_load_balancers(plugged, amphora, client):
     plugged("update", balancer(listener(), pool(member("m1"))))
     assert plugged("fetch", "info")["status"] == 200
     for object_id, action, error in ((POOL, "start_listener", "NotFound"), (POOL, "reload_listener", "NotFound")):
@@ -176,12 +176,12 @@ def test_start_and_stop_and_what_is_not_there(plugged, amphora, client):
         assert refused.value.name == error
     with pytest.raises(Refused) as refused:
         plugged("call", "_action", "stop", LB)
-    assert refused.value.name == "AttributeError"  # the action comes first: the client has no stop of its own
+    assert refused.value.name == "AttributeError"  # the action is the first path element: the client has no stop method
     assert plugged("call", "start_listener", LB)["status"] == 202
     assert answers(client) == {"m1"}
 
 
-def test_no_listener_is_switched_on(plugged, amphora, client):
+def test_a_load_balancer_without_enabled_listeners_is_not_served(plugged, amphora, client):
     done = plugged("update", balancer(listener(enabled=False), pool(member("m1"))))
     assert done["how"] in ("stop", "unchanged")
     with pytest.raises(OSError):
@@ -200,7 +200,7 @@ def test_terminated_https_with_sni(plugged, client, tenant_secrets):
         assert client.run(shown, name, authority.pem) == (issued[name].der, "m1")
     kinds = {each["uuid"]: each["type"] for each in plugged("call", "get_all_listeners")}
     assert kinds == {WEB: "HTTP", TLS: "TERMINATED_HTTPS"}
-    # A certificate less: the worker deletes files, uploads what is left and reloads.
+    # One certificate fewer: the worker deletes files, uploads the remaining ones and reloads.
     done = plugged("update", balancer(listener(), {**secure, "sni": []}, pool(member("m1"))))
     assert done["how"] != "unchanged"
     assert client.run(shown, "two.test", authority.pem, False)[0] == issued["one.test"].der
@@ -216,7 +216,7 @@ def test_terminated_https_with_sni(plugged, client, tenant_secrets):
     assert refused.value.name == "InvalidRequest"
 
 
-def test_clients_prove_themselves(plugged, client, tenant_secrets, tmp_path):
+def test_client_certificates_are_verified(plugged, client, tenant_secrets, tmp_path):
     secure = listener(
         id=TLS,
         protocol="TERMINATED_HTTPS",
@@ -248,13 +248,13 @@ def shown(name, trust, verified=True, certificate=None):
         return link.getpeercert(binary_form=True), answer.rpartition(b"\r\n\r\n")[2].decode()
 
 
-def test_tcp(plugged, client):
+def test_tcp_is_forwarded(plugged, client):
     plain = listener(id=TCP, protocol="TCP", protocol_port=8080)
     plugged("update", balancer(plain, pool(member("m2"), protocol="TCP")))
     assert answers(client, port=8080) == {"m2"}
 
 
-def test_metrics(plugged, client):
+def test_a_prometheus_listener_serves_metrics(plugged, client):
     metrics = {"id": METRICS, "protocol": "PROMETHEUS", "protocol_port": 8088}
     plugged("update", balancer(listener(), metrics, pool(member("m1"))))
     found = client.run(get, port=8088, path="/metrics")
@@ -288,7 +288,7 @@ def test_sessions_stay_with_their_member(plugged, amphora, client):
     sticky = pool(member("m1"), member("m2"), persistence={"type": "SOURCE_IP"})
     plugged("update", balancer(listener(), sticky))
     [before] = answers(client)
-    # A reload; Octavia's own amphora would have forgotten now.
+    # After a reload Octavia's own amphora would have no stick-table entries.
     done = plugged("update", balancer(listener(connection_limit=1000), sticky))
     assert done["how"] == "reload"
     assert answers(client) == {before}
@@ -301,7 +301,7 @@ def cookie_of():
             return answer.headers["Set-Cookie"]
 
 
-def test_l7_policies(plugged, client):
+def test_l7_policies_are_applied(plugged, client):
     def rule(path):
         return [{"type": "PATH", "compare_type": "STARTS_WITH", "value": path, "invert": False}]
 
@@ -319,7 +319,7 @@ def test_l7_policies(plugged, client):
     assert client.run(get, path="/away")[0] == 302
 
 
-def test_rules_close_what_they_do_not_name(plugged, amphora, client):
+def test_rules_close_all_unnamed_ports(plugged, amphora, client):
     plugged("update", balancer(listener(), listener(id=TCP, protocol_port=8080), pool(member("m1"))))
 
     def allow(port, *cidrs):
@@ -342,7 +342,7 @@ def test_rules_close_what_they_do_not_name(plugged, amphora, client):
     assert refused.value.name == "InvalidRequest"
 
 
-def test_a_network_of_members_is_plugged(plugged, amphora, client):
+def test_a_member_network_is_plugged(plugged, amphora, client):
     network = amphora.network
     switch, members = network.name("sw"), network.name("mem")
     ip(
@@ -359,7 +359,7 @@ def test_a_network_of_members_is_plugged(plugged, amphora, client):
         far = {"id": str(uuid.uuid4()), "ip_address": "192.0.2.2"}
         assert plugged("update", balancer(listener(), pool(far)))["how"] == "runtime"
         assert answers(client) == {"far"}
-        # The last member is gone: the port stays, its addresses go.
+        # The last member is removed: the port stays, and its addresses are removed.
         plugged("plug_network", {"mac": SECOND_MAC, "mtu": 1400}, [])
         with pytest.raises(Refused):
             plugged("interface", "192.0.2.11")
@@ -369,7 +369,7 @@ def test_a_network_of_members_is_plugged(plugged, amphora, client):
         ip(f"-n {members} addr del 192.0.2.2/24 dev eth0")
 
 
-def test_udp_is_refused_in_words(plugged):
+def test_udp_is_refused_with_a_reason(plugged):
     with pytest.raises(Refused) as refused:
         plugged("call", "upload_udp_config", TCP, "virtual_server_group {}")
     assert refused.value.name == "InternalServerError"
@@ -382,7 +382,7 @@ def test_udp_is_refused_in_words(plugged):
 # -- the agent -------------------------------------------------------------------------------------------------
 
 
-def test_heartbeats_are_those_octavia_reads(plugged, amphora, client):
+def test_octavia_reads_the_heartbeats(plugged, amphora, client):
     away = {**member("m3"), "ip_address": "198.51.100.199"}
     monitor = {"type": "HTTP", "http_method": "GET", "url_path": "/health", "expected_codes": "200"}
     leaving = {**member("m1"), "id": str(uuid.uuid4()), "weight": 0}
@@ -392,7 +392,7 @@ def test_heartbeats_are_those_octavia_reads(plugged, amphora, client):
     targets = [f"{CONTROLLER}:5601", f"{CONTROLLER}:5602"]
     plugged("listen", KEY, CONTROLLER, 5601, 5602)
     plugged("configure", "SINGLE", heartbeat_key=KEY, controller_ip_port_list=targets, heartbeat_interval=1)
-    # The first one says what was counted before Octavia was told anything.
+    # The first heartbeat contains the traffic before Octavia received one.
     plugged("heartbeats", 1)
     answers(client, 7)
     heard = plugged("heartbeats", 3)
@@ -408,12 +408,12 @@ def test_heartbeats_are_those_octavia_reads(plugged, amphora, client):
             leaving["id"]: "DRAIN",
         },
     }
-    # Each to one of the health managers, in turn; each request in one of them.
+    # The health managers get the heartbeats in turn. Each request counts in one of them.
     assert {abs(here - there) for (here, _), (there, _) in itertools.pairwise(heard)} == {1}
     assert sum(each["listeners"][WEB]["stats"]["totconns"] for _, each in heard) == 7
 
 
-def test_a_key_or_an_amphora_that_is_not_ours(plugged):
+def test_a_foreign_key_or_amphora_is_refused(plugged):
     with pytest.raises(Refused) as refused:
         plugged("call", "update_agent_config", f"[amphora_agent]\namphora_id = {LB}\n")
     assert refused.value.name == "InternalServerError"
@@ -434,7 +434,7 @@ def test_the_agents_certificate_is_rotated(plugged, amphora):
     assert plugged("check") == "1.0"
 
 
-def test_another_agent_goes_on_where_this_one_ended(plugged, amphora, client):
+def test_a_restarted_agent_continues_the_sums(plugged, amphora, client):
     plugged("update", balancer(listener(), pool(member("m1"))))
     before = pid(amphora)
     starts = amphora.status("amphora-agent")["starts"]
@@ -445,7 +445,7 @@ def test_another_agent_goes_on_where_this_one_ended(plugged, amphora, client):
     assert plugged("update", balancer(listener(), pool(member("m1"), member("m2"))))["how"] == "runtime"
     assert answers(client) == {"m1", "m2"}
     assert pid(amphora) == before
-    # Heartbeats still go where, and as, Octavia said.
+    # The heartbeats keep Octavia's targets and format.
     plugged("listen", KEY, CONTROLLER, 5601, 5602)
     assert plugged("heartbeats", 1)[0][1]["id"] == amphora.id
 
@@ -483,7 +483,7 @@ def served_by(client):
     return None
 
 
-# -- the end ---------------------------------------------------------------------------------------------------
+# -- end ---------------------------------------------------------------------------------------------------------------
 
 
 def test_the_last_listener_ends_haproxy(plugged, amphora, client):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load balancers, each of which has an expected text beside this file (`<name>.cfg`)."""
+"""Load balancers with an expected text beside this file (`<name>.cfg`)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pytest tests/golden --update-golden` writes the expected files anew; read the difference before keeping it."""
+"""`pytest tests/golden --update-golden` writes the expected files; review the difference before a commit."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def update_golden(request: pytest.FixtureRequest) -> bool:
-    # The option exists only if this folder was named on the command line.
+    # The option exists only if the command line names this folder.
     return bool(request.config.getoption("--update-golden", default=False))

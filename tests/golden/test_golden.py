@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every rendered text is the expected one, byte for byte, and HAProxy takes it without a warning."""
+"""The rendered text equals the expected one byte for byte, and HAProxy accepts it without a warning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize("name", cases.CASES)
-def test_text(name, update_golden):
+def test_the_text_equals_the_golden_file(name, update_golden):
     rendered = render(cases.CASES[name], shared_tickets=True)
     assert rendered.refused == ()
     file = HERE / f"{name}.cfg"
@@ -30,14 +30,14 @@ def test_text(name, update_golden):
 
 @every_version
 @pytest.mark.parametrize("tickets", [True, False])
-def test_haproxy_takes_it(version, tmp_path, tickets):
+def test_haproxy_accepts_the_text(version, tmp_path, tickets):
     rendered = {name: render(case, shared_tickets=tickets) for name, case in cases.CASES.items()}
     assert complaints(version.here(), rendered, tmp_path) == {}
 
 
 @pytest.fixture
 def haproxy(tmp_path):
-    """The runtime API of an HAProxy with one backend, and everything in memory that server lines name."""
+    """The runtime API of an HAProxy with one backend and all files that server lines name."""
     sock = tmp_path / "s"
     files = {file.name: file for case in cases.CASES.values() for file in render(case).files}
     write_files(files.values(), tmp_path)
@@ -82,5 +82,5 @@ def server_lines(case: LoadBalancer) -> list[str]:
     return [line.strip() for line in render(case).text.splitlines() if line.startswith("    server ")]
 
 
-def test_no_file_without_a_case():
+def test_every_golden_file_has_a_case():
     assert {file.stem for file in HERE.glob("*.cfg")} == set(cases.CASES)

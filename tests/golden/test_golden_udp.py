@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The virtual servers of a bundle are the expected ones, byte for byte, and the agent reads them as they were made."""
+"""The virtual servers of a bundle equal the expected ones byte for byte, and the agent parses them without a change."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ CASE = cases.balancer(
 )  # fmt: skip
 
 
-def test_the_list(update_golden):
+def test_the_virtual_servers_equal_the_golden_file(update_golden):
     made = virtual_servers(CASE)
     assert made.refused == ()
     text = msgspec.json.format(msgspec.json.encode(made.servers), indent=2).decode() + "\n"
@@ -81,12 +81,12 @@ def test_the_list(update_golden):
     assert text == FILE.read_text()
 
 
-def test_the_agent_reads_it_as_it_was_written():
+def test_the_agent_reads_the_virtual_servers_unchanged():
     written = json.loads(FILE.read_text())
     assert json.loads(json.dumps(model.to_document(model.parse(written)))) == written
 
 
-def test_haproxy_hears_nothing_of_it():
+def test_udp_listeners_are_not_in_the_haproxy_configuration():
     only_http = msgspec.structs.replace(
         CASE,
         listeners=tuple(one for one in CASE.listeners if not one.uses_l4),

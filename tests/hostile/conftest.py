@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same examples in every run, so that a red run is red again; AMPHORA_EXAMPLES=5000 looks further."""
+"""The same examples in every run, so that a failure is reproducible; AMPHORA_EXAMPLES=5000 tests more."""
 
 import os
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every string field of the model: how to put a value into it, and what the value should read back as.
+"""Every string field of the model: how a test sets it, and the expected value in the configuration.
 
 `test_every_field.py` fails for a field of the model that has no entry here.
 """
@@ -63,7 +63,7 @@ class Field:
         return " ".join(filter(None, (self.name, self.file, self.variant)))
 
 
-# Which check the driver asks for which letter of id.
+# The driver's check for each letter of an id.
 CHECKS = {
     "b": options.check_loadbalancer,
     "l": options.check_listener,
@@ -76,7 +76,7 @@ CHECKS = {
 
 
 def _on(part: str, field: str, many: bool, n: int, value: str | None) -> LoadBalancer:  # noqa: C901 - a table
-    """A load balancer with this value in a field of one part of it; None is no value."""
+    """A load balancer with this value in one field of one part; None means an unset value."""
     given = {field: (value,) if many and value is not None else value}
     match part:
         case "loadbalancer":
@@ -130,7 +130,7 @@ def _codes(value: str) -> str:
 
 
 def _percent(value: str) -> str:
-    """Where HAProxy expands `%`, it is doubled."""
+    """A percent sign is doubled where HAProxy expands `%`."""
     return value.replace("%", "%%")
 
 
@@ -153,7 +153,7 @@ def _redirect_pool(n: int, value: str) -> LoadBalancer:
 
 
 def _prefix(value: str) -> str:
-    """The path of a request comes behind it, and brings its own slash."""
+    """The path of a request follows, with its own slash."""
     return _percent(value if set("?#") & set(value) else value.rstrip("/") or "/")
 
 
@@ -183,7 +183,7 @@ PLAIN: tuple[Field, ...] = (
     _field("loadbalancer", "description", "good"),
     _field("loadbalancer", "vip_qos_policy_id", "good"),
     _field("loadbalancer", "vip_sg_ids", "good", "vip_sg_ids", many=True),
-    # What flavor and zone say is checked when a load balancer is made of them: test_hostile_metadata.py.
+    # test_hostile_metadata.py tests the fields that come from flavor and availability zone.
     Field("loadbalancer.flavor", partial(_metadata, "flavor"), "b", "good"),
     Field("loadbalancer.availability_zone", partial(_metadata, "availability_zone"), "b", "good"),
     _field("vip", "address", "203.0.113.9", written=_address),
@@ -270,7 +270,7 @@ ONE_WAY = {L7RuleType.SSL_CONN_HAS_CERT: "True", L7RuleType.SSL_VERIFY_RESULT: "
 
 
 def _spellings(value: str) -> tuple[str, ...]:
-    """A path as it is, and as clients send it: what no request line can have percent-encoded, or all that is no URI."""
+    """A path in plain form and in the percent-encoded forms that clients send."""
     encoded = (" #", ' #"<>\\^`{|}')
     return tuple(dict.fromkeys((value, *(_octets(value, some, form) for some in encoded for form in ("X", "x")))))
 

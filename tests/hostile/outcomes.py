@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What became of a value: refused by name with everything else served, or in the configuration and nothing with it."""
+"""The outcome of a value: refused by name with everything else served, or exactly one value in the configuration."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def base(field: Field) -> Counter:
 
 
 class Unexpected(AssertionError):
-    """Taken, and the directives are not those of the harmless value with this one in its place."""
+    """The value was accepted, and the directives differ from those of the harmless value in more than this value."""
 
     def __init__(self, value: str, found: Counter, wanted: Counter) -> None:
         super().__init__(f"{value!r} reads as {list(found - wanted)}")
@@ -32,15 +32,15 @@ class Unexpected(AssertionError):
 
 
 def judge(field: Field, value: str, reads: str | None = None) -> tuple[str, Rendered]:
-    """What became of a value: an outcome of `corpus`.
+    """The outcome of a value, as in `corpus`.
 
     Args:
-        field: where it was put.
-        value: what was put there.
-        reads: what it should read back as, if not as the field itself says.
+        field: the tested field.
+        value: its value.
+        reads: the expected value in the configuration, if not the field's own.
 
     Raises:
-        AssertionError: neither refused as it should be, nor read back as one value in its place.
+        AssertionError: the value is neither refused as expected nor exactly one value in its place.
     """
     tree = field.make(0, value)
     rendered = render(tree)
@@ -50,7 +50,7 @@ def judge(field: Field, value: str, reads: str | None = None) -> tuple[str, Rend
         named = [error for error in rendered.refused if error.object_id == fault]
         assert named, f"{fault} is not among {rendered.refused}"
         if field.option:
-            assert refusal, "the driver would have accepted it"
+            assert refusal, "the driver accepts a value that the renderer refuses"
             assert any(field.option in str(error) for error in named), f"{named} do not name {field.option}"
             for error in rendered.refused:
                 shown(error)
@@ -61,7 +61,7 @@ def judge(field: Field, value: str, reads: str | None = None) -> tuple[str, Rend
         else:
             assert not left
         return "refused", rendered
-    assert refusal is None, f"the driver refuses what is rendered: {refusal}"
+    assert refusal is None, f"the driver refuses a value that the renderer accepts: {refusal}"
     found = counted(rendered.text)
     if found == base(field) and value != field.harmless(0):
         return "nothing", rendered
@@ -77,7 +77,7 @@ def judge(field: Field, value: str, reads: str | None = None) -> tuple[str, Rend
 
 
 def placing(field: Field, value: str | tuple[str, ...]) -> Counter:
-    """The directives with this in the place of the harmless value, and of nothing else."""
+    """The directives with this value in place of the harmless one, and no other difference."""
     good = field.written(field.harmless(0))
     good, values = (good,) if isinstance(good, str) else good, (value,) if isinstance(value, str) else value
 
@@ -94,7 +94,7 @@ def placing(field: Field, value: str | tuple[str, ...]) -> Counter:
 
 
 def objection(field: Field, tree: LoadBalancer, value: str) -> UnsupportedOption | None:
-    """What the driver says before it accepts the object."""
+    """The refusal of the driver, or None."""
     kind = field.owner
     if not kind:
         return None
@@ -111,7 +111,7 @@ def objection(field: Field, tree: LoadBalancer, value: str) -> UnsupportedOption
 
 
 def shown(error: AmphoraDriverError) -> None:
-    """An error's words end in logs and in the API's answers: one line of text, whatever the value was."""
+    """The text of an error is in logs and API answers, so it must be one line for any value."""
     said = str(error)
     assert said.isprintable(), repr(said)
     assert len(said) < 1000, "the whole value is in the message"
@@ -140,9 +140,9 @@ def nodes(tree: LoadBalancer):
 
 
 def without(tree: LoadBalancer, object_id: str) -> LoadBalancer:
-    """The load balancer without what has to go when this object cannot be served.
+    """The load balancer without the parts that depend on this object.
 
-    A policy or rule takes its listener with it: it may be what keeps people out.
+    A refused policy or rule also removes its listener, because it may restrict access.
     """
     listeners = tuple(
         listener

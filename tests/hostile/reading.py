@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HAProxy's configuration read back into words, as section 2.2 of its manual says.
+"""A reader of HAProxy's configuration that splits it into words, as section 2.2 of its manual describes.
 
-Written from the manual, not from the renderer: the two agree only if both are right. What newer versions of HAProxy
-themselves make of a text is compared with this in test_hostile_corpus.py.
+The code follows the manual and not the renderer, so an agreement of both is evidence. test_hostile_corpus.py compares
+it with the tokenizers of newer HAProxy versions.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ def directives(text: str | None) -> list[Words]:
 
 
 def placed(text: str | None) -> Iterator[tuple[Words, Words]]:
-    """Every line with the head of the section it stands in; a head has itself."""
+    """Every line with the head of its section; a head has itself."""
     head: Words | None = None
     for found in directives(text):
         if found[0] in _HEADS:
             head = found
-        assert head is not None, f"{found} stands in no section"
+        assert head is not None, f"{found} is outside of all sections"
         yield head, found
 
 
 def counted(text: str | None) -> Counter[tuple[Words, Words]]:
-    """Lines in their sections, without the order of either."""
+    """Lines by section, without an order."""
     return Counter(placed(text))

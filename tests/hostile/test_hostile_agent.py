@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent's reader sees every section that HAProxy sees, and takes only those of a load balancer.
+"""The agent's parser sees every section that HAProxy sees, and accepts only sections of a load balancer.
 
-HAProxy itself says what a section is: newer versions print a file after their own tokenizer.
+Newer versions of HAProxy print a file after their own tokenizer, which is the reference.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def rendered() -> str:
     return "\n".join(each.rendered.text for each in taken()[::3])
 
 
-def test_every_rendered_text_is_taken():
+def test_every_rendered_text_is_accepted():
     text = rendered()
     found = parse(text)
     bundle_check.refuse_directives(found, ())
@@ -52,12 +52,12 @@ def body(text: str) -> bytes:
     return json.dumps({**own, **rest, "haproxy": text}).encode()
 
 
-def test_the_bundle_holds_every_text_as_it_was_rendered():
+def test_the_bundle_contains_every_text_unchanged():
     assert bundle.parse(body(rendered())).haproxy == rendered()
 
 
 @given(st.sampled_from(("\0", "\ud800", "\udfff")), st.integers(0, 2999))
-def test_the_bundle_takes_no_text_that_cannot_be_written(bad, place):
+def test_the_bundle_refuses_text_that_cannot_be_encoded(bad, place):
     text = rendered()[:3000]
     with pytest.raises(MalformedBundle):
         bundle.parse(body(f"{text[:place]}{bad}{text[place:]}"))
@@ -67,7 +67,7 @@ blanks = st.text(alphabet=" \t\r\v\f", max_size=3)
 
 
 def disguised(head: str) -> st.SearchStrategy[str]:
-    """Ways to write a word that HAProxy may still take for it."""
+    """Spellings of a word that HAProxy may accept."""
     word, _, rest = head.partition(" ")
     at = st.integers(0, len(word) - 1)
     return st.one_of(
@@ -88,7 +88,7 @@ def disguised(head: str) -> st.SearchStrategy[str]:
         st.sampled_from((".if true", ".notice x", '"$HOME" x', "stats socket /tmp/x", "frontend amphora:metrics")),
     ),
 )
-def test_another_section_is_refused_wherever_it_stands(place, line):
+def test_another_section_is_refused_in_every_position(place, line):
     lines = rendered()[:6000].split("\n")[:-1]
     lines.insert(place % len(lines), line)
     with pytest.raises(ConfigurationRefused):
@@ -97,7 +97,7 @@ def test_another_section_is_refused_wherever_it_stands(place, line):
 
 @lru_cache
 def lines() -> tuple[str, ...]:
-    """Lines that could be heads of sections, whole and disguised, and any other."""
+    """Plain and disguised section heads, and other lines."""
     heads = st.sampled_from((*MACHINES, "frontend x", "backend x", "defaults", "defaults x"))
     found = dict.fromkeys(text for text in corpus.STRINGS if len(text) < 100)
 
@@ -107,7 +107,7 @@ def lines() -> tuple[str, ...]:
         found[line] = None
 
     collect()
-    # These two end a line or a text; after a dot HAProxy would hide lines from the proof.
+    # These two end a line or a text; after a dot HAProxy would hide lines from the comparison.
     readable = (line for line in found if line.isascii() or line.isprintable())
     return tuple(line for line in readable if not {"\n", "\0"} & set(line) and line.lstrip()[:1] != ".")
 

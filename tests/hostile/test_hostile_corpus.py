@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every case of the corpus: what becomes of it, and that every HAProxy takes what was taken.
+"""The outcome of every case of the corpus; every HAProxy version accepts the accepted values.
 
-All that was taken goes through `haproxy -c` at once; the load balancer at fault is found by halving.
+One `haproxy -c` reads all accepted values. Bisection finds the load balancer at fault.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_the_corpus_contains_the_strings_of_other_tests():
 
 
 class Taken(NamedTuple):
-    """A load balancer that was not refused, with a number of its own."""
+    """A load balancer that was not refused, with its own number."""
 
     field: Field
     value: str
@@ -63,9 +63,9 @@ class Taken(NamedTuple):
 
 @lru_cache
 def taken() -> tuple[Taken, ...]:
-    """One for each value that changes what the configuration says, without its neighbour.
+    """One load balancer for each value that changes the configuration, without its neighbour.
 
-    Of the variants of a field that share a corpus the first has all values, the others some.
+    Of the variants of a field that share a corpus, the first has all values and the others have a part.
     """
     found: list[Taken] = []
     seen: set[str] = set()
@@ -82,7 +82,7 @@ def taken() -> tuple[Taken, ...]:
 
 
 def complaints(haproxy: HAProxy, found: tuple[Taken, ...], folder: Path) -> list[str]:
-    """Halve until each complaint belongs to one value, or to values that are refused only together."""
+    """Bisect until each complaint belongs to one value, or to values that HAProxy refuses only together."""
     file = folder / "lb.cfg"
     file.write_text("\n".join(each.rendered.text for each in found))
     said = haproxy.complaint(folder / "machine.cfg", file)
@@ -96,9 +96,9 @@ def complaints(haproxy: HAProxy, found: tuple[Taken, ...], folder: Path) -> list
 
 
 @every_version
-def test_haproxy_takes_what_was_taken(version, tmp_path):
+def test_haproxy_accepts_the_accepted_values(version, tmp_path):
     version.here()
-    # The regular expressions were checked with PCRE2, and it is PCRE2 that amphorae run.
+    # PCRE2 checked the regular expressions, and the amphorae use PCRE2.
     found = tuple(each for each in taken() if version.pcre2 or "REGEX" not in str(each.field))
     files = [file for each in found for file in each.rendered.files]
     write_files(files, tmp_path)
@@ -107,8 +107,8 @@ def test_haproxy_takes_what_was_taken(version, tmp_path):
 
 
 @pytest.mark.parametrize("version", NEWER, ids=str)
-def test_haproxy_reads_the_words_that_we_read(version, tmp_path):
-    """Its own tokenizer says what the words of every line are."""
+def test_haproxy_and_the_reader_split_words_equally(version, tmp_path):
+    """HAProxy prints the words of every line after its own tokenizer."""
     version.here()
     text = "\n".join(each.rendered.text for each in taken())
     (tmp_path / "lb.cfg").write_text(text)
@@ -118,7 +118,7 @@ def test_haproxy_reads_the_words_that_we_read(version, tmp_path):
 
 
 def strings(shape: type) -> set[str]:
-    """The fields of a shape that hold free text."""
+    """The fields of a type that contain free text."""
     free = (str, str | None, tuple[str, ...] | None, dict[str, object] | None)
     return {field.name for field in msgspec.structs.fields(shape) if field.type in free}
 
@@ -129,7 +129,7 @@ def test_every_string_field_has_a_corpus():
     ]
     assert len(shapes) > 8
     wanted = {f"{shape.__name__.lower()}.{name}" for shape in shapes for name in strings(shape)}
-    # Octavia's own: the load balancer's id is in no configuration, and its objects are at fault by it.
+    # Ids of Octavia: the load balancer's id is not in the configuration, and errors name the other ids.
     assert wanted - {field.name for field in FIELDS} == {"loadbalancer.id"}
 
 
@@ -139,7 +139,7 @@ def test_every_corpus_belongs_to_a_field():
 
 
 def test_joint_refusals_are_reported(tmp_path):
-    """Two load balancers with the same names: HAProxy takes each of them."""
+    """Two load balancers with the same names: HAProxy accepts each of them alone."""
     machine(tmp_path)
     one = Taken(FIELDS[0], "", render(FIELDS[0].make(0, FIELDS[0].harmless(0))))
     assert complaints(HAProxy("system"), (one,), tmp_path) == []

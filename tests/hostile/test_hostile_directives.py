@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines that the agent accepts have no HAProxy open a file outside the bundle, whatever they are made of.
+"""Lines that the agent accepts never let HAProxy open a file outside the bundle.
 
 `AMPHORA_EXAMPLES` sets the number of random lines of the extended test.
 """
@@ -24,7 +24,7 @@ from amphora_agent.errors import ConfigurationRefused
 from amphora_agent.haproxy.config_parser import parse
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-# Of Octavia's template what the golden files do not have.
+# Directives of Octavia's template that the golden files lack.
 OCTAVIAS = (
     "redirect scheme https if !{ ssl_fc }",
     "redirect code 302 location https://x.test/ if a",
@@ -37,7 +37,7 @@ OCTAVIAS = (
 )
 EXTENDED = int(os.environ.get("AMPHORA_EXAMPLES") or 40_000)
 PATHS = ("{0}/secret", "../outside/secret", "{0}", "@{0}/secret", "unix@{0}/secret", '"{0}/secret"', "\\x2f{1}/secret")
-# With a path in the place of %: every way to name a file that the manual has.
+# Every way of the manual to name a file, with % in place of the path.
 NAMING = (
     "acl x path -f %",
     "acl x path -i -f %",
@@ -73,7 +73,7 @@ NAMING = (
     "load-server-state-from-file local",
 )
 
-# With a path where it is text, whatever it looks like.
+# Lines in which a path is only text.
 TEXT = (
     "acl x path -m str -- -f %",
     "acl x path,lower -i -m beg -- -M -f %",
@@ -107,17 +107,17 @@ def test_a_line_that_names_a_file_is_refused(line, tmp_path):
         assert refused(f"    {named(line, path)}")
 
 
-def test_haproxy_would_open_them(tmp_path):
-    """The watch sees what the filter is for: without it, HAProxy opens the file for these lines."""
+def test_haproxy_opens_those_files_without_the_filter(tmp_path):
+    """The inotify watch works: without the filter, HAProxy opens the file for these lines."""
     lines = Lines(VERSIONS[0].here(), tmp_path)
     wanted = [f"    {named(line, str(lines.outside / 'secret'))}" for line in NAMING]
-    # Some of them it opens only where all else is right.
+    # HAProxy opens some of the files only if all other lines are correct.
     assert len(lines.culprits(wanted)) > len(wanted) // 2
     lines.watch.close()
 
 
 @every_version
-def test_a_path_that_is_text_is_accepted_and_not_opened(version, tmp_path):
+def test_a_path_as_text_is_accepted_and_not_opened(version, tmp_path):
     lines = Lines(version.here(), tmp_path)
     wanted = [f"    {named(line, str(lines.outside / 'secret'))}" for line in TEXT]
     assert [line for line in wanted if refused(line)] == []
@@ -149,7 +149,7 @@ ANYWHERE = "/a-folder/outside"
 
 @lru_cache
 def accepted(number: int) -> tuple[str, ...]:
-    """Of so many random lines those that the agent takes; always the same ones."""
+    """The accepted lines among this number of random lines; the seed is fixed."""
     chosen = random.Random(number)
     paths = [path.format(ANYWHERE, ANYWHERE[1:]) for path in PATHS]
     starts = ("path", "src", "req.hdr(x)", "str(a)")
@@ -181,7 +181,7 @@ def accepted(number: int) -> tuple[str, ...]:
 def try_all(version, place, number):
     lines = Lines(version.here(), place)
     tried = [each.replace(ANYWHERE, str(lines.outside)) for each in accepted(number)]
-    assert len(tried) > number // 50, "hardly a random line is accepted, so nothing is tried"
+    assert len(tried) > number // 50, "almost no random line is accepted, so the test is void"
     assert sum(str(lines.outside) in each for each in tried) > len(tried) // 10
     assert lines.culprits(tried) == []
     lines.watch.close()
@@ -207,9 +207,9 @@ SYSTEM = re.compile(
 
 
 @pytest.mark.extended
-def test_haproxy_opens_its_own_files_and_the_bundle_alone(tmp_path):
-    """Every file that the process opens, every program it starts and every socket it connects, as strace tells it."""
-    strace = shutil.which("strace") or pytest.skip("strace is not on this machine; inotify watches in the other tests")
+def test_haproxy_opens_only_its_own_files_and_the_bundle(tmp_path):
+    """Every file that the process opens, every program it starts and every socket it connects to, from strace."""
+    strace = shutil.which("strace") or pytest.skip("strace is not on this machine; the other tests use inotify")
     lines = Lines(VERSIONS[0].here(), tmp_path)
     wanted = [line for line in rendered().splitlines() if line.startswith(" ")]
     tried = list(dict.fromkeys([*(f"    {line}" for line in OCTAVIAS), *wanted, *accepted(3_000)]))
@@ -223,7 +223,7 @@ def test_haproxy_opens_its_own_files_and_the_bundle_alone(tmp_path):
     names = {found[1] for found in opened if found}
     assert names > {own[1]}
     wrong = {name for name in names if name.startswith("/") and not name.startswith(own) and not SYSTEM.match(name)}
-    # A relative name is one of the bundle, which HAProxy has entered.
+    # A relative name is in the directory of the bundle, which HAProxy has entered.
     wrong |= {name for name in names if not name.startswith(("/", "tls/"))}
     assert wrong == set()
     assert sum("execve(" in call for call in calls) == 1

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A running HAProxy reads every quoted value as exactly one word with that value: it answers with what it read.
+"""A running HAProxy reads every quoted value as exactly one word, and its answer contains that word.
 
-Hundreds of values go into one process. The shortest one that is misread is shown first.
+One process has hundreds of values. The output shows the shortest misread one first.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Connection(http.client.HTTPConnection):
 
 @contextmanager
 def serving(haproxy: HAProxy, rules: list[str], folder: Path):
-    """A connection to a HAProxy with these rules in an HTTP frontend."""
+    """A connection to an HAProxy with these rules in an HTTP frontend."""
     sock = folder / "s"
     lines = ["defaults", "    mode http", "    timeout client 9s", "frontend f", f"    bind unix@{sock}", *rules, ""]
     (folder / "cfg").write_text("\n".join(lines))
@@ -66,7 +66,7 @@ def serving(haproxy: HAProxy, rules: list[str], folder: Path):
 
 
 def echoed(haproxy: HAProxy, returns: list[str], folder: Path) -> list[str]:
-    """What HAProxy answers for each of these ends of a `return` rule."""
+    """HAProxy's answer for each of these ends of a `return` rule."""
     rule = "    http-request return status 200 content-type text/plain"
     rules = []
     for number, end in enumerate(returns):
@@ -86,7 +86,7 @@ def echoed(haproxy: HAProxy, returns: list[str], folder: Path) -> list[str]:
 
 @lru_cache
 def generated(way: str) -> tuple[str, ...]:
-    """The corpus, and as many texts from hypothesis."""
+    """The corpus, and the same number of texts from hypothesis."""
     found = dict.fromkeys(STRINGS)
     strategies = WAYS[way][2]
 
@@ -118,14 +118,14 @@ WAYS = {
         (anything, st.from_regex(r"[a-z0-9_][a-z0-9_.-]*", fullmatch=True)),
         str,
     ),
-    # HAProxy's second parser, the one for arguments.
+    # HAProxy's second parser, for arguments.
     "sample": (
         lambda value, where: quoting.sample("str", value, "", where),
         "sample",
         (anything, printable),
         str,
     ),
-    # A pattern that is exactly the value, taken away from the value with an x behind it.
+    # The pattern is exactly the value; it is removed from the value followed by an x.
     "substituted": (
         lambda value, where: quoting.substituted(f'str("{_escaped(value)}x")', rf"\Q{value}\E", "", where),
         "sample",
@@ -144,7 +144,7 @@ WAYS = {
 
 @every_version
 @pytest.mark.parametrize("way", WAYS)
-def test_haproxy_reads_what_was_meant(way, version, tmp_path):
+def test_haproxy_reads_the_quoted_value(way, version, tmp_path):
     quote, keyword, _, meaning = WAYS[way]
     wanted, returns = [], []
     for value in generated(way):
@@ -160,7 +160,7 @@ def test_haproxy_reads_what_was_meant(way, version, tmp_path):
     assert wrong == []
 
 
-def test_a_misread_value_is_seen(tmp_path):
-    """The proof proves something: without quotes HAProxy reads something else."""
+def test_a_misread_value_is_detected(tmp_path):
+    """The test is effective: without quotes HAProxy reads another value."""
     assert echoed(HAProxy("system"), ["lf-string '%[method]'"], tmp_path) == ["GET"]
     assert echoed(HAProxy("system"), ["string x#y"], tmp_path) == ["x"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metadata of flavors and availability zones: every key and value is refused by name, or is what its schema says."""
+"""Metadata of flavors and availability zones: every key and value is refused by name or valid for its schema."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ DEPLOYMENT = Deployment(
 
 @pytest.mark.parametrize("module", SCHEMAS, ids=lambda module: module.__name__.rpartition(".")[2])
 @pytest.mark.parametrize("text", STRINGS, ids=ascii)
-def test_a_strange_key_is_refused(module, text):
+def test_an_unknown_key_is_refused(module, text):
     with pytest.raises(UnsupportedOption) as caught:
         module.validate_metadata({text: "x"}, DEPLOYMENT)
     shown(caught.value)
 
 
 @pytest.mark.parametrize(("module", "key", "schema"), KEYS, ids=lambda part: part if isinstance(part, str) else "")
-def test_a_strange_value_is_refused_by_the_name_of_its_key(module, key, schema):
+def test_an_invalid_value_is_refused_by_the_name_of_its_key(module, key, schema):
     taken, refused = [], []
     for text in STRINGS:
         for value in (text, [text]):
@@ -62,6 +62,6 @@ def test_a_strange_value_is_refused_by_the_name_of_its_key(module, key, schema):
     if "enum" in schema or schema["type"] not in ("string", "array"):
         assert set(map(str, taken)) <= set(schema.get("enum", ()))
     if key in ("tls_ciphers", "log_format"):
-        # These two reach HAProxy's configuration: one line each, whatever they are.
+        # These two keys are in HAProxy's configuration: one line each, for any value.
         assert taken
         assert not any(unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp") for text in taken for letter in text)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Anything in every string field of a UDP listener and what is behind it: one value in its place, or refused by name.
+"""Hostile text in every string field of a UDP listener and its children: one value in its place, or refused by name.
 
-The agent's own reader says whether what was made is well-formed. HAProxy's part says the same whatever is in there.
+The agent's own parser checks the resulting bundle. HAProxy's part does not depend on the values.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LETTERS = {LB: "b", LISTENER: "l", POOL: "p", MEMBER: "m", MONITOR: "h"}
 
 
 def balancer(part: str = "", field: str = "", value: object = None) -> LoadBalancer:
-    """Two UDP listeners: one with a value in a field of one part of it, and its neighbour."""
+    """Two UDP listeners: one with a value in a field of one part, and its neighbour."""
     given_ = {part: {field: value}} if part else {}
     own = partial(dict.get, given_)
     udp = {"protocol": PoolProtocol.UDP}
@@ -63,7 +63,7 @@ def balancer(part: str = "", field: str = "", value: object = None) -> LoadBalan
 
 @dataclass(frozen=True)
 class Field:
-    """One string field, whose fault it is if it is refused, and what of a virtual server it may be seen in."""
+    """One string field, the object at fault after a refusal, and the places of a virtual server that may contain it."""
 
     part: str
     name: str
@@ -129,7 +129,7 @@ def plain() -> tuple[list[dict], str | None]:
 
 
 def document(tree: LoadBalancer, made: Made) -> dict:
-    """What an amphora is given, which its agent reads without a complaint."""
+    """The bundle of an amphora, which its agent parses without an error."""
     body = bundle(tree, 1, str(uuid.UUID(int=1)), (), Served(text=None, virtual=made.servers))
     assert len(parse(body).virtual_servers) == len(made.servers)
     found: dict = json.loads(body)
@@ -137,7 +137,7 @@ def document(tree: LoadBalancer, made: Made) -> dict:
 
 
 def objects(tree: LoadBalancer, owner: str) -> bool:
-    """Whether the driver would have refused this object."""
+    """Whether the driver refuses this object."""
     node = next(one for one in nodes(tree) if one.id == owner)
     try:
         CHECKS[LETTERS[owner]](node)
@@ -159,12 +159,12 @@ def judge(field: Field, value: str) -> None:
         shown(error)
         assert error.object_id == owner
     before, text = plain()
-    assert render(tree).text == text, "HAProxy hears of it"
+    assert render(tree).text == text, "the value is in HAProxy's configuration"
     now = document(tree, made).get("virtual_servers", [])
     near = [one for one in before if one["id"] == NEAR]
-    assert [one for one in now if one["id"] == NEAR] == near, "its neighbour is not valid was"
+    assert [one for one in now if one["id"] == NEAR] == near, "the neighbour has changed"
     if field.owner and field.name != "default_pool_id":
-        assert bool(made.refused) == objects(tree, owner), "the door says something else"
+        assert bool(made.refused) == objects(tree, owner), "driver and renderer disagree"
     if made.refused:
         return
     assert len(now) == len(before)
@@ -175,7 +175,7 @@ def judge(field: Field, value: str) -> None:
 
 
 @pytest.mark.parametrize("field", FIELDS, ids=str)
-def test_every_string(field):
+def test_every_string_of_the_corpus(field):
     wrong = []
     for value in STRINGS:
         try:
@@ -186,7 +186,7 @@ def test_every_string(field):
 
 
 @pytest.mark.parametrize("field", FIELDS, ids=str)
-def test_any_text(field):
+def test_any_text_is_one_value_or_refused(field):
     judged: Callable[[str], None] = partial(judge, field)
     good = st.sampled_from(("192.0.2.7", "2001:db8::7", "255.255.0.0", "/x", "200", "GET", "a.b", POOL, BACK))
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Anything in every string field of a whole load balancer: the directives are those of the model and no more.
+"""Hostile text in every string field of a whole load balancer: the directives are exactly those of the model.
 
-What is rendered goes through `haproxy -c` with all others, and the one at fault is found by halving.
+One `haproxy -c` reads all rendered texts. Bisection finds the load balancer at fault.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from amphora_driver.render.haproxy import render
 
 
 def unserved(tree) -> set[str]:
-    """What the driver would have refused; with a policy or rule that says something it is the listener."""
+    """The objects that the driver refuses; for a policy or rule with a matching condition it is the listener."""
     found = {node.id for node in nodes(tree) if node.id[0] not in "yr" and objects(node)}
     for listener in tree.listeners:
         for policy in listener.l7policies:
@@ -49,7 +49,7 @@ def test_the_directives_are_those_of_the_model(tree):
     assert refused <= {node.id for node in nodes(tree)}
     for error in rendered.refused:
         shown(error)
-    assert not unserved(tree) - refused, "rendered, and the driver would have refused it"
+    assert not unserved(tree) - refused, "the renderer accepts an object that the driver refuses"
     wanted = expected(tree, refused)
     found = counted(list(placed(rendered.text)))
     assert found.pop(("defaults",), None) is not None or rendered.text is None
@@ -70,7 +70,7 @@ of one run, 50 to 93 were served. Chance does not bring the share of all runs be
 
 @lru_cache
 def generated() -> tuple[Taken, ...]:
-    """So many trees of which something is served, from as many runs as that takes."""
+    """This number of trees with at least one served object, from as many runs as necessary."""
     wanted = max(SERVED, settings.default.max_examples)
     found: list[Taken] = []
 
@@ -88,11 +88,11 @@ def generated() -> tuple[Taken, ...]:
         (seed(number)(run) if settings.default.derandomize else run)()
         if len(found) >= wanted:
             return tuple(found[:wanted])
-    raise AssertionError(f"only {len(found)} trees are served at all")
+    raise AssertionError(f"only {len(found)} trees have a served object")
 
 
 @every_version
-def test_haproxy_takes_what_was_taken(version, tmp_path):
+def test_haproxy_accepts_the_rendered_texts(version, tmp_path):
     version.here()
     files = [file for each in generated() for file in each.rendered.files]
     write_files(files, tmp_path)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patterns that judge values match all of a value, and ASCII where they say "digit".
+r"""Validation patterns match the whole value, and "digit" means ASCII.
 
-`$` lets a newline at the end through, `match` anything at all; `\\d` takes any of Unicode's 760 digits.
+`$` accepts a newline at the end, `match` any suffix; `\d` accepts all of Unicode's 760 digits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def calls(tree: ast.AST):
 
 
 def partial_matches(tree: ast.AST) -> list[str]:
-    """`match` on a whole value. With a place to begin at it is a reader's, which goes on until the end."""
+    """`match` on a whole value. With a start position the call belongs to a parser, which continues to the end."""
     return [
         f"line {node.lineno}: {name}"
         for node, name, of_re in calls(tree)
@@ -35,7 +35,7 @@ def partial_matches(tree: ast.AST) -> list[str]:
 
 
 def written(node: ast.AST) -> str | None:
-    """A pattern as far as it stands in the source; what is put into an f-string is some letter."""
+    """The constant part of a pattern; a letter replaces each value of an f-string."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -44,7 +44,7 @@ def written(node: ast.AST) -> str | None:
 
 
 def loose(pattern: str, flags: int = 0) -> list[str]:
-    """What in a pattern means more than it seems to."""
+    """The elements of a pattern that match more than intended."""
     found = []
 
     def walk(item) -> None:
@@ -62,7 +62,7 @@ def loose(pattern: str, flags: int = 0) -> list[str]:
 
 
 def read_with(tree: ast.AST) -> set[int]:
-    """The lines of patterns that only ever take a text to pieces."""
+    """The lines of patterns that only split a text."""
     used: dict[str, set[str]] = {}
     for node, name, _ in calls(tree):
         if isinstance(node.func.value, ast.Name):
@@ -118,5 +118,5 @@ def test_values_are_matched_in_full(rule):
         (unicode_questions, "value.isdigit()"),
     ],
 )
-def test_the_rules_see_it(rule, source):
+def test_the_check_detects_violations(rule, source):
     assert rule(ast.parse(source))

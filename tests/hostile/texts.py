@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generated text: anything at all, and nasty pieces put together."""
+"""Generated text: any characters, and combinations of hostile pieces."""
 
 from __future__ import annotations
 

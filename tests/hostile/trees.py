@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load balancers to put hostile values into; numbered, so that a thousand of them stand in one configuration.
+"""Load balancers for hostile values; numbers allow a thousand of them in one configuration.
 
-Each has a neighbour: a listener and a pool that never change, and are served whatever happens to the others.
+Each has a neighbour: a listener and a pool that never change and must always be served.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def balancer(n: int, *, front: Listener | None = None, back: Pool | None = None,
 
 
 def with_rule(n: int, kind: L7RuleType, compare: L7Compare, **more) -> LoadBalancer:
-    """Regular expressions stand in redirects, where they are as they were written; see `render.l7`."""
+    """Regular expressions are in redirects, where they are rendered without a change; see `render.l7`."""
     certificate = kind.value.startswith("SSL_")
     plain = L7Action.REDIRECT_TO_URL if compare is L7Compare.REGEX else L7Action.REJECT
     action = more.pop("action", plain)

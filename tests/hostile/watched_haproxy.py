@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which files HAProxy opens while it reads a configuration (`haproxy -c`), as the kernel tells it (inotify)."""
+"""The files that HAProxy opens while it reads a configuration (`haproxy -c`), as reported by inotify."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Watch:
             raise OSError(ctypes.get_errno(), f"inotify does not watch {folder}")
 
     def saw(self) -> bool:
-        """Whether a file was opened since this was asked last."""
+        """Whether a file was opened since the previous call."""
         try:
             return bool(os.read(self._descriptor, 65536))
         except BlockingIOError:
@@ -36,7 +36,7 @@ class Watch:
 
 
 class Lines:
-    """HAProxy reads lines, each in sections of its own, beside a folder that holds nothing of the bundle."""
+    """HAProxy reads lines, each in its own sections, beside a folder without any file of the bundle."""
 
     def __init__(self, version: HAProxy, place: Path) -> None:
         self.version, self.place = version, place
@@ -48,7 +48,7 @@ class Lines:
         self.watch = Watch(self.outside)
 
     def command(self, lines: Sequence[str]) -> list[str]:
-        """What reads these lines."""
+        """The HAProxy that reads these lines."""
         sections = [f"frontend f{n}\n{line}\nbackend b{n}\n{line}\n" for n, line in enumerate(lines)]
         file = self.place / "lines.cfg"
         file.write_bytes("".join(["defaults\n    mode http\n", *sections, f"backend end\n    {_END}\n"]).encode())
@@ -56,12 +56,12 @@ class Lines:
         return [self.version.program, "-c", "-f", str(machine(self.place / "bundle")), "-f", str(file)]
 
     def culprits(self, lines: Sequence[str]) -> list[str]:
-        """Those of the lines for which a file outside was opened."""
+        """The lines for which HAProxy opened a file outside."""
         if not lines:
             return []
         self.watch.saw()
         run = subprocess.run(self.command(lines), capture_output=True, check=False)
-        # Some errors end the reading: what is behind them was not tried.
+        # Some errors end the parsing, so HAProxy did not read the lines after them.
         whole = _END.encode() in run.stderr
         if whole and not self.watch.saw():
             return []

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole load balancers with anything in every string field, and what a text of theirs has to consist of.
+"""Whole load balancers with hostile text in every string field, and the expected number of lines.
 
-The expectation knows the model and counts lines; it does not know how the renderer makes them.
+The expectation uses the model and counts lines; it does not depend on the renderer.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ COMPARES = tuple(compare for compare in L7Compare if compare is not L7Compare.RE
 HEADERS = ("X-Forwarded-For", "X-Forwarded-Port", "X-Forwarded-Proto", "X-Real-IP")
 
 
-# Hypothesis takes longer to make a strategy than to draw from it.
+# Hypothesis takes longer to build a strategy than to draw from it.
 @lru_cache
 def value(*good: str) -> st.SearchStrategy[str]:
-    """Mostly what is taken, so that most of a load balancer is rendered."""
+    """Mostly valid text, so that the renderer serves most of a load balancer."""
     usual = st.sampled_from(good)
     return st.integers(0, 15).flatmap(lambda n: usual if n < 14 else anything if n == 14 else printable)
 
@@ -188,11 +188,11 @@ def wholes(draw, n: str = "0"):
     )
 
 
-# -- what it comes to ------------------------------------------------------------------------------------------------
+# -- expected directives -----------------------------------------------------------------------------------------------
 
 
 def expected(tree: LoadBalancer, refused: set[str]) -> dict[Words, Counter]:
-    """For each section by its head: how many lines begin with these words."""
+    """For each section by its head: the number of lines that begin with these words."""
     sections: dict[Words, Counter] = {}
     addresses = [vip.address for vip in tree.vips if _is_address(vip.address)]
     served = {pool.id: pool for pool in tree.pools if pool.id not in refused}
@@ -238,7 +238,7 @@ def _policy(policy: L7Policy, *, last: bool, served: dict[str, Pool]) -> Counter
 
 
 def _alternatives(rule: L7Rule) -> int:
-    """In how many ways a rule looks at a request: with and without a port, a header's line and its values."""
+    """The number of lines of a rule: with and without a port, a header's line and its values."""
     if rule.type is L7RuleType.HOST_NAME:
         return 2
     return 2 if rule.type is L7RuleType.HEADER and rule.compare_type is not L7Compare.CONTAINS else 1
@@ -279,11 +279,11 @@ ONE_WORD += ("stick-table", "load-server-state-from-file")
 
 
 def counted(lines: list[tuple[Words, Words]]) -> dict[Words, Counter]:
-    """The same of directives that were read back."""
+    """The same numbers for parsed directives."""
     sections: dict[Words, Counter] = {}
     for head, words in lines:
         if head == words:
-            assert head == ("defaults",) or head not in sections, f"{head} is there twice"
+            assert head == ("defaults",) or head not in sections, f"{head} exists twice"
             sections[head] = Counter()
         elif words[0] == "server":
             sections[head][" ".join(words[:3])] += 1

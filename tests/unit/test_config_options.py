@@ -42,7 +42,7 @@ def test_a_number_has_a_unit_and_limits(group, option):
 
 
 @every_option
-def test_a_missing_default_is_explained(group, option):
+def test_the_description_explains_a_missing_default(group, option):
     if option.default is None or option.default == []:
         assert "efault" in option.help
 
@@ -54,7 +54,7 @@ def test_each_group_is_in_one_module():
     assert files == {one.__name__.rpartition(".")[2] for one in opts._MODULES}
 
 
-def test_the_generator_of_oslo_finds_them():
+def test_the_generator_of_oslo_finds_the_options():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg", encoding="utf-8")
     (line,) = setup["options.entry_points"]["oslo.config.opts"].split("\n")[1:]
@@ -65,5 +65,5 @@ def test_the_generator_of_oslo_finds_them():
 
 
 def test_no_group_collides_with_a_group_of_octavia():
-    """Octavia has [amp_drift], [amp_certificates] and [amp_compute]; one file may hold the options of both."""
+    """Octavia has [amp_drift], [amp_certificates] and [amp_compute]; one file may contain the options of both."""
     assert [group for group in config.GROUPS if not group.startswith("amp_")] == []

@@ -10,7 +10,7 @@ from amphora_driver.deadline import Deadline
 from amphora_driver.errors import DeadlinePassed
 
 
-def test_a_part_ends_with_the_whole_at_the_latest():
+def test_a_part_ends_at_the_latest_with_the_whole_operation():
     whole = Deadline(10)
     assert whole.within(3).left() <= 3
     assert 3 < whole.within(60).left() <= 10
@@ -38,7 +38,7 @@ def test_a_nested_deadline_never_extends_the_outer_one():
         part.limit_wait(1)
 
 
-def test_backends_keep_the_deadline_of_the_operation_they_are_called_for():
+def test_backends_keep_the_deadline_of_their_operation():
     assert deadline.limit_wait(7) == 7, "no deadline is set"
     with deadline.apply_deadline(Deadline(2)):
         assert deadline.limit_wait(7) <= 2

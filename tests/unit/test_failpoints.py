@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a process is told to die it dies, once; where it is told to wait it waits; elsewhere nothing happens."""
+"""Failpoints: the named process is killed once or waits at the named point, and no other process is affected."""
 
 import os
 import signal

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The committed feature matrix says complete where tests are marked, and nowhere else."""
+"""The committed feature matrix equals the markers of the tests."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ COMMITTED = TESTS.parent / "docs" / "feature-matrix"
 
 
 def marked(source: str, marker: str = "feature") -> set[str]:
-    """Every line that a test in this file is marked with; lines are written out, so that they can be searched for."""
+    """Every line in the markers of a file; the markers contain literals so that a text search finds them."""
     found: set[str] = set()
     if marker not in source:
-        return found  # most files, and to parse one takes long
+        return found  # most files; parsing them is slow
     for node in ast.walk(ast.parse(source)):
         named = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == marker
         if named and ast.unparse(node.func) == f"pytest.mark.{marker}":
@@ -48,7 +48,7 @@ def report(name: str, *, passed: bool = True, when: str = "call"):
 
 
 def collect(matrix, items):
-    """As pytest does, with a plugin that then deselects everything."""
+    """As pytest does, with a plugin that deselects all tests afterwards."""
     with suppress(StopIteration):
         wrapper = matrix.pytest_collection_modifyitems(items)
         next(wrapper)
@@ -62,7 +62,7 @@ def matrix():
     return FeatureMatrix(config)
 
 
-def test_complete_takes_every_marked_test(matrix):
+def test_complete_requires_every_marked_test(matrix):
     line = "member.weight"
     collect(matrix, [item("one", line), item("two", line)])
     assert matrix.verdicts() == {line: MISSING}

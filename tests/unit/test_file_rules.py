@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""House rules: what no reviewer should have to look for."""
+"""Rules for all files: licence, length, names, imports and secrets."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ ROOT = Path(__file__).parents[2]
 SPDX = "# SPDX-License-Identifier: Apache-2.0"
 MOST_LINES = 500
 SHIPPED = ("amphora_driver", "amphora_agent")
-# A name that says nothing attracts everything.
+# Modules with these names collect unrelated code.
 EMPTY_NAMES = {"util", "utils", "helper", "helpers", "common", "manager", "misc"}
 FOREIGN = {"octavia", "eventlet", "oslo_service", "oslo_messaging", "taskflow"}
-# Where something is fetched from is an operator's decision, not the source's.
+# An operator chooses the registries and mirrors, not the source code.
 REGISTRIES = re.compile(
     r"pypi\.org|pythonhosted\.org|docker\.(?:io|com)|quay\.io|\bghcr\.io|\bgcr\.io|registry\.k8s\.io"
     r"|npmjs\.(?:org|com)|crates\.io|rubygems\.org|proxy\.golang\.org"
@@ -39,7 +39,7 @@ REGISTRIES = re.compile(
 
 @lru_cache(maxsize=1)
 def tracked():
-    """Files that belong to the project: tracked ones, and new ones that are not ignored."""
+    """Files that belong to the project: tracked ones, and new ones that git does not ignore."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     git = shutil.which("git")
     listed = git and subprocess.run([git, *command[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -48,7 +48,7 @@ def tracked():
     else:
         # An unpacked source distribution, or a machine without git.
         paths = [path for name in (*SHIPPED, "tests") for path in (ROOT / name).rglob("*")]
-    # Deleted files stay listed until that is committed.
+    # git lists deleted files until the commit.
     return tuple(sorted(path for path in paths if path.is_file() and "__pycache__" not in path.parts))
 
 
@@ -67,7 +67,7 @@ def parsed(path):
 
 @cache
 def imported(path):
-    """Names of all modules imported anywhere in a file, within functions too."""
+    """Names of all modules imported anywhere in a file, also inside functions."""
     found = []
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
@@ -77,11 +77,11 @@ def imported(path):
     return tuple(found)
 
 
-def test_there_is_something_to_look_at():
+def test_the_file_lists_are_not_empty():
     assert len(inside(*SHIPPED, suffix=".py")) > 10
 
 
-def test_every_file_says_its_licence_first():
+def test_every_file_begins_with_its_licence():
     files = [path for path in tracked() if path.suffix == ".py"]
     wrong = [str(place(path)) for path in files if path.read_text(encoding="utf-8").split("\n", 1)[0] != SPDX]
     assert wrong == []
@@ -96,7 +96,7 @@ def test_no_file_is_too_long():
     assert {name: lines for name, lines in counted.items() if lines > MOST_LINES} == {}
 
 
-def test_no_module_has_an_empty_name():
+def test_no_module_has_a_meaningless_name():
     wrong = [
         str(place(path))
         for path in inside(*SHIPPED, "sandbox", "tests", suffix=".py")
@@ -106,7 +106,7 @@ def test_no_module_has_an_empty_name():
 
 
 def test_folders_are_not_deep():
-    # Alembic wants its revisions in a folder of their own.
+    # Alembic requires its revisions in a separate folder.
     wrong = [
         str(place(path))
         for path in inside(*SHIPPED, suffix=".py")
@@ -115,7 +115,7 @@ def test_folders_are_not_deep():
     assert wrong == []
 
 
-def test_octavia_and_what_comes_with_it_stay_outside():
+def test_only_named_packages_import_octavia():
     wrong = [
         f"{place(path)}: {module}"
         for path in inside(*SHIPPED, suffix=".py")
@@ -125,7 +125,7 @@ def test_octavia_and_what_comes_with_it_stay_outside():
     assert wrong == []
 
 
-def test_the_agent_knows_nothing_of_the_control_plane():
+def test_the_agent_imports_nothing_of_the_control_plane():
     wrong = [
         f"{place(path)}: {module}"
         for path in inside("amphora_agent", suffix=".py")
@@ -180,7 +180,7 @@ def test_a_secret_is_not_printable(value):
         assert "***" in text
 
 
-def test_a_secret_is_not_written_down_by_accident():
+def test_a_secret_is_not_serialised_by_accident():
     secret = Secret(b"hush")
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(secret)
@@ -193,7 +193,7 @@ def test_a_secret_is_not_written_down_by_accident():
     assert not hasattr(secret, "__dict__")
 
 
-def test_a_secret_equals_only_its_like():
+def test_a_secret_equals_only_a_secret_with_the_same_value():
     assert Secret(b"hush") == Secret(b"hush")
     assert Secret(b"hush") != Secret(b"loud")
     assert Secret(b"hush") != b"hush"
@@ -205,7 +205,7 @@ def test_no_secret_is_revealed_into_text():
     wrong = []
     for path in inside(*SHIPPED, suffix=".py"):
         if "reveal" not in path.read_text(encoding="utf-8"):
-            continue  # most files, and to parse one takes long
+            continue  # most files; parsing them is slow
         speaking = [node for node in ast.walk(parsed(path)) if _makes_text(node)]
         wrong += [
             f"{place(path)}:{node.lineno}" for node in speaking if any(_reveals(inner) for inner in ast.walk(node))
@@ -226,8 +226,8 @@ def _reveals(node):
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "reveal"
 
 
-def test_test_modules_have_names_of_their_own():
-    """The folders of all tests are on one path: of two modules with one name, all tests import the same one."""
+def test_names_of_test_modules_are_unique():
+    """All test folders are on one path: of two modules with one name, all tests would import the same one."""
     names = Counter(path.name for path in tracked() if path.suffix == ".py" and ROOT / "tests" in path.parents)
     del names["conftest.py"]
     assert [name for name, number in names.items() if number > 1] == []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes that fork programs for tests end with the run, and end what is left of it."""
+"""The processes that fork programs for tests end with the run and end their remaining forks."""
 
 import os
 import select
@@ -42,7 +42,7 @@ def ends(pidfd):
     return select.select([pidfd], [], [], 20)[0] == [pidfd]
 
 
-def test_a_killed_run_leaves_no_fork_and_no_worker_of_one(run, tmp_path):
+def test_a_killed_run_leaves_no_fork_and_no_worker(run, tmp_path):
     program, told = tmp_path / "program.py", tmp_path / "told"
     program.write_text(PROGRAM)
     os.mkfifo(told)

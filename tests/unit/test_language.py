@@ -66,7 +66,7 @@ def spoken(path: Path) -> list[tuple[int, str]]:
         return [(one.start[0], one.string) for one in tokenize.tokenize(file.readline) if one.type in kinds]
 
 
-def test_the_check_finds_what_it_is_for():
+def test_the_check_finds_violations():
     assert persons("The process that has it", "x") == []
     assert persons("a\nWhoever has it", "x") == ["x:2: Whoever: Whoever has it"]
     assert len(product(".py")) > 100
@@ -122,7 +122,7 @@ def test_the_first_line_of_a_docstring_is_short():
 
 
 def test_generated_strings_are_checked(tmp_path):
-    """The parts of an f-string between its values are text, too."""
+    """The constant parts of an f-string are text, too."""
     file = tmp_path / "one.py"
     file.write_text('x = 1\ny = f"nobody {x}"\n')
     texts = [text for _, text in spoken(file)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ./quickstart and ./run-tests leave on the machine when the installation of packages ends early."""
+"""./quickstart and ./run-tests clean up after an interrupted installation of packages."""
 
 import os
 import signal
@@ -15,14 +15,17 @@ SOURCED = f"cd {ROOT}; . scripts/environment.sh; . scripts/packages.sh; "
 
 @pytest.fixture
 def place(tmp_path):
-    """An apt-get that never ends, and a policy file of the test's own."""
+    """An apt-get that never ends, and a policy file for the test."""
     (tmp_path / "apt-get").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\nexec sleep 60\n")
     (tmp_path / "apt-get").chmod(0o755)
     return tmp_path
 
 
 def as_on_a_terminal():
-    """A background run ignores SIGINT, a run under nohup SIGHUP. Children inherit that, and bash cannot trap them."""
+    """A background run ignores SIGINT, and a run under nohup ignores SIGHUP.
+
+    Children inherit that, and bash cannot trap them.
+    """
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
@@ -67,7 +70,7 @@ def test_an_interrupted_installation_leaves_no_policy(place, number):
 def test_remains_of_a_killed_installation_are_removed(place):
     interrupted(place, signal.SIGKILL)
     assert (place / "policy").exists()
-    # The process that wrote it may take a moment to end.
+    # The process that wrote the file may take a moment to end.
     until = time.monotonic() + 20
     while (place / "policy").exists():
         assert time.monotonic() < until

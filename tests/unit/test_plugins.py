@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backends are found by name, made once, and one that cannot be had disturbs no other."""
+"""Backends: found by name, created once, and independent of unavailable ones."""
 
 import threading
 
@@ -41,7 +41,7 @@ SOURCE = """
 def catalogue(tmp_path, monkeypatch):
     """Makes a catalogue for a configuration."""
     monkeypatch.syspath_prepend(tmp_path)
-    # What stevedore found once it does not look for again in the same process.
+    # stevedore caches found entry points in a process.
     monkeypatch.setattr(ExtensionManager, "ENTRY_POINT_CACHE", {})
     monkeypatch.setattr(_cache._c, "_disable_caching", True)
     opened = []
@@ -59,7 +59,7 @@ def catalogue(tmp_path, monkeypatch):
         database.dispose()
 
 
-def test_the_defaults_are_found_and_made_once(catalogue):
+def test_default_backends_are_found_and_created_once(catalogue):
     found = catalogue()
     assert type(found.network(None)).__name__ == "LocalNetwork"
     assert found.network("local") is found.network(None)
@@ -68,7 +68,7 @@ def test_the_defaults_are_found_and_made_once(catalogue):
     assert found.topology("SINGLE").roles == ("STANDALONE",)
 
 
-def test_made_once_however_many_ask_at_once(catalogue):
+def test_concurrent_requests_create_a_backend_once(catalogue):
     found = catalogue()
     together, answers = threading.Barrier(8), []
 
@@ -85,7 +85,7 @@ def test_made_once_however_many_ask_at_once(catalogue):
     assert len(set(map(id, answers))) == 1
 
 
-def test_several_side_by_side(catalogue, tmp_path):
+def test_several_backends_of_one_kind_are_available(catalogue, tmp_path):
     package(tmp_path, "side_by_side", SOURCE, {COMPUTE: {"images": "Images"}, NETWORK: {"elsewhere": "Elsewhere"}})
     found = catalogue("[amp_compute]\nenabled_drivers = images\n[amp_network]\nenabled_drivers = elsewhere\n")
     networks = [found.network(name) for name in ("local", "elsewhere")]
@@ -100,7 +100,7 @@ def test_several_side_by_side(catalogue, tmp_path):
     assert {name: one.wiring for name, one in offered.network.items()} == {"local": "bridge", "elsewhere": "elsewhere"}
 
 
-def test_the_description_says_what_the_configuration_says(catalogue):
+def test_the_description_equals_the_configuration(catalogue):
     found = catalogue(
         "[amp_controller]\nloadbalancer_topology = ACTIVE_STANDBY\n"
         "[amp_haproxy]\nprocess_connection_limit = 7\ntls_minimum_version = TLSv1.3\nconnection_logging = false\n"
@@ -131,7 +131,7 @@ def test_an_unavailable_backend_is_named_and_affects_no_other(catalogue, tmp_pat
         ask(found)
     assert [word for word in words if word not in str(caught.value)] == []
     assert type(found.compute(None, None)).__name__ == "NetnsCompute"
-    assert list(found.deployment().compute) == ["netns"], "what cannot be had is not offered"
+    assert list(found.deployment().compute) == ["netns"], "an unavailable backend is not offered"
 
 
 def test_a_backend_without_supports_is_not_offered(catalogue, tmp_path):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated references are those of this code."""
+"""The generated references equal the output of the present code."""
 
 from __future__ import annotations
 

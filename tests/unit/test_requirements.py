@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is installed as root is pinned, with digests, and complete."""
+"""Requirements for installations as root: pinned, with digests, and complete."""
 
 import re
 import sys
@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import hash_requirements as hashing  # noqa: E402 - scripts/ is no package
 
 FILES = {path.stem: path for path in sorted((ROOT / "requirements").iterdir())}
-# What installs: each use of pip must be one of these.
+# The installing commands: each use of pip must be one of these.
 INSTALLERS = [
     *(ROOT / "scripts").glob("*.sh"),
     *(ROOT / "diskimage").glob("*.sh"),
@@ -27,7 +27,7 @@ INSTALLERS = [
 
 
 def read(path):
-    """The lines of a listing, continued ones as one; without comments."""
+    """The lines of a requirements file, with joined continuation lines and without comments."""
     text = path.read_text(encoding="utf-8").replace("\\\n", " ")
     return [line for line in text.splitlines() if line and not line.startswith("#")]
 
@@ -45,7 +45,7 @@ def pinned(path):
 
 
 def included(name):
-    """All names of a listing and of those that it reads."""
+    """All names of a requirements file and of the files that it includes."""
     found = set(pinned(FILES[name]))
     for line in read(FILES[name]):
         if line.startswith("-r "):
@@ -65,13 +65,13 @@ def test_the_listings_have_the_versions_of_the_constraints():
     for path in FILES.values():
         for name, (version, _, digests) in pinned(path).items():
             assert version == versions[name], f"{path.name}: {name}"
-            # The same everywhere, also where several listings have it.
+            # A package has the same version in all files.
             assert listed.setdefault(name, digests) == digests
     assert versions.keys() == listed.keys()
 
 
 @pytest.mark.parametrize("listing", hashing.LISTINGS, ids=lambda listing: listing.name)
-def test_a_listing_has_all_that_is_asked_for_in_a_version_that_fits(listing):
+def test_a_listing_satisfies_all_requirements(listing):
     versions, there = hashing.constraints(), included(listing.name)
     for requirement in hashing.direct_requirements(listing):
         name = canonicalize_name(requirement.name)
@@ -81,7 +81,7 @@ def test_a_listing_has_all_that_is_asked_for_in_a_version_that_fits(listing):
 
 @pytest.mark.parametrize("name", ["venv", "agent-venv", "test-venv"])
 def test_a_listing_is_complete(name):
-    """What the installed distributions themselves require: pip does not resolve."""
+    """The requirements of the installed distributions: pip does not resolve dependencies here."""
     listing = next(one for one in hashing.LISTINGS if one.name == name)
     needs = {canonicalize_name(one.metadata["Name"]): list(one.requires or ()) for one in metadata.distributions()}
     versions = hashing.constraints()
@@ -98,7 +98,7 @@ def test_a_listing_is_complete(name):
 
 
 @pytest.mark.parametrize("script", INSTALLERS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_pip_takes_nothing_without_a_digest(script):
+def test_pip_installs_nothing_without_a_digest(script):
     text = script.read_text(encoding="utf-8").replace("\\\n", " ")
     for line in text.splitlines():
         command = re.search(r"pip\"? (install|download|wheel)\b.*", line)
@@ -109,7 +109,7 @@ def test_pip_takes_nothing_without_a_digest(script):
         assert "--require-hashes" in words or "--no-index" in words or from_here, words
 
 
-def test_where_only_the_newest_python_needs_something():
+def test_requirements_of_the_newest_python_only():
     assert hashing.python_marker(hashing.PYTHONS) == ""
     assert hashing.python_marker(("3.13",)) == ' ; python_version >= "3.13"'
     assert hashing.python_marker(("3.11", "3.12")) == ' ; python_version <= "3.12"'
@@ -142,11 +142,11 @@ def test_requirements_of_requirements_are_listed():
     ],
     ids=str,
 )
-def test_wheels_that_fit(tag, fits):
+def test_matching_wheels_are_found(tag, fits):
     assert hashing.fits_environment(tag, "3.13", "x86_64") is fits
 
 
-def test_the_source_is_taken_where_a_machine_has_no_wheel():
+def test_the_source_is_used_on_machines_without_a_wheel():
     source, pure = "a-1.0.tar.gz", "a-1.0-py3-none-any.whl"
     intel = [f"a-1.0-cp3{minor}-cp3{minor}-manylinux_2_28_x86_64.whl" for minor in (11, 12, 13)]
     others = ["a-1.1.tar.gz", "a-1.0-cp310-cp310-win_amd64.whl", "a-1.0.egg", "nonsense.whl"]

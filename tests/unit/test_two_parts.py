@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run in two parts judges every test once, and says which of them were only good alone, or only in the end."""
+"""A run in two parts judges every test once and names the tests that passed at a second attempt."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ BAD = "def test_bad():\n    assert not 'good'\n"
 
 
 class Project:
-    """A folder of tests with one that passes in each ring."""
+    """A folder of tests with one passing test in each ring."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -190,13 +190,13 @@ def test_a_failure_in_the_second_part_has_a_second_attempt(project):
     assert "second attempt: tests/system/test_stalled.py::test_stalled (failed alone, passed on an idle machine" in said
     kept = project.out("second-attempts.txt")
     assert ("another worker is here" in kept, "a machine that stood still" in kept) == (True, True), kept
-    # Both parts' outcomes count, and the last one's.
+    # The outcomes of both parts count, and for a repeated test the last one.
     matrix = project.out(f"matrix/{file_name('member')}")
     for line in ("weight", "backup"):
         assert f"[operation.{line}]\ndriver.haproxy=complete\n" in matrix
 
 
-# -- the judgment, without a run ------------------------------------------------------------------------------------
+# -- verdict without a run ---------------------------------------------------------------------------------------------
 
 
 def report(nodeid: str, outcome: str = "passed", when: str = "call"):
@@ -221,7 +221,7 @@ def item(nodeid: str, *, quiet: bool = False):
 
 
 class Run:
-    """Both parts, with nothing really run."""
+    """Both parts, without running tests."""
 
     config = CONFIG
 
@@ -235,14 +235,14 @@ class Run:
         part.pytest_sessionfinish(SimpleNamespace(config=self.config))
 
     def alone(self, *items) -> tuple[Alone, list[str]]:
-        """The second part, and what it is about to run."""
+        """The second part and its list of tests."""
         part = Alone(self._directory, SimpleNamespace(earlier=lambda *_: None))
         chosen = list(items)
         part.pytest_collection_modifyitems(self.config, chosen)
         return part, [each.nodeid for each in chosen]
 
     def alone_fails(self, items, *reports, status: int = 1) -> None:
-        """The second part from its beginning to its end."""
+        """The second part from its start to its end."""
         part, _ = self.alone(*items)
         for each in reports:
             part.pytest_runtest_logreport(each)
@@ -260,7 +260,7 @@ def run(tmp_path):
     return Run(tmp_path)
 
 
-def test_run_order_of_tests(run):
+def test_tests_run_in_the_order_of_rings(run):
     items = [item("quiet", quiet=True), item("fine"), item("bad")]
     first = list(items)
     Together(run._directory).pytest_collection_modifyitems(run.config, first)
@@ -269,7 +269,7 @@ def test_run_order_of_tests(run):
     assert run.alone(*items)[1] == ["quiet", "bad"]
 
 
-def test_every_test_and_every_ring_has_to_be_heard_of(run):
+def test_every_test_and_every_ring_needs_an_outcome(run):
     *most, last = one_of_each()
     skipped = "tests/unit/test_it.py::test_skipped"
     run.together(*map(report, most), report(skipped, "skipped", "setup"))
@@ -302,7 +302,7 @@ def test_a_skipped_second_attempt_fails_the_run(run):
     assert f"failed, and was only skipped when it was repeated: {nervous}" in part.complaints()
 
 
-def test_too_many_are_not_repeated(run):
+def test_too_many_failures_are_not_repeated(run):
     names = [f"tests/unit/test_it.py::test_{number}" for number in range(MOST_REPEATED + 1)]
     run.together(*(report(name, "failed") for name in names))
     with pytest.raises(pytest.exit.Exception, match="too many to be repeated") as ended:
@@ -318,12 +318,12 @@ def test_a_test_without_a_second_attempt_fails_the_run(run):
 
 def test_the_second_part_needs_the_first(run):
     run.together(report("fine"))
-    Together(run._directory)  # a new run, that does not come to its end
+    Together(run._directory)  # a new run that does not reach its end
     with pytest.raises(pytest.UsageError, match="the first part did not come to an end"):
         run.alone()
 
 
-# -- what failed alone ----------------------------------------------------------------------------------------------
+# -- failures of the second part ---------------------------------------------------------------------------------------
 
 
 def quiet_ones(count: int) -> list[str]:
@@ -344,7 +344,7 @@ def test_only_failed_tests_are_repeated(run):
     assert part.second_attempts() == []
 
 
-def test_too_many_are_not_asked_again(run):
+def test_too_many_failures_of_the_second_part_are_not_repeated(run):
     names = quiet_ones(MOST_ASKED_AGAIN + 1)
     items = [item(name, quiet=True) for name in names]
     run.together(*map(report, one_of_each()))
@@ -363,8 +363,8 @@ def test_too_many_are_not_asked_again(run):
         pytest.param(lambda nervous, quiet: [report(nervous), report(quiet)], id="none"),
     ],
 )
-def test_nothing_is_asked_a_third_time(run, reports):
-    """Nor anything else, where the run has failed in any case."""
+def test_no_test_has_a_third_attempt(run, reports):
+    """No other test is repeated either if the run fails in any case."""
     nervous, *fine = one_of_each()
     (quiet,) = quiet_ones(1)
     items = [*map(item, [nervous, *fine]), item(quiet, quiet=True)]
@@ -374,7 +374,7 @@ def test_nothing_is_asked_a_third_time(run, reports):
         run.again(*items)
 
 
-def test_a_part_that_was_interrupted_is_not_asked_again(run):
+def test_an_interrupted_part_is_not_repeated(run):
     (quiet,) = quiet_ones(1)
     run.together(*map(report, one_of_each()))
     run.alone_fails([item(quiet, quiet=True)], report(quiet, "failed"), status=int(pytest.ExitCode.INTERRUPTED))
@@ -382,7 +382,7 @@ def test_a_part_that_was_interrupted_is_not_asked_again(run):
         run.again(item(quiet, quiet=True))
 
 
-def test_a_new_run_knows_nothing_of_the_one_before(run):
+def test_a_new_run_ignores_the_results_of_the_previous_run(run):
     (quiet,) = quiet_ones(1)
     run.together(*map(report, one_of_each()))
     run.alone_fails([item(quiet, quiet=True)], report(quiet, "failed"))
@@ -400,7 +400,7 @@ def test_a_new_run_knows_nothing_of_the_one_before(run):
         (None, "1000.0 0.0 0.0 1/125 1\n", False),
     ],
 )
-def test_when_a_machine_is_calm(tmp_path, pressure, load, calm):
+def test_an_idle_machine_is_recognised(tmp_path, pressure, load, calm):
     if pressure:
         (tmp_path / "cpu").write_text(pressure)
     (tmp_path / "loadavg").write_text(load)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What amphorae say, as every database and log can hold it."""
+"""Text from amphorae becomes valid for every database and log."""
 
 import pytest
 from hypothesis import given
@@ -24,12 +24,12 @@ from amphora_driver.untrusted_text import printable
         ("x" * 5_000_000, "x" * 34 + " (cut)"),
     ],
 )
-def test_a_text(text, wanted):
+def test_untrusted_text_is_cleaned(text, wanted):
     assert printable(text, 40) == wanted
 
 
 @given(st.text(), st.integers(min_value=6, max_value=100))
-def test_any_text(text, most):
+def test_any_text_is_valid_for_databases_and_logs(text, most):
     found = printable(text, most)
     assert len(found) <= most
     assert found.isascii()

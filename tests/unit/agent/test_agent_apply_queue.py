@@ -15,7 +15,7 @@ PATIENCE = 10.0
 
 
 class Line:
-    """Pushes that wait behind one that is being applied."""
+    """Pushes that wait behind the push that the agent applies."""
 
     def __init__(self):
         self.turns = ApplyQueue()
@@ -55,7 +55,7 @@ class Line:
 
 
 @pytest.mark.parametrize("order", [(2, 3, 4), (4, 3, 2), (3, 4, 2)])
-def test_of_those_that_wait_only_the_newest_is_applied(order):
+def test_only_the_newest_waiting_push_is_applied(order):
     line = Line()
     waiting = [line.push(generation) for generation in order]
     line.go()
@@ -63,7 +63,7 @@ def test_of_those_that_wait_only_the_newest_is_applied(order):
     assert line.done == [4]
 
 
-def test_when_the_newest_is_wrong_the_next_newest_is_applied():
+def test_an_invalid_newest_push_gives_way_to_the_next_newest():
     line = Line()
     line.failing = {4}
     two, three, four = (line.push(generation) for generation in (2, 3, 4))
@@ -74,7 +74,7 @@ def test_when_the_newest_is_wrong_the_next_newest_is_applied():
     assert line.done == [4, 3]
 
 
-def test_equal_ones_are_applied_in_turn_and_others_are_not_answered_for():
+def test_equal_pushes_are_applied_in_order():
     line = Line()
     waiting = [line.push(3), line.push(3), line.push(2, kind="another")]
     line.go()
@@ -82,7 +82,7 @@ def test_equal_ones_are_applied_in_turn_and_others_are_not_answered_for():
     assert line.done == [3, 3, 2]
 
 
-def test_a_deed_has_a_reason():
+def test_an_action_has_a_reason():
     for how in ("start", "runtime", "reload", "stop"):
         with pytest.raises(ValueError, match="without a reason"):
             Change(how, "")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bundle's strict shape."""
+"""The bundle parser: accepted and refused documents."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def changed(path, value):
     return json.dumps(document).encode()
 
 
-def test_a_good_one():
+def test_a_valid_bundle_is_accepted():
     bundle = parse(json.dumps(GOOD).encode())
     assert bundle.generation == 8
     (interface,) = bundle.interfaces
@@ -152,7 +152,7 @@ def test_a_good_one():
         (["interfaces", 0, "routes", 0, "gateway"], "2001:db8::1", "families"),
         (["interfaces", 0, "routes", 0, "destination"], "198.51.100.1/24", "host bits"),
         (["interfaces"], GOOD["interfaces"] * 2, "same"),
-        # Behind the "%" the standard library takes anything.
+        # The standard library accepts any text after the "%".
         (["pings"], {OWNER: SCOPED}, "scope"),
         (["allowed", 0, "networks"], [f"{SCOPED}/128"], "scope"),
         (["vrrp", "local", "address"], SCOPED, "scope"),
@@ -162,7 +162,7 @@ def test_a_good_one():
         (["interfaces", 0, "routes", 0, "gateway"], SCOPED, "scope"),
     ],
 )
-def test_a_bad_one(path, value, word):
+def test_an_invalid_bundle_is_refused(path, value, word):
     with pytest.raises(MalformedBundle) as caught:
         parse(changed(path, value))
     assert word in caught.value.happened
@@ -193,7 +193,7 @@ def test_a_bad_one(path, value, word):
         "tls/s3cret/x",
     ],
 )
-def test_a_name_that_is_none(name):
+def test_an_invalid_name_is_refused(name):
     with pytest.raises(MalformedBundle, match="tls/<object id>/<name>") as caught:
         parse(changed(["files", 0, "name"], name))
     assert "s3cret" not in str(caught.value)
@@ -222,12 +222,12 @@ def test_the_stored_bundle_has_no_secrets_and_compares_equal(tmp_path):
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"null", b"\xff", b'{"format": 1, "format": 1}', b"[" * 100_000])
-def test_no_bundle_at_all(body):
+def test_a_document_that_is_no_bundle_is_refused(body):
     with pytest.raises(MalformedBundle):
         parse(body)
 
 
-def test_the_digest():
+def test_the_digest_covers_the_content():
     assert digest(b"") == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 
 
@@ -257,8 +257,8 @@ MEMBER = {
 }
 
 
-def test_virtual_servers_are_left_out_where_there_is_none():
-    """So that what was confirmed by an older agent, and its digest, stay what they are."""
+def test_an_empty_list_of_virtual_servers_is_omitted():
+    """The digest of a bundle from an older agent stays the same."""
     bundle = parse(json.dumps(GOOD).encode())
     assert bundle.virtual_servers == ()
     assert "virtual_servers" not in bundle.to_document()
@@ -267,7 +267,7 @@ def test_virtual_servers_are_left_out_where_there_is_none():
     assert parse(changed(["virtual_servers"], [])) == bundle
 
 
-def test_virtual_servers_and_their_ports():
+def test_virtual_servers_and_their_ports_are_parsed():
     allowed = [*GOOD["allowed"], {"port": 80, "networks": [], "protocol": "udp"}]
     document = {**GOOD, "virtual_servers": [SERVER], "allowed": allowed}
     bundle = parse(json.dumps(document).encode())

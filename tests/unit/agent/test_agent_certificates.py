@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it takes to have a running HAProxy use other files."""
+"""Changes of files that a running HAProxy has loaded: runtime updates and reloads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def listed(*names: str, **more: str) -> dict[str, str]:
 ONE, TWO = listed(DEFAULT), listed(DEFAULT, SNI)
 
 
-def test_nothing_differs():
+def test_equal_files_need_no_change():
     assert compare_files(side(TWO), side(TWO)) == NO_CHANGES
 
 
@@ -62,14 +62,14 @@ def test_nothing_differs():
             (LoadFile("crl-file", CLIENT_CRL), LoadFile("ca-file", CLIENT_CA)),
             (),
         ),
-        # A file existed before, and no line used it.
+        # The file existed before, but no line used it.
         (side({**ONE, CA: "a"}), side({**ONE, CA: "a"}, f"ca-file {CA}"), (LoadFile("ca-file", CA),), ()),
         (side({**ONE, CA: "a"}, f"ca-file {CA}"), side({**ONE, CA: "a"}), (), (UnloadFile("ca-file", CA),)),
-        # A file without a user.
+        # The file is not used by any line.
         (side(ONE), side({**ONE, OTHER: "x"}), (), ()),
     ],
 )
-def test_at_run_time(old, new, before, after):
+def test_certificates_are_replaced_by_runtime_updates(old, new, before, after):
     found = compare_files(old, new)
     assert (found.before, found.after, found.obstacles) == (before, after, ())
     assert bool(found.reasons) == (old.files != new.files)
@@ -93,7 +93,7 @@ def test_at_run_time(old, new, before, after):
         ),
     ],
 )
-def test_by_a_reload(old, new, why):
+def test_other_file_changes_need_a_reload(old, new, why):
     (obstacle,) = compare_files(old, new).obstacles
     assert why in obstacle
     assert "listener l" in obstacle
@@ -113,7 +113,7 @@ def keys(*names: str) -> TlsState:
     ("new", "count"),
     [("bcd", 1), ("cde", 2), ("def", 3), ("zabc", 0), ("acb", 3)],
 )
-def test_ticket_keys_move_on(new, count):
+def test_ticket_keys_are_rotated_by_runtime_updates(new, count):
     found = compare_files(keys("a", "b", "c"), keys(*new))
     assert found.before == ((AddTicketKeys(KEYS, count),) if count else ())
     assert found.obstacles == ()
@@ -121,11 +121,11 @@ def test_ticket_keys_move_on(new, count):
 
 
 @pytest.mark.parametrize("new", [["a", "b"], ["b", "c", "dd"]])
-def test_ticket_keys_that_do_not_follow(new):
+def test_ticket_keys_without_overlap_need_a_reload(new):
     (obstacle,) = compare_files(keys("a", "b", "c"), keys(*new)).obstacles
     assert "load balancer lb" in obstacle
 
 
-def test_no_content_is_ever_shown():
+def test_logs_contain_no_file_content():
     old, new = keys("a", "b", "c"), keys("secret1", "secret2", "secret3")
     assert "secret" not in repr(new) + repr(compare_files(old, new))

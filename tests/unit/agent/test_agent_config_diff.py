@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it takes to get from one configuration to another."""
+"""The difference between two configurations: runtime updates and reloads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def configuration(*lines, defaults=("mode http",), frontend="bind 198.51.100.5:8
     )
 
 
-def test_nothing_to_notice():
+def test_equal_configurations_need_no_change():
     assert compare_configurations(configuration(ONE), configuration("# why", ONE + "   # because")) == Unchanged()
 
 
@@ -79,7 +79,7 @@ def test_nothing_to_notice():
         ([ONE, TWO], [ONE + " ssl ca-file /ca.pem", TWO], [ReplaceServer]),
     ],
 )
-def test_at_run_time(old, new, kinds):
+def test_changes_of_servers_are_runtime_updates(old, new, kinds):
     verdict = compare_configurations(configuration(*old), configuration(*new))
     if not kinds and old[0].split()[1] == new[0].split()[1]:
         assert verdict == Unchanged()
@@ -147,13 +147,13 @@ def test_at_run_time(old, new, kinds):
         ),
     ],
 )
-def test_by_a_reload(old, new, reason):
+def test_other_changes_need_a_reload(old, new, reason):
     verdict = compare_configurations(old, new)
     assert isinstance(verdict, Reload)
     assert reason in verdict.reason
 
 
-def test_the_pool_is_never_emptier_than_wanted():
+def test_servers_are_enabled_before_others_are_disabled():
     old = configuration("server a 192.0.2.1:80 weight 0", "server b 192.0.2.2:80", "server c 192.0.2.3:80")
     new = configuration("server b 192.0.2.2:80 disabled", "server c 192.0.2.3:80 weight 0", "server a 192.0.2.1:80")
     assert compare_configurations(old, new).actions == (
@@ -229,7 +229,7 @@ def test_a_member_is_changed_by_one_command_for_each_of_its_values():
     ("old", "new", "maxconn"),
     [("maxconn 5", "maxconn 6", 6), ("maxconn 5", "# none", None), ("# none", "maxconn 6", 6)],
 )
-def test_the_limit_of_a_listener(old, new, maxconn):
+def test_the_connection_limit_of_a_listener_is_a_runtime_update(old, new, maxconn):
     texts = [configuration(frontend=f"bind 198.51.100.5:80\n    {line}") for line in (old, new)]
     verdict = compare_configurations(*texts, features=Features(limits=True))
     assert verdict.actions == (SetFrontendMaxconn("l", maxconn),)
@@ -238,12 +238,12 @@ def test_the_limit_of_a_listener(old, new, maxconn):
 
 
 @pytest.mark.parametrize("odd", ["maxconn 5k", "maxconn 1\n    maxconn 2", "maxconn"])
-def test_a_limit_that_is_none_is_not_set(odd):
+def test_an_invalid_connection_limit_is_not_set(odd):
     old, new = (configuration(frontend=f"bind 198.51.100.5:80\n    {line}") for line in ("maxconn 1", odd))
     assert isinstance(compare_configurations(old, new, features=Features(limits=True)), Reload)
 
 
-def test_files_come_before_servers_and_go_after_them():
+def test_files_are_added_before_servers_and_removed_after_them():
     files = TlsChanges((LoadFile("ca-file", "a"),), (UnloadFile("ca-file", "b"),), ("because",))
     verdict = compare_configurations(configuration(ONE), configuration(TWO), files=files)
     assert [type(action) for action in verdict.actions] == [LoadFile, AddServer, RemoveServer, UnloadFile]
@@ -258,7 +258,7 @@ def test_files_come_before_servers_and_go_after_them():
     )
 
 
-def test_quotes_that_change_nothing_are_no_hindrance():
+def test_insignificant_quotes_need_no_reload():
     verdict = compare_configurations(configuration(ONE), configuration(ONE, TWO + " sni 'str(x)' check-sni \"x\""))
     assert isinstance(verdict, Runtime)
     assert verdict.actions[0].server.keywords[2:] == ("sni", "str(x)", "check-sni", "x")
@@ -289,7 +289,7 @@ def state(name, *, port=80, operational=0, admin=0, weights="9 9", address="192.
         ("rubbish", ONE, None),
     ],
 )
-def test_only_what_the_checks_found_out_goes_to_the_next_worker(line, server, expected):
+def test_the_next_worker_gets_only_the_results_of_checks(line, server, expected):
     rewritten = compose_states(f"1\n# head\n{line}\n\n", configuration(server))
     assert rewritten == "1\n# head\n" + (f"{expected}\n" if expected else "")
     assert compose_states("2\n# another version\n", configuration(server)) == NO_STATES

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HAProxy's text as sections and lines."""
+"""The parser of HAProxy's configuration: sections, lines and words."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ backend pool:lis
         ("", [], True),
     ],
 )
-def test_words(line, words, plain):
+def test_words_are_split(line, words, plain):
     assert split(line) == (words, plain)
 
 
-def test_sections_and_servers():
+def test_sections_and_servers_are_parsed():
     configuration = parse(TEXT)
     assert [(s.kind, s.name) for s in configuration.sections] == [
         ("defaults", ""),
@@ -63,7 +63,7 @@ def test_sections_and_servers():
 @pytest.mark.parametrize(
     ("number", "expected"), [(1, None), (2, None), (3, "lis"), (5, "lis"), (9, "pool"), (10, "m1"), (11, "m2")]
 )
-def test_the_object_at_a_line(number, expected):
+def test_the_object_of_a_line_is_found(number, expected):
     assert parse(TEXT).object_at(number) == expected
 
 
@@ -71,7 +71,7 @@ def test_the_object_at_a_line(number, expected):
     ("name", "expected"),
     [("lis", "lis"), ("pool:lis", "pool"), ("pool:lis/m1", "m1"), ("pool:lis/m9", "pool"), ("x", None)],
 )
-def test_the_object_of_a_name(name, expected):
+def test_the_object_of_a_name_is_found(name, expected):
     assert parse(TEXT).object_named(name) == expected
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each unit of an amphora may do. That the daemons live with it is shown by tests/dataplane/test_systemd.py."""
+"""The sandboxing options of each systemd unit. tests/dataplane/test_systemd.py runs the daemons with them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STATIC = IMAGE / "static/usr/lib/systemd/system"
 AGENT, NETNS = "amphora-agent.service", "amphora-netns.service"
 DAEMONS = [unit_name(name) for name in (*CONFINEMENTS, "amphora-health-watcher")]
 UNITS = [*DAEMONS, *sorted(file.name for file in STATIC.glob("*.service"))]
-# Both share the machine's mounts: the one opens network namespaces, the other makes one.
+# Both share the host's mounts: one opens network namespaces, the other creates one.
 SHARED_MOUNTS = (AGENT, NETNS)
 EXPOSURE, EXPOSURE_OF_THE_AGENT = 4.0, 7.0
 NEED_MOUNTS = ("Protect", "Private", "ReadOnly", "ReadWrite", "Inaccessible", "Bind", "RootDirectory", "TemporaryFile")
@@ -39,7 +39,7 @@ def settings(name: str) -> dict[str, str]:
 
 
 def judges() -> bool:
-    """Whether there is a systemd-analyze that judges files (systemd 250)."""
+    """Whether systemd-analyze can check unit files (systemd 250)."""
     if shutil.which("systemd-analyze") is None:
         return False
     said = subprocess.run(["systemd-analyze", "--help"], capture_output=True, text=True, check=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When an agent believes that its machine was changed, and what it does then."""
+"""The agent's drift check: detection, repair and back-off."""
 
 import hashlib
 import itertools
@@ -21,7 +21,7 @@ FILE, LINK = Difference("haproxy.cfg", "it was edited"), Difference("interface",
 
 
 class Machine:
-    """Looks that find one after the other; what mending leaves is in the looks after it."""
+    """Successive checks; a check after a repair finds what the repair left."""
 
     def __init__(self, *looks):
         self.looks = list(looks)
@@ -91,7 +91,7 @@ def test_repairs_of_a_lasting_difference_back_off(audited):
     machine.looks = []
     auditor.check_and_repair()
     assert "drift" not in drift.heartbeat()
-    assert drift.heartbeat()["drifted"]["repaired"] is False, "it is told what was found last"
+    assert drift.heartbeat()["drifted"]["repaired"] is False, "the report contains the last difference"
 
 
 def test_repairs_of_a_returning_difference_back_off(audited):
@@ -110,7 +110,7 @@ def test_repairs_of_a_returning_difference_back_off(audited):
     at = [number for number, one in enumerate(repaired) if one]
     assert [b - a for a, b in itertools.pairwise(at)] == [2, 4, 8, 16, 16, 16, 16]
     assert [said[number] for number in range(80) if not repaired[number]] == [["haproxy.cfg"]] * (80 - len(at))
-    assert {said[number] is None for number in at} == {True}, "it is as confirmed, for now"
+    assert {said[number] is None for number in at} == {True}, "the amphora is as confirmed at present"
 
 
 def test_a_late_return_of_a_difference_is_repaired_at_once(audited, monkeypatch):
@@ -131,11 +131,11 @@ def test_a_late_return_of_a_difference_is_repaired_at_once(audited, monkeypatch)
     assert len(machine.repaired) == 4
     machine.looks = [(LINK,), (LINK,), ()]
     auditor.check_and_repair()
-    assert len(machine.repaired) == 5, "another thing has nothing to do with it"
+    assert len(machine.repaired) == 5, "another difference has its own back-off"
     machine.generation = 2
     machine.looks = [(LINK,), (LINK,), ()]
     auditor.check_and_repair()
-    assert len(machine.repaired) == 6, "a change came meanwhile"
+    assert len(machine.repaired) == 6, "the bundle changed meanwhile"
 
 
 def test_reported_sentences_are_short():
@@ -172,7 +172,7 @@ def test_edited_text_differs_from_the_confirmed_one(tmp_path):
     bad.write_text("listen to me\n")
     digest = hashlib.sha256(b"listen\n").hexdigest()
     assert confirmed_bundle._read_text((bad, good), digest) == "listen\n"
-    assert confirmed_bundle._read_text((tmp_path / "none", good), None) == "listen\n", "an older agent wrote no digest"
+    assert confirmed_bundle._read_text((tmp_path / "none", good), None) == "listen\n", "an older agent stored no digest"
     with pytest.raises(ValueError, match="modified"):
         confirmed_bundle._read_text((bad,), digest)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sets of files, the document that names them, and what HAProxy says of them."""
+"""Sets of files, the document that lists them, and HAProxy's messages about them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def names(place: Path) -> set[str]:
     return {str(f.relative_to(place)) for f in place.rglob("*") if f.is_file()}
 
 
-def test_a_set_is_complete_private_and_found_again(sets, tmp_path):
+def test_a_file_set_is_complete_private_and_reused(sets, tmp_path):
     files = (file(PEM, "a"), file(CA, "b"))
     place = sets.create(files)
     assert names(place) == {PEM, CA}
@@ -51,12 +51,12 @@ def test_a_set_is_complete_private_and_found_again(sets, tmp_path):
     assert not FileSets(Paths(tmp_path)).holds(bare)
     (place / CA).unlink()
     assert not FileSets(Paths(tmp_path)).holds(bare)
-    # Damaged, and the contents are known: made anew.
+    # The agent writes a damaged set again if it has the contents.
     assert FileSets(Paths(tmp_path)).create(files) == place
     assert (place / CA).read_text() == "b"
 
 
-def test_without_contents_there_is_no_set_and_nothing_is_left(sets, tmp_path):
+def test_missing_contents_leave_no_file_set(sets, tmp_path):
     with pytest.raises(MachineError, match="its content is lost"):
         sets.create((file(PEM, "a"), File(CA, "0" * 64)))
     assert list(Paths(tmp_path).files.iterdir()) == []
@@ -69,7 +69,7 @@ def test_no_files_need_no_directory(sets, tmp_path):
     sets.keep_only(())
 
 
-def test_only_what_differs_is_written_and_what_is_not_needed_removed(sets):
+def test_only_changed_files_are_written_and_unused_ones_removed(sets):
     old, new = (file(PEM, "a"), file(CA, "b")), (file(PEM, "c"), file(CA, "b"))
     before = sets.create(old)
     after = sets.create(new, old)
@@ -90,7 +90,7 @@ def composed(text: str, certificates=()):
     return config_file.compose(text, files=Path("/run/x/files/0a"), maxconn=7, threads=1, certificates=certificates)
 
 
-def test_a_document_is_taken_apart_again():
+def test_a_document_is_split_into_its_files():
     made = composed("defaults\n    mode http\n", [PEM])
     assert config_file.read(made.content) == made
     assert made.files == Path("/run/x/files/0a")
@@ -137,19 +137,19 @@ def refused(message: str, line: int | None = None, name: str = "haproxy.cfg.new"
         (None, "nothing known", None, "nothing known"),
     ],
 )
-def test_the_object_at_fault(line, message, object_id, said):
+def test_the_object_at_fault_is_found(line, message, object_id, said):
     error = refused(message, line)
     assert isinstance(error, ConfigurationRefused)
     assert error.object_id == object_id
     assert said is None or error.happened == said
 
 
-def test_an_error_of_the_head_or_of_the_machines_file_is_ours():
+def test_an_error_in_the_amphora_sections_is_internal():
     assert type(refused("unknown keyword", -1)) is MachineError
     assert type(refused("unknown keyword", 3, "machine.cfg")) is MachineError
 
 
-def test_a_key_in_haproxys_words_is_not_passed_on():
+def test_a_key_in_an_haproxy_message_is_redacted():
     for message in (f"unable to stat SSL certificate from file '{KEY}'", f"{PEM}: unknown keyword '{KEY[:20]}'"):
         error = refused(message, 2)
         assert KEY[:12] not in str(error)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Permitted sources, as data and as rules."""
+"""Allowed CIDRs of the firewall: data and nftables rules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOCAL, PEER, PEER6 = "198.51.100.11", "198.51.100.12", "2001:db8:1::12"
 
 
 def bundle(allowed=None, vrrp=None):
-    """One with these networks by port."""
+    """Restrictions of one protocol: networks by port."""
     return Bundle(
         amphora_id=uuid.UUID(int=1),
         load_balancer_id=uuid.UUID(int=2),
@@ -55,12 +55,12 @@ def of(**allowed):
 
 
 def named(text):
-    """Without what tells sets of one port apart."""
+    """The rules without the suffixes of set names."""
     return re.sub(r"(-ipv[46])-[0-9a-f]{8}\b", r"\1", text)
 
 
 def rules(restrictions):
-    """The rules behind those that every table has, and the elements of sets by name."""
+    """The rules after those that every table has, and the elements of sets by name."""
     text = named(render(restrictions))
     beginning = text.partition("chain beginning {")[2].partition("\t}\n")[0]
     found = [line.strip() for line in beginning.splitlines() if line.strip()]
@@ -85,12 +85,12 @@ REFUSE = "counter reject with tcp reset"
             [f"meta nfproto 2 tcp dport 80 {REFUSE}", f"tcp dport 80 ip6 saddr != @port-80-ipv6 {REFUSE}"],
             {"port-80-ipv6": "2001:db8::/32, 2001:db9::1"},
         ),
-        # All addresses of one family do not include the other family.
+        # "All addresses" of one family does not include the other family.
         (["0.0.0.0/0"], [f"meta nfproto 10 tcp dport 80 {REFUSE}"], {}),
         (["::/0"], [f"meta nfproto 2 tcp dport 80 {REFUSE}"], {}),
         (["0.0.0.0/1", "128.0.0.0/1", "::/0"], [], {}),
         ([], [f"meta nfproto 2 tcp dport 80 {REFUSE}", f"meta nfproto 10 tcp dport 80 {REFUSE}"], {}),
-        # What touches or overlaps is one range, and a network where it is one.
+        # Adjacent and overlapping networks become one range, or one network if possible.
         (
             ["10.0.0.0/24", "10.0.0.0/8", "::/0"],
             [f"tcp dport 80 ip saddr != @port-80-ipv4 {REFUSE}"],
@@ -108,12 +108,12 @@ REFUSE = "counter reject with tcp reset"
         ),
     ],
 )
-def test_the_rules_of_a_port(networks, wanted, sets):
+def test_the_rules_of_a_port_are_rendered(networks, wanted, sets):
     assert rules(of(p80=networks)) == (wanted, sets)
 
 
 def test_set_elements_are_reported_by_set_name():
-    """Rules go from one set to another one that is there already."""
+    """The rules change to another set that exists already."""
     one, same, other = (
         set(re.findall(r"@(\S+)", render(of(p80=networks))))
         for networks in (["10.0.0.0/8"], ["10.0.0.0/9", "10.128.0.0/9"], ["10.0.0.0/9"])
@@ -122,19 +122,19 @@ def test_set_elements_are_reported_by_set_name():
     assert not one & other
 
 
-def test_nothing_wanted_is_nothing_at_all():
+def test_no_restrictions_need_no_table():
     assert restrictions_of(bundle()) == UNRESTRICTED
     assert render(UNRESTRICTED) == ""
 
 
-def test_ports_come_in_order_whatever_the_bundle_says():
+def test_ports_are_sorted():
     one, other = of(p80=["192.0.2.0/24"], p443=[]), of(p443=[], p80=["192.0.2.0/24"])
     assert one == other
     assert render(one) == render(other)
 
 
 @pytest.mark.parametrize("forwarding", [False, True])
-def test_fragments_are_reassembled_first_and_no_connection_of_tcp_is_tracked(forwarding):
+def test_fragments_are_reassembled_first_and_tcp_is_not_tracked(forwarding):
     wanted = replace(of(p80=["192.0.2.0/24"]), forwards=forwarding)
     assert chain(wanted, "arriving")[1:3] == ["ct state 0x1 counter", "exthdr frag 1 counter drop"]
     kept_out = ["meta l4proto != { 1, 17, 58, 132 } notrack"] if forwarding else ["notrack"]
@@ -143,7 +143,7 @@ def test_fragments_are_reassembled_first_and_no_connection_of_tcp_is_tracked(for
     assert render(wanted).count("chain untracked {") == 1
 
 
-def test_partners():
+def test_partners_are_permitted():
     alone, pair = (restrictions_of(bundle(vrrp=each)) for each in (vrrp(), vrrp(LOCAL, PEER)))
     ours = f"ip daddr {LOCAL} tcp dport 1025"
     assert rules(pair)[0] == [f"{ours} ip saddr {{ {LOCAL}, {PEER} }} accept", f"{ours} {REFUSE}"]
@@ -163,13 +163,13 @@ def test_segments_fit_into_a_tunnel_of_ipv6():
         render(restrictions_of(replace(bundle(vrrp=vrrp(local)), interfaces=(interface,))))
         for local in ("2001:db8:1::11", LOCAL)
     )
-    for flags in ("0x2 / 0x2,0x10", "0x2,0x10 / 0x2,0x10"):  # those of clients, and those of the amphora
+    for flags in ("0x2 / 0x2,0x10", "0x2,0x10 / 0x2,0x10"):  # segments of clients, and segments of the amphora
         rule = f"tcp flags {flags} tcp option maxseg size set"
         assert f"meta nfproto 2 {rule} 1390\n\t\tmeta nfproto 10 {rule} 1370\n" in six
     assert "maxseg" not in four
 
 
-def test_a_listener_on_the_partners_port_does_not_shut_the_partner_out():
+def test_a_listener_on_the_vrrp_port_does_not_block_the_partner():
     found, _ = rules(restrictions_of(bundle({1025: ["192.0.2.0/24"]}, vrrp(LOCAL, PEER))))
     accept = next(number for number, rule in enumerate(found) if PEER in rule)
     assert accept < next(number for number, rule in enumerate(found) if "@port-1025-ipv4" in rule)
@@ -239,7 +239,7 @@ def test_changes_are_described(one, other, wanted):
     assert describe_change(one, other) == wanted
 
 
-def test_a_thousand_networks_are_as_many_elements():
+def test_a_thousand_networks_are_a_thousand_elements():
     networks = [f"10.{n // 256}.{n % 256}.0/25" for n in range(1000)]
     made = of(p80=networks)
     assert isinstance(made.ports[0], Port)
@@ -250,7 +250,7 @@ def test_a_thousand_networks_are_as_many_elements():
 
 
 def other(allowed, servers=(), vips=()):
-    """What a bundle of (protocol, port, networks) says."""
+    """The virtual servers of a bundle, from (protocol, port, networks)."""
     eth1 = Interface("02:00:00:00:00:01", "eth1", 1500, (), tuple(map(ipaddress.ip_interface, vips)), ())
     return restrictions_of(
         replace(
@@ -270,7 +270,7 @@ def chain(restrictions, name):
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def test_flows_are_looked_at_when_they_begin_and_before_a_member_is_found():
+def test_flows_are_filtered_at_their_start_before_the_choice_of_a_member():
     found = other([("udp", 53, ["192.0.2.0/24"]), ("sctp", 53, []), ("tcp", 53, ["::/0"])])
     head, *entering = chain(found, "entering")
     assert head == "type nat hook prerouting priority -101; policy accept;"
@@ -284,7 +284,7 @@ def test_flows_are_looked_at_when_they_begin_and_before_a_member_is_found():
     assert rules(found)[1] == {"udp-53-ipv4": "192.0.2.0/24"}
 
 
-def test_ports_of_two_protocols_are_two_ports():
+def test_ports_of_two_protocols_are_separate():
     udp, tcp = other([("udp", 53, ["192.0.2.0/24"])]), other([("tcp", 53, ["192.0.2.0/24"])])
     both = intersect(udp, tcp)
     assert {(port.protocol, port.ipv4) for port in both.ports} == {
@@ -295,7 +295,7 @@ def test_ports_of_two_protocols_are_two_ports():
     assert describe_change(udp, both) == "allowed clients of port 53 changed"
 
 
-def test_forwarding_amphora_is_no_router():
+def test_a_forwarding_amphora_does_not_route():
     server = object()
     forwards = other([], (server,), ("198.51.100.5/32", "2001:db8:1::5/128", "198.51.100.4/32"))
     head, *rest = chain(forwards, "forwarding")
@@ -304,6 +304,6 @@ def test_forwarding_amphora_is_no_router():
     alone = other([], (), ("198.51.100.5/32",))
     assert alone == UNRESTRICTED
     assert render(alone) == ""
-    # As long as one of the two forwards, nothing else may pass.
+    # While one of the two tables forwards, other packets are dropped.
     assert intersect(forwards, UNRESTRICTED).forwards
     assert intersect(UNRESTRICTED, forwards).forwards

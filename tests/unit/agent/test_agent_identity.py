@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent's certificate: what is taken, what is refused, and that a failure leaves what was there."""
+"""The agent's certificate: accepted and refused ones, and the rollback after a failure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pem(authority, days=1.0, name=AMPHORA):
 
 
 class Place:
-    """An amphora's files; the controllers have another authority than the amphorae."""
+    """An amphora's files; the CA of the controllers is not the CA of the amphorae."""
 
     def __init__(self, directory):
         self.paths = Paths(directory)
@@ -41,7 +41,7 @@ class Place:
         self.identity = Identity(self.paths, AMPHORA)
 
     def take(self, new, *, prove=None, **more):
-        """Prove by looking at what new handshakes would show."""
+        """The proof reads the certificate of new handshakes."""
         authorities = {"client_ca": None, "server_ca": None, **more}
         shown = prove or (lambda anchor: self.identity.certificate().fingerprint)
         return self.identity.replace(new, caller=CONTROLLERS, prove=shown, **authorities)
@@ -55,7 +55,7 @@ def place(tmp_path):
     return Place(tmp_path)
 
 
-def test_the_present_one_is_described_whatever_is_wrong_with_it(place):
+def test_the_present_certificate_is_described_even_if_invalid(place):
     assert place.identity.certificate().expires == pytest.approx(time.time() + 86400, abs=60)
     _, past = authority("amphorae", ahead=-200)
     place.own.write_text(pem(past, 100 / 86400, uuid.uuid4()))
@@ -63,7 +63,7 @@ def test_the_present_one_is_described_whatever_is_wrong_with_it(place):
 
 
 def test_without_a_ca_all_other_properties_are_verified(place):
-    """As on an amphora that Octavia's worker has made: it has its own authority, and did not say so."""
+    """Octavia's worker creates such amphorae: the agent does not know the CA of its certificate."""
     new = pem(place.issuer, 2)
     assert place.take(new).expires > time.time() + 86400
     assert place.own.read_text() == new
@@ -102,7 +102,7 @@ def test_an_unusable_certificate_is_rolled_back(place, what):
     assert place.files() == before
 
 
-def test_caller_must_stay_authorized(place):
+def test_the_caller_must_stay_authorised(place):
     other, _ = authority("others")
     with pytest.raises(CertificateRefused, match="none of the CAs"):
         place.take(pem(place.issuer), client_ca=other)
@@ -110,7 +110,7 @@ def test_caller_must_stay_authorized(place):
     assert (place.paths.etc / "client_ca.pem").read_text() == other + place.controllers
 
 
-def test_nothing_is_left_of_a_candidate(place):
+def test_a_refused_candidate_leaves_no_files(place):
     with pytest.raises(CertificateRefused) as caught:
         place.take("-----BEGIN PRIVATE KEY-----\ncanary\n-----END PRIVATE KEY-----\n")
     assert "canary" not in str(caught.value)
@@ -118,7 +118,7 @@ def test_nothing_is_left_of_a_candidate(place):
 
 
 def booted(place, client_ca):
-    """An agent that has just begun, with what the config drive says."""
+    """A new agent with the config drive's CAs."""
     (place.paths.etc / "client_ca.pem").write_text(client_ca)
     place.identity = Identity(place.paths, AMPHORA)
     place.identity.context()
@@ -138,7 +138,7 @@ def test_removed_ca_stays_removed_after_a_boot(place):
 
 
 def test_files_of_the_operator_are_used(place):
-    """Controllers whose certificates are lost: the file is replaced, and so it stays after the next boot."""
+    """The controllers lost their certificates: the operator replaces the file, and the next boot keeps it."""
     place.identity.context()
     rescue, _ = authority("rescue")
     assert booted(place, rescue) == rescue
@@ -154,10 +154,10 @@ def test_an_unreadable_copy_blocks_no_client(place, content):
     assert booted(place, place.controllers) == newer
 
 
-def test_a_certificate_that_a_boot_would_lose_is_refused(place):
+def test_a_certificate_that_a_boot_would_discard_is_refused(place):
     place.identity.context()
     place.paths.callers.unlink()
-    place.paths.callers.mkdir()  # nothing can take its place, as on a full disk
+    place.paths.callers.mkdir()  # the agent cannot replace the file, as on a full disk
     newer, _ = authority("newer")
     before = place.files()
     with pytest.raises(MachineError, match="in use again"):
@@ -165,7 +165,7 @@ def test_a_certificate_that_a_boot_would_lose_is_refused(place):
     assert place.files() == before
 
 
-def test_the_context_changes_with_the_files_only(place):
+def test_the_tls_context_changes_only_with_the_files(place):
     first = place.identity.context()
     assert place.identity.context() is first
     place.own.write_text("nonsense")

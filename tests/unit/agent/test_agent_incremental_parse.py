@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading a text that is nearly the one before: the same result as from nothing, for the price of what differs."""
+"""The incremental parser: the result equals a full parse, and the cost depends on the difference."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_unchanged_sections_are_the_same_object():
     assert again.sections[0].lines is not first.sections[0].lines
 
 
-def test_a_known_line_is_not_accepted_where_a_new_one_would_not_be():
+def test_a_known_line_is_refused_where_a_new_one_would_be():
     first = parse(HEAD)
     with pytest.raises(ConfigurationRefused, match="line 1"):
         parse("    timeout connect 5s\n" + HEAD, first)
@@ -67,21 +67,21 @@ def many(backend="b", count=MIN_SERVERS, more=""):
 @pytest.mark.parametrize(
     ("old", "new", "kept"),
     [
-        pytest.param("", "", [], id="nothing is new"),
-        pytest.param("", "    server new 192.0.2.1:1\n", ["new"], id="one is new"),
-        pytest.param("    server x 192.0.2.1:1\n", "    server x 192.0.2.1:1 weight 2\n", ["x"], id="one has changed"),
-        pytest.param("    server x 192.0.2.1:1\n", "", [], id="one is gone"),
-        pytest.param("", "    server s1 192.0.2.1:1\n", "all", id="a name is there twice"),
-        pytest.param("", "    server new 192.0.2.1:1 track b/s1\n", "all", id="one looks at another"),
-        pytest.param("", "    server new 192.0.2.1:1 cookie s1\n", "all", id="one has something of its own"),
-        pytest.param("", "    use-server s1 if TRUE\n", "all", id="a rule names a server"),
+        pytest.param("", "", [], id="no new server"),
+        pytest.param("", "    server new 192.0.2.1:1\n", ["new"], id="one new server"),
         pytest.param(
-            "    server-template s 3 x:80\n", "    server-template s 3 x:80\n", "all", id="a line makes servers"
+            "    server x 192.0.2.1:1\n", "    server x 192.0.2.1:1 weight 2\n", ["x"], id="one changed server"
         ),
-        pytest.param("", "    acl up srv_is_up(b/s1)\n", "all", id="a rule asks for a server"),
+        pytest.param("    server x 192.0.2.1:1\n", "", [], id="one removed server"),
+        pytest.param("", "    server s1 192.0.2.1:1\n", "all", id="duplicate name"),
+        pytest.param("", "    server new 192.0.2.1:1 track b/s1\n", "all", id="one server tracks another"),
+        pytest.param("", "    server new 192.0.2.1:1 cookie s1\n", "all", id="one server with its own options"),
+        pytest.param("", "    use-server s1 if TRUE\n", "all", id="a rule names a server"),
+        pytest.param("    server-template s 3 x:80\n", "    server-template s 3 x:80\n", "all", id="server-template"),
+        pytest.param("", "    acl up srv_is_up(b/s1)\n", "all", id="a rule tests a server"),
     ],
 )
-def test_servers_that_were_read_before_are_not_read_again(old, new, kept):
+def test_known_servers_are_not_parsed_again(old, new, kept):
     before = parse(HEAD + many() + old)
     text = HEAD + many() + new
     wanted = parse(text, before)
@@ -95,7 +95,7 @@ def test_servers_that_were_read_before_are_not_read_again(old, new, kept):
     assert others[0] == others[1]
 
 
-def test_servers_of_another_backend_were_not_read():
+def test_servers_of_another_backend_count_as_new():
     before = parse(HEAD + many("b") + many("c"))
     text = HEAD + many("c") + many("b", more=" weight 2")
     assert omit_checked_servers(text, parse(text, before), before).count("weight 2") == MIN_SERVERS
@@ -103,12 +103,12 @@ def test_servers_of_another_backend_were_not_read():
 
 
 @pytest.mark.parametrize("keywords", ["track b/s1", "guid s1"])
-def test_a_server_that_is_about_one_elsewhere_has_all_of_them_read(keywords):
+def test_a_reference_to_another_backend_causes_a_full_parse(keywords):
     before = parse(HEAD + many("b") + many("c"))
     text = HEAD + many("b") + many("c") + f"    server new 192.0.2.1:1 {keywords}\n"
     assert omit_checked_servers(text, parse(text, before), before) == text
 
 
-def test_few_are_not_worth_it():
+def test_a_small_backend_is_parsed_completely():
     text = HEAD + many(count=MIN_SERVERS - 1)
     assert omit_checked_servers(text, parse(text), parse(text)) == text

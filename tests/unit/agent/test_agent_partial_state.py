@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked again after a change of servers: those that were changed, and how many there are."""
+"""Verification after a change of servers: the changed servers and their number."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_servers_are_found_by_their_names(many):
     assert {key: state.weight for key, state in found.items()} == {("b", "ab"): 3}
 
 
-def test_an_empty_backend_has_none():
+def test_an_empty_backend_has_no_servers():
     assert select_servers(HEAD + "\n", "b", {"a"}) == (0, {})
 
 
@@ -52,11 +52,11 @@ def test_a_difference_is_named(rows, touched, why):
 @pytest.mark.parametrize(
     ("listeners", "backends", "why"), [({}, {"b"}, "listener f"), ({"f": 0}, set(), "b"), ({"f": 0}, {"b", "x"}, "x")]
 )
-def test_proxies_are_looked_at_too(listeners, backends, why):
+def test_proxies_are_verified_too(listeners, backends, why):
     assert why in find_partial_difference(parse(TEXT), [], PartialState(listeners, backends, {}, {}))
 
 
-def test_the_larger_the_longer_it_may_take():
+def test_the_time_limit_grows_with_the_number_of_servers():
     assert read_timeout(parse(TEXT)) < read_timeout(
         parse(TEXT + "".join(f"    server s{n} 192.0.2.1:80\n" for n in range(99)))
     )

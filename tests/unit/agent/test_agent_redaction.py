@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What diagnostics tell: each part on its own, in time, in bounds, without secrets."""
+"""The diagnostics report: independent parts, time limits, size limits, and no secrets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def told(parts, secrets=()):
     return json.loads("".join(document(parts, secrets)))
 
 
-def test_a_part_that_fails_says_why_and_costs_no_other():
+def test_a_failed_part_has_a_reason_and_keeps_the_others():
     def fails():
         raise RuntimeError("it is gone")
 
@@ -39,12 +39,12 @@ def test_a_part_that_fails_says_why_and_costs_no_other():
         ("timeout connect 2s", "timeout connect 2s"),
     ],
 )
-def test_secrets_are_not_told(text, left):
+def test_secrets_are_redacted(text, left):
     assert redacted(text, ["s3cret"]) == left
     assert told({"a": lambda: {"b": [text]}}, ["s3cret"]) == {"a": {"b": [left]}}
 
 
-def test_a_long_text_is_cut(monkeypatch):
+def test_a_long_text_is_truncated(monkeypatch):
     monkeypatch.setattr(redaction, "MOST", 10)
     assert redacted("x" * 25, []) == "x" * 10 + "\n[cut: 25 characters in total]\n"
 
@@ -62,7 +62,7 @@ def test_client_data_is_redacted():
     assert "more" not in left
 
 
-def test_sessions_are_counted_by_their_way():
+def test_sessions_are_counted_by_frontend_backend_and_server():
     answer = (
         "0x1: proto=tcpv4 src=192.0.2.1:1 fe=one be=pool srv=m1 ts=00 age=1s\n"
         "0x2: proto=tcpv4 src=192.0.2.2:1 fe=one be=pool srv=m1 ts=00 age=1s\n"
@@ -74,7 +74,7 @@ def test_sessions_are_counted_by_their_way():
     assert "192.0.2.1" not in json.dumps(found)
 
 
-def test_unreachable_agent_is_not_awaited_again(monkeypatch):
+def test_the_report_does_not_wait_again_for_a_silent_component(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(redaction.time, "monotonic", lambda: now[0])
     waited = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker that is about to be replaced is told of members that are not wanted any more."""
+"""Commands to the old worker before a reload: removed members get no new requests."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def wanted(*servers, backend="b"):
         pytest.param(("x 192.0.2.1:80 disabled", "y 192.0.2.1:80"), [MAINT], id="disabled"),
         pytest.param(("x 192.0.2.1:80 weight 0", "y 192.0.2.1:80"), [DRAIN], id="without a weight"),
         pytest.param(("x 192.0.2.1:81", "y 192.0.2.1:80"), [MAINT], id="on another port"),
-        pytest.param(("x [2001:db8::1]:80", "y 192.0.2.1:80"), [MAINT], id="elsewhere"),
+        pytest.param(("x [2001:db8::1]:80", "y 192.0.2.1:80"), [MAINT], id="another address"),
         pytest.param(("z 192.0.2.1:80",), [], id="no other server would remain"),
     ],
 )
-def test_members_that_are_not_wanted_get_no_new_requests(servers, expected):
+def test_unwanted_members_get_no_new_requests(servers, expected):
     assert drain_commands(wanted(*servers), {("b", "x"): UP, ("b", "y"): UP}) == expected
 
 
@@ -43,7 +43,7 @@ def test_members_that_are_not_wanted_get_no_new_requests(servers, expected):
     [UP._replace(up=False), UP._replace(weight=0), UP._replace(maintenance=True), UP._replace(draining=True)],
     ids=["down", "no weight", "disabled", "drained"],
 )
-def test_unserving_amphora_keeps_its_identity(there):
+def test_a_server_is_drained_only_beside_a_usable_one(there):
     assert drain_commands(wanted("y 192.0.2.1:80"), {("b", "x"): UP, ("b", "y"): there}) == []
     assert drain_commands(wanted("y 192.0.2.1:80"), {("b", "x"): there, ("b", "y"): UP}) == []
 
@@ -53,7 +53,7 @@ def test_addresses_are_compared_without_brackets():
     assert drain_commands(wanted("x [2001:db8::1]:80", "y 192.0.2.1:80"), {("b", "x"): there, ("b", "y"): UP}) == []
 
 
-def test_clients_of_a_listener_that_is_gone_are_served_to_the_end():
+def test_servers_of_a_removed_listener_are_not_drained():
     assert drain_commands(wanted("y 192.0.2.1:80", backend="c"), {("b", "x"): UP, ("b", "y"): UP}) == []
 
 
@@ -64,17 +64,17 @@ def test_a_removed_server_can_return():
 @pytest.mark.parametrize(
     ("answers", "asked"),
     [(["", "No such server.", ""], 3), (["", None, ""], 2)],
-    ids=["one is refused", "no answer"],
+    ids=["refusal", "no answer"],
 )
-def test_silence_ends_it_and_a_refusal_does_not(monkeypatch, answers, asked):
-    """Silence takes ten seconds for each order, in which nothing else can be changed."""
+def test_a_timeout_ends_the_commands_and_a_refusal_does_not(monkeypatch, answers, asked):
+    """A silent HAProxy costs ten seconds per command, and no other change runs meanwhile."""
     heard = []
 
     def ask(order):
         answer = answers[len(heard)]
         heard.append(order)
         if answer is None:
-            raise HaproxyError("ask", "no answer")
+            raise HaproxyError("send a command", "no answer")
         return answer
 
     given = [f"set server b/{name} state maint" for name in "xyz"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which routes and rules follow from interfaces, and how one set becomes another."""
+"""Routes and rules of interfaces, and the changes between two sets."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ CONNECTED = [("198.51.100.0/24", None, 2), ("2001:db8:1::/64", None, 2)]
     [
         ((), set()),
         ((interface("b", ("192.0.2.11/24",)),), set()),
-        # No table of its own without a VIP.
+        # An interface without a VIP has no table of its own.
         ((MEMBERS,), {route(MAIN, "203.0.113.0/24", "192.0.2.1", 3), route(MAIN, "10.9.0.0/16", "192.0.2.1", 3)}),
-        # The VIP's table has its interface's subnets and routes, and nothing of the members' network; of two routes to
-        # one destination the first interface's stays.
+        # The VIP's table has the subnets and routes of its interface, and none of the members' network. Of two routes
+        # to one destination, the one of the first interface is used.
         (
             (VIPS, MEMBERS),
             {route(table, *each) for table in (1, MAIN) for each in OUT}
             | {route(1, *each) for each in CONNECTED}
             | {route(MAIN, "203.0.113.0/24", "192.0.2.1", 3)},
         ),
-        # A subnet the machine is in itself is reached on its link, even if the VIP's network knows a way.
+        # The amphora reaches a connected subnet on its link, even if the VIP's network has a route to it.
         (
             (
                 interface("a", ("198.51.100.11/24",), ("198.51.100.5/32",), (("192.0.2.0/24", "198.51.100.1"),)),
@@ -90,11 +90,11 @@ CONNECTED = [("198.51.100.0/24", None, 2), ("2001:db8:1::/64", None, 2)]
         ),
     ],
 )
-def test_routes(interfaces, wanted):
+def test_routes_are_computed(interfaces, wanted):
     assert wanted_routes(interfaces, INDEXES) == wanted
 
 
-def test_a_rule_for_each_vip():
+def test_each_vip_has_a_rule():
     assert wanted_rules((MEMBERS, VIPS)) == {
         Rule(4, 100, 1, ipaddress.ip_network("198.51.100.5/32")),
         Rule(4, 100, 1, ipaddress.ip_network("198.51.100.6/32")),
@@ -112,14 +112,14 @@ OLD, NEW = route(1, "0.0.0.0/0", "198.51.100.1", 2), route(1, "0.0.0.0/0", "198.
     [
         ((), (), Changes((), ())),
         ((OLD, LINK), (OLD, LINK), Changes((), ())),
-        # What leads to a gateway comes before it, and goes after it.
+        # The route to a gateway is added before the routes through it and removed after them.
         ((), (OLD, LINK), Changes((LINK, OLD), ())),
         ((OLD, LINK), (), Changes((), (OLD, LINK))),
-        # Another gateway takes the place of the first one: at no moment there is none.
+        # A new gateway replaces the old one in one step, so that a route always exists.
         ((OLD, LINK), (NEW, LINK), Changes((NEW,), ())),
-        # Two in one place, of which one is wanted.
+        # There are two rules at one priority; one of them is wanted.
         ((OLD, NEW), (NEW,), Changes((), (OLD,))),
     ],
 )
-def test_changes(present, wanted, expected):
+def test_changes_are_ordered(present, wanted, expected):
     assert plan_changes(frozenset(present), frozenset(wanted)) == expected

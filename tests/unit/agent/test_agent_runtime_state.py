@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What HAProxy says it runs, compared with what was wanted."""
+"""The state that HAProxy reports, compared with the wanted state."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def revoking(*serials: int) -> str:
     )
 
 
-def test_revoked_clients():
+def test_revoked_clients_are_compared():
     many = tuple(range(1, 300))
     assert revoked_serials(revoking()) == (1, [])
     assert revoked_serials(revoking(2**100, 0x80) + revoking(*many)) == (2, sorted([0x80, 2**100, *many]))

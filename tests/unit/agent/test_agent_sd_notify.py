@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the agent and systemd say to each other, with a systemd that the test plays."""
+"""The agent's sd_notify client: messages and stored descriptors, with a stand-in for systemd."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAME = "worker 12:34/ü%\n"
 
 
 class Listener:
-    """systemd's end: hears what is said, and keeps what it is to keep."""
+    """The stand-in for systemd: receives messages and keeps stored descriptors."""
 
     def __init__(self, address: str) -> None:
         self.said: list[str] = []
@@ -64,9 +64,9 @@ def listener(address):
     made.close(address)
 
 
-def test_nothing_is_left_in_the_environment():
+def test_the_environment_variables_are_removed():
     environment = {"NOTIFY_SOCKET": "/x", "LISTEN_PID": "1", "LISTEN_FDS": "2", "LISTEN_FDNAMES": "a:b", "HOME": "/"}
-    assert sd_notify.take_inherited(environment, 7) == Inherited("/x")  # they were another process's
+    assert sd_notify.take_inherited(environment, 7) == Inherited("/x")  # they belong to another process
     assert environment == {"HOME": "/"}
     assert sd_notify.take_inherited(environment, 7) == NOTHING_INHERITED
 
@@ -77,7 +77,7 @@ def test_process_without_systemd_sends_no_notification():
 
 
 def test_stored_descriptors_are_returned(address, listener, tmp_path):
-    """By way of a process whose descriptors are in the places in which systemd puts them."""
+    """A helper process moves the descriptors to the numbers that systemd uses."""
     services = Systemd(Paths(tmp_path), Inherited(address))
     ours, theirs = socket.socketpair()
     with ours:
@@ -89,7 +89,7 @@ def test_stored_descriptors_are_returned(address, listener, tmp_path):
         assert written.isascii()
         assert not set(written) & set(": \n")
         assert "FDPOLL=0" in listener.said[0]
-        # It is sent without an answer: the listener's thread may be behind.
+        # The notification has no answer: the listener's thread can be late.
         until = time.monotonic() + 10
         while len(listener.said) < 2:
             assert time.monotonic() < until
@@ -118,11 +118,11 @@ def test_stored_descriptors_are_returned(address, listener, tmp_path):
         assert services.kept() == {}
     sd_notify.store_descriptor(
         address, "the last one", listener.socket.fileno()
-    )  # so that all before it has been heard
+    )  # so that all earlier messages are received
     assert f"FDSTOREREMOVE=1\nFDNAME={written}" in listener.said
 
 
-def test_no_more_than_systemd_takes(address, listener, tmp_path):
+def test_the_store_is_limited_like_that_of_systemd(address, listener, tmp_path):
     services = Systemd(Paths(tmp_path), Inherited(address))
     for number in range(MOST_KEPT):
         services.keep(str(number), listener.socket.fileno())
@@ -132,7 +132,7 @@ def test_no_more_than_systemd_takes(address, listener, tmp_path):
         services.drop(str(number))
 
 
-def test_no_listener(address, tmp_path):
+def test_a_missing_listener_is_no_error(address, tmp_path):
     services = Systemd(Paths(tmp_path), Inherited(address))
     with pytest.raises(ServiceError, match="does not accept the message"):
         services.keep("x", 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Daemons: what cannot be run says so."""
+"""Service supervisors: refusals and errors."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from amphora_agent.paths import Paths, write_atomically
 from amphora_agent.services.connect import connect_service_manager
 
 
-def test_an_unknown_one_is_refused_and_not_pretended(tmp_path):
+def test_an_unknown_service_manager_is_refused(tmp_path):
     with pytest.raises(SettingsError, match="supports systemd and supervisor only"):
         connect_service_manager("runit", Paths(tmp_path))
 
 
-def test_a_supervisor_that_does_not_answer(tmp_path):
+def test_a_supervisor_that_does_not_answer_is_an_error(tmp_path):
     services = connect_service_manager("supervisor", Paths(tmp_path))
     with pytest.raises(ServiceError, match="does not answer"):
         services.status("haproxy")
 
 
-def test_a_file_is_replaced_as_a_whole(tmp_path):
+def test_a_file_is_replaced_atomically(tmp_path):
     file = tmp_path / "file"
     write_atomically(file, "one")
     write_atomically(file, "two")

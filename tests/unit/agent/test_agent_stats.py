@@ -42,10 +42,10 @@ def again(totals):
     return MonotonicCounters.restored(json.loads(json.dumps(totals.document())))
 
 
-def test_totals_add_up_over_workers():
+def test_totals_are_summed_over_workers():
     totals = MonotonicCounters()
     totals.read("1", counted(10))
-    totals.read("2", counted(3))  # the old one still serves
+    totals.read("2", counted(3))  # the old worker still serves
     totals.read("1", counted(12))
     assert first(totals) == 15
     assert totals.total(ROW, without="1")[0] == 3
@@ -54,15 +54,15 @@ def test_totals_add_up_over_workers():
     totals = again(totals)
     totals.read("2", counted(4))
     assert first(totals) == 16
-    totals.read("2", counted(1))  # the counters were cleared
+    totals.read("2", counted(1))  # an operator cleared the counters
     assert first(totals) == 17
     assert totals.total("another") == NONE
     totals.settle_others(())
     assert first(totals) == 17
-    assert totals.total(ROW)[1] == 17 + 3 * 1  # every column of every reading that was the last one
+    assert totals.total(ROW)[1] == 17 + 3 * 1  # every column of the last reading of each worker
 
 
-def test_a_row_that_goes_and_comes_back_in_the_same_worker_is_counted_on():
+def test_a_row_that_returns_in_the_same_worker_is_summed():
     totals = MonotonicCounters()
     totals.read("1", counted(10))
     before = totals.settlements
@@ -83,7 +83,7 @@ def test_rows_of_former_listeners_expire():
     assert first(totals, "p,3") == 0
 
 
-def test_columns_that_another_version_had_are_told_apart_by_name():
+def test_columns_are_matched_by_name():
     totals = MonotonicCounters()
     totals.read("1", counted(10))
     document = json.loads(json.dumps(totals.document()))
@@ -102,7 +102,7 @@ def test_columns_that_another_version_had_are_told_apart_by_name():
         )
     )
 )
-def test_totals_never_fall(events):
+def test_totals_never_decrease(events):
     totals, last = MonotonicCounters(), NONE
     for event, worker, number in events:
         if event == "read":
@@ -118,7 +118,7 @@ def test_totals_never_fall(events):
         last = visible
 
 
-def test_the_sums_of_earlier_workers_as_a_file():
+def test_sums_of_earlier_workers_are_stored_in_a_file():
     rows = {"l,FRONTEND": counted(7)[ROW], "p:l,m": NONE, "p:l,n": counted(1)[ROW]}
     found = former_workers.read(former_workers.compose(17, rows))
     assert (found.present, tuple(found.columns)) == (17, COUNTED)
@@ -144,7 +144,7 @@ p:lis,BACKEND,0,0,0,0,10,7,8,9,0,0,,0,0,0,0,UP,1,,
 """
 
 
-def test_a_sample():
+def test_a_sample_is_parsed():
     sample = parse(ANSWER.format(stopping=1))
     assert (sample.pid, sample.stopping, sample.other_jobs) == (17, True, 2)
     assert sample.listeners["lis"].status == "OPEN"
@@ -162,8 +162,8 @@ def test_a_sample():
     assert parse("Unknown command\n") is None
 
 
-def test_a_worker_that_begins_to_stop_in_the_middle_of_its_answer():
-    """Its listeners are called stopped, and it said before that it stays."""
+def test_a_worker_that_begins_to_stop_during_its_answer_is_stopping():
+    """The worker reports its listeners as stopped, after it reported that it stays."""
     begun = ANSWER.format(stopping=0).replace("OPEN", "STOP") + ANSWER.format(stopping=1).partition("# pxname")[0]
     assert parse(begun).stopping
     assert not parse(ANSWER.format(stopping=0) + ANSWER.format(stopping=0).partition("# pxname")[0]).stopping
@@ -184,7 +184,7 @@ def test_a_report_fits_one_datagram():
     assert heartbeat.document == document({"m": "UP"})
 
 
-def test_many_datagrams_say_together_what_one_would():
+def test_several_datagrams_have_the_content_of_one():
     members = {secrets.token_hex(16): secrets.token_hex(8) for _ in range(5000)}
     parts = list(datagrams(AMPHORA, KEY, 7, 41, document(members)))
     assert len(parts) > 2
@@ -241,7 +241,7 @@ def settings(
     return load(paths)
 
 
-def test_settings(tmp_path):
+def test_settings_are_parsed(tmp_path):
     found = settings(tmp_path)
     assert (found.bind, found.interval, found.services) == ("203.0.113.11:9443", 3.0, "supervisor")
     assert found.log_level == logging.INFO
@@ -261,6 +261,6 @@ def test_settings(tmp_path):
         {"level": "all"},
     ],
 )
-def test_wrong_settings(tmp_path, wrong):
+def test_wrong_settings_are_refused(tmp_path, wrong):
     with pytest.raises(SettingsError):
         settings(tmp_path, **wrong)

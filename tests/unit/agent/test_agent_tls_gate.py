@@ -20,13 +20,13 @@ def test_an_address_has_a_burst_and_a_rate():
     assert admitted(budget, "another", 1, 3.0) == 1
 
 
-def test_many_addresses_have_no_more_than_all_of_them():
+def test_the_total_rate_is_limited():
     budget = Budget(0.0)
     assert sum(budget.take(f"address {number}", 0.0) for number in range(10000)) == tls_gate.UNKNOWN_BURST
     assert sum(budget.take(f"other {number}", 2.0) for number in range(10000)) == 2 * tls_gate.UNKNOWN_RATE
 
 
-def test_a_controller_is_not_limited_until_it_was_away_for_long():
+def test_a_controller_is_unlimited_until_a_long_absence():
     budget = Budget(0.0)
     budget.add_controller("controller", 0.0)
     for number in range(1000):
@@ -35,8 +35,8 @@ def test_a_controller_is_not_limited_until_it_was_away_for_long():
     assert admitted(budget, "controller", 1000, tls_gate.KNOWN_SECONDS + 1) < 1000
 
 
-def test_unproven_addresses_never_take_the_place_of_a_controller():
-    """As many handshakes as may be open at a time are never begun by unproven addresses within the time of one."""
+def test_unknown_addresses_never_use_the_share_of_controllers():
+    """Within the time-out of one handshake, unknown addresses start fewer handshakes than may be open at once."""
     budget, begun, now = Budget(0.0), [], 0.0
     chance = random.Random(1)
     for number in range(20000):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What systemd is told of a daemon. That it understands it so is shown by tests/dataplane/test_systemd.py."""
+"""The systemd units of daemons. tests/dataplane/test_systemd.py runs them under systemd."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def unit(**changes) -> Unit:
         ("-@:+!", '"-@:+!"'),
     ],
 )
-def test_a_word(word, written):
+def test_a_word_is_quoted(word, written):
     assert quoted(word) == written
 
 
 @pytest.mark.parametrize("word", ["a\0b", "\udcff"])
-def test_no_such_word(word):
+def test_unsafe_words_are_refused(word):
     with pytest.raises(ServiceError, match="no argument can contain"):
         quoted(word)
 
@@ -62,17 +62,17 @@ def test_no_such_word(word):
     ("service", "name"),
     [("haproxy", "amphora-haproxy.service"), ("amphora-responder", "amphora-responder.service")],
 )
-def test_a_name(service, name):
+def test_names_are_accepted(service, name):
     assert unit_name(service) == name
 
 
 @pytest.mark.parametrize("service", ["", "../x", "a b", "x@y", "Å", "-x", "a.service"])
-def test_no_such_name(service):
+def test_unsafe_names_are_refused(service):
     with pytest.raises(ServiceError, match="not a valid name"):
         unit_name(service)
 
 
-def test_a_unit():
+def test_a_unit_is_rendered():
     lines = render_unit(unit(delay=5.5, leftovers=(Path("/run/a b"),))).splitlines()
     assert 'ExecStart=:"/usr/sbin/haproxy" "-W"' in lines
     assert 'ExecCondition=+:"/bin/sh" "/lib/daemon.sh" "later" "/run/state" "/run/a b"' in lines
@@ -82,14 +82,14 @@ def test_a_unit():
     assert "amphora-agent.service" not in "".join(lines)  # no dependency
 
 
-def test_a_unit_outside():
+def test_a_unit_outside_the_namespace_has_no_namespace_path():
     text = render_unit(unit(namespace=None, health=None))
     assert "NetworkNamespacePath" not in text
     assert '"end" "/run/state" ""' in text
     assert '"begin"' in text
 
 
-def test_no_line_is_smuggled_in():
+def test_line_breaks_add_no_lines_to_a_unit():
     hostile = unit(argv=("/bin/x", "a\nExecStart=/bin/evil", "b\\\nRestart=no"))
     assert len(render_unit(hostile).splitlines()) == len(render_unit(unit()).splitlines())
     with pytest.raises(ServiceError, match="cannot be written in a unit"):
@@ -124,11 +124,11 @@ def test_changed_units_are_reported(changes, change):
         ("exited ", None),
     ],
 )
-def test_how_it_ended(said, code):
+def test_the_reason_of_an_end_is_parsed(said, code):
     assert exit_code(said) == code
 
 
-# -- the script around a daemon -------------------------------------------------------------------------------------
+# -- wrapper script of a daemon ----------------------------------------------------------------------------------------
 
 
 def script(verb, state, *words, **environment) -> int:
@@ -146,7 +146,7 @@ def script(verb, state, *words, **environment) -> int:
 @pytest.mark.parametrize(
     ("wanted", "code"), [("wanted", 0), ("dismissed", 1), ("stopped", 1), ("missed", 1), (None, 1)]
 )
-def test_only_what_is_wanted_begins(tmp_path, wanted, code):
+def test_only_a_wanted_daemon_starts(tmp_path, wanted, code):
     if wanted is not None:
         (tmp_path / "wanted").write_text(f"{wanted}\n")
     (tmp_path / "a leftover").write_text("")
@@ -156,7 +156,7 @@ def test_only_what_is_wanted_begins(tmp_path, wanted, code):
 
 
 @pytest.mark.parametrize(("wanted", "health"), [("wanted", "1"), ("missed", "1"), ("dismissed", "0"), ("stopped", "0")])
-def test_missing_end_of_a_process(tmp_path, wanted, health):
+def test_a_missing_exit_record_is_reported(tmp_path, wanted, health):
     (tmp_path / "wanted").write_text(f"{wanted}\n")
     (tmp_path / "pid").write_text("7\n")
     script("end", tmp_path, tmp_path / "health", SERVICE_RESULT="signal", EXIT_CODE="killed", EXIT_STATUS="SEGV")
@@ -171,7 +171,7 @@ def test_a_unit_that_never_started_has_not_failed(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["wanted"]
 
 
-def test_a_life(tmp_path):
+def test_start_and_end_of_a_daemon_are_recorded(tmp_path):
     (tmp_path / "wanted").write_text("wanted\n")
     for number in (1, 2, 3):
         assert script("begin", tmp_path) == 0
@@ -180,6 +180,6 @@ def test_a_life(tmp_path):
         assert (tmp_path / "starts").read_text() == f"{number}\n"
         script("end", tmp_path, "", SERVICE_RESULT="exit-code", EXIT_CODE="exited", EXIT_STATUS="1")
         assert (tmp_path / "deaths").read_text() == f"{number}\n"
-    (tmp_path / "begun").write_text("0\n")  # it has lived since the boot
+    (tmp_path / "begun").write_text("0\n")  # the daemon has run since the boot
     script("end", tmp_path, "", SERVICE_RESULT="exit-code", EXIT_CODE="exited", EXIT_STATUS="1")
     assert (tmp_path / "deaths").read_text() == "0\n"

@@ -97,6 +97,6 @@ def test_the_schema_accepts_what_the_agent_accepts_and_both_refuse_wrong_types(p
         document = with_change(path, lambda container, key, value=value: container.__setitem__(key, value))
         valid, accepted = VALIDATOR.is_valid(document), accepts(document)
         assert valid or not accepted, value
-        # A schema has no conditions between keys: names that exist, HTTP keys of an HTTP monitor, families.
+        # A JSON schema has no conditions between keys: existing names, HTTP keys of an HTTP monitor, address families.
         if valid and not accepted:
             assert path[-1] in CONDITIONAL, value

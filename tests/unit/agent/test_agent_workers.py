@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HAProxy's list of its processes, and which of them have to go."""
+"""HAProxy's list of its processes, and the old workers that the agent ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ANSWER = """#<PID>          <type>          <reloads>       <uptime>        <ver
 """
 
 
-def test_a_list_of_processes():
+def test_a_process_list_is_parsed():
     assert parse(ANSWER) == Workers(4, 15, (11, 13, 14))
     assert parse(ANSWER.replace("15              worker", "# none         ")) == Workers(4, None, (11, 13, 14))
     assert parse("") is None
@@ -30,10 +30,10 @@ def test_a_list_of_processes():
 @pytest.mark.parametrize(
     ("most", "ended"), [(1, (11, 13, 14)), (2, (11, 13)), (3, (11,)), (4, ()), (100, ()), (None, ())]
 )
-def test_the_oldest_make_room_for_one_more(most, ended):
+def test_the_oldest_workers_end_before_a_new_one(most, ended):
     assert excess_workers(parse(ANSWER), most) == ended
 
 
-def test_without_a_limit_there_is_one():
+def test_the_default_limit_keeps_one_old_worker():
     many = Workers(20, 99, tuple(range(20)))
     assert len(many.replaced) - len(excess_workers(many, None)) == MAX_OLD_WORKERS - 1

@@ -42,7 +42,7 @@ print("\\n".join(name + " " + (getattr(module, "__file__", None) or "") for name
 
 @pytest.fixture(scope="module")
 def modules():
-    """What it has imported when it has checked members in every way, by name; with the files."""
+    """The imported modules after checks of every type, with their files."""
     command = [sys.executable, "-I", "-S", "-c", LIST.format(place=str(PACKAGE.parent))]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return dict(line.split(" ", 1) for line in said.splitlines())
@@ -55,7 +55,7 @@ def test_the_checker_imports_few_standard_modules(modules):
     assert foreign == set()
 
 
-def test_its_version_covers_all_it_runs(modules):
+def test_the_version_covers_all_source_files(modules):
     own = {file for file in modules.values() if file.startswith(str(PACKAGE))}
     relative = {Path(file).relative_to(PACKAGE) for file in own}
     packages = {each.parts[0] for each in relative if each.parts[0].startswith("l4")}
@@ -67,7 +67,7 @@ def test_its_version_covers_all_it_runs(modules):
 
 
 def test_received_answers_precede_timeouts():
-    """A process that was held up does not take an answer that is here for a missing one."""
+    """A delayed process uses an answer that has arrived before it counts a time-out."""
     one, other = socket.socketpair()
     happened = []
     loop = EventLoop()
@@ -83,7 +83,7 @@ def test_received_answers_precede_timeouts():
         other.close()
 
 
-def test_a_socket_that_an_earlier_event_has_closed_is_left_alone():
+def test_a_socket_that_an_earlier_event_closed_is_skipped():
     pairs = [socket.socketpair() for _ in range(2)]
     happened = []
     loop = EventLoop()
@@ -108,7 +108,7 @@ def test_a_socket_that_an_earlier_event_has_closed_is_left_alone():
                 one.close()
 
 
-def test_small_port_numbers_stay_free():
+def test_small_descriptor_numbers_stay_free():
     """libnftables waits with select(2)."""
     held = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(20)]
     moved = []
@@ -128,7 +128,7 @@ def test_small_port_numbers_stay_free():
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"digest": 1}', '{"servers": [{}], "digest": "x", "paired": 1}', "\0"]
 )
-def test_files_that_cannot_be_read_count_as_nothing(tmp_path, text, capfd):
+def test_unreadable_files_count_as_empty(tmp_path, text, capfd):
     (tmp_path / "virtual-servers.json").write_text(text)
     (tmp_path / "virtual-states.json").write_text(text)
     left = StateFiles(str(tmp_path)).load()
@@ -147,7 +147,7 @@ def test_the_agent_reads_the_served_objects_back(tmp_path):
 
 
 class Services:
-    """Nothing runs; what is asked for is written down."""
+    """No process runs; the stand-in records the requests."""
 
     def __init__(self):
         self.calls = []
@@ -180,7 +180,7 @@ def paths():
 
 
 class Answering(threading.Thread):
-    """A socket that gives one answer after the other."""
+    """A socket that returns the given answers in order."""
 
     def __init__(self, paths, *answers):
         super().__init__(daemon=True)
@@ -204,7 +204,7 @@ SUMS = {"total_connections": 4, "bytes_in": 10, "bytes_out": 20, "request_errors
 NONE = {"digest": None, "error": None, "birth": "b", "servers": {}, "former": {}}
 
 
-def test_where_nothing_was_ever_wanted_nothing_is_started(paths):
+def test_an_agent_without_virtual_servers_starts_no_checker(paths):
     services = Services()
     checker = CheckerClient(paths, services)
     checker.check_servers([])
@@ -214,7 +214,7 @@ def test_where_nothing_was_ever_wanted_nothing_is_started(paths):
     assert services.calls == []
 
 
-def test_when_nothing_is_wanted_any_more_it_ends_and_its_last_words_are_kept(paths):
+def test_an_unneeded_checker_ends_and_its_last_sums_are_kept(paths):
     services = Services()
     paths.virtual_servers.write_text("{}")
     checker = CheckerClient(paths, services)
@@ -237,7 +237,7 @@ def test_a_checker_with_other_code_is_replaced(paths):
 
 @pytest.mark.parametrize("record", [None, '{"servers": []}'])
 def test_a_checker_without_objects_ends(paths, record, monkeypatch):
-    """A push without any virtual server does not fail because of it."""
+    """A push without virtual servers does not depend on the checker."""
     monkeypatch.setattr(client, "START_TIMEOUT_SECONDS", 0.1)
     paths.checker_socket.touch()
     if record is not None:
@@ -261,7 +261,7 @@ def test_a_serving_checker_ends_after_it_removed_its_rules(paths, monkeypatch):
 
 
 def test_stop_does_not_wait_for_output(paths, monkeypatch):
-    """Heartbeats ask for them, those of all listeners; the checker may be silent for as long as it likes."""
+    """Heartbeats contain the states of all listeners, even while the checker is silent."""
     monkeypatch.setattr(client, "ANSWER_TIMEOUT_SECONDS", 5.0, raising=False)
     monkeypatch.setattr(client, "STATE_TIMEOUT_SECONDS", 5.0)
     monkeypatch.setattr(client, "START_TIMEOUT_SECONDS", 0.1)
@@ -322,7 +322,7 @@ def ledger(paths, *answers):
     return UdpStats(paths, source)
 
 
-def test_sums_go_on_when_counters_begin_anew(paths):
+def test_sums_continue_after_a_reset_of_counters(paths):
     told = []
     one = ledger(paths, state("a", 5), state("a", 8), None, state("b", 2), state("b", 3))
     for _ in range(5):
@@ -339,7 +339,7 @@ def test_sums_go_on_when_counters_begin_anew(paths):
     assert again.rows == 3
 
 
-def test_last_words_count_and_end_it(paths):
+def test_the_last_counters_of_a_checker_are_added(paths):
     answers = iter([state("a", 5), None, state("b", 1)])
     final = iter([None, replace(state("a", 9), listeners={}), None])
     one = UdpStats(paths, SimpleNamespace(read_state=lambda: next(answers), take_final_state=lambda: next(final)))
@@ -350,7 +350,7 @@ def test_last_words_count_and_end_it(paths):
     assert one.listeners()["one"]["total_connections"] == 10
 
 
-def test_a_file_that_is_something_else_is_no_sums(paths, caplog):
+def test_a_file_with_other_content_is_ignored(paths, caplog):
     paths.virtual_totals.write_text("[]")
     one = ledger(paths, state("a", 5))
     one.sample()
@@ -358,7 +358,7 @@ def test_a_file_that_is_something_else_is_no_sums(paths, caplog):
     assert "counting starts at zero" in caplog.text
 
 
-def test_where_there_was_never_one_nothing_is_written(paths):
+def test_without_a_checker_no_sums_are_written(paths):
     one = ledger(paths, None)
     one.sample()
     one.write()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checker's socket and its loop where something is scarce, late or slow; and what counts as a hand in the rules."""
+"""The checker's socket and loop under scarce descriptors and slow callers, and its drift report."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def turning():
 
 @contextlib.contextmanager
 def files(most):
-    """Within the block no file gets this number, or a larger one."""
+    """Within the block no file gets this descriptor number or a larger one."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
     try:
@@ -55,7 +55,7 @@ def test_timers_of_months_are_valid(turning):
         assert heard == [b"now"]
 
 
-def test_a_socket_stays_as_it_is_where_there_are_no_large_numbers(monkeypatch):
+def test_a_socket_keeps_its_number_without_large_numbers(monkeypatch):
     monkeypatch.setattr(event_loop, "_RESERVED_FROM", 0)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one, files(1000):
         kept = make_nonblocking(one)
@@ -66,7 +66,7 @@ def test_a_socket_stays_as_it_is_where_there_are_no_large_numbers(monkeypatch):
 
 @pytest.fixture
 def listening(turning, tmp_path):
-    """Makes one that answers so; returns its path."""
+    """Start a server with this answer; returns its path."""
     with contextlib.ExitStack() as closing:
 
         def made(answer):
@@ -107,8 +107,8 @@ def _next_file():
     return number
 
 
-def test_a_long_answer_that_was_long_in_the_making_arrives(turning, listening, monkeypatch):
-    """The time-out of a caller counts time without progress."""
+def test_a_slow_long_answer_arrives(turning, listening, monkeypatch):
+    """The caller's time-out counts time without progress."""
     clock = SimpleNamespace(now=0.0)
     clock.monotonic = lambda: clock.now
     monkeypatch.setattr(control_socket, "time", clock)
@@ -133,11 +133,11 @@ def test_a_long_answer_that_was_long_in_the_making_arrives(turning, listening, m
     assert sum(received) == 8 << 20
 
 
-# -- what differs --------------------------------------------------------------------------------------------
+# -- drift -------------------------------------------------------------------------------------------------------------
 
 
 class Fake:
-    """An engine that says what differs from what it was told; while it is `broken` it takes nothing."""
+    """An engine that reports differences from its last state; while `broken`, it refuses each change."""
 
     def __init__(self):
         self.told, self.broken = None, False
@@ -161,7 +161,7 @@ class Fake:
 
 
 class Asked:
-    """Checks that a test answers."""
+    """Checks whose results the test sets."""
 
     def __init__(self, _):
         self.waiting = []
@@ -188,13 +188,13 @@ def question(op, *servers):
 
 
 def test_idle_amphora_without_listeners_has_no_drift(checking):
-    """It was only asked whether it could serve something."""
+    """The checker only received a check request."""
     checker, _, _ = checking
     assert checker.handle_request(question("differs")) == {"differs": []}
     assert checker.handle_request(question("differs", server(member(1))))["differs"] != []
 
 
-def test_a_state_that_waits_for_its_turn_is_no_hand_in_the_rules(checking):
+def test_a_queued_state_is_no_drift(checking):
     checker, engine, asked = checking
     wanted = server(member(1), monitor=MONITOR)
     checker.handle_request(question("serve", wanted))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PROMETHEUS listeners name UDP listeners too, under the names that dashboards know."""
+"""PROMETHEUS listeners also show UDP listeners, under the metric names that dashboards use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COUNTED = {"active_connections": 11, "total_connections": 12, "bytes_in": 13, "b
 SERVER = {"status": "OPEN", **COUNTED, "pool": {"id": "p", "status": "UP", "members": MEMBERS}}
 
 
-def test_virtual_servers_are_told_beside_haproxy():
+def test_virtual_servers_are_shown_beside_haproxy():
     told = "".join(exposition(HAPROXY, load=0, memory=0, others=stat_rows.render_rows({"dns": SERVER})))
     for line in (
         'octavia_listener_status{listener="dns",state="UP"} 1',

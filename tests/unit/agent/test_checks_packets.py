@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What checks send and read: SCTP, HTTP, what ICMP says to others, questions to the kernel."""
+"""Packets of checks: SCTP, HTTP, ICMP errors, and requests to the kernel."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from amphora_agent.l4_checks.icmp_errors import Flow
         (bytes(range(31, -1, -1)), 0x113FDB5C),
     ],
 )
-def test_checksums(data, checksum):
+def test_checksums_are_correct(data, checksum):
     assert sctp_packet.crc32c(data) == checksum
 
 
-def test_an_init_is_one():
+def test_an_sctp_init_is_built():
     packet = sctp_packet.init(40000, 36412, 0x01020304)
     assert len(packet) == 32
     assert struct.unpack_from("!HHI", packet) == (40000, 36412, 0)  # section 8.5.1: an INIT's tag is 0
@@ -42,19 +42,19 @@ def test_an_init_is_one():
     assert sctp_packet.parse(packet) == sctp_packet.Packet(40000, 36412, 0, sctp_packet.INIT, 0x01020304)
 
 
-def test_an_abort_is_one():
+def test_an_sctp_abort_is_built():
     packet = sctp_packet.abort(40000, 36412, 7)
     assert packet[12:] == b"\x06\x00\x00\x04"
     assert sctp_packet.parse(packet) == sctp_packet.Packet(40000, 36412, 7, sctp_packet.ABORT, None)
 
 
 @pytest.mark.parametrize("length", range(32))
-def test_a_packet_that_is_cut_is_none_or_no_init(length):
+def test_a_truncated_packet_is_refused(length):
     found = sctp_packet.parse(sctp_packet.init(1, 2, 3)[:length])
     assert found is None
 
 
-def test_lengths_that_lie_are_not_believed():
+def test_wrong_lengths_are_refused():
     packet = bytearray(sctp_packet.init(1, 2, 3))
     struct.pack_into("!H", packet, 14, 4)
     assert sctp_packet.parse(bytes(packet)) is None
@@ -78,7 +78,7 @@ def monitor(**changes):
         ({"method": "POST"}, ("192.0.2.1", 80), ["POST /health HTTP/1.0", "Content-Length: 0"]),
     ],
 )
-def test_requests(changes, place, lines):
+def test_http_requests_are_built(changes, place, lines):
     text = http_checks.build_request(monitor(**changes), *place).decode()
     assert text.endswith("\r\n\r\n")
     assert text.split("\r\n")[: len(lines)] == lines
@@ -100,7 +100,7 @@ def test_requests(changes, place, lines):
         (b"HTTP/1.1 200 OK" * 60, None),
     ],
 )
-def test_answers(received, status):
+def test_http_answers_are_parsed(received, status):
     assert http_checks.parse_status(received) == status
 
 
@@ -135,11 +135,11 @@ def test_foreign_packets_are_no_answer(received):
         (404, ("200", "404"), True),
     ],
 )
-def test_codes(status, codes, wanted):
+def test_expected_codes_are_compared(status, codes, wanted):
     assert http_checks.matches_codes(status, codes) is wanted
 
 
-# -- what others are told ------------------------------------------------------------------------------------
+# -- ICMP errors -------------------------------------------------------------------------------------------------------
 
 MEMBER, US = "192.0.2.7", "192.0.2.1"
 MEMBER6, US6 = "2001:db8::7", "2001:db8::1"
@@ -163,7 +163,7 @@ def unreachable6(source=MEMBER6, code=4):
     return bytes(outer) + bytes((1, code)) + bytes(6) + bytes(inner) + struct.pack("!HHHH", 4242, 53, 8, 0)
 
 
-def test_object_of_an_error():
+def test_an_icmp_error_names_its_object():
     flow = Flow(socket.AF_INET, 17, (MEMBER, 53), (US, 4242))
     assert icmp_errors.parse_port_unreachable(socket.AF_INET, unreachable()) == flow
     assert icmp_errors.parse_port_unreachable(socket.AF_INET, unreachable(options=8)) == flow
@@ -175,9 +175,9 @@ def test_object_of_an_error():
     ("family", "packet"),
     [
         (socket.AF_INET, b""),
-        (socket.AF_INET, unreachable(source="192.0.2.99")),  # another host cannot know
+        (socket.AF_INET, unreachable(source="192.0.2.99")),  # another host cannot know the quoted ports
         (socket.AF_INET, unreachable(code=1)),
-        (socket.AF_INET, unreachable(code=4)),  # too large for the way: the member is there
+        (socket.AF_INET, unreachable(code=4)),  # too large for the path: the member is reachable
         (socket.AF_INET, unreachable(protocol=6)),
         (socket.AF_INET6, unreachable6(source="2001:db8::99")),
         (socket.AF_INET6, unreachable6(code=0)),
@@ -196,7 +196,7 @@ def neighbour(address, state, kind=28):
     return struct.pack("=IHHII", 16 + len(body), kind, 0, 0, 0) + body
 
 
-def test_neighbours_that_are_lost():
+def test_unreachable_neighbours_are_found():
     said = neighbour("192.0.2.7", 0x20) + neighbour("192.0.2.8", 0x02) + neighbour("2001:db8::7", 0x20)
     assert icmp_errors.parse_failed_neighbors(said + neighbour("192.0.2.9", 0x20, kind=29)) == [
         "192.0.2.7",
@@ -207,7 +207,7 @@ def test_neighbours_that_are_lost():
     assert icmp_errors.parse_failed_neighbors(bytes(64)) == []
 
 
-def test_a_question_for_a_flow_is_well_formed():
+def test_a_request_for_a_flow_is_well_formed():
     question = icmp_errors.build_request(Flow(socket.AF_INET, 17, (MEMBER, 53), (US, 4242)))
     length, kind = struct.unpack_from("=IH", question)
     assert (length, kind) == (len(question), 0x101)
@@ -215,5 +215,5 @@ def test_a_question_for_a_flow_is_well_formed():
     assert struct.pack("!H", 4242) in question
 
 
-def test_no_flow_is_said_to_be_none():
+def test_a_missing_flow_is_reported():
     assert not icmp_errors.flow_exists(Flow(socket.AF_INET, 17, ("127.0.0.9", 53), ("127.0.0.8", 4242)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members' states: what each check makes of them, what stays when something else is wanted, and their words."""
+"""States of members: results of checks, changes of the wanted state, and texts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def key(one):
         (UP, "", 2, 3, "up"),
         (UP, "bb", 2, 3, "up"),
         (UP, "bbb", 2, 3, "down"),
-        (UP, "bbgbb", 2, 3, "up"),  # a good one between begins the count anew
+        (UP, "bbgbb", 2, 3, "up"),  # a good result resets the count
         (UP, "bbgbbb", 2, 3, "down"),
         (UP, "b", 2, 1, "down"),
         (DOWN, "g", 2, 3, "down"),
@@ -57,7 +57,7 @@ def key(one):
         (member_state.initial_state(1.0, others=True), "gbbbbb", 5, 5, "down"),
     ],
 )
-def test_a_member_changes_after_exactly_as_many_checks(begin, checks, rise, fall, ends):
+def test_a_member_changes_after_the_configured_number_of_checks(begin, checks, rise, fall, ends):
     state = begin
     for moment, check in enumerate(checks):
         state = member_state.next_state(state, good=check == "g", reason=check, rise=rise, fall=fall, now=10.0 + moment)
@@ -67,7 +67,7 @@ def test_a_member_changes_after_exactly_as_many_checks(begin, checks, rise, fall
         assert state.reason == checks[-1]
 
 
-def test_since_is_when_it_changed_and_not_when_it_was_checked():
+def test_since_is_the_time_of_the_change():
     state = UP
     for now in (5.0, 6.0, 7.0, 8.0):
         state = member_state.next_state(state, good=False, reason="refused", rise=1, fall=3, now=now)
@@ -103,7 +103,7 @@ def test_a_new_member_waits_for_its_first_check_if_others_serve():
     assert member_state.member_health((server(drained, new),), found)[SERVER, new.id]
 
 
-def test_a_pool_that_begins_serves_at_once():
+def test_the_members_of_a_new_pool_serve_at_once():
     one, two = member(1), member(2)
     wanted = (server(one, two),)
     assert set(member_state.member_health(wanted, member_state.carry_over({}, (), wanted, 9.0)).values()) == {True}
@@ -117,7 +117,7 @@ def test_monitor_changes_leave_members_up():
     assert member_state.member_health(before, {key(one): DOWN}) == {}
 
 
-def test_a_member_that_was_disabled_is_checked_anew():
+def test_an_enabled_member_is_checked_again():
     one, two = member(1), member(2)
     off = (server(one, replace(two, enabled=False)),)
     without = member_state.carry_over({key(one): UP, key(two): UP}, (server(one, two),), off, 9.0)
@@ -148,7 +148,7 @@ def test_listeners_that_share_a_pool_share_its_checks():
         ({"backup": True}, UP, MONITOR, "UP"),
     ],
 )
-def test_words(changes, state, monitor, word):
+def test_texts_of_members(changes, state, monitor, word):
     one = member(1, **changes)
     assert member_state.member_status(server(one, monitor=monitor), one, {key(one): state}) == word
 
@@ -163,11 +163,11 @@ def test_words(changes, state, monitor, word):
         ((member(1, enabled=False),), {}, "DOWN"),
     ],
 )
-def test_words_of_pools(members, found, word):
+def test_texts_of_pools(members, found, word):
     assert member_state.pool_status(server(*members), found) == word
 
 
-def test_states_survive_their_file():
+def test_states_survive_a_restart():
     known = {key(member(1)): DOWN, key(member(2)): member_state.initial_state(3.0, others=True)}
     assert member_state.from_document(json.loads(json.dumps(member_state.to_document(known)))) == known
     for wrong in ([["one"]], [[1, 2, {}]], 5, None):
@@ -175,22 +175,22 @@ def test_states_survive_their_file():
             member_state.from_document(wrong)
 
 
-# -- sums over what the kernel counts ------------------------------------------------------------------------
+# -- sums of kernel counters -------------------------------------------------------------------------------------------
 
 
-def test_a_table_that_begins_anew_takes_nothing_away():
+def test_a_replaced_table_keeps_the_sums():
     sums = MonotonicCounters()
     assert not sums.update({"a": Counters(3, 10, 100, 1000, 1)})
     assert not sums.update({"a": Counters(2, 12, 120, 1200, 1)})
     assert sums.update({"a": Counters(1, 1, 5, 6, 0)})
     assert sums.totals("a") == Counters(1, 13, 125, 1206, 1)
-    sums.update({})  # it is wanted no longer
+    sums.update({})  # it is not wanted any more
     assert sums.totals("a") == Counters(0, 13, 125, 1206, 1)
     sums.update({"a": Counters(0, 1, 1, 1, 1)})
     assert sums.totals("a") == Counters(0, 14, 126, 1207, 2)
 
 
-def test_sums_survive_their_file():
+def test_sums_survive_a_restart():
     sums = MonotonicCounters()
     sums.update({"a": Counters(3, 10, 100, 1000, 1)})
     again = MonotonicCounters.from_document(json.loads(json.dumps(sums.to_document())))
@@ -200,7 +200,7 @@ def test_sums_survive_their_file():
     assert again.totals("a").total_connections == 12
 
 
-def test_of_former_ones_only_some_are_remembered():
+def test_the_number_of_former_sums_is_bounded():
     sums = MonotonicCounters()
     for number in range(600):
         sums.update({str(number): Counters(0, 1, 1, 1, 1)})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config drive, including hostile ones."""
+"""The reader of the config drive, also with hostile drives."""
 
 import json
 import os
@@ -45,7 +45,7 @@ NETWORK = {
 
 @pytest.fixture
 def drive(tmp_path):
-    """A drive's root, as a folder; files are written with `put`."""
+    """The root of a drive, as a directory; `put` writes files."""
     root = tmp_path / "drive"
     root.mkdir()
 
@@ -70,7 +70,7 @@ def listed(*files, **more):
     return {"files": [{"path": path, "content_path": content} for path, content in files], **more}
 
 
-def test_a_drive_as_nova_makes_it(drive):
+def test_a_drive_of_nova_is_read(drive):
     root, put = drive
     put("openstack/content/0000", SETTINGS)
     put("openstack/latest/meta_data.json", listed(("/etc/amphora-agent/agent.conf", "/content/0000"), hostname="amp-1"))
@@ -102,7 +102,7 @@ def test_no_network_data_is_not_an_error(drive):
         "",
     ],
 )
-def test_files_elsewhere_are_named_and_not_written(drive, path):
+def test_unknown_files_are_named_and_not_written(drive, path):
     root, put = drive
     put("openstack/content/0000", b"x")
     put("openstack/latest/meta_data.json", listed((path, "/content/0000")))
@@ -114,7 +114,7 @@ def test_files_elsewhere_are_named_and_not_written(drive, path):
 @pytest.mark.parametrize(
     "content_path", ["../../secret", "/content/../../../secret", "/content//0000", "/content/", "", "/content/\0", "."]
 )
-def test_contents_out_of_place_are_refused(drive, content_path):
+def test_misplaced_contents_are_refused(drive, content_path):
     root, put = drive
     (root.parent / "secret").write_text("not yours")
     put("openstack/content/0000", b"x")
@@ -138,7 +138,7 @@ def test_links_are_not_followed(drive, what):
     assert "not yours" not in str(caught.value)
 
 
-def test_a_pipe_is_not_waited_for(drive):
+def test_the_reader_does_not_wait_for_a_pipe(drive):
     root, put = drive
     put("openstack/content/other", b"x")
     os.mkfifo(root / "openstack/content/0000")
@@ -172,7 +172,7 @@ def test_an_invalid_document_is_refused_and_not_quoted(drive, text):
 
 
 @pytest.mark.parametrize("name", ["-x", "a" * 65, "a b", "a\nb", "../x", 1, None, "", {"a": 1}, "x.-y"])
-def test_a_strange_host_name_is_none(drive, name):
+def test_an_invalid_host_name_is_ignored(drive, name):
     root, put = drive
     put("openstack/latest/meta_data.json", {"hostname": name})
     assert read(root).hostname is None
@@ -186,7 +186,7 @@ def test_public_keys_are_one_line_each(drive):
     assert read(root).files == {"authorized_keys": f"{good}\n".encode()}
 
 
-# --- what becomes of it ------------------------------------------------------------------------------------
+# -- written files -----------------------------------------------------------------------------------------------------
 
 
 def test_the_files_of_the_drive_are_written(tmp_path):
@@ -209,13 +209,13 @@ def test_renewed_files_are_kept(tmp_path):
     assert sorted(path.name for path in places.files.iterdir()) == ["agent.conf", "server.pem"]
 
 
-def test_without_a_description_the_first_interface_asks_by_dhcp(tmp_path):
+def test_the_first_interface_uses_dhcp_without_network_data(tmp_path):
     places = Places(tmp_path)
     config_drive.write_files(places, DriveContent(None, {}, (), {}))
     assert places.network.read_text() == cloud_network.FALLBACK
 
 
-# --- which drive -------------------------------------------------------------------------------------------
+# -- choice of the drive -----------------------------------------------------------------------------------------------
 
 
 def iso(name):
@@ -242,7 +242,7 @@ def fat(kind, at, name):
         (b"\xff" * 34816, None),
     ],
 )
-def test_labels(header, wanted):
+def test_labels_are_read(header, wanted):
     assert config_drive.label(header) == wanted
 
 
@@ -256,18 +256,18 @@ def test_the_drive_is_found_among_others(tmp_path):
     assert config_drive.find(places, 0) == (places.devices / "vdc", "iso9660")
 
 
-def test_no_drive_is_said(tmp_path):
+def test_a_missing_drive_is_reported(tmp_path):
     with pytest.raises(SettingsError, match="config-2"):
         config_drive.find(Places(tmp_path), 0)
 
 
-def test_how_long_it_waits():
+def test_the_boot_argument_sets_the_time_limit():
     assert config_drive.wait_seconds("quiet amphora.wait=7.5 ro\n") == 7.5
     assert config_drive.wait_seconds("quiet amphora.wait=x") == config_drive.WAIT_SECONDS
 
 
 def test_the_reader_imports_the_standard_library_only(tmp_path):
-    """Run as in the image: isolated, by a link."""
+    """The reader runs as in the image: isolated, through a symbolic link."""
     link = tmp_path / "config-drive"
     link.symlink_to(Path(config_drive.__file__))
     code = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='x'); print(*sys.modules)"
@@ -279,7 +279,7 @@ def test_the_reader_imports_the_standard_library_only(tmp_path):
 # --- the network -------------------------------------------------------------------------------------------
 
 
-def test_the_interface_the_agent_listens_on_and_no_other():
+def test_only_the_management_interface_is_configured():
     text = cloud_network.rendered(cloud_network.management(NETWORK, "192.0.2.11"))
     assert f"MACAddress={MAC}\n" in text
     assert "MTUBytes=1450\n" in text
@@ -299,14 +299,14 @@ def test_the_interface_the_agent_listens_on_and_no_other():
         ("something", "yes", "yes"),
     ],
 )
-def test_addresses_that_come_later(kind, dhcp, routers):
+def test_late_addresses_are_accepted(kind, dhcp, routers):
     document = {"links": [{"id": "a", "ethernet_mac_address": MAC}], "networks": [{"link": "a", "type": kind}]}
     text = cloud_network.rendered(cloud_network.management(document, None))
     assert f"DHCP={dhcp}\nIPv6AcceptRA={routers}\n" in text
     assert "MTUBytes" not in text
 
 
-def test_older_forms():
+def test_older_formats_are_accepted():
     network = {"link": "a", "type": "ipv6", "ip_address": "2001:db8::1/64", "gateway": "2001:db8::f"}
     document = {"links": [{"id": "a", "ethernet_mac_address": MAC}], "networks": [network]}
     found = cloud_network.management(document, None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which packets go to the partner after a hand-over: the rules as text, and the kernel's list of connections."""
+"""The connection tunnel after a hand-over: nftables rules, and the kernel's list of connections."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_unknown_connections_are_redirected_and_new_ones_stay():
     assert not [line for line in lines if "ip6" in line or "own6" in line or "begun6" in line]
 
 
-def test_both_learn_that_a_packet_was_too_large():
+def test_both_ends_learn_the_path_mtu():
     text = redirect_rules(pair(VIP, VIP6), (), MAC)
     there = 'ether daddr set 0a:00:00:00:00:01 dup to "handover0"'
     assert f"ip daddr {{ 198.51.100.5 }} icmp type destination-unreachable icmp code 4 {there}" in text
@@ -51,8 +51,8 @@ def test_answers_return_with_the_address_of_the_new_holder():
     assert lines[arrives + 2] == f"ip6 saddr {{ 2001:db8::5 }} {sent_on}"
 
 
-def test_answers_take_the_way_of_the_packets():
-    """Packets of a new holder that sends no answers on are not marked, and their answers leave directly."""
+def test_answers_take_the_path_of_the_packets():
+    """A new holder that forwards no answers does not mark packets, and their answers leave directly."""
     lines = [line.strip() for line in answer_rules(pair(VIP)).splitlines()]
     flow, reverse = "ip saddr . tcp sport . ip daddr . tcp dport", "ip daddr . tcp dport . ip saddr . tcp sport"
     to_vip = "ip daddr { 198.51.100.5 } meta l4proto tcp"
@@ -65,7 +65,7 @@ def test_answers_take_the_way_of_the_packets():
     assert "ip6" not in " ".join(lines)
 
 
-def test_connections_of_its_own_are_known_from_the_start():
+def test_own_connections_are_known_from_the_start():
     own = [
         Connection(ip_address("192.0.2.7"), 4711, VIP.ip, 80),
         Connection(ip_address("2001:db8:7::7"), 4712, VIP6.ip, 443),
@@ -79,12 +79,12 @@ def test_connections_of_its_own_are_known_from_the_start():
     ("local", "peer", "rule"),
     [(HERE, THERE, "ip saddr 198.51.100.12"), (HERE6, THERE6, "ip6 saddr 2001:db8::12")],
 )
-def test_the_tunnel_is_the_partners_alone(local, peer, rule):
+def test_only_the_partner_uses_the_tunnel(local, peer, rule):
     lines = [line.strip() for line in guard_rules(pair(VIP, local=local, peer=peer)).splitlines()]
     assert lines[lines.index(f"udp dport 4789 {rule} accept") + 1] == "udp dport 4789 drop"
 
 
-@pytest.mark.skipif(sys.byteorder != "little", reason="the kernel prints words in the machine's own order")
+@pytest.mark.skipif(sys.byteorder != "little", reason="the kernel prints 32-bit words in host byte order")
 @pytest.mark.parametrize(
     ("text", "address", "port"),
     [
@@ -92,5 +92,5 @@ def test_the_tunnel_is_the_partners_alone(local, peer, rule):
         ("B80D0120000000000000000005000000:01BB", "2001:db8::5", 443),
     ],
 )
-def test_addresses_as_the_kernel_prints_them(text, address, port):
+def test_addresses_are_parsed_in_host_byte_order(text, address, port):
     assert _endpoint(text) == (ip_address(address), port)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which lines and lists of certificates a load balancer may have."""
+"""The allow-list of HAProxy directives, and lists of certificates."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def test_the_rendered_template_is_accepted(file):
         "log-format a\\ \\\\b\\ \\'%r",
     ],
 )
-def test_accepted(line):
+def test_permitted_lines_are_accepted(line):
     judge(f"    {line}")
 
 
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        # what reads files
+        # reads files
         ("errorfile 503 /etc/passwd", "'errorfile'"),
         ("errorfiles x", "'errorfiles'"),
         ("acl a path -f /etc/passwd", "'acl'"),
@@ -77,13 +77,13 @@ def test_accepted(line):
         ("bind 192.0.2.1:443 ssl crt tls/a/../../b", "'bind … crt' with its value"),
         ("bind 192.0.2.1:443 ssl crt tls/a", "'bind … crt' with its value"),
         ("server a 192.0.2.1:80 ssl ca-file @system-ca", "'server … ca-file' with its value"),
-        # what runs something
+        # runs programs or scripts
         ("external-check command /bin/sh", "'external-check'"),
         ("option external-check", "'option external-check'"),
         ("filter spoe engine x config y", "'filter'"),
         ("http-request lua.x", "'http-request lua.x'"),
         ("http-request use-service lua.x", "'http-request use-service'"),
-        # what opens sockets
+        # opens sockets
         ("log 192.0.2.1:514 local0", "'log'"),
         ("log /dev/log local0", "'log'"),
         ("log stdout format raw daemon", "'log'"),
@@ -96,7 +96,7 @@ def test_accepted(line):
         ("tcp-request content set-dst src", "'tcp-request content'"),
         ("email-alert mailers x", "'email-alert'"),
         ("use_backend amphora:certificates", "'use_backend'"),
-        # what is not what it seems
+        # misleading lines
         ("acl a path \\x2df /etc/passwd", "an environment variable or an escape"),
         ('log-format "%[${X}]"', "an environment variable or an escape"),
         ('http-request set-header X "a\\" -f b"', "an environment variable or an escape"),
@@ -106,7 +106,7 @@ def test_accepted(line):
         ("no option forwardfor", "'no option'"),
     ],
 )
-def test_refused(line, named):
+def test_forbidden_lines_are_refused(line, named):
     with pytest.raises(ConfigurationRefused, match="line 3: ") as refused:
         judge(f"    {line}")
     assert named in str(refused.value)
@@ -124,7 +124,7 @@ def test_refused(line, named):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("first", ["bind", "server a"])
-def test_no_other_sockets(first, endpoint):
+def test_other_sockets_are_refused(first, endpoint):
     with pytest.raises(ConfigurationRefused, match="the address of '"):
         judge(f"    {first} {endpoint}")
 
@@ -138,7 +138,7 @@ def test_the_error_names_the_object():
     assert refused.value.object_id == "pool"
 
 
-def test_a_line_is_judged_once(monkeypatch):
+def test_the_verdict_on_a_line_is_cached(monkeypatch):
     judged = []
     refusal = allowed.refusal
     monkeypatch.setattr(allowed, "refusal", lambda words: judged.append(words) or refusal(words))
@@ -163,11 +163,11 @@ def test_a_line_is_judged_once(monkeypatch):
         (f"tls/{LB}\n", 1),
     ],
 )
-def test_lists_of_certificates(text, line):
+def test_lists_of_certificates_are_checked(text, line):
     assert refused_crt_list_line(text) == line
 
 
-def test_lists_are_judged_where_they_are_named():
+def test_a_list_is_checked_where_it_is_named():
     content = "/etc/amphora-agent/server.pem\n"
     file = File(LIST, hashlib.sha256(content.encode()).hexdigest(), content)
     judge("    bind 192.0.2.1:443 ssl crt tls/a/b.pem", files=[file])

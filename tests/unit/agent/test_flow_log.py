@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines of the flow log: what the kernel says of a flow's end, whose it was, and how it is written."""
+"""The flow log: conntrack events, the listener of a flow, and the format of lines."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_conntrack_events_are_parsed():
 
 
 def test_foreign_flows_are_ignored():
-    assert list(parse_events(message(kind=256))) == [], "a flow that begins"
+    assert list(parse_events(message(kind=256))) == [], "a new flow"
     assert list(parse_events(message(protocol=6))) == []
     assert list(parse_events(b"")) == []
     whole = message(COUNTS, TIMES)
@@ -93,7 +93,7 @@ def test_foreign_flows_are_ignored():
         assert [one for one in parse_events(whole[:length]) if one == FLOW] == [], length
 
 
-def test_a_line_is_that_of_octavia_and_more():
+def test_a_line_has_the_fields_of_octavia_and_more():
     made = LogFormat(FLOW_FORMAT.replace("{{ project_id }}", "project").replace("{{ lb_id }}", "lb")).render(line())
     when = time.localtime(BEGAN // SECOND)
     date = time.strftime("%d/%b/%Y:%H:%M:%S", when) + ".123"
@@ -115,7 +115,7 @@ def test_a_line_is_that_of_octavia_and_more():
         ("no variable %", "no variable %"),
     ],
 )
-def test_an_operators_own_format(text, made):
+def test_an_operator_format_is_used(text, made):
     assert LogFormat(text).render(line()) == made
 
 
@@ -124,7 +124,7 @@ def test_unknown_values_are_marked():
     assert LogFormat("%B %U %Tt %[packets_in] %b").render(line(unknown, lasted=None, pool="")) == "- - -1 - -"
 
 
-# -- whose it was ----------------------------------------------------------------------------------------------------
+# -- listener and member of a flow -------------------------------------------------------------------------------------
 
 
 def member(name, address, **more):
@@ -148,7 +148,7 @@ def silences(monkeypatch):
 BOTH = served(member(M1, "192.0.2.7"), member(M2, "192.0.2.8"))
 
 
-def test_silence_is_no_part_of_a_flow(silences):
+def test_the_idle_time_is_not_part_of_a_flow(silences):
     owners = FlowAttribution()
     owners.add_servers([BOTH])
     assert owners.render(FLOW, silences) == f"{M1} 1000 --"
@@ -157,7 +157,7 @@ def test_silence_is_no_part_of_a_flow(silences):
     assert owners.render(replace(FLOW, began=None), silences) == f"{M1} -1 --"
 
 
-def test_of_an_association_it_depends_on_its_state(tmp_path, monkeypatch):
+def test_the_end_of_an_association_depends_on_its_state(tmp_path, monkeypatch):
     monkeypatch.setattr(attribution, "_SETTINGS", f"{tmp_path}/")
     (tmp_path / "sctp_timeout_closed").write_text("10\n")
     closed = replace(FLOW, protocol=SCTP, state=1)
@@ -166,7 +166,7 @@ def test_of_an_association_it_depends_on_its_state(tmp_path, monkeypatch):
     assert FlowTimeouts().of(replace(closed, state=99)) == 0
 
 
-def test_a_flow_that_was_ended_with_its_member_says_so(silences):
+def test_a_flow_that_ended_with_its_member_is_marked(silences):
     owners = FlowAttribution()
     owners.add_servers([BOTH])
     owners.servers_applied([BOTH], {}, time.time_ns(), done=True)
@@ -177,7 +177,7 @@ def test_a_flow_that_was_ended_with_its_member_says_so(silences):
     assert owners.render(cut, silences) == f"{M1} 2000 {MEMBER_GONE}"
     assert owners.render(replace(cut, member=("192.0.2.8", 5353)), silences) == f"{M2} 0 --"
     assert owners.render(replace(cut, ended=begun - 1), silences).endswith(" --")
-    # It is gone, and its listener too: what ended before may be told after that.
+    # Member and listener are removed. Events of earlier ends can arrive after that.
     owners.add_servers([served(member(M2, "192.0.2.8"))])
     assert owners.render(FLOW, silences) == f"{M1} 1000 --"
     owners.add_servers([])
@@ -194,7 +194,7 @@ def test_listener_without_logging_has_no_line(silences):
 
 
 @pytest.mark.parametrize("text", ["", "two\nlines", "x" * (LONGEST_FORMAT + 1), 7])
-def test_a_format_that_is_no_line_is_refused(text):
+def test_an_invalid_format_is_refused(text):
     plain = to_document([BOTH])
     assert parse(plain) == (BOTH,)
     with pytest.raises((ValueError, TypeError), match="log_format"):
@@ -203,11 +203,11 @@ def test_a_format_that_is_no_line_is_refused(text):
     assert LONGEST_FORMAT == LONGEST_SENT
 
 
-# -- where lines go --------------------------------------------------------------------------------------------------
+# -- destinations of lines ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["pipe", "socket"])
-def test_unread_client_is_not_awaited(kind):
+def test_a_slow_reader_does_not_block_the_others(kind):
     if kind == "pipe":
         reader, writer = os.pipe()
     else:
@@ -228,17 +228,17 @@ def test_unread_client_is_not_awaited(kind):
         outlet.write([])
     while len(received) < (written - dropped) * 1001:
         received += os.read(reader, 1 << 20)
-    assert received == (text.encode() + b"\n") * (written - dropped), "whole lines, in order"
+    assert received == (text.encode() + b"\n") * (written - dropped), "complete lines, in order"
     assert written * 1001 > MAX_BACKLOG
     assert outlet.write(["again"]) == 0
     assert os.read(reader, 100) == b"again\n"
-    assert os.get_blocking(writer), "others have it too"
+    assert os.get_blocking(writer), "other readers have the line too"
     outlet.close()
     os.close(reader)
     os.close(writer)
 
 
-def test_a_file_takes_lines(tmp_path):
+def test_lines_are_appended_to_a_file(tmp_path):
     with (tmp_path / "out").open("wb") as file:
         outlet = StdoutWriter(file.fileno())
         assert outlet.write(["one", "two"]) == 0

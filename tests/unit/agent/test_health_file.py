@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Alive, dead, frozen or busy: what the file says of a service, with a clock that the test moves."""
+"""The health file of a service: running, dead, frozen or busy, with a clock that the test sets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INTERVAL, PATIENCE = 0.1, 0.6
 
 
 class Watched:
-    """A service whose answers the test gives."""
+    """A service with answers from the test."""
 
     def __init__(self, directory) -> None:
         self.file = directory / "health"
@@ -37,7 +37,7 @@ class Watched:
         return self.file.read_text() if self.file.exists() else ""
 
     def answer(self) -> None:
-        """Answer the newest question, and have the answer heard."""
+        """Answer the newest question and deliver the answer."""
         self.listening.settimeout(0.0)
         try:
             while True:
@@ -49,7 +49,7 @@ class Watched:
             key.data()
 
     def pass_time(self, seconds: float) -> None:
-        """Do what is due in this time, each thing in time."""
+        """Do the due work of this period at its times."""
         until = self.health.due + seconds
         while self.health.due is not None and self.health.due <= until:
             self.health.run_due(self.health.due)
@@ -76,13 +76,13 @@ def serving(watched) -> Watched:
     return watched
 
 
-def test_started_amphora_is_not_judged(watched):
+def test_a_started_daemon_is_not_judged_at_once(watched):
     watched.health.started(1)
     watched.pass_time(10 * PATIENCE)
     assert watched.said == ""
 
 
-def test_frozen_and_thawed(watched):
+def test_a_daemon_is_frozen_and_continues(watched):
     serving(watched)
     watched.pass_time(PATIENCE * 0.8)
     assert watched.said == ALIVE
@@ -92,8 +92,8 @@ def test_frozen_and_thawed(watched):
     assert watched.said == ALIVE
 
 
-@pytest.mark.parametrize("ready", [True, False], ids=["waits for its turn", "computes"])
-def test_busy(watched, ready):
+@pytest.mark.parametrize("ready", [True, False], ids=["waits for a processor", "computes"])
+def test_a_busy_daemon_is_not_frozen(watched, ready):
     serving(watched)
     for number in range(6):
         watched.did = Activity(0 if ready else number, ready)
@@ -104,16 +104,16 @@ def test_busy(watched, ready):
     assert watched.said == DEAD
 
 
-def test_late_detector_blames_no_amphora(watched):
+def test_a_late_watcher_reports_no_daemon(watched):
     serving(watched)
-    watched.health.run_due(watched.health.due)  # asked
-    watched.health.run_due(watched.health.due + 60.0)  # and then this process did not run for a minute
+    watched.health.run_due(watched.health.due)  # the watcher has sent a probe
+    watched.health.run_due(watched.health.due + 60.0)  # then the watcher's process did not run for a minute
     assert watched.said == ALIVE
     watched.pass_time(2 * PATIENCE)
     assert watched.said == DEAD
 
 
-def test_dead_until_it_answers_again(watched):
+def test_a_daemon_is_dead_until_it_answers_again(watched):
     serving(watched)
     watched.health.exited(wanted=True)
     assert (watched.said, watched.health.due) == (DEAD, None)

@@ -17,7 +17,7 @@ UNIT = "amphora-daemon.service"
 
 
 class Daemon:
-    """A daemon's directory, as agent and script write it."""
+    """A daemon's directory in the format of agent and script."""
 
     def __init__(self, root) -> None:
         self.place = root / "services" / UNIT
@@ -29,7 +29,7 @@ class Daemon:
         (self.place / WANTED_FILE).write_text(f"{word}\n")
 
     def care(self) -> None:
-        # The agent replaces this file in one step, so that the watcher never reads a part of it.
+        # The agent replaces this file atomically, so the watcher never reads a part of it.
         new = self.place.parent.parent / "policy.new"
         new.write_text(json.dumps({"health": str(self.health), "probe": None}))
         new.replace(self.place / POLICY_FILE)
@@ -49,7 +49,7 @@ class Daemon:
         return self.health.read_text() if self.health.exists() else None
 
     def says(self, what: str) -> None:
-        until = time.monotonic() + 30  # a machine that others use too
+        until = time.monotonic() + 30  # a host shared with other users
         while self.said != what:
             assert time.monotonic() < until, self.said
             time.sleep(0.005)
@@ -61,7 +61,7 @@ class Daemon:
 
 @pytest.fixture
 def daemon(tmp_path, monkeypatch):
-    # It has no cgroup.
+    # The process has no cgroup.
     monkeypatch.setattr(health_watcher, "is_in_unit", lambda pid, unit: unit == UNIT)
     made = Daemon(tmp_path)
     watching = HealthWatcher(tmp_path / "services")
@@ -74,10 +74,10 @@ def daemon(tmp_path, monkeypatch):
     made.end()
 
 
-def test_a_life(daemon):
+def test_the_watcher_follows_start_and_end(daemon):
     daemon.want("wanted")
     daemon.care()
-    daemon.goes_on_saying(None)  # it has only just been asked for
+    daemon.goes_on_saying(None)  # the daemon was requested a moment ago
     daemon.begin()
     daemon.says("0")
     daemon.end()
@@ -88,7 +88,7 @@ def test_a_life(daemon):
 
 
 @pytest.mark.parametrize(("word", "health"), [("dismissed", "0"), ("stopped", "0"), ("missed", "1")])
-def test_the_end_of_one_that_is_not_wanted(daemon, word, health):
+def test_the_end_of_an_unwanted_daemon_is_no_problem(daemon, word, health):
     daemon.want("wanted")
     daemon.care()
     daemon.begin()
@@ -99,7 +99,7 @@ def test_the_end_of_one_that_is_not_wanted(daemon, word, health):
     daemon.goes_on_saying(health)
 
 
-def test_a_daemon_that_is_not_required_any_more(daemon):
+def test_a_daemon_that_is_no_longer_required_is_no_problem(daemon):
     daemon.want("missed")
     daemon.care()
     daemon.says("1")
@@ -107,7 +107,7 @@ def test_a_daemon_that_is_not_required_any_more(daemon):
     daemon.says("0")
 
 
-def test_dismissed_and_wanted_again(daemon):
+def test_a_daemon_is_stopped_and_started_again(daemon):
     daemon.want("wanted")
     daemon.care()
     daemon.begin()
@@ -124,10 +124,10 @@ def test_restarted_watcher_reads_the_file(daemon):
     daemon.health.write_text("1")
     daemon.want("wanted")
     daemon.care()
-    daemon.goes_on_saying("1")  # the script has said it when it died
+    daemon.goes_on_saying("1")  # the script recorded the end of the daemon
 
 
-def test_a_line_that_is_being_written(tmp_path):
+def test_an_incomplete_line_is_ignored(tmp_path):
     file = tmp_path / "word"
     assert health_watcher.read_line(file) is None
     file.write_text("12")
@@ -135,6 +135,6 @@ def test_a_line_that_is_being_written(tmp_path):
     assert health_watcher.read_line(file) == "1234"
 
 
-def test_owner_of_a_process():
+def test_the_owner_of_a_process_is_found():
     assert not health_watcher.is_in_unit(1, UNIT)
     assert not health_watcher.is_in_unit(2**22 + 1, UNIT)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""keepalived's file: what follows from a bundle, and what never stands in it."""
+"""keepalived's configuration for a bundle."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def test_both_families_share_one_vrrp_instance(local, peers, advertised, exclude
 
 
 @pytest.mark.parametrize(("local", "fallback"), [(HERE, "127.0.0.1"), (HERE6, "::1")])
-def test_without_a_partner_nothing_leaves_the_machine(local, fallback):
+def test_without_a_partner_no_vrrp_packet_is_sent(local, fallback):
     assert block(text(VIP, VIP6, local=local, peers=()), "unicast_peer") == [fallback]
 
 
 @pytest.mark.parametrize(
     ("seconds", "word"), [(1.0, "1.00"), (0.2, "0.20"), (0.05, "0.05"), (0.29, "0.29"), (40, "40.00")]
 )
-def test_intervals_are_hundredths(seconds, word):
+def test_intervals_have_two_decimals(seconds, word):
     assert f"    advert_int {word}\n" in text(VIP, interval=seconds)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernel holds is compared by how nft lists it, and versions of nft list it differently."""
+"""The comparison of nftables rules with the kernel's list, whose format depends on the version of nft."""
 
 import ipaddress
 import re
@@ -11,7 +11,7 @@ from amphora_agent.network.firewall import Port, Restrictions, VrrpPeers, render
 from amphora_agent.network.libnftables import NftError
 
 _LOCAL, _PEER = ipaddress.ip_address("2001:db8::5"), ipaddress.ip_address("2001:db8::6")
-# Taken from nft 1.1.3 of Debian 13.
+# Output of nft 1.1.3 of Debian 13.
 _DEBIAN_13 = (
     ("tcp flags 0x2 / 0x1,0x2,0x4,0x10 goto", "tcp flags & (0x1 | 0x2 | 0x4 | 0x10) == 0x2 goto"),
     ("tcp flags 0x2,0x10 / 0x2,0x10 tcp option", "tcp flags & (0x2 | 0x10) == 0x2 | 0x10 tcp option"),
@@ -25,7 +25,7 @@ def wanted():
     return text
 
 
-def test_flags_as_debian_13_lists_them(wanted, monkeypatch):
+def test_flags_in_the_format_of_debian_13_are_parsed(wanted, monkeypatch):
     listed = wanted
     for ours, theirs in _DEBIAN_13:
         listed = listed.replace(ours, theirs)
@@ -34,7 +34,7 @@ def test_flags_as_debian_13_lists_them(wanted, monkeypatch):
 
 
 @pytest.mark.parametrize(("old", "new"), [("== 0x2 goto", "== 0x4 goto"), ("(0x2 | 0x10)", "(0x2 | 0x8)")])
-def test_other_flags_are_noticed(wanted, monkeypatch, old, new):
+def test_different_flags_are_a_difference(wanted, monkeypatch, old, new):
     listed = wanted
     for ours, theirs in _DEBIAN_13:
         listed = listed.replace(ours, theirs)
@@ -49,7 +49,7 @@ def of(*networks):
     return render(Restrictions((Port(80, first, ()),)))
 
 
-def test_sets_come_before_the_rules_that_ask_them_and_go_with_those_that_did():
+def test_sets_are_created_before_their_rules_and_deleted_with_them():
     one, other = of("10.0.0.0/8"), of("192.0.2.0/24")
     (old,), (new,) = (re.findall(r"set (\S+)", text) for text in (one, other))
     sets, rules = nft_apply.plan_transactions(one, other)
@@ -60,7 +60,7 @@ def test_sets_come_before_the_rules_that_ask_them_and_go_with_those_that_did():
     assert rules.endswith(f"delete set inet amphora {old}\n")
     assert nft_apply.plan_transactions("", one)[1].startswith("table inet amphora {"), "nothing is deleted"
     (rules,) = nft_apply.plan_transactions(one, one.replace("counter ", ""))
-    assert "set " not in rules, "it is there"
+    assert "set " not in rules, "the set is there"
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,14 @@ def test_sets_come_before_the_rules_that_ask_them_and_go_with_those_that_did():
         (of("10.0.0.0/8").replace("elements = { 10.0.0.0/8 }", "elements = { 10.0.0.0/9 }"), of("10.0.0.0/8")),
         (of("10.0.0.0/8").replace("\tchain arriving", "\tcounter mine {\n\t}\n\n\tchain arriving"), of("10.0.0.0/8")),
     ],
-    ids=["nothing is wanted", "another content", "something strange"],
+    ids=["no rules wanted", "another content", "unknown content"],
 )
 def test_a_manual_change_replaces_the_table(held, wanted):
     (order,) = nft_apply.plan_transactions(held, wanted)
     assert order == f"table inet amphora\ndelete table inet amphora\n{wanted}"
 
 
-def test_in_which_order_sets_are_listed_says_nothing(monkeypatch):
+def test_the_order_of_sets_is_ignored(monkeypatch):
     first, second = (of(net).partition("\tset ")[2].partition("\tchain")[0] for net in ("10.0.0.0/8", "192.0.2.0/24"))
     text = of("10.0.0.0/8").replace(f"\tset {first}", f"\tset {first}\tset {second}")
     listed = text.replace(f"\tset {first}\tset {second}", f"\tset {second}\tset {first}")

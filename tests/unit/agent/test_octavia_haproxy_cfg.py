@@ -34,7 +34,7 @@ peers abc_peers
 
 
 def line(text, within="backend p:l"):
-    """One line of a section, translated."""
+    """One translated line of a section."""
     [head, found] = translate(f"{within}\n    {text}\n", LB).text.splitlines()
     assert head == within
     return found.strip()
@@ -56,7 +56,7 @@ def line(text, within="backend p:l"):
         ("http-request set-header a crt /etc/passwd", "http-request set-header a crt /etc/passwd"),
     ],
 )
-def test_lines(uploaded, served):
+def test_lines_are_translated(uploaded, served):
     if "external-check" not in uploaded:
         assert line(uploaded) == served
     else:
@@ -92,7 +92,7 @@ def test_the_exporter_is_not_served():
     assert found.ports == {8088}
 
 
-def test_members_are_pinged_by_the_agent():
+def test_ping_checks_are_done_by_the_agent():
     text = (
         "backend p:l\n    option external-check\n    external-check command /var/lib/octavia/ping-wrapper.sh\n"
         "    server m1 192.0.2.1:80 weight 1 check inter 2s fall 2 rise 2\n"
@@ -111,7 +111,7 @@ def test_members_are_pinged_by_the_agent():
     assert "ping-wrapper" not in found.text
 
 
-def test_members_of_no_weight():
+def test_members_with_weight_zero_are_drained():
     servers = ["a 192.0.2.1:80 weight 0", "b 192.0.2.2:80 weight 1", "c 192.0.2.3:80"]
     text = "backend p:l\n" + "".join(f"    server {each}\n" for each in servers)
     assert draining(text) == {("p:l", "a")}
@@ -126,19 +126,19 @@ def test_members_of_no_weight():
         "/etc/amphora-agent/server.pem",
     ],
 )
-def test_no_file_of_another_load_balancer(path):
+def test_files_of_another_load_balancer_are_refused(path):
     with pytest.raises(RequestRefused, match="is no file of load balancer"):
         translate(f"frontend l\n    bind 192.0.2.1:443 ssl crt-list {path}\n", LB)
 
 
-def test_another_section_stays_and_is_refused_with_its_line():
+def test_another_section_is_kept_and_refused_with_its_line():
     text = translate(f"{MACHINE}program x\n    command /bin/sh\n", LB).text
     with pytest.raises(ConfigurationRefused, match="line 13: a 'program' section"):
         config_parser.parse(text)
 
 
 @pytest.mark.parametrize("kind", ["global", "peers x"])
-def test_a_section_of_the_machine_comes_once(kind):
+def test_amphora_sections_may_occur_once(kind):
     with pytest.raises(RequestRefused, match=f"line 13: a second '{kind.split()[0]}' section"):
         translate(f"{MACHINE}{kind}\n    nbthread 1\n", LB)
 
@@ -178,7 +178,7 @@ WORDS = [
 
 
 @given(st.lists(st.lists(st.sampled_from(WORDS), max_size=6).map(" ".join), max_size=8))
-def test_whatever_is_uploaded_is_translated_or_refused(lines):
+def test_any_upload_is_translated_or_refused(lines):
     try:
         found = translate("\n".join(lines), LB)
     except RequestRefused:
@@ -204,7 +204,7 @@ def crt_words(parsed):
 PEM = "-----BEGIN CERTIFICATE-----\nMII\n-----END CERTIFICATE-----\n"
 
 
-def test_files_are_those_that_are_named():
+def test_named_files_are_included():
     uploaded = {
         "list.pem": f"{CERTS}/one.pem\n{CERTS}/two.pem [alpn h2] *.example.com\n\n",
         "one.pem": PEM,
@@ -225,24 +225,24 @@ def test_files_are_those_that_are_named():
         ({"list.pem": "/etc/shadow\n"}, "shadow"),
     ],
 )
-def test_files_that_cannot_be_had(uploaded, why):
+def test_unavailable_files_are_refused(uploaded, why):
     with pytest.raises(RequestRefused, match=why):
         uploads.collect(["list.pem"], uploaded.get, LB)
 
 
 @pytest.mark.parametrize("name", ["a.pem", "0123abcdef.pem", f"{LB}.pem", "a_b-c.d.pem"])
-def test_names_of_files(name):
+def test_names_of_files_are_accepted(name):
     assert uploads.checked_name(name) == name
 
 
 @pytest.mark.parametrize("name", ["", ".pem", "..pem", "a.crt", "a/b.pem", "../a.pem", "a.pem/", "A.pem", "a.pem\n"])
-def test_no_names_of_files(name):
+def test_invalid_names_of_files_are_refused(name):
     with pytest.raises(RequestRefused) as refused:
         uploads.checked_name(name)
     assert refused.value.document()["message"] == "Filename has wrong format"
 
 
-def test_contents_are_text():
+def test_file_contents_are_text():
     assert uploads.checked_content("a.pem", PEM.encode()) == PEM
     for body in (b"\xff\xfe", b"a\0b"):
         with pytest.raises(RequestRefused, match="is not text"):

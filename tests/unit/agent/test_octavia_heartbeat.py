@@ -35,7 +35,7 @@ def opened(datagram, key):
     return json.loads(zlib.decompress(packed))
 
 
-def test_traffic_is_what_came_since_the_last_time():
+def test_traffic_counts_since_the_last_heartbeat():
     said, reported = octavia_heartbeat.document(AMPHORA, 3, known(100, 50, 7, 1, active=2), {})
     assert said == {
         "id": str(AMPHORA),
@@ -46,24 +46,24 @@ def test_traffic_is_what_came_since_the_last_time():
     }
     said, reported = octavia_heartbeat.document(AMPHORA, 4, known(160, 50, 8, 1), reported)
     assert said["listeners"]["l"]["stats"] == {"tx": 0, "rx": 60, "totconns": 1, "ereq": 0, "conns": 0}
-    # A listener that was away is not counted from the start again.
+    # A listener that returns continues its count.
     away, reported = octavia_heartbeat.document(AMPHORA, 5, {"listeners": {}, "pools": {}}, reported)
     assert away["listeners"] == {}
     said, _ = octavia_heartbeat.document(AMPHORA, 6, known(161, 50, 8, 1), reported)
     assert said["listeners"]["l"]["stats"]["rx"] == 1
-    # The sums were lost: what is known now is all new.
+    # The sums are lost, so all present counters are new.
     said, _ = octavia_heartbeat.document(AMPHORA, 7, known(5), reported)
     assert said["listeners"]["l"]["stats"]["rx"] == 5
 
 
-def test_members_of_no_weight_drain():
+def test_members_with_weight_zero_are_draining():
     found = known(1)
     found["pools"]["p:l"]["members"] = {"a": "UP", "b": "UP", "c": "DOWN", "d": "no check"}
     said, _ = octavia_heartbeat.document(AMPHORA, 0, found, {}, {("p:l", "b"), ("p:l", "c"), ("p:l", "d")})
     assert said["pools"]["p:l"]["members"] == {"a": "UP", "b": "DRAIN", "c": "DOWN", "d": "no check"}
 
 
-def test_the_seal():
+def test_the_signature_is_that_of_octavia():
     datagram = octavia_heartbeat.encode({"id": "x"}, b"insecure")
     assert datagram.startswith(b"\x78\xda")
     assert opened(datagram, b"insecure") == {"id": "x"}
@@ -102,7 +102,7 @@ def made(controllers, interval=0.02, key=b"k"):
     return Settings(AMPHORA, "127.0.0.1", 9443, "supervisor", 20, interval, targets, key, "octavia")
 
 
-def test_controllers_are_told_in_turn_and_nothing_twice(controllers, tmp_path):
+def test_controllers_get_heartbeats_in_turn_without_duplicates(controllers, tmp_path):
     paths = Paths(tmp_path)
     paths.var.mkdir(parents=True)
     ledger = Counting()
@@ -113,14 +113,14 @@ def test_controllers_are_told_in_turn_and_nothing_twice(controllers, tmp_path):
     assert [beat["seq"] for beat in beats] == list(range(6))
     stored = json.loads((paths.var / "octavia-reported.json").read_text())
     assert stored["l"]["rx"] <= ledger.bytes
-    # The next agent goes on where this one stopped.
+    # The next agent continues at the stored position.
     said, _ = octavia_heartbeat.document(
         AMPHORA, 0, known(stored["l"]["rx"] + 1), OctaviaSender(made(controllers), paths, ledger, frozenset)._restored()
     )
     assert said["listeners"]["l"]["stats"]["rx"] == 1
 
 
-def test_other_settings_count_at_once(controllers, tmp_path):
+def test_changed_settings_apply_at_once(controllers, tmp_path):
     paths = Paths(tmp_path)
     paths.var.mkdir(parents=True)
     reporter = ActiveSender(made(controllers[:1]), lambda wanted: OctaviaSender(wanted, paths, Counting(), frozenset))
@@ -133,7 +133,7 @@ def test_other_settings_count_at_once(controllers, tmp_path):
     reporter._sender.close()
 
 
-def test_a_target_that_cannot_be_reached_is_seen(tmp_path):
+def test_an_unreachable_target_is_reported(tmp_path):
     paths = Paths(tmp_path)
     paths.var.mkdir(parents=True)
     settings = Settings(
@@ -146,10 +146,10 @@ def test_a_target_that_cannot_be_reached_is_seen(tmp_path):
     assert sender.errors()["255.255.255.255:9"]["count"] == 1
 
 
-# -- figures of the machine ----------------------------------------------------------------------------------
+# -- host metrics ------------------------------------------------------------------------------------------------------
 
 
-def test_figures():
+def test_host_metrics_are_read():
     assert host_info.cpu("cpu  10 1 20 100 5 2 3 0 0 0\ncpu0 1 1 1\n") == {
         "total": 141,
         "user": "10",

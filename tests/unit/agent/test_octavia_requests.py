@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Octavia's worker says of ports, partners, rules and settings, as parts of a bundle."""
+"""Requests of Octavia's worker about ports, partners, rules and settings, as parts of a bundle."""
 
 import uuid
 from contextlib import suppress
@@ -79,12 +79,12 @@ def routes(*pairs):
     return tuple(Route(ip_network(to), None if via is None else ip_address(via)) for to, via in pairs)
 
 
-def test_the_port_of_the_vips():
+def test_the_vip_port_is_translated():
     port = ports.vip_port("198.51.100.5", VIP)
     assert (port.name, port.mac, port.mtu) == ("eth1", MAC, 1450)
     assert port.addresses == (ip_interface("198.51.100.11/24"),)
     assert port.vips == (ip_interface("198.51.100.5/32"), ip_interface("2001:db8:1::5/128"))
-    # The amphora has no address of its own in the second VIP's subnet: it is on the link all the same.
+    # The amphora has no own address in the second VIP's subnet, so the subnet is on the link.
     assert port.routes == routes(
         ("0.0.0.0/0", "198.51.100.1"), ("203.0.113.0/24", "198.51.100.2"), ("2001:db8:1::/64", None)
     )
@@ -101,25 +101,25 @@ def test_the_port_of_the_vips():
         ("198.51.100.5", {"additional_vips": [{}]}, "Invalid subnet information"),
     ],
 )
-def test_no_port_of_vips(vip, changes, message):
+def test_an_invalid_vip_port_is_refused(vip, changes, message):
     with pytest.raises(RequestRefused) as refused:
         ports.vip_port(vip, {**VIP, **changes})
     assert (refused.value.status, refused.value.message) == (400, message)
 
 
 @pytest.mark.parametrize("body", [None, [], "x", {}])
-def test_bodies_that_are_none(body):
+def test_invalid_bodies_are_refused(body):
     with pytest.raises(RequestRefused):
         ports.vip_port("198.51.100.5", body)
     with pytest.raises(RequestRefused):
         ports.member_port(body, ())
 
 
-def test_a_port_of_members_gets_the_next_name_and_keeps_it():
+def test_a_member_port_gets_the_next_name_and_keeps_it():
     first = ports.member_port(MEMBERS, ())
     assert (first.name, first.mac, first.mtu) == ("eth2", MAC2, 1400)
     assert first.addresses == (ip_interface("192.0.2.7/24"),)
-    assert first.routes == routes(("203.0.113.128/25", "192.0.2.9"))  # the gateway is no way to the world
+    assert first.routes == routes(("203.0.113.128/25", "192.0.2.9"))  # the gateway is no default route
     plugged = ports.with_port((ports.vip_port("198.51.100.5", VIP),), first)
     assert [each.name for each in plugged] == ["eth1", "eth2"]
     again = ports.member_port({**MEMBERS, "fixed_ips": []}, plugged)
@@ -159,7 +159,7 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from([*VIP, "fixed_ips", "vip_net_info"]), JSON))
-def test_whatever_is_plugged_is_an_interface_or_refused(changes):
+def test_any_plugged_port_is_an_interface_or_refused(changes):
     for read in (
         lambda: ports.vip_port("198.51.100.5", {**VIP, **changes}),
         lambda: ports.member_port({**MEMBERS, **changes}, ()),
@@ -169,7 +169,7 @@ def test_whatever_is_plugged_is_an_interface_or_refused(changes):
 
 
 @given(st.lists(st.sampled_from([*KEEPALIVED.split(), "{", "}", "\n", "#", "!", "é"]), max_size=30))
-def test_whatever_is_uploaded_is_a_partner_or_refused(words):
+def test_any_keepalived_upload_is_a_partner_or_refused(words):
     with suppress(RequestRefused):
         keepalived.read(" ".join(words), {"eth1"})
     with suppress(RequestRefused):
@@ -179,7 +179,7 @@ def test_whatever_is_uploaded_is_a_partner_or_refused(words):
 # -- keepalived ----------------------------------------------------------------------------------------------
 
 
-def test_an_amphora_of_a_pair():
+def test_an_amphora_of_a_pair_is_translated():
     assert keepalived.read(KEEPALIVED, {"eth1"}) == Vrrp(
         interface="eth1",
         router_id=7,
@@ -190,7 +190,7 @@ def test_an_amphora_of_a_pair():
     )
 
 
-def test_both_sides_have_the_same_names_for_each_other():
+def test_both_amphorae_use_the_same_names():
     other = KEEPALIVED.replace("100.11", "100.X").replace("100.12", "100.11").replace("100.X", "100.12")
     here, there = keepalived.read(KEEPALIVED, {"eth1"}), keepalived.read(other, {"eth1"})
     assert (here.local, here.peers) == (there.peers[0], (there.local,))
@@ -219,7 +219,7 @@ def test_invalid_partners_are_refused(old, new, why):
 # -- rules ---------------------------------------------------------------------------------------------------
 
 
-def test_rules_close_what_they_do_not_name():
+def test_rules_close_all_unnamed_ports():
     read = firewall_rules.read(
         [
             {"protocol": "TCP", "cidr": "192.0.2.0/24", "port": 80},
@@ -249,7 +249,7 @@ def test_rules_close_what_they_do_not_name():
         [{"protocol": "TCP", "cidr": None, "port": 1, "more": 1}],
     ],
 )
-def test_no_rules(document):
+def test_invalid_rules_are_refused(document):
     with pytest.raises(RequestRefused) as refused:
         firewall_rules.read(document)
     assert refused.value.message == "Invalid rules information"
@@ -273,7 +273,7 @@ loadbalancer_topology = ACTIVE_STANDBY
 """
 
 
-def test_settings():
+def test_settings_are_parsed():
     after = agent_conf.changed(BEFORE, CONF)
     assert after == replace(
         BEFORE,
@@ -298,19 +298,19 @@ def test_settings():
         "[health_manager]\ncontroller_ip_port_list = 203.0.113.2",
     ],
 )
-def test_no_settings(text):
+def test_invalid_settings_are_refused(text):
     with pytest.raises(RequestRefused) as refused:
         agent_conf.changed(BEFORE, text)
     assert refused.value.status == 500
 
 
-def test_no_refusal_shows_the_key():
+def test_refusals_do_not_contain_the_key():
     with pytest.raises(RequestRefused) as refused:
         agent_conf.changed(BEFORE, "heartbeat_key = topsecret\n")
     assert "topsecret" not in str(refused.value)
 
 
-# -- the state -----------------------------------------------------------------------------------------------
+# -- stored state ------------------------------------------------------------------------------------------------------
 
 
 def said(**changes):
@@ -343,13 +343,13 @@ def test_vip_holder(found, pair, vips, vrrp):
     assert (made.generation, made.load_balancer_id) == (5, uuid.UUID(int=0))
 
 
-def test_rules_of_a_bundle_are_about_its_ports():
+def test_rules_apply_to_the_ports_of_the_bundle():
     assert stored_state.bundle(said(ports=frozenset({80})), 1, pair=False).allowed == ()
     found = said(ports=frozenset({80}), rules=(Rule(443, None),))
     assert stored_state.bundle(found, 1, pair=False).allowed == (AllowedSources(80, ()),)
 
 
-def test_the_state_is_read_as_it_was_written(tmp_path):
+def test_the_state_is_read_as_written(tmp_path):
     found = with_vrrp(
         said(
             load_balancer_id=str(OWN),
@@ -368,7 +368,7 @@ def test_the_state_is_read_as_it_was_written(tmp_path):
         stored_state.read(file)
 
 
-def test_a_state_that_is_lost_takes_nothing_away():
+def test_a_lost_state_keeps_the_configuration():
     for found in (said(), with_vrrp(said(vrrp_started=True))):
         served = stored_state.bundle(found, 5, pair=False)
         assert stored_state.bundle(stored_state.recovered(served), 5, pair=False) == served
@@ -382,7 +382,7 @@ def test_a_state_that_is_lost_takes_nothing_away():
         ("format = octavia\n[octavia]\npair = true", "x", ("octavia", b"x", True)),
     ],
 )
-def test_settings_at_boot(tmp_path, more, key, expected):
+def test_settings_are_read_at_boot(tmp_path, more, key, expected):
     paths = Paths(tmp_path)
     paths.etc.mkdir(parents=True)
     conf = f"[agent]\namphora_id = {OWN}\nbind_address = 203.0.113.11\n[heartbeat]\n{more}\n"
@@ -397,7 +397,7 @@ def test_settings_at_boot(tmp_path, more, key, expected):
     assert agent_conf.stored(found, paths) == found
 
 
-def test_a_format_that_is_none(tmp_path):
+def test_an_unknown_format_is_refused(tmp_path):
     paths = Paths(tmp_path)
     paths.etc.mkdir(parents=True)
     conf = f"[agent]\namphora_id = {OWN}\nbind_address = 203.0.113.11\n[heartbeat]\nformat = x\n"

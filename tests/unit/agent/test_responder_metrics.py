@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HAProxy's statistics, translated: names, labels, values, format."""
+"""HAProxy's statistics as Prometheus metrics: names, labels, values and format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from amphora_agent.responder.metric_families import CPU, MEMORY, PROCESS, STATIS
 from amphora_agent.stats import former_workers
 from amphora_agent.stats.former_workers import COUNTED
 
-# The names that dashboards for Octavia's PROMETHEUS listeners are written with.
+# Dashboards for Octavia's PROMETHEUS listeners use these names.
 DOCUMENTED = [
     "octavia_listener_bytes_in_total",
     "octavia_listener_bytes_out_total",
@@ -195,7 +195,7 @@ def samples(*rows):
     return found
 
 
-def test_the_names_are_the_documented_ones():
+def test_the_metric_names_are_the_documented_ones():
     families = [CPU, MEMORY, *PROCESS, *(family for group in STATISTICS.values() for family in group)]
     names = [family.name for family in families]
     assert len(set(names)) == len(names)
@@ -227,7 +227,7 @@ def test_listeners_pools_and_members_have_their_own_labels():
     assert found["octavia_member_http_responses_total", ("code", "4xx"), ("member", "m"), ("pool", "p:l")] == 4
 
 
-def test_the_load_balancer_itself():
+def test_metrics_of_the_load_balancer():
     found = samples()
     assert found["octavia_loadbalancer_cpu",] == 12.3
     assert found["octavia_loadbalancer_memory",] == 56.8
@@ -255,7 +255,7 @@ def test_the_load_balancer_itself():
         (0, "STOP", "DOWN"),
     ],
 )
-def test_exactly_one_state_is_the_present_one(kind, said, state):
+def test_exactly_one_state_is_set(kind, said, state):
     states = {
         dict(labels)["state"]: value
         for (name, *labels), value in samples(row("x", "y", said, kind)).items()
@@ -277,19 +277,19 @@ def test_missing_values_are_nan():
     assert math.isnan(value)
 
 
-def test_pools_that_only_pass_bytes_on_have_no_http_metrics():
+def test_tcp_pools_have_no_http_metrics():
     found = samples(row("a", "m", "UP", 2, mode="tcp"), row("b", "m", "UP", 2))
     pools = {dict(labels)["pool"] for name, *labels in found if name == "octavia_member_http_responses_total"}
     assert pools == {"b"}
     assert ("octavia_member_bytes_in_total", ("member", "m"), ("pool", "a")) in found
 
 
-def test_sections_of_our_own_are_not_the_tenants():
+def test_internal_sections_are_not_shown():
     found = samples(row("amphora:metrics", "responder", "UP", 2), row("amphora:metrics", "BACKEND", "UP", 1))
     assert not any("amphora:" in value for _, *labels in found for _, value in labels)
 
 
-def test_check_texts_of_members_shift_no_column():
+def test_check_texts_of_members_do_not_shift_columns():
     said = '"HTTP status check returned code ""404"", sorry, not found"'
     found = samples(row("p", "m", "DOWN", 2, last_chk=said, qtime="5"))
     assert found["octavia_member_queue_time_average_seconds", ("member", "m"), ("pool", "p")] == 0.005
@@ -302,7 +302,7 @@ def test_labels_are_escaped():
 
 
 class Worker:
-    """Answers in turn; an exception is raised."""
+    """Returns the answers in turn; an exception is raised."""
 
     def __init__(self, *answers):
         self._answers = iter(answers)
@@ -314,7 +314,7 @@ class Worker:
         return said
 
 
-def test_a_worker_that_leaves_is_asked_again():
+def test_a_request_to_an_ending_worker_is_repeated():
     whole = answer(row("l", "FRONTEND", "OPEN", 0))
     gone = HaproxyError("ask", "connection reset")
     stopping = whole.replace("Pid: 7", "Pid: 7\nStopping: 1").replace("OPEN", "STOP")
@@ -325,7 +325,7 @@ def test_a_worker_that_leaves_is_asked_again():
         assert 'octavia_listener_status{listener="l",state="UP"} 1\n' in text
 
 
-def test_no_worker_is_an_error_before_anything_is_said():
+def test_a_missing_worker_is_an_error_before_the_first_byte():
     with pytest.raises(HaproxyError, match="reset"):
         prometheus.scrape(Worker(*[HaproxyError("ask", "connection reset")] * 9))
     with pytest.raises(HaproxyError, match="its worker is stopping"):
@@ -355,8 +355,8 @@ def test_former_workers_add_to_counters_only(tmp_path):
     assert "gone" not in text
 
 
-def test_counters_that_would_begin_again_are_not_told(tmp_path, monkeypatch):
-    """The file is about another worker, or not there: better no answer than one that looks like a restart."""
+def test_counters_that_would_reset_are_not_shown(tmp_path, monkeypatch):
+    """The sums file is missing or belongs to another worker. No answer is better than an apparent restart."""
     whole = answer(row("l", "FRONTEND", "OPEN", 0))
     monkeypatch.setattr(prometheus, "SUMS_SECONDS", 0.05)
     for content in (None, former_workers.compose(8, {}), ""):

@@ -15,7 +15,7 @@ from amphora_agent.responder import code_version, ping_targets, prometheus
 from amphora_agent.stats.haproxy_stats import QUESTION
 
 PACKAGE = Path(amphora_agent.__file__).parent
-# Each of them costs more than all of the responder's own code.
+# Each of these modules costs more than the responder's own code.
 HEAVY = {"dataclasses", "inspect", "typing", "logging", "pathlib", "json", "ipaddress", "hashlib", "ssl", "argparse"}
 LIST = """import sys
 sys.path.insert(0, {place!r})
@@ -26,7 +26,7 @@ print("\\n".join(name + " " + (getattr(module, "__file__", None) or "") for name
 
 @pytest.fixture(scope="module")
 def modules():
-    """What it has imported before it does anything, by name; with the files."""
+    """The imported modules at start, with their files."""
     command = [sys.executable, "-I", "-S", "-c", LIST.format(place=str(PACKAGE.parent))]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return dict(line.split(" ", 1) for line in said.splitlines())
@@ -39,7 +39,7 @@ def test_the_responder_imports_few_standard_modules(modules):
     assert foreign == set()
 
 
-def test_its_version_covers_all_it_runs(modules):
+def test_the_version_covers_all_source_files(modules):
     own = {file for file in modules.values() if file.startswith(str(PACKAGE))}
     elsewhere = {str(Path(file).relative_to(PACKAGE)) for file in own if "/responder/" not in file}
     assert elsewhere == set(code_version.ELSEWHERE)
@@ -59,7 +59,7 @@ def test_changed_ping_targets_are_reloaded(tmp_path):
     assert read() is read()
     write(file, {"two": "2001:db8::2"})
     assert read() == {"two": "2001:db8::2"}
-    file.unlink()  # an agent that is gone takes nothing away
+    file.unlink()  # after the end of the agent the targets stay
     assert read() == {"two": "2001:db8::2"}
 
 

@@ -74,7 +74,7 @@ def test_serving_and_retaining_members(members, down, serving, kept):
 
 
 @pytest.mark.parametrize("count", [1, 2, 64, 256])
-def test_each_member_has_its_share_of_a_table(count):
+def test_each_member_has_its_share_of_the_table(count):
     members = [(number * 7919, 1 + number % 3) for number in range(1, count + 1)]
     table = maglev.hash_table(members)
     found, total = Counter(table), sum(weight for _, weight in members)
@@ -82,16 +82,17 @@ def test_each_member_has_its_share_of_a_table(count):
     for member_, weight in members:
         fair = len(table) * weight / total
         assert abs(found[member_] - fair) <= 2, (member_, found[member_], fair)
-    assert table == maglev.hash_table(members[::-1]), "however they are listed"
+    assert table == maglev.hash_table(members[::-1]), "in any order of the list"
 
 
 @pytest.mark.parametrize(("first", "then"), [(3, 2), (10, 9), (50, 49), (50, 40)])
-def test_little_else_changes_where_members_go(first, then):
+def test_a_change_moves_few_other_flows(first, then):
     members = [(number * 104729, 1) for number in range(1, first + 1)]
     before, after = maglev.hash_table(members), maglev.hash_table(members[:then])
     stay = {one for one, _ in members[:then]}
     moved = sum(a != b for a, b in zip(before, after, strict=True) if a in stay)
-    # A tenth for ten of fifty that go; a table without order would move nearly everything.
+    # Ten of fifty members leave, and a tenth of the other slots moves. A table without a stable order would move nearly
+    # all.
     assert moved < len(before) * 0.1
 
 
@@ -100,7 +101,7 @@ def test_small_weights_have_a_slot_beside_large_ones():
     assert Counter(maglev.hash_table([(number, 256 if number else 1) for number in range(200)]))[0] >= 1
 
 
-def test_turns_are_spread_and_as_many_as_weights_say():
+def test_turns_are_spread_in_proportion_to_weights():
     assert maglev.turn_table([(1, 2), (2, 1), (3, 1)]) == [1, 2, 3, 1]
     assert maglev.turn_table([(7, 100)]) == [7]
     assert maglev.turn_table([]) == maglev.hash_table([]) == []
@@ -113,7 +114,7 @@ def test_turns_are_spread_and_as_many_as_weights_say():
 # -- marks ----------------------------------------------------------------------------------------------------------
 
 
-def test_marks_stay_and_freed_ones_rest_for_an_exchange():
+def test_marks_are_stable_and_freed_marks_are_reused_late():
     one, two = server(member(1), member(2)), server(member(1), number=2)
     first = conntrack_marks.assign_marks(conntrack_marks.NO_MARKS, [one, two])
     assert len({*first.servers.values(), *first.members.values()}) == 5
@@ -137,7 +138,7 @@ def table(*servers, up=None, paired=False, before=conntrack_marks.NO_MARKS):
 
 
 def by(one, version=4, **more):
-    """What finds a slot."""
+    """The rules that choose a slot."""
     rules = table(one, **more).chains[f"serve-{one.id}"].rules
     (rule,) = [each for each in rules if f"map @slots-{one.id}-{version}" in each]
     return rule.partition("ct mark set ")[2].partition(" map ")[0]
@@ -160,11 +161,11 @@ def by(one, version=4, **more):
         ),
     ],
 )
-def test_slots_of_members(more, paired, wanted):
+def test_slots_belong_to_members(more, paired, wanted):
     assert by(server(member(1), member(2), **more), paired=paired) == wanted
 
 
-def test_families_are_apart():
+def test_address_families_are_separate():
     one = server(member(1), member(2, 6), persistence=Persistence(9, 24, 64))
     made = table(one)
     slots = [set(made.maps[f"slots-{one.id}-{version}"].elements.values()) for version in (4, 6)]
@@ -189,14 +190,14 @@ def test_only_different_rules_are_replaced():
     sets = {"targets-4", f"slots-{one.id}-4", *ruleset.MEMBER_COUNTERS}
     assert {line.split()[4] for line in commands[1:] if "element" in line} == sets
     assert all(other.id not in line for line in commands)
-    # Neither counters nor what counts towards the limit are touched.
+    # Counters and rate limits of the other rules stay.
     assert not [line for line in commands if "counter" in line or "chain" in line or "rule" in line]
     gone = ruleset.diff_commands(after, ruleset.build_table([other], {}, given, paired=False)).splitlines()
     deleted = [line for line in gone if line.startswith("delete") and one.id in line]
     assert {line.split()[1] for line in deleted} == {"chain", "map", "counter"}
     words = ("delete element", "delete chain", "delete map", "delete counter")
     order = [next(n for n, line in enumerate(gone) if word in line) for word in words]
-    assert order == sorted(order), "what leads there goes first"
+    assert order == sorted(order), "the rule that jumps there is deleted first"
 
 
 def test_unknown_rules_are_rewritten_without_counters():
@@ -210,11 +211,11 @@ def test_unknown_rules_are_rewritten_without_counters():
     assert ruleset.rebuild_commands({}, table(one)) == ruleset.diff_commands(ruleset.EMPTY, table(one))
 
 
-# -- least connections ---------------------------------------------------------------------------------------------
+# -- least connections -------------------------------------------------------------------------------------------------
 
 
 def chosen(members, expected=0):
-    """As the kernel's scheduler would do it, one flow after the other."""
+    """The choice of the kernel's scheduler, for one flow after the other."""
     has, found = {member_: flows for member_, _, flows in members}, []
     for _ in range(max(least_connections.MIN_TURNS, expected)):
         best = min(members, key=lambda one: (has[one[0]] + 1) / one[1])[0]
@@ -233,7 +234,7 @@ def chosen(members, expected=0):
         [(1, 256, 1000), (2, 1, 1)],
     ],
 )
-def test_each_turn_is_as_if_flows_were_counted_before_it(members):
+def test_each_turn_counts_the_flows_before_it(members):
     found = least_connections.plan_turns(members, 0)
     assert found == chosen(members)
     assert least_connections.plan_turns(members, 90)[: len(found)] == found
@@ -242,19 +243,19 @@ def test_each_turn_is_as_if_flows_were_counted_before_it(members):
 
 
 @pytest.mark.parametrize("expected", [300, 5000, 10**6])
-def test_where_many_are_expected_each_has_its_part_of_them(expected):
+def test_many_expected_flows_are_shared_by_weight(expected):
     members = [(1, 1, expected), (2, 1, 0), (3, 2, expected // 2)]
     found = Counter(least_connections.plan_turns(members, expected))
-    # All come to one level: 2.5 times what is expected, in four parts of weight.
+    # All members reach one level: 2.5 times the expected number, in four parts of weight.
     level = 2.5 * expected / 4 if 2.5 * expected / 4 > expected else 1.5 * expected / 3
-    assert 1 not in found, "it has more than all others will have"
+    assert 1 not in found, "the member has more than all others will have"
     parts = {2: level / expected, 3: (2 * level - expected // 2) / expected}
     for member_, part in parts.items():
         assert abs(found[member_] / sum(found.values()) - part) < 0.02
     assert sum(found.values()) <= 2 * least_connections.MAX_TURNS
 
 
-def test_turns_begin_at_their_first_where_flows_were_counted():
+def test_turns_restart_after_a_count_of_flows():
     one = server(member(1), member(2), algorithm="LEAST_CONNECTIONS")
     given = conntrack_marks.assign_marks(conntrack_marks.NO_MARKS, [one])
     first, second = (given.members[one.id, (each.address, each.port)] for each in one.members)
@@ -272,7 +273,7 @@ def test_turns_begin_at_their_first_where_flows_were_counted():
     assert by(kept).startswith("jhash ip saddr")
 
 
-# -- for a person ---------------------------------------------------------------------------------------------------
+# -- descriptions ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

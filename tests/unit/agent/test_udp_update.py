@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the checker is asked in the course of a change, and when it is not asked."""
+"""Calls from the agent to the checker during a change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TWO = replace(NONE, virtual_servers=(server(member(1), member(2)),))
 
 
 class Asked:
-    """A checker that records what it is asked."""
+    """A checker that records its requests."""
 
     def __init__(self) -> None:
         self.asked, self.broken = [], False
@@ -30,7 +30,7 @@ class Asked:
     def serve(self, servers, *, paired=False):
         self.asked.append(("serve", [len(one.members) for one in servers], paired))
         if self.broken:
-            raise VirtualServersError("serve", "it is broken")
+            raise VirtualServersError("serve", "the checker is broken")
 
     def find_drift(self, servers, *, paired=False):
         self.asked.append(("differs", len(servers), paired))
@@ -46,7 +46,7 @@ def serving():
     return checker, UdpUpdate(checker)
 
 
-def test_starting_process_reads_first():
+def test_a_starting_process_reads_the_state_first():
     checker, one = serving()
     one.apply(ONE)
     assert checker.told() == [("differs", 1, False), ("serve", [1], False)]
@@ -81,7 +81,7 @@ def test_a_failed_update_is_rolled_back_or_repeated():
     one.apply(TWO)
     one.roll_back(ONE, TWO)
     assert checker.told() == [("serve", [2], False), ("serve", [1], False)]
-    # Nothing was begun, or there is nothing to go back to.
+    # No change was begun, or no earlier state exists for a rollback.
     one.roll_back(ONE, TWO)
     assert checker.told() == []
     other, fresh = serving()
@@ -108,7 +108,7 @@ def test_refused_listener_leaves_no_process():
     assert checker.told() == [("check", 1)]
 
 
-def test_differences_are_those_of_the_checker():
+def test_drift_is_that_of_the_checker():
     checker, one = serving()
     assert one.differences(ONE) == []
     checker.broken = True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is left of a hand-over that failed half-way: nothing. The kernel is a list here: a real one refuses nothing."""
+"""Failed hand-overs of VIPs leave no rules. The kernel is a list here, because a real kernel refuses no rule."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CLEAN = ["stop_answers", "remove_tunnel", "remove_guard"]
 
 
 class Kernel:
-    """In place of the namespace: what was asked for, and what is refused, once for each error."""
+    """Stand-in for the namespace: records requests, and raises each given error once."""
 
     def __init__(self, kept):
         self.kept = kept
@@ -57,7 +57,7 @@ def kernel(paths):
 
 def handover(paths, kernel, *, holds=False) -> VipHandover:
     made = VipHandover(paths, kernel, SimpleNamespace(holds_vip=holds), lambda: PAIR)
-    made._thread = SimpleNamespace(start=lambda: None)  # it is called by hand
+    made._thread = SimpleNamespace(start=lambda: None)  # the test calls it directly
     return made
 
 
@@ -81,7 +81,7 @@ def test_a_failed_hand_over_is_removed(paths, kernel, step, error, raised):
     assert json.loads(paths.handover.read_text()) == {"expecting": None, "draining": None}
 
 
-def test_a_release_that_failed_is_taken_away(paths, kernel):
+def test_a_failed_release_is_removed(paths, kernel):
     made = handover(paths, kernel, holds=True)
     kernel.refused = {"add_vips": [REFUSED]}
     with pytest.raises(InterfaceError):
@@ -90,7 +90,7 @@ def test_a_release_that_failed_is_taken_away(paths, kernel):
     assert made.describe()["draining"] is None
 
 
-def test_several_partners(paths, kernel):
+def test_the_number_of_partners_is_checked(paths, kernel):
     """Continuing connections need one partner; a release of the VIPs needs at least one."""
     others = (*PAIR.vrrp.peers, Partner("c", ip_address("198.51.100.13")))
     three = replace(PAIR, vrrp=replace(PAIR.vrrp, peers=others))
@@ -106,7 +106,7 @@ def test_several_partners(paths, kernel):
     assert kernel.done == ["reset_connections"], "no tunnel is created"
 
 
-def test_a_kernel_without_the_egress_hook_fails_no_release(paths, kernel, caplog):
+def test_a_kernel_without_the_egress_hook_does_not_fail_the_release(paths, kernel, caplog):
     kernel.refused = {"start_answers": [FirewallError("load rules", "no such hook")]}
     made = VipHandover(paths, kernel, Gone(paths), lambda: PAIR)
     made.release_vips(30)
@@ -122,7 +122,7 @@ def test_a_drain_without_tunnelled_or_direct_answers_is_refused(paths, kernel):
     assert not paths.released.exists(), "the VIPs stay"
 
 
-def test_connections_that_cannot_be_reset_fail_no_release(paths, kernel, caplog):
+def test_a_failed_connection_reset_does_not_fail_the_release(paths, kernel, caplog):
     kernel.refused = {"reset_connections": [OSError(errno.EOPNOTSUPP, "1 of 1 connections are still open")]}
     VipHandover(paths, kernel, Gone(paths), lambda: PAIR).release_vips(0)
     assert "connections to VIPs that have left are not reset: [Errno 95] 1 of 1" in caplog.text
@@ -137,7 +137,7 @@ def test_the_end_of_a_drain_resets_connections_to_vips_that_have_left(paths, ker
 
 
 class Gone:
-    """The VIPs are here until keepalived is told to let them go."""
+    """The VIPs stay until keepalived releases them."""
 
     def __init__(self, paths):
         self.paths = paths
@@ -147,7 +147,7 @@ class Gone:
         return not self.paths.released.exists()
 
 
-def test_the_other_half_keeps_its_tunnel(paths, kernel):
+def test_the_other_direction_keeps_its_tunnel(paths, kernel):
     paths.handover.write_text(json.dumps({"expecting": None, "draining": time.monotonic() + 60}))
     made = handover(paths, kernel)
     kernel.refused = {"start_redirect": [FirewallError("lead", "refused")]}
@@ -158,7 +158,7 @@ def test_the_other_half_keeps_its_tunnel(paths, kernel):
     assert made.describe()["draining"] > 0
 
 
-def test_a_failed_removal_is_repeated(paths, kernel):
+def test_a_failed_removal_is_retried(paths, kernel):
     paths.handover.write_text(json.dumps({"expecting": 0.0, "draining": None}))
     made = handover(paths, kernel)
     kernel.refused = {"remove_tunnel": [REFUSED]}
@@ -169,12 +169,12 @@ def test_a_failed_removal_is_repeated(paths, kernel):
     assert made.describe()["expecting"] is None
 
 
-def test_an_agent_that_knows_of_none_leaves_none(paths, kernel):
+def test_an_agent_without_a_record_removes_all_tunnels(paths, kernel):
     handover(paths, kernel).start()
     assert kernel.done == ["stop_redirect", *CLEAN]
 
 
-def test_an_agent_that_knows_of_one_leaves_it(paths, kernel):
+def test_an_agent_with_a_record_keeps_the_tunnel(paths, kernel):
     paths.handover.write_text(json.dumps({"expecting": time.monotonic() + 60, "draining": None}))
     handover(paths, kernel).start()
     assert kernel.done == []
@@ -188,5 +188,5 @@ def test_an_agent_that_knows_of_one_leaves_it(paths, kernel):
         (HandoverDeadlines(None, 5.0), HandoverDeadlines(9.0, 5.0), HandoverDeadlines(1.0, 5.0)),
     ],
 )
-def test_only_what_was_begun_is_expire_new(before, begun, left):
+def test_only_started_hand_overs_are_ended(before, begun, left):
     assert _expire_new(before, begun, 1.0) == left

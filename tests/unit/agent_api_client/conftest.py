@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real TLS server in the place of an agent, and authorities to sign for both sides."""
+"""A TLS server in place of an agent, and CAs that sign certificates for both sides."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_PUT = do_POST = do_GET  # noqa: N815 - the names http.server looks for
 
     def handle(self):
-        # A client that goes away is no news.
+        # A closed connection is expected here.
         with contextlib.suppress(OSError):
             super().handle()
 
@@ -57,7 +57,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class FakeAgent:
-    """Answers `answer` (status, body) and remembers what it was asked."""
+    """Returns `answer` (status, body) and records the requests."""
 
     def __init__(self, issued, client_ca, directory, port=0):
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -98,7 +98,7 @@ class FakeAgent:
 
 
 class World:
-    """Two authorities, the configuration of a controller, and agents on demand."""
+    """Two CAs, the configuration of a controller, and agents on demand."""
 
     def __init__(self, directory):
         self.directory = directory

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls to agents over real TLS connections: what is trusted, what is refused, what is tried again."""
+"""The agent client over real TLS connections: trust, refusals and retries."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_put_bundle(world):
     assert headers["Content-Type"] == "application/json"
 
 
-def test_the_reading_calls(world):
+def test_the_client_reads_state_and_statistics(world):
     agent = world.agent()
     client = world.client(agent.port)
     assert client.info(AMPHORA, HOST).agent_version == "1"
@@ -66,7 +66,7 @@ def test_the_reading_calls(world):
     ]
 
 
-def test_handing_the_vips_over(world):
+def test_the_client_hands_over_the_vips(world):
     agent = world.agent()
     client = world.client(agent.port)
     client.expect_vips(AMPHORA, HOST, 65.0)
@@ -93,7 +93,7 @@ def test_many_calls_use_one_connection(world):
     assert agent.connections == 2
 
 
-def test_the_pools_are_bounded(world, monkeypatch):
+def test_connection_pools_are_bounded(world, monkeypatch):
     monkeypatch.setattr("amphora_driver.agent.client._MOST_POOLS", 3)
     client = world.client(1)
     for number in range(10):
@@ -118,7 +118,7 @@ def test_many_threads_share_a_client(world):
 # --- trusted peers -----------------------------------------------------------------------------------------
 
 
-def test_another_authority_is_not_trusted(world):
+def test_a_certificate_of_another_ca_is_refused(world):
     other = Authority(*create_authority("amphorae"))
     agent = world.agent(issued=other.issue_server(AMPHORA, 1))
     with pytest.raises(AgentUntrusted, match="not accepted"):
@@ -126,20 +126,20 @@ def test_another_authority_is_not_trusted(world):
     assert agent.requests == []
 
 
-def test_another_amphora_is_not_trusted(world):
+def test_the_certificate_of_another_amphora_is_refused(world):
     agent = world.agent(issued=world.server_authority.issue_server("11111111-7f0e-4a55-9f0c-2f6f3a1f9c11", 1))
     with pytest.raises(AgentUntrusted, match="Hostname mismatch"):
         world.client(agent.port).put_bundle(AMPHORA, HOST, b"a secret key")
     assert agent.requests == []
 
 
-def test_a_controller_is_no_amphora(world):
+def test_a_controller_certificate_is_refused_for_an_amphora(world):
     agent = world.agent(issued=world.server_authority.issue_client(AMPHORA, 1))
     with pytest.raises(AgentUntrusted, match="purpose"):
         world.client(agent.port).info(AMPHORA, HOST)
 
 
-def test_an_expired_certificate_is_not_trusted(tmp_path, world):
+def test_an_expired_certificate_is_refused(tmp_path, world):
     ca, key = create_authority("amphorae")
     world.trust.write_bytes(ca)
     past = Authority(ca, key, clock=lambda: time.time() - 200)
@@ -148,7 +148,7 @@ def test_an_expired_certificate_is_not_trusted(tmp_path, world):
         world.client(agent.port).info(AMPHORA, HOST)
 
 
-def test_old_tls_is_not_spoken(world):
+def test_old_tls_versions_are_refused(world):
     agent = world.agent()
     agent.context.minimum_version = agent.context.maximum_version = agent.context.maximum_version.TLSv1_2
     with pytest.raises(AgentUnreachable, match="TLS"):
@@ -156,7 +156,7 @@ def test_old_tls_is_not_spoken(world):
     assert agent.requests == []
 
 
-def test_an_agent_that_does_not_trust_us(world):
+def test_an_agent_that_refuses_the_client_certificate_is_reported(world):
     agent = world.agent()
     stranger = Authority(*create_authority("strangers"))
     world.identity.write_bytes(stranger.issue_client("controller", 1).bundle().reveal())
@@ -165,7 +165,7 @@ def test_an_agent_that_does_not_trust_us(world):
     assert agent.requests == []
 
 
-def test_the_environment_changes_nothing(world, monkeypatch, tmp_path):
+def test_environment_variables_have_no_effect(world, monkeypatch, tmp_path):
     for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/nonexistent")
@@ -176,10 +176,10 @@ def test_the_environment_changes_nothing(world, monkeypatch, tmp_path):
     assert not (tmp_path / "keys").exists()
 
 
-# --- our own certificate -----------------------------------------------------------------------------------
+# -- client certificate ------------------------------------------------------------------------------------------------
 
 
-def test_missing_certificates_are_explained(world):
+def test_missing_certificates_are_reported(world):
     world.identity.unlink()
     with pytest.raises(CertificateError, match=r"controller\.pem.*No such file"):
         world.client(1).info(AMPHORA, HOST)
@@ -188,7 +188,7 @@ def test_missing_certificates_are_explained(world):
         world.client(1).info(AMPHORA, HOST)
 
 
-def test_changed_files_are_read_again_and_broken_ones_are_not_used(world, caplog):
+def test_changed_files_are_reloaded_and_broken_files_are_not_used(world, caplog):
     agent = world.agent()
     client = world.client(agent.port)
     client.info(AMPHORA, HOST)
@@ -209,7 +209,7 @@ def test_changed_files_are_read_again_and_broken_ones_are_not_used(world, caplog
 # --- answers -----------------------------------------------------------------------------------------------
 
 
-def test_a_refusal_carries_the_agents_words(world):
+def test_a_refusal_contains_the_message_of_the_agent(world):
     agent = world.agent()
     words = {"wanted": "load generation 8", "happened": "unknown keyword 'x'", "remedy": "Fix the pool."}
     agent.answer = (422, {"error": words, "object_id": "pool-1"})
@@ -234,7 +234,7 @@ def test_a_refusal_without_a_document(world):
 
 
 @pytest.mark.parametrize("answer", [b"", b"[]", b'{"amphora_id": 3}', b"\xff", b'["' * 9999, b'{"x":' * 9999])
-def test_an_answer_that_is_none(world, answer):
+def test_a_malformed_answer_is_an_error(world, answer):
     agent = world.agent()
     agent.answer = (200, answer)
     with pytest.raises(AgentRefused, match="cannot be decoded"):
@@ -249,7 +249,7 @@ def test_redirects_are_not_followed(world):
     assert len(agent.requests) == 1
 
 
-def test_an_endless_answer_is_cut_off(world, monkeypatch):
+def test_an_endless_answer_is_truncated(world, monkeypatch):
     monkeypatch.setattr("amphora_driver.agent.client._MOST_ANSWER", 1 << 20)
     agent = world.agent()
     sent = []
@@ -268,7 +268,7 @@ def test_an_endless_answer_is_cut_off(world, monkeypatch):
 
 
 @pytest.mark.quiet
-def test_a_dripping_answer_ends_with_the_deadline(world):
+def test_a_slow_body_ends_with_the_deadline(world):
     agent = world.agent()
 
     def drip(handler):
@@ -287,7 +287,7 @@ def test_a_dripping_answer_ends_with_the_deadline(world):
 
 
 @pytest.mark.quiet
-def test_dripping_headers_end_with_the_deadline(world):
+def test_slow_headers_end_with_the_deadline(world):
     agent = world.agent()
 
     def drip(handler):
@@ -309,15 +309,15 @@ def test_an_agent_that_does_not_read_ends_with_the_deadline(world):
     context = world.agent().context
     release = threading.Event()
 
-    def deaf():
+    def silent_server():
         accepted, _address = plain.accept()
         with context.wrap_socket(accepted, server_side=True):
             release.wait(10)
 
-    thread = threading.Thread(target=deaf)
+    thread = threading.Thread(target=silent_server)
     thread.start()
     begin = time.monotonic()
-    with pytest.raises(AgentUnreachable):  # for a body of this size it has five times as long
+    with pytest.raises(AgentUnreachable):  # the time-out for a body of this size is five times as long
         world.client(plain.getsockname()[1], request_timeout=0.1).put_bundle(AMPHORA, HOST, b"x" * (32 << 20))
     assert time.monotonic() - begin < 2
     release.set()
@@ -326,7 +326,7 @@ def test_an_agent_that_does_not_read_ends_with_the_deadline(world):
 
 
 @pytest.mark.quiet
-def test_a_connection_is_as_good_as_new_after_a_short_deadline(world):
+def test_a_short_deadline_does_not_change_later_requests_of_the_connection(world):
     agent = world.agent()
     client = world.client(agent.port)
     client.info(AMPHORA, HOST, deadline=Deadline(0.5))
@@ -344,16 +344,16 @@ def test_bodies_and_keys_are_not_logged(world, caplog):
     assert "PRIVATE" not in caplog.text
 
 
-# --- trouble -----------------------------------------------------------------------------------------------
+# -- connection errors -------------------------------------------------------------------------------------------------
 
 
-def test_no_listener(world):
+def test_a_refused_connection_is_an_error(world):
     with pytest.raises(AgentUnreachable, match="connection refused"):
         world.client(free_port()).info(AMPHORA, HOST)
 
 
 @pytest.mark.quiet
-def test_no_answer_in_time(world):
+def test_a_missing_answer_times_out(world):
     agent = world.agent()
     agent.behave = lambda _handler: time.sleep(0.5)
     begin = time.monotonic()
@@ -364,12 +364,12 @@ def test_no_answer_in_time(world):
         world.client(agent.port).info(AMPHORA, HOST, deadline=Deadline(-1))
 
 
-def test_no_handshake_in_time(world):
+def test_a_missing_handshake_times_out(world):
     with socket.create_server((HOST, 0)) as silent, pytest.raises(AgentUnreachable, match="in time"):
         world.client(silent.getsockname()[1], connect_timeout=0.2).info(AMPHORA, HOST)
 
 
-def test_a_broken_connection_is_tried_once_more(world):
+def test_a_broken_connection_is_retried_once(world):
     agent = world.agent()
     breaks = [True]
 
@@ -391,7 +391,7 @@ def test_a_broken_connection_is_tried_once_more(world):
         client.info(AMPHORA, HOST)
 
 
-def test_an_agent_that_restarted_is_found_again(world):
+def test_the_client_reconnects_to_a_restarted_agent(world):
     first = world.agent()
     client = world.client(first.port)
     client.info(AMPHORA, HOST)
@@ -411,15 +411,15 @@ def test_wait_until_ready(world):
     assert len(agent.requests) == 1
 
 
-def test_an_agent_that_works_for_long_is_waited_for(world, monkeypatch):
+def test_the_client_waits_for_a_busy_agent(world, monkeypatch):
     monkeypatch.setattr(client_module, "_SILENCE", 0.3)
     agent = world.agent()
     agent.behave = lambda handler: (time.sleep(1.5), setattr(agent, "behave", None), agent.serve(handler, b""))
     assert world.client(agent.port).info(AMPHORA, HOST).amphora_id == AMPHORA
-    assert agent.connections > 1, "it was asked whether it is there"
+    assert agent.connections > 1, "the client probed the agent"
 
 
-def test_an_agent_that_is_frozen_is_not(world, monkeypatch):
+def test_the_client_does_not_wait_for_a_frozen_agent(world, monkeypatch):
     monkeypatch.setattr(client_module, "_SILENCE", 0.3)
     monkeypatch.setattr(client_module, "_HANDSHAKE_TIMEOUT", 0.3)
     agent = world.agent()
@@ -436,17 +436,17 @@ def test_an_agent_that_is_frozen_is_not(world, monkeypatch):
         world.client(agent.port).info(AMPHORA, HOST)
     took = time.monotonic() - begin
     frozen.set()
-    assert took < 15, "it would be given 60 seconds"
+    assert took < 15, "the call without a probe waits 60 seconds"
 
 
-def test_a_port_that_does_not_listen_is_not_waited_for(world):
+def test_the_client_does_not_wait_for_a_closed_port(world):
     begin = time.monotonic()
     with pytest.raises(AgentUnreachable, match="refused"):
         world.client(free_port()).wait_until_ready(AMPHORA, HOST, Deadline(30))
     assert time.monotonic() - begin < 5
 
 
-def test_a_deadline_that_is_brought_forward_ends_an_exchange_under_way(world):
+def test_an_earlier_deadline_ends_a_running_request(world):
     agent = world.agent()
     begun = threading.Event()
     agent.behave = lambda _handler: (begun.set(), time.sleep(2.5))
@@ -456,12 +456,12 @@ def test_a_deadline_that_is_brought_forward_ends_an_exchange_under_way(world):
     begin = time.monotonic()
     with pytest.raises(AgentUnreachable, match="in time"):
         world.client(agent.port).info(AMPHORA, HOST, deadline=deadline.within(30))
-    assert time.monotonic() - begin < 2, "it is noticed long before the agent says anything"
-    assert len(agent.requests) == 1, "and not tried again"
+    assert time.monotonic() - begin < 2, "the client ends the request before the agent answers"
+    assert len(agent.requests) == 1, "the client does not retry"
     cutter.join()
 
 
-def test_wait_until_ready_survives_503_but_no_other_refusal(world):
+def test_wait_until_ready_retries_503_and_no_other_refusal(world):
     agent = world.agent()
     answers = [(503, {}), (503, b"")]
 
@@ -479,7 +479,7 @@ def test_wait_until_ready_survives_503_but_no_other_refusal(world):
         client.wait_until_ready(AMPHORA, HOST, Deadline(5))
 
 
-def test_wait_until_ready_does_not_wait_for_a_stranger(world):
+def test_wait_until_ready_does_not_wait_for_a_foreign_certificate(world):
     agent = world.agent(issued=world.server_authority.issue_server("other", 1))
     begin = time.monotonic()
     with pytest.raises(AgentUntrusted):
@@ -487,6 +487,6 @@ def test_wait_until_ready_does_not_wait_for_a_stranger(world):
     assert time.monotonic() - begin < 2
 
 
-def test_the_client_needs_nothing_to_be_made(world):
-    # A controller starts before its certificates are there; the first call says what is missing.
+def test_the_client_is_created_without_certificates(world):
+    # A controller can start before its certificates exist. The first call reports the missing file.
     assert isinstance(world.client(1), AgentClient)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another certificate for an agent: what of the present one may be wrong (its time is over), and what may not."""
+"""The renewal of an agent's certificate: an expired certificate is accepted, other faults are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RENEWED = (200, {"expires_at": "2030-01-01T00:00:00Z", "fingerprint": "ab"})
 
 @pytest.fixture
 def authority(world):
-    """An authority that the controller trusts, and its clock."""
+    """A CA that the controller trusts, and its clock."""
     certificate, key = create_authority("amphorae")
     world.trust.write_bytes(certificate)
     return lambda ahead=0.0: Authority(certificate, key, clock=lambda: time.time() + ahead)
@@ -40,7 +40,7 @@ def test_a_renewal_sends_certificate_and_cas(world, authority):
     assert json.loads(body) == {"certificate": new.reveal().decode(), "client_ca": world.client_ca.decode()}
 
 
-def test_an_expired_certificate_is_accepted_for_this_and_nothing_else(world, authority):
+def test_an_expired_certificate_is_accepted_for_renewal_only(world, authority):
     agent = world.agent(issued=expired(authority))
     agent.answer = RENEWED
     client = world.client(agent.port)
@@ -61,7 +61,7 @@ def test_an_expired_certificate_is_accepted_for_this_and_nothing_else(world, aut
     ],
     ids=["another amphora", "another authority", "no server", "not yet valid"],
 )
-def test_a_renewal_verifies_the_other_certificate_fields(world, authority, make, why):
+def test_a_renewal_verifies_all_other_certificate_fields(world, authority, make, why):
     other = Authority(*create_authority("amphorae"))
     agent = world.agent(issued=make(authority, other))
     agent.answer = RENEWED

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an agent says when it refuses, whatever it says."""
+"""The text of an agent's refusal is truncated and printable."""
 
 import pytest
 
@@ -9,8 +9,8 @@ AMPHORA = "0b9d1c52-7f0e-4a55-9f0c-2f6f3a1f9c11"
 HOST = "127.0.0.1"
 
 
-def test_the_words_of_a_refusal_are_cut_and_printable(world):
-    """No database column is too short for them, and no log line is forged."""
+def test_the_text_of_a_refusal_is_truncated_and_printable(world):
+    """The text fits in a database column and cannot forge a log line."""
     agent = world.agent()
     words = {"wanted": "w\x00" * 5000, "happened": "h\nERROR forged\U0001f600" * 50_000, "remedy": "\x1b" * 5000}
     agent.answer = (422, {"error": words, "object_id": "o\x00" * 1000})

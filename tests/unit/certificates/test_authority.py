@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Certificates: one purpose each, accepted by OpenSSL at its strictest, never outliving their authority."""
+"""The CA: each certificate has one purpose, passes `openssl verify -x509_strict` and ends before the CA."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_client_has_no_alternative_name(authority):
         certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
 
 
-def test_validity_begins_before_now_and_ends_when_it_says(made):
+def test_validity_begins_before_now_and_ends_at_the_requested_time(made):
     now = time.time()
     issued = Authority(*made, clock=lambda: now + 1000).issue_server(AMPHORA, 0.5)
     certificate = parsed(issued)
@@ -80,7 +80,7 @@ def test_validity_begins_before_now_and_ends_when_it_says(made):
     assert issued.expires_at == certificate.not_valid_after_utc.timestamp()
 
 
-def test_nothing_outlives_or_predates_its_authority(made, authority):
+def test_certificates_stay_within_the_validity_of_their_ca(made, authority):
     issued = authority.issue_server(AMPHORA, 100_000)
     assert issued.expires_at == authority.expires_at
     ca = x509.load_pem_x509_certificate(made[0])
@@ -88,43 +88,43 @@ def test_nothing_outlives_or_predates_its_authority(made, authority):
     assert parsed(early).not_valid_before_utc == ca.not_valid_before_utc
 
 
-def test_an_expired_authority_issues_nothing(made, authority):
+def test_an_expired_ca_issues_no_certificate(made, authority):
     late = Authority(*made, clock=lambda: authority.expires_at + 1)
     with pytest.raises(CertificateError, match="expired on"):
         late.issue_client("controller", 1)
 
 
-def test_a_clock_before_the_authority_is_said(made):
+def test_a_clock_before_the_validity_of_the_ca_is_reported(made):
     early = Authority(*made, clock=lambda: time.time() - 2 * CLOCK_SKEW)
     with pytest.raises(CertificateError, match="clock"):
         early.issue_client("controller", 0.5)
 
 
 @pytest.mark.parametrize("days", [0, -1, float("nan")])
-def test_no_validity_is_refused(authority, days):
+def test_an_empty_validity_is_refused(authority, days):
     with pytest.raises(CertificateError, match="not a valid period"):
         authority.issue_server(AMPHORA, days)
 
 
 @pytest.mark.parametrize("name", ["", "x" * 65])
-def test_names_that_do_not_fit(authority, name):
+def test_unsuitable_names_are_refused(authority, name):
     with pytest.raises(CertificateError, match="64 characters"):
         authority.issue_client(name, 1)
     with pytest.raises(CertificateError, match="64 characters"):
         create_authority(name)
 
 
-def test_a_name_that_is_not_a_dns_label_text(authority):
+def test_a_name_without_dns_label_is_refused(authority):
     with pytest.raises(CertificateError, match="amphora"):
         authority.issue_server("amphöra", 1)
 
 
-def test_authority_days():
+def test_a_ca_without_days_is_refused():
     with pytest.raises(CertificateError, match="not a valid period"):
         create_authority("x", 0)
 
 
-def test_the_authority_signs_no_further_authority(made):
+def test_the_ca_signs_no_further_ca(made):
     ca = x509.load_pem_x509_certificate(made[0])
     constraints = ca.extensions.get_extension_for_class(x509.BasicConstraints)
     assert constraints.critical
@@ -132,7 +132,7 @@ def test_the_authority_signs_no_further_authority(made):
     assert isinstance(ca.public_key(), ec.EllipticCurvePublicKey)
 
 
-def test_bundle_is_certificate_then_key_and_does_not_print(authority):
+def test_the_pem_has_certificate_then_key_and_the_repr_has_none(authority):
     issued = authority.issue_client("controller", 1)
     pem = issued.bundle().reveal()
     assert pem.startswith(issued.certificate)
@@ -163,18 +163,18 @@ def test_load_names_the_missing_file_and_the_option(tmp_path, made):
         Authority.load(tmp_path / "ca.pem", tmp_path / "ca.key")
 
 
-def test_a_key_of_another_authority(made):
+def test_the_key_of_another_ca_is_refused(made):
     with pytest.raises(CertificateError, match="does not belong"):
         Authority(made[0], create_authority("another")[1])
 
 
-def test_a_leaf_is_no_authority(authority):
+def test_a_leaf_certificate_is_refused_as_ca(authority):
     issued = authority.issue_server(AMPHORA, 1)
     with pytest.raises(CertificateError, match="may not sign"):
         Authority(issued.certificate, issued.key)
 
 
-def test_broken_files_are_not_quoted(made):
+def test_errors_about_broken_files_do_not_quote_them(made):
     with pytest.raises(CertificateError, match="no PEM certificate"):
         Authority(b"rubbish", made[1])
     with pytest.raises(CertificateError, match="no PEM private key") as caught:
@@ -183,7 +183,7 @@ def test_broken_files_are_not_quoted(made):
     assert caught.value.__cause__ is None
 
 
-def test_an_encrypted_key_is_explained(made):
+def test_an_encrypted_key_is_reported(made):
     key = serialization.load_pem_private_key(made[1].reveal(), password=None)
     locked = key.private_bytes(
         serialization.Encoding.PEM,
@@ -194,7 +194,7 @@ def test_an_encrypted_key_is_explained(made):
         Authority(made[0], Secret(locked))
 
 
-def test_an_operators_rsa_authority_without_key_identifier(tmp_path, made, authority):
+def test_an_rsa_ca_without_key_identifier_is_accepted(tmp_path, made, authority):
     # Some tools write no subjectKeyIdentifier; the chain must be valid without it.
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "old tool")])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When certificates are renewed, and when an authority may take the place of another: tables."""
+"""Certificate rotation: times of renewals and conditions for the change to a new CA."""
 
 import itertools
 
@@ -57,14 +57,14 @@ def test_trusted_cas_are_formatted_as_pem():
         ("1", "2", "unknown"),
     ],
 )
-def test_of_two_boots_only_what_both_gave_counts(first, second, both):
+def test_the_common_cas_of_two_boots_are_trusted(first, second, both):
     assert common_trust(first, second) == both
 
 
 @pytest.mark.parametrize(
     ("has", "wanted", "other"),
     [
-        (None, FILES, False),  # older than the record: it has the files
+        (None, FILES, False),  # older than the record: the amphora has the CAs of the files
         (None, "1,2", True),
         (FILES, FILES, False),
         (format_trusts((), b"exchanged", b"signer"), FILES, True),
@@ -73,7 +73,7 @@ def test_of_two_boots_only_what_both_gave_counts(first, second, both):
             FILES,
             format_trusts((), b"controllers", None),
             False,
-        ),  # the signer is recorded meanwhile: it is told by its id
+        ),  # the database records the signer meanwhile; its id identifies it
         ("1", "1,2", True),
         ("1,2", "1,2", False),
         ("1,2", "2", True),
@@ -92,7 +92,7 @@ def test_an_amphora_trusts_the_cas_of_each_stage(has, wanted, other):
         (held(age=3.9), None, "reached its renewal time", "due"),
         (held(age=6.9), None, "reached its renewal time", "overdue"),
         (held(age=7.1), None, "expired", "expired"),
-        (held(age=3.9, issued_at=None), None, "reached its renewal time", "due"),  # issued 7 days before it ends
+        (held(age=3.9, issued_at=None), None, "reached its renewal time", "due"),  # issued 7 days before its end
         (held(age=1, issued_at=None), None, "", "fine"),
         (held(issued_at=None, expires_at=None), None, "expiry of its certificate is not known", "due"),
         (held(authority=None), DesiredTrust(authority=2, trusts=FILES), "another authority", "due"),
@@ -100,7 +100,7 @@ def test_an_amphora_trusts_the_cas_of_each_stage(has, wanted, other):
         (held(trusts="1"), DesiredTrust(authority=None, trusts="1,2"), "other authorities", "due"),
     ],
 )
-def test_when_a_certificate_is_renewed(one, wanted, words, state):
+def test_a_certificate_is_renewed_before_its_end(one, wanted, words, state):
     wanted = wanted or DesiredTrust(authority=None, trusts=FILES)
     said = ca_rotation.renewal_reason(one, wanted, TERMS, NOW)
     assert words in said
@@ -113,13 +113,13 @@ def test_renewals_of_equal_age_are_spread():
     assert moments[0] > 0.45 * 7 * DAY - 60
     assert moments[-1] < 0.55 * 7 * DAY + 60
     hours = [len(list(group)) for _, group in itertools.groupby(moments, lambda one: one // 3600)]
-    assert max(hours) < 150, "a thousand over seventeen hours"
+    assert max(hours) < 150, "a thousand renewals within seventeen hours"
     late = CertificateLifetime(validity=DAY, renew_at=0.99)
     assert ca_rotation.renewal_due_at(held(0), late) < NOW + 7 * DAY
 
 
 CONTROLLERS = [
-    # CAs, trusted CAs of amphorae, the step, the amphorae it waits for
+    # CAs, trusted CAs of amphorae, the step, the amphorae for which it waits
     ([(1, CaState.CURRENT)], ["1"], {}, 0),
     ([(1, CaState.CURRENT), (2, CaState.NEXT)], ["1"], {}, 1),
     ([(1, CaState.CURRENT), (2, CaState.NEXT)], ["1,2", FILES], {}, 1),
@@ -141,7 +141,7 @@ def test_controller_ca_advances_after_all_confirmations(states, trusted, moves, 
     assert {one.id: state for one, state in found.moves.items()} == moves
     assert len(found.waits_for) == waits
     assert rotation_phase(CaKind.AMPHORA, rows, everyone, NOW, 90.0) == ca_rotation.RotationPhase(), (
-        "the other kind is none of its business"
+        "the step does not depend on amphorae with the other kind of CA"
     )
 
 
@@ -155,7 +155,7 @@ AMPHORAE = [
 
 
 @pytest.mark.parametrize(("states", "signed", "moves", "waits"), AMPHORAE)
-def test_the_amphorae_s_authority_moves_when_all_are_signed_by_the_new_one(states, signed, moves, waits):
+def test_the_amphora_ca_advances_after_the_new_ca_has_signed_all(states, signed, moves, waits):
     rows = [recorded(*one, CaKind.AMPHORA) for one in states]
     everyone = [held(number, authority=one) for number, one in enumerate(signed)]
     found = rotation_phase(CaKind.AMPHORA, rows, everyone, NOW, 90.0)
@@ -164,7 +164,7 @@ def test_the_amphorae_s_authority_moves_when_all_are_signed_by_the_new_one(state
 
 
 @pytest.mark.parametrize(("states", "trusted", "moves", "_waits"), CONTROLLERS)
-def test_no_step_is_shorter_than_it_takes_to_forget_the_one_before(states, trusted, moves, _waits):
+def test_a_step_lasts_at_least_as_long_as_the_cache_of_the_previous_one(states, trusted, moves, _waits):
     rows = [recorded(*one, changed_at=NOW - 80) for one in states]
     everyone = [held(number, trusts=text) for number, text in enumerate(trusted)]
     assert rotation_phase(CaKind.CONTROLLER, rows, everyone, NOW, 90.0).moves == {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process shows and believes, and what amphorae are given, at each step of a rotation."""
+"""The trust store of a process at each step of a CA rotation: shown certificates, trusted CAs, CAs of amphorae."""
 
 import threading
 import time
@@ -23,8 +23,8 @@ from amphora_driver.store.ca_records import CaKind, CaState
 AMPHORA = "0b9d1c52-7f0e-4a55-9f0c-2f6f3a1f9c11"
 
 
-class House:
-    """A configuration with files, a database, and a process that reads both at every question."""
+class TrustedProcess:
+    """A configuration with files, a database, and a process that reads both in each call."""
 
     def __init__(self, folder, monkeypatch):
         monkeypatch.setattr(trusting, "_MAX_AGE", 0.0)
@@ -61,8 +61,8 @@ class House:
 
 
 @pytest.fixture
-def house(tmp_path, monkeypatch):
-    made = House(tmp_path, monkeypatch)
+def trusted_process(tmp_path, monkeypatch):
+    made = TrustedProcess(tmp_path, monkeypatch)
     yield made
     made.database.dispose()
 
@@ -75,87 +75,92 @@ def issuer_of(pem):
     return x509.load_pem_x509_certificate(pem).issuer
 
 
-def test_before_the_first_rotation_the_files_count(house):
-    instead, papers = house.trust.tls_override(), house.trust.credentials()
+def test_files_are_used_before_the_first_rotation(trusted_process):
+    instead, papers = trusted_process.trust.tls_override(), trusted_process.trust.credentials()
     assert (instead.authorities, instead.certificate) == (None, None)
-    assert (papers.client_ca, papers.server_ca) == (house.file("controller.pem"), house.file("amphora.pem"))
+    assert (papers.client_ca, papers.server_ca) == (
+        trusted_process.file("controller.pem"),
+        trusted_process.file("amphora.pem"),
+    )
     assert papers.desired.authority is None
     before = papers.desired.trusts
-    house.folder.joinpath("controller.pem").write_bytes(create_authority("exchanged")[0])
-    assert house.trust.credentials().desired.trusts != before, "a file that was exchanged is noticed"
+    trusted_process.folder.joinpath("controller.pem").write_bytes(create_authority("exchanged")[0])
+    assert trusted_process.trust.credentials().desired.trusts != before, "the process reads a replaced file"
 
 
-def test_the_authority_of_controllers(house):
-    new, certificate = house.begin(CaKind.CONTROLLER)
-    file = house.file("controller.pem")
-    # Both are trusted; the present one is shown still, and that is a file.
-    papers = house.trust.credentials()
+def test_the_controller_ca_is_rotated_in_steps(trusted_process):
+    new, certificate = trusted_process.begin(CaKind.CONTROLLER)
+    file = trusted_process.file("controller.pem")
+    # Both CAs are trusted. The process still shows the certificate from the file.
+    papers = trusted_process.trust.credentials()
     assert subjects(papers.client_ca) == subjects(file + certificate)
     assert papers.desired.trusts.split("/")[0] == f"{new - 1},{new}"
-    assert house.trust.tls_override().certificate is None
-    house.move(**{f"_{new}": "current", f"_{new - 1}": "former"})
-    assert house.trust.credentials().desired == papers.desired, "trusted as before"
-    shown = house.trust.tls_override()
+    assert trusted_process.trust.tls_override().certificate is None
+    trusted_process.move(**{f"_{new}": "current", f"_{new - 1}": "former"})
+    assert trusted_process.trust.credentials().desired == papers.desired, "still trusted"
+    shown = trusted_process.trust.tls_override()
     assert issuer_of(shown.certificate.reveal()) == subjects(certificate)[0]
-    assert house.trust.tls_override() == shown, "issued once"
+    assert trusted_process.trust.tls_override() == shown, "issued once"
     assert shown.authorities is None
-    house.move(**{f"_{new - 1}": "leaving"})
-    papers = house.trust.credentials()
+    trusted_process.move(**{f"_{new - 1}": "leaving"})
+    papers = trusted_process.trust.credentials()
     assert (papers.client_ca.strip(), papers.desired.trusts.split("/")[0]) == (certificate.strip(), str(new))
 
 
-def test_the_authority_of_amphorae(house):
-    new, certificate = house.begin(CaKind.AMPHORA)
-    file = house.file("amphora.pem")
-    assert subjects(house.trust.tls_override().authorities) == subjects(file + certificate)
-    papers = house.trust.credentials()
+def test_the_amphora_ca_is_rotated_in_steps(trusted_process):
+    new, certificate = trusted_process.begin(CaKind.AMPHORA)
+    file = trusted_process.file("amphora.pem")
+    assert subjects(trusted_process.trust.tls_override().authorities) == subjects(file + certificate)
+    papers = trusted_process.trust.credentials()
     assert papers.desired.authority == new - 1
     assert issuer_of(papers.issuer.issue_server(AMPHORA, 1).certificate) == subjects(file)[0]
-    house.move(**{f"_{new}": "current", f"_{new - 1}": "former"})
-    papers = house.trust.credentials()
+    trusted_process.move(**{f"_{new}": "current", f"_{new - 1}": "former"})
+    papers = trusted_process.trust.credentials()
     assert papers.desired.authority == new
     assert issuer_of(papers.issuer.issue_server(AMPHORA, 1).certificate) == subjects(certificate)[0]
     assert papers.server_ca.strip() == certificate.strip()
-    assert subjects(house.trust.tls_override().authorities) == subjects(file + certificate), "others are renewed still"
-    house.move(**{f"_{new - 1}": "leaving"})
-    assert house.trust.tls_override().authorities.strip() == certificate.strip()
-    house.folder.joinpath("amphora.pem").unlink()
-    house.folder.joinpath("amphora.key").unlink()
-    assert house.trust.credentials().desired.authority == new, "the files are needed no more"
+    assert subjects(trusted_process.trust.tls_override().authorities) == subjects(file + certificate), (
+        "other amphorae are still renewed"
+    )
+    trusted_process.move(**{f"_{new - 1}": "leaving"})
+    assert trusted_process.trust.tls_override().authorities.strip() == certificate.strip()
+    trusted_process.folder.joinpath("amphora.pem").unlink()
+    trusted_process.folder.joinpath("amphora.key").unlink()
+    assert trusted_process.trust.credentials().desired.authority == new, "the files are not needed any more"
 
 
-def test_files_that_were_exchanged_in_a_rotation_sign_nothing(house):
-    house.begin(CaKind.AMPHORA)
+def test_files_that_change_during_a_rotation_sign_nothing(trusted_process):
+    trusted_process.begin(CaKind.AMPHORA)
     certificate, key = create_authority("another")
-    house.folder.joinpath("amphora.pem").write_bytes(certificate)
-    house.folder.joinpath("amphora.key").write_bytes(key.reveal())
+    trusted_process.folder.joinpath("amphora.pem").write_bytes(certificate)
+    trusted_process.folder.joinpath("amphora.key").write_bytes(key.reveal())
     with pytest.raises(CertificateError, match="another authority than the one that is being replaced"):
-        house.trust.credentials()
+        trusted_process.trust.credentials()
 
 
-def test_while_the_database_is_away_what_was_read_last_counts(house, monkeypatch):
-    new, _ = house.begin(CaKind.CONTROLLER)
-    before = house.trust.credentials()
+def test_the_last_snapshot_is_used_while_the_database_is_unreachable(trusted_process, monkeypatch):
+    new, _ = trusted_process.begin(CaKind.CONTROLLER)
+    before = trusted_process.trust.credentials()
 
     def away(_work):
-        raise StoreError("read", "away")
+        raise StoreError("read", "unreachable")
 
-    monkeypatch.setattr(house.database, "read", away)
-    assert house.trust.credentials().desired == before.desired
+    monkeypatch.setattr(trusted_process.database, "read", away)
+    assert trusted_process.trust.credentials().desired == before.desired
     with pytest.raises(StoreError):
-        TrustStore(house.conf, house.database, house.vault).credentials()
+        TrustStore(trusted_process.conf, trusted_process.database, trusted_process.vault).credentials()
     assert new
 
 
 class Reads:
-    """Reads of the database, one after the other, that take as long as a test wants; `error` for those that fail."""
+    """Successive database reads of chosen durations; `error` for those that fail."""
 
-    def __init__(self, house, monkeypatch):
+    def __init__(self, trusted_process, monkeypatch):
         self.number = 0
         self.begun, self.go_on = threading.Event(), threading.Event()
         self.error = None
-        self._read = house.database.read
-        monkeypatch.setattr(house.database, "read", self)
+        self._read = trusted_process.database.read
+        monkeypatch.setattr(trusted_process.database, "read", self)
 
     def __call__(self, work):
         self.number += 1
@@ -167,19 +172,19 @@ class Reads:
 
 
 @pytest.fixture
-def reads(house, monkeypatch):
-    """The authorities are known, and are to be read again; what is known is not too old to be used meanwhile."""
-    house.begin(CaKind.CONTROLLER)
-    house.trust.credentials()
-    made = Reads(house, monkeypatch)
-    clock = Clock(house.trust, monkeypatch)
+def reads(trusted_process, monkeypatch):
+    """The cached CAs are due for a new read but are not expired."""
+    trusted_process.begin(CaKind.CONTROLLER)
+    trusted_process.trust.credentials()
+    made = Reads(trusted_process, monkeypatch)
+    clock = Clock(trusted_process.trust, monkeypatch)
     clock.later(6.0)
     yield made
     made.go_on.set()
 
 
 class Clock:
-    """The clock that only goes forward, as one module sees it."""
+    """The monotonic clock as seen by one module."""
 
     def __init__(self, trust, monkeypatch):
         self.ahead = 0.0
@@ -203,30 +208,30 @@ def asking(trust, found):
     return thread
 
 
-def test_slow_database_delays_the_reader_only(house, reads):
+def test_slow_database_delays_the_reader_only(trusted_process, reads):
     found = []
-    one = asking(house.trust, found)
+    one = asking(trusted_process.trust, found)
     assert reads.begun.wait(60)
-    before = house.trust.credentials().desired
-    assert house.trust.tls_override().version == house.trust.tls_override().version
-    assert (reads.number, found) == (1, []), "one thread reads, the others wait"
+    before = trusted_process.trust.credentials().desired
+    assert trusted_process.trust.tls_override().version == trusted_process.trust.tls_override().version
+    assert (reads.number, found) == (1, []), "one thread reads, the others use the cache"
     reads.go_on.set()
     one.join(60)
-    assert house.trust.credentials().desired == before
+    assert trusted_process.trust.credentials().desired == before
     assert (reads.number, len(found)) == (1, 1)
 
 
-def test_expired_snapshot_is_not_used(house, reads):
-    """This process was stopped, say: a rotation has not waited for it."""
-    house.trust.clock.later(3600.0)
+def test_expired_snapshot_is_not_used(trusted_process, reads):
+    """A process can stop for longer than the rotation waits, so its snapshot is too old."""
+    trusted_process.trust.clock.later(3600.0)
     found = []
-    threads = [asking(house.trust, found) for _ in range(3)]
+    threads = [asking(trusted_process.trust, found) for _ in range(3)]
     assert reads.begun.wait(60)
     assert not any(_ended(thread) for thread in threads)
     reads.go_on.set()
     for thread in threads:
         thread.join(60)
-    assert (reads.number, len(found)) == (1, 3), "and one look is enough for all of them"
+    assert (reads.number, len(found)) == (1, 3), "one read serves all threads"
 
 
 def _ended(thread):
@@ -234,79 +239,83 @@ def _ended(thread):
     return not thread.is_alive()
 
 
-def test_a_slow_failure_is_not_followed_by_another_one_at_once(house, reads):
+def test_a_slow_failed_read_is_not_retried_at_once(trusted_process, reads):
     reads.error = StoreError("read", "away")
     found = []
-    one = asking(house.trust, found)
+    one = asking(trusted_process.trust, found)
     assert reads.begun.wait(60)
-    house.trust.clock.later(12.0)
+    trusted_process.trust.clock.later(12.0)
     reads.go_on.set()
     one.join(60)
-    house.trust.credentials()
-    assert reads.number == 1, "counted from its end"
-    house.trust.clock.later(6.0)
-    house.trust.credentials()
+    trusted_process.trust.credentials()
+    assert reads.number == 1, "the back-off starts at the end of the read"
+    trusted_process.trust.clock.later(6.0)
+    trusted_process.trust.credentials()
     assert reads.number == 2
-    # One that was stopped in the middle of it has failed long ago.
-    house.trust.clock.later(6.0)
+    # A read that the process stop interrupted counts as an old failure.
+    trusted_process.trust.clock.later(6.0)
     reads.go_on.clear()
     reads.begun.clear()
-    one = asking(house.trust, found)
+    one = asking(trusted_process.trust, found)
     assert reads.begun.wait(60)
-    house.trust.clock.later(3600.0)
+    trusted_process.trust.clock.later(3600.0)
     reads.go_on.set()
     one.join(60)
-    house.trust.credentials()
+    trusted_process.trust.credentials()
     assert reads.number == 4
 
 
-def test_missing_tables_are_cached(house, reads):
+def test_missing_tables_are_cached(trusted_process, reads):
     reads.error = StoreError("read", "away")
     reads.go_on.set()
-    new = TrustStore(house.conf, house.database, house.vault)
+    new = TrustStore(trusted_process.conf, trusted_process.database, trusted_process.vault)
     new._max_age = 5.0
     for _ in range(3):
         with pytest.raises(StoreError, match="away"):
             new.credentials()
     assert reads.number == 1
-    house.trust.clock.later(6.0)
+    trusted_process.trust.clock.later(6.0)
     reads.error = None
-    assert new.credentials().desired == house.trust.credentials().desired
+    assert new.credentials().desired == trusted_process.trust.credentials().desired
 
 
-def test_keys_of_authorities_that_are_gone_are_forgotten(house):
-    new, _ = house.begin(CaKind.CONTROLLER)
-    house.move(**{f"_{new}": "current", f"_{new - 1}": "former"})
-    house.trust.tls_override()
-    assert set(house.trust._issuers) == {new}
-    house.move(**{f"_{new - 1}": "leaving"})
-    house.move(**{f"_{new - 1}": "gone"})
-    newest, _ = house.begin(CaKind.CONTROLLER)
-    house.move(**{f"_{newest}": "current", f"_{new}": "former"})
-    house.trust.tls_override()
-    assert set(house.trust._issuers) == {new, newest}, "it is trusted still"
-    house.move(**{f"_{new}": "leaving"})
-    house.move(**{f"_{new}": "gone"})
-    house.trust.tls_override()
-    assert set(house.trust._issuers) == {newest}
+def test_keys_of_removed_cas_leave_the_cache(trusted_process):
+    new, _ = trusted_process.begin(CaKind.CONTROLLER)
+    trusted_process.move(**{f"_{new}": "current", f"_{new - 1}": "former"})
+    trusted_process.trust.tls_override()
+    assert set(trusted_process.trust._issuers) == {new}
+    trusted_process.move(**{f"_{new - 1}": "leaving"})
+    trusted_process.move(**{f"_{new - 1}": "gone"})
+    newest, _ = trusted_process.begin(CaKind.CONTROLLER)
+    trusted_process.move(**{f"_{newest}": "current", f"_{new}": "former"})
+    trusted_process.trust.tls_override()
+    assert set(trusted_process.trust._issuers) == {new, newest}, "the CA is still trusted"
+    trusted_process.move(**{f"_{new}": "leaving"})
+    trusted_process.move(**{f"_{new}": "gone"})
+    trusted_process.trust.tls_override()
+    assert set(trusted_process.trust._issuers) == {newest}
 
 
-def test_no_two_authorities_have_one_name(house):
-    first, second = (trusting.create_ca(CaKind.AMPHORA, house.vault, 30) for _ in range(2))
+def test_two_cas_never_have_the_same_name(trusted_process):
+    first, second = (trusting.create_ca(CaKind.AMPHORA, trusted_process.vault, 30) for _ in range(2))
     assert subjects(first.certificate) != subjects(second.certificate)
-    key = house.vault.open(first.sealed_key, ca_records.key_location(CaKind.AMPHORA, first.certificate))
+    key = trusted_process.vault.open(first.sealed_key, ca_records.key_location(CaKind.AMPHORA, first.certificate))
     assert Authority(first.certificate, key).expires_at == first.expires_at
 
 
-def test_the_key_of_another_authority_signs_nothing(house):
-    """With the rights to write to the database: to have an authority sign for the other kind."""
+def test_the_key_of_another_ca_signs_nothing(trusted_process):
+    """An attacker with write access to the database could exchange the kinds of two CAs."""
     for kind in CaKind:
-        number, _ = house.begin(kind)
-        house.move(**{f"_{number - 1}": "former", f"_{number}": "current"})
-    by_kind = {one.kind: one for one in house.database.read(ca_records.list_cas) if one.state is CaState.CURRENT}
+        number, _ = trusted_process.begin(kind)
+        trusted_process.move(**{f"_{number - 1}": "former", f"_{number}": "current"})
+    by_kind = {
+        one.kind: one for one in trusted_process.database.read(ca_records.list_cas) if one.state is CaState.CURRENT
+    }
     copied = by_kind[CaKind.CONTROLLER].sealed_key
     mine = certificate_authority.c.id == by_kind[CaKind.AMPHORA].id
-    house.database.write(lambda c: c.execute(certificate_authority.update().where(mine).values(sealed_key=copied)))
-    house.trust.tls_override()
+    trusted_process.database.write(
+        lambda c: c.execute(certificate_authority.update().where(mine).values(sealed_key=copied))
+    )
+    trusted_process.trust.tls_override()
     with pytest.raises(StoreError, match="table certificate_authority was sealed for another row or purpose"):
-        house.trust.credentials()
+        trusted_process.trust.credentials()

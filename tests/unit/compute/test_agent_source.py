@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an image is where amphorae are namespaces: the agent's code."""
+"""The image tag of the namespace backend: a digest of the agent's source code."""
 
 import os
 import sys
@@ -18,17 +18,17 @@ def package(tmp_path, monkeypatch):
     return folder
 
 
-def test_the_same_files_are_the_same_image(package):
+def test_equal_files_give_an_equal_image(package):
     code = AgentSource(sys.executable)
     first = code.digest()
     assert first.startswith("agent-")
     assert code.digest() == first
     assert AgentSource(sys.executable).digest() == first
     os.utime(package / "__init__.py", (1, 1))
-    assert code.digest() == first, "contents count, not times"
+    assert code.digest() == first, "contents count, times do not"
 
 
-def test_other_files_are_another_image(package):
+def test_different_files_give_a_different_image(package):
     code = AgentSource(sys.executable)
     first = code.digest()
     (package / "__init__.py").write_text("VERSION = 20\n")
@@ -38,5 +38,5 @@ def test_other_files_are_another_image(package):
     assert code.digest() not in (first, second)
 
 
-def test_a_python_that_does_not_say_where_it_is_has_no_image():
+def test_a_python_without_a_known_path_has_no_image():
     assert AgentSource("/bin/false").digest() is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An image booted by hand, with a stand-in for qemu: what it is told, and that nothing stays however it ends."""
+"""Booting an image by hand with a stand-in for QEMU: arguments, output and cleanup."""
 
 import os
 import re
@@ -15,7 +15,7 @@ import pytest
 from amphora_driver.compute.architecture import ARM64
 from sandbox import boot_image
 
-# Says what it was told and where it is, and runs until it is ended in the way qemu is.
+# Prints its arguments and its PID and runs until a QEMU shutdown.
 _QEMU = """#!/bin/sh
 trap 'echo ended; exit 0' TERM
 printf 'told:'; printf ' %s' "$@"; echo
@@ -33,7 +33,7 @@ def image(tmp_path):
 
 @pytest.fixture
 def started(tmp_path, image):
-    """A boot by hand, when its machine runs; and all it has said."""
+    """A started boot by hand, and its output."""
     program = tmp_path / "bin/qemu-system-x86_64"
     program.parent.mkdir()
     program.write_text(_QEMU)
@@ -86,8 +86,8 @@ def test_the_output_names_the_files(started, image):
         ('{"architecture": "amd64"}', ["--arch", "arm64"], "qemu-system-aarch64", "virt"),
     ],
 )
-def test_the_machine_is_of_the_images_kind(image, monkeypatch, manifest, words, program, machine):
-    """As the manifest beside it says; a machine of arm64 boots by a firmware that qemu does not bring itself."""
+def test_the_machine_has_the_architecture_of_the_image(image, monkeypatch, manifest, words, program, machine):
+    """The manifest beside the image names the architecture. QEMU brings no firmware for arm64."""
     run = []
     monkeypatch.setattr(boot_image, "_run", lambda argv, _folder: run.append(argv) or 0)
     monkeypatch.setattr(boot_image.shutil, "which", lambda _: "/usr/bin/qemu")
@@ -116,14 +116,14 @@ def test_a_missing_program_is_reported_with_its_package(image, monkeypatch, caps
 
 
 @pytest.mark.parametrize("words", [["nowhere.qcow2"], ["x.qcow2", "--firmware", "nowhere.fd"]])
-def test_a_file_that_is_not_there(image, monkeypatch, capsys, words):
+def test_a_missing_file_is_reported(image, monkeypatch, capsys, words):
     monkeypatch.chdir(image.parent)
     with pytest.raises(SystemExit):
         boot_image.main(words)
     assert re.search(r"nowhere\.\w+ does not exist", capsys.readouterr().err)
 
 
-def test_port_in_use(image, capsys):
+def test_a_port_in_use_is_reported(image, capsys):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(SystemExit):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config drive: what another reader than ours finds on it."""
+"""The config drive that the controller writes, read by other programs."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ SUBNETS = (
 
 @pytest.fixture
 def read(tmp_path):
-    """Reads a file of a file system with isoinfo(1), in the tree that has the real names."""
+    """Read a file with isoinfo(1) from the tree with the long names."""
 
     def reading(data, path):
         file = tmp_path / "drive.iso"
@@ -34,7 +34,7 @@ def read(tmp_path):
     return reading
 
 
-def test_files_are_found_by_what_names_them(read):
+def test_files_are_found_by_their_names(read):
     files = {"agent.conf": b"[agent]\n", "heartbeat.key": b"ab" * 32, "server.pem": b"x" * 9000}
     drive = build_config_drive("0b9d0000-0000-4000-8000-000000000001", "amphora-0b9d", files, PORT, SUBNETS)
     meta = json.loads(read(drive, "/openstack/latest/meta_data.json"))
@@ -44,7 +44,7 @@ def test_files_are_found_by_what_names_them(read):
     assert found == {f"/etc/amphora-agent/{name}": content for name, content in files.items()}
 
 
-def test_the_management_network_is_told_as_nova_tells_it(read):
+def test_the_management_network_has_the_format_of_nova(read):
     drive = build_config_drive("0b9d0000-0000-4000-8000-000000000001", "amphora", {}, PORT, SUBNETS)
     told = json.loads(read(drive, "/openstack/latest/network_data.json"))
     assert [(link["ethernet_mac_address"], link["mtu"]) for link in told["links"]] == [("fa:16:3e:00:00:01", 1450)]
@@ -59,7 +59,7 @@ def test_the_management_network_is_told_as_nova_tells_it(read):
     assert four["link"] == six["link"] == told["links"][0]["id"]
 
 
-def test_a_drive_is_found_by_its_label(tmp_path):
+def test_the_drive_is_found_by_its_label(tmp_path):
     file = tmp_path / "drive.iso"
     file.write_bytes(build_image({"x": b""}))
     command = ["blkid", "-o", "value", "-s", "LABEL", "-s", "TYPE", file]

@@ -19,12 +19,12 @@ def sleeper(tmp_path):
     signal_and_wait([process], signal.SIGKILL, 5)
 
 
-def test_lives_in_a_session_of_its_own(sleeper):
+def test_a_detached_process_has_its_own_session(sleeper):
     assert sleeper.alive()
     assert os.getsid(sleeper.pid) == sleeper.pid != os.getsid(0)
 
 
-def test_found_again_from_what_was_written_down(sleeper):
+def test_a_process_is_found_by_its_recorded_identity(sleeper):
     assert msgspec.json.decode(msgspec.json.encode(sleeper), type=Process).alive()
 
 
@@ -47,19 +47,19 @@ def test_end_waits_and_reaps(sleeper):
     assert not sleeper.signal(signal.SIGTERM)
 
 
-def test_a_zombie_is_dead(sleeper):
+def test_a_zombie_counts_as_ended(sleeper):
     os.kill(sleeper.pid, signal.SIGKILL)
     assert sleeper.wait(5)
     assert not sleeper.alive()
 
 
-def test_wait_gives_up(sleeper):
+def test_wait_times_out(sleeper):
     assert not sleeper.wait(0.01)
 
 
 @pytest.mark.parametrize("start", ["begin()", "import threading; threading.Thread(target=begin).start()"])
-def test_children(tmp_path, start):
-    """Whichever thread has started them."""
+def test_all_children_are_found(tmp_path, start):
+    """Children of all threads are included."""
     child = "import time; time.sleep(60)"
     script = f"import subprocess, sys\ndef begin(): subprocess.run([sys.executable, '-c', '{child}'])\n{start}"
     process = spawn([sys.executable, "-c", script], os.environ, tmp_path / "log")
@@ -83,7 +83,7 @@ def test_process_is_found_by_its_last_argument(tmp_path):
 
 
 def test_process_is_found_during_execve(tmp_path):
-    """In execve(2) the kernel shows no arguments; a boot that misses the process would start a second one."""
+    """During execve(2) the kernel shows no arguments. A boot that misses the process would start a second one."""
     mark = str(tmp_path / "an unused name")
     process = spawn(
         ["sh", "-c", 'exec sh -c "$0" "$0" "$1"', 'exec sh -c "$0" "$0" "$1"', mark], os.environ, tmp_path / "log"
@@ -94,12 +94,12 @@ def test_process_is_found_during_execve(tmp_path):
         signal_and_wait([process], signal.SIGKILL, 5)
 
 
-def test_a_program_that_is_not_there(tmp_path):
+def test_a_missing_program_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         spawn(["no-such-program"], os.environ, tmp_path / "log")
 
 
-def test_output_is_logged_and_a_descriptor_handed_over(tmp_path):
+def test_output_is_logged_and_a_descriptor_is_passed_on(tmp_path):
     reader, writer = os.pipe()
     process = spawn(
         [sys.executable, "-c", "import os; os.write(3, b'x'); print('said')"], os.environ, tmp_path / "log", writer

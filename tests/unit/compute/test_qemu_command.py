@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of a machine, and images by tag."""
+"""The QEMU command line of a machine, and images by tag."""
 
 import os
 import subprocess
@@ -52,7 +52,7 @@ def values(argv, option):
     return [argv[at + 1] for at, word in enumerate(argv) if word == option]
 
 
-def test_a_machine_has_an_interface_for_each_port_in_their_order():
+def test_a_machine_has_one_interface_for_each_port_in_order():
     argv = build_command(hardware(), FOLDER, (PORT, OTHER))
     nets = [one for one in values(argv, "-device") if one.startswith("virtio-net")]
     assert [one.split("mac=")[1].split(",")[0] for one in nets] == [PORT.mac, OTHER.mac]
@@ -74,7 +74,7 @@ def test_a_hot_plugged_nic_equals_a_nic_at_boot():
     assert device_id(PORT) == later["id"] != tap_options(PORT)["id"]
 
 
-def test_a_kernel_is_booted_only_where_the_image_has_none_of_its_own():
+def test_an_external_kernel_is_used_only_for_images_without_a_kernel():
     assert "-kernel" not in build_command(hardware(), FOLDER, ())
     argv = build_command(hardware(kernel_arguments="root=/dev/vda quiet"), FOLDER, ())
     assert values(argv, "-append") == ["root=/dev/vda quiet"]
@@ -91,11 +91,11 @@ def test_processes_of_the_provider_agent(accelerated, beginning, model):
     assert values(argv, "-cpu") == [model]
 
 
-def test_its_process_is_found_by_its_last_argument():
+def test_the_process_of_a_machine_is_found_by_its_last_argument():
     assert build_command(hardware(), FOLDER, (PORT,))[-1] == str(FOLDER / PID)
 
 
-def test_nothing_comes_from_files_of_the_machine_it_runs_on():
+def test_qemu_reads_no_configuration_of_the_host():
     argv = build_command(hardware(), FOLDER, ())
     assert {"-nodefaults", "-no-user-config"} <= set(argv)
     assert values(argv, "-sandbox")[0].startswith("on,")
@@ -109,20 +109,20 @@ def test_qemu_runs_as_an_unprivileged_user(changes, option, value):
     argv = build_command(hardware(user="qemu", **changes), FOLDER, ())
     assert values(argv, option) == [value]
     assert len({"-runas", "-run-with"} & set(argv)) == 1
-    # QEMU changes to that user itself; without a change the filter forbids it.
+    # QEMU changes to that user itself. Without a change the filter forbids it.
     assert "elevateprivileges=allow,spawn=deny" in values(argv, "-sandbox")[0]
     assert "elevateprivileges=deny,spawn=deny" in values(build_command(hardware(), FOLDER, ()), "-sandbox")[0]
     assert argv[argv.index("setpriv") + 1] == "--no-new-privs"
 
 
-def test_a_user_that_is_not_there_is_no_use_trying_again():
+def test_a_missing_user_is_not_retried():
     with pytest.raises(ComputeError, match="no user nonsense") as raised:
         qemu._uid_of("nonsense", "boot")
     assert raised.value.final
 
 
-def test_a_console_takes_no_more_room_than_it_may(tmp_path):
-    """The end is what is read after a machine's end; a writer that stopped reading would hold up the guest."""
+def test_the_console_log_is_limited(tmp_path):
+    """The end of the log matters after a crash. A writer that stopped reading would block the guest."""
     file = tmp_path / "console.log"
     script = 'for word in early later; do head -c 3000000 /dev/zero | tr "\\0" x; echo $word; done'
     with file.open("ab") as log:
@@ -133,14 +133,14 @@ def test_a_console_takes_no_more_room_than_it_may(tmp_path):
 
 
 def eventually_ends(file, word):
-    """The writer outlives what it reads from by a moment."""
+    """The log writer ends a moment after QEMU."""
     until = time.monotonic() + 30
     while not file.read_bytes().endswith(word):
         assert time.monotonic() < until
         time.sleep(0.01)
 
 
-def test_a_machine_booted_by_hand_is_the_same_but_for_its_surroundings():
+def test_a_machine_booted_by_hand_differs_in_its_paths_only():
     by_hand = manual_boot_command(
         hardware(),
         "/a,b.qcow2",
@@ -156,7 +156,7 @@ def test_a_machine_booted_by_hand_is_the_same_but_for_its_surroundings():
     assert values(by_hand, "-bios") == ["/ovmf.fd"]
 
 
-def test_a_boot_begins_a_new_console(tmp_path, monkeypatch):
+def test_a_boot_truncates_the_console_log(tmp_path, monkeypatch):
     console = tmp_path / "console.log"
     console.write_text("of the boot before")
     path = tmp_path / "amphora-driver.conf"
@@ -173,13 +173,13 @@ def test_a_boot_begins_a_new_console(tmp_path, monkeypatch):
     assert seen == [(console, b"", 0o600)]
 
 
-def test_of_an_endless_console_only_the_end_is_read(tmp_path):
+def test_only_the_end_of_a_large_console_log_is_read(tmp_path):
     console = tmp_path / "console.log"
     assert console_tail(console) == "no console output"
     console.write_bytes(b"\xff the one word ")
     assert console_tail(console) == "\N{REPLACEMENT CHARACTER} the one word"
     with console.open("wb") as file:
-        file.seek(1 << 42)  # takes no room on the disk
+        file.seek(1 << 42)  # a sparse file
         file.write(b"the last word\n" + b" " * 1000)
     assert console_tail(console).lstrip("\0") == "the last word"
 
@@ -195,7 +195,7 @@ def images(tmp_path):
     return folder
 
 
-def test_an_image_is_told_from_another_by_its_contents(images):
+def test_the_tag_of_an_image_depends_on_its_contents(images):
     known = Images(images)
     first = known.digest(known.find("amphora"))
     assert first.startswith("amphora-")
@@ -209,7 +209,7 @@ def test_an_image_is_told_from_another_by_its_contents(images):
     assert known.digest(known.find("amphora")) not in {first, second}
 
 
-def test_the_name_of_an_image_has_the_day_it_was_built(images):
+def test_the_name_of_an_image_contains_its_build_day(images):
     known = Images(images)
     undated = known.digest(known.find("amphora"))
     for built, day in (("2026-08-09T23:59:59Z", "-2026-08-09-"), ("2026-08-10T00:00:00Z", "-2026-08-10-")):
@@ -228,13 +228,13 @@ def test_a_kernel_beside_an_image_is_booted_with_its_arguments(images):
 
 
 @pytest.mark.parametrize("tag", ["missing", "../amphora", "", ".hidden", "a b"])
-def test_a_tag_without_an_image_is_no_use_trying_again(images, tag):
+def test_a_tag_without_an_image_is_not_retried(images, tag):
     with pytest.raises(ComputeError) as raised:
         Images(images).find(tag)
     assert raised.value.final
 
 
-def test_a_machine_keeps_the_image_it_was_booted_from(images, tmp_path):
+def test_a_machine_keeps_the_image_of_its_boot(images, tmp_path):
     folder = tmp_path / "machine"
     folder.mkdir()
     link_image_files(Images(images).find("amphora"), folder)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The QMP monitor of a stopped guest: interfaces are added and removed without the guest."""
+"""The QMP client: commands, events and hot-plugged interfaces without a guest."""
 
 import shutil
 import socket
@@ -17,7 +17,7 @@ needs_qemu = pytest.mark.skipif(PROGRAM is None, reason="there is no qemu here")
 
 @pytest.fixture
 def paused(tmp_path):
-    """The folder of a machine that has not begun."""
+    """The directory of a machine that has not started."""
     argv = [
         PROGRAM,
         "-S",
@@ -39,14 +39,14 @@ def paused(tmp_path):
 
 
 @needs_qemu
-def test_a_conversation(paused):
+def test_commands_and_events_are_exchanged(paused):
     with qmp.open_monitor(paused, "try") as monitor:
         assert monitor.execute("query-status")["status"] == "prelaunch"
         assert monitor.device_ids() == frozenset()
         monitor.execute("netdev_add", type="user", id="back")
         monitor.execute("device_add", driver="virtio-net-pci", id="front", netdev="back", romfile="")
         assert monitor.device_ids() == {"front"}
-    # The next one is heard too, and a refusal says why.
+    # A second client is served as well, and a refusal contains the reason.
     with qmp.open_monitor(paused, "add it twice") as monitor, pytest.raises(ComputeError, match=r"add it twice.*front"):
         monitor.execute("device_add", driver="virtio-net-pci", id="front", netdev="back", romfile="")
     with qmp.open_monitor(paused, "try") as monitor:
@@ -55,7 +55,7 @@ def test_a_conversation(paused):
 
 
 @needs_qemu
-def test_a_device_that_its_guest_keeps_is_not_waited_for(paused):
+def test_a_device_that_the_guest_keeps_times_out(paused):
     with qmp.open_monitor(paused, "try") as monitor:
         monitor.execute("netdev_add", type="user", id="back")
         monitor.execute("device_add", driver="virtio-net-pci", id="front", netdev="back", romfile="")
@@ -63,7 +63,7 @@ def test_a_device_that_its_guest_keeps_is_not_waited_for(paused):
         assert monitor.wait_until_removed("another", 0.2)
 
 
-def test_missing_server_is_an_error_in_time(tmp_path):
+def test_a_missing_server_is_an_error_in_time(tmp_path):
     with (
         deadline.apply_deadline(deadline.Deadline(0.3, "try")),
         pytest.raises(AmphoraDriverError),
@@ -72,7 +72,7 @@ def test_missing_server_is_an_error_in_time(tmp_path):
         pass
 
 
-def test_silent_server_is_an_error_in_time(tmp_path):
+def test_a_silent_server_is_an_error_in_time(tmp_path):
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(tmp_path / qmp.SOCKET))
         silent.listen()
@@ -85,7 +85,7 @@ def test_silent_server_is_an_error_in_time(tmp_path):
 
 
 @needs_qemu
-def test_a_guest_is_run_to_know_whether_guests_run():
+def test_the_check_for_kvm_starts_a_guest():
     assert kvm_probe.guest_finishes(PROGRAM, "tcg", 120)
     assert not kvm_probe.guest_finishes(PROGRAM, "tcg", 0.01)
     assert kvm_probe.usable(PROGRAM) == kvm_probe.usable(PROGRAM)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose folders in a directory of amphorae are: two deployments may have the same one."""
+"""State directories of amphorae: two deployments can share one parent directory."""
 
 import uuid
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ def away(_network):
 
 @pytest.fixture
 def deployment(tmp_path):
-    """A deployment by its prefix; all of them have one directory. Its boots end when they come to the network."""
+    """A deployment by its prefix, in the shared directory. Its boots fail at the network."""
 
     def build(prefix):
         path = tmp_path / f"{prefix}.conf"
@@ -41,12 +41,12 @@ def test_an_amphora_of_another_deployment_is_not_listed(tmp_path, deployment):
     boot(one, ONE)
     boot(two, TWO)
     (tmp_path / "amphorae" / UNMARKED).mkdir()
-    assert one.machines() == {ONE}, "also where its boot came no further"
+    assert one.machines() == {ONE}, "also after an incomplete boot"
     assert two.machines() == {TWO}
     assert one.booted() == sorted([ONE, TWO, UNMARKED])
 
 
-def test_a_folder_keeps_its_mark_to_the_last(tmp_path, deployment, monkeypatch):
+def test_the_owner_mark_is_removed_last(tmp_path, deployment, monkeypatch):
     compute = deployment("one")
     boot(compute, ONE)
     folder = tmp_path / "amphorae" / ONE

@@ -308,6 +308,11 @@ def test_a_cancelled_request_records_no_hand_over(conf, database, question):
 def test_a_cancelled_drain_check_ends_no_connections(conf, database):
     database.write(lambda c: amphorae.update_amphora(c, OLD, handed_over=True, drains_until=time.time() + 60))
     with pytest.raises(Superseded):
-        take(conf, database, step_types.CheckDrain(amphora_id=OLD, silent=True, reason="a test"), CancelledDuringRequest("vrrp"))
+        take(
+            conf,
+            database,
+            step_types.CheckDrain(amphora_id=OLD, silent=True, reason="a test"),
+            CancelledDuringRequest("vrrp"),
+        )
     after = database.read(lambda c: amphorae.load_amphorae(c, LB))
     assert next(one for one in after if one.id == OLD).drains_until > time.time()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What builds images is no part of what is installed: it is found beside the tests."""
+"""The image builder is not part of the installed package, so the tests import it from the repository."""
 
 import sys
 from pathlib import Path
@@ -37,7 +37,7 @@ libstdc++6 14.2.0-20 amd64 {"cd" * 32}
 
 @pytest.fixture
 def tree(tmp_path):
-    """A very small image."""
+    """A minimal image."""
     root = tmp_path / "root"
     site = root / "opt/amphora-agent/lib/python3.13/site-packages"
     for name, version, more in (

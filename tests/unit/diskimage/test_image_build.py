@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The build command's answers to orders it cannot carry out, and what it is made of."""
+"""The image build command: refused arguments, and the contents of the agent package."""
 
 import configparser
 import re
@@ -49,7 +49,7 @@ def build(*words):
         (["trixie"], "trixie is not an option"),
     ],
 )
-def test_an_order_that_makes_no_sense(words, said):
+def test_contradictory_arguments_are_refused(words, said):
     done = build(*words)
     assert done.returncode == 1
     assert said in done.stderr
@@ -64,8 +64,8 @@ def test_help_names_every_option():
     assert [option for option in options if f"  {option} " not in done.stdout] == []
 
 
-def test_the_agent_alone():
-    """What is installed in an amphora has no entry point, package or dependency of the control plane."""
+def test_the_agent_package_contains_no_control_plane():
+    """The agent package has no entry point, package or dependency of the control plane."""
     parser = configparser.ConfigParser(interpolation=None, delimiters=("=",))
     parser.optionxform = str
     parser.read_string(agent_source.agent_setup_cfg((ROOT / "setup.cfg").read_text()))
@@ -78,7 +78,7 @@ def test_the_agent_alone():
     assert list(parser["options.package_data"]) == ["amphora_agent"]
 
 
-def test_the_source_of_the_agent(tmp_path):
+def test_the_source_of_the_agent_is_complete(tmp_path):
     agent_source.stage_source(ROOT, tmp_path / "agent")
     assert (tmp_path / "agent/amphora_agent/server.py").exists()
     assert not list(tmp_path.rglob("*.pyc"))
@@ -86,7 +86,7 @@ def test_the_source_of_the_agent(tmp_path):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT / "diskimage")))
-def test_scripts(script):
+def test_build_scripts_have_a_licence_and_an_interpreter(script):
     lines = script.read_text().splitlines()
     assert "# SPDX-License-Identifier: Apache-2.0" in lines[:2]
     if script.name != "source.sh":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A disk from a tree: where everything lies, and that what reads disks agrees."""
+"""The disk image builder: positions of partitions and of the boot loader."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ import pytest
 from diskimage import disk
 
 
-def test_partitions_lie_one_behind_the_other():
+def test_partitions_follow_each_other():
     bios, uefi, root = disk.partition_layout(2048)
     assert (bios.first, uefi.first, root.first) == (1, 2, 10)
     assert bios.first + bios.length <= uefi.first
@@ -19,7 +19,7 @@ def test_partitions_lie_one_behind_the_other():
     assert root.first + root.length == 2047
 
 
-def test_the_first_sector_keeps_the_table():
+def test_the_first_sector_keeps_the_partition_table():
     boot, present = bytes(range(256)) * 2, b"\xee" * 512
     found = disk.boot_sector(present, boot, 2048)
     assert struct.unpack_from("<Q", found, 0x5C) == (2048,)
@@ -28,23 +28,23 @@ def test_the_first_sector_keeps_the_table():
     assert len(found) == 512
 
 
-def test_the_core_knows_where_the_rest_of_it_is():
+def test_the_boot_loader_core_has_the_position_of_its_blocks():
     found = disk.core_with_block_list(b"\x01" * 1300, 2048)
     assert len(found) == 3 * 512
     assert struct.unpack_from("<QH", found, 500) == (2049, 2)
 
 
 @pytest.mark.parametrize("length", [0, 512, 2**20 + 1])
-def test_a_core_that_does_not_fit(length):
+def test_a_boot_loader_core_that_is_too_large_is_refused(length):
     with pytest.raises(ValueError, match="core"):
         disk.core_with_block_list(bytes(length), 2048)
 
 
 @pytest.mark.skipif(
     not all(map(shutil.which, ("sfdisk", "mke2fs", "mkfs.vfat", "mcopy", "debugfs"))),
-    reason="what makes disks is missing",
+    reason="the tools that make disks are missing",
 )
-def test_a_small_disk(tmp_path):
+def test_a_small_disk_is_built(tmp_path):
     tree, file = tmp_path / "tree", tmp_path / "disk.raw"
     (tree / "boot/amphora").mkdir(parents=True)
     (tree / "etc").mkdir()

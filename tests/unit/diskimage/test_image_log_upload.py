@@ -12,8 +12,8 @@ import pytest
 ELEMENT = Path(__file__).parents[3] / "diskimage/elements/amphora-log-upload"
 
 
-def test_the_amphora_shows_no_certificate():
-    """Its own is for servers only, so that it authorises nothing: a collector that checks purposes refuses it."""
+def test_the_journal_upload_uses_no_client_certificate():
+    """The amphora's certificate is for servers only. A collector that checks purposes would refuse it."""
     unit = ELEMENT / "static/etc/systemd/system/systemd-journal-upload.service.d/amphora.conf"
     parser = configparser.ConfigParser(strict=False, interpolation=None)
     parser.read_string(unit.read_text())
@@ -45,19 +45,19 @@ def hook(tmp_path):
     return run
 
 
-def test_the_authority_of_the_collector_goes_into_the_image(hook, tmp_path):
+def test_the_ca_of_the_collector_is_copied_to_the_image(hook, tmp_path):
     (tmp_path / "ca.pem").write_text("a certificate")
     done, copied = hook(AMPHORA_LOG_URL="https://192.0.2.9:19532", AMPHORA_LOG_CA=str(tmp_path / "ca.pem"))
     assert (done.returncode, copied) == (0, ["a certificate"]), done.stderr
 
 
 @pytest.mark.parametrize("more", [{}, {"AMPHORA_LOG_CA": ""}, {"AMPHORA_LOG_CA": "/nonexistent"}])
-def test_without_an_authority_nothing_is_built(hook, more):
+def test_a_missing_ca_ends_the_build(hook, more):
     done, copied = hook(AMPHORA_LOG_URL="https://192.0.2.9:19532", **more)
     assert (done.returncode, copied) == (1, [])
     assert "AMPHORA_LOG_CA" in done.stderr
 
 
-def test_without_encryption_no_authority_is_needed(hook):
+def test_no_ca_is_needed_without_encryption(hook):
     done, copied = hook(AMPHORA_LOG_URL="http://192.0.2.9:19532")
     assert (done.returncode, copied) == (0, []), done.stderr

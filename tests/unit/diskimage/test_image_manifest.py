@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of an image beside it."""
+"""The manifest and the bill of materials of an image."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ def image(tmp_path):
 
 @pytest.fixture
 def wheels(tmp_path):
-    """What the build gave to the image."""
+    """The inputs of a build."""
     folder = tmp_path / "wheels"
     folder.mkdir()
     (folder / "flask-3.1.3-py3-none-any.whl").write_bytes(b"flask")
@@ -40,7 +40,7 @@ def written(tree, wheels, image, tmp_path):
     return output
 
 
-def test_packages_are_those_that_are_installed(tree):
+def test_the_manifest_lists_the_installed_packages(tree):
     found = {(one.kind, one.name): one.version for one in contents.packages(tree)}
     assert found == {
         ("deb", "haproxy"): "3.0.11-1+deb13u5",
@@ -50,7 +50,7 @@ def test_packages_are_those_that_are_installed(tree):
     }
 
 
-def test_a_manifest_says_what_the_image_is(written):
+def test_the_manifest_describes_the_image(written):
     found = json.loads(written.read_text())
     assert found["haproxy"] == "3.0.11-1+deb13u5"
     assert found["agent"] == {"version": "0.1.0", "commit": "c0ffee"}
@@ -60,23 +60,23 @@ def test_a_manifest_says_what_the_image_is(written):
     assert "HAProxy 3.0.11-1+deb13u5" in manifest.summary(found)
 
 
-def test_the_same_packages_can_be_asked_for(written):
+def test_the_packages_of_a_manifest_can_be_installed_again(written):
     found = manifest.read_manifest(written)
     assert "Package: libstdc++6\nPin: version 14.2.0-19\nPin-Priority: 1001\n" in manifest.pins(found)
     assert manifest.requirements(found) == f"flask==3.1.3 --hash=sha256:{sha256(b'flask')}\n"
 
 
-def test_a_manifest_has_the_digest_of_each_file_that_was_installed(written):
+def test_the_manifest_has_the_digest_of_each_installed_file(written):
     found = json.loads(written.read_text())
     assert {one["name"]: one["sha256"] for one in found["python"]} == {
         "flask": sha256(b"flask"),
         "octavia-amphora-driver": sha256(b"agent"),
     }
-    # The index had another version of the library when its digests were noted.
+    # The index had another version of the library when the build recorded its digests.
     assert {one["name"]: one["sha256"] for one in found["packages"]} == {"haproxy": "ab" * 32, "libstdc++6": ""}
 
 
-def test_other_packages_are_noticed(written, tree):
+def test_different_packages_are_reported(written, tree):
     found = manifest.read_manifest(written)
     assert manifest.differences(found, contents.packages(tree)) == []
     status = tree / "var/lib/dpkg/status"
@@ -90,7 +90,7 @@ def test_other_packages_are_noticed(written, tree):
         manifest.main(["compare", str(written), str(tree)])
 
 
-def test_something_else_is_not_a_manifest(tmp_path):
+def test_another_document_is_refused_as_manifest(tmp_path):
     file = tmp_path / "x"
     for text in ("[]", "{}", '{"format": 1}'):
         file.write_text(text)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the build does with the machine it runs on: where packages come from, what an earlier image was, what stays."""
+"""The image build on its host: package sources, earlier images and cleanup."""
 
 import json
 import os
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def source(script, *words, path=None):
-    """Run a piece of shell with the build's functions."""
+    """Run a shell snippet with the functions of the build."""
     command = ["bash", "-euo", "pipefail", "-c", f". diskimage/source.sh; {script}", "build", *map(str, words)]
     environment = {**os.environ, "PATH": f"{path}:{os.environ['PATH']}"} if path else None
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=60)
@@ -27,7 +27,7 @@ def source(script, *words, path=None):
         ("file:///srv/mirror", ""),
     ],
 )
-def test_the_host_of_a_mirror(url, host):
+def test_the_host_of_a_mirror_is_found(url, host):
     assert source('host_of "$1"', url).stdout.strip() == host
 
 
@@ -38,37 +38,37 @@ def test_the_host_of_a_mirror(url, host):
         ("http://m.example.org/debian/{snapshot}/", "http://m.example.org/debian-security/{snapshot}/"),
     ],
 )
-def test_security_updates_lie_beside_the_mirror(mirror, security):
+def test_the_security_archive_is_beside_the_mirror(mirror, security):
     assert source('security_beside "$1"', mirror).stdout.strip() == security
 
 
-def test_files_are_seen_from_where_the_order_is_given():
+def test_relative_paths_start_at_the_working_directory():
     assert source("seen_from /a b/c").stdout == "/a/b/c\n"
     assert source("seen_from /a /b/c").stdout == "/b/c\n"
 
 
 @pytest.fixture
 def earlier(tmp_path):
-    """The manifest of an earlier image, as far as it matters here."""
+    """The relevant fields of the manifest of an earlier image."""
     file = tmp_path / "earlier.manifest"
     content = {"format": 1, "name": "x", "release": "bookworm", "architecture": "arm64", "packages": []}
     file.write_text(json.dumps(content, indent=1) + "\n")
     return file
 
 
-def test_release_and_architecture_are_those_of_the_earlier_image(earlier):
+def test_release_and_architecture_come_from_the_earlier_image(earlier):
     for asked in (("", ""), ("bookworm", ""), ("", "arm64"), ("bookworm", "arm64")):
         assert source('as_in_manifest "$@"', earlier, *asked).stdout == "bookworm arm64\n"
 
 
 @pytest.mark.parametrize(("release", "architecture", "said"), [("trixie", "", "trixie"), ("", "amd64", "amd64")])
-def test_the_packages_of_another_release_or_architecture_are_refused(earlier, release, architecture, said):
+def test_a_manifest_of_another_release_or_architecture_is_refused(earlier, release, architecture, said):
     done = source('as_in_manifest "$@"', earlier, release, architecture)
     assert done.returncode == 1
     assert f"not of {said}" in done.stderr
 
 
-def test_something_else_is_no_earlier_image(tmp_path):
+def test_another_document_is_refused_as_earlier_image(tmp_path):
     file = tmp_path / "x"
     file.write_text("{}\n")
     command = [ROOT / "diskimage/build", "--packages", "x"]
@@ -79,7 +79,7 @@ def test_something_else_is_no_earlier_image(tmp_path):
 
 @pytest.fixture
 def machine(tmp_path):
-    """A machine whose apt has sources of its own, and an archive in a folder instead of the network."""
+    """A host with its own apt sources, and an archive in a directory in place of the network."""
     programs, archive = tmp_path / "bin", tmp_path / "archive"
     programs.mkdir()
     (programs / "apt-get").write_text(f"#!/bin/sh\ncat {tmp_path}/sources\n")
@@ -103,7 +103,7 @@ def machine(tmp_path):
     return has, find
 
 
-def test_other_peoples_packages_are_not_taken_for_debians(machine):
+def test_third_party_packages_are_not_used(machine):
     has, find = machine
     has("a-vendor", "bookworm", "Vendor")
     for release in ("bookworm", "trixie"):
@@ -114,7 +114,7 @@ def test_other_peoples_packages_are_not_taken_for_debians(machine):
     assert found.stderr == ""
 
 
-def test_without_debian_13_it_is_12_unless_13_was_asked_for(machine):
+def test_debian_12_replaces_a_missing_13_unless_13_is_requested(machine):
     has, find = machine
     has("debian", "bookworm")
     has("updates", "bookworm-security")
@@ -127,7 +127,7 @@ def test_without_debian_13_it_is_12_unless_13_was_asked_for(machine):
     assert "It has: bookworm" in refused.stderr
 
 
-def test_a_mirror_that_was_named_has_its_updates_beside_it(machine):
+def test_the_updates_of_a_given_mirror_are_beside_it(machine):
     has, find = machine
     has("debian", "bookworm")
     has("updates", "bookworm-security")
@@ -137,14 +137,14 @@ def test_a_mirror_that_was_named_has_its_updates_beside_it(machine):
     assert found.stdout == "trixie mine mine-security 3.13\n"
 
 
-def test_a_machine_without_sources(machine):
+def test_a_host_without_apt_sources_is_reported(machine):
     _, find = machine
     done = find("jammy ubuntu", "jammy-security ubuntu")
     assert done.returncode == 1
     assert "--mirror" in done.stderr
 
 
-def test_all_of_a_group_of_processes_ends_even_what_does_not_want_to():
+def test_a_process_group_ends_completely_also_with_ignored_signals():
     done = source(
         "setsid bash -c 'trap \"\" TERM; sleep 600 & wait; wait' & builder=$!\n"
         'until pgrep -g "$builder" -x sleep >/dev/null; do sleep 0.05; done\n'

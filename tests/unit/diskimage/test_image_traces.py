@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing of the machine that built an image is in it."""
+"""An image contains no trace of its build host."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from diskimage import traces
 WORDS = ["packages.example.net", "builder-7"]
 
 
-def test_a_clean_tree_has_none(tree):
+def test_a_clean_tree_has_no_traces(tree):
     assert list(traces.find_traces(tree, WORDS)) == []
 
 
@@ -45,7 +45,7 @@ def test_traces_are_found(tree, name, text):
 
 
 @pytest.mark.parametrize("name", ["var/lib/dpkg/info/base.postinst", "usr/share/doc/x/copyright"])
-def test_files_of_packages_are_no_traces(tree, name):
+def test_files_of_packages_are_not_traces(tree, name):
     file = tree / name
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("see packages.example.net")

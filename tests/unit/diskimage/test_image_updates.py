@@ -23,7 +23,7 @@ MADISON = """\
 
 
 def newer(one, other):
-    """For numbers, in place of dpkg."""
+    """Compares numbers, in place of dpkg."""
     return int(one) > int(other)
 
 
@@ -35,13 +35,13 @@ def newer(one, other):
         ("2", [("1", "trixie"), ("2", "trixie-security")], None),
         ("2", [("1", "trixie"), ("3", "trixie-security")], ("3", "trixie-security", True)),
         ("2", [("3", "trixie-updates")], ("3", "trixie-updates", False)),
-        # A point release has overtaken the fix, which it contains.
+        # A later point release contains the fix.
         ("2", [("9", "trixie"), ("3", "trixie-security"), ("10", "trixie")], ("10", "trixie", True)),
-        # The fix was there already, and the rest is no fix.
+        # The image has the fix already. The other updates are not security fixes.
         ("3", [("9", "trixie"), ("3", "trixie-security")], ("9", "trixie", False)),
     ],
 )
-def test_updates(installed, candidates, found):
+def test_updates_and_fixes_are_listed(installed, candidates, found):
     got = updates.find_updates({"a": installed}, {"a": [Candidate(*one) for one in candidates]}, newer)
     assert [(one.newest, one.suite, one.fixes) for one in got] == ([] if found is None else [found])
 
@@ -65,7 +65,7 @@ def test_versions_are_compared_as_debian_does(one, other, found):
 
 @pytest.fixture
 def check(tmp_path):
-    """The command, on a machine whose archive is a folder and whose apt says what the test says."""
+    """The command on a host whose archive is a directory and whose apt prints the given text."""
     if not os.access("/usr/lib/apt/apt-helper", os.X_OK) or shutil.which("dpkg") is None:
         pytest.skip("there is no apt on this machine")
     for place, suite in (("debian", "trixie"), ("debian-security", "trixie-security")):
@@ -78,7 +78,7 @@ def check(tmp_path):
 
     def run(*, said=MADISON, status=0, installed=packages, mirror=None):
         for name, script in (
-            # Which configuration it has been given is the last thing it shows.
+            # The last line of the output names the apt configuration.
             (
                 "apt-get",
                 f'for word; do echo "$word"; done >{tmp_path}/words\ncp "$APT_LIST" {tmp_path}/list\nexit {status}',
@@ -108,7 +108,7 @@ def test_updates_are_named(check, tmp_path):
     assert done.stderr == ""
     assert done.stdout == "haproxy: 3.0.11-1+deb13u5 in the image, 3.0.11-1+deb13u6 in the archive (security update)\n"
     assert done.returncode == 1
-    # The image's release and architecture, and indexes that are not the machine's.
+    # Apt uses the release and architecture of the image, and its own indexes.
     listed = (tmp_path / "list").read_text()
     assert re.findall(r"file://\S+ \S+", listed) == [
         f"file://{tmp_path}/debian trixie",
@@ -144,7 +144,7 @@ def test_an_unreadable_list_is_not_up_to_date(check, more, said):
 
 
 @pytest.mark.parametrize("words", [[], ["--mirror", "x"], ["/nonexistent"], ["x", "--mirror"], ["x", "y", "z"]])
-def test_orders_that_cannot_be_carried_out(words):
+def test_wrong_arguments_are_refused(words):
     command = [ROOT / "diskimage/check-updates", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects as Octavia hands them over, with every field its API fills in."""
+"""Objects as octavia-api passes them to the driver, with every field that the API sets."""
 
 from octavia_lib.api.drivers import data_models
 

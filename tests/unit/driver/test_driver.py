@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The effect of a call from Octavia: desired state, a job, and PENDING objects."""
+"""The effect of a driver call: recorded desired state, a job, and PENDING objects."""
 
 import inspect
 import time
@@ -22,7 +22,7 @@ def tree(database):
 
 
 def pending(database):
-    """Kind and id of everything that waits for the newest generation."""
+    """Kind and id of all objects that wait for the newest generation."""
     newest = sa.select(tables.job.c.generation).scalar_subquery()
     rows = database.read(
         lambda connection: connection.execute(
@@ -45,13 +45,13 @@ class Slow(LocalNetwork):
         return NotYet(reason="the allocator has not answered", again_in=5.0)
 
 
-def test_addresses_that_come_later_are_asked_for_again_by_the_controller(provider, database, monkeypatch):
-    """Octavia gets the user's request back; the request is recorded with the time of the retry."""
+def test_the_controller_retries_late_vip_addresses(provider, database, monkeypatch):
+    """The call returns before the address is known. The row contains the time of the retry."""
     made = Slow(driver._shared().conf, database)
     monkeypatch.setattr(driver._shared().catalogue, "network", lambda name: made)
     asked = {"vip_subnet_id": SUBNET, "vip_network_id": NETWORK, "vip_address": "198.51.100.88", "vip_qos": "kept"}
     began = time.time()
-    for _ in range(2):  # Octavia asks again when it has not heard the answer
+    for _ in range(2):  # Octavia repeats a request after a lost answer
         first, more = provider.create_vip_port(LB, "demo", asked, [{"subnet_id": SUBNET6}])
         assert first == {**asked, "vip_port_id": None}
         assert more == [{"subnet_id": SUBNET6, "network_id": None, "ip_address": None, "port_id": None}]
@@ -60,10 +60,10 @@ def test_addresses_that_come_later_are_asked_for_again_by_the_controller(provide
     assert (wish.project_id, wish.reason) == ("demo", "the allocator has not answered")
     assert [(one.subnet_id, one.address) for one in wish.vips] == [(SUBNET, "198.51.100.88"), (SUBNET6, None)]
     assert began + 5.0 <= wish.again_at <= time.time() + 5.0
-    assert driver._shared().vip_network(LB)[1] is False, "it has not answered"
+    assert driver._shared().vip_network(LB)[1] is False, "the allocator has not answered"
 
 
-def test_every_method_of_the_interface_is_ours_with_the_same_arguments():
+def test_the_driver_implements_every_method_with_the_same_arguments():
     for name, method in inspect.getmembers(provider_base.ProviderDriver, inspect.isfunction):
         if name.startswith("_"):
             continue
@@ -131,7 +131,7 @@ def test_batch_adds_changes_and_removes(served, database):
     served.member_batch_update(POOL, [member(4), kept, member(3)])
     found = {one.address: one.weight for one in tree(database).pools[0].members}
     assert found == {"192.0.2.2": 9, "192.0.2.3": 1, "192.0.2.4": 1}
-    assert ("members", member(1).member_id) in pending(database), "a member that goes is reported too"
+    assert ("members", member(1).member_id) in pending(database), "a removed member is reported too"
 
 
 def test_a_thousand_members_in_one_batch(served, database):
@@ -142,14 +142,14 @@ def test_a_thousand_members_in_one_batch(served, database):
     assert {one.address for one in tree(database).pools[0].members} == {one.address for one in many[500:]}
 
 
-def test_a_member_octavia_never_kept_gives_way_to_the_next_one_at_its_address(served, database):
-    """Octavia rolled the first one's creation back after our answer: its own table would refuse a second one."""
+def test_a_member_that_octavia_rolled_back_is_replaced_at_its_address(served, database):
+    """Octavia rolled the first creation back after the driver's answer. Its own table would refuse a second member."""
     served.member_create(member(1, member_id=MONITOR))
     assert [one.id for one in tree(database).pools[0].members] == [MONITOR]
 
 
 def test_two_spellings_of_an_address_are_one_member(served, database):
-    """Octavia compares text; a server must not get twice the share because it was written differently."""
+    """Octavia compares text. A server must not get twice its share because of another spelling."""
     first, second = (LISTENER.replace("1", digit, 1) for digit in "45")
     served.member_create(member(2, member_id=first, address="2001:db8::2"))
     with pytest.raises(exceptions.UnsupportedOptionError, match="a pool can contain a server only once"):
@@ -227,7 +227,7 @@ def test_an_unsupported_option_is_refused_by_name_and_not_recorded(served, datab
     assert work(database).generation == generation
 
 
-def test_vip_is_taken_once_and_given_back_when_the_load_balancer_is_refused(provider, database):
+def test_the_vip_is_allocated_once_and_released_after_a_refusal(provider, database):
     wish = {"vip_subnet_id": SUBNET, "vip_network_id": NETWORK, "vip_address": "198.51.100.77"}
     vip, others = provider.create_vip_port(LB, "demo", wish, [{"subnet_id": SUBNET6}])
     assert vip["vip_address"] == "198.51.100.77"
@@ -246,7 +246,7 @@ def test_vip_is_taken_once_and_given_back_when_the_load_balancer_is_refused(prov
 
 
 @pytest.mark.quiet
-def test_a_call_costs_the_same_whatever_the_size(served, database):
+def test_the_cost_of_a_call_does_not_depend_on_the_size(served, database):
     def statements(call):
         seen = []
         engine = driver._shared().database.engine
@@ -264,4 +264,4 @@ def test_a_call_costs_the_same_whatever_the_size(served, database):
     large = statements(lambda: served.member_create(member(251)))
     spent = time.process_time() - start
     assert small == large <= 15
-    assert spent < 0.1, "generous: the figure is in the benchmark"
+    assert spent < 0.1, "a generous limit: the benchmark has the figure"

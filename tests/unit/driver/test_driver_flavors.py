@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What flavor and availability zone choose is stored with the load balancer, and what cannot be had leaves nothing."""
+"""Flavors and availability zones: values are stored with the load balancer, and a refusal leaves no rows."""
 
 import copy
 
@@ -28,7 +28,7 @@ SOURCE = """
 
 @pytest.fixture
 def reconfigured(conf, monkeypatch, tmp_path):
-    """Restarts Octavia's API with more options."""
+    """Restarts octavia-api with more options."""
     path = tmp_path / "amphora-driver.conf"
     before = path.read_text()
 
@@ -94,7 +94,7 @@ def test_the_profile_is_stored_with_the_load_balancer(provider, database):
         ({}, {"valid_vip_networks": ["another"]}, "valid_vip_networks"),
     ],
 )
-def test_a_refused_one_leaves_neither_record_nor_address(provider, database, flavor, zone, word):
+def test_a_refused_load_balancer_leaves_no_row_and_no_address(provider, database, flavor, zone, word):
     take_vip(provider)
     assert ports(database) == [f"lb-{LB}"]
     with pytest.raises(exceptions.UnsupportedOptionError) as refusal:
@@ -104,7 +104,7 @@ def test_a_refused_one_leaves_neither_record_nor_address(provider, database, fla
     assert database.read(lambda connection: connection.execute(sa.select(tables.job)).all()) == []
 
 
-def test_a_zone_is_about_every_vip(provider, database):
+def test_an_availability_zone_restricts_every_vip(provider, database):
     more = [{"ip_address": "198.51.100.11", "network_id": "another", "port_id": "p", "subnet_id": SUBNET}]
     with pytest.raises(exceptions.UnsupportedOptionError, match="another"):
         provider.loadbalancer_create(
@@ -112,7 +112,7 @@ def test_a_zone_is_about_every_vip(provider, database):
         )
 
 
-def test_a_load_balancer_stays_as_it_was_created(provider, database, reconfigured):
+def test_a_load_balancer_keeps_the_values_of_its_creation(provider, database, reconfigured):
     provider.loadbalancer_create(load_balancer(flavor={"timeout_tunnel": 60000}))
     chosen = profile(database)
     provider = reconfigured("[amp_controller]\nloadbalancer_topology = ACTIVE_STANDBY\n")
@@ -123,12 +123,12 @@ def test_a_load_balancer_stays_as_it_was_created(provider, database, reconfigure
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_vips_stay_where_they_were_taken_when_the_default_changes_in_between(provider, database, reconfigured):
+def test_vips_keep_their_network_backend_after_a_change_of_the_default(provider, database, reconfigured):
     take_vip(provider)
     provider = reconfigured("[amp_network]\ndriver = elsewhere\nenabled_drivers = local\n")
     with pytest.raises(exceptions.UnsupportedOptionError, match="backend local has allocated"):
         provider.loadbalancer_create(load_balancer(flavor={"network_driver": "elsewhere"}))
-    assert ports(database) == [], "given back by the one they were taken from"
+    assert ports(database) == [], "the backend of the allocation releases the VIP"
     take_vip(provider)
     provider.loadbalancer_create(load_balancer())
     assert work(database)[2] == "local"
@@ -162,13 +162,13 @@ OLD_POOL = pool(listener_id=data_models.Unset, tls_enabled=True, tls_versions=["
     ],
     ids=["listener", "pool", "update"],
 )
-def test_tls_older_than_the_profile_allows(provider, database, reconfigured, call):
+def test_tls_older_than_the_flavor_allows_is_refused(provider, database, reconfigured, call):
     provider.loadbalancer_create(load_balancer(flavor={"tls_minimum_version": "TLSv1.3"}))
     with pytest.raises(exceptions.UnsupportedOptionError, match=r"TLSv1\.2.*the oldest allowed version is TLSv1\.3"):
         call(provider)
 
 
-def test_tls_older_than_the_configuration_allows(provider, database, reconfigured):
+def test_tls_older_than_the_configuration_allows_is_refused(provider, database, reconfigured):
     provider.loadbalancer_create(load_balancer())
     provider = reconfigured("[amp_haproxy]\ntls_minimum_version = TLSv1.3\n")
     with pytest.raises(exceptions.UnsupportedOptionError, match=r"the oldest allowed version is TLSv1\.3"):
@@ -177,20 +177,20 @@ def test_tls_older_than_the_configuration_allows(provider, database, reconfigure
     provider.listener_create(OLD_LISTENER)
 
 
-def test_a_fully_populated_one_is_looked_at_as_a_whole(provider, database):
+def test_a_fully_populated_load_balancer_is_validated_as_a_whole(provider, database):
     whole = load_balancer(flavor={"tls_minimum_version": "TLSv1.3"}, listeners=[OLD_LISTENER])
     with pytest.raises(exceptions.UnsupportedOptionError, match=r"the oldest allowed version is TLSv1\.3"):
         provider.loadbalancer_create(whole)
 
 
-def test_the_listing_is_that_of_the_deployment(provider):
+def test_the_metadata_listing_is_that_of_the_deployment(provider):
     assert "amp_image_tag" not in provider.get_supported_flavor_metadata()
     assert set(provider.get_supported_availability_zone_metadata()) == {"compute_zone", "valid_vip_networks"}
     provider.validate_flavor({"compute_driver": "netns"})
     provider.validate_availability_zone({"valid_vip_networks": [NETWORK]})
 
 
-def test_a_backend_that_cannot_be_loaded_is_an_operators_matter(provider, reconfigured):
+def test_a_backend_that_cannot_be_loaded_is_an_operator_error(provider, reconfigured):
     provider = reconfigured("[amp_network]\ndriver = nosuch\n")
     with pytest.raises(exceptions.DriverError) as failure:
         take_vip(provider)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""L7 policies and rules on their way from Octavia's call into the rows; positions of the neighbours included."""
+"""L7 policies and rules from the driver call to the rows, with the positions of their neighbours."""
 
 import pytest
 from octavia_lib.api.drivers import data_models
@@ -47,7 +47,7 @@ def rule(number=1, **more):
 
 @pytest.fixture
 def policies(database):
-    """Name and position of every policy in the order they are served."""
+    """Name and position of every policy in the order of evaluation."""
 
     def read():
         tree = database.read(lambda connection: desired_objects.load_tree(connection, LB))
@@ -69,7 +69,7 @@ def listening(provider):
     return provider
 
 
-def test_neighbours_shift_without_a_call(listening, policies):
+def test_neighbours_of_a_policy_move_without_a_call(listening, policies):
     for name, position in (("a", 1), ("b", 2), ("c", 1), ("d", 2), ("e", 5)):
         listening.l7policy_create(policy(name, position))
     assert order(policies()) == "cdabe"
@@ -83,7 +83,7 @@ def test_neighbours_shift_without_a_call(listening, policies):
     assert order(policies()) == "aec"
 
 
-def test_only_octavias_own_pending_objects_wait(listening, policies, database):
+def test_only_the_pending_objects_of_octavia_wait(listening, policies, database):
     listening.l7policy_create(policy("a"))
     listening.l7policy_create(policy("b", 1))
     newest = database.read(
@@ -95,7 +95,7 @@ def test_only_octavias_own_pending_objects_wait(listening, policies, database):
             .all()
         )
     )
-    assert set(newest) == {policy_id("b"), LISTENER, LB}, "a was shifted, and is not PENDING"
+    assert set(newest) == {policy_id("b"), LISTENER, LB}, "policy a was moved and is not PENDING"
     listening.l7rule_create(rule())
     newest = database.read(
         lambda connection: (
@@ -121,7 +121,7 @@ def test_policies_and_rules_nested_in_other_calls(provider, database):
     assert database.read(lambda connection: desired_objects.load_tree(connection, LB)).listeners == ()
 
 
-def test_an_action_takes_its_leftovers_along(listening, database):
+def test_a_changed_action_removes_the_old_fields(listening, database):
     listening.l7policy_create(
         policy("a", action="REDIRECT_TO_URL", redirect_url="http://example.com/", redirect_http_code=301)
     )
@@ -133,4 +133,4 @@ def test_an_action_takes_its_leftovers_along(listening, database):
     assert {one[1] for one in users} == {LISTENER, policy_id("a")}
     listening.l7policy_update(None, change("a", action="REJECT"))
     users = database.read(lambda connection: desired_objects.users_of_pool(connection, POOL))
-    assert {one[1] for one in users} == {LISTENER}, "a pool it no longer goes to can be deleted"
+    assert {one[1] for one in users} == {LISTENER}, "a pool that no policy uses can be deleted"

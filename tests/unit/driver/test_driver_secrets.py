@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Users' secrets on their way from Octavia's call into the table, and out of it again."""
+"""Secrets of users: from the driver call to the encrypted table and back."""
 
 import logging
 
@@ -22,7 +22,7 @@ ONE, TWO, THREE = (ROOT.issue(f"{name}.example.com") for name in ("one", "two", 
 
 
 def container(certificate):
-    """As Octavia's certificate manager makes it."""
+    """The object that Octavia's certificate manager returns."""
     return {
         "id": "0" * 40,
         "primary_cn": "x",
@@ -49,7 +49,7 @@ def change(**more):
 
 @pytest.fixture
 def opened(conf, database):
-    """What the table holds, opened: (purpose, ref) -> content, of one object."""
+    """The decrypted rows of one object: (purpose, ref) -> content."""
 
     def read(object_id=LISTENER):
         vault = Vault.load(conf.amp_database.encryption_key_file)
@@ -66,7 +66,7 @@ def opened(conf, database):
 
 
 def to_read(database):
-    """What is to be read back from Octavia; None for nothing."""
+    """The recorded read-back from Octavia, or None."""
     row = database.read(lambda connection: connection.execute(sa.select(tables.job)).one())
     return pending_rereads.decode_objects(row.reread) if row.read_back else None
 
@@ -79,7 +79,7 @@ def secured(provider):
     return provider
 
 
-def test_certificate_and_key_are_kept_sealed(secured, opened, database):
+def test_certificate_and_key_are_stored_encrypted(secured, opened, database):
     assert opened() == {("certificate", "one"): ONE.pem}
     assert to_read(database) is None
     rows = database.read(lambda connection: connection.execute(sa.select(tables.secret)).all())
@@ -87,7 +87,7 @@ def test_certificate_and_key_are_kept_sealed(secured, opened, database):
 
 
 def test_a_listener_with_sni_is_read_back(provider, opened, database):
-    """Octavia gives references in the user's order and contents, if at all, in its database's."""
+    """Octavia returns the references in the user's order. The contents are in database order or missing."""
     provider.loadbalancer_create(load_balancer())
     more = {"sni_container_refs": ["two", "three"], "sni_container_data": [container(THREE), container(TWO)]}
     provider.listener_create(tls(**more))
@@ -108,13 +108,13 @@ def test_another_certificate_replaces_the_first(secured, opened, database):
     assert to_read(database) is None
 
 
-def test_the_same_reference_again_brings_new_content(secured, opened):
-    """Octavia's way to renew: the content in the secret store was replaced, the listener is told again."""
+def test_the_same_reference_with_new_content_replaces_the_content(secured, opened):
+    """Octavia renews a certificate with an update of the listener after a change in the secret store."""
     secured.listener_update(None, change(default_tls_container_ref="one", default_tls_container_data=container(TWO)))
     assert opened() == {("certificate", "one"): TWO.pem}
 
 
-def test_a_new_default_certificate_leaves_the_others(secured, opened, database):
+def test_a_new_default_certificate_keeps_the_others(secured, opened, database):
     secured.listener_update(
         None,
         change(
@@ -133,10 +133,10 @@ def test_a_new_default_certificate_leaves_the_others(secured, opened, database):
         ("certificate", "one"): ONE.pem,
         ("ca", "ca"): ROOT.pem,
     }
-    assert to_read(database) == [(Kind.LISTENER, LISTENER)], "Octavia does not say it when SNI is emptied"
+    assert to_read(database) == [(Kind.LISTENER, LISTENER)], "Octavia does not report an emptied SNI list"
 
 
-def test_authority_and_revocations_go_when_they_are_taken_away(secured, opened, database):
+def test_removed_ca_and_crl_are_deleted(secured, opened, database):
     secured.listener_update(
         None,
         change(
@@ -168,7 +168,7 @@ def test_changes_without_tls_touch_no_secret(secured, database):
     assert to_read(database) is None
 
 
-def test_a_pools_secrets(secured, opened, database):
+def test_the_secrets_of_a_pool_are_stored(secured, opened, database):
     secured.pool_create(
         pool(
             tls_enabled=True,
@@ -179,11 +179,11 @@ def test_a_pools_secrets(secured, opened, database):
         )
     )
     assert opened(POOL) == {("certificate", "one"): TWO.pem, ("ca", "ca"): ROOT.pem}
-    assert opened() == {("certificate", "one"): ONE.pem}, "the same reference is another secret for another object"
+    assert opened() == {("certificate", "one"): ONE.pem}, "the same reference is a different secret for another object"
     secured.pool_update(None, data_models.Pool(pool_id=POOL, tls_container_ref=None))
     assert opened(POOL) == {("ca", "ca"): ROOT.pem}
     secured.pool_update(None, data_models.Pool(pool_id=POOL, ca_tls_container_ref="ca"))
-    assert to_read(database) == [(Kind.POOL, POOL)], "named again without content"
+    assert to_read(database) == [(Kind.POOL, POOL)], "the update repeats the reference without content"
     secured.pool_delete(pool())
     assert opened(POOL) == {}
     assert opened() != {}
@@ -193,7 +193,7 @@ def test_a_pools_secrets(secured, opened, database):
     "delete",
     [lambda one: one.listener_delete(listener()), lambda one: one.loadbalancer_delete(load_balancer(), cascade=True)],
 )
-def test_the_secrets_of_what_is_deleted_are_gone_at_once(secured, opened, database, delete):
+def test_secrets_of_deleted_objects_are_deleted_at_once(secured, opened, database, delete):
     delete(secured)
     assert opened() == {}
     assert to_read(database) is None
@@ -259,8 +259,8 @@ def test_an_unusable_certificate_is_refused_by_name_and_not_recorded(secured, op
     )
 
 
-def test_no_secret_is_anywhere_in_clear(secured, database, tmp_path, caplog):
-    """Every call that carries a key, at the loudest log level: none of it in a table, a file, a log line."""
+def test_no_secret_is_stored_or_logged_in_clear(secured, database, tmp_path, caplog):
+    """Each call with a key runs at log level DEBUG. Tables, files and log lines contain no part of the key."""
     caplog.set_level(logging.DEBUG)
     secured.listener_update(
         None, change(sni_container_refs=["two"], sni_container_data=[container(TWO)], default_pool_id=None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""UDP and SCTP at Octavia's door: what is written down, and what is refused before it is."""
+"""UDP and SCTP in the driver: recorded objects and refusals."""
 
 import pytest
 import sqlalchemy as sa
@@ -25,7 +25,7 @@ def tree(database):
 
 @pytest.fixture(params=["UDP", "SCTP"])
 def virtual(provider, request):
-    """A load balancer with a listener and pool of that protocol."""
+    """A load balancer with a listener and a pool of that protocol."""
     provider.loadbalancer_create(load_balancer())
     provider.listener_create(listener(protocol=request.param, protocol_port=53))
     kept = {"type": "SOURCE_IP", "persistence_timeout": 60, "persistence_granularity": "255.255.255.0"}
@@ -51,12 +51,12 @@ def test_a_udp_load_balancer_is_recorded(virtual, database):
     assert (found.members[0].backup, found.healthmonitor.url_path) == (True, "/x")
 
 
-def test_udp_and_tcp_at_one_port(virtual, database):
+def test_udp_and_tcp_can_share_a_port(virtual, database):
     virtual.listener_create(listener(listener_id=MONITOR, protocol="TCP", protocol_port=53))
     assert {one.protocol_port for one in tree(database).listeners} == {53}
 
 
-def test_members_no_packet_would_reach(virtual, database):
+def test_members_of_an_unreachable_address_family_are_refused(virtual, database):
     before = tree(database)
     refused(lambda: virtual.member_create(member(1, address="2001:db8::1")), "2001:db8::1", "every VIP is IPv4")
     refused(
@@ -94,7 +94,7 @@ def test_an_update_reads_no_members_of_a_pool_that_stays(virtual):
     assert not [one for one, values in said if POOL in str(values) and "parent_id = " in one]
 
 
-def test_a_new_pool_with_members_of_a_family_without_vips(virtual, database):
+def test_a_new_pool_with_members_of_a_family_without_vips_is_refused(virtual, database):
     protocol = str(tree(database).pools[0].protocol)
     spare = member(1, pool_id=MONITOR, address="2001:db8::1")
     virtual.listener_create(listener(listener_id=OTHER, protocol=protocol, protocol_port=54))
@@ -104,7 +104,7 @@ def test_a_new_pool_with_members_of_a_family_without_vips(virtual, database):
     virtual.pool_create(whole)
 
 
-def test_members_of_both_families_behind_vips_of_both(provider):
+def test_members_of_both_families_are_accepted_behind_vips_of_both(provider):
     more = {"ip_address": "2001:db8:1::10", "network_id": NETWORK, "port_id": "p", "subnet_id": SUBNET6}
     provider.loadbalancer_create(load_balancer(additional_vips=[more]))
     provider.listener_create(listener(protocol="UDP"))
@@ -112,7 +112,7 @@ def test_members_of_both_families_behind_vips_of_both(provider):
     provider.member_batch_update(POOL, [member(2), member(3, address="2001:db8::3")])
 
 
-def test_an_algorithm_that_has_no_effect_with_persistence(virtual, database):
+def test_an_algorithm_without_effect_under_persistence_is_refused(virtual, database):
     protocol = tree(database).pools[0].protocol
     words = (
         "lb_algorithm 'LEAST_CONNECTIONS'",
@@ -131,18 +131,18 @@ def test_an_algorithm_that_has_no_effect_with_persistence(virtual, database):
     refused(lambda: virtual.pool_update(pool(), data_models.Pool(pool_id=POOL, session_persistence=KEPT)), *words)
 
 
-def test_haproxys_pools_have_every_algorithm(served):
+def test_haproxy_pools_accept_every_algorithm(served):
     served.pool_update(pool(), data_models.Pool(pool_id=POOL, lb_algorithm=LEAST))
 
 
 @pytest.mark.parametrize("kind", ["UDP-CONNECT", "SCTP", "TCP", "HTTP", "PING"])
-def test_how_members_are_checked(virtual, database, kind):
+def test_supported_monitors_are_accepted(virtual, database, kind):
     virtual.health_monitor_create(monitor(kind))
     assert tree(database).pools[0].healthmonitor.type == kind
 
 
 @pytest.mark.parametrize("kind", ["HTTPS", "TLS-HELLO"])
-def test_how_members_are_not_checked(virtual, kind):
+def test_unsupported_monitors_are_refused(virtual, kind):
     refused(
         lambda: virtual.health_monitor_create(monitor(kind)), f"type '{kind}'", "UDP-CONNECT, SCTP, TCP, HTTP, PING"
     )
@@ -172,7 +172,7 @@ def test_l4_listeners_refuse_l7_policies(virtual, database):
         (pool, {"session_persistence": {"type": "SOURCE_IP", "persistence_granularity": "255.0.255.0"}}, "granularity"),
     ],
 )
-def test_options_that_mean_nothing(virtual, database, kind, more, word):
+def test_options_without_effect_are_refused(virtual, database, kind, more, word):
     made = {listener: virtual.listener_create, pool: virtual.pool_create}[kind]
     protocol = str(tree(database).listeners[0].protocol)
     ids = {listener: {"listener_id": MONITOR}, pool: {"pool_id": MONITOR, "listener_id": None}}[kind]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One deployment in a folder: database, world, Octavia, and the processes of the control plane.
 
-Invariant: no connection to the database is open while a process is forked, and no state but files, Octavia and the
-clock outlives `begin`. So each run begins with the same rows, and a successor knows what is written down only.
+Invariant: no connection to the database is open during a fork, and no state except files, Octavia and the clock
+outlives `begin`. So each run begins with the same rows, and a successor knows recorded state only.
 """
 
 import os
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import sqlalchemy as sa
 from cryptography.fernet import Fernet
-from dying import Clock, Points, dies
+from killed_forks import Clock, Points, run_in_fork
 from octavia_lib.api.drivers import driver_lib
 from octavia_model import Octavia
 from processes import ControlPlane
@@ -29,7 +29,7 @@ from amphora_driver.plugins import Catalogue
 
 SECOND_NETWORK, SECOND_SUBNET = (f"00000000-0000-4000-8000-0000000000a{number}" for number in (1, 2))
 LEASE = 1.0
-# Seconds of the clock within which a run has to settle after the last death.
+# Seconds of the clock within which a run has to settle after the last kill.
 PATIENCE = 60.0
 _OPTIONS = f"""
 [amp_controller]
@@ -106,7 +106,7 @@ class Deployment:
         migrate.upgrade(url)
         self.database = Database(url, durable=False)
         self.catalogue = Catalog(self.conf, self.database, self.world)
-        # These commits have to survive a process only, and no power cut.
+        # The commits must survive the end of a process, but no power cut.
         driver._shared().database._durable = False
         driver._shared().catalogue = self.catalogue
         self.world.begin()
@@ -151,10 +151,10 @@ class Deployment:
                 )
             )
 
-    # --- beginnings ---------------------------------------------------------------------------------------------------
+    # -- initial states ------------------------------------------------------------------------------------------------
 
     def keep(self, name):
-        """Keep the present state under a name for `begin`."""
+        """Save the present state under a name for `begin`."""
         self._close()
         folder = self.folder / f"kept {name}"
         folder.mkdir()
@@ -177,15 +177,15 @@ class Deployment:
 
     # --- processes ----------------------------------------------------------------------------------------------------
 
-    def dies(self, part):
-        """Run a part in a fork; returns the armed point at which the fork has died, or None."""
+    def run_in_fork(self, part):
+        """Run a part in a fork; returns the armed point that killed the fork, or None."""
         self._close()
 
         def child():
             self._take_over()
             part()
 
-        return dies(child, self.points)
+        return run_in_fork(child, self.points)
 
     def plane(self, *duties):
         """New processes of the control plane, with nothing in memory."""
@@ -193,7 +193,7 @@ class Deployment:
         return ControlPlane(self, f"process-{self._generation}", duties)
 
     def octavia_trees(self):
-        """The load balancers in Octavia; in a fork those of the moment of the fork."""
+        """The load balancers in Octavia; in a fork, those at the time of the fork."""
         return list(self.octavia.seen_by_heartbeats().values())
 
     def amphorae(self):

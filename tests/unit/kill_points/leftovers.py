@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists of what is not settled, what has no owner, and where two sides differ; a run ends when all are empty."""
+"""Lists of unsettled work, orphans and drift. A run ends when all lists are empty."""
 
 import sqlalchemy as sa
 
@@ -10,7 +10,7 @@ from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.provider_agent.octavia_audit import describe_differences
 from amphora_driver.store import amphorae, desired_objects, failovers, rotations, spare_pools, status_outbox
 
-# A run asks in every round, and SQLAlchemy needs longer to build a statement than to run it.
+# A run calls this in every round, and SQLAlchemy needs longer to build a statement than to run it.
 _BUSY = sa.select(job.c.load_balancer_id, job.c.op, job.c.generation, job.c.applied, job.c.committed).where(
     sa.or_(
         job.c.owner.is_not(None),
@@ -30,7 +30,7 @@ _UNSETTLED = sa.select(tables.amphora.c.id).where(tables.amphora.c.state != Amph
 
 
 def undone(deployment):
-    """Accepted work that is not settled: the first kind of it that is found."""
+    """The first kind of accepted work that is not settled."""
 
     def read(connection):
         found = [tuple(row) for row in connection.execute(_BUSY)]
@@ -47,7 +47,7 @@ def undone(deployment):
 
 
 def waited_for(deployment):
-    """The same, with what Octavia waits for; only the test's own process sees Octavia."""
+    """As `unsettled`, with Octavia's open transactions, which only the test's own process sees."""
     return list(deployment.octavia.pending().items()) or undone(deployment)
 
 

@@ -22,11 +22,11 @@ _IDS = {
     "rules": "l7rule_id",
 }
 
-# The transaction of a new load balancer ends after so many reads that do not find it.
+# The transaction of a new load balancer ends after this number of reads that do not find it.
 _PATIENCE = 2
-# Octavia refuses a status of an unknown object of these kinds, but for DELETED, and ignores it of other kinds.
+# Octavia refuses a status of an unknown object of these kinds, except DELETED. It ignores other kinds.
 _REFUSED = ("listeners", "l7policies")
-# Octavia works through a call in this order.
+# Octavia processes a call in this order.
 _STATUS_ORDER = ("members", "healthmonitors", "pools", "l7rules", "l7policies", "listeners", "loadbalancers")
 
 
@@ -90,7 +90,7 @@ class Octavia(OctaviaSockets):
         found = {one: said for one, said in self.provisioning.items() if said in PENDING}
         return found | ({self._open.load_balancer_id: "its transaction is open"} if self._open else {})
 
-    # --- what its driver agent is asked -------------------------------------------------------------------------------
+    # -- requests to the driver agent ----------------------------------------------------------------------------------
 
     def _status(self, document):
         change = self._open
@@ -100,7 +100,7 @@ class Octavia(OctaviaSockets):
                 if change is not None and said and object_id in change.pending:
                     self.early.append(entry)
                 if change is not None and object_id == change.load_balancer_id and object_id in self.trees:
-                    # The status waits for the lock of the row, which the end of the transaction frees.
+                    # The status waits for the lock of the row, which is free after the transaction.
                     self.commit()
                 if object_id not in self.provisioning:
                     if kind in _REFUSED and said != "DELETED":

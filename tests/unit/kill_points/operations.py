@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of operations, with the state before each of them and the checks after it.
 
-An operation without deaths makes each state once.
+Each state comes from an operation without kills.
 """
 
 import time
@@ -38,11 +38,11 @@ _TERMINATED = {
 }
 
 
-# --- what happens without a user --------------------------------------------------------------------------------------
+# -- events without a user ---------------------------------------------------------------------------------------------
 
 
 def _operator_replaces_the_holder(deployment):
-    """Write what `amphoractl amphora failover` writes, for the amphora that has the VIPs."""
+    """Write the same row as `amphoractl amphora failover`, for the VIP holder."""
     why = failovers.FailoverTrigger(cause=failovers.Cause.OPERATOR, reason="an operator wants it", asked_by="test")
     holder, now = deployment.world.kept.read()["holder"], deployment.database.now()
     assert deployment.database.write(lambda c: failovers.open_failovers(c, LB, [holder], why, now)) == 1
@@ -58,10 +58,10 @@ def _operator_rotates(deployment):
 
 
 def _nothing(deployment):
-    """No event: time goes on."""
+    """No event: only time passes."""
 
 
-# --- beginnings -------------------------------------------------------------------------------------------------------
+# -- initial states ----------------------------------------------------------------------------------------------------
 
 
 def _addresses_are_late(deployment):
@@ -113,7 +113,7 @@ BEGINNINGS = {
 }
 
 
-# --- ends -------------------------------------------------------------------------------------------------------------
+# -- final checks ------------------------------------------------------------------------------------------------------
 
 
 def _all_online(deployment):
@@ -144,7 +144,7 @@ def _renewed(deployment):
 
 
 def _two_authorities(deployment):
-    """The new authority of each kind is left."""
+    """Only the new CA of each kind is left."""
     found = deployment.database.read(ca_records.list_cas)
     assert sorted(one.kind for one in found) == sorted(CaKind)
     assert {one.id for one in found} == {2, 4}

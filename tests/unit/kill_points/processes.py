@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Controller, provider agent and health manager in one process: each of them takes a turn in a round.
+"""Controller, provider agent and health manager in one process, one after the other in each round.
 
-SIGKILL ends all three at once and so loses more than the death of one process.
+SIGKILL ends all three at once and so loses more than the end of one process.
 """
 
 import time
@@ -39,7 +39,7 @@ class ControlPlane:
         self._deployment = deployment
         conf, database = deployment.conf, deployment.database
         trust = TrustStore(conf, database, deployment.vault)
-        # Each round reads the authorities anew.
+        # Each round reads the CAs again.
         trust._max_age = 0.0
         backends = ReconcileContext(
             conf=conf,
@@ -54,7 +54,7 @@ class ControlPlane:
         self._reconciler = Reconciler(backends, self._jobs, lambda: None)
         self._housekeeping = Housekeeping(conf, database, deployment.catalogue, name, deployment.vault)
         self._housekeeping_at = time.monotonic() + _HOUSEKEEPING_EVERY
-        # A reporter has the name of the reporter before it, and so its duty at once.
+        # A reporter has the name of the previous reporter, and so gets its duty at once.
         self._reporter = Reporter(conf, database, "reporter")
         turns = {
             HEALTH: lambda: _Health(deployment, name).turn,
@@ -65,9 +65,9 @@ class ControlPlane:
         self._turns = [make() for duty, make in turns.items() if duty in duties]
 
     def round(self):
-        """Do once what is due now.
+        """Do all due work once.
 
-        Housekeeping sweeps no orphans here: no death may leave one.
+        Housekeeping removes no orphans here, because a kill must not leave one.
         """
         for turn in self._turns:
             turn()

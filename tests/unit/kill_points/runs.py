@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of one operation: without a death, with one death, and with a death at each point in turn.
+"""Runs of one operation: without a kill, with one kill, and with a kill at each point in turn.
 
 Invariant: each run begins with the same rows and ends with the same checks (`_end`, `_lost`, `leftovers`).
 """
@@ -16,7 +16,7 @@ from amphora_driver.database.tables import job
 
 
 class Passed(msgspec.Struct, frozen=True):
-    """The visits of an operation to each point: in the process that asks, and in the control plane after that."""
+    """The visits of an operation to each point: in the API process, and then in the control plane."""
 
     asking: dict[str, int]
     after: dict[str, int]
@@ -65,7 +65,7 @@ class Run:
     # --- three kinds of runs ------------------------------------------------------------------------------------------
 
     def undisturbed(self):
-        """No process dies; returns the points to which the processes come."""
+        """No process is killed; returns the visited points."""
         self._begin()
         with self._deployment.points.recorded() as asking:
             self._ask()
@@ -75,27 +75,27 @@ class Run:
             self._end()
         return Passed(asking=asked, after=dict(after))
 
-    def dies_once(self, point, passed, visit=1):
-        """One process dies at its given visit to a point; the successor ends what that process has begun."""
+    def kill_once(self, point, passed, visit=1):
+        """One process is killed at its given visit to a point; the successor completes its work."""
         self._begin()
         self._deployment.points.arm([point], visit)
         asking = point in passed.asking
         if not asking:
             self._ask()
             self._accept()
-        died = self._deployment.dies(self._ask if asking else self._rounds)
-        assert died == point, f"{self._operation.name}: no process has come to {point} {visit} times"
+        killed_at = self._deployment.run_in_fork(self._ask if asking else self._rounds)
+        assert killed_at == point, f"{self._operation.name}: no process has come to {point} {visit} times"
         if asking:
             self._lost()
         else:
             self._outlive()
             self._end()
 
-    def dies_again_and_again(self, times):
-        """Processes die one after the other, each at the first armed point; returns the number of deaths at each point.
+    def kill_repeatedly(self, times):
+        """Kill processes one after the other, each at the first armed point; returns the number of kills at each point.
 
         Args:
-            times: the number of deaths that the test wants at each point.
+            times: the number of kills that the test wants at each point.
         """
         met = Counter()
         self._begin()
@@ -103,10 +103,10 @@ class Run:
         self._accept()
         while left := Counter(times) - met:
             self._deployment.points.arm(left)
-            died = self._deployment.dies(self._rounds)
-            if died is None:
+            killed_at = self._deployment.run_in_fork(self._rounds)
+            if killed_at is None:
                 break
-            met[died] += 1
+            met[killed_at] += 1
             self._outlive()
         self._end()
         return met
@@ -133,7 +133,7 @@ class Run:
             self._deployment.octavia.request(self._operation.request.change(self._deployment), generation)
 
     def _rounds(self):
-        """A fork works until it knows of nothing that is left to do."""
+        """A fork works until it knows no more work."""
         plane = self._deployment.plane(*self._operation.duties)
         end, calm = self._deployment.clock.ahead + PATIENCE, 0
         while calm < 2 and self._deployment.clock.ahead < end:
@@ -142,7 +142,7 @@ class Run:
             self._deployment.clock.advance(plane.pause())
 
     def _go_on(self, left=None):
-        """The successor works until nothing is left to do and nothing is left over; no point is armed.
+        """The successor works until no work and no leftovers remain; no point is armed.
 
         Args:
             left: takes the place of `_left`.
@@ -159,22 +159,22 @@ class Run:
             self._deployment.clock.advance(plane.pause())
 
     def _left(self):
-        """The work that a fork knows of: a fork does not see what Octavia waits for."""
+        """The work that a fork knows: a fork does not see the transactions of Octavia."""
         return undone(self._deployment) or ([] if self._operation.until(self._deployment) else ["what follows"])
 
     def _outlive(self):
-        """The leases of the dead process end after the length of one lease at the latest."""
+        """The leases of the killed process end after the length of one lease at the latest."""
         now = self._deployment.database.now()
         held = self._deployment.scalars(job.c.leased_until, job.c.owner.is_not(None))
-        assert all(until <= now + LEASE for until in held), "a lease lasts longer than a lease"
+        assert all(until <= now + LEASE for until in held), "the remaining time of a lease is longer than a lease"
         if held:
             self._deployment.clock.advance(LEASE + 0.01)
 
     def _lost(self):
-        """The API has died, so Octavia has rolled back: at the end Octavia's rows are as before."""
+        """The API process was killed, so Octavia has rolled back: at the end Octavia's rows are as before."""
         self._go_on(list)
         gone = {one for one, said in self._deployment.octavia.told if said == "DELETED"}
-        # The control plane carries a recorded deletion out: Octavia does not say which deletions it has rolled back.
+        # The control plane completes a recorded deletion, because Octavia does not report rolled-back deletions.
         assert gone in (set(), self._operation.deletes), (
             f"{self._operation.name}: Octavia was told that {gone} are deleted"
         )
@@ -183,7 +183,7 @@ class Run:
         )
 
     def _end(self):
-        """The control plane ends the operation; assert that it has done everything once."""
+        """The control plane ends the operation; assert that it did each step once."""
         self._go_on()
         operation, deployment = self._operation, self._deployment
         assert {said for _, said in deployment.octavia.told} <= {"ACTIVE", "DELETED"}, (

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process dies at each kill point: the successor does what was accepted once, and nothing is left of what was not.
+"""The control plane after SIGKILL at each kill point: the successor completes accepted work once and leaves no orphan.
 
-A run without deaths finds the points of each operation of the table (`operations`). So no list of points can be old.
-A new point or step without an operation in the table fails the first test.
+A run without kills finds the points of each operation of the table (`operations`), so the list of points is always
+current. A new point or step without an operation in the table fails the first test.
 """
 
 import tempfile
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from deployment import Deployment
-from dying import limited
+from killed_forks import limited
 from operations import BEGINNINGS, OPERATIONS
 from runs import Run
 
@@ -28,9 +28,9 @@ NO_POINT = {
     **{f"Await-{one.value}": "a job ends with this step and does nothing for it" for one in Moment},
     **{f"{step}-done": "the step asks agents and writes nothing" for step in ("AskVips", "AskHolder", "AskSpares")},
 }
-# At these points database and world are as at the point before.
+# At these points database and world are as at the previous point.
 NOTHING_NEW = (Point.BARRIER_NEXT, Point.FINISHING, Point.FLUSHING)
-# The longest test takes about five seconds of processor time on a calm machine.
+# The longest test takes about five seconds of processor time on an idle machine.
 _MOST_SECONDS = 60
 AUTHORITY_MOMENTS = (Moment.BEFORE, Moment.MARKED)
 
@@ -50,7 +50,7 @@ def deployment():
 
 @pytest.fixture(autouse=True)
 def processor_time():
-    """A loop without end fails its own test."""
+    """A loop without end fails only its own test."""
     with limited(_MOST_SECONDS):
         yield
 
@@ -98,11 +98,11 @@ _TABLE = pytest.mark.parametrize("number", range(len(OPERATIONS)), ids=[one.name
 
 
 @_TABLE
-def test_a_death_at_each_point(deployment, passed, number):
-    """One process dies once at each point that no operation before this one in the table has.
+def test_a_kill_at_each_point(deployment, passed, number):
+    """One process is killed once at each point that no earlier operation of the table has.
 
-    A step may write several times and may come several times: a process dies before each of these writes. Each request
-    has a transaction of its own, so the API dies in each of them.
+    A step may write several times and may repeat: a process is killed before each of these writes. Each request has
+    its own transaction, so the API process is killed in each of them.
     """
     before = _reached(passed, range(number))
     for point in (Point.INTENT_WRITTEN, Point.INTENT_COMMITTED):
@@ -110,24 +110,24 @@ def test_a_death_at_each_point(deployment, passed, number):
     for point, times in passed(number).all.items():
         last = times if point.endswith(Moment.DONE.value) else 1
         for visit in range(before[point] + 1, last + 1):
-            Run(deployment, OPERATIONS[number]).dies_once(point, passed(number), visit)
+            Run(deployment, OPERATIONS[number]).kill_once(point, passed(number), visit)
 
 
 @pytest.mark.extended
 @_TABLE
-def test_a_death_at_every_point_in_turn(deployment, passed, number):
-    """In one run processes die at all points of the operation, each process at a later point than the one before.
+def test_a_kill_at_every_point_in_turn(deployment, passed, number):
+    """One run kills processes at all points of the operation, each at a later point than the one before.
 
-    After a death the successor may take other steps. The test arms the points that no process has reached once more.
+    After a kill the successor may take other steps. The test arms the unreached points once more.
     """
     left = Counter({point: 1 for point in passed(number).after if not _as_before(point)})
     left.update({point: times - 1 for point, times in passed(number).after.items() if point.endswith("-marked")})
     while left:
-        met = Run(deployment, OPERATIONS[number]).dies_again_and_again(left)
+        met = Run(deployment, OPERATIONS[number]).kill_repeatedly(left)
         assert met, f"no process came to one of {sorted(left)}"
         left = Counter(dict.fromkeys(left.keys() - met.keys(), 1))
 
 
 def _as_before(point):
-    """Whether no process writes between the point before and this one: one death of each kind is enough."""
+    """Whether no process writes between the previous point and this one: one kill of each kind is enough."""
     return point.endswith(Moment.BEFORE.value) or point in {one.value for one in NOTHING_NEW}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of users: the call of the driver, and the changes that Octavia's own transaction makes."""
+"""Requests of users: the call of the driver, and the changes of Octavia's own transaction."""
 
 import copy
 
@@ -15,8 +15,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One request of a user.
 
     Attributes:
-        call: what the API's process does, with the driver as its argument.
-        change: what Octavia commits, with the deployment as its argument; asked when the call has returned.
+        call: the action of the API process, with the driver as its argument.
+        change: the commit of Octavia, with the deployment as its argument; called after `call` has returned.
     """
 
     call: object
@@ -125,7 +125,7 @@ def remove_member(number):
 
 
 def set_members(before, after):
-    """The members of the pool become exactly these."""
+    """The members of the pool are replaced by these."""
     known, wanted = ({member(one).member_id: one for one in numbers} for numbers in (before, after))
 
     def edit(tree):

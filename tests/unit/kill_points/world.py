@@ -10,7 +10,7 @@ import pickle
 import time
 from http import HTTPStatus
 
-from dying import Kept
+from killed_forks import Kept
 
 from amphora_driver.agent.responses import Applied, Info, Vrrp
 from amphora_driver.compute.interface import Machine, MachineState
@@ -20,16 +20,16 @@ from amphora_driver.health.status import ListenerReport, PoolReport, Report
 from amphora_driver.network.interface import NotYet
 from amphora_driver.network.local import LocalNetwork
 
-# The number of questions that an agent does not answer while its machine boots.
+# The number of requests that an agent does not answer while its machine boots.
 _BOOTS = 1
-# Seconds for which connections of an amphora go on after its VIPs went.
+# Seconds for which connections of an amphora continue after the loss of its VIPs.
 DRAINS = 5.0
 
 
 class World:
     """A compute backend and the agents of its machines.
 
-    One pair at a time: the amphora with the VIPs is one of all that are partners of another one.
+    There is one pair at a time: the VIP holder is one of the amphorae with a partner.
     """
 
     supports = frozenset()
@@ -95,7 +95,7 @@ class World:
             _elect(state)
 
     def power_off(self, amphora_id):
-        """The machine stops to answer; the compute backend still has it."""
+        """The machine stops answering; the compute backend still has it."""
         with self.kept.open() as state:
             state["off"].add(amphora_id)
             _elect(state)
@@ -107,7 +107,7 @@ class World:
             machine = _reached(state, amphora_id)
             machine["knocks"] += 1
             if machine["knocks"] <= _BOOTS:
-                raise AgentUnreachable("reach an agent", "its machine boots")
+                raise AgentUnreachable("call an agent", "its machine boots")
 
     def info(self, amphora_id, _address, *, prepared=None, deadline=None):
         state = self.kept.read()
@@ -121,7 +121,7 @@ class World:
             before = machine["bundle"]
             if before is not None and before["generation"] == document["generation"] and before != document:
                 raise AgentRefused(
-                    *("serve a bundle", "it serves this generation with another content"),
+                    *("serve a bundle", "the agent serves this generation with another content"),
                     status=HTTPStatus.CONFLICT,
                     generation=document["generation"],
                 )
@@ -137,7 +137,7 @@ class World:
         with self.kept.open() as state:
             machine = _reached(state, amphora_id)
             if state["holder"] != amphora_id:
-                raise AgentRefused("hand the VIPs over", "it has none", status=HTTPStatus.CONFLICT)
+                raise AgentRefused("hand the VIPs over", "the amphora has no VIPs", status=HTTPStatus.CONFLICT)
             (state["holder"],) = [one["name"] for one in machine["bundle"]["vrrp"]["peers"]]
             machine["drains"] = time.time() + min(drain, DRAINS)
 
@@ -151,7 +151,9 @@ class World:
             _reached(state, amphora_id)["certificate"] = certificate.reveal()
 
     def verify_certificate(self, amphora_id, _address, _fingerprint, *, deadline):
-        assert _reached(self.kept.read(), amphora_id)["certificate"] is not None, "a certificate is proven, not given"
+        assert _reached(self.kept.read(), amphora_id)["certificate"] is not None, (
+            "a controller verifies a certificate and does not grant it"
+        )
 
     # --- heartbeats ---------------------------------------------------------------------------------------------------
 
@@ -191,7 +193,7 @@ class World:
 
 def _reached(state, amphora_id):
     if amphora_id in state["off"] or amphora_id not in state["machines"]:
-        raise AgentUnreachable("ask an agent", "it does not answer")
+        raise AgentUnreachable("ask an agent", "the agent does not answer")
     return state["machines"][amphora_id]
 
 
@@ -202,7 +204,7 @@ def _holds(state, amphora_id):
 
 
 def _elect(state):
-    """A partner takes the VIPs of an amphora that is gone."""
+    """A partner takes the VIPs of an amphora that has ended."""
     paired = [
         one
         for one, machine in state["machines"].items()

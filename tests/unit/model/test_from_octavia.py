@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Octavia hands over, in all the ways it does."""
+"""Conversion of Octavia's objects into the model: unset, None, values and secrets."""
 
 import pytest
 from octavia_lib.api.drivers import data_models
@@ -57,7 +57,7 @@ def test_secrets_of_a_listener():
     assert "key of" not in repr(found)
 
 
-def test_contents_in_another_order_than_their_references_are_not_trusted():
+def test_contents_in_another_order_than_their_references_are_not_used():
     source = {
         "listener_id": "li",
         "sni_container_refs": ["b", "a"],
@@ -66,10 +66,12 @@ def test_contents_in_another_order_than_their_references_are_not_trusted():
     assert from_octavia.read_secrets(Kind.LISTENER, source, paired=False) == {}
     assert set(texts(from_octavia.read_secrets(Kind.LISTENER, source)).values()) == {"a", "b"}
     del source["sni_container_data"][1]
-    assert from_octavia.read_secrets(Kind.LISTENER, source) == {}, "one is missing, and it is unknown which"
+    assert from_octavia.read_secrets(Kind.LISTENER, source) == {}, (
+        "one content is missing, and its reference is unknown"
+    )
 
 
-def test_secrets_of_everything_in_a_load_balancer_as_it_is_read_back():
+def test_secrets_of_a_load_balancer_are_read_back():
     tree = {
         "loadbalancer_id": "lb",
         "listeners": [
@@ -208,7 +210,7 @@ def after(kind, **named):
         (Kind.L7POLICY, {"redirect_http_code": "308"}, {"redirect_http_code": 308}),
     ],
 )
-def test_nothing_said_none_and_a_value_are_three_things(kind, named, expected):
+def test_unset_none_and_a_value_are_different(kind, named, expected):
     found = after(kind, **named)
     assert {name: getattr(found, name) for name in expected} == expected
 
@@ -237,7 +239,7 @@ def test_a_wrong_type_is_a_request_error(kind, source):
         {"listener_id": "li", "client_ca_tls_container_ref": "a", "client_ca_tls_container_data": {"secret": "BEGIN"}},
     ],
 )
-def test_a_secret_of_another_type_is_not_quoted(source):
+def test_the_error_about_a_wrong_secret_type_does_not_quote_it(source):
     with pytest.raises(ModelError) as caught:
         from_octavia.read_secrets(Kind.LISTENER, source)
     assert "BEGIN" not in str(caught.value)

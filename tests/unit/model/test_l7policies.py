@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of a listener's policies, compared with a list that is simply worked on as Octavia works on its own."""
+"""The order of a listener's policies, compared with operations on a plain list as in Octavia."""
 
 import random
 
@@ -38,7 +38,7 @@ def line(names):
         ("ab", 4, "abn"),
     ],
 )
-def test_put_in(before, position, after):
+def test_a_policy_is_inserted(before, position, after):
     assert order(insert_at_position(line(before), policy("n", position))) == after
 
 
@@ -46,19 +46,19 @@ def test_put_in(before, position, after):
     ("moved", "position", "after"),
     [("a", 1, "abcd"), ("a", 2, "bacd"), ("a", 4, "bcda"), ("a", 99, "bcda"), ("d", 1, "dabc"), ("c", 2, "acbd")],
 )
-def test_moved(moved, position, after):
+def test_a_policy_is_moved(moved, position, after):
     assert order(insert_at_position(line("abcd"), policy(moved, position))) == after
 
 
-def test_taken_out():
+def test_a_policy_is_removed():
     assert order(renumber(one for one in line("abcd") if one.id != "b")) == "acd"
 
 
-def test_in_whatever_order_they_are_read():
+def test_the_order_of_reading_does_not_matter():
     assert order(renumber(reversed(line("abcd")))) == "abcd"
 
 
-def test_as_a_list_would_have_it():
+def test_random_changes_equal_those_of_a_list():
     source = random.Random(3)
     names: list[str] = []
     policies: tuple[L7Policy, ...] = ()
@@ -96,7 +96,7 @@ EVERYTHING = {
         (L7Action.REDIRECT_PREFIX, {"redirect_prefix", "redirect_http_code"}),
     ],
 )
-def test_an_action_keeps_what_it_uses(action, kept):
+def test_a_changed_action_keeps_its_own_fields(action, kept):
     found = clear_unused_redirects(policy("a", action=action, **EVERYTHING))
     assert {name for name in EVERYTHING if getattr(found, name) is not None} == kept
     assert clear_unused_redirects(found) is found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks in a database of the test's own."""
+"""Networks in a database for each test."""
 
 import migrated
 import pytest

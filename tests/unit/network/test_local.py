@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The embedded network backend hands out addresses: each to one port, all or none, the same ones when asked again."""
+"""The embedded network backend allocates addresses: one port each, all or none, and the same after a retry."""
 
 import multiprocessing
 import uuid
@@ -23,44 +23,44 @@ def take(network, *wanted, load_balancer_id=None):
 
 
 class TestVip:
-    def test_any_address_of_the_subnet(self, network):
+    def test_any_address_of_the_subnet_is_allocated(self, network):
         (vip,) = take(network, {"subnet_id": "v4"})
         assert (vip.address, vip.subnet_id, vip.network_id) == ("198.51.100.10", "v4", "net")
         assert network.port(vip.port_id).mtu == 1450
 
-    def test_lowest_address_free(self, network):
+    def test_the_lowest_free_address_is_allocated(self, network):
         balancers = [lb() for _ in range(3)]
         for one in balancers:
             take(network, {"subnet_id": "v4"}, load_balancer_id=one)
         network.release_load_balancer(balancers[1])
         assert take(network, {"subnet_id": "v4"})[0].address == "198.51.100.11"
 
-    def test_a_wanted_address_outside_the_pool(self, network):
+    def test_a_requested_address_outside_the_pool_is_allocated(self, network):
         assert take(network, {"subnet_id": "v4", "address": "198.51.100.5"})[0].address == "198.51.100.5"
 
-    def test_both_families_on_one_port_in_the_order_asked(self, network):
+    def test_both_families_are_on_one_port_in_request_order(self, network):
         first, second = take(network, {"subnet_id": "v6"}, {"subnet_id": "v4"})
         assert (first.address, second.address) == ("2001:db8::2", "198.51.100.10")
         assert first.port_id == second.port_id
 
-    def test_two_on_the_same_subnet_differ(self, network):
+    def test_two_load_balancers_on_one_subnet_have_different_addresses(self, network):
         vips = take(network, {"subnet_id": "v4"}, {"subnet_id": "v4"})
         assert len({vip.address for vip in vips}) == 2
 
-    def test_network_only_prefers_ipv4(self, network):
+    def test_a_request_by_network_prefers_ipv4(self, network):
         assert take(network, {"network_id": "net"})[0].subnet_id == "v4"
 
-    def test_network_and_address_finds_the_subnet(self, network):
+    def test_a_request_by_network_and_address_finds_the_subnet(self, network):
         (vip,) = take(network, {"network_id": "net", "address": "2001:DB8:0:0::0F"})
         assert (vip.subnet_id, vip.address) == ("v6", "2001:db8::f")
 
-    def test_again_is_the_same(self, network):
+    def test_a_retry_returns_the_same_addresses(self, network):
         one = lb()
         wanted = ({"subnet_id": "v4"}, {"subnet_id": "v6"})
         assert take(network, *wanted, load_balancer_id=one) == take(network, *wanted, load_balancer_id=one)
         assert len(network.all_ports()) == 1
 
-    def test_released_is_free_and_release_repeats(self, network):
+    def test_released_addresses_are_free_and_release_can_be_repeated(self, network):
         one = lb()
         take(network, {"subnet_id": "v4", "address": "198.51.100.7"}, load_balancer_id=one)
         network.release_load_balancer(one)
@@ -92,7 +92,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("wanted", "error", "words"), REFUSED)
-def test_refused_in_words_and_without_a_trace(network, wanted, error, words):
+def test_a_refusal_has_a_reason_and_leaves_no_rows(network, wanted, error, words):
     with pytest.raises(error) as raised:
         take(network, wanted)
     assert words in str(raised.value)
@@ -100,24 +100,24 @@ def test_refused_in_words_and_without_a_trace(network, wanted, error, words):
     assert network.all_ports() == ()
 
 
-def test_taken_address(network):
+def test_an_allocated_address_is_refused(network):
     take(network, {"subnet_id": "v4", "address": "198.51.100.7"})
     with pytest.raises(Conflict, match=r"198\.51\.100\.7 of subnet v4 .* is in use"):
         take(network, {"subnet_id": "v4", "address": "198.51.100.7"})
 
 
-def test_the_same_address_twice_in_one_request(network):
+def test_the_same_address_twice_in_one_request_is_refused(network):
     with pytest.raises(Conflict, match="in use"):
         take(network, *({"subnet_id": "v6", "address": "2001:db8::7"},) * 2)
     assert network.all_ports() == ()
 
 
-def test_subnets_of_two_networks(network):
+def test_subnets_of_two_networks_are_refused(network):
     with pytest.raises(UnsupportedOption, match="must be on one network"):
         take(network, {"subnet_id": "v4"}, {"subnet_id": "tiny"})
 
 
-def test_exhausted_subnet_leaves_gateway_and_broadcast_alone(network):
+def test_an_exhausted_subnet_keeps_gateway_and_broadcast_free(network):
     got = [take(network, {"subnet_id": "tiny"})[0].address for _ in range(3)]
     assert got == ["192.0.2.2", "192.0.2.3", "192.0.2.4"]
     with pytest.raises(Conflict, match=r"every address of subnet tiny .* is in use"):
@@ -125,7 +125,7 @@ def test_exhausted_subnet_leaves_gateway_and_broadcast_alone(network):
 
 
 class TestOwnPort:
-    def test_used_as_it_is_and_left_as_it_was(self, network):
+    def test_a_port_of_the_user_is_used_and_not_changed(self, network):
         port, one = network.create_port("net"), lb()
         for _ in range(2):
             (vip,) = take(network, {"port_id": port.id}, load_balancer_id=one)
@@ -134,17 +134,17 @@ class TestOwnPort:
         assert network.port(port.id) == port
         assert take(network, {"port_id": port.id})
 
-    def test_which_address_is_meant(self, network):
+    def test_the_requested_address_of_a_port_is_used(self, network):
         port = network.create_port("net")
         both = take(network, {"port_id": port.id, "subnet_id": "v6"}, {"subnet_id": "v4"})
         assert [vip.subnet_id for vip in both] == ["v6", "v4"]
 
-    def test_an_address_it_does_not_have(self, network):
+    def test_an_address_that_the_port_does_not_have_is_refused(self, network):
         port = network.create_port("net", [FixedAddress(subnet_id="v4", address="198.51.100.77")])
         with pytest.raises(UnsupportedOption, match=r"has 198\.51\.100\.77, not 198\.51\.100\.78"):
             take(network, {"port_id": port.id, "address": "198.51.100.78"})
 
-    def test_in_use(self, network):
+    def test_a_port_in_use_is_refused(self, network):
         port = network.create_port("net")
         take(network, {"port_id": port.id})
         with pytest.raises(Conflict, match="is in use by lb-"):
@@ -157,7 +157,7 @@ class TestOwnPort:
         with pytest.raises(Conflict, match="in use by amphora"):
             take(network, {"port_id": port.id})
 
-    def test_never_deleted_by_the_provider(self, network):
+    def test_a_port_of_the_user_is_never_deleted(self, network):
         port = network.create_port("net")
         network.delete_port(port.id)
         assert network.port(port.id) == port
@@ -167,7 +167,7 @@ class TestOwnPort:
 
 
 class TestPort:
-    def test_found_again_and_completed(self, network):
+    def test_an_incomplete_port_is_found_and_completed(self, network):
         port = network.ensure_port(management_port("a", "net", ["v4"]))
         assert network.ensure_port(management_port("a", "net", ["v4"])) == port
         more = network.ensure_port(management_port("a", "net", ["v4", "v6"]))
@@ -182,11 +182,11 @@ class TestPort:
         assert {port.id for port in network.ports("a")} == made
         assert network.ports("b") == ()
 
-    def test_subnet_of_another_network(self, network):
+    def test_a_subnet_of_another_network_is_refused(self, network):
         with pytest.raises(UnsupportedOption, match="is not a subnet of network other"):
             network.ensure_port(management_port("a", "other", ["v4"]))
 
-    def test_deleted_twice(self, network):
+    def test_deletion_of_a_port_can_be_repeated(self, network):
         port = network.ensure_port(management_port("a", "net", ["v4"]))
         network.delete_port(port.id)
         network.delete_port(port.id)
@@ -203,12 +203,12 @@ class TestPort:
         assert len(set(macs)) == 50
         assert all(int(mac[:2], 16) & 0b11 == 0b10 for mac in macs)
 
-    def test_fixed_port(self, network):
+    def test_the_fixed_port_is_described(self, network):
         wanted = [FixedAddress(subnet_id="v4", address="198.51.100.2")]
         assert network.fixed_port("client", "net", wanted) == network.fixed_port("client", "net", wanted)
 
 
-def test_subnet(network):
+def test_the_subnet_is_described(network):
     found = network.subnet("v4")
     assert (found.cidr, found.gateway, found.network_id) == ("198.51.100.0/24", "198.51.100.1", "net")
     with pytest.raises(UnsupportedOption, match="subnet nowhere does not exist"):
@@ -224,9 +224,10 @@ def _take_many(url, folder, number):
 
 
 def _at_once(database, work, *args):
-    """How three processes ended that did this at once.
+    """The results of three concurrent processes.
 
-    They are forked: a spawned one imports everything anew. SQLite wants no connection open meanwhile.
+    They are forks, because a spawned process imports everything again. SQLite needs all connections closed during a
+    fork.
     """
     database.dispose()
     context = multiprocessing.get_context("fork")
@@ -238,13 +239,13 @@ def _at_once(database, work, *args):
     return [process.exitcode for process in processes]
 
 
-def test_two_processes_never_take_the_same(network, database, url, tmp_path):
+def test_two_processes_never_allocate_the_same_address(network, database, url, tmp_path):
     assert _at_once(database, _take_many, url, tmp_path, 20) == [0, 0, 0]
     addresses = [port.addresses[0].address for port in network.all_ports()]
     assert len(addresses) == len(set(addresses)) == 60
 
 
-def test_two_processes_want_one_load_balancers_vip(network, database, url, tmp_path):
+def test_two_processes_allocate_one_vip_for_one_load_balancer(network, database, url, tmp_path):
     one = lb()
     assert _at_once(database, _take_for, url, tmp_path, one) == [0, 0, 0]
     assert len(network.ports(vip_owner(one))) == len(network.all_ports()) == 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Network namespaces: paths where none is mounted."""
+"""Network namespaces: a path without a mounted namespace."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Security groups and QoS policies become rules of the switch: what is in them, and nothing else."""
+"""Security groups and QoS policies become nftables rules of the virtual switch."""
 
 import pytest
 
@@ -17,16 +17,16 @@ def guarded(**more):
 
 
 def rules(*of):
-    """The lines of the table that decide something."""
+    """The lines of the table that accept, drop or limit packets."""
     lines = [line.strip() for line in port_security_rules.render_ruleset(of).splitlines()]
     return [line for line in lines if line.endswith((" accept", " drop")) or " jump " in line]
 
 
-def test_nothing_guarded_is_no_table():
+def test_ports_without_groups_need_no_table():
     assert port_security_rules.render_ruleset(()) == "table bridge amphora_vips\ndelete table bridge amphora_vips\n"
 
 
-def test_groups_let_in_what_one_of_them_names():
+def test_a_client_is_accepted_if_one_group_permits_it():
     found = rules(guarded(groups=(WEB, HERE)))
     asked = [line for line in found if "daddr" in line and "destination-unreachable" not in line]
     assert asked == [
@@ -42,7 +42,7 @@ def test_groups_let_in_what_one_of_them_names():
 
 
 @pytest.mark.parametrize("protocol", ["udp", "sctp"])
-def test_ports_of_what_haproxy_does_not_serve(protocol):
+def test_ports_outside_haproxy_are_not_filtered(protocol):
     group = SecurityGroup(id="g", name="names", rules=(Rule(protocol=protocol, first_port=53, last_port=53),))
     port_security_rules.validate_group(group)
     found = rules(guarded(addresses=("198.51.100.10",), groups=(group,)))
@@ -68,7 +68,7 @@ def test_without_groups_all_clients_are_permitted():
         ({"ingress_kbps": 8}, ['oifname "p{}" limit rate over 1000 bytes/second burst 262144 bytes drop']),
     ],
 )
-def test_every_port_has_a_limit_of_its_own(policy, expected):
+def test_every_port_has_its_own_limit(policy, expected):
     found = rules(guarded(policy=QosPolicy(id="q", name="slow", **policy)))
     assert found == [line.format(number) for number in (1, 2) for line in expected]
 
@@ -85,6 +85,6 @@ def test_every_port_has_a_limit_of_its_own(policy, expected):
         {"remote": "everywhere"},
     ],
 )
-def test_a_rule_that_means_nothing(rule):
+def test_an_invalid_rule_is_refused(rule):
     with pytest.raises(NetworkError, match="define security group odd"):
         port_security_rules.validate_group(SecurityGroup(id="g", name="odd", rules=(Rule(**rule),)))

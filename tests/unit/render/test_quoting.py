@@ -23,7 +23,7 @@ from amphora_driver.render import quoting
         ("x" * 2048, "'" + "x" * 2048 + "'"),
     ],
 )
-def test_text(value, word):
+def test_text_is_quoted(value, word):
     assert quoting.text(value, "it") == word
 
 
@@ -32,7 +32,7 @@ def test_text(value, word):
     ["", "a\nb", "a\rb", "a\0b", "a\tb", "\x7f", "\x85", "\u2028", "\ud800", "x" * 2049, "ü" * 1025, None, 5, b"x"],
     ids=repr,
 )
-def test_text_refuses(value):
+def test_unprintable_text_is_refused(value):
     with pytest.raises(QuotingError) as caught:
         quoting.text(value, "the field", "the-id")
     assert "the field" in str(caught.value)
@@ -49,18 +49,18 @@ def test_log_format_doubles_percent():
 
 
 @pytest.mark.parametrize("value", ["a", "0b9d", "52cf5fb1-5a1e-4f0c-93a5-0f6a8b6d8f4d", "a.b_c-d", "x" * 64])
-def test_identifier(value):
+def test_identifiers_are_accepted(value):
     assert quoting.identifier(value, "it") == value
 
 
 @pytest.mark.parametrize("value", ["", "-a", "a b", "a:b", "a\n", "a'", "é", "x" * 65, None, 7])
-def test_identifier_refuses(value):
+def test_unsafe_identifiers_are_refused(value):
     with pytest.raises(QuotingError):
         quoting.identifier(value, "it")
 
 
 @pytest.mark.parametrize("value", ["", "-a", "a b", "a\n", "a'", "a#", "a$", "a\\", None])
-def test_token_refuses(value):
+def test_unsafe_tokens_are_refused(value):
     with pytest.raises(QuotingError):
         quoting.token(value, "it")
 
@@ -73,7 +73,7 @@ def test_token_refuses(value):
         ("::ffff:192.0.2.1", "[::ffff:c000:201]:80"),
     ],
 )
-def test_endpoint(value, word):
+def test_an_endpoint_has_address_and_port(value, word):
     assert quoting.endpoint(value, 80, "it") == word
 
 
@@ -100,18 +100,18 @@ def test_endpoint(value, word):
     ],
     ids=repr,
 )
-def test_address_refuses(value):
+def test_invalid_addresses_are_refused(value):
     with pytest.raises(QuotingError):
         quoting.address(value, "it")
 
 
 @pytest.mark.parametrize("value", [0, -1, 65536, True, "80", 80.0, None])
-def test_port_refuses(value):
+def test_invalid_ports_are_refused(value):
     with pytest.raises(QuotingError):
         quoting.port(value, "it")
 
 
-def test_times():
+def test_times_have_a_unit():
     assert quoting.milliseconds(50000, "it") == "50000ms"
     assert quoting.seconds(5, "it") == "5s"
     for make, value in [(quoting.milliseconds, 0), (quoting.milliseconds, 2**31), (quoting.seconds, 2147484)]:
@@ -119,7 +119,7 @@ def test_times():
             make(value, "it")
 
 
-def test_long_values_are_cut_in_messages():
+def test_long_values_are_truncated_in_messages():
     with pytest.raises(QuotingError) as caught:
         quoting.token("'" * 5000, "it")
     assert len(str(caught.value)) < 300
@@ -130,7 +130,7 @@ def environment() -> jinja2.Environment:
 
 
 @pytest.mark.parametrize("value", ["plain", 1.0, True, None, ["x"], b"x"], ids=repr)
-def test_a_template_cannot_print_what_is_not_quoted(value):
+def test_a_template_refuses_unquoted_values(value):
     with pytest.raises(TypeError, match="unquoted"):
         environment().from_string("{{ value }}").render(value=value)
 
@@ -146,7 +146,7 @@ def test_a_template_prints_quoted_values_and_integers():
     assert text == "'x y' 5"
 
 
-def test_quoted_cannot_be_made_by_hand():
+def test_quoted_text_cannot_be_constructed_directly():
     with pytest.raises(TypeError):
         quoting.Quoted("evil")
     with pytest.raises(TypeError):
@@ -155,12 +155,12 @@ def test_quoted_cannot_be_made_by_hand():
         quoting.words([quoting.token("a", "it"), "b"])
 
 
-def test_a_pattern_within_two_levels_of_quotes():
+def test_a_pattern_is_quoted_twice():
     word = quoting.substituted("path", "^\\d\"'$,)#", "i", "it")
     assert word == '\'path,regsub("^\\\\d\\"\'\\\'\'$,)#","","i")\''
 
 
-def test_a_longer_text_where_a_value_became_longer():
+def test_a_higher_limit_permits_longer_text():
     assert len(quoting.text("x" * 5000, "it", longest=6000)) == 5002
     with pytest.raises(QuotingError, match="longer than 6000"):
         quoting.text("x" * 6001, "it", longest=6000)
@@ -169,19 +169,19 @@ def test_a_longer_text_where_a_value_became_longer():
 @pytest.mark.parametrize(
     "text", ["acl", "-m beg --", "if { path,field(-1,/) -m sub", "use_backend %[var(txn.pool)]", "}"]
 )
-def test_keywords_and_flags(text):
+def test_keywords_and_flags_are_accepted(text):
     assert quoting.keywords(text) == text
 
 
 @pytest.mark.parametrize(
     "text", ["", " acl", "acl ", "a  b", "---", "-mm", "{{", "a'b", "%[x y]", "a\nb", "a#b", "$a", "!a"]
 )
-def test_keywords_refuses(text):
+def test_unknown_keywords_are_refused(text):
     with pytest.raises(QuotingError):
         quoting.keywords(text)
 
 
-def test_names_of_others_are_made_of_quoted_words_only():
+def test_names_are_joined_from_quoted_words_only():
     assert quoting.negated(quoting.identifier("r1", "it")) == "!r1"
     function, backend = quoting.keywords("str"), quoting.backend_name(*map(quoting.keywords, ("p", "l")))
     assert quoting.call(function, backend) == "str(p:l)"
@@ -197,7 +197,7 @@ def test_names_of_others_are_made_of_quoted_words_only():
         (quoting.host_name, "a_b.example.com", "a_b.example.com"),
     ],
 )
-def test_words_of_one_kind(make, value, word):
+def test_ciphers_and_host_names_are_accepted(make, value, word):
     made = make(value, "it")
     assert (type(made), made) == (quoting.Quoted, word)
 
@@ -209,12 +209,12 @@ def test_words_of_one_kind(make, value, word):
         *((quoting.host_name, value) for value in ("", "a b", "a)", "a,b", "-a", "a-", "a.b\n", "a'", None)),
     ],
 )
-def test_words_of_one_kind_refuse(make, value):
+def test_invalid_ciphers_and_host_names_are_refused(make, value):
     with pytest.raises(QuotingError):
         make(value, "it")
 
 
-def test_a_fetch_with_an_argument():
+def test_a_fetch_has_a_quoted_argument():
     assert quoting.call(quoting.keywords("str"), quoting.host_name("a.b", "it")) == "str(a.b)"
     assert quoting.sample("req.cook", "it's $x", ",sha1", "it") == "'req.cook(\"it'\\''s $x\"),sha1'"
     for argument in ('a"b', "a\\b", "a\nb", ""):
@@ -222,7 +222,7 @@ def test_a_fetch_with_an_argument():
             quoting.sample("req.cook", argument, "", "it")
 
 
-def test_lines():
+def test_lines_are_joined():
     one, tail = quoting.keywords("server a"), quoting.keywords("ssl verify none")
     assert quoting.lines([one, one]) == "    server a\n    server a\n"
     assert quoting.lines([one], tail) == "    server a ssl verify none\n"
@@ -255,7 +255,7 @@ def test_lines():
         ("server -f 192.0.2.1:80 weight 1", False),
     ],
 )
-def test_ordinary_servers(beginning, ordinary, tail):
+def test_plain_servers_are_recognised(beginning, ordinary, tail):
     (line,) = quoting.ordinary_servers([beginning], tail)
     assert line == ((f"{beginning} {tail}" if tail else beginning) if ordinary else None)
 

@@ -69,14 +69,14 @@ def server(*args, **changes) -> str:
         (Algorithm.SOURCE_IP_PORT, ["balance hash var(txn.client)", "hash-type consistent"]),
     ],
 )
-def test_algorithms(algorithm, says):
+def test_algorithms_are_rendered(algorithm, says):
     found = backend(lb_algorithm=algorithm)
     assert [line for line in found if line.startswith(("balance", "hash-type"))] == says
     assert (" id " in found[-1]) is (len(says) == 2)
 
 
 @pytest.mark.parametrize(("listener", "word"), [(LISTENER, "http-request"), (TCP, "tcp-request content")])
-def test_source_port_takes_part(listener, word):
+def test_source_ip_port_includes_the_source_port(listener, word):
     found = backend(None, listener, lb_algorithm=Algorithm.SOURCE_IP_PORT, protocol="PROXY")
     assert f"{word} set-var-fmt(txn.client) %[src]:%[src_port]" in found
 
@@ -120,7 +120,7 @@ def kept(kind: str, name: str | None = None) -> SessionPersistence:
         ),
     ],
 )
-def test_persistence(listener, wanted, says):
+def test_persistence_is_rendered(listener, wanted, says):
     found = backend(None, listener, session_persistence=wanted)
     assert [line for line in found if line.startswith(("stick", "cookie", "dynamic-cookie"))] == says
     assert found[-1] == "server m1 192.0.2.1:80 weight 1"
@@ -138,7 +138,7 @@ CA = {"tls_enabled": True, "ca_tls_container_ref": "ca"}
         (LISTENER, None, {"tls_enabled": True}, f"ssl verify none {VERSIONS}"),
         (TERMINATED, None, {"tls_enabled": True}, f"ssl verify none {VERSIONS} sni ssl_fc_sni"),
         (LISTENER, None, CA, f"ssl verify required ca-file tls/p1/ca.pem {VERSIONS}"),
-        # The client's name has no part in what is verified.
+        # The client's SNI has no effect on the verified name.
         (TERMINATED, None, CA, f"ssl verify required ca-file tls/p1/ca.pem {VERSIONS}"),
         (
             TERMINATED,
@@ -158,11 +158,11 @@ CA = {"tls_enabled": True, "ca_tls_container_ref": "ca"}
         (LISTENER, None, {"tls_container_ref": "own", "alpn_protocols": ("h2",)}, "server m1 192.0.2.1:80 weight 1"),
     ],
 )
-def test_encryption(listener, watch, changes, says):
+def test_encryption_to_members_is_rendered(listener, watch, changes, says):
     assert server(watch, listener, **changes) == says
 
 
-def test_members_prove_the_name_their_monitor_asks_for():
+def test_members_are_verified_against_the_name_of_the_monitor():
     name = "sni str(m.example.com) verifyhost m.example.com"
     for listener in (LISTENER, TERMINATED):
         said = server(NAMED, listener, **CA)
@@ -173,19 +173,19 @@ def test_members_prove_the_name_their_monitor_asks_for():
 
 
 @pytest.mark.parametrize("off", [{"admin_state_up": False}, {"url_path": "no path"}])
-def test_checks_run_without_requests(off):
+def test_checks_run_without_client_requests(off):
     rendered = render(tree(msgspec.structs.replace(NAMED, **off), **CA))
     assert "sni str(m.example.com) verifyhost m.example.com" in rendered.text
     assert " check " not in rendered.text
 
 
-def test_a_name_that_cannot_be_verified_takes_the_pool_along():
+def test_a_name_that_cannot_be_verified_disables_the_pool():
     rendered = render(tree(monitor("HTTPS", domain_name="a b"), **CA))
     assert {error.object_id for error in rendered.refused} == {"h1", "p1"}
     assert "backend" not in rendered.text
 
 
-def test_files_of_a_pool():
+def test_the_files_of_a_pool_are_listed():
     rendered = render(tree(**CA, crl_container_ref="crl", tls_container_ref="own"))
     assert {(file.name, file.secret.purpose.value, file.secret.ref) for file in rendered.files} == {
         ("tls/p1/client.pem", "certificate", "own"),
@@ -211,14 +211,14 @@ PROXY = {"protocol": "PROXY"}
         ("HTTP", {}, HERE, PACE),
         ("HTTPS", {}, HERE, f"{PACE} check-ssl verify none"),
         ("TLS-HELLO", {}, ELSEWHERE, f"{PACE} check-ssl verify none port 9"),
-        # An encrypting pool: HTTP is asked as traffic asks, but not at another port; TCP is a connection, no more.
+        # In an encrypting pool, an HTTP check uses TLS except at another port. A TCP check only connects.
         ("TCP", TLS, HERE, f"{PACE} port 80"),
         ("TCP", TLS, AWAY, f"{PACE} addr 192.0.2.99 port 80"),
         ("HTTP", TLS, HERE, f"{PACE} check-ssl port 80"),
         ("HTTP", TLS, ELSEWHERE, f"{PACE} port 9"),
         ("HTTPS", TLS, ELSEWHERE, f"{PACE} check-ssl port 9"),
         ("TLS-HELLO", TLS, HERE, f"{PACE} check-ssl port 80"),
-        # The PROXY protocol belongs to the traffic's port.
+        # The PROXY protocol is for the traffic port only.
         ("TCP", PROXY, HERE, f"{PACE} check-send-proxy port 80"),
         ("TCP", PROXY, AWAY, f"{PACE} check-send-proxy addr 192.0.2.99 port 80"),
         ("TCP", PROXY, {"monitor_port": 80}, f"{PACE} check-send-proxy port 80"),
@@ -229,21 +229,21 @@ PROXY = {"protocol": "PROXY"}
         ("PING", {**PROXY, **TLS}, ELSEWHERE, f"{PACE} addr 127.0.0.1 port 9101"),
     ],
 )
-def test_checks(kind, changes, member, says):
+def test_checks_are_rendered(kind, changes, member, says):
     said = server(monitor(kind), member=member, **changes)
     tail = f" ssl verify none {VERSIONS}" if "tls_enabled" in changes else ""
     tail = (" send-proxy" if "protocol" in changes else "") + tail
     assert said == says + tail
 
 
-def test_protocols_of_a_check():
+def test_only_http_checks_over_tls_use_alpn():
     h2 = {"tls_enabled": True, "alpn_protocols": ("h2", "http/1.1")}
     assert " check-alpn h2,http/1.1 " in server(monitor("HTTP"), **h2)
     assert " check-alpn " not in server(monitor("TLS-HELLO"), **h2)
     assert " check-alpn " not in server(monitor("HTTPS"), alpn_protocols=("h2",))
 
 
-def test_a_name_in_a_check():
+def test_a_check_sends_the_name_of_the_monitor():
     assert server(monitor("HTTPS", domain_name="a.b.")) == f"{PACE} check-ssl verify none check-sni a.b"
 
 
@@ -257,7 +257,7 @@ def test_a_name_in_a_check():
             {"http_version": 1.1, "domain_name": "a.b"},
             "http-check send meth GET uri '/' ver HTTP/1.1 hdr Host 'a.b'",
         ),
-        # HTTP/1.1 demands a Host: the member's address, IPv6 in brackets.
+        # HTTP/1.1 requires a Host header: the member's address, IPv6 in brackets.
         (
             "HTTP",
             {"http_version": 1.1},
@@ -266,18 +266,18 @@ def test_a_name_in_a_check():
         ("PING", {"url_path": "/x", "domain_name": "a.b"}, "http-check send meth GET uri-lf '/ping/%[srv_name]'"),
     ],
 )
-def test_requests(kind, changes, send):
+def test_check_requests_are_rendered(kind, changes, send):
     found = backend(monitor(kind, **changes))
     assert [line for line in found if line.startswith("http-check send")] == [send]
     assert "option httpchk" in found
 
 
 @pytest.mark.parametrize("kind", ["TCP", "TLS-HELLO"])
-def test_no_request(kind):
+def test_other_check_types_send_no_http_request(kind):
     assert not [line for line in backend(monitor(kind, url_path="/x")) if "http" in line and "mode" not in line]
 
 
-def test_pings():
+def test_ping_checks_are_not_haproxy_checks():
     rendered = render(tree(monitor("PING")))
     assert rendered.pings == (("m1", "192.0.2.1"),)
     assert render(tree(monitor("PING"), member={"monitor_address": "2001:db8::9"})).pings == (("m1", "2001:db8::9"),)
@@ -297,5 +297,5 @@ def test_pings():
         ({"vnic_type": "normal"}, "server m1 192.0.2.1:80 weight 1"),
     ],
 )
-def test_members(member, says):
+def test_members_are_rendered(member, says):
     assert backend(member=member)[-1] == says

@@ -32,21 +32,21 @@ def test_weight_is_counted_once():
     assert [memory.get(key) for key in "ab"] == ["A", "B"]
 
 
-def test_something_too_heavy_is_kept_alone():
+def test_an_entry_above_the_limit_is_kept_alone():
     memory: Cache[str] = Cache(10)
     memory.put("a", "A")
     memory.put("b", "B", 100)
     assert [memory.get(key) for key in "ab"] == [None, "B"]
 
 
-def test_forgetting_everything():
+def test_clear_removes_all_entries():
     memory: Cache[str] = Cache(10)
     memory.put("a", "A")
     memory.clear()
     assert memory.get("a") is None
 
 
-def test_threads():
+def test_threads_share_the_cache():
     memory: Cache[int] = Cache(50)
     wrong = []
 

@@ -18,7 +18,7 @@ CERTIFICATE = {"default_tls_container_ref": "default"}
 
 
 def tree(protocol="HTTP", pool="HTTP", pool_options=None, profile=None, vips=(), **changes) -> LoadBalancer:
-    """One listener; with a pool unless told otherwise."""
+    """One listener, with a pool by default."""
     pools = ()
     if pool is not None:
         made = Pool(
@@ -77,7 +77,7 @@ FITTING = {
 
 @pytest.mark.parametrize("protocol", FITTING)
 @pytest.mark.parametrize("pool", ["HTTP", "HTTPS", "PROXY", "PROXYV2", "TCP"])
-def test_which_pool_behind_which_listener(protocol, pool):
+def test_listener_and_pool_protocols_are_combined(protocol, pool):
     whole = tree(protocol, pool, **(CERTIFICATE if protocol == "TERMINATED_HTTPS" else {}))
     if pool not in FITTING[protocol]:
         assert pool in objections(whole)
@@ -96,11 +96,11 @@ def test_cookie_persistence_needs_http():
     cookies = {"session_persistence": SessionPersistence(type=PersistenceType.HTTP_COOKIE)}
     assert "cookie" in objections(tree("TCP", "PROXY", cookies))
     assert render(tree("HTTP", "PROXY", cookies)).refused == ()
-    # Here HAProxy becomes a reader behind the listener.
+    # In this case HAProxy reads HTTP behind the listener.
     assert render(tree("TCP", "HTTP", cookies)).refused == ()
 
 
-def test_prometheus_serves_metrics_and_nothing_else():
+def test_a_prometheus_listener_serves_metrics_only():
     found = lines(tree("PROMETHEUS", None))
     assert the(found, "http-request") == "http-request deny deny_status 404 unless { method GET } { path / /metrics }"
     assert the(found, "default_backend") == "default_backend amphora:metrics"
@@ -112,7 +112,7 @@ def test_prometheus_with_tls():
     assert the(found, "bind").startswith("bind 198.51.100.5:80 ssl crt-list tls/l1/certificates.list ")
 
 
-# -- limits and times -------------------------------------------------------------------------------------------------
+# -- limits and time-outs ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_prometheus_with_tls():
         (-1, 8, 9, 8),
     ],
 )
-def test_connection_limit(own, profile, defaults, expected):
+def test_the_connection_limit_is_rendered(own, profile, defaults, expected):
     whole = tree(connection_limit=own, profile=Profile(connection_limit=profile))
     found = lines(whole, defaults=Defaults(connection_limit=defaults))
     assert [line for line in found if line.startswith("maxconn")] == ([f"maxconn {expected}"] if expected else [])
@@ -144,7 +144,7 @@ TIMES = {
     ("own", "profile", "defaults", "expected"),
     [(None, None, None, None), (0, None, None, None), (1, 2, 3, 1), (None, 2, 3, 2), (0, 2, 3, 2), (None, None, 3, 3)],
 )
-def test_times(name, own, profile, defaults, expected):
+def test_timeouts_are_rendered(name, own, profile, defaults, expected):
     section, start, usual = TIMES[name]
     whole = tree(profile=Profile(**{name: profile}), **{name: own})
     found = lines(whole, section, defaults=Defaults(**({name: defaults} if defaults else {})))
@@ -161,12 +161,12 @@ def test_times(name, own, profile, defaults, expected):
         ("HTTP", "PROXY", None, "timeout tunnel 3600000ms"),
     ],
 )
-def test_tunnels(protocol, pool, profile, expected):
+def test_the_tunnel_timeout_is_rendered(protocol, pool, profile, expected):
     found = lines(tree(protocol, pool, profile=Profile(timeout_tunnel=profile)), "backend")
     assert [line for line in found if line.startswith("timeout tunnel")] == ([expected] if expected else [])
 
 
-def test_time_for_a_request():
+def test_the_request_timeout_is_rendered():
     assert the(lines(tree()), "timeout http-request") == "timeout http-request 10000ms"
     quick = tree(profile=Profile(timeout_http_request=5))
     assert the(lines(quick), "timeout http-request") == "timeout http-request 5ms"
@@ -176,8 +176,8 @@ def test_time_for_a_request():
 
 
 @pytest.mark.parametrize("protocol", ["HTTP", "TCP", "HTTPS", "PROMETHEUS"])
-def test_allowed_networks_are_not_haproxys(protocol):
-    """They change without a reload (controller.bundle)."""
+def test_allowed_cidrs_are_not_in_the_haproxy_configuration(protocol):
+    """The firewall has them, so a change needs no reload (controller.bundle)."""
     networks = ("192.0.2.9/24", "2001:DB8::1/32", "198.51.100.1", "192.0.2.9/24")
     assert lines(tree(protocol, None, allowed_cidrs=networks)) == lines(tree(protocol, None))
 
@@ -185,7 +185,7 @@ def test_allowed_networks_are_not_haproxys(protocol):
 # -- headers ----------------------------------------------------------------------------------------------------------
 
 
-def test_every_header():
+def test_every_header_is_rendered():
     found = lines(terminated(insert_headers=ABOUT_CONNECTION + ABOUT_CERTIFICATE))
     set_to = {line.split()[2]: line.split()[3] for line in found if line.startswith("http-request set-header")}
     assert set_to == {
@@ -206,11 +206,11 @@ def test_every_header():
     assert "option forwardfor" in found
 
 
-def test_headers_that_are_off():
+def test_disabled_headers_are_not_rendered():
     assert not [line for line in lines(tree(insert_headers=())) if "header" in line or "forwardfor" in line]
 
 
-def test_proto_without_tls():
+def test_forwarded_proto_is_rendered_without_tls():
     assert the(lines(tree(insert_headers=("X-Forwarded-Proto",))), "http-request") == (
         "http-request set-header X-Forwarded-Proto 'http'"
     )
@@ -228,8 +228,8 @@ def test_proto_without_tls():
         ),
     ],
 )
-def test_strict_transport_security(hsts, value):
-    # After the response: answers of HAProxy's own have it too.
+def test_hsts_is_rendered(hsts, value):
+    # http-after-response also covers the responses of HAProxy itself.
     line = f"http-after-response set-header Strict-Transport-Security '{value}'"
     assert the(lines(terminated(**hsts)), "http-after-response") == line
 
@@ -241,7 +241,7 @@ def bind(**changes) -> str:
     return the(lines(terminated(**changes)), "bind").removeprefix("bind 198.51.100.5:80 ")
 
 
-def test_a_certificate():
+def test_a_certificate_is_rendered():
     assert bind() == "ssl crt-list tls/l1/certificates.list ssl-min-ver TLSv1.2 ssl-max-ver TLSv1.3"
     listed, certificate = render(terminated()).files
     assert (listed.name, listed.content) == ("tls/l1/certificates.list", "tls/l1/default.pem\n")
@@ -249,14 +249,14 @@ def test_a_certificate():
     assert certificate.secret == type(certificate.secret)("l1", Purpose.CERTIFICATE, "default")
 
 
-def test_the_default_certificate_comes_first_then_those_for_names_in_the_users_order():
+def test_the_default_certificate_is_first_and_sni_keeps_the_order():
     rendered = render(terminated(sni_container_refs=("b", "a", "default", "b")))
     listed, *certificates = rendered.files
     assert [file.secret.ref for file in certificates] == ["default", "b", "a"]
     assert listed.content.splitlines() == [file.name for file in certificates]
 
 
-def test_certificates_for_names_alone_are_tls_too():
+def test_sni_certificates_alone_enable_tls():
     rendered = render(terminated(default_tls_container_ref=None, sni_container_refs=("b", "a")))
     listed, *certificates = rendered.files
     assert [file.secret.ref for file in certificates] == ["b", "a"]
@@ -265,7 +265,7 @@ def test_certificates_for_names_alone_are_tls_too():
 
 
 def test_the_first_certificate_always_has_the_same_name():
-    """HAProxy can replace it, and cannot move it."""
+    """HAProxy can replace the file over its socket but cannot rename it."""
     for default, names in (("a", ()), ("a", ("b",)), (None, ("a", "b")), ("a", ("a", "b"))):
         rendered = render(terminated(default_tls_container_ref=default, sni_container_refs=names))
         first = rendered.files[1]
@@ -273,7 +273,7 @@ def test_the_first_certificate_always_has_the_same_name():
         assert [file.secret.ref for file in rendered.files[2:]] == [name for name in names if name != "a"]
 
 
-def test_ticket_keys_are_the_load_balancers():
+def test_ticket_keys_belong_to_the_load_balancer():
     whole = terminated(default_tls_container_ref="default")
     rendered = render(whole, shared_tickets=True)
     (keys,) = (file for file in rendered.files if file.secret and file.secret.purpose is Purpose.TICKETS)
@@ -306,7 +306,7 @@ def test_every_vip_has_tls():
     ],
 )
 @pytest.mark.parametrize("revokes", [False, True])
-def test_certificates_of_clients(asks, words, revokes):
+def test_client_certificates_are_rendered(asks, words, revokes):
     more = {"client_crl_container_ref": "crl"} if revokes else {}
     whole = terminated(client_authentication=asks, client_ca_tls_container_ref="ca", **more)
     said = the(lines(whole), "bind").removeprefix("bind 198.51.100.5:80 ssl crt-list tls/l1/certificates.list ")
@@ -331,11 +331,11 @@ def test_certificates_of_clients(asks, words, revokes):
         ({"tls_versions": ("TLSv1",)}, "ssl-min-ver TLSv1.0 ssl-max-ver TLSv1.0 ciphers DEFAULT:@SECLEVEL=0"),
     ],
 )
-def test_alpn_protocols(changes, words):
+def test_alpn_protocols_are_rendered(changes, words):
     assert bind(**changes).endswith(words)
 
 
-def test_a_version_that_was_not_chosen_is_ended_after_the_handshake():
+def test_a_disabled_tls_version_ends_after_the_handshake():
     found = lines(terminated(tls_versions=("TLSv1", "TLSv1.3")))
     assert [line for line in found if line.startswith("tcp-request")] == [
         "tcp-request session reject if { ssl_fc_protocol TLSv1.1 }",
@@ -343,7 +343,7 @@ def test_a_version_that_was_not_chosen_is_ended_after_the_handshake():
     ]
 
 
-def test_the_profile_narrows_versions_and_fills_in_ciphers():
+def test_the_profile_limits_versions_and_sets_ciphers():
     profile = Profile(tls_minimum_version="TLSv1.3", tls_ciphers="TLS_AES_256_GCM_SHA384")
     assert bind(profile=profile).endswith("ssl-min-ver TLSv1.3 ssl-max-ver TLSv1.3 ciphersuites TLS_AES_256_GCM_SHA384")
     assert "TLSv1.3" in objections(terminated(profile=profile, tls_versions=("TLSv1.2",)))
@@ -362,7 +362,7 @@ def test_two_listeners_share_no_file():
             assert {word.split("/")[1] for word in section.split() if word.startswith("tls/")} == {owner}
 
 
-def test_a_listener_that_is_not_served_names_no_files():
+def test_a_listener_that_is_not_served_lists_no_files():
     whole = terminated(admin_state_up=False)
     assert render(whole).files == ()
 

@@ -86,7 +86,7 @@ def refused(load_balancer: LoadBalancer) -> dict[str, str]:
         change(LB, listeners=(change(LISTENER, admin_state_up=False),)),
     ],
 )
-def test_nothing_to_serve(load_balancer):
+def test_a_load_balancer_without_enabled_listeners_renders_nothing(load_balancer):
     assert render(load_balancer).text is None
     assert render(load_balancer).refused == ()
 
@@ -146,7 +146,7 @@ def test_a_refused_pool_is_not_used(changes):
     assert "\nbackend" not in rendered.text
 
 
-def test_a_listener_is_not_served_without_its_policies():
+def test_a_listener_with_an_invalid_policy_is_not_served():
     rendered = render(with_listener(l7policies=(change(POLICY, rules=(BAD_RULE,)),)))
     assert [error.object_id for error in rendered.refused] == ["r1", "y1", "l1"]
     assert "frontend l1" not in rendered.text
@@ -162,13 +162,13 @@ def test_disabled_objects_reject_no_request(policy):
     assert "frontend l1" in rendered.text
 
 
-def test_a_policy_to_a_pool_that_is_not_recorded_takes_its_listener_along():
+def test_a_policy_with_an_unknown_pool_disables_its_listener():
     rendered = render(with_listener(l7policies=(ELSEWHERE,)))
     assert [error.object_id for error in rendered.refused] == ["y2", "l1"]
     assert "frontend l1" not in rendered.text
 
 
-def test_every_pool_a_listener_uses_has_a_backend_once():
+def test_every_used_pool_has_one_backend():
     again = change(ELSEWHERE, id="y3", redirect_pool_id="p1", rules=(change(RULE, id="r3", l7policy_id="y3"),))
     tree = with_listener(l7policies=(POLICY, ELSEWHERE, again))
     text = render(change(tree, pools=(POOL, OTHER_POOL))).text
@@ -192,13 +192,13 @@ def test_every_pool_a_listener_uses_has_a_backend_once():
         ({"nobody"}, [], ["frontend l1", " m1 "], []),
     ],
 )
-def test_refused_objects_are_omitted_and_open_no_port(failed, gone, left, listed):
+def test_invalid_objects_are_omitted_and_open_no_port(failed, gone, left, listed):
     tree = with_listener(l7policies=(POLICY,))
     rendered = render(tree, failed=failed)
     assert [error.object_id for error in rendered.refused] == listed
     assert not [words for words in gone if words in rendered.text]
     assert not [words for words in left if words not in rendered.text]
-    assert render(tree).refused == ()  # nothing of it is remembered
+    assert render(tree).refused == ()  # the cache has no entry for it
 
 
 def test_disabled_failed_policy_rejects_no_request():
@@ -212,7 +212,7 @@ def test_an_http_listener_needs_an_http_pool(protocol):
 
 
 @pytest.mark.parametrize("protocol", [ListenerProtocol.UDP, ListenerProtocol.SCTP])
-def test_nothing_of_udp_and_sctp_is_haproxys(protocol):
+def test_udp_and_sctp_are_not_in_the_haproxy_configuration(protocol):
     virtual = change(OTHER, protocol=protocol, default_pool_id="p2")
     pool = change(POOL, id="p2", protocol=PoolProtocol(protocol.value), healthmonitor=None)
     rendered = render(change(LB, listeners=(LISTENER, virtual), pools=(POOL, pool)))
@@ -221,12 +221,12 @@ def test_nothing_of_udp_and_sctp_is_haproxys(protocol):
     assert (alone.text, alone.refused) == (None, ())
 
 
-def test_a_port_of_udp_is_not_one_of_tcp():
+def test_udp_and_tcp_ports_do_not_conflict():
     same = change(OTHER, protocol=ListenerProtocol.UDP, protocol_port=80, default_pool_id=None)
     assert refused(change(LB, listeners=(LISTENER, same))) == {}
 
 
-def test_a_listener_that_reads_no_http_is_not_served_without_its_policies():
+def test_a_tcp_listener_with_an_invalid_policy_is_not_served():
     said = refused(with_listener(protocol=ListenerProtocol.TCP, default_pool_id=None, l7policies=(POLICY,)))
     assert "L7 policies, which need HTTP, on a listener of TCP" in said["l1"]
     assert (
@@ -239,13 +239,13 @@ def test_a_listener_that_reads_no_http_is_not_served_without_its_policies():
     )
 
 
-def test_without_any_good_vip_there_is_nothing():
+def test_a_load_balancer_without_a_valid_vip_renders_nothing():
     rendered = render(change(LB, vip=change(VIP, address="x")))
     assert rendered.text is None
     assert [error.object_id for error in rendered.refused] == ["b"]
 
 
-def test_a_refused_monitor_leaves_the_pool_without_checks():
+def test_an_invalid_monitor_leaves_the_pool_without_checks():
     assert " check " not in render(with_monitor(type=MonitorType.SCTP)).text
 
 
@@ -264,7 +264,7 @@ def test_a_refused_monitor_leaves_the_pool_without_checks():
         ({"address": "2001:db8::1"}, "server m1 [2001:db8::1]:80 weight 1 check inter 5s fall 3 rise 2"),
     ],
 )
-def test_a_changed_member_changes_its_own_lines_only(changes, line):
+def test_a_changed_member_changes_only_its_lines(changes, line):
     before, after = render(LB).text.splitlines(), render(with_member(**changes)).text.splitlines()
     assert after.count(f"    {line}") == 2
     touched = [d for d in difflib.ndiff(before, after) if d[0] in "+-"]
@@ -272,7 +272,7 @@ def test_a_changed_member_changes_its_own_lines_only(changes, line):
     assert len(touched) == (0 if not changes else 4)
 
 
-def test_a_removed_member_removes_its_own_lines_only():
+def test_a_removed_member_removes_only_its_lines():
     pool = change(POOL, lb_algorithm=Algorithm.SOURCE_IP)
     before = render(change(LB, pools=(pool,))).text.splitlines()
     after = render(change(LB, pools=(change(pool, members=MEMBERS[1:]),))).text.splitlines()
@@ -284,7 +284,7 @@ def test_the_order_of_children_does_not_matter():
     assert render(turned).text == render(LB).text
 
 
-def test_names_are_never_printed():
+def test_user_names_of_objects_are_not_rendered():
     named = change(
         LB,
         name="EVIL",
@@ -302,7 +302,7 @@ def test_names_are_never_printed():
     assert "EVIL" not in render(named).text
 
 
-def test_zero_timeouts_are_the_defaults():
+def test_zero_timeouts_become_the_defaults():
     zeros = dict.fromkeys(
         ("timeout_client_data", "timeout_member_connect", "timeout_member_data", "timeout_tcp_inspect"), 0
     )

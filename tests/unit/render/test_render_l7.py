@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""L7 policies as lines, and that HAProxy takes them; what they do is in tests/dataplane/test_l7_policies.py."""
+"""The lines of L7 policies, checked by HAProxy. tests/dataplane/test_l7_policies.py tests their effect."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def backend_of(pool_id: str):
 
 
 def haproxy_takes(frontends: Iterable[l7.L7], folder) -> None:
-    """All of them in one file, without a warning."""
+    """All rules in one file, without a warning."""
     lines = ["defaults", "    mode http", "    timeout client 1s", "    timeout server 1s", "    timeout connect 1s"]
     for number, each in enumerate(frontends):
         lines += [f"frontend f{number}", f"    bind unix@{folder}/s{number}"]
@@ -84,7 +84,7 @@ def haproxy_takes(frontends: Iterable[l7.L7], folder) -> None:
 # -- conditions ----------------------------------------------------------------------------------------------------
 
 
-def test_every_type_and_comparison_is_something_to_haproxy(tmp_path):
+def test_haproxy_accepts_every_type_and_comparison(tmp_path):
     frontends = []
     more = {"redirect_pool_id": "a", "redirect_url": TARGETS[0], "redirect_prefix": TARGETS[1]}
     for kind, compare in itertools.product(L7RuleType, L7Compare):
@@ -121,8 +121,8 @@ PIECES = (
 )
 
 
-def test_haproxy_takes_every_pattern_that_is_taken(tmp_path):
-    """Written both ways, for one value of either case."""
+def test_haproxy_accepts_every_accepted_pattern(tmp_path):
+    """The lines for one value in upper and lower case."""
     chance = random.Random(1)
     frontends, refused = [], 0
     for _ in range(3000):
@@ -168,11 +168,11 @@ def test_haproxy_takes_every_pattern_that_is_taken(tmp_path):
     ],
     ids=lambda value: f"{value.type}-{value.value}" if isinstance(value, L7Rule) else "",
 )
-def test_rules(wanted, lines):
+def test_rules_are_rendered(wanted, lines):
     assert list(made(policy("REJECT", 1, wanted)).acls) == lines
 
 
-def test_doubt_about_a_regular_expression():
+def test_an_aborted_regex_search_counts_as_a_match():
     """A rejected client stays rejected: a search without a result counts as a match."""
     steps = regex.MATCH_LIMIT
     narrow = f"acl r path -m reg -- '(*LIMIT_MATCH={steps})^/a'"
@@ -187,27 +187,27 @@ def test_doubt_about_a_regular_expression():
         assert list(made(policy(action, 1, wanted, redirect_pool_id="a")).acls) == [line]
 
 
-def test_an_empty_value_is_matched_by_what_matches_nothing():
+def test_an_empty_value_is_rendered_as_a_pattern_without_match():
     acls = made(policy("REJECT", 1, rule("COOKIE", "REGEX", "^x?$", key="k", id="r"))).acls
     assert acls[1:] == ("acl r 'req.cook(\"k\")' -m len 0",)
 
 
-def test_rules_are_all_needed_and_what_costs_most_comes_last():
+def test_rules_are_combined_and_the_most_expensive_is_last():
     rules = (rule(compare="REGEX", value="^/", id="r1"), rule(id="r3", invert=True), rule(id="r2"))
     for order in itertools.permutations(rules):
         assert made(policy("REJECT", 1, *order)).rules == ("http-request deny deny_status 403 if r2 !r3 r1",)
 
 
-def test_the_extension_is_worked_out_once():
+def test_the_file_extension_is_computed_once():
     wanted = made(policy("REJECT", 1, rule("FILE_TYPE", value="a")), policy("REJECT", 2, rule("FILE_TYPE", value="b")))
     assert [line.split()[1] for line in wanted.rules] == ["set-var(txn.extension)", "deny", "deny"]
 
 
 @pytest.mark.parametrize("action", L7Action)
-def test_fifty_rules(action, tmp_path):
+def test_fifty_rules_are_rendered(action, tmp_path):
     rules = tuple(rule(value=f"/{n}", id=f"52cf5fb1-5a1e-4f0c-93a5-{n:012}", invert=True) for n in range(50))
     more = {"redirect_pool_id": "a", "redirect_url": TARGETS[0], "redirect_prefix": TARGETS[0]}
-    # A policy of another kind behind it makes the line of a policy to a pool the longest there is.
+    # A policy of another kind after it gives the longest line for a policy to a pool.
     frontend = made(policy(action, 1, *rules, redirect_http_code=308, **more), policy("REJECT", 2, rule()))
     haproxy_takes([frontend], tmp_path)
     with pytest.raises(ModelError, match="51 rules") as caught:
@@ -215,7 +215,7 @@ def test_fifty_rules(action, tmp_path):
     assert caught.value.object_id == "p1"
 
 
-def test_long_values(tmp_path):
+def test_the_longest_values_fit_in_a_line(tmp_path):
     long = "é" * 1023
     targets = {"redirect_url": "%" * 1024, "redirect_prefix": "https://e/" + "x" * 2000}
     policies = [
@@ -229,7 +229,7 @@ def test_long_values(tmp_path):
 # -- actions -------------------------------------------------------------------------------------------------------
 
 
-def test_nothing():
+def test_no_policies_render_nothing():
     assert made() == l7.L7()
     assert made(policy("REJECT", 1)) == l7.L7()
 
@@ -253,7 +253,7 @@ def test_disabled_policies_render_nothing():
     ],
 )
 @pytest.mark.parametrize("code", [None, 301, 302, 303, 307, 308])
-def test_redirects(action, more, line, code):
+def test_redirects_are_rendered(action, more, line, code):
     more = {"redirect_url": "https://e/%20", "redirect_prefix": "https://e/", "redirect_http_code": code, **more}
     (written,) = made(policy(action, 1, rule(id="r"), **more)).rules
     assert written == f"http-request redirect {line} code {code or 302} if r"
@@ -302,13 +302,13 @@ USE_CHOSEN = "use_backend %[var(txn.pool)] if { var(txn.pool) -m found }"
         ([to_pool(1, "off")], ["http-request deny deny_status 503 if r1"], ()),
     ],
 )
-def test_positions(policies, lines, pools, tmp_path):
+def test_positions_order_the_policies(policies, lines, pools, tmp_path):
     wanted = made(*policies)
     assert (list(wanted.rules), wanted.pools) == (lines, pools)
     haproxy_takes([wanted], tmp_path)
 
 
-def test_the_order_they_come_in_does_not_matter():
+def test_the_order_of_reading_does_not_matter():
     chance = random.Random(1)
     actions = [*map(str, L7Action)] * 6
     more = {"redirect_pool_id": "a", "redirect_url": TARGETS[0], "redirect_prefix": TARGETS[0]}
@@ -338,13 +338,13 @@ def test_the_order_they_come_in_does_not_matter():
         (policy("REJECT", 1, rule(id="twice"), rule(id="twice")), "p1", "twice"),
     ],
 )
-def test_unrenderable_rules_are_named(wrong, at_fault, named):
+def test_errors_name_the_unrenderable_rules(wrong, at_fault, named):
     with pytest.raises(ModelError, match=named) as caught:
         made(policy("REJECT", 2, rule()), wrong)
     assert caught.value.object_id == at_fault
 
 
-def test_two_rules_of_one_name_in_two_policies():
+def test_equal_rule_ids_in_two_policies_are_refused():
     with pytest.raises(ModelError, match="twice") as caught:
         made(policy("REJECT", 1, rule(id="twice")), policy("REJECT", 2, rule(id="twice")))
     assert caught.value.object_id == "p2"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a newcomer sees while the demonstration waits."""
+"""The output of the demonstration during its waits."""
 
 import http.client
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ SETTINGS = Settings(
 
 @pytest.fixture(autouse=True)
 def slow(monkeypatch):
-    """Machines are emulated; pauses are not waited for, and each look says something."""
+    """Machines are emulated, sleeps return at once, and each poll prints a line."""
     monkeypatch.setattr(config_files, "uses_emulation", lambda settings: settings.compute == "qemu")
     for module in (demo, vm_wait):
         monkeypatch.setattr(module, "_POLL_INTERVAL", 0.0)
@@ -37,7 +37,7 @@ def test_the_demo_reports_a_boot_until_active():
     assert "PENDING_CREATE" in said[0]
 
 
-def test_an_error_is_not_waited_for():
+def test_the_demo_stops_at_an_error():
     with pytest.raises(SandboxError, match="it is ERROR"):
         demo.wait_active(SETTINGS, octavia("PENDING_CREATE", "ERROR"), "x", lambda _: None)
 
@@ -58,7 +58,7 @@ def test_a_restarted_amphora_answers_after_its_boot(monkeypatch):
     assert len(said) == 3
 
 
-def test_amphorae_made_of_namespaces_are_not_waited_for(monkeypatch):
-    monkeypatch.setattr(demo, "get", lambda *_: pytest.fail("asked"))
+def test_the_demo_does_not_wait_for_namespace_amphorae(monkeypatch):
+    monkeypatch.setattr(demo, "get", lambda *_: pytest.fail("requested"))
     settings = Settings(state="/nowhere", prefix="x", octavia_port=1, network_port=2, agent_python="/usr/bin/python3")
     demo.wait_for_response(settings, "198.51.100.10", lambda _: None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which servers the sandbox's controller needs a way to."""
+"""Servers for which the sandbox forwards connections out of its namespace."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def test_connections_to_loopback_are_forwarded(url, ports):
     assert forward_out.loopback_ports(url) == ports
 
 
-def test_another_machine_is_out_of_reach_and_no_password_is_told():
+def test_remote_servers_are_refused_without_showing_the_password():
     with pytest.raises(SandboxError) as caught:
         forward_out.loopback_ports("amqp://user:canary@192.0.2.1:5672//")
     assert "192.0.2.1" in str(caught.value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sandbox whose amphorae are virtual machines: what is different, and that it stays what it was begun as."""
+"""A sandbox whose amphorae are virtual machines: its settings, and its fixed choice of backend."""
 
 import tempfile
 from pathlib import Path
@@ -16,7 +16,7 @@ from sandbox.settings import SandboxError
 
 @pytest.fixture
 def folder():
-    """Unix sockets below it have to have short paths."""
+    """The paths of Unix sockets below it must be short."""
     with tempfile.TemporaryDirectory(prefix="ads-") as made:
         yield Path(made)
 
@@ -34,7 +34,7 @@ def emulated(request, monkeypatch):
     return request.param == "emulated"
 
 
-def test_virtual_machines_get_their_images_and_more_time_where_they_are_emulated(folder, emulated):
+def test_virtual_machines_get_images_and_longer_timeouts_under_emulation(folder, emulated):
     settings, conf = options(folder, compute="qemu", images=str(folder / "images"))
     assert conf.amp_compute.driver == "qemu"
     assert conf.amp_compute_qemu.image_directory == str(folder / "images")
@@ -60,7 +60,7 @@ def test_an_explicit_choice_has_precedence(folder):
     assert conf.amp_agent.services == "supervisor"
 
 
-def test_a_sandbox_stays_what_it_was_begun_as(folder):
+def test_a_sandbox_keeps_its_backend(folder):
     settings, _ = options(folder, compute="qemu")
     assert sandbox_settings.load_or_create_settings(folder) == settings
     assert sandbox_settings.load_or_create_settings(folder, compute="qemu") == settings

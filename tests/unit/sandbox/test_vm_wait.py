@@ -35,7 +35,7 @@ def settings(tmp_path, monkeypatch):
 
 @pytest.fixture
 def served(tmp_path):
-    """Start an agent's TLS on a port, with a certificate of some authority; answers so many greetings."""
+    """Start the TLS server of an agent with a certificate of a CA; it answers this number of handshakes."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         threads = []
 

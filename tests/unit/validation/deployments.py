@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deployments to choose from, as the catalogue would describe them."""
+"""Deployments with different flavors, zones and backends."""
 
 import msgspec
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users put into their secrets, and what HAProxy gets of it."""
+"""Certificates in users' secrets: accepted contents, refusals, and the PEM for HAProxy."""
 
 import subprocess
 
@@ -47,7 +47,7 @@ def refusal(material, purpose=Purpose.CERTIFICATE):
         certificates.build_pem(purpose, material)
     said = str(caught.value)
     assert OPTION in said
-    assert caught.value.__cause__ is None, "what a parser said may quote the content"
+    assert caught.value.__cause__ is None, "a parser error may quote the content"
     for part in (material.text, material.private_key):
         if part is not None:
             lines = [line for line in part.reveal().decode("utf-8", "replace").splitlines() if len(line) > 8]
@@ -94,7 +94,7 @@ def written(private, how=serialization.PrivateFormat.PKCS8, encryption=None):
     ],
     ids=["in order", "turned round", "in one text", "leaf inside", "twice", "with words", "key in the text"],
 )
-def test_leaf_chain_and_key_in_the_order_haproxy_wants(material):
+def test_certificate_chain_and_key_are_in_the_order_of_haproxy(material):
     text = taken(material)
     assert subjects(text) == ["www.example.com", "lower", "middle"]
     assert text.index("PRIVATE KEY") > text.rindex("BEGIN CERTIFICATE")
@@ -125,18 +125,18 @@ def test_haproxy_loads_each_accepted_certificate(tmp_path, private, algorithm):
 
 @pytest.mark.parametrize("how", ["TraditionalOpenSSL", "PKCS8"])
 @pytest.mark.parametrize("passphrase", [None, "geheim\n"])
-def test_keys_in_every_dress(how, passphrase):
+def test_all_key_formats_are_accepted(how, passphrase):
     private = key("RSA")
     encryption = serialization.BestAvailableEncryption(b"geheim") if passphrase else None
     text = written(private, getattr(serialization.PrivateFormat, how), encryption)
     assert "ENCRYPTED" not in taken(server(self_signed(private), text, passphrase=passphrase))
 
 
-def test_a_passphrase_the_key_does_not_need_is_no_reason_to_refuse_it():
+def test_a_passphrase_for_an_unencrypted_key_is_accepted():
     assert "www.example.com" in subjects(taken(server(passphrase="for nothing")))
 
 
-def test_an_expired_certificate_is_the_users_own_business():
+def test_an_expired_certificate_is_accepted():
     old = ROOT.issue("old.example.com", hours=-1)
     assert subjects(taken(server(old.certificate_pem, old.key_pem))) == ["old.example.com"]
 
@@ -182,14 +182,14 @@ def test_an_unusable_certificate_is_refused_by_name(material, word):
     assert word in refusal(material)
 
 
-def test_several_authorities_are_several():
+def test_several_cas_are_accepted():
     other = Authority("other")
     text = taken(SecretMaterial(option=OPTION, text=secret(f"words\n{ROOT.pem}\n{other.pem}{MIDDLE.pem}")), Purpose.CA)
     assert subjects(text) == ["root", "other", "middle"]
     assert "words" not in text
 
 
-def test_a_certificate_that_signed_itself_may_vouch_for_itself():
+def test_a_self_signed_certificate_is_accepted_as_ca():
     pinned = self_signed(key("EC"), authority=False)
     assert subjects(taken(SecretMaterial(option=OPTION, text=secret(pinned)), Purpose.CA)) == ["self"]
 
@@ -202,7 +202,7 @@ def test_a_certificate_that_signed_itself_may_vouch_for_itself():
         (ROOT.certificate.public_bytes(serialization.Encoding.DER), "no certificate"),
     ],
 )
-def test_authorities_that_are_none(text, word):
+def test_other_certificates_are_refused_as_ca(text, word):
     assert word in refusal(SecretMaterial(option=OPTION, text=secret(text)), Purpose.CA)
 
 
@@ -210,7 +210,7 @@ def crl_names():
     return SecretName("li", Purpose.CA, "ca"), SecretName("li", Purpose.CRL, "crl")
 
 
-def test_a_revocation_list_is_one_of_the_authorities_own():
+def test_a_crl_must_be_of_an_accepted_ca():
     authority, revoked = crl_names()
     other = Authority("other")
     given = {
@@ -226,7 +226,7 @@ def test_a_revocation_list_is_one_of_the_authorities_own():
     assert OPTION in str(caught.value)
 
 
-def test_revocation_lists_that_are_none():
+def test_invalid_crls_are_refused():
     for text in (ROOT.pem, "garbage", x509.load_pem_x509_crl(ROOT.revoke().encode()).public_bytes(
         serialization.Encoding.DER
     )):  # fmt: skip
@@ -235,7 +235,7 @@ def test_revocation_lists_that_are_none():
         )
 
 
-def test_nothing_of_a_secret_shows():
+def test_errors_contain_no_part_of_a_secret():
     material = server()
     assert "PRIVATE" not in repr(material)
     assert "***" in repr(material)
@@ -243,7 +243,7 @@ def test_nothing_of_a_secret_shows():
 
 
 class Counted:
-    """The search for boundaries, and how many bytes it was asked to look at."""
+    """The search for PEM boundaries, with a count of the bytes it reads."""
 
     def __init__(self, real):
         self._real = real
@@ -254,8 +254,8 @@ class Counted:
         return self._real.finditer(text)
 
 
-def test_a_megabyte_of_beginnings_is_looked_at_once(monkeypatch):
-    """A search that went on from each beginning to the end of the text would take minutes."""
+def test_a_megabyte_of_begin_lines_is_read_once(monkeypatch):
+    """A search from each BEGIN line to the end of the text would take minutes."""
     counted = Counted(certificates._BOUNDARY)
     monkeypatch.setattr(certificates, "_BOUNDARY", counted)
     text = b"-----BEGIN CERTIFICATE-----\n" * 36_000
@@ -264,7 +264,7 @@ def test_a_megabyte_of_beginnings_is_looked_at_once(monkeypatch):
     assert counted.octets <= 2 * len(text)
 
 
-def test_a_block_is_what_lies_between_its_own_boundaries():
+def test_a_pem_block_ends_at_its_own_boundary():
     inner = LEAF.certificate_pem.encode() if isinstance(LEAF.certificate_pem, str) else LEAF.certificate_pem
     texts = (
         b"-----BEGIN CERTIFICATE-----\nnever ended\n" + inner,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/reference/flavors.md describes every key as schema and configuration do: its entries are compared one by one."""
+"""docs/reference/flavors.md describes every key as schema and configuration do; the test compares the entries."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from amphora_driver import config
 from amphora_driver.validation import availability_zones, flavors
 
 PAGE = Path(__file__).parents[3] / "docs/reference/flavors.md"
-# What a key falls back to, where that is not an option of the same name in [amp_haproxy].
+# Defaults of keys without an option of the same name in [amp_haproxy].
 FALLS_BACK = {
     "loadbalancer_topology": "[amp_controller] loadbalancer_topology",
     "compute_driver": "[amp_compute] driver",
@@ -52,12 +52,12 @@ def test_every_key_has_its_entry(module):
     assert missing == [], "\n".join(missing)
 
 
-def test_there_is_no_entry_too_many():
+def test_the_page_has_no_superfluous_entry():
     written = re.findall(r"^`(\w+)` \(.*\n: ", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert written == [*flavors.SCHEMA.properties, *availability_zones.SCHEMA.properties]
 
 
-def test_the_examples_would_be_accepted():
+def test_the_examples_are_accepted():
     text = PAGE.read_text(encoding="utf-8")
     everywhere = {"topologies": ("SINGLE", "ACTIVE_STANDBY"), "default_compute": "netns"}
     here = deployment(CLOUD, network=(LOCAL,), **everywhere)
@@ -78,6 +78,6 @@ def test_every_default_of_a_flavor_is_an_option_with_the_same_limits():
             assert list(option.type.choices) == schema["enum"], key
 
 
-def test_the_interval_of_vrrp_has_the_same_limits_in_a_flavor_and_in_the_configuration():
+def test_the_vrrp_interval_has_the_same_limits_in_flavor_and_configuration():
     schema, option = flavors.SCHEMA.properties["vrrp_advert_interval"], config.GROUPS["amp_vrrp"][0]
     assert (option.type.min, option.type.max) == (schema["minimum"], schema["maximum"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is accepted as a log-format, HAProxy takes; what is refused, it refuses too or would write as something odd."""
+"""Log formats: HAProxy accepts each accepted format; refused formats fail in HAProxy or give a wrong line."""
 
 import subprocess
 
@@ -45,20 +45,20 @@ def haproxy(tmp_path, text):
 
 
 @pytest.mark.parametrize("text", GOOD)
-def test_accepted_by_both(tmp_path, text):
+def test_accepted_formats_are_accepted_by_haproxy(tmp_path, text):
     log_format.check_log_format(text)
     found = haproxy(tmp_path, text)
     assert found.returncode == 0, found.stderr
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_refused_by_name(text):
+def test_refused_formats_are_named(text):
     with pytest.raises(UnsupportedOption, match="log_format"):
         log_format.check_log_format(text)
 
 
 @pytest.mark.parametrize("text", REFUSED[:8])
-def test_haproxy_would_have_refused_it_for_every_load_balancer(tmp_path, text):
+def test_refused_formats_break_the_haproxy_configuration(tmp_path, text):
     found = haproxy(tmp_path, text)
     assert found.returncode == 1
     assert "log-format" in found.stderr

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What flavors and availability zones may say: every key with good and bad values, and the listing of them."""
+"""Metadata of flavors and availability zones: valid and invalid values of every key, and the listing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deployments import CLOUD, ELSEWHERE, IMAGES, LOCAL, NETNS, deployment
 from amphora_driver.errors import UnsupportedOption
 from amphora_driver.validation import availability_zones, flavors
 
-# A value for every key of the schemas that the schema takes.
+# A valid value for every key of the schemas.
 GOOD = {
     "loadbalancer_topology": "SINGLE",
     "compute_driver": "netns",
@@ -47,7 +47,7 @@ RICH = deployment(NETNS, IMAGES, network=(LOCAL, ELSEWHERE))
 @pytest.mark.parametrize("here", [PLAIN, RICH, deployment(CLOUD), deployment(IMAGES, NETNS)])
 @pytest.mark.parametrize("module", [flavors, availability_zones])
 def test_listed_keys_equal_accepted_keys(module, here):
-    assert set(module.SCHEMA.properties) <= set(GOOD), "every key is tried"
+    assert set(module.SCHEMA.properties) <= set(GOOD), "the test has each key"
     listed = module.list_supported_keys(here)
     assert all(text and "," not in text for text in listed.values())
     for key in module.SCHEMA.properties:
@@ -70,13 +70,13 @@ def _accepted(module, metadata, here):
     return True
 
 
-def test_nothing_said_is_fine():
+def test_empty_metadata_is_accepted():
     for module in (flavors, availability_zones):
         assert module.validate_metadata(None, PLAIN) == {}
         assert module.validate_metadata({}, PLAIN) == {}
 
 
-def test_the_listing_names_the_values_that_are_served():
+def test_the_listing_names_the_available_values():
     assert flavors.list_supported_keys(RICH)["compute_driver"].endswith("Served: netns or images.")
     assert flavors.list_supported_keys(RICH)["loadbalancer_topology"].endswith("Served: SINGLE.")
 
@@ -137,7 +137,7 @@ def test_the_listing_names_the_values_that_are_served():
         (availability_zones, "zone-1", "zone-1", "not a JSON object"),
     ],
 )
-def test_refused(module, metadata, key, reason):
+def test_invalid_values_are_refused(module, metadata, key, reason):
     before = copy.deepcopy(metadata)
     with pytest.raises(UnsupportedOption) as caught:
         module.validate_metadata(metadata, PLAIN)
@@ -155,7 +155,7 @@ def test_refused(module, metadata, key, reason):
         ({"loadbalancer_topology": "SINGLE", "vrrp_advert_interval": 1}, ["vrrp_advert_interval", "one amphora"]),
     ],
 )
-def test_a_flavor_that_contradicts_itself(flavor, words):
+def test_a_contradictory_flavor_is_refused(flavor, words):
     with pytest.raises(UnsupportedOption) as caught:
         flavors.validate_metadata(flavor, PLAIN)
     assert [word for word in words if word not in str(caught.value)] == []
@@ -170,7 +170,7 @@ def test_a_flavor_that_contradicts_itself(flavor, words):
         ({"log_format": "%ci"}, {"connection_logging": False}),
     ],
 )
-def test_a_flavor_that_contradicts_the_configuration(flavor, configured):
+def test_a_flavor_that_contradicts_the_configuration_is_refused(flavor, configured):
     with pytest.raises(UnsupportedOption, match=f"{next(iter(configured))} comes from the configuration"):
         flavors.validate_metadata(flavor, deployment(**configured))
     flavors.validate_metadata({}, deployment(**configured))
@@ -190,7 +190,7 @@ def test_compatible_keys_are_accepted(flavor):
     assert flavors.validate_metadata(flavor, PLAIN) == flavor
 
 
-def test_the_callers_objects_stay_as_they_are():
+def test_the_objects_of_the_caller_do_not_change():
     omitted = ("connection_logging", "amp_image_tag", "vrrp_advert_interval")
     flavor = {key: GOOD[key] for key in flavors.list_supported_keys(RICH) if key not in omitted}
     zone = {key: GOOD[key] for key in availability_zones.list_supported_keys(RICH)}

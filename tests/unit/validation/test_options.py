@@ -121,7 +121,7 @@ def test_options_of_the_network_backend_are_accepted():
         (options.check_loadbalancer, load_balancer(flavor={"anything": "was judged before"})),
     ],
 )
-def test_served(check, wanted):
+def test_supported_options_are_accepted(check, wanted):
     assert check(wanted) is None
 
 
@@ -224,13 +224,13 @@ def test_refused_by_name_and_value(check, wanted, option, value):
     ("text", "canonical"),
     [("200", "200"), ("200, 202", "200,202"), ("200-204", "200-204"), ("200,300-399 , 404", "200,300-399,404")],
 )
-def test_expected_codes(text, canonical):
+def test_expected_codes_are_parsed(text, canonical):
     assert parse_expected_codes(text) == canonical
 
 
 @pytest.mark.parametrize(
     "text", ["", ",", "200,", "20", "2000", "600", "099", "204-200", "200-", "200\n", "200|201", "²00", "200 201"]
 )
-def test_expected_codes_refused(text):
+def test_invalid_expected_codes_are_refused(text):
     with pytest.raises(UnsupportedOption):
         parse_expected_codes(text)

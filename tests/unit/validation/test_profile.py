@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The profile of a new load balancer: the flavor beats the configuration, and what contradicts itself is refused."""
+"""The profile of a new load balancer: the flavor overrides the configuration; contradictions are refused."""
 
 import copy
 
@@ -15,7 +15,7 @@ from amphora_driver.validation.profile import choose_profile
 HERE = deployment(NETNS, IMAGES, CLOUD, network=(LOCAL, ELSEWHERE))
 
 
-def test_nothing_said_is_what_is_configured():
+def test_an_empty_profile_uses_the_configuration():
     plain = Profile(topology=Topology.SINGLE, compute="netns", network="local")
     assert choose_profile(None, None, HERE) == choose_profile({}, {}, HERE) == plain
     assert choose_profile({}, {}, deployment(IMAGES)).compute == "images"
@@ -41,7 +41,7 @@ def test_flavor_values_are_kept_and_others_stay_unset():
     assert (flavor, zone) == before
 
 
-def test_a_pair_by_flavor_or_by_configuration():
+def test_a_pair_is_chosen_by_flavor_or_configuration():
     both = deployment(topologies=("ACTIVE_STANDBY", "SINGLE"))
     found = choose_profile({"loadbalancer_topology": "ACTIVE_STANDBY", "vrrp_advert_interval": 2}, {}, both)
     assert (found.topology, found.vrrp_advert_interval) == (Topology.ACTIVE_STANDBY, 2.0)
@@ -51,12 +51,12 @@ def test_a_pair_by_flavor_or_by_configuration():
     assert choose_profile({"loadbalancer_topology": "SINGLE"}, {}, configured).topology is Topology.SINGLE
 
 
-def test_a_backend_of_the_flavors_choice():
+def test_the_flavor_chooses_the_backend():
     found = choose_profile({"compute_driver": "images", "amp_image_tag": "new"}, {"volume_zone": "ssd"}, HERE)
     assert (found.compute, found.image_tag, found.volume_zone) == ("images", "new", "ssd")
 
 
-def test_the_vip_stays_where_it_was_taken():
+def test_the_vip_keeps_its_network_backend():
     assert choose_profile({}, {}, HERE, vip_network="elsewhere").network == "elsewhere"
     assert choose_profile({"network_driver": "elsewhere"}, {}, HERE, vip_network="elsewhere").network == "elsewhere"
 
@@ -74,20 +74,20 @@ def test_the_vip_stays_where_it_was_taken():
         ({}, {"colour": "blue"}, {}, ["colour"]),
     ],
 )
-def test_wishes_that_cannot_be_fulfilled_together(flavor, zone, more, words):
+def test_contradictory_choices_are_refused(flavor, zone, more, words):
     with pytest.raises(UnsupportedOption) as caught:
         choose_profile(flavor, zone, HERE, **more)
     assert [word for word in words if word not in str(caught.value)] == []
 
 
-def test_a_configured_topology_that_is_not_served():
+def test_an_unsupported_configured_topology_is_refused():
     here = deployment(default_topology=Topology.ACTIVE_STANDBY)
     with pytest.raises(UnsupportedOption, match="ACTIVE_STANDBY"):
         choose_profile({}, {}, here)
     assert choose_profile({"loadbalancer_topology": "SINGLE"}, {}, here).topology is Topology.SINGLE
 
 
-def test_a_topology_is_served_as_soon_as_it_is_installed():
+def test_an_installed_topology_is_supported():
     here = deployment(topologies=("ACTIVE_STANDBY", "SINGLE"))
     assert choose_profile({"loadbalancer_topology": "ACTIVE_STANDBY"}, {}, here).topology is Topology.ACTIVE_STANDBY
 
@@ -96,7 +96,7 @@ def vip(network):
     return Vip(address="198.51.100.5", subnet_id="s", network_id=network, port_id="p")
 
 
-def test_vips_on_networks_the_zone_allows():
+def test_vips_must_be_on_networks_of_the_zone():
     availability_zones.check_zone_vips(None, [vip("n1")])
     availability_zones.check_zone_vips({"compute_zone": "z"}, [vip("n1")])
     availability_zones.check_zone_vips({"valid_vip_networks": ["n1", "n2"]}, [vip("n1"), vip("n2")])

@@ -82,14 +82,14 @@ def test_patterns_that_pcre2_refuses(pattern, said):
         "(x+x+)+y",
     ],
 )
-def test_effort_that_explodes(pattern):
+def test_patterns_with_exponential_effort_are_refused(pattern):
     with pytest.raises(UnsupportedOption, match="grows exponentially"):
         regex.check_pattern("it", pattern)
 
 
 @pytest.fixture
 def steps(monkeypatch):
-    """Limits of all searches that were made with one: what they cost at most."""
+    """The limits of all searches with one pattern: their maximum cost."""
     regex._judge.cache_clear()
     run, limits = regex._Code.run, []
 
@@ -111,7 +111,7 @@ EXPENSIVE = [f".*.*.*.*=(?:{'z' * length})?(k)*" for length in (100, 150, 236)]
 
 @pytest.mark.parametrize("pattern", EXPENSIVE)
 def test_a_check_has_a_total_budget(steps, pattern):
-    """Each search of these patterns is allowed, and hundreds of them take seconds."""
+    """Each search of these patterns is allowed, but hundreds of them take seconds."""
     with pytest.raises(UnsupportedOption, match="its check takes too many steps"):
         regex.check_pattern("it", pattern)
     assert 0 < sum(steps) <= cost_budget.MAX_PATTERN_STEPS
@@ -135,7 +135,7 @@ def check_all(patterns):
         regex.check_pattern("it", pattern)
 
 
-def test_a_request_has_a_budget(steps):
+def test_a_request_has_a_total_budget(steps):
     patterns = [f"{number}[^q]{{0,50}}[^q]{{0,50}}=(?:{'x' * 50})?(k)*" for number in range(100)]
     with cost_budget.request_budget():
         with pytest.raises(UnsupportedOption, match=r"this request takes too many steps.*several requests"):
@@ -145,7 +145,7 @@ def test_a_request_has_a_budget(steps):
     assert sum(steps) <= cost_budget.MAX_REQUEST_STEPS
     assert regex._Code.run.octets <= len(regex._TRIAL_STEPS) * cost_budget.MAX_REQUEST_OCTETS
     checked = len(steps)
-    # None of them is refused for what others needed.
+    # No pattern is refused because of the effort of others.
     for pattern in patterns:
         with cost_budget.request_budget():
             regex.check_pattern("it", pattern)
@@ -166,7 +166,7 @@ def test_a_request_has_a_budget(steps):
         ("(?=.)", False, False),
     ],
 )
-def test_facts(pattern, at_start, empty):
+def test_pattern_facts_are_computed(pattern, at_start, empty):
     facts = regex.check_pattern("it", pattern)
     assert (facts.at_start, facts.empty) == (at_start, empty)
 
@@ -192,8 +192,8 @@ PATTERNS = (
 
 @pytest.mark.parametrize("caseless", [False, True])
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_pattern_and_its_opposite(pattern, caseless):
-    """For each text exactly one of the two is found."""
+def test_exactly_one_of_a_pattern_and_its_negation_matches(pattern, caseless):
+    """For each text, either the pattern or its negation matches."""
     facts = regex.check_pattern("it", pattern, caseless=caseless)
     fold = 8 if caseless else 0
     yes = regex._Code(regex.matching_pattern(pattern), 0x2000 | fold)
@@ -202,20 +202,20 @@ def test_a_pattern_and_its_opposite(pattern, caseless):
         assert (yes.run(text.encode()) >= 0) is not (no.run(text.encode()) >= 0), text
 
 
-def test_where_there_is_no_answer_neither_is_found():
+def test_an_aborted_search_matches_neither_pattern():
     pattern = "(?:a|b|ab)(?:.|b)*q"
     facts = regex.check_pattern("it", pattern)
     text = b"/" + b"ab" * 4000
     assert regex._Code(regex.matching_pattern(pattern), 0x2000).run(text) < 0
     assert regex._Code(regex.inverse_pattern(pattern, facts), 0).run(text) < 0
-    # Longer than can be searched in time: no answer either, unless only the beginning counts.
+    # The text is too long for the search limit, so there is no result unless only its beginning counts.
     long = b"/" + b"x" * regex.MAX_TEXT
     assert regex._Code(regex.inverse_pattern("foo", regex.check_pattern("it", "foo")), 0).run(long) < 0
     assert regex._Code(regex.inverse_pattern("^foo", regex.check_pattern("it", "^foo")), 0).run(long) >= 0
 
 
-def test_without_the_library(monkeypatch):
-    """Nothing is said about any pattern, and it is an operator's error, not an object's."""
+def test_a_missing_library_is_an_operator_error(monkeypatch):
+    """No pattern is judged. The error names the operator's problem and no object."""
     regex._library.cache_clear()
     regex._judge.cache_clear()
     monkeypatch.setattr(regex, "LIBRARY", "libnothing-at-all.so.0")
@@ -228,14 +228,14 @@ def test_without_the_library(monkeypatch):
     regex.check_pattern("it", "a")
 
 
-def test_an_answer_is_remembered(monkeypatch):
+def test_results_are_cached(monkeypatch):
     regex.check_pattern("it", "remembered")
     monkeypatch.setattr(regex, "_Code", None)
     regex.check_pattern("it", "remembered")
 
 
-def test_compiled_patterns_are_given_back():
-    """A pattern of 60 KB compiled a thousand times would be seen."""
+def test_compiled_patterns_are_freed():
+    """A leak of a 60 KB pattern, compiled a thousand times, would be visible."""
 
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGESIZE")

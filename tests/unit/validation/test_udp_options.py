@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What UDP and SCTP listeners, pools, monitors and members may say, and the sentences of those that may not."""
+"""UDP and SCTP validation: accepted options of listeners, pools, monitors and members, and the refusals."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_octavias_defaults_are_accepted(protocol):
     ],
 )
 @pytest.mark.parametrize("protocol", BOTH)
-def test_a_listener_promises_nothing_it_has_not(protocol, more):
+def test_unsupported_listener_options_are_refused(protocol, more):
     assert f"listener option {next(iter(more))}" in said(options.check_listener, listener(protocol, **more))
 
 
@@ -94,7 +94,7 @@ def test_a_listener_promises_nothing_it_has_not(protocol, more):
         ("128", (32, 128)),
     ],
 )
-def test_a_mask_of_one_family_says_nothing_of_the_other(granularity, prefixes):
+def test_a_mask_applies_to_its_own_address_family(granularity, prefixes):
     assert udp.parse_granularity(granularity) == prefixes
     options.check_pool(pool(session_persistence=kept(persistence_granularity=granularity)))
 
@@ -109,12 +109,12 @@ def test_invalid_masks_are_refused(granularity):
 
 
 @pytest.mark.parametrize(("given", "seconds"), [(None, 360), (0, 360), (1, 1), (2678400, 2678400)])
-def test_how_long_a_client_stays(given, seconds):
+def test_client_persistence_timeouts_are_accepted(given, seconds):
     assert udp.persistence_timeout(kept(persistence_timeout=given)) == seconds
 
 
 @pytest.mark.parametrize("given", [-1, 2678401, True, 1.5])
-def test_how_long_no_client_stays(given):
+def test_invalid_persistence_timeouts_are_refused(given):
     wrong = pool(session_persistence=kept(persistence_timeout=given))
     assert "persistence_timeout" in said(options.check_pool, wrong)
 
@@ -128,18 +128,18 @@ def test_how_long_no_client_stays(given):
     ],
 )
 @pytest.mark.parametrize("protocol", BOTH)
-def test_nothing_has_cookies(protocol, wrong):
+def test_udp_pools_refuse_cookies(protocol, wrong):
     assert f"{protocol} has no cookies" in said(options.check_pool, pool(protocol, session_persistence=wrong))
 
 
 @pytest.mark.parametrize("protocol", BOTH)
-def test_a_pool_does_not_encrypt(protocol):
+def test_udp_pools_refuse_encryption(protocol):
     assert "pools do not support TLS" in said(options.check_pool, pool(protocol, tls_enabled=True))
 
 
 @pytest.mark.parametrize("protocol", BOTH)
 @pytest.mark.parametrize("kind", list(MonitorType))
-def test_monitors_of_virtual_pools(protocol, kind):
+def test_udp_monitors_are_validated(protocol, kind):
     options.check_healthmonitor(checked_by(kind).healthmonitor)
     if kind in (MonitorType.HTTPS, MonitorType.TLS_HELLO):
         sentence = said(udp.check_monitor_type, checked_by(kind, protocol))
@@ -149,14 +149,14 @@ def test_monitors_of_virtual_pools(protocol, kind):
 
 
 @pytest.mark.parametrize("kind", ["UDP-CONNECT", "SCTP"])
-def test_monitors_of_other_pools(kind):
+def test_other_pools_refuse_udp_monitors(kind):
     sentence = said(udp.check_monitor_type, checked_by(kind, "HTTP"))
     assert f"health monitor type '{kind}': only UDP and SCTP pools support this type" in sentence
     udp.check_monitor_type(checked_by("TLS-HELLO", "TCP"))
     udp.check_monitor_type(pool("TCP"))
 
 
-def test_an_algorithm_that_has_no_effect_with_persistence():
+def test_an_algorithm_without_effect_under_persistence_is_refused():
     kept = SessionPersistence(type=PersistenceType.SOURCE_IP)
     least = pool(lb_algorithm=Algorithm.LEAST_CONNECTIONS, session_persistence=kept)
     sentence = said(udp.check_l4_algorithm, least)
@@ -183,7 +183,7 @@ def test_an_algorithm_that_has_no_effect_with_persistence():
         ([], ["198.51.100.5"], None),
     ],
 )
-def test_packets_keep_their_family(members, addresses, refused):
+def test_members_have_the_address_family_of_a_vip(members, addresses, refused):
     if refused is None:
         udp.check_address_families(pool("UDP", *members), vips(*addresses))
     else:
@@ -201,7 +201,7 @@ def test_l7_policies_need_http(protocol):
     options.check_policy_listener(policy, listener("HTTP"))
 
 
-def test_each_listener_has_pools_of_its_own():
+def test_each_listener_protocol_has_its_own_pool_protocols():
     behind = {protocol: set(pools) for protocol, pools in options.BEHIND.items()}
     assert set(behind) == set(ListenerProtocol) == set(options.LISTENER_PROTOCOLS)
     assert behind[ListenerProtocol.UDP] == {PoolProtocol.UDP}
@@ -220,7 +220,7 @@ def test_source_address_depends_on_the_network_backend():
     assert profile.choose_profile({"client_address": "hidden"}, {}, deployment()).client_address == "hidden"
     sentence = said(flavors.validate_metadata, {"client_address": "preserved"}, deployment())
     assert "the network backend local drops packets with a source address" in sentence
-    # The VIP was taken from another backend than the one that flavors are checked against.
+    # The VIP is from another backend than the one that validates the flavor.
     both = deployment(NETNS, network=(open_, ELSEWHERE))
     flavors.validate_metadata({"client_address": "preserved"}, both)
     with pytest.raises(UnsupportedOption, match="client_address"):

@@ -26,7 +26,7 @@ def policy(action: str, **more) -> L7Policy:
 @pytest.mark.parametrize("invert", [False, True])
 @pytest.mark.parametrize("compare", L7Compare)
 @pytest.mark.parametrize("kind", L7RuleType)
-def test_types_and_comparisons(kind, compare, invert):
+def test_types_and_comparisons_are_validated(kind, compare, invert):
     wanted = rule(kind, compare, invert=invert)
     if compare in l7.COMPARISONS[kind]:
         l7.check_l7rule(wanted)
@@ -35,14 +35,14 @@ def test_types_and_comparisons(kind, compare, invert):
             l7.check_l7rule(wanted)
 
 
-def test_only_numbers_and_truths_cannot_be_compared_otherwise():
+def test_numbers_and_booleans_need_equal_to():
     few = {kind for kind, comparisons in l7.COMPARISONS.items() if len(comparisons) < len(L7Compare)}
     assert few == {L7RuleType.SSL_CONN_HAS_CERT, L7RuleType.SSL_VERIFY_RESULT}
 
 
 @pytest.mark.parametrize("kind", [L7RuleType.HEADER, L7RuleType.COOKIE])
 @pytest.mark.parametrize("key", ["X", "x-y", "!#$%&'*+-.^_`|~09azAZ", "k" * 255])
-def test_keys(kind, key):
+def test_valid_keys_are_accepted(kind, key):
     l7.check_l7rule(rule(kind, key=key))
 
 
@@ -50,42 +50,42 @@ def test_keys(kind, key):
 @pytest.mark.parametrize(
     "key", [None, "", "a b", "a,b", "a:b", "a(b", "a)b", 'a"b', "a\\b", "é", "a\n", "a\0", "k" * 256]
 )
-def test_keys_that_are_no_tokens(kind, key):
+def test_keys_that_are_no_tokens_are_refused(kind, key):
     with pytest.raises(UnsupportedOption, match=f"key of an L7 rule of type {kind}:"):
         l7.check_l7rule(rule(kind, key=key))
 
 
 @pytest.mark.parametrize("key", [None, "", "1a", "C N", "CN\n", "C,N", "-CN"])
-def test_keys_that_are_no_fields_of_a_name(key):
+def test_keys_that_are_no_distinguished_name_fields_are_refused(key):
     with pytest.raises(UnsupportedOption, match="key of an L7 rule of type SSL_DN_FIELD:"):
         l7.check_l7rule(rule("SSL_DN_FIELD", key=key))
 
 
-def test_a_key_that_means_nothing_is_not_looked_at():
+def test_an_unused_key_is_ignored():
     l7.check_l7rule(rule("PATH", key="left over\n"))
 
 
 @pytest.mark.parametrize("compare", L7Compare)
 @pytest.mark.parametrize("kind", ["HOST_NAME", "PATH", "FILE_TYPE", "HEADER", "COOKIE", "SSL_DN_FIELD"])
 @pytest.mark.parametrize("value", ["", "a\nb", "a\rb", "a\0b", "a\tb", "\x7f", "\x85", "\u2028", "\ud800", "x" * 2049])
-def test_values_that_no_request_has(kind, compare, value):
+def test_impossible_values_are_refused(kind, compare, value):
     with pytest.raises(UnsupportedOption, match=f"value of an L7 rule of type {kind}:"):
         l7.check_l7rule(rule(kind, compare, value))
 
 
 @pytest.mark.parametrize("value", ["true", "True", "TRUE"])
-def test_has_a_certificate(value):
+def test_ssl_conn_has_cert_is_validated(value):
     l7.check_l7rule(rule("SSL_CONN_HAS_CERT", value=value))
 
 
 @pytest.mark.parametrize("value", ["False", "1", "yes", "True\u00a0"])
-def test_has_no_certificate_is_said_with_invert(value):
+def test_a_missing_certificate_needs_invert(value):
     with pytest.raises(UnsupportedOption, match="SSL_CONN_HAS_CERT"):
         l7.check_l7rule(rule("SSL_CONN_HAS_CERT", value=value))
 
 
 @pytest.mark.parametrize(("value", "number"), [("0", 0), ("007", 7), ("2147483647", 2147483647)])
-def test_verify_result(value, number):
+def test_verify_results_are_validated(value, number):
     wanted = rule("SSL_VERIFY_RESULT", value=value)
     l7.check_l7rule(wanted)
     assert l7.parse_verify_result(wanted) == number
@@ -106,7 +106,7 @@ def test_verify_results_that_are_no_numbers(value):
         ("STARTS_WITH", ".jp", "jp"),
     ],
 )
-def test_extensions(compare, value, compared):
+def test_file_extensions_are_validated(compare, value, compared):
     wanted = rule("FILE_TYPE", compare, value)
     l7.check_l7rule(wanted)
     assert l7.parse_extension(wanted) == compared
@@ -116,12 +116,12 @@ def test_extensions(compare, value, compared):
     ("compare", "value"),
     [("EQUAL_TO", "."), ("EQUAL_TO", "a/jpg"), ("CONTAINS", "r.g"), ("ENDS_WITH", "a/b"), ("STARTS_WITH", "..a")],
 )
-def test_extensions_that_no_file_has(compare, value):
+def test_impossible_file_extensions_are_refused(compare, value):
     with pytest.raises(UnsupportedOption, match="FILE_TYPE"):
         l7.check_l7rule(rule("FILE_TYPE", compare, value))
 
 
-def test_spellings():
+def test_all_encodings_of_a_path_are_listed():
     assert l7.list_spellings("/plain%20-_.~!$&'()*+,;=:@[]?") == ("/plain%20-_.~!$&'()*+,;=:@[]?",)
     assert l7.list_spellings("/é b") == ("/é b", "/%C3%A9%20b", "/%c3%a9%20b")
     assert l7.list_spellings("/{ }") == ("/{ }", "/{%20}", "/%7B%20%7D", "/%7b%20%7d")
@@ -145,7 +145,7 @@ def test_regular_expressions_are_checked(kind):
         *(("REDIRECT_TO_URL", {"redirect_url": "/", "redirect_http_code": code}) for code in (301, 302, 303, 307, 308)),
     ],
 )
-def test_policies(action, more):
+def test_policies_are_validated(action, more):
     l7.check_l7policy(policy(action, **more))
 
 
@@ -163,6 +163,6 @@ def test_policies(action, more):
         ("REDIRECT_TO_URL", {"redirect_url": "/", "redirect_http_code": 304}, "redirect_http_code '304'"),
     ],
 )
-def test_policies_that_cannot_be(action, more, named):
+def test_invalid_policies_are_refused(action, more, named):
     with pytest.raises(UnsupportedOption, match=named):
         l7.check_l7policy(policy(action, **more))

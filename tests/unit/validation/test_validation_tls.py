@@ -36,7 +36,7 @@ def negotiated(minimum=None, ciphers=None, **changes) -> tls.Negotiation:
         (("TLSv1.2",), "TLSv1", "TLSv1.2", "TLSv1.2", ()),
     ],
 )
-def test_versions(chosen, minimum, low, high, gaps):
+def test_tls_versions_are_validated(chosen, minimum, low, high, gaps):
     assert negotiated(minimum, tls_versions=chosen).versions == (low, high, gaps)
 
 
@@ -51,16 +51,16 @@ def test_versions(chosen, minimum, low, high, gaps):
         (("TLSv1.3",), f"AES:{X}", None, X),
         (("TLSv1.3",), None, None, None),
         (None, "AES::CHACHA20:", "AES:CHACHA20", None),
-        # Only suites of TLS 1.3: what is older has no cipher, whatever the library's own list says.
+        # Suites of TLS 1.3 only: older versions have no cipher, whatever the list of the library contains.
         (None, X, None, X),
         (None, f"!aNULL:{X}:@STRENGTH", None, X),
-        # OpenSSL 3 needs its lowest level for old versions; what the user says about it goes before.
+        # OpenSSL 3 needs its lowest security level for old versions. A level in the user's list has precedence.
         (("TLSv1",), None, f"DEFAULT:{OLD}", None),
         (("TLSv1.1", "TLSv1.2"), "AES:CHACHA20", f"AES:CHACHA20:{OLD}", None),
         (("TLSv1.1", "TLSv1.2"), "AES:@SECLEVEL=1", "AES:@SECLEVEL=1", None),
     ],
 )
-def test_ciphers(versions, text, older, suites):
+def test_ciphers_are_validated(versions, text, older, suites):
     assert negotiated(tls_versions=versions, tls_ciphers=text)[1:] == (older, suites)
 
 
@@ -68,7 +68,7 @@ def test_ciphers_without_older_ones_leave_only_tls_1_3():
     assert negotiated(tls_ciphers=X).versions == ("TLSv1.3", "TLSv1.3", ())
 
 
-def test_the_listeners_own_ciphers_go_before_the_profiles():
+def test_the_ciphers_of_the_listener_override_the_profile():
     assert negotiated(ciphers="AES", tls_ciphers="CHACHA20").ciphers == "CHACHA20"
     assert negotiated(ciphers="AES").ciphers == "AES"
 
@@ -88,7 +88,7 @@ def test_the_listeners_own_ciphers_go_before_the_profiles():
         ({"tls_ciphers": "A" * 2049}, None, "AAA"),
     ],
 )
-def test_refused(changes, minimum, named):
+def test_invalid_tls_settings_are_refused(changes, minimum, named):
     with pytest.raises(UnsupportedOption) as caught:
         negotiated(minimum, **changes)
     assert named in str(caught.value)
@@ -107,11 +107,11 @@ def test_refused(changes, minimum, named):
         ({"protocol": ListenerProtocol.HTTPS}, False),
     ],
 )
-def test_tls_clients(changes, speaks):
+def test_a_listener_with_a_certificate_terminates_tls(changes, speaks):
     assert tls.terminates(listener(**changes)) is speaks
 
 
-def test_a_pool_needs_versions_without_a_gap():
+def test_the_tls_versions_of_a_pool_have_no_gap():
     pool = Pool(id="p", loadbalancer_id="b", protocol=PoolProtocol.HTTP, tls_enabled=True)
     assert tls.pool_negotiation(pool, None, None).versions == ("TLSv1.2", "TLSv1.3", ())
     gap = Pool(

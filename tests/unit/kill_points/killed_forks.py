@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forks of the test's process run parts of the control plane and get SIGKILL at a point.
 
-A fork imports nothing, so a death costs milliseconds. SIGKILL takes all that the fork has in memory. Files of the
-test's folder keep what the fork has committed and what it has done to machines.
+A fork imports nothing, so a kill costs milliseconds. SIGKILL removes the memory of the fork. The test's folder keeps
+its commits and its effects on machines.
 """
 
 import gc
@@ -23,14 +23,14 @@ from amphora_driver import failpoints
 _REACHED_THE_END, _FAILED = 0, 70
 # Seconds of processor time for a fork. Time on the wall would let a test fail on a busy machine.
 _MOST_SECONDS = 30
-# Seconds between two looks at the clock: of two rows the later one has the later time.
+# Seconds between two reads of the clock: of two rows the later one has the later time.
 _LOOK = 1e-5
 
 
 class Clock:
     """The time of all processes, in a page of memory that forks share.
 
-    The time does not depend on the machine's load: a test moves it, and each look moves it by `_LOOK`.
+    The time does not depend on the machine's load: a test sets it, and each read adds `_LOOK`.
     """
 
     def __init__(self, monkeypatch):
@@ -64,7 +64,7 @@ class Points:
         monkeypatch.setattr(failpoints, "_stop", self._reached)
 
     def arm(self, names, visit=1):
-        """A process dies once at each of these points, at its given visit to the point."""
+        """A process is killed once at each of these points, at its given visit to the point."""
         for name in names:
             (self._armed / name).write_text(str(visit), encoding="ascii")
 
@@ -76,7 +76,7 @@ class Points:
             path.unlink()
 
     def forget(self):
-        """A new process begins, with no visit to any point."""
+        """A new process begins, without a visit to any point."""
         self._visits.clear()
 
     def _reached(self, point):
@@ -95,7 +95,7 @@ class Points:
 
 
 class Endless(BaseException):
-    """A process has used its processor time. It is no `Exception`: the product catches those and tries again."""
+    """A process has used its processor time. It is no `Exception`, because the product catches and retries those."""
 
 
 @contextmanager
@@ -114,11 +114,11 @@ def limited(seconds):
         signal.signal(signal.SIGPROF, before)
 
 
-def dies(part, armed):
-    """Run `part` in a fork; returns the point at which the fork has died, or None if it reached its end.
+def run_in_fork(part, armed):
+    """Run `part` in a fork; returns the point that killed the fork, or None if it reached its end.
 
     Args:
-        part: what the fork runs; the parent has closed its connections to the database before.
+        part: the function of the fork; the parent has closed its connections to the database before.
         armed: the `Points`.
     """
     before = armed.armed()
@@ -139,13 +139,13 @@ def dies(part, armed):
         assert os.WTERMSIG(outcome) == signal.SIGKILL, f"the process ended by signal {os.WTERMSIG(outcome)}"
         assert len(met) == 1, f"the process was killed, but not at one point: {met}"
         return met.pop()
-    assert os.WEXITSTATUS(outcome) == _REACHED_THE_END, "the process failed before it came to its end or to a point"
-    assert not met, f"the process came to {met} and did not die"
+    assert os.WEXITSTATUS(outcome) == _REACHED_THE_END, "the process failed before its end and before a point"
+    assert not met, f"the process came to {met} and was not killed"
     return None
 
 
 def _run(part, armed):
-    """Run a part and end this process without the end of pytest."""
+    """Run a part and end this process without pytest's cleanup."""
     status = _FAILED
     try:
         gc.disable()
@@ -161,7 +161,7 @@ def _run(part, armed):
 
 
 class Kept:
-    """A value in a file, which outlives the process that has changed it."""
+    """A value in a file, which outlives the process that changed it."""
 
     def __init__(self, path, load, dump):
         self._path = Path(path)
