@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A load balancer that guests serve.
+"""A load balancer with members, served by guests of the image.
 
-Invariant: what a test pushes takes the way it takes in production, from the model through `render`, the virtual servers
-and the controller's bundle to the agents of the guests; nothing is written by hand.
+Invariant: a push takes the production path: the model, `render`, the virtual servers, the controller's bundle and the
+agents of the guests. No configuration is written by hand.
 """
 
 from __future__ import annotations

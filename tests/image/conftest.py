@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures: one image for the run, one switch, and guests that are booted when the first test asks for them."""
+"""Fixtures: one image and one switch per run; each guest boots when the first test uses it."""
 
 from __future__ import annotations
 

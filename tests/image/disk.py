@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A disk for tests, made of an image's tree: no partitions, no boot loader, and a door.
+"""Makes a test disk from an image's tree: no partitions, no boot loader, and a remote shell for tests (`door`).
 
-Invariant: nothing of the tree is changed but what is listed here, and none of it needs a mount or a loop device. The
-kernel is the tree's own; the initial RAM disk is not: it does nothing but load four drivers and mount the disk, because
-under emulation the usual one takes longer than all the rest.
+Invariant: only the changes listed here are made to the tree, without a mount or a loop device. The kernel is the
+tree's own. The initial RAM disk is replaced: it loads four drivers and mounts the disk, because the original one takes
+longer than the rest of the boot under emulation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Virtual machines on a switch of their own, with clients and members beside them.
+"""Virtual machines on their own switch, with clients and members beside them.
 
-Invariant: guests are booted by the product's own compute backend from the product's own config drive, and are asked by
-a controller in its own namespace; every name has a unique number, and `close` ends all of it.
+Invariant: the product's own compute backend boots the guests from the product's own config drive. A controller in its
+own namespace calls their agents. Every name has a unique number, and `close` ends everything.
 
     control ── management bridge ── guests ── the VIPs' bridge ── client, members
 """

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guests that go on from a frozen one, so that only one of a run has to be booted cold.
+"""Resumes guests from a saved one, so that a run needs only one cold boot.
 
-Invariant: a guest is frozen before it knows anything of itself. It waits for its config drive, has no interface, and
-its agent has not begun: a resumed copy gets its identity from a drive and an interface that are plugged in, as
-one that is booted cold does. What is kept says which qemu, hardware and image it is of; nothing else goes on from it.
+Invariant: a guest is saved before it has an identity. It waits for its config drive, has no interface, and its agent
+has not started. A resumed copy gets its identity from a drive and an interface that are plugged in, like a guest that
+boots cold. The saved state names its qemu, hardware and image; a guest with other ones does not use it.
 
-The memory of a guest that waits lies in STATE, its disk is the image TAG. Each guest gets a new generation id (the
-device vmgenid), from which its kernel seeds its random numbers anew, and takes its clock from the machine's.
+STATE contains the memory of the waiting guest; the image TAG contains its disk. Each guest gets a new generation id
+(device vmgenid), from which its kernel seeds its random numbers, and takes its clock from the machine.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The image that guests of tests boot from: built from these sources once, and kept until they change.
+"""The image that test guests boot from: built from these sources once, and kept until they change.
 
 It is the default image, of the newest release that is available here.
 
-Invariant: what is kept is named after a digest of all that goes into it, and is complete: it gets its name at the end.
-A build that is ended lets go of what it has mounted.
+Invariant: a kept image is complete and named after a digest of all its inputs; it gets its name as the last step.
+An interrupted build unmounts its file systems.
 
-    python tests/image/image.py     builds it, and freezes a guest of it (`frozen`), where that has not been done
+    python tests/image/image.py     builds the image and saves a guest of it (`frozen`), unless both exist
 
 AMPHORA_TEST_IMAGES names a folder that `disk.make` has filled, to be used instead; AMPHORA_TEST_TREE a tree.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The finished disk, unmodified, through its own boot loader: what a cloud does with it. AMPHORA_IMAGE_SLOW=1 runs it.
+"""The finished, unmodified disk boots through its own boot loader, as in a cloud. AMPHORA_IMAGE_SLOW=1 runs it.
 
 AMPHORA_IMAGE_FILE names the disk; without it, diskimage/build makes one, which takes minutes.
 """

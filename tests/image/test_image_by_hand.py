@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A finished image, booted by `diskimage/boot` as its builder would: AMPHORA_IMAGE_FILE names it, of any architecture.
+"""A finished image of any architecture, booted by `diskimage/boot`; AMPHORA_IMAGE_FILE names it.
 
-The manifest beside it says which; one of arm64 is emulated on amd64, by UEFI.
+The manifest beside the image names the architecture. On amd64, an arm64 image is emulated and boots by UEFI.
 """
 
 import json

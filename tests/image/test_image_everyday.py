@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The image, from power-on to serving: one guest that is booted cold, one load balancer of all kinds of listeners."""
+"""The image from a cold boot to serving: one guest, and one load balancer with all kinds of listeners."""
 
 import json
 import re

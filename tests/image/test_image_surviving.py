@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a guest survives: each of its daemons killed, and its own reboot."""
+"""A guest recovers after a kill of each of its daemons, and after its own reboot."""
 
 import pytest
 from balanced import listener, load_balancer, member, monitor, pool

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two guests: SCTP between them, and one that takes over from the other."""
+"""Two guests: SCTP between them, and a VIP takeover from one to the other."""
 
 import json
 import time

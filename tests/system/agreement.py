@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What we have recorded of a load balancer is what Octavia has, object by object and field by field.
+"""Compares the provider's record of a load balancer with Octavia's, object by object and field by field.
 
-Invariant: this knows nothing of how calls become rows. It reads Octavia's API, as a user does, and our rows, and
-compares every field of the model that the API shows. Nothing said and nothing in it (None, "", [], {}) are the same.
+Invariant: this module does not use the code that turns calls into rows. It reads Octavia's API as a user does, and the
+provider's rows, and compares every field of the model that the API shows. An absent field equals None, "", [] and {}.
 
 Not compared, because Octavia does not show them: the contents of flavor and availability zone, ports of additional
 VIPs, and the order of SNI certificates.

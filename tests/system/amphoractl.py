@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""amphoractl as an operator runs it, on the sandbox's configuration.
+"""Runs amphoractl as an operator does, with the sandbox's configuration.
 
-In this process: a program of its own takes a second or two to start, and ten on a machine that is busy.
+It runs in this process: a separate program takes a second or two to start, and ten on a busy machine.
 """
 
 import io

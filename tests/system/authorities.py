@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user has in Octavia's certificate manager: certificates, authorities, revocation lists, by reference.
+"""The contents of Octavia's certificate manager in tests: certificates, authorities, revocation lists, by reference.
 
-Invariant: every reference that `whole_model` names is there, and everything was issued by authorities of this module.
+Invariant: it contains every reference that `whole_model` uses; authorities of this module issued everything.
 """
 
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A browser without a screen, driven by Chromium's own protocol over two pipes, and all it asked and complained of."""
+"""A headless Chromium, driven over two pipes by its own protocol, with its recorded requests and console errors."""
 
 import base64
 import fcntl

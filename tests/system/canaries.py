@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looking for secrets where none may be: in files, tables, command lines and environments.
+"""Searches files, tables, command lines and environments for secrets.
 
-Invariant: a secret is found whole or in part, in any of the shapes it takes on its way: bytes, hexadecimal, as Python
-writes bytes, and base64 at every alignment (so also inside DER inside PEM), wrapped into lines or not.
+Invariant: a whole or partial secret is found in each of these encodings: bytes, hexadecimal, Python's notation of
+bytes, and base64 at every alignment (so also inside DER inside PEM), with or without line breaks.
 """
 
 import base64

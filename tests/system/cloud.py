@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user of the sandbox: makes load balancers through Octavia's API, waits for them, and sends requests as a client."""
+"""A user of the sandbox: creates load balancers through Octavia's API, waits for them, and sends client requests."""
 
 import http.client
 import time

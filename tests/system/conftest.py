@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One sandbox for all modules of a worker that need no other one; other modules use `sandbox_of_a_test.running`.
+"""One sandbox for all modules of a pytest worker; modules with other settings use `sandbox_of_a_test.running`.
 
 A worker has one sandbox at a time: `running` ends the common one, and the next module that needs it starts another.
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members that answer datagrams, and clients that ask them.
+"""UDP members and clients.
 
-Invariant: a member listens in its namespace from the first line of the with block to the last, for IPv4 and IPv6, and
-contains its name and the client's address. Each question of a client has its own socket, and is a flow.
+Invariant: inside the with block, a member listens in its namespace for IPv4 and IPv6. Its answer contains its name and
+the client's address. Each request of a client has its own socket, and is a flow.
 """
 
 import selectors

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sandbox that compares its amphorae all the time, and what an operator does with it from the controller's host."""
+"""A sandbox that checks its amphorae for drift continuously, and an operator's commands on the controller's host."""
 
 import configparser
 import json

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A member that answers with its name, the request's headers, the path, and the name on the client's
-certificate.
+"""An HTTP member that answers with its name, the request's headers and path, and the subject of the client certificate.
 
-Invariant: it listens in a member's namespace from the first line of the with block to the last, for IPv4 and IPv6.
+Invariant: inside the with block, it listens in a member's namespace for IPv4 and IPv6.
 """
 
 import json

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sandbox in which processes die at chosen moments, and questions about what is left afterwards.
+"""A sandbox in which processes are killed at chosen points, and checks of the state that remains.
 
-Invariant: whatever is killed is killed by the number of its own process, and what is expected to die is seen to have
-died: an unreached point fails the test.
+Invariant: a process is killed by its own PID, and its death is verified. A test fails if its failpoint is not reached.
 """
 
 import json

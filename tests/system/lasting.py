@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections that last: a download that goes on until it is told to end, and ones that were upgraded and are echoed.
+"""Long connections: an endless download, and upgraded connections with an echo.
 
-Invariant: every byte is accounted for. What a visitor gets is compared with what the member has sent.
+Invariant: every byte is verified. The bytes that the client receives are compared with those that the member sent.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A clock that is set while programs use it, like a correction by an operator.
+"""Sets the clock of running programs, like a correction by an operator.
 
-Invariant: only the time of day is moved (libfaketime, which looks into a file each time it is asked); the clock that
-only goes forward is the kernel's own, as after a change of a machine's clock.
+Invariant: only the wall clock moves (libfaketime reads its offset from a file at each call). The monotonic clock stays
+the kernel's own, as after a change of a real machine's clock.
 """
 
 import os

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients with continuous requests, and the longest time without an answer.
+"""Clients that send requests continuously, and the longest time without an answer.
 
-Invariant: the longest time between two answers is measured where the client is, and nothing of what a fail-over does is
-believed without it.
+Invariant: the longest time between two answers is measured at the client. No other measurement proves a fail-over.
 """
 
 import http.client

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many load balancers under load while their amphorae are replaced: clients of each, and a counter."""
+"""Many load balancers under load while their amphorae are replaced: their clients, and a counter."""
 
 import http.client
 import json

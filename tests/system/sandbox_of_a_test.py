@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sandbox that lives as long as a test needs it, on a machine that afterwards looks as before."""
+"""A sandbox for one test or module, which leaves nothing on the machine."""
 
 import os
 import shutil

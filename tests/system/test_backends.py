@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two compute backends serve one deployment side by side, and each load balancer stays with the one it began with."""
+"""Two compute backends serve one deployment, and each load balancer stays on the backend of its creation."""
 
 import json
 

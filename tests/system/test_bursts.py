@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Much at once: load balancers created together, and members changed everywhere at the same time.
+"""Bursts: load balancers are created together, and members of all of them change at the same time.
 
-`AMPHORA_BURST=100` makes it a hundred load balancers, half of which then take twenty changes each (`AMPHORA_CHANGES`):
-six minutes of two processors that do nothing else. Octavia lets a user change one thing of a load balancer at a time:
-a refused user repeats the request.
+`AMPHORA_BURST=100` creates a hundred load balancers; half of them then take twenty changes each (`AMPHORA_CHANGES`).
+This takes six minutes on two otherwise idle processors. Octavia accepts one change of a load balancer at a time: a
+refused client repeats the request.
 """
 
 import os

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything runs at DEBUG, goes wrong on purpose, and then no secret is anywhere but where it belongs.
+"""Secrets stay in their places while all services run at DEBUG and many operations fail.
 
-Octavia is started with debug as well, and what it writes into its log, its database and its own folders is searched in
-the same way: whatever of ours, or of octavia_lib, writes there would be found. Only one thing is Octavia's alone: its
-certificate manager, in the sandbox a folder with users' keys (`tls/`), of which the operator decides.
+Octavia runs with debug too. Its log, its database and its folders are searched in the same way, because the driver and
+octavia_lib write there. The exception is Octavia's certificate manager, in the sandbox a folder with users' keys
+(`tls/`): its protection is the operator's decision.
 """
 
 import base64

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Certificates and authorities are replaced while clients ask, users change things, and controllers die.
+"""Rotations of certificates and authorities under client load, user changes and controller crashes.
 
-A client never stops asking, and no request fails. In each phase of a rotation a controller dies where it moves the
-phase on, a user changes something that has to become ACTIVE, and in the end what was there before opens no door.
+No client request fails. In each phase of a rotation, a controller is killed at the phase change, and a user's change
+becomes ACTIVE. At the end, the old credentials are refused.
 """
 
 import datetime as dt

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Controllers come and go: two share the work, and what a dead one leaves half done another finishes."""
+"""Two controllers share the work; after a crash of one, the other completes its unfinished work."""
 
 import json
 import os

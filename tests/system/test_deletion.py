@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is deleted is gone: in Octavia, in the store, on the machine."""
+"""A deleted object is removed from Octavia, from the provider's database and from the machine."""
 
 import openstack
 import pytest

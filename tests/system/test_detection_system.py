@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Silent amphorae on the real stack: the dead are replaced unasked; the blind do nothing, whatever blinds them.
+"""Failure detection on the real stack: dead amphorae are replaced; a controller without reliable heartbeats waits.
 
-AMPHORA_OUTAGE_SECONDS says for how long controllers and health managers are stopped, or gone: 600 for ten minutes.
+AMPHORA_OUTAGE_SECONDS is the time for which controllers and health managers are stopped or ended, for example 600.
 """
 
 import fcntl

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several hosts: Octavia with its controller on one, another controller on "another host", MariaDB and RabbitMQ.
+"""Several hosts with MariaDB and RabbitMQ: Octavia and a controller on one, a second controller on another.
 
-The other host is a directory of sockets and a line to the database of its own: nothing but the database and the
-broker is shared.
+A directory of sockets and a separate database connection simulate the other host. The hosts share only the database
+and the broker.
 """
 
 import re

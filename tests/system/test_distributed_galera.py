@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two Galera nodes written at once: calls are accepted on both, and controllers work on both.
+"""Two writable Galera nodes: both accept calls, and controllers work on both.
 
-Locks are each node's own there; what collides is noticed when it is committed.
+Row locks are local to a Galera node; a conflict appears at commit.
 """
 
 import threading

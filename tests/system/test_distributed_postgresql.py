@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The provider's own state in PostgreSQL: a load balancer's life, from the first call to the last."""
+"""The provider's database in PostgreSQL, over the life of a load balancer."""
 
 import postgresql
 import pytest

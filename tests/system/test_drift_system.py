@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Amphorae that are not what they confirmed, through the real stack: found, said, mended, and no user notices."""
+"""Drift of amphorae on the real stack: the controller detects, reports and repairs it without client errors."""
 
 import configparser
 import datetime as dt

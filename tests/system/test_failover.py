@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fail-overs through Octavia's real API, under load: planned and not, with and without a spare, and what goes wrong.
+"""Fail-overs through Octavia's API under load: requested and automatic, with and without a spare, and failed ones.
 
-AMPHORA_FAILOVER_TABLE names a file to which what was measured is appended, as rows of the table in
+AMPHORA_FAILOVER_TABLE names a file. The measurements are appended to it as rows of the table in
 docs/explanation/failure-detection.md.
 """
 

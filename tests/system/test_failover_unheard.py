@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An amphora of a pair that took the VIPs unnoticed is replaced on request: no connection is cut.
+"""A requested fail-over of an amphora of a pair whose VIP takeover is not recorded: no connection is cut.
 
-The VIPs are moved to the standby while no health manager runs: what is recorded says that the other one has them.
+The VIPs move to the standby while no health manager runs, so the database still records the old holder.
 """
 
 from contextlib import closing

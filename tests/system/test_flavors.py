@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flavors and availability zones as an operator makes them and a user uses them, down to the wire."""
+"""Flavors and availability zones: from the operator's definition to the load balancer's behaviour on the wire."""
 
 import json
 import time

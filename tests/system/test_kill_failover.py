@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes are killed during replacements: each amphora is replaced once, and nothing is left of it.
+"""Processes are killed during fail-overs: each amphora is replaced once, and no resource is orphaned.
 
-As in `test_kill_matrix` every point that an operation comes by is armed at once, and every process that works on it
-dies again and again, each time further on. A client of another load balancer asks all the time, and is never refused.
+As in `test_kill_matrix`, all failpoints of an operation are armed at once. Each process that works on the operation is
+killed repeatedly, one failpoint further each time. A client of another load balancer sends requests, and none fails.
 """
 
 import json

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes are killed at all points: everything becomes ACTIVE or ERROR, and nothing is left over.
+"""Processes are killed at all failpoints: every object becomes ACTIVE or ERROR, and no resource is orphaned.
 
-One sandbox for all: in each operation every point it comes by is armed at once, so that it is interrupted again and
-again, each time further on. A client of another load balancer asks all the time, and is never refused.
+All tests use one sandbox. All failpoints of an operation are armed at once, so each kill comes one failpoint further.
+A client of another load balancer sends requests, and none fails.
 """
 
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Some of the deaths of `test_kill_matrix` where rows are locked, not the whole file; and that of the server itself."""
+"""Some kills of `test_kill_matrix` on MariaDB, which locks rows and not the whole file, and a kill of MariaDB."""
 
 import kill_lab
 import mariadb

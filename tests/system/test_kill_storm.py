@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes are killed at random moments: everything becomes ACTIVE, is served, and has an owner.
+"""Processes are killed at random moments: every load balancer becomes ACTIVE, serves requests, and has an owner.
 
-Elsewhere processes die at points that have names; between two of them the kernel, a file and the database are changed
-by several calls, and a process may die between any two of those. Here dice say when, for
-`AMPHORA_STORM_SECONDS`: 600 is a good hunt.
+The other kill tests use named failpoints. Between two failpoints, several calls change the kernel, a file and the
+database, and a process can crash between any two of them. `AMPHORA_STORM_SECONDS` is the duration; 600 is thorough.
 """
 
 import itertools

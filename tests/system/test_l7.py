@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""L7 policies through Octavia's real API: positions from Octavia, actions, complete trees in one request."""
+"""L7 policies through Octavia's API: positions from Octavia, actions, complete trees in one request."""
 
 import http.client
 

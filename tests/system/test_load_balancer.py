@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A load balancer from its creation to its deletion, through Octavia's real API."""
+"""A load balancer from its creation to its deletion, through Octavia's API."""
 
 from contextlib import closing, contextmanager
 

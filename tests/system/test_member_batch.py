@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hundreds of members in one request, a few more beside them, and half of them gone again.
+"""Batch updates of members: hundreds in one request, additions, and the removal of half of them.
 
-Octavia's own part grows with the square: for each member that goes, its status reporting loads all the others. With
-`AMPHORA_MEMBERS=1000` that is minutes.
+Octavia's own cost is quadratic: for each removed member, its status reporting loads all the others.
+`AMPHORA_MEMBERS=1000` therefore takes minutes.
 """
 
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members come, change, fail, come back and go, through Octavia's real API."""
+"""Members through Octavia's API: they are added, changed and removed, they fail, and they recover."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program that looks at a moved clock computes and waits as fast as any other one."""
+"""A program under `moved_clock` computes and waits as fast as an ordinary one."""
 
 import os
 import subprocess

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Amphorae as namespaces: booted once, found again after any crash, and gone without a trace."""
+"""The netns compute backend: it boots an amphora once, finds it after any crash, and deletes it completely."""
 
 import os
 import signal

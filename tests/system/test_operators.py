@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three in the morning: what is wrong is found, mended and explained with amphoractl alone.
+"""An operator finds, repairs and explains faults with amphoractl alone.
 
-Nothing is replaced unasked here, so that there is something to do for the operator.
+Automatic fail-over is off, so that the operator has to act.
 """
 
 import json

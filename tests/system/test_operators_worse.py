@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A restored backup, a full disk and an expired certificate, repaired as docs/how-to describes.
 
-Databases and amphorae are each on a disk of their own, so that it can be full.
+The databases and the amphorae have separate disks, so that each can be filled.
 """
 
 import re

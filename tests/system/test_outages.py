@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outages of services: requests are accepted or refused completely; nothing is failed over.
+"""Outages of services: requests are accepted or refused completely; no amphora is replaced.
 
-Octavia's own database is a file here, and stays. AMPHORA_OUTAGE_SECONDS says how long an outage lasts; a minute takes
-a minute for each test.
+Octavia's own database is a file here, and stays available. AMPHORA_OUTAGE_SECONDS is the duration of an outage in each
+test.
 """
 
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pair through Octavia's real API: two amphorae that are one load balancer, whatever happens to one of them."""
+"""A pair through Octavia's API: the load balancer serves through the failure of either amphora."""
 
 import http.client
 import json

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Amphorae as virtual machines: booted once, found again after any crash, and gone without a trace.
+"""The qemu compute backend: it boots a machine once, finds it after any crash, and deletes it completely.
 
-What runs in them does not matter here: the machines have empty disks, and their BIOS looks for something to boot.
+The guest system does not matter here: the machines have empty disks, and their BIOS finds nothing to boot.
 """
 
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A guest that is hostile to the machine it runs on: the user of its qemu, and the size of its console."""
+"""The qemu compute backend confines a hostile guest: the user of its qemu, and the size of its console log."""
 
 import os
 import pwd

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad input gets the right answer with a sentence a user understands, and leaves nothing half made.
+"""Invalid requests get the right status code and an understandable message, and leave no partial objects.
 
-What Octavia's API refuses by itself is here too, where a user might expect the provider to serve it: the sentence is
-the user's view, from the driver or from Octavia.
+Requests that Octavia's API itself refuses are included if a user expects the provider to serve them: the user sees one
+message, from the driver or from Octavia.
 """
 
 import json

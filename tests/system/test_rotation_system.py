@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotations through Octavia's real API: load balancers that serve clients all the time, and amphorae that are replaced.
+"""Rotations of amphorae through Octavia's API while their load balancers serve clients.
 
-`AMPHORA_ROTATION=20` makes it twenty load balancers; an amphora takes one or two seconds of a processor to boot, and
-two processors do everything here.
+`AMPHORA_ROTATION=20` makes it twenty load balancers. An amphora takes one or two processor seconds to boot, and
+two processors run the whole test.
 """
 
 import json

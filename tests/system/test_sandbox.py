@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one-machine stack itself: started twice without harm, and telling the clients the truth about networks."""
+"""The one-machine sandbox: a second start changes nothing, and its network answers are true."""
 
 import http.client
 

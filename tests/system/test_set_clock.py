@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A clock is set by an hour and later set back: nothing is replaced, and all work continues at once.
+"""A clock is set by an hour and later set back: no amphora is replaced, and all work continues at once.
 
-Which clock that is decides what could go wrong: of one machine on which everything runs, amphorae too; of the hosts of
-controllers, which then differ from amphorae and the database; of the database, by which leases and pauses are measured.
+The tests move the clocks of different hosts: of one machine that runs everything; of the controllers' hosts, which then
+differ from the amphorae and the database; of the database, which measures leases and pauses.
 """
 
 import os

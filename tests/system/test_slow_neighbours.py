@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Amphorae that do not answer delay their own load balancers only.
+"""Unreachable amphorae delay their own load balancers only.
 
-The controller has two hands, and there are more black holes than that. Leases last much longer than any test waits, so
-that nothing here is mended by a lease that runs out.
+The controller has two workers, and more amphorae than that are unreachable. Leases last longer than every test, so no
+test passes because of a lease expiry.
 """
 
 import signal

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The status page as operators see it: in a browser, of a stack that runs."""
+"""The status page of a running stack, in a browser."""
 
 import http.client
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TLS through Octavia's real API, certificate manager and all, to a client that shakes hands with an amphora."""
+"""TLS through Octavia's API, from the certificate manager to a client's handshake with an amphora."""
 
 import http.client
 import socket

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Octavia calls the provider inside its open transaction: nothing said about it may come too early and be lost.
+"""Octavia calls the provider inside an open transaction: a status that is reported before its commit would be lost.
 
-On MariaDB, where rows are locked and not the whole file, and with the time between our answer and Octavia's commit
-widened from milliseconds to most of a second. The provider keeps its own state on MariaDB too.
+The test uses MariaDB, which locks rows and not the whole file. The time between the provider's return and Octavia's
+commit is extended from milliseconds to most of a second. The provider's own state is on MariaDB too.
 """
 
 import os

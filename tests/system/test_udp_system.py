@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""UDP and SCTP through Octavia's real API: datagrams of clients, members that die, statistics, fail-over."""
+"""UDP and SCTP through Octavia's API: datagrams of clients, failed members, statistics, fail-over."""
 
 import contextlib
 import json

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A secret is gone before Octavia is asked for what refers to it: it hands over neither that nor what leads to it.
+"""A secret is deleted before the provider reads its reference: Octavia returns neither the secret nor that object.
 
-Half of a load balancer that is made in one request is only known after Octavia was asked: its L7 policies, for one.
+The provider learns half of a fully populated load balancer, for example its L7 policies, only by reading from Octavia.
 """
 
 import sys

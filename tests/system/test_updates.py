@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes through Octavia's real API: a value, nothing (null: back to the default), and not a word (it stays).
+"""Updates through Octavia's API: a new value, null (back to the default), and an absent field (unchanged).
 
-After each change Octavia and this provider have recorded the same of the object, and after the last change of an object
-the same of every object of the load balancer. An object is changed in many fields at once; a field that differs is
-named.
+After each change, Octavia and the provider record the same state of the object. After the last change of an object,
+they record the same state of every object of the load balancer. An update changes many fields at once; a failure names
+the fields that differ.
 """
 
 import pytest

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Controllers of two versions at one database during a CA rotation: neither loses access.
+"""Controllers of two versions on one database during a CA rotation: neither loses access.
 
-Those with one schema know the same steps of a rotation, and may work beside each other. Those with another schema may
-not, and do not: they do not start, an upgrade is refused while they work, and a process that was overlooked stops.
+Versions with one schema know the same steps of a rotation and can run together. A controller with a different schema
+does not start. An upgrade is refused while such controllers run, and an overlooked process stops.
 """
 
 import json

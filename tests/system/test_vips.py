@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""VIPs through Octavia's real API: addresses, what they obey besides, and the load balancer switched off."""
+"""VIPs through Octavia's API: addresses, security groups and QoS, and a disabled load balancer."""
 
 import contextlib
 import socket

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A network backend that needs time: the call returns without an address, and everything else continues.
+"""A slow network backend: the call returns without an address, and other load balancers continue.
 
-See docs/reference/vips.md.
-
-What Octavia does with such a load balancer is here too: it is the reason for what is said there about its interface.
+See docs/reference/vips.md. The tests include Octavia's treatment of such a load balancer, because that page relies on
+it.
 """
 
 import json

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything at once: a load balancer that uses as much of the model as one can, made step by step, and one made by
-a single request. They are the same, every feature works beside all the others, and both go without a trace.
+"""A load balancer with as much of Octavia's model as possible, created in steps and by a single request.
+
+Both results are the same, every feature works beside all others, and both are deleted without a remainder.
 """
 
 import http.client

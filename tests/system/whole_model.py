@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A load balancer that uses as much of Octavia's model as one can, made step by step or in one request.
+"""Describes a load balancer with as much of Octavia's model as possible, for creation in steps or in one request.
 
-Invariant: one description for both ways. Names are unique within it, so that what came of it can be told apart by
-name whatever the ids are.
+Invariant: one description serves both ways. Names are unique within it, so that results are compared by name,
+independent of ids.
 """
 
 import copy
