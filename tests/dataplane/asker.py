@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client of its own process: one request on a new connection every few milliseconds, however the others fare.
+"""A client process: one request on a new connection every few milliseconds, independent of earlier requests.
 
     asker.py ADDRESS PORT INTERVAL PATIENCE
 
-Says "ready" after the first answer; when its input ends, every request as JSON: when it was started (seconds of the
-machine's monotonic clock), how long it took, and what came of it (a status line's code, or the name of an error).
+It prints "ready" after the first answer. When its input ends, it prints every request as JSON: start (monotonic clock
+of the machine), duration, and result (the status code, or the name of an error).
 """
 
 import asyncio

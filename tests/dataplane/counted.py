@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an amphora's metrics count.
+"""Reads the counters of an amphora's metrics.
 
-Invariant: only what went through listeners, pools and members is here, and must never fall.
+Invariant: only counters of listeners, pools and members are included, and they never decrease.
 """
 
 from __future__ import annotations

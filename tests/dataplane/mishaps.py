@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can go wrong with an amphora, made to go wrong: deaths at a named point, a full disk, pushes that cross.
+"""Failures of an amphora: a kill at a failpoint, a full disk, concurrent pushes.
 
-Invariant: everything here returns when what it does is done, seen from the outside.
+Invariant: every function returns when its effect is visible from outside.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two amphorae that share VIPs, a switch whose cables can be pulled, and clients that measure outages.
+"""A pair with its VIPs, a switch with detachable cables, and clients that measure outages.
 
-Invariant: what a test pushes takes the way it takes in production, from the model through `render` and the controller's
-bundle to two real agents, each with its own HAProxy and keepalived. Whatever a test breaks is mended by the fixture.
+Invariant: a push takes the production path: the model, `render`, the controller's bundle, and two real agents, each
+with its own HAProxy and keepalived. The fixture repairs everything that a test breaks.
 
     cl (a client) ── the VIPs' switch ── rt (a router) ── far (a client behind it)
                         │        │

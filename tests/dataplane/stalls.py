@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The events of a pair in a failed test, and stalls of the machine: a fault of the product or not.
+"""The events of a pair in a failed test, and stalls of the machine, to tell a product fault from a slow machine.
 
-With the fast setting a node takes over after 0.6 s in which it heard nothing. A machine that stalls for that long moves
-the VIPs although nothing is wrong, and whatever connections they have are reset: the same picture as a fault.
+With the fast setting, a node becomes master after 0.6 s without advertisements. A machine that stalls for that long
+moves the VIPs without a fault, and their connections are reset: the symptoms are those of a fault.
 """
 
 from __future__ import annotations

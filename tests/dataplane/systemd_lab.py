@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An amphora that is run by systemd, as in a virtual machine, but without one.
+"""An amphora under systemd, as in a virtual machine, but in namespaces.
 
-Invariant: systemd is process 1 of namespaces of its own (processes, mounts, network, cgroups), sees no unit of the
+Invariant: systemd is process 1 of its own namespaces (processes, mounts, network, cgroups), sees no unit of the
 host, and ends with this process; its cgroup is removed. The unit files of agent and namespace are those of the image;
-only where Python and the sources are is the test's.
+the test replaces only the paths of Python and the sources.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent as a service: its connections, its certificate, and the responder that outlives it."""
+"""The agent as a service: its connections, its certificate, and the responder that keeps running after it ends."""
 
 from __future__ import annotations
 

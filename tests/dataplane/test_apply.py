@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bundles: what they lead to, and what they never do."""
+"""The agent applies bundles: results, refusals, and repeated pushes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every part of the benchmark's adapter that starts daemons or enters namespaces, once, at the smallest size.
+"""The parts of the benchmark's adapter that start daemons or enter namespaces, once each, at the smallest size.
 
-`tests/unit/benchmarks/test_adapters.py` drives the other parts.
+`tests/unit/benchmarks/test_adapters.py` tests the other parts.
 """
 
 from __future__ import annotations

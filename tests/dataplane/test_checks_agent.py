@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checker in a whole amphora: what heartbeats say of UDP listeners, and that nothing counted is lost."""
+"""The checker in a complete amphora: UDP listeners in heartbeats, and counters without loss."""
 
 from __future__ import annotations
 

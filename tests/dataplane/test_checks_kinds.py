@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members that go and come back, for every kind of check, with real sockets in namespaces."""
+"""The checker detects failed and recovered members with every kind of check, over real sockets in namespaces."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A member of UDP that is gone while clients keep its kernel busy: it is found, and it does not flap."""
+"""The checker detects a dead UDP member under client load, and its status does not flap."""
 
 from __future__ import annotations
 

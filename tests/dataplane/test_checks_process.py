@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checker as a process: what it tells its engine, what it leaves to the next one, what it costs."""
+"""The checker as a process: its calls to the engine, the state for its successor, and its cost."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pushes that cross: the newest one counts, none is lost, and none waits for a superseded one."""
+"""Concurrent pushes: the newest one is applied, none is lost, and none waits for a superseded one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deaths, a full disk and power cuts at every point of a change: afterwards the last confirmed generation is served."""
+"""A crash, a full disk or a power cut at every point of a change: the amphora serves the last confirmed generation."""
 
 from __future__ import annotations
 

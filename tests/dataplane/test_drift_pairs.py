@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is changed by hand on one of two nodes is mended, and the VIPs stay where they are."""
+"""Drift on one amphora of a pair is repaired without a move of the VIPs."""
 
 import os
 import signal

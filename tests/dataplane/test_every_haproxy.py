@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """For every HAProxy version: reloads keep requests, persistence, counters and member states.
 
-The rest of this ring runs on the system's HAProxy, or on another one that comes first in PATH (README, "Test it").
+The other data-plane tests use the first HAProxy in PATH (README, "Test it").
 """
 
 from __future__ import annotations

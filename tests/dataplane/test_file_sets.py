@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files beside the configuration: certificates with their keys, authorities, revocation lists."""
+"""The files beside HAProxy's configuration: certificates with their keys, authorities, revocation lists."""
 
 from __future__ import annotations
 

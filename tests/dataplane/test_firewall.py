@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Permitted sources in a real kernel: the rules, and their effect on clients."""
+"""The amphora's firewall in a real kernel: the rules for permitted sources, and their effect on clients."""
 
 from __future__ import annotations
 

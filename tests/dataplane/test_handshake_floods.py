@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A flood of TLS handshakes from the management network, of a peer without a certificate of the controllers."""
+"""The agent under a flood of TLS handshakes without a controller certificate from the management network."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""L7 policies on the wire: what matches, what happens then, and which of several policies wins.
+"""L7 policies on the wire: matches, actions, and the precedence of policies.
 
-Invariant: many cases are served at once, each behind a rule of its own on the header X-Case, so a request meets the
+Invariant: many cases are served at once, each behind its own rule on the header X-Case, so a request meets the
 policies of one case only.
 """
 

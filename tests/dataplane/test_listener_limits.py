@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Listeners: how many connections, how long, and from where."""
+"""Listener limits: connections, time-outs, and allowed CIDRs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Listeners: what each protocol carries, on every address of the load balancer, and what switching off does."""
+"""Listeners of each protocol on every address of the load balancer, and disabled listeners."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a PROMETHEUS listener serves: HAProxy's own numbers under Octavia's names, quickly, whatever happens."""
+"""PROMETHEUS listeners export HAProxy's counters under Octavia's names, quickly and despite failures."""
 
 from __future__ import annotations
 

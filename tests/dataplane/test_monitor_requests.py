@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Health monitors: what a member is asked, how often, and which answers count."""
+"""Health monitors: the request to a member, the interval, and the accepted responses."""
 
 from __future__ import annotations
 

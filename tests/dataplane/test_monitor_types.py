@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Health monitors: what each type takes for a living member."""
+"""Health monitors: the condition for a healthy member with each type."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two amphorae that share VIPs: the holder, the time without one, and surviving state.
+"""A pair with VIPs: the VIP holder, the outage at a takeover, and the state that survives.
 
-Outages are measured with an advertisement interval of 0.2 s ("fast"), where the bound is one second; a crash costs
-three intervals and a fraction (RFC 9568, 6.1). What is looked at while the VIPs are to stay has a longer one: nodes
-that hear nothing for 0.6 s move them, and every connection is reset, as it should be. `benchmarks/failover.py` prints a
-table of events and intervals.
+Outages are measured with an advertisement interval of 0.2 s ("fast"), where the limit is one second; a crash costs
+three intervals and a fraction (RFC 9568, 6.1). Tests in which the VIPs must stay use a longer interval: after 0.6 s
+without advertisements, a fast node takes the VIPs and every connection is reset, as designed.
+`benchmarks/failover.py` prints a table of events and intervals.
 
-One pair serves all tests; each begins with it whole again.
+One pair serves all tests; each test begins with a repaired pair.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Session persistence by address: clients stay on their member."""
+"""Session persistence by source address: clients stay on their member."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Session persistence by cookies: one of the load balancer's own, or one of the application's."""
+"""Session persistence by cookies of the load balancer or of the application."""
 
 from __future__ import annotations
 

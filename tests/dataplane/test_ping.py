@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PING monitors: whether a member answers an echo, asked by HAProxy of the agent, on a real wire."""
+"""PING monitors on a real wire: HAProxy asks the agent, and the agent sends an echo request to the member."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The network of a load balancer in a real namespace: what comes, goes, is announced, is left alone (`wire.py`)."""
+"""The agent's network configuration of a load balancer in a real namespace: add, remove, announce, keep (`wire.py`)."""
 
 from __future__ import annotations
 

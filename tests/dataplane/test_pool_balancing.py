@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools: which member is chosen, by each of the algorithms."""
+"""Pools: the choice of a member by each algorithm."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools with TLS: the members' identity, the load balancer's identity, and the negotiated parameters."""
+"""Pools with TLS: the identity of members and of the load balancer, and the negotiated parameters."""
 
 from __future__ import annotations
 

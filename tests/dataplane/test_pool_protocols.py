@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools: what the members of each protocol are told, behind each listener that can be in front of them."""
+"""Pools of each protocol behind each compatible listener: the data that members receive."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a running HAProxy takes, and what outlives its workers: persistence by cookie and by stick table."""
+"""Runtime updates of HAProxy, and the state that survives a reload: persistence by cookie and by stick table."""
 
 from __future__ import annotations
 

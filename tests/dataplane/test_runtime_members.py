@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members, their monitors and limits change while the same worker serves, on every HAProxy."""
+"""Members, monitors and limits change without a reload, on every HAProxy version."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Certificates, authorities, revocation lists and ticket keys change while the same worker serves, on every HAProxy."""
+"""Certificates, authorities, revocation lists and ticket keys change without a reload, on every HAProxy version."""
 
 from __future__ import annotations
 

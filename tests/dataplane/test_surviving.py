@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever dies, the rest lives, and what died comes back."""
+"""A killed process of an amphora restarts, and the other processes continue."""
 
 from __future__ import annotations
 

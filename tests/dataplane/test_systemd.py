@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An amphora as a virtual machine runs it: systemd is process 1, the units are the image's."""
+"""An amphora under systemd as process 1, with the units of the image."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TLS listeners: versions, ciphers in the user's order, and what is spoken inside (ALPN, HTTP/2, gRPC)."""
+"""TLS listeners: versions, ciphers in the user's order, and the protocols inside (ALPN, HTTP/2, gRPC)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections and bytes are counted to the last one, whatever is replaced, ended or killed meanwhile."""
+"""Counters of connections and bytes stay exact through reloads, restarts and kills."""
 
 from __future__ import annotations
 

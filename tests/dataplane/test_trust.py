@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients that the agent accepts, and the agent's identity for controllers."""
+"""The clients that the agent accepts, and the agent's identity for controllers."""
 
 from __future__ import annotations
 

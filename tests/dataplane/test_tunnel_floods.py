@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After a hand-over, in a real kernel: new connections stay here, also during a SYN flood."""
+"""After a hand-over, in a real kernel: the new holder keeps new connections, also during a SYN flood."""
 
 from __future__ import annotations
 

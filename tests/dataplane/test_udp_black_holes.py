@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients that never cease to send from one port are led as soon as there are rules for them, whatever came between."""
+"""Clients that send continuously from one port are forwarded as soon as rules for them exist."""
 
 from __future__ import annotations
 

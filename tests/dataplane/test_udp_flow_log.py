@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each flow of UDP has a line when it ends: real datagrams, the kernel's tracking, the agent's own checker."""
+"""The flow log has a line for each ended UDP flow: real datagrams, connection tracking, and the agent's checker."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LEAST_CONNECTIONS by nftables, and what each member was given: real flows through a real agent and its checker."""
+"""LEAST_CONNECTIONS with nftables, and the flows of each member, through a real agent and its checker."""
 
 from __future__ import annotations
 

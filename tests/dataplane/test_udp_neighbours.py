@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A member's host that goes without a word is found by its link address, which is asked for with every check."""
+"""The checker detects an absent member host by its link address, which every check resolves again."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SCTP listeners: associations that begin (INIT, INIT ACK), by raw sockets: this machine's kernel has no SCTP."""
+"""SCTP listeners: new associations (INIT, INIT ACK) over raw sockets, because this machine's kernel has no SCTP."""
 
 from __future__ import annotations
 

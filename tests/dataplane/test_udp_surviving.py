@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What UDP listeners survive: the agent's death, hands in the kernel's rules, a reboot, and the switch to a partner."""
+"""UDP listeners survive a crash of the agent, manual changes of the rules, a reboot, and a takeover by the partner."""
 
 from __future__ import annotations
 

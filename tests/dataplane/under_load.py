@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests under load have in common: a prepared bundle, the traffic, and what HAProxy's processes take.
+"""Helpers of the tests under load: a prepared bundle, the traffic, and the resource use of HAProxy's processes.
 
-Invariant: a push costs the test's side next to nothing. The load balancer is rendered once, with every member it will
-ever have; what changes from push to push is a line of that text or a file.
+Invariant: a push costs the test's process almost nothing. The load balancer is rendered once, with every member of the
+test; each push changes one line of that text or one file.
 """
 
 from __future__ import annotations
