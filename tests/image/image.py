@@ -31,12 +31,12 @@ _SOURCES = (
     *("amphora_agent", "diskimage", "setup.cfg", "tests/image/disk.py", "tests/image/door.py"),
     *(f"requirements/{name}.txt" for name in ("agent-venv", "build", "diskimage-venv", "image")),
 )
-# A build on a machine that does nothing else takes two minutes; a quarter of an hour, beside six guests, was seen.
+# A build takes two minutes on an idle machine, and took 15 minutes beside six guests.
 _BUILD_SECONDS = 3000
 
 
 def digest() -> str:
-    """What tells one image from another."""
+    """Return the digest that identifies an image."""
     made = hashlib.sha256()
     for name in _SOURCES:
         place = ROOT / name
@@ -49,7 +49,7 @@ def digest() -> str:
 
 
 def images() -> Path:
-    """The folder of the image, built if it is not there."""
+    """Return the folder of the image; build it if it does not exist."""
     ready = os.environ.get("AMPHORA_TEST_IMAGES")
     if ready:
         return Path(ready)
@@ -69,7 +69,7 @@ def images() -> Path:
 
 
 def _forget_others() -> None:
-    """Each takes half a gigabyte; what a run that was killed has left goes too."""
+    """Delete other images (half a gigabyte each) and the remains of a killed run."""
     for entry in HOME.iterdir():
         if entry.is_dir():
             shutil.rmtree(entry)
@@ -94,7 +94,7 @@ def _tree(place: Path) -> Path:
         try:
             said, _ = build.communicate(timeout=_BUILD_SECONDS)
         except BaseException:
-            build.terminate()  # never killed: mounts and loop devices are given back by itself
+            build.terminate()  # no kill: the build releases mounts and loop devices itself
             raise
     assert build.returncode == 0, said[-4000:]
     return tree

@@ -23,7 +23,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A folder of images with the finished one in it."""
+    """An image folder with the finished image."""
     place = tmp_path_factory.mktemp("finished")
     given = os.environ.get("AMPHORA_IMAGE_FILE")
     if given:

@@ -19,7 +19,7 @@ AUTHORITIES = MIDDLE.pem + ROOT.pem
 
 
 def keep_all(settings):
-    """Put everything where Octavia finds it."""
+    """Write everything into Octavia's certificate manager."""
     folder = Path(settings.tls)
     for ref, certificate in (("one", ONE), ("two", TWO), ("three", THREE)):
         (folder / f"{ref}.key").write_text(certificate.key_pem)
@@ -29,7 +29,7 @@ def keep_all(settings):
         "clients": CLIENTS.pem,
         "revoked": CLIENTS.revoke(EVE),
         "authorities": AUTHORITIES,
-        # One of each authority in the chain: without, OpenSSL takes no certificate at all.
+        # One list of each authority in the chain: OpenSSL refuses every certificate without them.
         "lost": MIDDLE.revoke(THREE) + ROOT.revoke(),
     }
     for ref, text in texts.items():

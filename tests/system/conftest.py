@@ -53,7 +53,7 @@ def connection(settings):
 
 @pytest.fixture
 def cloud(settings, connection, database):
-    """The sandbox as a user sees it, without load balancers before and after the test."""
+    """The sandbox from a user's view, without load balancers before and after the test."""
     cloud = Cloud(settings, connection, database)
     yield cloud
     cloud.clean()
@@ -61,7 +61,7 @@ def cloud(settings, connection, database):
 
 @pytest.fixture
 def flavor(cloud):
-    """Makes flavors; they are gone after the test."""
+    """Creates flavors; deletes them after the test."""
     made = []
 
     def make(name, data):

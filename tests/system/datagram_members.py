@@ -55,24 +55,24 @@ def _answer(server, told, name):
                 _, client = server.recvfrom(_LARGEST)
                 server.sendto(f"{name} {client[0].removeprefix('::ffff:')}".encode(), client)
             except OSError:
-                # What an earlier answer met on its way.
+                # An ICMP error of an earlier answer.
                 continue
 
 
 def answers(settings, address, number=12, port=53, *, source=None):
-    """Answers of this number of datagrams by member; a missing one counts as the error or as `nothing`."""
+    """Count answers of this number of datagrams by member; a missing one counts as the error or as `nothing`."""
     return Counter(one.split()[0] for one in said(settings, address, number, port, source=source))
 
 
 def said(settings, address, number=1, port=53, *, source=None):
-    """What was answered to so many datagrams, in order.
+    """Return the answers to a number of datagrams, in order.
 
     Args:
         settings: the sandbox's.
         address: the VIP.
         number: how many.
         port: the listener's.
-        source: a port of the client's to ask from each time; a new one each time where it is not said.
+        source: the client's source port; by default, a new one for each datagram.
     """
     place = namespaces.path(settings.host(topology.CLIENT))
     return namespaces.run_inside(place, lambda: [_ask(address, port, source) for _ in range(number)])
