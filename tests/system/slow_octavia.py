@@ -30,7 +30,7 @@ def _slowed(method):
 
 
 def api():
-    """The WSGI application for gunicorn."""
+    """Return the WSGI application for gunicorn."""
     for name, _ in inspect.getmembers(provider_base.ProviderDriver, inspect.isfunction):
         if name.endswith(_WORDS):
             setattr(AmphoraProviderDriver, name, _slowed(getattr(AmphoraProviderDriver, name)))

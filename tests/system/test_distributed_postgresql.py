@@ -30,7 +30,7 @@ def cloud():
         connection.close()
 
 
-def test_a_load_balancer_is_made_changed_and_removed(cloud):
+def test_a_load_balancer_is_created_changed_and_deleted(cloud):
     balancer = cloud.served(
         "elephant", ("member1",), monitor={"type": "TCP", "delay": 1, "timeout": 1, "max_retries": 1}
     )
