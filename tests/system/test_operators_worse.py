@@ -164,7 +164,7 @@ def changes(house, balancer, number):
 
 
 def since_the_backup(house, balancer, back_up):
-    """Change, delete and create load balancers after a backup; return the backup and the last two."""
+    """Change, delete and create after a backup; return backup, deleted and new load balancer."""
     cloud = house.cloud
     deleted = cloud.load_balancer("deleted")
     quiet(house)

@@ -164,7 +164,7 @@ def rotating(fleet):
 
 
 def settled(fleet, balancers):
-    """Assert that users see no change of status and no outage."""
+    """Wait until the load balancers are ACTIVE and ONLINE."""
     for one in balancers:
         Cloud.until(lambda one=one: fleet.status(one) == ("ACTIVE", "ONLINE"), f"{one.name} is as before", 60)
 

@@ -24,7 +24,7 @@ HOSTILE = "</title><script>window.hostile = 1</script><img src=x onerror='window
 
 
 def asked(settings, path, port=PORT):
-    """Return the page as a program on the controller's host gets it."""
+    """Return the answer to a program on the controller's host."""
 
     def ask():
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
