@@ -111,7 +111,7 @@ class Led:
         return ethernet + header + client + vip + segment
 
 
-def test_a_flood_of_beginnings_takes_no_room_for_long(few):
+def test_a_syn_flood_fills_the_table_for_a_short_time_only(few):
     begins = ((SYN, 11), (ACK, 11), (SYN, 12), (SYN, 13))
     without_room = ((SYN, 14), (ACK, 14))
     assert few.led(*begins, *without_room) == 2, "those without room, as a whole"
