@@ -38,7 +38,7 @@ def files(certificate: pki.Certificate) -> dict[str, str]:
 
 
 def presented(amphora) -> bytes:
-    """The certificate that a client is shown."""
+    """Return the certificate that a client gets."""
 
     def shake():
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -177,7 +177,7 @@ def kill_agent(amphora) -> None:
     eventually(amphora.answers, "the agent answers")
 
 
-def test_a_rebooted_agent_reports_its_missing_files(amphora, mailbox, network, tenant):
+def test_a_rebooted_agent_without_keys_reports_the_lost_generation(amphora, mailbox, network, tenant):
     certificate = tenant.issue("www.example.com")
     assert amphora.push(7, secure(), files(certificate))[0] == 200
     confirmed = (amphora.var / "confirmed.json").read_text()
@@ -302,7 +302,7 @@ def written_files(root: Path, directory: Path):
                 yield file
 
 
-def test_no_process_of_the_amphora_remains(amphora, tenant):
+def test_no_process_or_file_of_the_amphora_remains(amphora, tenant):
     assert amphora.push(1, secure(), files(tenant.issue("www.example.com")))[0] == 200
     everything = descendants(amphora.init())
     amphora.terminate()

@@ -125,7 +125,7 @@ def with_second(*members: str, other: bool) -> str:
     return text(listener(members) + line)
 
 
-def test_networks_come_and_go_under_traffic(amphora, second):
+def test_networks_are_added_and_removed_under_traffic(amphora, second):
     """With the members on them, in one push: no request fails, and what has gone is gone."""
     second.start("far")
     amphora.push(1, with_second("m1", other=False))
@@ -149,7 +149,7 @@ def test_networks_come_and_go_under_traffic(amphora, second):
     assert f"{POOL}:{LISTENER}" in found["haproxy.cfg"]
 
 
-def test_an_agent_that_starts_goes_without_a_network_that_was_taken_away(amphora, second):
+def test_a_restarted_agent_ignores_a_detached_network(amphora, second):
     """The controller detaches a port when no member needs it, and pushes nothing for that."""
     second.start("far")
     second.plug()

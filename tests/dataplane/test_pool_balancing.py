@@ -245,7 +245,7 @@ def test_source_ip_port_tells_connections_apart(served, protocol, listening):
 
 @pytest.mark.feature("pool.lb_algorithm.SOURCE_IP", "pool.lb_algorithm.SOURCE_IP_PORT", "member.weight")
 @pytest.mark.parametrize("algorithm", ["SOURCE_IP", "SOURCE_IP_PORT"])
-def test_hashing_knows_weights_and_the_dead(served, crowd, algorithm):
+def test_hash_algorithms_skip_members_that_are_down_or_have_weight_0(served, crowd, algorithm):
     """No request goes to a member with weight 0 or to an absent one."""
     names = ("heavy", "light", "none", "dead")
     peers = {name: served.web(name, address) for name, address in zip(names, (MEMBER, MEMBER6) * 2, strict=True)}

@@ -174,7 +174,7 @@ def test_authorities_and_lists_are_replaced(served, tenant, people, secrets):
 
 
 @pytest.mark.feature("listener.client_crl_container_ref")
-def test_a_session_is_no_way_around_a_revocation(served, tenant, people, secrets):
+def test_a_revoked_client_cannot_resume_its_session(served, tenant, people, secrets):
     """A client that is revoked now cannot resume its earlier session."""
     versions = (ssl.TLSVersion.TLSv1_2,) * 2
     tree = load_balancer(terminated(**asking("MANDATORY", "ca", "crl")), pool("pool", member(served.web())))
@@ -188,7 +188,7 @@ def test_a_session_is_no_way_around_a_revocation(served, tenant, people, secrets
         ask(served.visitor.tls(443, tls=tls, session=first.session))
 
 
-def test_names_of_the_modes_are_all_there(served, tenant, people, secrets):
+def test_all_authentication_modes_exist(served, tenant, people, secrets):
     """Several modes side by side do not mix."""
     modes = ("NONE", "OPTIONAL", "MANDATORY")
     listeners = [terminated(443 + n, **asking(mode)) for n, mode in enumerate(modes)]

@@ -72,7 +72,7 @@ def test_loaded_member_gets_no_flow_until_others_are_equal(lab, clients):
     assert members_of(held) == {"l1": 30}, "existing flows stay"
 
 
-def test_flows_that_end_are_made_up_for(lab, clients):
+def test_ended_flows_are_replaced(lab, clients):
     """Round robin would go on in turns."""
     serve(lab, "l1", "l2", "l3")
     first = clients.flows(30)
@@ -97,7 +97,7 @@ def test_weights_and_families(lab, clients):
     assert members_of(clients.flows(6, "2001:db8:1::20")) == {"m2": 5, "m1": 1}
 
 
-def test_a_pair_counts_too_and_persistence_is_refused(lab, clients):
+def test_each_amphora_of_a_pair_counts_and_persistence_is_refused(lab, clients):
     """Of a pair, each has its own flows, and its own count."""
     serve(lab, "l1")
     assert members_of(clients.flows(10)) == {"l1": 10}
@@ -128,7 +128,7 @@ def test_flows_of_each_member_are_reported(lab, clients):
     assert given(lab)["l2"]["total_connections"] == 0, "a returning member starts at zero"
 
 
-def test_the_checker_asks_every_second_and_only_where_it_decides(tmp_path):
+def test_the_checker_polls_flows_of_least_connections_pools_only(tmp_path):
     place = checked_members.Place(f"lst{os.getpid()}", addresses=1)
     try:
         process = checked_members.Process(place, tmp_path)

@@ -115,7 +115,7 @@ def test_forbidden_client_has_no_association(lab, sctp_members):
     assert name_of("listener", PORT, "SCTP") != name_of("listener", PORT, "UDP")
 
 
-def test_an_association_that_ends_has_a_line(lab, sctp_members):
+def test_an_ended_association_is_logged(lab, sctp_members):
     tag, place = str(uuid.uuid4()), PLACES[6][0]
     made = _listener(member("s", place, MEMBER_PORT), log_format=f"{tag} %ci %cp %si %sp %ts %[protocol]")
     status, answer = lab.amphora.push(next(lab.generations), None, virtual_servers=[made])

@@ -65,7 +65,7 @@ def start_long(traffic: Traffic, tenant, so_many: int) -> None:
 
 
 def end_long(traffic: Traffic) -> dict[str, dict]:
-    """Bring the long-lived connections to the end that they were meant to come to."""
+    """End the long-lived connections in the regular way."""
     traffic.finish_downloads()
     return traffic.stop(*LONG)
 
