@@ -34,7 +34,7 @@ RESTLESS = re.compile(
 
 
 def scrape(address=VIP, port=9100, path="/metrics", method="GET", version=11):
-    """Status, content type and text of one answer."""
+    """Return status, content type and text of one answer."""
     connection = http.client.HTTPConnection(address, port, timeout=10)
     connection._http_vsn, connection._http_vsn_str = version, f"HTTP/1.{version - 10}"
     try:
@@ -173,7 +173,7 @@ def test_a_restarted_agent_serves_metrics(amphora, inside):
 
 
 def processor_time(amphora) -> float:
-    """Seconds that the amphora's processes have computed so far."""
+    """Return the processor seconds of the amphora's processes."""
     ticks = 0
     for pid in descendants(amphora.init()):
         user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[11:13]

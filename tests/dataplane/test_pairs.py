@@ -119,7 +119,7 @@ def test_an_ordinary_move_resets_idle_connections(pair):
 
 
 def _hand_over(pair, *vips):
-    """Connections that were open before, and later ones."""
+    """Hand over with open connections; then open new ones."""
     holder, standby = pair.holder, pair.standby
     open_ones = _greeted(pair, vips)
     with pair.asking() as asker:
@@ -240,7 +240,7 @@ def test_frozen_haproxy(pair):
 
 
 def test_busy_machine(pair):
-    """A HAProxy that only has to wait for its turn is not frozen."""
+    """A HAProxy that waits for a processor is not frozen."""
     holder = pair.holder
     hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(8)]
     try:

@@ -39,7 +39,7 @@ def eth1(*vips, **more):
 
 
 def answers(amphora, source: str, vip: str, port: int = 80) -> bool:
-    """Whether a client with this address is served."""
+    """Return whether a client with this address gets an answer."""
 
     def ask() -> bool:
         with socket.socket(socket.AF_INET6 if ":" in source else socket.AF_INET) as opened:
@@ -176,7 +176,7 @@ def test_vip_and_members_on_one_network_with_a_smaller_mtu(amphora):
 
 
 class Presence:
-    """How long an address was away, as the kernel announces its comings and goings."""
+    """Measures absences of an address from the kernel's notifications."""
 
     def __init__(self, amphora) -> None:
         path = Path(f"/proc/{amphora.init()}/root/run/netns/amphora-haproxy")
@@ -203,7 +203,7 @@ class Presence:
                     self.changes.append((time.monotonic(), data[4] == 20))
 
     def longest(self) -> float:
-        """Seconds of the longest absence."""
+        """Return the longest absence in seconds."""
         gaps = [0.0]
         for (left, here), (back, again) in itertools.pairwise(self.changes):
             if again and not here:

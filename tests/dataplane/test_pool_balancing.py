@@ -43,7 +43,7 @@ def vip_of(source: str) -> str:
 
 
 def greeting(connection: socket.socket) -> str:
-    """The name that a TCP member says first."""
+    """Return the name that a TCP member sends first."""
     line = b""
     while not line.endswith(b"\n"):
         data = connection.recv(100)
@@ -143,7 +143,7 @@ def test_least_connections_avoid_busy_members(served):
 
 
 def _answering(served) -> int:
-    """How many requests members have at the moment."""
+    """Return the number of open requests by member."""
     rows = served.statistics().items()
     return sum(int(row["scur"]) for (_, name), row in rows if name not in ("FRONTEND", "BACKEND", "responder"))
 
@@ -152,7 +152,7 @@ def _answering(served) -> int:
 
 
 def homes(served, crowd, protocol: str = "HTTP") -> dict[str, str]:
-    """Where each client is served."""
+    """Return the member of each client."""
     found = {}
     for source in crowd:
         connection = served.visitor.connect(80, vip_of(source), source=source)

@@ -94,7 +94,7 @@ def test_member_gets_the_clients_address(served, tenant):
 @pytest.mark.feature("pool.protocol.PROXY", "pool.protocol.PROXYV2")
 @pytest.mark.parametrize("protocol", VERSIONS)
 def test_clients_do_not_share_member_connections(served, protocol):
-    """Connections to members are kept and used again, but never for another client."""
+    """Connections to members are reused, but never for another client."""
     web = served.web(proxied=True)
     served.push(load_balancer(listener(80), pool("pool", member(web), protocol=protocol)))
     clients = [(VIP, CLIENT), (VIP, OTHER), (VIP6, CLIENT6), (VIP6, OTHER6)] * 2

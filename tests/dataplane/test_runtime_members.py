@@ -68,7 +68,7 @@ def test_a_member_changes_its_address(served, push, kept_by):
 
 @pytest.mark.feature("member.admin_state_up")
 def test_a_member_disabled_during_a_request_is_removed(served, push):
-    """HAProxy 2.8 would keep it for its connections that became idle after that."""
+    """HAProxy 2.8 would keep the member for connections that became idle later."""
     a, b = served.web("a", MEMBER), served.web("b", MEMBER6)
     both = pool("pool", member(a), member(b))
     push(listener(80), both, how=None)
@@ -99,7 +99,7 @@ def test_a_member_that_is_monitored_elsewhere(served, push):
 
 
 def test_a_new_member_serves_after_its_first_check(served, push, lab):
-    """Where HAProxy knows how (3.1): elsewhere it is up until its first check, and requests are repeated."""
+    """HAProxy 3.1 and later supports this; earlier ones start the member as up, and requests are retried."""
     a, b = served.web("a", MEMBER), served.web("b", MEMBER6)
 
     def wanted(*members):

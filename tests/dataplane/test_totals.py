@@ -33,7 +33,7 @@ def wanted(number: int, members=("m1", "m2")) -> str:
 
 
 class Echo:
-    """Says everything again, in the members' namespace."""
+    """An echo server in the members' namespace."""
 
     def __init__(self, network):
         self._server = network.thread("mem").run(socket.create_server, (MEMBERS["m1"], ECHO_PORT))
@@ -61,7 +61,7 @@ class Echo:
 
 
 class Long:
-    """A connection that outlives much, and how many bytes it has sent and got back."""
+    """A long connection that counts sent and received bytes."""
 
     def __init__(self, network):
         self.bytes = 0

@@ -43,7 +43,7 @@ def serve(lab, *names, weights=None, **more):
 
 
 def given(lab):
-    """By member, what it was given."""
+    """Return the number of flows by member."""
     status, answer = lab.amphora.call("GET", "/v2/diagnostics")
     assert status == 200, answer
     found = answer["virtual servers"]["listeners"][LISTENER]["pool"]["counters"]
@@ -72,8 +72,8 @@ def test_loaded_member_gets_no_flow_until_others_are_equal(lab, clients):
     assert members_of(held) == {"l1": 30}, "existing flows stay"
 
 
-def test_ended_flows_are_replaced(lab, clients):
-    """Round robin would go on in turns."""
+def test_a_returning_member_gets_flows_until_counts_are_equal(lab, clients):
+    """Round robin would alternate instead."""
     serve(lab, "l1", "l2", "l3")
     first = clients.flows(30)
     assert members_of(first) == {"l1": 10, "l2": 10, "l3": 10}
@@ -145,7 +145,7 @@ def test_the_checker_polls_flows_of_least_connections_pools_only(tmp_path):
             eventually(lambda: len(said(tmp_path, "balanced")) > asked, "it goes on")
             process.serve(one)
             at_most = len(said(tmp_path, "balanced"))
-            time.sleep(2 * _REBALANCE_SECONDS)  # nothing is what happens
+            time.sleep(2 * _REBALANCE_SECONDS)  # the checker must not poll in this time
             assert len(said(tmp_path, "balanced")) == at_most
         finally:
             process.close()
@@ -154,6 +154,6 @@ def test_the_checker_polls_flows_of_least_connections_pools_only(tmp_path):
 
 
 def said(directory, word):
-    """What the engine was told of such."""
+    """Return the recorded calls of the engine with this word."""
     lines = (directory / "engine.log").read_text(encoding="utf-8").splitlines()
     return [found for found in map(json.loads, lines) if word in found]

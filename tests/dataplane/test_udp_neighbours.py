@@ -79,7 +79,7 @@ def test_an_absent_host_is_down_and_a_returning_host_is_up(place, tmp_path, vers
 
 
 @pytest.mark.parametrize("version", [4, 6])
-def test_only_known_neighbours_are_verified(place, neighbours, version):
+def test_only_resolved_dynamic_neighbours_are_probed(place, neighbours, version):
     where = address(5, version)
     assert not neighbours.probe(where), "no packet was sent to it yet"
     meet(place, where)

@@ -21,7 +21,7 @@ PLACES = {4: ("198.51.100.114", "198.51.100.115"), 6: ("2001:db8:1::114", "2001:
 
 
 class _Room:
-    """Where `checked_members` puts a member: the lab's."""
+    """The lab's namespaces, as `checked_members` expects them."""
 
     members = "mem"
 
