@@ -215,7 +215,7 @@ def sctp(place, where, port=PORT, kind=sctp_packet.INIT_ACK):
 
 
 class Process:
-    """A checker, run as the service manager runs it, with an engine that only writes down what it is told."""
+    """A checker, run as the service manager does, with an engine that only records its calls."""
 
     def __init__(self, place, directory, script=FAKE):
         self.place = place

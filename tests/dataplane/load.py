@@ -47,14 +47,14 @@ class Cut(Exception):
 
 @dataclass
 class Tally:
-    """What came of one kind of visits.
+    """The results of one kind of client.
 
     Attributes:
         failures: how many requests, connections and transfers failed, resets among them; why is in `reasons`.
         retried: requests that were sent a second time, as a correct client may.
-        idle_closes: connections that were closed between two requests, unannounced.
-        farewells: connections that were closed after an answer had said so.
-        alive: long-lived ones that go on now. `finished` came to the end they were meant to come to.
+        idle_closes: connections that were closed between two requests without notice.
+        farewells: connections that were closed after an answer with "Connection: close".
+        alive: open long-lived connections. `finished` ended in the regular way.
     """
 
     requests: int = 0
@@ -192,7 +192,7 @@ def was_closed(connection: socket.socket) -> bool:
 
 
 def kept(group: Group) -> None:
-    """Requests with pauses, on one connection as long as it lasts."""
+    """Send requests with pauses on one connection as long as possible."""
     tally, connection = group.tally, None
     while not group.ending.is_set():
         begun, used = time.monotonic(), connection is not None

@@ -85,7 +85,7 @@ class Node(Amphora):
     """One amphora of a pair.
 
     Attributes:
-        audit: seconds between two looks of an agent that is made from now on at its own machine.
+        audit: seconds between two audits of agents that start later.
     """
 
     audit = 3600.0
@@ -290,7 +290,7 @@ class Pair:
         node.start()
 
     def lose(self, node: Node) -> None:
-        """A permanent power cut."""
+        """Power off permanently."""
         if node.runs():
             node.everything(signal.SIGCONT)
         node.power_off()
@@ -298,7 +298,7 @@ class Pair:
         self.nodes.remove(node)
 
     def mend(self) -> None:
-        """Undo whatever was broken."""
+        """Repair everything that the test broke."""
         for node in self.nodes:
             if node.runs():
                 node.everything(signal.SIGCONT)
@@ -380,7 +380,7 @@ class Pair:
         eventually(self.serves, "it serves")
 
     def steady(self) -> None:
-        """As `calm`, after a change of how nodes speak: until both have it, each one takes the other for dead."""
+        """As `calm`, after a change of VRRP settings: until both have it, neither receives the other."""
         self.calm()
         seen = [time.monotonic(), self.holders()]
 

@@ -18,7 +18,7 @@ _WORDS = (" STATE", "advert", "Reload complete", "Starting Keepalived", "Stopp")
 
 
 class Stalls:
-    """A thread that wants to run twenty times a second, and remembers when it could not."""
+    """A thread that wakes 20 times a second, and records its delays."""
 
     def __init__(self) -> None:
         self.found: list[tuple[float, float]] = []
@@ -45,7 +45,7 @@ def transitions(lines: Iterable[str]) -> list[str]:
 
 
 def story(nodes: Iterable, stalls: Sequence[tuple[float, float]]) -> str:
-    """For the report of a failure; never fails itself."""
+    """Return the text for a failure report; never raises."""
     told = []
     for node in nodes:
         said: Sequence[str] = ("(it is gone)",)
