@@ -97,7 +97,7 @@ def audited(machine):
     return machine
 
 
-# What is done by hand, the word that is said of it, and whether clients notice nothing.
+# Manual change, word in the report, and whether clients stay undisturbed.
 BY_HAND = {
     "file-in-place": (lambda one: one.edit("haproxy.cfg", "timeout client 10s", "timeout client 1s"), "haproxy.cfg"),
     "file-replaced": (

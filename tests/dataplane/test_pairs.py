@@ -367,7 +367,7 @@ def test_a_change_that_keepalived_refuses(pair):
 
 
 def _push_vrrp(pair, node, changes):
-    """A bundle by hand: no controller would make this one, of IPv4 VIPs alone and a partner that speaks IPv6."""
+    """Push a bundle that no controller makes: IPv4 VIPs only, and a partner with IPv6 advertisements."""
     interface = {
         "mac": node.where.mac,
         "name": "eth1",

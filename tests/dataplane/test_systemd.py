@@ -201,7 +201,7 @@ def test_unwanted_amphora_is_not_missing(machine):
 
 
 def test_held_connections_outlive_the_agent(machine, place):
-    """A replaced worker is counted to its end, also when the agent dies meanwhile."""
+    """The traffic of a replaced worker is counted until its end, also if the agent is killed meanwhile."""
 
     def begin():
         opened = socket.create_connection((VIP, 80), 30)
@@ -421,7 +421,7 @@ def test_a_crashing_daemon_is_restarted_with_back_off(machine):
     rests = "services.status('unlucky')"
     status = eventually(lambda: (found := services(machine, rests))["pid"] is None and found, "it rests")
     assert (status["last_exit"], status["wanted"]) == (7, True)
-    # At 0, 0.1, 0.3, 0.7, 1.5, 3.1 s and so on: a storm would be hundreds.
+    # At 0, 0.1, 0.3, 0.7, 1.5, 3.1 s and so on: without a back-off there would be hundreds.
     assert status["starts"] < 20
     assert "out of luck" in services(machine, "services.log('unlucky')")
     services(machine, "services.stop('unlucky', missed=True)")

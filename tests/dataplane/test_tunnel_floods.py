@@ -28,7 +28,7 @@ VIPS = {4: ip_interface(VIP), 6: ip_interface(VIP6)}
 
 @pytest.fixture(params=[4, 6])
 def few(request, wire, monkeypatch):
-    """An amphora that was handed the VIPs, with little room for what begins."""
+    """An amphora after a hand-over, with a small table of half-open connections."""
     monkeypatch.setattr(connection_tunnel, "_MOST_BEGUN", ROOM)
     monkeypatch.setattr(connection_tunnel, "_BEGUN_SECONDS", 1)
     yield from begun(request.param, wire)
@@ -36,7 +36,7 @@ def few(request, wire, monkeypatch):
 
 @pytest.fixture(params=[4, 6])
 def full(request, wire, monkeypatch):
-    """The same; it has room for one connection that goes on."""
+    """The same, with space for one established connection."""
     monkeypatch.setattr(connection_tunnel, "MOST_CONNECTIONS", 1)
     monkeypatch.setattr(connection_tunnel, "_BEGUN_SECONDS", 60)
     yield from begun(request.param, wire)
@@ -58,7 +58,7 @@ def begun(version, wire):
 
 
 class Led:
-    """Its kernel, and a client's packets, made by hand."""
+    """The amphora's kernel, and raw packets of a client."""
 
     def __init__(self, wire, version):
         self.wire = wire

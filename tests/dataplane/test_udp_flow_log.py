@@ -168,7 +168,7 @@ class Reader:
 
 
 def test_dropped_log_lines_are_counted(lab, inner, clients, form, monkeypatch):
-    """A socket with little room, and many flows that end at once: lines and losses are all there were."""
+    """Many flows end together with a small socket buffer: logged and dropped lines sum to all flows."""
     monkeypatch.setattr(writer, "_BUFFER", 4096)
     servers = model.parse([virtual_server(*ALL_MEMBERS, log_format=form)])
     push(lab, virtual_server(*ALL_MEMBERS))

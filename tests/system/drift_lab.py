@@ -71,7 +71,7 @@ class DriftLab(Cloud):
         """Wait until this drift of an amphora is recorded."""
         return self.until(lambda: words in (self.row(amphora_id).drift or ""), f"{words} is noted", seconds)
 
-    # --- by hand ------------------------------------------------------------------------------------------------------
+    # --- manual ------------------------------------------------------------------------------------------------------
 
     def agents(self, ask):
         """Call an agent as a controller does."""
