@@ -126,7 +126,7 @@ class VipHandover:
                 self._reset_connections(instance)
 
     def _start_answers(self, instance: VrrpInstance, *, direct_allowed: bool) -> None:
-        """Send answers through the tunnel if the kernel can. Otherwise they leave directly, if that is allowed."""
+        """Send answers through the tunnel if the kernel can; otherwise they leave directly, if allowed."""
         try:
             self._inner.run(tunnel_answers.start_answers, instance)
         except FirewallError as error:

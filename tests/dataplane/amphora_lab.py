@@ -39,7 +39,7 @@ FIXED, FIXED6 = "198.51.100.11", "2001:db8:1::11"
 MEMBERS = {f"m{n}": f"198.51.100.10{n}" for n in (1, 2, 3)}
 MAC = "02:00:00:00:5e:0b"
 HEARTBEATS = 5555
-# For a machine that four workers of a test run share with whatever else it does.
+# The time-out suits a machine that runs four pytest workers and other programs.
 DEADLINE = 30.0
 _CLONE_ALL = ("--pid", "--mount", "--uts", "--ipc", "--propagation", "private", "--mount-proc")
 
@@ -50,7 +50,7 @@ def ip(*commands: str) -> None:
 
 
 def eventually(condition, what: str, seconds: float = DEADLINE):
-    """Poll until something holds; what is polled has no events to wait for.
+    """Poll until a condition holds, for conditions without events.
 
     With growing pauses, so that a long wait leaves the processors to the awaited process.
     """
@@ -63,7 +63,7 @@ def eventually(condition, what: str, seconds: float = DEADLINE):
 
 
 class Member:
-    """A small web server in the members' namespace that says its name."""
+    """A small web server in the members' namespace that answers with its name."""
 
     def __init__(self, name: str, address: str) -> None:
         member = self
@@ -284,7 +284,7 @@ class Amphora:
             )
 
     def init(self) -> int:
-        """The supervisor's process id, seen from outside."""
+        """Return the supervisor's PID on the host."""
         file = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
         return int(eventually(lambda: file.read_text().split(), "the supervisor runs")[0])
 
@@ -301,7 +301,7 @@ class Amphora:
         return self.supervisor(op="status", name=service)["services"].get(service)
 
     def outside_pid(self, inside: int) -> int:
-        """The number outside of a process that the supervisor knows by its number inside."""
+        """Return the host PID of a process from its PID inside."""
         for process in descendants(self.init()):
             with suppress(FileNotFoundError, ProcessLookupError):
                 for line in Path(f"/proc/{process}/status").read_text().splitlines():
@@ -317,7 +317,7 @@ class Amphora:
                 return answer.read().decode()
 
     def power_off(self) -> None:
-        """End it as a power cut does."""
+        """Kill the amphora as in a power cut."""
         self.disconnect()
         if self._process is not None:
             left = [self._process.pid, *descendants(self._process.pid)]
@@ -345,7 +345,7 @@ class Amphora:
         return context
 
     def call(self, method: str, path: str, body=None):
-        """One request over the kept connection; a tuple of status and document."""
+        """Send a request over the kept connection; return status and document."""
         return self.network.thread("ctl").run(self._call, method, path, body)
 
     def _call(self, method: str, path: str, body):
@@ -442,7 +442,7 @@ def get(address: str = VIP, port: int = 80, path: str = "/", timeout: float = 10
 
 
 class Client:
-    """Requests without a pause, from the client's namespace, until it is closed."""
+    """A client that sends requests continuously from its namespace until it is closed."""
 
     def __init__(self, network: Network, threads: int = 2) -> None:
         self.answers: Counter[str] = Counter()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client of its own process: one request on a new connection every few milliseconds, however the others fare.
+"""A client process: one request on a new connection every few milliseconds, independent of earlier requests.
 
     asker.py ADDRESS PORT INTERVAL PATIENCE
 
-Says "ready" after the first answer; when its input ends, every request as JSON: when it was started (seconds of the
-machine's monotonic clock), how long it took, and what came of it (a status line's code, or the name of an error).
+It prints "ready" after the first answer. When its input ends, it prints every request as JSON: start (monotonic clock
+of the machine), duration, and result (the status code, or the name of an error).
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import time
 
 
 async def ask(address, port, patience):
-    """One request; what came of it."""
+    """Send one request; return its result."""
     writer = None
     try:
         async with asyncio.timeout(patience):
@@ -30,7 +30,7 @@ async def ask(address, port, patience):
 
 
 async def main(address, port, interval, patience):
-    """Ask until the input ends."""
+    """Send requests until the input ends."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     loop.add_reader(sys.stdin, ended.set)
@@ -51,7 +51,7 @@ async def main(address, port, interval, patience):
         task = loop.create_task(one())
         running.add(task)
         task.add_done_callback(running.discard)
-        # Late by more than a beat, beats are left out: requests in a burst would say nothing about the moments between.
+        # A late client skips intervals: a burst of requests would not measure the time between.
         due = max(due + interval, loop.time())
         await asyncio.sleep(due - loop.time())
     await asyncio.gather(*running)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members to be checked, and a checker's process, each in a namespace of its own.
+"""Checked members and a checker process, each in its own namespace.
 
-Invariant: what is made here is named after this process and is gone when `Place.close` has returned.
+Invariant: every namespace is named after this process and is removed when `Place.close` returns.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def sctp(place, where, port=PORT, kind=sctp_packet.INIT_ACK):
 
 
 class Process:
-    """A checker, run as the service manager runs it, with an engine that only writes down what it is told."""
+    """A checker, run as the service manager does, with an engine that only records its calls."""
 
     def __init__(self, place, directory, script=FAKE):
         self.place = place

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checker's process whose engine writes down what it is told instead of telling a kernel.
+"""A checker process whose engine records its rules instead of writing them into the kernel.
 
 python -I -S checker_program.py RUN-DIRECTORY SOCKET
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures: one network for the run, one amphora for each test; a lab with one amphora for all rows of the model."""
+"""Fixtures: one network per run and one amphora per test; a lab with one amphora for all tests of the model."""
 
 from __future__ import annotations
 

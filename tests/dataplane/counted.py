@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an amphora's metrics count.
+"""Reads the counters of an amphora's metrics.
 
-Invariant: only what went through listeners, pools and members is here, and must never fall.
+Invariant: only counters of listeners, pools and members are included, and they never decrease.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pathlib import Path
 from amphora_agent.network.namespace import Namespace
 
 _COUNTED = re.compile(r"^(octavia_(?:listener|pool|member)_\w+_total\{[^}]*\}) (\S+)$", re.MULTILINE)
-# What checks find out is about a member, not about what went through, and begins anew with each worker.
+# Check results describe a member, not its traffic, and restart with each worker.
 _OF_CHECKS = re.compile(r"octavia_\w+_(?:check_\w+|downtime_\w+)_total")
 
 
 def metrics(amphora) -> dict[str, float]:
-    """Counters by name and labels; empty where they are not told just now."""
+    """Return counters by name and labels; empty if they are not available."""
     entered = Namespace(Path(f"/proc/{amphora.init()}/root/run/netns/amphora-haproxy"))
     try:
         return entered.run(_scrape)

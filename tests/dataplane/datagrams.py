@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members and clients of UDP listeners, and the virtual servers they meet at.
+"""Members and clients of UDP listeners, and the virtual servers between them.
 
-Invariant: what is pushed goes to a real agent as it comes over the wire; every socket made here is closed with its
-owner. A member's answer contains its name, the client's address and the data.
+Invariant: a real agent receives every push over the wire; every socket is closed with its owner. A member's answer
+contains its name, the client's address and the data.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Amphorae with each HAProxy that is here.
+"""Amphorae with each installed HAProxy version.
 
-Invariant: which one an amphora runs is decided by its PATH alone, as on a real machine; a version that is not here is
-skipped with the reason.
+Invariant: only the PATH of an amphora selects its HAProxy, as on a real machine; a missing version is skipped with the
+reason.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One packet in every form that IP gives it: with options and extension headers, whole and in fragments.
+"""Builds a packet in every form that IP permits: with options and extension headers, whole and in fragments.
 
-Pure. A form is a list of packets of IP, in the order in which they are sent. Offsets and lengths are in bytes.
+Pure. A form is a list of IP packets in sending order. Offsets and lengths are in bytes.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traffic: a program (see `program`) that visits a load balancer without end, in every way that matters at a change.
+"""A traffic program (see `program`): continuous clients of every kind that a change of a load balancer can disturb.
 
-Invariant: it behaves as a correct client does, no more forgiving. A request is sent again only if it went over a
-connection that had been used before, and that was closed, not reset, without a byte of an answer (RFC 9112, 9.3.1);
-even that is counted. Everything else that is not a whole answer is a failure, with its reason.
+Invariant: it behaves as a correct client and tolerates no more. It repeats a request only if the connection was reused,
+and was closed, not reset, before a byte of an answer (RFC 9112, 9.3.1); repetitions are counted. Every other incomplete
+answer is a failure with a reason.
 
-    start kind=... count=4 port=80 pause=0.05      so many clients of a kind; for TLS: trust=PEM of an authority
-    report                                         what came of it so far, by name
-    stop names=[...]                               the same, after these have come to their end
+    start kind=... count=4 port=80 pause=0.05      starts clients of a kind; for TLS: trust=PEM of an authority
+    report                                         the results so far, by name
+    stop names=[...]                               the same, after these clients have ended
 
-Kinds: `kept` requests on a connection as long as it lasts, `fresh` a connection for each request, `resumed` the same
-with the TLS session of the one before, `websocket` frames to and fro, `download` one body that the member ends.
+Kinds: `kept` reuses a connection as long as possible, `fresh` opens one for each request, `resumed` does so with the
+previous TLS session, `websocket` exchanges frames, `download` reads one body that the member ends.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Cut(Exception):
 
 @dataclass
 class Tally:
-    """What came of one kind of visits.
+    """The results of one kind of client.
 
     Attributes:
         failures: how many requests, connections and transfers failed, resets among them; why is in `reasons`.
         retried: requests that were sent a second time, as a correct client may.
-        idle_closes: connections that were closed between two requests, unannounced.
-        farewells: connections that were closed after an answer had said so.
-        alive: long-lived ones that go on now. `finished` came to the end they were meant to come to.
+        idle_closes: connections that were closed between two requests without notice.
+        farewells: connections that were closed after an answer with "Connection: close".
+        alive: open long-lived connections. `finished` ended in the regular way.
     """
 
     requests: int = 0
@@ -192,7 +192,7 @@ def was_closed(connection: socket.socket) -> bool:
 
 
 def kept(group: Group) -> None:
-    """Requests with pauses, on one connection as long as it lasts."""
+    """Send requests with pauses on one connection as long as possible."""
     tally, connection = group.tally, None
     while not group.ending.is_set():
         begun, used = time.monotonic(), connection is not None

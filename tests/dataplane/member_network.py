@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another network of the lab, with members on it, that an amphora can be plugged into and unplugged from.
+"""An additional network of the lab with members, which can be attached to an amphora and detached.
 
-Invariant: what it makes is in the lab's namespaces or has its prefix, and goes with it.
+Invariant: everything it creates is in the lab's namespaces or has its prefix, and is removed with it.
 """
 
 from __future__ import annotations

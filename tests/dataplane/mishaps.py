@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can go wrong with an amphora, made to go wrong: deaths at a named point, a full disk, pushes that cross.
+"""Failures of an amphora: a kill at a failpoint, a full disk, concurrent pushes.
 
-Invariant: everything here returns when what it does is done, seen from the outside.
+Invariant: every function returns when its effect is visible from outside.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def agents(amphora) -> list[int]:
 
 
 def end_agent(amphora, number=signal.SIGKILL) -> None:
-    """End the agent, all of it, and wait for the next one."""
+    """Kill all processes of the agent, and wait for its restart."""
     victims = agents(amphora)
     for victim in victims if number == signal.SIGKILL else victims[:1]:
         with suppress(ProcessLookupError):
@@ -51,7 +51,7 @@ def arm(amphora, point: Point, what: str = "die") -> Path:
 
 
 def push_quietly(amphora, *args, **kwargs):
-    """A push, once, whose agent may die; its answer, or None."""
+    """Push once to an agent that may be killed; return the answer, or None."""
     with suppress(OSError, http.client.HTTPException), apart(amphora) as push:
         return push(amphora.bundle(*args, **kwargs)).result(60)
     return None
@@ -113,7 +113,7 @@ def small_disk(amphora, kilobytes: int):
 
 
 def fill(amphora) -> Path:
-    """Write until there is no room left."""
+    """Fill the disk."""
     file = amphora.var / "filler"
     with file.open("ab", buffering=0) as opened, suppress(OSError):
         for size in (65536, 4096, 512, 1):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a controller and a health manager do with an amphora, as a program of its own: of whatever version is found.
+"""A controller and a health manager of any version, as a separate program that works with an amphora.
 
-Invariant: nothing is imported but the standard library, `amphora_driver` and this directory's builders. What it is told
-comes as JSON on standard input, what it found goes as JSON to standard output.
+Invariant: it imports the standard library, `amphora_driver` and this directory's builders only. It reads its orders as
+JSON from standard input, and writes its results as JSON to standard output.
 """
 
 import json

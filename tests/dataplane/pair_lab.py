@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two amphorae that share VIPs, a switch whose cables can be pulled, and clients that measure outages.
+"""A pair with its VIPs, a switch with detachable cables, and clients that measure outages.
 
-Invariant: what a test pushes takes the way it takes in production, from the model through `render` and the controller's
-bundle to two real agents, each with its own HAProxy and keepalived. Whatever a test breaks is mended by the fixture.
+Invariant: a push takes the production path: the model, `render`, the controller's bundle, and two real agents, each
+with its own HAProxy and keepalived. The fixture repairs everything that a test breaks.
 
     cl (a client) ── the VIPs' switch ── rt (a router) ── far (a client behind it)
                         │        │
@@ -85,7 +85,7 @@ class Node(Amphora):
     """One amphora of a pair.
 
     Attributes:
-        audit: seconds between two looks of an agent that is made from now on at its own machine.
+        audit: seconds between two audits of agents that start later.
     """
 
     audit = 3600.0
@@ -290,7 +290,7 @@ class Pair:
         node.start()
 
     def lose(self, node: Node) -> None:
-        """A permanent power cut."""
+        """Power off permanently."""
         if node.runs():
             node.everything(signal.SIGCONT)
         node.power_off()
@@ -298,7 +298,7 @@ class Pair:
         self.nodes.remove(node)
 
     def mend(self) -> None:
-        """Undo whatever was broken."""
+        """Repair everything that the test broke."""
         for node in self.nodes:
             if node.runs():
                 node.everything(signal.SIGCONT)
@@ -380,7 +380,7 @@ class Pair:
         eventually(self.serves, "it serves")
 
     def steady(self) -> None:
-        """As `calm`, after a change of how nodes speak: until both have it, each one takes the other for dead."""
+        """As `calm`, after a change of VRRP settings: until both have it, neither receives the other."""
         self.calm()
         seen = [time.monotonic(), self.holders()]
 

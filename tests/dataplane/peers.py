@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members: real servers that say what they saw.
+"""Members: real servers that report the requests they receive.
 
-Invariant: a peer listens in the members' namespace, counts what reaches it, and ends with everything it has opened.
-What a web server saw of a request it answers as JSON and keeps in `requests`: client and member can both be asked.
+Invariant: a peer listens in the members' namespace, counts what reaches it, and closes everything when it ends.
+A web server returns its view of a request as JSON and keeps it in `requests`: a test can ask client and member.
 
-    WebServer    HTTP/1.x and (over TLS, by ALPN) HTTP/2; echoes after an upgrade; TLS and PROXY protocol if told so
-    EchoServer   TCP: says its name, then sends back what it hears; TLS and PROXY protocol if told so
-    SilentServer TCP: accepts and never says a word
-    FullServer   does not even accept: connection attempts time out
+    WebServer    HTTP/1.x and (over TLS, by ALPN) HTTP/2; echoes after an upgrade; TLS and PROXY protocol on request
+    EchoServer   TCP: sends its name, then echoes; TLS and PROXY protocol on request
+    SilentServer TCP: accepts and sends nothing
+    FullServer   does not accept: connection attempts time out
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tenants bring: authorities, intermediates, certificates of servers and clients, revocation lists.
+"""Certificates of tenants: authorities, intermediates, server and client certificates, revocation lists.
 
-Invariant: made in memory, valid for an hour unless told otherwise, trusted inside the run only. Keys are made
-once and used again: a test needs many certificates, but seldom a key of its own.
+Invariant: they are made in memory, are valid for an hour by default, and are trusted inside the run only. Keys are
+reused: a test needs many certificates, but seldom a key of its own.
 """
 
 from __future__ import annotations

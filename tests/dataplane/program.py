@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program in a namespace that does what it is told, line by line.
+"""A program in a namespace that executes orders, one per line.
 
-Invariant: it ends with the test that started it, whatever becomes of that, and an order it cannot carry out fails the
-test. Its work costs the test's own process nothing: two of them and an amphora share two processors.
+Invariant: it ends with its test in all cases, and an order that it cannot execute fails the test. It runs outside the
+test's process, because two programs and an amphora share two processors.
 
     program = Program("dl1-cl", Path("load.py"))
     program.ask("report")                                # one line of JSON each way

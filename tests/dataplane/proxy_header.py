@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Headers of the PROXY protocol, as a member reads them.
+"""Parses PROXY protocol headers, as a member does.
 
-Invariant: exactly the header is taken from the connection; what follows it is the member's. (Specification: HAProxy's
-doc/proxy-protocol.txt.)
+Invariant: exactly the header is read from the connection; the following bytes stay for the member. (Specification:
+HAProxy's doc/proxy-protocol.txt.)
 """
 
 from __future__ import annotations

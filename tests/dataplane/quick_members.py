@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members that answer quickly and remember when: a program (see `program`), one process for all of them.
+"""Members that answer quickly and record times: a program (see `program`), one process for all of them.
 
-Invariant: a member is a port. Of each request it writes down when the client sent it (the client says so) and when it
-came here, on the clock that all processes of the machine share.
+Invariant: a member is a port. For each request it records the time of sending (from the client) and of arrival, on the
+monotonic clock that all processes of the machine share.
 
     GET /            a short answer that names the member
-    GET /download    a body without an end: it goes on until `finish`, and ends with the digest of all it was (SHA-256)
-    an upgrade       a WebSocket that says what it hears (RFC 6455)
+    GET /download    a body without an end: it goes on until `finish`, and ends with the SHA-256 digest of its content
+    an upgrade       a WebSocket echo (RFC 6455)
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random packets of IP with random cuts, and a model of what comes of them.
+"""Random IP packets with random fragmentation, and a model that predicts the result.
 
 Pure. A packet is a TCP segment behind any chain of extension headers or options, whole or in fragments that may be out
 of order, repeated, missing or overlapping. The model knows reassembly: all parts make a packet, a repeated one is

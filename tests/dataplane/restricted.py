@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A machine whose rules let one client in, and the other end of its cable, which sends packets of IP."""
+"""A machine whose firewall admits one client, and the other end of its cable, which sends IP packets."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lab in which every row of the model is proven on the wire.
+"""The lab that verifies every feature of the model on the wire.
 
-Invariant: what a test pushes takes the way it takes in production, from the model through `render` and the controller's
-bundle to a real agent with a real HAProxy; nothing is written by hand. One amphora serves a whole run, pushed with
-growing generations; members and connections end with their test.
+Invariant: a push takes the production path: the model, `render`, the controller's bundle, a real agent and a real
+HAProxy. No configuration is written by hand. One amphora serves a whole run, pushed with growing generations; members
+and connections end with their test.
 
     def test_something(served):                                   # fixture of conftest.py
-        web = served.web("web")                                   # a member that says what it saw
+        web = served.web("web")                                   # a member that reports its requests
         served.push(load_balancer(listener(80), pool("pool", member(web))))
         assert served.visitor.fetch("/x").seen.values("Host") == ["www.example.com"]
 

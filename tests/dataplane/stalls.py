@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The events of a pair in a failed test, and stalls of the machine: a fault of the product or not.
+"""The events of a pair in a failed test, and stalls of the machine, to tell a product fault from a slow machine.
 
-With the fast setting a node takes over after 0.6 s in which it heard nothing. A machine that stalls for that long moves
-the VIPs although nothing is wrong, and whatever connections they have are reset: the same picture as a fault.
+With the fast setting, a node becomes master after 0.6 s without advertisements. A machine that stalls for that long
+moves the VIPs without a fault, and their connections are reset: the symptoms are those of a fault.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WORDS = (" STATE", "advert", "Reload complete", "Starting Keepalived", "Stopp")
 
 
 class Stalls:
-    """A thread that wants to run twenty times a second, and remembers when it could not."""
+    """A thread that wakes 20 times a second, and records its delays."""
 
     def __init__(self) -> None:
         self.found: list[tuple[float, float]] = []
@@ -45,7 +45,7 @@ def transitions(lines: Iterable[str]) -> list[str]:
 
 
 def story(nodes: Iterable, stalls: Sequence[tuple[float, float]]) -> str:
-    """For the report of a failure; never fails itself."""
+    """Return the text for a failure report; never raises."""
     told = []
     for node in nodes:
         said: Sequence[str] = ("(it is gone)",)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An amphora that is run by systemd, as in a virtual machine, but without one.
+"""An amphora under systemd, as in a virtual machine, but in namespaces.
 
-Invariant: systemd is process 1 of namespaces of its own (processes, mounts, network, cgroups), sees no unit of the
+Invariant: systemd is process 1 of its own namespaces (processes, mounts, network, cgroups), sees no unit of the
 host, and ends with this process; its cgroup is removed. The unit files of agent and namespace are those of the image;
-only where Python and the sources are is the test's.
+the test replaces only the paths of Python and the sources.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from amphora_agent.failpoints import VARIABLE
 SYSTEMD = Path("/lib/systemd/systemd")
 IMAGE_UNITS = ROOT / "diskimage/elements/amphora/static/usr/lib/systemd/system"
 AGENT = "amphora-agent.service"
-# What every unit refers to without saying so.
+# The implicit dependencies of every unit.
 _TARGETS = ("basic", "sysinit", "shutdown", "umount", "final", "multi-user", "poweroff")
 _POWER_OFF = "systemd-poweroff.service"
 _JOURNAL = """[Unit]
@@ -77,7 +77,7 @@ def cgroups() -> Path | None:
 
 
 def missing() -> str | None:
-    """Why there can be no such amphora here."""
+    """Return why this machine cannot run such an amphora."""
     if not SYSTEMD.exists():
         return "systemd is not installed"
     if cgroups() is None:
@@ -157,7 +157,7 @@ class SystemdAmphora(Amphora):
             eventually(lambda place=place: _removed(Path(place)), "the cgroup is empty")
 
     def shut_down(self) -> None:
-        """End it as an operator does."""
+        """Shut it down as an operator does."""
         self.disconnect()
         left = descendants(self._process.pid)
         os.kill(self.init(), signal.SIGRTMIN + 4)
@@ -169,13 +169,13 @@ class SystemdAmphora(Amphora):
         return ["nsenter", f"--target={self.init()}", "--all", "--", *command]
 
     def run(self, *command: str, check: bool = True) -> str:
-        """What a command says that is run within."""
+        """Run a command inside; return its output."""
         done = subprocess.run(self.inside(*command), capture_output=True, text=True, check=False, timeout=60)
         assert not check or done.returncode == 0, (command, done.stdout, done.stderr)
         return done.stdout
 
     def pid(self, service: str) -> int | None:
-        """The first process of a service, by its number outside."""
+        """Return the host PID of a service's first process."""
         inside = self.run("systemctl", "show", "--property=MainPID", "--value", f"amphora-{service}.service").strip()
         with suppress(AssertionError):
             return None if inside in ("", "0") else self.outside_pid(int(inside))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of a large pool HAProxy reads what is new, and says of it what it would have said of the whole."""
+"""The abridged check of a large pool: HAProxy checks the changed servers only, with the same result as a full check."""
 
 from __future__ import annotations
 

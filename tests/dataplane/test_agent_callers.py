@@ -23,7 +23,7 @@ OWN, OTHER = (str(uuid.UUID(int=number, version=4)) for number in (1, 2))
 
 
 class Agent:
-    """An agent's gate; a connection that it lets in is answered by one octet."""
+    """The agent's TLS gate; an accepted connection gets one byte."""
 
     def __init__(self, directory):
         self.directory, self.authority = directory, Authority("both")
@@ -47,7 +47,7 @@ class Agent:
                 connection.sendall(connection.recv(1))
 
     def answers(self, name, *purposes):
-        """Whether a caller with such a certificate is answered."""
+        """Return whether a client with this certificate gets an answer."""
         file = self.directory / "caller.pem"
         file.write_text(self.authority.issue(name, *purposes))
         context = ssl.create_default_context(cadata=self.authority.pem)

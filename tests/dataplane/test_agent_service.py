@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent as a service: its connections, its certificate, and the responder that outlives it."""
+"""The agent as a service: its connections, its certificate, and the responder that keeps running after it ends."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def controller(network):
 
 
 def ports():
-    """Our ends of all connections to the agent, also of those that are closed but not forgotten."""
+    """Return the local ports of all connections to the agent, including those in TIME_WAIT."""
     rows = [row.split() for row in Path("/proc/thread-self/net/tcp").read_text().splitlines()[1:]]
     return {row[1] for row in rows if row[2].endswith(f":{9443:04X}")}
 
@@ -80,7 +80,7 @@ def test_many_requests_use_one_handshake(amphora, client, controller):
 
 
 def test_concurrent_requests_keep_their_answers(amphora, network):
-    """Whose answer it is can be told from each: ids that only one request has, in bodies of all sizes."""
+    """Each answer contains an id that only one request has, in bodies of all sizes."""
     assert amphora.push(1, text(listener(["m1"])))[0] == 200
     context = amphora.tls(amphora.client_certificate)
 
@@ -171,7 +171,7 @@ def test_unresponsive_agent_stops_no_other(amphora, controller):
 
 
 def member_rows(amphora):
-    """By member: its state, and how often it went down."""
+    """Return state and number of failures by member."""
     rows = [line.split(",") for line in amphora.ask_haproxy("show stat -1 4 -1").splitlines()]
     columns = {name: place for place, name in enumerate(rows[0])}
     place, count = columns["status"], columns["chkdown"]
@@ -212,7 +212,7 @@ def test_pinged_members_and_metrics_do_not_need_the_agent(amphora, network):
     assert member_rows(amphora)[two][0] == "UP"
 
 
-def test_a_responder_that_dies_is_there_again(amphora):
+def test_a_killed_responder_is_restarted(amphora):
     assert amphora.push(1, pinged("m1"), pings=PINGS)[0] == 200
     before = amphora.status("amphora-responder")
     amphora.supervisor(op="signal", name="amphora-responder", signal=9)
@@ -222,7 +222,7 @@ def test_a_responder_that_dies_is_there_again(amphora):
 
 @pytest.fixture
 def copied(tmp_path, monkeypatch):
-    """The agent's sources in a place where they can be changed."""
+    """A copy of the agent's sources that the test can change."""
     place = tmp_path / "sources"
     shutil.copytree(ROOT / "amphora_agent", place / "amphora_agent")
     monkeypatch.setattr(amphora_lab, "ROOT", place)
@@ -275,7 +275,7 @@ def version():
 
 
 def shown(amphora, trust=None):
-    """The certificate that a new handshake shows."""
+    """Return the certificate of a new handshake."""
     context = amphora.tls(amphora.client_certificate, trust=trust)
     with (
         socket.create_connection((AMPHORA, 9443), 10) as plain,
@@ -289,7 +289,7 @@ def der_of(pem):
 
 
 def key_of(pem):
-    """A line of the key that is nowhere else."""
+    """Return a line that only this key contains."""
     return pem.partition("PRIVATE KEY-----\n")[2].splitlines()[0]
 
 
@@ -389,7 +389,7 @@ def test_an_expired_amphora_is_enrolled_again(amphora, client, controller):
 
 
 def test_a_file_that_cannot_be_read_leaves_the_agent_its_certificate(amphora, controller):
-    """Someone else writes the files: the compute backend, whose clients' authority has expired, for example."""
+    """The compute backend may write files with an expired CA, for example."""
     etc = amphora.write("x", "").parent / "etc"
     before = controller(shown, amphora)
     (etc / "server.pem").write_text("nonsense")
@@ -414,7 +414,7 @@ def failed(document):
     return {name for name, said in document.items() if isinstance(said, dict) and said.keys() == {"error"}}
 
 
-def test_diagnostics_tell_everything_but_secrets(amphora, tenant, network):
+def test_diagnostics_contain_no_secrets(amphora, tenant, network):
     certificate = tenant.issue("www.example.com")
     name = f"tls/{uuid.uuid4()}/default.pem"
     tls = f"frontend {uuid.uuid4()}\n    bind {VIP}:443 ssl crt {name}\n    http-request return status 200\n"
@@ -454,7 +454,7 @@ def test_a_silent_service_affects_its_own_part_only(amphora):
     assert document["processes"]
 
 
-def test_ten_thousand_members_are_told(amphora):
+def test_status_of_ten_thousand_members(amphora):
     """Fewer bytes than the controller's client reads; the time is HAProxy's and this machine's."""
     lines = [
         f"    server {uuid.uuid5(uuid.NAMESPACE_DNS, str(n))} 198.51.100.101:{1024 + n} weight 1\n"

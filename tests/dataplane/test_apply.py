@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bundles: what they lead to, and what they never do."""
+"""The agent applies bundles: results, refusals, and repeated pushes."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_broken_configuration_is_refused_and_the_old_one_serves(amphora):
     assert (status, answer["how"]) == (200, "runtime")
 
 
-def test_members_come_and_go_without_a_reload_and_without_a_failed_request(amphora):
+def test_members_are_added_and_removed_without_reload_or_failed_request(amphora):
     amphora.push(1, text(listener(["m1"])))
     master = amphora.status("haproxy")["pid"]
     worker = amphora.ask_haproxy("show info").partition("\nPid: ")[2].split()[0]
@@ -255,7 +255,7 @@ def _next(listening):
         return b""
 
 
-def test_members_of_a_pool_with_source_ip_persistence_come_and_go_at_run_time(amphora):
+def test_members_with_source_ip_persistence_change_at_runtime(amphora):
     def hashed(**ids):
         servers = {name: f"weight 1 check inter 200 fall 1 rise 1 id {number}" for name, number in ids.items()}
         return text(listener(ids, extra="    balance source\n    hash-type consistent\n", **servers))

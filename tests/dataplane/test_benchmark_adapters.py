@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every part of the benchmark's adapter that starts daemons or enters namespaces, once, at the smallest size.
+"""The parts of the benchmark's adapter that start daemons or enter namespaces, once each, at the smallest size.
 
-`tests/unit/benchmarks/test_adapters.py` drives the other parts.
+`tests/unit/benchmarks/test_adapters.py` tests the other parts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LISTENER, POOL, MEMBER = (identifier("beat", kind) for kind in ("listener", "poo
 
 
 class Room:
-    """A network namespace with nothing but loopback, and what a test starts in it."""
+    """A network namespace with loopback only, and the programs of a test in it."""
 
     def __init__(self, place):
         self.place = place
@@ -167,7 +167,7 @@ def test_an_agent_serves_what_the_harness_pushes(made, room, pki, side_by_side):
         return False
 
     def asked(name):
-        """The last answer to the requests of this name."""
+        """Return the last answer to the requests of this name."""
         for request in given["requests"][name]:
             status, document = https.request(request)
             assert status == 200, (name, document)
@@ -270,8 +270,8 @@ def scraped():
 # --- idle daemons ---------------------------------------------------------------------------------------------
 
 
-def test_idle_daemons_do_their_duty(made, room):
-    """Each daemon gives a sign of life: the harness measures a daemon that fails as well."""
+def test_idle_daemons_show_activity(made, room):
+    """Each daemon shows activity, because the harness would also measure a failed daemon."""
     daemons = {one["name"]: one for one in made.processes()}
     database = Database(f"sqlite:///{room.place}/etc/store.sqlite")
     signs = {

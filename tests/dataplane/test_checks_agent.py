@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checker in a whole amphora: what heartbeats say of UDP listeners, and that nothing counted is lost."""
+"""The checker in a complete amphora: UDP listeners in heartbeats, and counters without loss."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Machine(Amphora):
         self.members[name] = UdpMember(self.network.thread("mem"), name, PLACES[name])
 
     def checker(self):
-        """Its process, as this machine numbers it."""
+        """Return the checker's PID on this machine."""
         status = self.status("amphora-checker")
         return self.outside_pid(status["pid"]) if status is not None and status["pid"] else None
 
     def heard(self, condition, what):
-        """The first heartbeat that is so; each says the truth of its moment."""
+        """Wait for a heartbeat that fulfils the condition."""
 
         def next_one():
             said = self.mailbox.next().document
@@ -63,7 +63,7 @@ class Machine(Amphora):
         return self.said
 
     def ask(self, count):
-        """So many flows of one question each."""
+        """Send this number of flows with one datagram each."""
         with contextlib.closing(Clients(self.network.thread("cl"))) as clients:
             for _ in range(count):
                 assert clients.flow().ask() is not None
@@ -94,7 +94,7 @@ def words(said):
 
 
 @pytest.mark.parametrize("machine", [SELDOM], indirect=True)
-def test_a_member_that_dies_is_told_at_once(machine):
+def test_a_failed_member_is_reported_at_once(machine):
     assert machine.status("amphora-checker") is None, "no checker without UDP listeners"
     machine.serve(SERVER)
     ids = {name: name_of("member", name) for name in PLACES}
@@ -118,7 +118,7 @@ def test_a_member_that_dies_is_told_at_once(machine):
 
 
 @pytest.mark.parametrize("machine", [0.5], indirect=True)
-def test_nothing_that_was_counted_is_lost(machine):
+def test_no_count_is_lost(machine):
     machine.serve(SERVER)
     machine.heard(lambda said: set((words(said) or {"": ""}).values()) == {"UP"}, "both are up")
     total = 0
@@ -166,7 +166,7 @@ def test_nothing_that_was_counted_is_lost(machine):
 
 
 @pytest.mark.parametrize("machine", [SELDOM], indirect=True)
-def test_the_agent_dies_and_members_are_checked_on(machine):
+def test_checks_continue_after_the_agent_is_killed(machine):
     machine.serve(SERVER)
     ids = {name: name_of("member", name) for name in PLACES}
     machine.heard(lambda said: words(said) == dict.fromkeys(ids.values(), "UP"), "both are up")
@@ -180,7 +180,7 @@ def test_the_agent_dies_and_members_are_checked_on(machine):
 
 @pytest.mark.parametrize("machine", [0.5], indirect=True)
 def test_heartbeats_go_on_while_the_checker_is_silent(machine):
-    """They are those of HAProxy's listeners, too; a push waits for the checker as long as it has to."""
+    """Heartbeats report HAProxy's listeners too; a push waits for the checker."""
     machine.serve(SERVER)
     machine.heard(lambda said: set((words(said) or {"": ""}).values()) == {"UP"}, "both are up")
     pid = machine.checker()

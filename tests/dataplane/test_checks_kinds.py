@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members that go and come back, for every kind of check, with real sockets in namespaces."""
+"""The checker detects failed and recovered members with every kind of check, over real sockets in namespaces."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ STARTS = {
 
 
 def servers_of_all_kinds():
-    """A pool for each kind and family, with a member at a port of its own."""
+    """Return a pool for each kind and family, each with a member at a separate port."""
     found = {}
     for number, (kind, version) in enumerate(itertools.product((*STARTS, "PING"), (4, 6))):
         one = member(2 if kind == "PING" else 1, version, port=PORT + number)
@@ -60,8 +60,8 @@ def servers_of_all_kinds():
     return found
 
 
-def test_members_that_go_and_come_back(place, checker):
-    """All kinds at once, in both families: they share a loop, and some of them sockets."""
+def test_failed_members_recover(place, checker):
+    """Tests all kinds together in both families, because they share a loop and partly sockets."""
     wanted = servers_of_all_kinds()
 
     def start():
@@ -120,8 +120,8 @@ def test_why_it_is_down(checker, kind, seen):
     assert seen in next(iter(checker.members().values()))["reason"]
 
 
-def test_a_host_that_is_not_there(checker):
-    """The kernel needs three seconds to find out: longer than a check waits."""
+def test_an_absent_host_is_down(checker):
+    """The kernel detects it after three seconds, later than the check's time-out."""
     kinds = ("TCP", "UDP-CONNECT", "SCTP", "PING", "HTTP")
     wanted = [
         replace(
@@ -159,7 +159,7 @@ def test_sctp_that_is_refused_and_what_the_member_is_left_with(place, checker):
         program.close()
 
 
-def test_a_member_is_checked_where_the_user_says(place, checker):
+def test_a_member_is_checked_at_its_monitor_address(place, checker):
     elsewhere = tcp(place, address(6), port=81)
     try:
         there = member(5, check_address=member(6).address, check_port=81)
@@ -171,7 +171,7 @@ def test_a_member_is_checked_where_the_user_says(place, checker):
 
 
 def drip(connection):
-    """A byte now and then, for ever: within the time of the check no line is whole."""
+    """Send single bytes endlessly: no line is complete within the check's time-out."""
     connection.recv(4096)
     for byte in b"HTTP/1.1 200 OK" * 3:
         connection.sendall(bytes((byte,)))
@@ -229,7 +229,7 @@ def test_members_that_answer_strangely(place, checker, say, word, seen):
 
 @pytest.mark.parametrize("kind", ["TCP", "UDP-CONNECT"])
 def test_rise_and_fall_are_counted(place, checker, kind):
-    """The change comes with the third bad check and the second good one: not before, not after."""
+    """The status changes exactly at the third failed check and the second successful one."""
     program = STARTS[kind](place, address(1))
     checker.serve(server(member(1), checked=monitor(kind, rise=2, fall=3)))
     checker.become("UP")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A member of UDP that is gone while clients keep its kernel busy: it is found, and it does not flap."""
+"""The checker detects a dead UDP member under client load, and its status does not flap."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def checker(place, tmp_path):
 
 
 class Crowd:
-    """What `udp_crowd` says."""
+    """Reads the output of `udp_crowd`."""
 
     def __init__(self, process):
         self._process = process
 
     def second(self):
-        """Sent, got and refused in the next whole second."""
+        """Return the numbers sent, received and refused in the next whole second."""
         self._process.stdout.readline()
         return [int(word) for word in self._process.stdout.readline().split()]
 
@@ -66,12 +66,12 @@ def crowd(place, sockets=200, pause=0.0):
 
 
 def changes(checker):
-    """How often the log says that a member has changed."""
+    """Count the status changes of members in the log."""
     return checker.log.read_text().count(" of pool ")
 
 
 def watched(checker, seconds):
-    """Every word that was seen of the first member for so long."""
+    """Return every status of the first member in this time."""
     end, seen = time.monotonic() + seconds, []
     while time.monotonic() < end:
         seen.append(checker.words()[0])
@@ -79,7 +79,7 @@ def watched(checker, seconds):
     return [word for word, _ in itertools.groupby(seen)]
 
 
-def test_a_port_that_is_gone_under_load(place, checker, record_property):
+def test_a_closed_member_port_is_detected_under_load(place, checker, record_property):
     one, two = udp(place, address(1), reply=b"here"), udp(place, address(2), reply=b"here")
     try:
         checker.serve(server(member(1), member(2), checked=monitor("UDP-CONNECT", rise=2, fall=3), vips=(VIP,)))
@@ -102,8 +102,8 @@ def test_a_port_that_is_gone_under_load(place, checker, record_property):
 
 
 @pytest.mark.extended
-def test_the_only_member_is_gone_under_load(place, checker):
-    """Every packet finds a dead member; then no member is used, and each client is refused at once."""
+def test_the_only_member_fails_under_load(place, checker):
+    """Packets reach the dead member until it is down; then each client is refused at once."""
     one = udp(place, address(1), reply=b"here")
     try:
         checker.serve(server(member(1), checked=monitor("UDP-CONNECT", rise=2, fall=2), vips=(VIP,)))
@@ -122,7 +122,7 @@ def test_the_only_member_is_gone_under_load(place, checker):
 
 
 @pytest.mark.extended
-def test_a_host_that_is_gone_under_load(place, checker):
+def test_an_absent_member_host_is_detected_under_load(place, checker):
     """Clients' packets fill the queue in which a check would wait for the link address.
 
     The kernel believes an address for half a minute to one; here, for a second.

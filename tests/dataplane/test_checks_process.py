@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checker as a process: what it tells its engine, what it leaves to the next one, what it costs."""
+"""The checker as a process: its calls to the engine, the state for its successor, and its cost."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def checker(place, tmp_path):
         process.close()
 
 
-def test_a_change_is_told_at_once(place, checker):
-    """From the moment at which it was found to the engine's call."""
+def test_a_status_change_reaches_the_engine_at_once(place, checker):
+    """Measures the time from detection to the engine's call."""
     program = tcp(place, address(1))
     try:
         checker.serve(server(member(1), checked=monitor("TCP")))
@@ -98,7 +98,7 @@ def test_an_engine_that_fails_is_asked_again(place, checker):
     eventually(lambda: checker.state()["error"] is None, "all is well")
 
 
-def test_a_push_that_fails_leaves_what_was_there(checker):
+def test_a_failed_push_keeps_the_former_state(checker):
     checker.serve(server(member(1)))
     (checker.directory / "broken").touch()
     with pytest.raises(AssertionError, match="it is broken"):
@@ -110,7 +110,7 @@ def test_a_push_that_fails_leaves_what_was_there(checker):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP, signal.SIGTERM])
 def test_member_states_survive_a_replacement(place, checker, number):
-    """A member that is down stays so: its successor does not have to find out anew."""
+    """The successor keeps a member down without a new detection."""
     program = tcp(place, address(1))
     try:
         wanted = server(member(1), member(2), checked=monitor("TCP", interval=3600, timeout=1, rise=5, fall=5))
@@ -148,7 +148,7 @@ def test_rows_for_the_metrics(checker):
     ]
 
 
-def test_counters_go_on_over_tables_that_begin_anew(checker):
+def test_counters_continue_after_the_tables_are_recreated(checker):
     checker.serve(server(member(1)))
     counters = checker.directory / "counters"
     for number, total in ((10, 10), (15, 15), (3, 18), (7, 22), (0, 22), (1, 23)):
@@ -209,7 +209,7 @@ def test_a_thousand_members_cost_little(place, checker, kind, word, record_prope
             one.close()
 
 
-def test_an_idle_one_is_small(checker, record_property):
+def test_an_idle_checker_uses_little_memory(checker, record_property):
     record_property("idle", f"{checker.pss():.1f} MiB")
     begin = checker.cpu()
     assert checker.pss() < 14

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pushes that cross: the newest one counts, none is lost, and none waits for a superseded one."""
+"""Concurrent pushes: the newest one is applied, none is lost, and none waits for a superseded one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.root
 
 
 def wanted(amphora, generation, members=("m1",), extra="", **keywords):
-    """A bundle whose text says its generation, so that each needs a reload."""
+    """Return a bundle whose text contains its generation, so that each needs a reload."""
     extra += f"    fullconn {generation}\n"
     return amphora.bundle(generation, text(listener(members, extra=extra, **keywords)))
 
@@ -42,7 +42,7 @@ def serving(amphora):
 
 
 @pytest.mark.parametrize("order", [(3, 4, 5), (5, 4, 3), (4, 5, 3)])
-def test_of_those_that_wait_only_the_newest_is_applied(serving, order):
+def test_only_the_newest_waiting_push_is_applied(serving, order):
     before = changes(serving)["reload"]["count"]
     with Client(serving.network) as client, apart(serving) as push:
         with held_at(serving, Point.RELOADING, wanted(serving, 2)) as second:
@@ -67,7 +67,7 @@ def test_of_those_that_wait_only_the_newest_is_applied(serving, order):
     assert (status, answer["generation"]) == (409, 5)
 
 
-def test_when_the_newest_is_wrong_the_next_newest_is_applied(serving):
+def test_the_next_newest_push_is_applied_if_the_newest_is_invalid(serving):
     with apart(serving) as push:
         with held_at(serving, Point.CHECKING, wanted(serving, 2)):
             three, four = push(wanted(serving, 3)), push(wanted(serving, 4))
@@ -84,7 +84,7 @@ def test_when_the_newest_is_wrong_the_next_newest_is_applied(serving):
     assert generation_on_disk(serving) == generation_in_memory(serving) == 4
 
 
-def test_many_at_once_end_with_the_newest_and_fail_no_request(serving):
+def test_many_concurrent_pushes_end_with_the_newest_without_failed_requests(serving):
     generations = list(range(2, 14))
     random.Random(5).shuffle(generations)
     with Client(serving.network) as client, apart(serving) as push:
@@ -100,7 +100,7 @@ def test_many_at_once_end_with_the_newest_and_fail_no_request(serving):
 
 
 def test_stick_tables_outlive_reloads_without_a_pause(amphora):
-    """Two pushes wait at all times, so that each reload follows the one before it at once."""
+    """Two pushes always wait, so that reloads follow each other immediately."""
     sticky = "    stick-table type ip size 1k expire 1h peers amphora\n    stick on src\n"
     clients = [f"192.0.2.{n}" for n in range(1, 31)]
     assert amphora.call("PUT", "/v2/bundle", wanted(amphora, 1, extra=sticky))[0] == 200

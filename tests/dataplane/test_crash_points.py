@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deaths, a full disk and power cuts at every point of a change: afterwards the last confirmed generation is served."""
+"""A crash, a full disk or a power cut at every point of a change: the amphora serves the last confirmed generation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BY_RELOAD = [*ALWAYS, Point.HANDED_OVER, Point.RELOADING]
 
 
 def served(amphora) -> tuple[str, int]:
-    """What the running HAProxy says it serves, and how it was told to: by the order of its members and a number."""
+    """Return the generation that the running HAProxy serves, from its member order and a number."""
     rows = [line.split(",") for line in amphora.ask_haproxy("show stat -1 6 -1").splitlines() if "amphora:" not in line]
     members = sorted(row[1] for row in rows if len(row) > 6 and row[1] not in ("svname", "BACKEND"))
     full = next(int(row[6]) for row in rows if len(row) > 6 and row[1] == "BACKEND")
@@ -57,7 +57,7 @@ def wanted(generation: int, number: int, members) -> str:
 
 
 def settled(amphora, generation) -> bool:
-    """The confirmed generation is served, and would be after a start; nothing of another one is left."""
+    """Assert that only the confirmed generation is served and stored."""
     with suppress(OSError, StopIteration, KeyError):
         return (
             amphora.call("GET", "/v2/bundle")[1]["generation"] == generation
@@ -68,8 +68,8 @@ def settled(amphora, generation) -> bool:
 
 
 @pytest.mark.parametrize("by", ["runtime", "reload"])
-def test_the_agent_may_die_at_any_point_of_a_change(amphora, by):
-    """Each round is one change whose agent dies; after it the confirmed generation is served, and a change works."""
+def test_the_agent_is_killed_at_each_point_of_a_change(amphora, by):
+    """After each kill the confirmed generation is served, and another change works."""
     both, number = [["m1"], ["m1", "m2"]], 100
     assert amphora.push(1, wanted(1, number, both[0]))[0] == 200
     current = 0
@@ -100,8 +100,8 @@ def test_the_agent_may_die_at_any_point_of_a_change(amphora, by):
 
 
 @pytest.mark.parametrize("victim", ["master", "worker", "both"])
-def test_haproxy_may_die_at_any_point_of_a_change(amphora, victim):
-    """While the change waits there; it is made all the same, or the one before it serves."""
+def test_haproxy_is_killed_at_each_point_of_a_change(amphora, victim):
+    """HAProxy is killed while the change is suspended: the new or the former generation is served."""
     number = 100
     assert amphora.push(1, wanted(1, number, ["m1"]))[0] == 200
     generation = 1
@@ -129,7 +129,7 @@ def test_haproxy_may_die_at_any_point_of_a_change(amphora, victim):
 
 @pytest.fixture
 def small(network, authority, tmp_path):
-    """An amphora whose disk is small, and its own."""
+    """An amphora with a small separate disk."""
     network.plug()
     made = Amphora(network, tmp_path, authority)
     try:
@@ -142,8 +142,8 @@ def small(network, authority, tmp_path):
 
 
 @pytest.mark.parametrize("by", ["runtime", "reload"])
-def test_a_disk_that_is_full_at_any_point_of_a_change(small, network, by):
-    """It is refused as long as nothing was touched, and done if something was; never something between."""
+def test_a_full_disk_at_each_point_of_a_change(small, network, by):
+    """The change is refused before its first step, and completed after it; it is never applied in part."""
     both, current, number = [["m1"], ["m1", "m2"]], 0, 100
     assert small.push(1, wanted(1, number, both[0]))[0] == 200
     assert small.push(2, wanted(2, number, both[0]))[0] == 200  # interfaces are looked at twice
@@ -168,7 +168,7 @@ def test_a_disk_that_is_full_at_any_point_of_a_change(small, network, by):
         filler.unlink(missing_ok=True)
 
 
-def test_a_full_disk_neither_keeps_from_serving_after_a_reboot_nor_silences(small, network):
+def test_a_full_disk_prevents_neither_service_after_a_reboot_nor_heartbeats(small, network):
     assert small.push(1, wanted(1, 100, ["m1"]))[0] == 200
     assert small.push(2, wanted(2, 101, ["m1", "m2"]))[0] == 200
     filler = fill(small)
@@ -208,8 +208,8 @@ def test_a_power_cut_at_any_point_with_a_full_disk(small, network, point):
     assert small.push(3, wanted(3, 102, ["m1"]))[0] == 200
 
 
-def test_with_certificates_too(amphora, tenant, network):
-    """The agent dies between two certificates; after a reboot it waits for a push, as it should."""
+def test_the_agent_is_killed_between_two_certificates(amphora, tenant, network):
+    """After a reboot the agent waits for a push, because keys are in memory only."""
     old, new = tenant.issue("www.example.com"), tenant.issue("www.example.com", number=1)
     assert amphora.push(1, secure(), files(old))[0] == 200
     for generation, point in enumerate((Point.FILES, Point.SWITCHED, Point.RELOADING, Point.LOADED), start=2):
@@ -233,8 +233,8 @@ def test_with_certificates_too(amphora, tenant, network):
     assert presented(amphora) == new.der
 
 
-def test_a_change_that_fails_after_the_switch_is_taken_back_without_a_push(amphora):
-    """HAProxy dies in the middle of a reload that could not have succeeded."""
+def test_a_failed_change_is_rolled_back_without_a_push(amphora):
+    """HAProxy is killed during a reload that cannot succeed."""
     assert amphora.push(1, wanted(1, 100, ["m1"]))[0] == 200
     squat = f"import socket; s = socket.create_server(('{VIP}', 8080)); print('bound', flush=True); s.accept()"
     amphora.supervisor(op="start", name="squatter", argv=["python3", "-c", squat], inner=True, restart=False)

@@ -21,7 +21,7 @@ TEXT = text(listener(["m1", "m2"]))
 
 
 class Audited(Amphora):
-    """An amphora whose agent looks at its machine all the time."""
+    """An amphora whose agent audits continuously."""
 
     def inside(self, command: str) -> None:
         self.said(command)
@@ -36,7 +36,7 @@ class Audited(Amphora):
         return self.call("GET", "/v2/info")[1]["drift"]
 
     def mends(self, word: str, since: int) -> dict:
-        """Wait until something was found that has this word, and mended; nothing may be left then."""
+        """Wait until a finding with this word is repaired and no finding is left."""
 
         def mended():
             found = self.drift()
@@ -51,7 +51,7 @@ class Audited(Amphora):
         return self.drift()["counts"].get(word, 0)
 
     def looks(self, more: int = 3) -> None:
-        """Wait for so many looks."""
+        """Wait for this number of audits."""
         before = self.drift()["checks"]
         eventually(lambda: self.drift()["checks"] >= before + more, "it looks")
 
@@ -88,7 +88,7 @@ def machine(network, authority, tmp_path_factory):
 
 @pytest.fixture
 def audited(machine):
-    """It serves, and nothing is amiss."""
+    """A serving amphora without drift."""
     state = machine.call("GET", "/v2/bundle")[1]
     status, answer = machine.push((state["generation"] or 0) + 1, TEXT, allowed=ALLOWED)
     assert status == 200, answer
@@ -97,7 +97,7 @@ def audited(machine):
     return machine
 
 
-# What is done by hand, the word that is said of it, and whether clients notice nothing.
+# Manual change, word in the report, and whether clients stay undisturbed.
 BY_HAND = {
     "file-in-place": (lambda one: one.edit("haproxy.cfg", "timeout client 10s", "timeout client 1s"), "haproxy.cfg"),
     "file-replaced": (
@@ -206,7 +206,7 @@ def info_pid(amphora) -> str | None:
     return next((line for line in said.splitlines() if line.startswith("Pid: ")), None)
 
 
-def test_an_agent_that_starts_after_its_file_was_mended_serves_what_was_confirmed(audited):
+def test_a_restarted_agent_serves_the_confirmed_text_after_a_repair(audited):
     """HAProxy's file and the confirmed text are one file with two names."""
     before = audited.counted("haproxy.cfg")
     audited.edit("haproxy.cfg", "timeout client 10s", "timeout client 2s")
@@ -233,7 +233,7 @@ def test_changes_without_an_agent_are_detected(audited):
     assert "timeout client 4s" not in (audited.var / "haproxy.cfg").read_text()
 
 
-def test_an_interface_that_is_gone_is_said_until_it_is_back(audited, mailbox_of):
+def test_a_missing_interface_is_reported_until_it_returns(audited, mailbox_of):
     mailbox = mailbox_of(audited)
     audited.network.unplug()
     heard = eventually(lambda: "interface" in mailbox.next().document.get("drift", []) or None, "it is said")
@@ -249,7 +249,7 @@ def test_an_interface_that_is_gone_is_said_until_it_is_back(audited, mailbox_of)
 
 
 @pytest.mark.parametrize("how", ["written", "removed"])
-def test_a_file_whose_content_is_gone_is_said_and_mended_by_the_same_push(audited, how):
+def test_an_emptied_file_is_reported_and_repaired_by_the_same_push(audited, how):
     name = f"tls/{LISTENER}/policy.pem"
     wanted = text(listener(["m1", "m2"]))
     generation = audited.call("GET", "/v2/bundle")[1]["generation"] + 1
@@ -271,8 +271,8 @@ def test_a_file_whose_content_is_gone_is_said_and_mended_by_the_same_push(audite
     assert client.failures == []
 
 
-def test_changes_and_deaths_are_no_drift(audited):
-    """What is in transit is none: pushes, reloads, a HAProxy or an agent that dies."""
+def test_pushes_and_crashes_are_no_drift(audited):
+    """Pushes, reloads and kills of HAProxy or the agent are transitions, not drift."""
     before = audited.drift()["counts"]
     generation = audited.call("GET", "/v2/bundle")[1]["generation"]
     for number in range(1, 13):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is changed by hand on one of two nodes is mended, and the VIPs stay where they are."""
+"""Drift on one amphora of a pair is repaired without a move of the VIPs."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.root
 
 @pytest.fixture(scope="module")
 def booted(pair_network, authority, tmp_path_factory):
-    """In the place of the pair of the other tests: its agents look at their machines all the time."""
+    """A pair whose agents audit continuously, in place of the common pair."""
     before, Node.audit = Node.audit, 0.2
     made = Pair(pair_network, tmp_path_factory.mktemp("audited"), authority)
     made.stalls = Stalls()
@@ -50,7 +50,7 @@ def mended(node, word, do):
 
 
 @pytest.mark.parametrize("which", ["holder", "standby"])
-def test_a_file_of_keepalived_that_was_edited_is_written_anew(booted, which):
+def test_an_edited_file_of_keepalived_is_restored(booted, which):
     holder = booted.holder
     node = holder if which == "holder" else booted.standby
     file = Path(f"/proc/{node.init()}/root/run/amphora-agent/keepalived.conf")
@@ -67,7 +67,7 @@ def test_a_file_of_keepalived_that_was_edited_is_written_anew(booted, which):
 
 
 @pytest.mark.extended
-def test_routes_and_rules_of_the_holder_are_put_back_and_the_vips_stay(booted):
+def test_routes_and_rules_of_the_holder_are_repaired_and_the_vips_stay(booted):
     holder = booted.holder
     with booted.asking():
         mended(holder, "route", lambda: holder.inside("ip", "route", "flush", "table", "1"))
@@ -77,7 +77,7 @@ def test_routes_and_rules_of_the_holder_are_put_back_and_the_vips_stay(booted):
 
 
 def test_vips_that_move_are_no_drift(booted):
-    """keepalived's addresses come and go: they are no drift."""
+    """keepalived adds and removes the VIPs, so their absence is no drift."""
     first, second = booted.holder, booted.standby
     before = {node: drift(node)["counts"] for node in (first, second)}
     keepalived = first.processes("keepalived")

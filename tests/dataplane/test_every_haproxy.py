@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """For every HAProxy version: reloads keep requests, persistence, counters and member states.
 
-The rest of this ring runs on the system's HAProxy, or on another one that comes first in PATH (README, "Test it").
+The other data-plane tests use the first HAProxy in PATH (README, "Test it").
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FOREVER = 60_000
 
 @pytest.fixture
 def renewed(served):
-    """Push something with one word that is another one each time; the worker has to be another one."""
+    """Push a changed word; assert that a new worker serves."""
 
     def pushed(number: int, *pools, port: int = 80, **more):
         before = worker(served)
@@ -44,7 +44,7 @@ def first(served, *pools, **more) -> None:
 
 
 def test_clients_keep_their_members_over_reloads(served, renewed):
-    """Stick tables go from worker to worker, also where one follows the other at once.
+    """Stick tables pass from worker to worker, also in immediate succession.
 
     The first test: HAProxy up to 2.8 keeps a change waiting for five seconds after its start, and longer when young
     workers have followed each other.
@@ -80,7 +80,7 @@ def test_a_reload_right_after_a_start(served, renewed):
 
 
 def test_reloads_cost_no_request(served, renewed):
-    """Neither of clients that come anew, nor of one that keeps its connection, nor one that is in the middle of it."""
+    """No request fails: on new connections, on kept ones, and during a response."""
     web = served.web()
     first(served, pool("pool", member(web)))
     kept, waiting = served.visitor.connect(), served.visitor.connect()
@@ -145,7 +145,7 @@ def test_members_that_are_down_stay_down_over_reloads(served, renewed):
 
 
 def test_counters_go_on_over_reloads(served, renewed):
-    """Sums over workers that were replaced, one of which still has a client for a while."""
+    """Counters are sums over replaced workers, one of which still has a client."""
     parts = pool("counted", member(served.web("a")), member(served.web("b", MEMBER6)))
     first(served, parts, pool="counted")
     asked: Counter[str] = Counter()
@@ -171,7 +171,7 @@ def test_counters_go_on_over_reloads(served, renewed):
 
 
 def test_a_worker_that_is_killed(served):
-    """Its master ends with it, and all begins again from the file, which has what was changed at run time too."""
+    """The master ends with its worker; the restart reads the file, which contains runtime updates too."""
     a, b = served.web("a"), served.web("b", MEMBER6)
     first(served, pool("pool", member(a)))
     found = served.push(load_balancer(listener(80, timeout_client_data=FOREVER), pool("pool", member(a), member(b))))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files beside the configuration: certificates with their keys, authorities, revocation lists."""
+"""The files beside HAProxy's configuration: certificates with their keys, authorities, revocation lists."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def files(certificate: pki.Certificate) -> dict[str, str]:
 
 
 def presented(amphora) -> bytes:
-    """The certificate that a client is shown."""
+    """Return the certificate that a client gets."""
 
     def shake():
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -134,8 +134,8 @@ def server_with_tls(name: str) -> str:
     return f"weight 1 check inter 60s ssl verify required ca-file {CA} crt {CLIENT_PEM} sni str({name}.example)"
 
 
-def test_members_with_files_join_at_run_time(amphora, tenant):
-    """Their files are in HAProxy's memory before they are."""
+def test_members_with_files_are_added_at_runtime(amphora, tenant):
+    """HAProxy loads their files before it adds them."""
     pair = tenant.issue("client")
     content = {**files(pair), CLIENT_PEM: pair.pem, CA: tenant.pem}
     status, answer = amphora.push(1, secure(["m1"], m1="weight 1"), files(pair))
@@ -146,7 +146,7 @@ def test_members_with_files_join_at_run_time(amphora, tenant):
         assert (status, answer.get("how")) == (200, "runtime"), answer
 
 
-def test_an_agent_that_is_restarted_serves_on(amphora, tenant):
+def test_the_amphora_serves_after_a_restart_of_the_agent(amphora, tenant):
     certificate = tenant.issue("www.example.com")
     amphora.push(7, secure(), files(certificate))
     haproxy = amphora.status("haproxy")["pid"]
@@ -177,7 +177,7 @@ def kill_agent(amphora) -> None:
     eventually(amphora.answers, "the agent answers")
 
 
-def test_after_a_reboot_the_agent_does_not_pretend(amphora, mailbox, network, tenant):
+def test_a_rebooted_agent_without_keys_reports_the_lost_generation(amphora, mailbox, network, tenant):
     certificate = tenant.issue("www.example.com")
     assert amphora.push(7, secure(), files(certificate))[0] == 200
     confirmed = (amphora.var / "confirmed.json").read_text()
@@ -228,8 +228,8 @@ def test_the_limits_of_the_process_are_those_of_the_bundle_and_never_above_the_m
     assert limits() == machine
 
 
-def test_no_private_key_is_anywhere_but_in_the_files(network, authority, tmp_path, tenant):
-    """Everything that can happen to a key in an agent's life, with an agent that says all it can."""
+def test_private_keys_are_in_their_files_only(network, authority, tmp_path, tenant):
+    """Covers all operations on keys, with an agent at DEBUG."""
     network.plug()
     amphora = Amphora(network, tmp_path, authority, log_level="DEBUG")
     pairs = [tenant.issue("www.example.com", number=number) for number in range(4)]
@@ -302,7 +302,7 @@ def written_files(root: Path, directory: Path):
                 yield file
 
 
-def test_nothing_of_the_amphora_lives_on(amphora, tenant):
+def test_no_process_or_file_of_the_amphora_remains(amphora, tenant):
     assert amphora.push(1, secure(), files(tenant.issue("www.example.com")))[0] == 200
     everything = descendants(amphora.init())
     amphora.terminate()
@@ -311,7 +311,7 @@ def test_nothing_of_the_amphora_lives_on(amphora, tenant):
 
 
 @pytest.mark.parametrize("removed", [False, True])
-def test_a_kill_at_any_moment_of_a_push_is_healed(amphora, tenant, removed):
+def test_the_agent_recovers_from_a_kill_at_any_moment_of_a_push(amphora, tenant, removed):
     """Swept over the time a push takes; whatever was reached, what is confirmed and what is served agree again."""
     pairs = [tenant.issue("www.example.com", number=number) for number in (0, 1)]
     assert amphora.push(1, secure(), files(pairs[0]))[0] == 200

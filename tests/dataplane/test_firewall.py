@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Permitted sources in a real kernel: the rules, and their effect on clients."""
+"""The amphora's firewall in a real kernel: the rules for permitted sources, and their effect on clients."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_without_the_library_the_command_does_the_same(wire, monkeypatch):
 
 
 def test_with_many_files_open_the_library_is_left_alone(wire):
-    """It waits with select(2), and aborts the process if its socket has a number above 1023."""
+    """The library uses select(2), and aborts the process if its descriptor is above 1023."""
     text = firewall.render(firewall.restrictions_of(bundle(allowed=((80, []),))))
     null = os.open("/dev/null", os.O_RDONLY)
     many = [null, *(os.dup(null) for _ in range(1100))]
@@ -89,7 +89,7 @@ def test_with_many_files_open_the_library_is_left_alone(wire):
 
 
 def test_rendered_rules_equal_listed_rules(wire):
-    """Otherwise every look would replace the rules."""
+    """A difference would make every audit replace the rules."""
     many = [f"10.{n // 256}.{n % 256}.0/25" for n in range(1000)] + [f"2001:db8:{n:x}::/48" for n in range(1000)]
     for allowed, vrrp in (
         (((80, many), (443, many[:1]), (8443, many[-1:])), None),
@@ -142,7 +142,7 @@ def inside(place: Path, function, *arguments) -> None:
 
 
 def taking(server: socket.socket, ending: threading.Event) -> None:
-    """Take connections, and close them, until it is told to end."""
+    """Accept and close connections until the stop."""
     server.settimeout(0.1)
     while not ending.is_set():
         with suppress(TimeoutError, ConnectionError):
@@ -187,7 +187,7 @@ def at(wire, address: str, port: int):
 
 
 def reaches(space, source: str, address: str, port: int) -> bool:
-    """Whether a connection is taken; one that is not is refused at once."""
+    """Return whether a connection is accepted; others are refused at once."""
     with space.run(socket.socket, socket.AF_INET6 if ":" in source else socket.AF_INET, socket.SOCK_STREAM) as opened:
         opened.settimeout(10)
         opened.bind((source, 0))
@@ -203,7 +203,7 @@ def neighbours(wire, *own: str) -> None:
         ip(f"-n {wire.prefix}-peer addr add {address} dev far1" + (" nodad" if ":" in address else ""))
 
 
-def test_partners_alone_are_heard(wire):
+def test_only_partners_reach_vrrp_and_stick_tables(wire):
     """Entries of stick tables and advertisements of VRRP; HAProxy's own next process is no stranger."""
     wire.change(bundle(eth1(), allowed=((1025, []),), vrrp=PAIR))
     neighbours(wire, "198.51.100.12/24", "198.51.100.13/24")
@@ -344,7 +344,7 @@ class Attempts:
 
 
 @pytest.mark.feature("listener.allowed_cidr")
-def test_a_restricted_listener_is_at_no_moment_open(served):
+def test_a_restricted_listener_is_never_open(served):
     """A restriction is added, changed and removed, and another listener takes the port: others are never served."""
     parts = pool("pool", member(served.web()))
 

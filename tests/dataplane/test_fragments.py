@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No fragmentation leads around a rule: listeners with allowed networks, VRRP, and the partners' stick tables."""
+"""Fragments do not bypass the firewall: listeners with allowed CIDRs, VRRP, and the stick tables of a pair."""
 
 from __future__ import annotations
 

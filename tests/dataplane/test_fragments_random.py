@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random packets against the rules of the firewall: what is answered is what a model of reassembly says.
+"""Random packets against the firewall: the amphora answers exactly those that a model of reassembly predicts.
 
     AMPHORA_FRAGMENTS_SEED=7 ./run-tests tests/dataplane/test_fragments_random.py
 
-tries other packets. The packets of a failure and their seed are in its message.
+sends other packets. The message of a failure contains the packets and their seed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A flood of TLS handshakes from the management network, of a peer without a certificate of the controllers."""
+"""The agent under a flood of TLS handshakes without a controller certificate from the management network."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_flood_delays_neither_heartbeats_nor_controllers(amphora, network, mai
     gaps, answers = [], []
 
     def ask() -> float:
-        """A controller that was never here before."""
+        """Send a request from a controller with a new address."""
         started = time.monotonic()
         plain = socket.create_connection((AMPHORA, 9443), 10, source_address=(NEWCOMER, 0))
         context = amphora.tls(amphora.client_certificate)
@@ -131,7 +131,7 @@ def test_a_flood_delays_neither_heartbeats_nor_controllers(amphora, network, mai
 
 
 def test_without_a_certificate_no_address_becomes_known(amphora, network, addresses):
-    """A handshake that comes to its end without a controller's certificate is a stranger's."""
+    """A complete handshake without a controller's certificate does not make its address known."""
     context = amphora.tls(None)
 
     def strangers() -> int:

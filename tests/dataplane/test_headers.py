@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Headers that a listener adds to requests, and to answers."""
+"""Headers that a listener adds to requests and responses."""
 
 from __future__ import annotations
 

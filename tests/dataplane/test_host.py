@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An amphora made of namespaces leaves nothing on its host."""
+"""An amphora in namespaces leaves nothing on its host."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""L7 policies on the wire: what matches, what happens then, and which of several policies wins.
+"""L7 policies on the wire: matches, actions, and the precedence of policies.
 
-Invariant: many cases are served at once, each behind a rule of its own on the header X-Case, so a request meets the
+Invariant: many cases are served at once, each behind its own rule on the header X-Case, so a request meets the
 policies of one case only.
 """
 
@@ -167,7 +167,7 @@ def ask_all(served, cases, **how) -> None:
 
 
 def what(reply: Reply) -> str:
-    """What became of a request: the member's name, or the status and where to."""
+    """Return the result of a request: the member's name, or status and Location."""
     if reply.status == 200:
         return reply.member
     target = reply.header("Location")
@@ -310,8 +310,8 @@ def test_the_first_policy_that_matches_wins_whatever_it_does(served, pools, vip)
 
 
 @pytest.mark.parametrize("vip", VIPS)
-def test_a_policy_to_a_pool_that_is_switched_off(served, pools, vip):
-    """No other policy takes its place, and the default pool does not either."""
+def test_a_policy_to_a_disabled_pool(served, pools, vip):
+    """Neither another policy nor the default pool serves the request."""
     default, other = pools
     off = pool("off", admin_state_up=False)
     path = [rule("PATH", "EQUAL_TO", f"/{n}") for n in range(3)]
@@ -344,7 +344,7 @@ def test_disabled_policies_have_no_effect(served, pools):
 
 
 def test_fifty_rules(served, pools):
-    """All of them are needed."""
+    """Each of the fifty rules is necessary for the match."""
     rules = [rule("HEADER", "CONTAINS", f"<{n}>", "X-All", invert=bool(n % 2)) for n in range(50)]
     served.push(load_balancer(listener(80, policy("REDIRECT_TO_POOL", 1, *rules, to_pool="other")), *pools))
     even = [f"<{n}>" for n in range(0, 50, 2)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Listeners: how many connections, how long, and from where."""
+"""Listener limits: connections, time-outs, and allowed CIDRs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_connection_limit_is_exact(served, vip):
 
 
 @pytest.mark.feature("listener.connection_limit")
-def test_a_connection_limit_is_changed_and_taken_away(served):
+def test_a_connection_limit_is_changed_and_removed(served):
     def tree(limit, usual=None):
         return load_balancer(
             listener(80, protocol="TCP", connection_limit=limit),
@@ -91,7 +91,7 @@ def test_a_connection_limit_is_changed_and_taken_away(served):
 @pytest.mark.parametrize(
     ("protocol", "vip"), [("TCP", VIP), pytest.param("TCP", VIP6, marks=pytest.mark.extended), ("HTTP", VIP)]
 )
-def test_the_client_is_given_its_time(served, protocol, vip):
+def test_the_client_timeout(served, protocol, vip):
     peer = served.web() if protocol == "HTTP" else served.silent()
     served.push(
         load_balancer(
@@ -107,7 +107,7 @@ def test_the_client_is_given_its_time(served, protocol, vip):
 @pytest.mark.quiet
 @pytest.mark.feature("listener.timeout-member-data")
 @pytest.mark.parametrize("protocol", ["TCP", "HTTP"])
-def test_the_member_is_given_its_time(served, protocol):
+def test_the_member_timeout(served, protocol):
     silent = served.silent()
     served.push(
         load_balancer(
@@ -130,8 +130,8 @@ def test_the_member_is_given_its_time(served, protocol):
 @pytest.mark.quiet
 @pytest.mark.feature("listener.timeout_member_connect")
 @pytest.mark.parametrize("address", [MEMBER, pytest.param(MEMBER6, marks=pytest.mark.extended)])
-def test_a_connection_to_a_member_is_given_its_time(served, address):
-    """HAProxy tries again (`retries 3`); each attempt has the time that was given."""
+def test_the_member_connect_timeout(served, address):
+    """HAProxy retries (`retries 3`); each attempt has the configured time-out."""
     full = served.full(address=address)
     served.push(load_balancer(listener(80, timeout_member_connect=200), pool("pool", member(full))))
     begin = time.monotonic()
@@ -168,8 +168,8 @@ def test_a_late_request_is_served(served, protocol):
 @pytest.mark.quiet
 @pytest.mark.feature("listener.timeout_client_data")
 @pytest.mark.parametrize("tls", [pytest.param(False, marks=pytest.mark.extended), True])
-def test_an_upgraded_connection_has_a_time_of_its_own(served, tenant, tls):
-    """It outlives the client's and the member's timeout, and ends when its own is over."""
+def test_an_upgraded_connection_has_its_own_timeout(served, tenant, tls):
+    """The connection ends at the tunnel time-out, not at those of client and member."""
     peer = served.web()
     tree = load_balancer(
         listener(80, timeout_client_data=300, timeout_member_data=300),

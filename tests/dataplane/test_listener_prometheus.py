@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PROMETHEUS listeners: what HAProxy counts, under the names that dashboards for Octavia know."""
+"""PROMETHEUS listeners: HAProxy's counters under the names that Octavia's dashboards use."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Listeners: what each protocol carries, on every address of the load balancer, and what switching off does."""
+"""Listeners of each protocol on every address of the load balancer, and disabled listeners."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_terminated_https(served, tenant, vip):
 
 
 @pytest.mark.feature("lb.additional_vips", "lb.vip_address")
-def test_only_the_addresses_that_are_wanted_answer(served):
+def test_only_configured_addresses_answer(served):
     web = served.web()
     parts = (listener(80), pool("pool", member(web)))
     for addresses in ((VIP,), (VIP6,), (VIP6, VIP), (VIP, "198.51.100.6")):
@@ -97,7 +97,7 @@ def test_only_the_addresses_that_are_wanted_answer(served):
 
 
 @pytest.mark.feature("listener.admin_state_up")
-def test_a_listener_is_switched_off(served):
+def test_a_disabled_listener(served):
     web = served.web()
     members = pool("pool", member(web))
     served.push(load_balancer(listener(80), listener(81), members))
@@ -111,7 +111,7 @@ def test_a_listener_is_switched_off(served):
 
 
 @pytest.mark.feature("lb.admin_state_up")
-def test_a_load_balancer_is_switched_off(served):
+def test_a_disabled_load_balancer(served):
     web = served.web()
     parts = (listener(80), listener(81, protocol="TCP", pool="raw"), pool("pool", member(web)))
     raw = pool("raw", member(served.echo()), protocol="TCP")
@@ -188,6 +188,6 @@ def test_plain_clients_of_a_tls_listener_are_refused(served):
         served.visitor.tls(80)
 
 
-def test_listener_ids_are_told_back(served):
+def test_the_agent_reports_listener_ids(served):
     pushed = served.push(load_balancer(listener(80), listener(81), pool("pool", member(served.web()))))
     assert pushed.answer["loaded"]["listeners"] == sorted([id_of("listener", 80), id_of("listener", 81)])

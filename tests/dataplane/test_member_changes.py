@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members that come and go while a pool serves."""
+"""Members are added and removed while a pool serves."""
 
 from __future__ import annotations
 

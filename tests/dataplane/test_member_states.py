@@ -16,7 +16,7 @@ pytestmark = pytest.mark.root
 
 
 def asked(served, times: int = 6, **more) -> Counter[str]:
-    """The answering members, on both addresses."""
+    """Return the answering members, on both addresses."""
     return Counter(served.visitor.fetch("/", address=VIPS[n % 2], **more).member for n in range(times))
 
 
@@ -133,7 +133,7 @@ def test_backup_members_serve_without_other_members(served):
 
 
 @pytest.mark.feature("member.backup", "member.admin_state_up", "member.weight")
-def test_backups_serve_when_the_others_are_switched_off(served):
+def test_backup_members_serve_when_the_others_are_disabled(served):
     a, spare = served.web("a"), served.web("spare")
 
     def push(**more):
@@ -151,7 +151,7 @@ def test_backups_serve_when_the_others_are_switched_off(served):
 
 @pytest.mark.feature("member.monitor_address", "member.monitor_port")
 @pytest.mark.parametrize(("address", "elsewhere"), [(MEMBER, MEMBER6), (MEMBER6, MEMBER), (MEMBER, "198.51.100.111")])
-def test_checks_go_where_they_are_told_to(served, address, elsewhere):
+def test_checks_use_the_monitor_address_and_port(served, address, elsewhere):
     """The check decides, the traffic goes to the member: by address, by port, by both."""
     web = served.web("web", address)
     by_port = served.web("port", address)
@@ -183,8 +183,8 @@ def test_checks_go_where_they_are_told_to(served, address, elsewhere):
 
 @pytest.mark.feature("member.monitor_port", "pool.tls_enabled", "pool.protocol.PROXY")
 @pytest.mark.parametrize(("protocol", "tls"), [("HTTP", True), ("PROXY", False), ("PROXYV2", True)])
-def test_a_check_elsewhere_speaks_plainly(served, tenant, protocol, tls):
-    """What the traffic is wrapped into belongs to the traffic's port; the same port, said or not, has it too."""
+def test_a_check_of_another_port_uses_no_tls_or_proxy_header(served, tenant, protocol, tls):
+    """TLS and PROXY headers apply to checks of the traffic's port only, whether or not it is explicit."""
     certificate = tenant.issue("www.example.com")
     proxied = protocol != "HTTP"
     web = served.web(tls=serving(certificate) if tls else None, proxied=proxied)

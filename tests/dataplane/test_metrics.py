@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a PROMETHEUS listener serves: HAProxy's own numbers under Octavia's names, quickly, whatever happens."""
+"""PROMETHEUS listeners export HAProxy's counters under Octavia's names, quickly and despite failures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RESTLESS = re.compile(
 
 
 def scrape(address=VIP, port=9100, path="/metrics", method="GET", version=11):
-    """Status, content type and text of one answer."""
+    """Return status, content type and text of one answer."""
     connection = http.client.HTTPConnection(address, port, timeout=10)
     connection._http_vsn, connection._http_vsn_str = version, f"HTTP/1.{version - 10}"
     try:
@@ -78,7 +78,7 @@ def inside(amphora):
 
 @pytest.mark.parametrize("address", [VIP, VIP6])
 @pytest.mark.parametrize("version", [10, 11])
-def test_a_scrape_says_what_dashboards_look_for(amphora, client, address, version):
+def test_a_scrape_has_the_metrics_of_dashboards(amphora, client, address, version):
     assert amphora.push(1, text(listener(["m1", "m2"], m2="weight 1 disabled"), PROMETHEUS))[0] == 200
     for _ in range(3):
         assert client(get) == (200, "m1")
@@ -118,7 +118,7 @@ def test_a_prometheus_listener_serves_metrics_and_nothing_else(amphora, client):
             client(socket.create_connection, (address, 9101), 2)
 
 
-def test_without_haproxy_the_reason_is_said(amphora, inside):
+def test_a_scrape_without_haproxy_has_the_reason(amphora, inside):
     assert amphora.push(1, text(listener(["m1"])))[0] == 200
     assert inside(scrape, "127.0.0.1", 9101)[0] == 200
     assert amphora.push(2, None)[0] == 200
@@ -130,7 +130,7 @@ def test_without_haproxy_the_reason_is_said(amphora, inside):
 
 
 def test_a_reload_costs_no_scrape(amphora, inside):
-    """Asked inside, so that what is tested is the answer and not the connection through a worker that leaves."""
+    """Scrapes in the inner namespace, to test the answer without a connection through a draining worker."""
     assert amphora.push(1, text(listener(["m1"])))[0] == 200
     ending, answers = threading.Event(), []
 
@@ -157,7 +157,7 @@ def test_a_reload_costs_no_scrape(amphora, inside):
         assert of(parsed(said), "octavia_listener_status", listener=LISTENER, state="UP") == 1
 
 
-def test_an_agent_that_begins_again_answers_again(amphora, inside):
+def test_a_restarted_agent_serves_metrics(amphora, inside):
     assert amphora.push(1, text(listener(["m1"])))[0] == 200
     before = amphora.status("amphora-agent")["starts"]
     assert amphora.supervisor(op="signal", name="amphora-agent", signal=9)["ok"]
@@ -173,7 +173,7 @@ def test_an_agent_that_begins_again_answers_again(amphora, inside):
 
 
 def processor_time(amphora) -> float:
-    """Seconds that the amphora's processes have computed so far."""
+    """Return the processor seconds of the amphora's processes."""
     ticks = 0
     for pid in descendants(amphora.init()):
         user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[11:13]

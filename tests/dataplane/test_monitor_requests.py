@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Health monitors: what a member is asked, how often, and which answers count."""
+"""Health monitors: the request to a member, the interval, and the accepted responses."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_expected_codes(served, tenant, kind):
 
 
 class Patient:
-    """A member that follows a script, and notes what HAProxy thought of it whenever it was asked.
+    """A member that follows a script, and records its status in HAProxy at each check.
 
     The note before an answer is the outcome of all answers before it, and of no other.
     """
@@ -238,8 +238,8 @@ def test_slow_member_is_down(served, tenant, kind):
 @pytest.mark.feature_partly("healthmonitor.timeout")
 @pytest.mark.feature("listener.timeout_member_connect")
 @pytest.mark.parametrize("address", [MEMBER, MEMBER6])
-def test_a_check_does_not_connect_for_ever(served, address):
-    """As long as the traffic would try, at most until the next check (HAProxy knows no other limit for it)."""
+def test_a_check_has_a_connect_timeout(served, address):
+    """The time-out is that of the traffic, limited by the check interval (HAProxy has no other one)."""
     full = served.full(address=address)
     # A pool of its own for each, so that nothing is known of its member.
     front = listener(80, pool=address, timeout_member_connect=600)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Health monitors: what each type takes for a living member."""
+"""Health monitors: the condition for a healthy member with each type."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_checks_of_proxy_pools(served, tenant, protocol, kind, tls):
 
 
 @pytest.mark.feature("healthmonitor.admin_state_up")
-def test_a_monitor_that_is_off_knows_nothing(served):
+def test_a_disabled_monitor_has_no_status(served):
     """A disabled monitor checks no member; enabled it finds states, disabled again it forgets them."""
     web = served.web()
     dead = served.web("dead", MEMBER6)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two amphorae that share VIPs: the holder, the time without one, and surviving state.
+"""A pair with VIPs: the VIP holder, the outage at a takeover, and the state that survives.
 
-Outages are measured with an advertisement interval of 0.2 s ("fast"), where the bound is one second; a crash costs
-three intervals and a fraction (RFC 9568, 6.1). What is looked at while the VIPs are to stay has a longer one: nodes
-that hear nothing for 0.6 s move them, and every connection is reset, as it should be. `benchmarks/failover.py` prints a
-table of events and intervals.
+Outages are measured with an advertisement interval of 0.2 s ("fast"), where the limit is one second; a crash costs
+three intervals and a fraction (RFC 9568, 6.1). Tests in which the VIPs must stay use a longer interval: after 0.6 s
+without advertisements, a fast node takes the VIPs and every connection is reset, as designed.
+`benchmarks/failover.py` prints a table of events and intervals.
 
-One pair serves all tests; each begins with it whole again.
+One pair serves all tests; each test begins with a repaired pair.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _balancer(web, echo, **more):
 
 
 def test_handed_over_without_cutting(pair):
-    """The VIPs move, and connections that are open go on: by way of the new holder, to the former one."""
+    """The VIPs move, and open connections continue over the new holder to the former one."""
     with closing(EchoServer(pair.members, "echo")) as echo:
         tree = _balancer(pair.peers[0], echo)
         pair.advert = PATIENT
@@ -119,7 +119,7 @@ def test_an_ordinary_move_resets_idle_connections(pair):
 
 
 def _hand_over(pair, *vips):
-    """Connections that were open before, and later ones."""
+    """Hand over with open connections; then open new ones."""
     holder, standby = pair.holder, pair.standby
     open_ones = _greeted(pair, vips)
     with pair.asking() as asker:
@@ -169,7 +169,7 @@ def _talk(connections, *sizes):
 
 
 def takes_over(pair: Pair, break_it, bound: float = 1.0):
-    """Break the holder while a client asks; the other one has the VIPs, and the outage is bounded (seconds)."""
+    """Break the holder under load; assert that its partner takes the VIPs within this outage (seconds)."""
     holder, standby = pair.holder, pair.standby
     with pair.asking() as asker:
         break_it(holder)
@@ -191,7 +191,7 @@ def test_killed_processes(pair, programs):
 
 
 @pytest.mark.parametrize("which", ["both", pytest.param("child", marks=pytest.mark.extended)])
-def test_keepalived_that_died_alone(pair, which):
+def test_a_killed_keepalived_alone(pair, which):
     """The VIPs stay until the other node has them, and are removed at the restart of keepalived, without an effect."""
     third = "198.51.100.6"
     pair.push(plain(pair, additional_vips=(vip(VIP6), vip(third))))
@@ -222,7 +222,7 @@ def _only_cut(asker) -> None:
         assert last_began <= first_ended, asker.failed
 
 
-def test_keepalived_whose_parent_died(pair):
+def test_a_killed_parent_of_keepalived(pair):
     """It is told to the child, which ends in order: it takes the VIPs away, and says so to the partner."""
     holder = pair.holder
     takes_over(pair, lambda node: os.kill(node.processes("keepalived")[0], signal.SIGKILL), bound=0.5)
@@ -240,7 +240,7 @@ def test_frozen_haproxy(pair):
 
 
 def test_busy_machine(pair):
-    """A HAProxy that only has to wait for its turn is not frozen."""
+    """A HAProxy that waits for a processor is not frozen."""
     holder = pair.holder
     hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(8)]
     try:
@@ -267,7 +267,7 @@ def test_frozen_amphora(pair):
 
 
 def test_power_cut(pair):
-    """And the node that comes back serves again from what is on its disk, and waits."""
+    """The returning amphora serves from its disk as standby."""
     holder = pair.holder
 
     def cut(node):
@@ -335,7 +335,7 @@ def test_a_vip_is_added(pair):
     assert asker.failed == []
 
 
-def test_an_agent_that_starts_again_moves_nothing(pair):
+def test_a_restarted_agent_does_not_move_the_vips(pair):
     holder = pair.holder
     with pair.asking() as asker:
         holder.supervisor(op="dismiss", name="haproxy")  # one of them died when it was about to end HAProxy
@@ -356,7 +356,7 @@ def _kill_agents(pair):
 
 
 def test_a_change_that_keepalived_refuses(pair):
-    """It goes on as it was."""
+    """keepalived continues with its former configuration."""
     holder = pair.holder
     refused = {"local": {"name": "other", "address": "2001:db8:1::11"}, "peers": []}
     status, answer = _push_vrrp(pair, holder, refused)
@@ -367,7 +367,7 @@ def test_a_change_that_keepalived_refuses(pair):
 
 
 def _push_vrrp(pair, node, changes):
-    """A bundle by hand: no controller would make this one, of IPv4 VIPs alone and a partner that speaks IPv6."""
+    """Push a bundle that no controller makes: IPv4 VIPs only, and a partner with IPv6 advertisements."""
     interface = {
         "mac": node.where.mac,
         "name": "eth1",

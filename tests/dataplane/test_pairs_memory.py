@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State that two amphorae share: persistence, TLS sessions, and reports about the VIPs."""
+"""State that a pair shares: persistence, TLS sessions, and reports about the VIPs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Session persistence by address: clients stay on their member."""
+"""Session persistence by source address: clients stay on their member."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Kept:
 @pytest.mark.feature("pool.session_persistence.SOURCE_IP")
 @pytest.mark.parametrize("protocol", ["HTTP", "TCP"])
 def test_clients_stay(served, protocol):
-    """While members come, go and drain beside them, and in the next worker."""
+    """Clients stay while other members are added, removed and drained, and after a reload."""
     kept = Kept(served, f"kept {protocol}", protocol)
     kept.push("a", "b")
     before = kept.homes()
@@ -109,7 +109,7 @@ def test_disabled_or_dead_member_keeps_no_client(served):
 
 @pytest.mark.feature("pool.session_persistence.SOURCE_IP")
 def test_nothing_is_kept_without_persistence(served):
-    """Taken away and given again, it begins anew."""
+    """After persistence is removed and added again, the table is empty."""
     kept = Kept(served, "kept anew")
     kept.push("a", "b")
     assert kept.home(CLIENT) == kept.home(CLIENT)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Session persistence by cookies: one of the load balancer's own, or one of the application's."""
+"""Session persistence by cookies of the load balancer or of the application."""
 
 from __future__ import annotations
 
@@ -162,8 +162,8 @@ def test_a_forged_cookie_is_no_cookie(served, value):
 
 
 @pytest.mark.feature("pool.session_persistence.HTTP_COOKIE")
-def test_a_cookie_is_good_for_one_pool(served, tenant):
-    """For all of its listeners, and for no other pool with the same members."""
+def test_a_cookie_is_valid_for_one_pool(served, tenant):
+    """The cookie is valid on all listeners of its pool, and not in another pool with the same members."""
     certificate = tenant.issue("member.internal")
     peers = [served.web(name, tls=serving(certificate)) for name in "ab"]
     again = [member(peer, id=id_of("member", f"{peer.name} again")) for peer in peers]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PING monitors: whether a member answers an echo, asked by HAProxy of the agent, on a real wire."""
+"""PING monitors on a real wire: HAProxy asks the agent, and the agent sends an echo request to the member."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_member_that_is_added_is_pinged_at_once(amphora):
 
 @pytest.fixture
 def member6(network):
-    """An address of the newer kind on the members' host."""
+    """An IPv6 address on the members' host."""
     mem = network.name("mem")
     ip(f"-n {mem} addr replace {MEMBER6}/64 dev eth0 nodad")
     yield
@@ -176,7 +176,7 @@ def test_an_address_without_a_route_is_refused_at_once(network, responder):
     assert time.monotonic() - began < 2
 
 
-def test_silence_is_an_answer_after_a_while(network, monkeypatch, responder):
+def test_a_silent_address_is_reported_after_the_timeout(network, monkeypatch, responder):
     monkeypatch.setattr(http_server, "LONGEST_SECONDS", 0.3)
     assert network.thread("cl").run(ping, SILENT) == 503
 
@@ -201,7 +201,7 @@ def test_disconnected_client_is_forgotten(network, responder):
 
 
 class Impostor:
-    """A host that answers echoes by hand, as the test has it."""
+    """A host whose echo replies the test builds."""
 
     def __init__(self) -> None:
         self.raw = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP)
@@ -260,7 +260,7 @@ def test_foreign_echo_replies_do_not_count(network, responder, impostor, change,
     assert end(connection) == 200
 
 
-def test_a_late_answer_is_not_the_next_ones(network, responder, impostor):
+def test_a_late_reply_does_not_count_for_the_next_request(network, responder, impostor):
     client, members = network.thread("cl").run, network.thread("mem").run
     first = client(begin, f"/ping/{IDS[MEMBER]}")
     asker, late = members(impostor.question)
@@ -273,7 +273,7 @@ def test_a_late_answer_is_not_the_next_ones(network, responder, impostor):
     assert end(second) == 200
 
 
-def test_more_than_it_has_room_for_leaves_the_newest(network, monkeypatch):
+def test_an_overfull_queue_keeps_the_newest_requests(network, monkeypatch):
     monkeypatch.setattr(http_server, "MOST_OPEN", 20)
     targets = {name: address for address, name in IDS.items()}
     made = Responder(network.thread("cl").run, PORT, lambda: iter(()), lambda: targets)
@@ -309,7 +309,7 @@ def test_the_responder_waits_for_its_port(network):
     assert not client(connects)
 
 
-def test_a_failure_within_is_a_new_beginning(network, responder):
+def test_the_responder_restarts_after_an_internal_failure(network, responder):
     client = network.thread("cl").run
     responder.targets[IDS[OTHER]] = 5
     assert client(ping, OTHER) == 0
@@ -329,7 +329,7 @@ def test_a_thousand_members_cost_little(network, responder):
     assert spent < 0.001, f"{spent * 1e6:.0f} µs a ping: a thousand members every five seconds take {spent * 200:.0%}"
 
 
-def test_many_wait_in_few_threads(network, responder):
+def test_many_requests_wait_in_few_threads(network, responder):
     before = threading.active_count()
 
     def crowd():

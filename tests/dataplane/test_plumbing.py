@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The network of a load balancer in a real namespace: what comes, goes, is announced, is left alone (`wire.py`)."""
+"""The agent's network configuration of a load balancer in a real namespace: add, remove, announce, keep (`wire.py`)."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_manual_change_is_repaired(wire):
     eventually(lambda: settled(wire, wanted), "it is as wanted")
 
 
-def test_a_gateway_is_exchanged_without_a_moment_without_one(wire):
+def test_a_gateway_is_replaced_without_a_gap(wire):
     first = bundle(eth1())
     wire.change(first)
     listening = wire.inner.run(hears_changes)
@@ -180,7 +180,7 @@ def test_a_gateway_is_exchanged_without_a_moment_without_one(wire):
     assert "default via 198.51.100.2 dev eth1" in table(wire, 1)
 
 
-def test_a_network_that_goes_is_there_until_the_end(wire):
+def test_a_removed_network_stays_until_haproxy_has_the_new_configuration(wire):
     """Its members are served until HAProxy has the new configuration."""
     both = bundle(eth1(), eth2())
     wire.change(both)
@@ -203,7 +203,7 @@ def test_a_network_that_goes_is_there_until_the_end(wire):
     assert ("198.51.100.6", "1") not in rules(wire)
 
 
-def test_names_are_exchanged(wire):
+def test_two_interfaces_swap_names(wire):
     first = bundle(eth1(), eth2())
     wire.change(first)
     swapped = (interface(1, "eth2", FIXED, vips=(VIP,)), interface(2, "eth1", "192.0.2.11/24"))
@@ -213,7 +213,7 @@ def test_names_are_exchanged(wire):
     eventually(lambda: settled(wire, bundle(*swapped)), "it is as wanted")
 
 
-def test_a_kernel_that_renames_only_what_is_down(wire):
+def test_a_kernel_that_renames_only_inactive_interfaces(wire):
     """Older than 6.2. The interface and everything on it come back up."""
 
     class Older:
@@ -262,7 +262,7 @@ def test_every_vip_is_announced_once_when_it_is_taken(wire):
         assert tap.heard() == []
 
 
-def test_no_neighbour_is_told_of_a_vip_before_it_is_served(wire):
+def test_a_vip_is_announced_only_when_it_is_served(wire):
     """Another amphora may serve it until then; clients would be refused here."""
     first = bundle(eth1())
     with Tap(wire) as tap:
@@ -374,7 +374,7 @@ def test_settings_of_the_namespace(wire):
 # -- failures -------------------------------------------------------------------------------------------------------
 
 
-def test_an_interface_that_is_nowhere(wire):
+def test_a_missing_interface(wire):
     first = bundle(eth1())
     wire.change(first)
     wanted = bundle(eth1(), interface(9, "eth9", "192.0.2.9/24"), allowed=((80, []),))
@@ -437,7 +437,7 @@ def test_describing(wire):
     assert "counter packets 0" in wire.inner.run(nft_apply.list_table, counters=True)
 
 
-def test_nothing_passes_before_it_is_decided_what(wire, monkeypatch):
+def test_forwarding_is_closed_before_rules_exist(wire, monkeypatch):
     """Forwarding for virtual servers makes no router: not for a moment, and not without a VIP."""
     real, seen = sysctls.set_forwarding, []
 

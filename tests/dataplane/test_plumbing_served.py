@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks of an amphora that serves: which way answers go, several VIPs, networks that come and go under traffic."""
+"""Networks of a serving amphora: routes of answers, several VIPs, and networks that change under traffic."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def eth1(*vips, **more):
 
 
 def answers(amphora, source: str, vip: str, port: int = 80) -> bool:
-    """Whether a client with this address is served."""
+    """Return whether a client with this address gets an answer."""
 
     def ask() -> bool:
         with socket.socket(socket.AF_INET6 if ":" in source else socket.AF_INET) as opened:
@@ -125,7 +125,7 @@ def with_second(*members: str, other: bool) -> str:
     return text(listener(members) + line)
 
 
-def test_networks_come_and_go_under_traffic(amphora, second):
+def test_networks_are_added_and_removed_under_traffic(amphora, second):
     """With the members on them, in one push: no request fails, and what has gone is gone."""
     second.start("far")
     amphora.push(1, with_second("m1", other=False))
@@ -149,7 +149,7 @@ def test_networks_come_and_go_under_traffic(amphora, second):
     assert f"{POOL}:{LISTENER}" in found["haproxy.cfg"]
 
 
-def test_an_agent_that_starts_goes_without_a_network_that_was_taken_away(amphora, second):
+def test_a_restarted_agent_ignores_a_detached_network(amphora, second):
     """The controller detaches a port when no member needs it, and pushes nothing for that."""
     second.start("far")
     second.plug()
@@ -176,7 +176,7 @@ def test_vip_and_members_on_one_network_with_a_smaller_mtu(amphora):
 
 
 class Presence:
-    """How long an address was away, as the kernel announces its comings and goings."""
+    """Measures absences of an address from the kernel's notifications."""
 
     def __init__(self, amphora) -> None:
         path = Path(f"/proc/{amphora.init()}/root/run/netns/amphora-haproxy")
@@ -203,7 +203,7 @@ class Presence:
                     self.changes.append((time.monotonic(), data[4] == 20))
 
     def longest(self) -> float:
-        """Seconds of the longest absence."""
+        """Return the longest absence in seconds."""
         gaps = [0.0]
         for (left, here), (back, again) in itertools.pairwise(self.changes):
             if again and not here:

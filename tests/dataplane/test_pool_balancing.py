@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools: which member is chosen, by each of the algorithms."""
+"""Pools: the choice of a member by each algorithm."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def vip_of(source: str) -> str:
 
 
 def greeting(connection: socket.socket) -> str:
-    """The name that a TCP member says first."""
+    """Return the name that a TCP member sends first."""
     line = b""
     while not line.endswith(b"\n"):
         data = connection.recv(100)
@@ -143,7 +143,7 @@ def test_least_connections_avoid_busy_members(served):
 
 
 def _answering(served) -> int:
-    """How many requests members have at the moment."""
+    """Return the number of open requests by member."""
     rows = served.statistics().items()
     return sum(int(row["scur"]) for (_, name), row in rows if name not in ("FRONTEND", "BACKEND", "responder"))
 
@@ -152,7 +152,7 @@ def _answering(served) -> int:
 
 
 def homes(served, crowd, protocol: str = "HTTP") -> dict[str, str]:
-    """Where each client is served."""
+    """Return the member of each client."""
     found = {}
     for source in crowd:
         connection = served.visitor.connect(80, vip_of(source), source=source)
@@ -245,7 +245,7 @@ def test_source_ip_port_tells_connections_apart(served, protocol, listening):
 
 @pytest.mark.feature("pool.lb_algorithm.SOURCE_IP", "pool.lb_algorithm.SOURCE_IP_PORT", "member.weight")
 @pytest.mark.parametrize("algorithm", ["SOURCE_IP", "SOURCE_IP_PORT"])
-def test_hashing_knows_weights_and_the_dead(served, crowd, algorithm):
+def test_hash_algorithms_skip_members_that_are_down_or_have_weight_0(served, crowd, algorithm):
     """No request goes to a member with weight 0 or to an absent one."""
     names = ("heavy", "light", "none", "dead")
     peers = {name: served.web(name, address) for name, address in zip(names, (MEMBER, MEMBER6) * 2, strict=True)}

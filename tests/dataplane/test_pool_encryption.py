@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools with TLS: the members' identity, the load balancer's identity, and the negotiated parameters."""
+"""Pools with TLS: the identity of members and of the load balancer, and the negotiated parameters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TLS_1_2, TLS_1_3 = ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3
 
 @pytest.fixture(scope="module")
 def insiders():
-    """The authority of members."""
+    """The CA of the members."""
     return Authority("insiders")
 
 
@@ -34,7 +34,7 @@ def outsiders():
 
 @pytest.fixture(scope="module")
 def certificates(insiders, outsiders):
-    """What members can show, by what is to be said about it."""
+    """The certificates of members, by their description."""
     return {
         "good": insiders.issue(NAME),
         "renamed": insiders.issue(OTHER_NAME),
@@ -144,7 +144,7 @@ def test_identity_of_a_member(served, certificates, secrets, wanted, trusted):
 @pytest.mark.feature("pool.tls_enabled", "pool.ca_tls_container_ref", "pool.crl_container_ref")
 @pytest.mark.parametrize(("kind", "verifies"), [("HTTP", True), ("HTTPS", True), ("TLS-HELLO", True), ("TCP", False)])
 def test_checks_of_members_that_encrypt(served, certificates, secrets, kind, verifies):
-    """Whatever speaks TLS verifies; TCP is a connection and no more."""
+    """Checks over TLS verify the certificate; a TCP check only connects."""
     shown = ("good", "revoked", "renamed", "foreign")
     peers = [served.web(name, MEMBER6, tls=serving(certificates[name])) for name in shown]
     plain = served.web("plain")
@@ -231,7 +231,7 @@ def test_members_get_the_load_balancers_certificate(served, certificates, secret
 
 @pytest.mark.feature("pool.tls_container_ref", "pool.ca_tls_container_ref", "pool.crl_container_ref")
 def test_cas_and_certificates_of_a_pool_are_replaced(served, certificates, secrets, insiders, outsiders):
-    """Under the same references: what counts is what they hold now."""
+    """The references stay; the new contents apply."""
     web = served.web(tls=serving(certificates["good"], clients=insiders))
     tree = load_balancer(
         listener(80),

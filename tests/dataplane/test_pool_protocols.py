@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools: what the members of each protocol are told, behind each listener that can be in front of them."""
+"""Pools of each protocol behind each compatible listener: the data that members receive."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def test_member_gets_the_clients_address(served, tenant):
 
 @pytest.mark.feature("pool.protocol.PROXY", "pool.protocol.PROXYV2")
 @pytest.mark.parametrize("protocol", VERSIONS)
-def test_processes_are_not_confused(served, protocol):
-    """Connections to members are kept and used again, but never for another client."""
+def test_clients_do_not_share_member_connections(served, protocol):
+    """Connections to members are reused, but never for another client."""
     web = served.web(proxied=True)
     served.push(load_balancer(listener(80), pool("pool", member(web), protocol=protocol)))
     clients = [(VIP, CLIENT), (VIP, OTHER), (VIP6, CLIENT6), (VIP6, OTHER6)] * 2
@@ -154,7 +154,7 @@ def test_listeners_share_a_pool(served, tenant):
 
 
 @pytest.mark.feature("pool.admin_state_up")
-def test_a_tcp_pool_is_switched_off(served):
+def test_a_disabled_tcp_pool(served):
     """Connections that it has go on or end, new ones are closed; another pool goes on."""
     echo = served.echo()
 
@@ -182,8 +182,8 @@ def test_a_tcp_pool_is_switched_off(served):
 @pytest.mark.feature(
     "pool.name", "member.name", "healthmonitor.name", "listener.name", "lb.name", "lb.description", "member.subnet_id"
 )
-def test_names_are_for_people(served):
-    """The wire does not know them: what is renamed is left alone."""
+def test_a_renamed_object_changes_no_configuration(served):
+    """HAProxy's configuration has ids only, so a new name changes nothing."""
     web = served.web()
 
     def tree(**names):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a running HAProxy takes, and what outlives its workers: persistence by cookie and by stick table."""
+"""Runtime updates of HAProxy, and the state that survives a reload: persistence by cookie and by stick table."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def follows(amphora, cookies) -> None:
         assert {ask(amphora, cookie) for _ in range(4)} == {(name, None)}
 
 
-def test_a_member_that_joined_at_run_time_has_its_cookie_and_the_others_keep_theirs(amphora):
+def test_a_member_added_at_runtime_gets_a_cookie_and_the_others_keep_theirs(amphora):
     amphora.push(1, text(listener(["m1", "m2"], extra=COOKIE)))
     old = visit_all(amphora, ["m1", "m2"])
     status, answer = amphora.push(2, text(listener(["m1", "m2", "m3"], extra=COOKIE)))
@@ -170,7 +170,7 @@ def test_haproxy_refuses_the_other_options_at_run_time(amphora):
         ("hdr(host)\n    hash-type consistent sdbm avalanche", True),
     ],
 )
-def test_which_balancing_methods_servers_can_join(amphora, balance, joins):
+def test_algorithms_that_permit_new_servers_at_runtime(amphora, balance, joins):
     extra = f"    balance {balance}\n"
     amphora.push(1, text(listener(["m1"], extra=extra)))
     with Client(amphora.network) as client:

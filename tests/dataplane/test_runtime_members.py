@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members, their monitors and limits change while the same worker serves, on every HAProxy."""
+"""Members, monitors and limits change without a reload, on every HAProxy version."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_changes_use_the_runtime_api_where_possible(served, push, lab):
 
 @pytest.mark.feature("member.address", "member.protocol_port")
 @pytest.mark.parametrize("kept_by", [{}, {"persistence": ("HTTP_COOKIE", None)}], ids=["nobody", "cookie"])
-def test_a_member_that_moves(served, push, kept_by):
+def test_a_member_changes_its_address(served, push, kept_by):
     """Address, family and port. No request is lost; connections HAProxy held ready to the former address are closed.
 
     One that carries a request just then goes on, and HAProxy takes it back among those it holds ready: the next move
@@ -67,8 +67,8 @@ def test_a_member_that_moves(served, push, kept_by):
 
 
 @pytest.mark.feature("member.admin_state_up")
-def test_a_member_that_was_disabled_while_it_answered_goes(served, push):
-    """HAProxy 2.8 would keep it for its connections that became idle after that."""
+def test_a_member_disabled_during_a_request_is_removed(served, push):
+    """HAProxy 2.8 would keep the member for connections that became idle later."""
     a, b = served.web("a", MEMBER), served.web("b", MEMBER6)
     both = pool("pool", member(a), member(b))
     push(listener(80), both, how=None)
@@ -98,8 +98,8 @@ def test_a_member_that_is_monitored_elsewhere(served, push):
     served.until_states("pool", {"web": "UP"})
 
 
-def test_a_member_that_joins_proves_itself_first(served, push, lab):
-    """Where HAProxy knows how (3.1): elsewhere it is up until its first check, and requests are repeated."""
+def test_a_new_member_serves_after_its_first_check(served, push, lab):
+    """HAProxy 3.1 and later supports this; earlier ones start the member as up, and requests are retried."""
     a, b = served.web("a", MEMBER), served.web("b", MEMBER6)
 
     def wanted(*members):
@@ -149,7 +149,7 @@ def test_change_without_a_command_replaces_an_idle_member(served, push):
 
 
 @pytest.mark.feature("listener.connection_limit")
-def test_a_listener_that_takes_more_and_less(served, push, lab):
+def test_a_listeners_connection_limit_changes(served, push, lab):
     """A version that would crash gets a new worker, and so does an unknown HAProxy."""
     web = served.web()
     how = None if lab.series == "system" else "runtime"
@@ -176,7 +176,7 @@ def test_a_listener_that_takes_more_and_less(served, push, lab):
     assert answer(second).status == 200
 
 
-def test_a_member_that_joins_has_its_cookie(served, push):
+def test_a_new_member_has_its_cookie(served, push):
     a, b = served.web("a", MEMBER), served.web("b", MEMBER6)
     kept = {"persistence": ("HTTP_COOKIE", None)}
     push(listener(80), pool("pool", member(a), **kept), how=None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Certificates, authorities, revocation lists and ticket keys change while the same worker serves, on every HAProxy."""
+"""Certificates, authorities, revocation lists and ticket keys change without a reload, on every HAProxy version."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def keys(*numbers: int) -> str:
 
 
 @pytest.mark.parametrize("version", [TLS12, TLS13])
-def test_tickets_outlive_their_key_and_the_worker_but_not_for_ever(served, push, tenant, version):
+def test_tickets_survive_one_key_rotation_and_a_reload(served, push, tenant, version):
     certificate = {"cert": tenant.issue("www.example.com")}
     context = trusting(tenant, versions=(version, version))
 
@@ -196,7 +196,7 @@ def test_tickets_outlive_their_key_and_the_worker_but_not_for_ever(served, push,
     assert keys(3, 4, 5).split()[0] in served.amphora.ask_haproxy("show tls-keys *")
 
 
-def test_members_with_new_files_join_and_those_that_are_replaced_take_a_new_worker(served, tenant):
+def test_members_with_new_files_are_added_and_replaced_files_need_a_reload(served, tenant):
     """Connections that HAProxy has to members would be used on: what is believed of them changes with the worker."""
     theirs, others = Authority("theirs"), Authority("others")
     web = served.web(tls=serving(theirs.issue("member.internal"), clients=theirs))

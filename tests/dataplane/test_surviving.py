@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever dies, the rest lives, and what died comes back."""
+"""A killed process of an amphora restarts, and the other processes continue."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def serves(amphora) -> bool:
         return False
 
 
-def test_haproxy_killed_comes_back(amphora):
+def test_a_killed_haproxy_is_restarted(amphora):
     amphora.push(1, text(listener(["m1"])))
     before = amphora.status("haproxy")["pid"]
     os.kill(amphora.outside_pid(before), signal.SIGKILL)
@@ -32,7 +32,7 @@ def test_haproxy_killed_comes_back(amphora):
 
 
 @pytest.mark.parametrize("victim", ["master", "worker"])
-def test_the_agent_killed_comes_back_and_haproxy_is_untouched(amphora, victim):
+def test_a_killed_agent_is_restarted_without_a_change_of_haproxy(amphora, victim):
     amphora.push(7, text(listener(["m1"])))
     haproxy = amphora.status("haproxy")["pid"]
     master = amphora.outside_pid(amphora.status("amphora-agent")["pid"])
@@ -83,7 +83,7 @@ def test_a_power_cut_leaves_the_last_confirmed_bundle(amphora, network):
 
 
 @pytest.mark.quiet
-def test_termination_ends_everything(amphora):
+def test_sigterm_ends_all_processes(amphora):
     amphora.push(1, text(listener(["m1"])))
     everything = descendants(amphora.init())
     assert len(everything) >= 4

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An amphora as a virtual machine runs it: systemd is process 1, the units are the image's."""
+"""An amphora under systemd as process 1, with the units of the image."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def vm(place, authority, tmp_path_factory):
 
 @pytest.fixture
 def machine(vm):
-    """One that serves."""
+    """A serving machine under systemd."""
     eventually(vm.answers, "the agent answers", 120.0)
     push(vm, text(listener(["m1", "m2"])))
     eventually(lambda: said(vm) == "0", "HAProxy answers")
@@ -94,7 +94,7 @@ def said(machine) -> str:
 
 
 def serving(machine) -> int:
-    """The worker that serves, by its number outside; others may be on their way out."""
+    """Return the serving worker's PID on the host; older workers may still drain."""
     answer = machine.ask_haproxy("show info")
     return machine.outside_pid(int(next(line for line in answer.splitlines() if line.startswith("Pid: "))[5:]))
 
@@ -121,7 +121,7 @@ def test_serves(machine, place):
     assert machine.run("systemctl", "--failed", "--quiet", "--plain", "--no-legend") == ""
 
 
-def test_the_agent_dies_and_nothing_else(machine, place):
+def test_a_killed_agent_restarts_alone(machine, place):
     before = {name: machine.pid(name) for name in ("haproxy", "responder", "health-watcher", "agent")}
     assert None not in before.values()
     with Client(place) as client:
@@ -136,7 +136,7 @@ def test_the_agent_dies_and_nothing_else(machine, place):
     assert push(machine, text(listener(["m1", "m3"])))["how"] == "runtime"
 
 
-def test_a_worker_that_dies_takes_the_agent_along(machine):
+def test_a_killed_worker_restarts_the_agent_too(machine):
     """Kept connections are passed to a new process of systemd only."""
     agent = machine.pid("agent")
     os.kill(children(agent)[0], signal.SIGKILL)
@@ -146,7 +146,7 @@ def test_a_worker_that_dies_takes_the_agent_along(machine):
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["an agent lives", "no agent"])
-def test_haproxy_dies(machine, place, alone, record_property):
+def test_a_killed_haproxy_is_restarted(machine, place, alone, record_property):
     agent, old = machine.pid("agent"), machine.pid("haproxy")
     workers = children(old)
     if alone:
@@ -179,7 +179,7 @@ def test_haproxy_and_its_watcher_end_together(machine):
     eventually(lambda: said(machine) == "0", "another watcher hears HAProxy's answer")
 
 
-def test_haproxy_freezes(machine):
+def test_a_frozen_haproxy(machine):
     worker = serving(machine)
     os.kill(worker, signal.SIGSTOP)
     try:
@@ -201,7 +201,7 @@ def test_unwanted_amphora_is_not_missing(machine):
 
 
 def test_held_connections_outlive_the_agent(machine, place):
-    """A replaced worker is counted to its end, also when the agent dies meanwhile."""
+    """The traffic of a replaced worker is counted until its end, also if the agent is killed meanwhile."""
 
     def begin():
         opened = socket.create_connection((VIP, 80), 30)
@@ -413,15 +413,15 @@ def test_the_reported_states_of_a_daemon(machine):
     services(machine, "services.stop('life')")
 
 
-def test_a_daemon_that_cannot_live(machine):
-    """It is started ever more rarely, and what it said last can be read."""
+def test_a_crashing_daemon_is_restarted_with_back_off(machine):
+    """Restarts have growing intervals, and the last output is readable."""
     argv = [sys.executable, "-c", "print('out of luck'); raise SystemExit(7)"]
     services(machine, f"services.start('unlucky', {argv!r}, inner=False)")
     eventually(lambda: services(machine, "services.status('unlucky')")["starts"] >= 4, "it is tried again")
     rests = "services.status('unlucky')"
     status = eventually(lambda: (found := services(machine, rests))["pid"] is None and found, "it rests")
     assert (status["last_exit"], status["wanted"]) == (7, True)
-    # At 0, 0.1, 0.3, 0.7, 1.5, 3.1 s and so on: a storm would be hundreds.
+    # At 0, 0.1, 0.3, 0.7, 1.5, 3.1 s and so on: without a back-off there would be hundreds.
     assert status["starts"] < 20
     assert "out of luck" in services(machine, "services.log('unlucky')")
     services(machine, "services.stop('unlucky', missed=True)")
@@ -473,8 +473,8 @@ def test_no_such_program(machine):
 # -- the machine ----------------------------------------------------------------------------------------------------
 
 
-def test_a_boot(machine, place):
-    """What it served before it serves again, without being told."""
+def test_a_rebooted_machine_serves_without_a_push(machine, place):
+    """The machine serves its confirmed bundle again."""
     machine.shut_down()
     place.unplug()
     place.plug()

@@ -64,12 +64,12 @@ def asking(mode: str | None, ca: str | None = "clients", crl: str | None = None)
 
 
 def named(wanted: dict | set) -> str:
-    """The same in every process: a set's order is not."""
+    """Return a stable parameter id, because the order of a set differs between processes."""
     return "-".join(sorted(wanted)) if isinstance(wanted, set) else "-".join(wanted.values()) or "unsaid"
 
 
 def admitted(served, tenant, people, version=VERSIONS[1], port: int = 443, **more) -> set[str]:
-    """The clients that get an answer."""
+    """Return the clients that get an answer."""
     found = set()
     for name, certificate in people.items():
         tls = trusting(tenant, certificate=certificate, versions=(version, version))
@@ -148,7 +148,7 @@ def test_listeners_never_see_each_others_authorities(served, tenant, people, sec
 
 @pytest.mark.feature("listener.client_authentication")
 def test_client_authentication_applies_to_each_certificate(served, tenant, people, secrets):
-    """Asking for another name is no way around."""
+    """A different server name does not bypass client authentication."""
     served.push(
         load_balancer(
             terminated(sni_container_refs=("sni",), **asking("MANDATORY", crl="revoked")),
@@ -162,7 +162,7 @@ def test_client_authentication_applies_to_each_certificate(served, tenant, peopl
 
 @pytest.mark.feature("listener.client_ca_tls_container_ref", "listener.client_crl_container_ref")
 def test_authorities_and_lists_are_replaced(served, tenant, people, secrets):
-    """Under the same references: what counts is what they hold now."""
+    """The references stay; the new contents apply."""
     tree = load_balancer(terminated(**asking("MANDATORY", "ca", "crl")), pool("pool", member(served.web())))
     for ca, crl, expected in (
         ("clients", "none revoked", {MEMBER, REVOKED}),
@@ -174,7 +174,7 @@ def test_authorities_and_lists_are_replaced(served, tenant, people, secrets):
 
 
 @pytest.mark.feature("listener.client_crl_container_ref")
-def test_a_session_is_no_way_around_a_revocation(served, tenant, people, secrets):
+def test_a_revoked_client_cannot_resume_its_session(served, tenant, people, secrets):
     """A client that is revoked now cannot resume its earlier session."""
     versions = (ssl.TLSVersion.TLSv1_2,) * 2
     tree = load_balancer(terminated(**asking("MANDATORY", "ca", "crl")), pool("pool", member(served.web())))
@@ -188,8 +188,8 @@ def test_a_session_is_no_way_around_a_revocation(served, tenant, people, secrets
         ask(served.visitor.tls(443, tls=tls, session=first.session))
 
 
-def test_names_of_the_modes_are_all_there(served, tenant, people, secrets):
-    """Several modes side by side do not mix."""
+def test_listeners_with_different_client_authentication_modes(served, tenant, people, secrets):
+    """Listeners with different modes do not influence each other."""
     modes = ("NONE", "OPTIONAL", "MANDATORY")
     listeners = [terminated(443 + n, **asking(mode)) for n, mode in enumerate(modes)]
     served.push(load_balancer(*listeners, pool("pool", member(served.web()))), secrets)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TLS listeners: versions, ciphers in the user's order, and what is spoken inside (ALPN, HTTP/2, gRPC)."""
+"""TLS listeners: versions, ciphers in the user's order, and the protocols inside (ALPN, HTTP/2, gRPC)."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_of_several_versions_the_newest_is_spoken(served, serve, tenant):
 
 
 @pytest.mark.feature("listener.tls_versions")
-def test_nothing_old_is_spoken_unless_it_is_wanted(served, serve, tenant):
+def test_old_versions_are_refused_by_default(served, serve, tenant):
     serve()
     for version in (ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1):
         assert spoken(served, tenant, versions=(version, version)) is None
@@ -142,7 +142,7 @@ def test_the_users_order_counts(served, serve, tenant, wanted):
         (f"{EC_A128}:@SECLEVEL=1", "EC", EC_CIPHERS, EC_A128),
     ],
 )
-def test_operators_are_openssls(served, serve, tenant, text, kind, offered, chosen):
+def test_cipher_operators_are_those_of_openssl(served, serve, tenant, text, kind, offered, chosen):
     serve(kind, tls_ciphers=text)
     connection = spoken(served, tenant, versions=TLS12, ciphers=":".join(offered))
     assert (connection and connection.cipher()[0]) == chosen
@@ -150,7 +150,7 @@ def test_operators_are_openssls(served, serve, tenant, text, kind, offered, chos
 
 @pytest.mark.feature("listener.tls_ciphers")
 @pytest.mark.parametrize("wanted", [(S_CHACHA, S_A128), (S_A128, S_A256), (S_A256,)], ids=":".join)
-def test_suites_of_tls_13_are_apart(served, serve, tenant, wanted):
+def test_tls_13_suites_are_separate_from_older_ciphers(served, serve, tenant, wanted):
     """They stand in the same list as the ciphers of older versions; each version looks at its own."""
     serve(tls_ciphers=":".join((wanted[0], EC_A256, *wanted[1:], EC_A128)))
     assert spoken(served, tenant, versions=(ssl.TLSVersion.TLSv1_3,) * 2).cipher()[0] == wanted[0]
@@ -217,7 +217,7 @@ def test_h2_is_spoken_on_every_address(served, serve, tenant):
 
 @pytest.mark.feature("listener.alpn_protocol", "pool.alpn_protocol")
 @pytest.mark.parametrize("vip", VIPS)
-def test_grpc_passes(served, tenant, vip):
+def test_grpc_over_http2(served, tenant, vip):
     """HTTP/2 on both sides, and trailers, in which gRPC says how a call ended, both ways."""
     members = tenant.issue("member.example.com")
     web = served.web(tls=serving(members, alpn=("h2",)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections and bytes are counted to the last one, whatever is replaced, ended or killed meanwhile."""
+"""Counters of connections and bytes stay exact through reloads, restarts and kills."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def wanted(number: int, members=("m1", "m2")) -> str:
 
 
 class Echo:
-    """Says everything again, in the members' namespace."""
+    """An echo server in the members' namespace."""
 
     def __init__(self, network):
         self._server = network.thread("mem").run(socket.create_server, (MEMBERS["m1"], ECHO_PORT))
@@ -61,7 +61,7 @@ class Echo:
 
 
 class Long:
-    """A connection that outlives much, and how many bytes it has sent and got back."""
+    """A long connection that counts sent and received bytes."""
 
     def __init__(self, network):
         self.bytes = 0
@@ -111,7 +111,7 @@ def opened(network):
 
 
 class Books:
-    """What the heartbeats say, and what the metrics say."""
+    """Reads the totals from heartbeats and from metrics."""
 
     def __init__(self, amphora, mailbox):
         self._amphora, self._mailbox = amphora, mailbox
@@ -136,7 +136,7 @@ class Books:
         self._thread.join(30)
 
     def _watch(self):
-        """No counter ever falls."""
+        """Assert that no counter decreases."""
         while not self._ending.wait(0.05):
             found = self.scrape()
             self.scrapes += bool(found)
@@ -256,7 +256,7 @@ def test_counters_of_a_killed_haproxy_are_kept(amphora, mailbox):
     assert {name for name, value in before.items() if after.get(name, 0) < value} == set()
 
 
-def test_a_member_that_leaves_and_comes_back_at_run_time_is_counted_on(amphora, mailbox):
+def test_counters_continue_for_a_member_removed_and_added_at_runtime(amphora, mailbox):
     assert amphora.push(1, text(listener(["m1", "m2"])))[0] == 200
     books, served = Books(amphora, mailbox), 0
     for generation in range(2, 8):

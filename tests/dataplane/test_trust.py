@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients that the agent accepts, and the agent's identity for controllers."""
+"""The clients that the agent accepts, and the agent's identity for controllers."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_rotation_of_both_cas_interrupts_no_connection(amphora, network, client,
     assert answers()
 
 
-def test_a_controller_cannot_take_its_own_way_in_away(amphora, network, client, told):
+def test_a_controller_cannot_revoke_its_own_access(amphora, network, client, told):
     ctl = network.thread("ctl").run
     old, calls = amphora.authority, Authority("newer controllers")
     new = Secret(old.issue(amphora.id, SERVER).encode())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An amphora that boots has the files of its first boot again, and believes no authority that was taken away."""
+"""A rebooted amphora has the files of its first boot again, and refuses an authority that was withdrawn."""
 
 from __future__ import annotations
 

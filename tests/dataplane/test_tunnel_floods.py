@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After a hand-over, in a real kernel: new connections stay here, also during a SYN flood."""
+"""After a hand-over, in a real kernel: the new holder keeps new connections, also during a SYN flood."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VIPS = {4: ip_interface(VIP), 6: ip_interface(VIP6)}
 
 @pytest.fixture(params=[4, 6])
 def few(request, wire, monkeypatch):
-    """An amphora that was handed the VIPs, with little room for what begins."""
+    """An amphora after a hand-over, with a small table of half-open connections."""
     monkeypatch.setattr(connection_tunnel, "_MOST_BEGUN", ROOM)
     monkeypatch.setattr(connection_tunnel, "_BEGUN_SECONDS", 1)
     yield from begun(request.param, wire)
@@ -36,7 +36,7 @@ def few(request, wire, monkeypatch):
 
 @pytest.fixture(params=[4, 6])
 def full(request, wire, monkeypatch):
-    """The same; it has room for one connection that goes on."""
+    """The same, with space for one established connection."""
     monkeypatch.setattr(connection_tunnel, "MOST_CONNECTIONS", 1)
     monkeypatch.setattr(connection_tunnel, "_BEGUN_SECONDS", 60)
     yield from begun(request.param, wire)
@@ -58,7 +58,7 @@ def begun(version, wire):
 
 
 class Led:
-    """Its kernel, and a client's packets, made by hand."""
+    """The amphora's kernel, and raw packets of a client."""
 
     def __init__(self, wire, version):
         self.wire = wire
@@ -111,7 +111,7 @@ class Led:
         return ethernet + header + client + vip + segment
 
 
-def test_a_flood_of_beginnings_takes_no_room_for_long(few):
+def test_a_syn_flood_fills_the_table_for_a_short_time_only(few):
     begins = ((SYN, 11), (ACK, 11), (SYN, 12), (SYN, 13))
     without_room = ((SYN, 14), (ACK, 14))
     assert few.led(*begins, *without_room) == 2, "those without room, as a whole"

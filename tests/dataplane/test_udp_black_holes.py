@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients that never cease to send from one port are led as soon as there are rules for them, whatever came between."""
+"""Clients that send continuously from one port are forwarded as soon as rules for them exist."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def clients(lab):
 
 
 class Sender(threading.Thread):
-    """Sends from its port without a pause long enough to be forgotten, and listens for answers."""
+    """Sends from one port before its flow entry expires, and receives answers."""
 
     def __init__(self, flow) -> None:
         super().__init__(daemon=True)
@@ -153,7 +153,7 @@ def test_member_change_survives_deleted_rules(lab, inner, clients):
 
 
 def test_a_change_that_the_kernel_refuses_is_written_anew(lab, inner, clients, monkeypatch):
-    """A packet may arrive before the check."""
+    """A packet can arrive before the check, so the rules are written again."""
     servers, engine = another(lab), NftablesEngine()
     inner.run(engine.apply, servers, {})
     inner.run(libnftables.run_commands, "flush ruleset\n")

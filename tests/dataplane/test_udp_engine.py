@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nftables engine in a kernel: what a process that begins anew finds, what is counted, which flows end."""
+"""The nftables engine in a kernel: the state that a restarted process finds, counters, and ended flows."""
 
 from __future__ import annotations
 

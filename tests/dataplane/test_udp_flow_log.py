@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each flow of UDP has a line when it ends: real datagrams, the kernel's tracking, the agent's own checker."""
+"""The flow log has a line for each ended UDP flow: real datagrams, connection tracking, and the agent's checker."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def logged(lab, form):
     return [line for line in diagnosed(lab, "checker log") if line.startswith(form.split()[0])]
 
 
-def test_a_flow_that_ends_has_a_line(lab, inner, clients, form):
+def test_an_ended_flow_is_logged(lab, inner, clients, form):
     push(lab, virtual_server(*ALL_MEMBERS, log_format=form))
     flow = clients.flow(own_port=45210)
     said = b"x" * 100
@@ -131,7 +131,7 @@ def test_without_the_option_nothing_is_written_and_the_last_ones_are(lab, inner,
     assert [line.split()[-2] for line in found] == ["D-"] * 4
 
 
-def test_a_checker_that_begins_anew_goes_on(lab, inner, clients, form):
+def test_a_restarted_checker_continues_the_log(lab, inner, clients, form):
     push(lab, virtual_server(*ALL_MEMBERS, log_format=form))
     before = lab.amphora.status(SERVICE)["pid"]
     assert sum(members_of(clients.flows(4)).values()) == 4
@@ -168,7 +168,7 @@ class Reader:
 
 
 def test_dropped_log_lines_are_counted(lab, inner, clients, form, monkeypatch):
-    """A socket with little room, and many flows that end at once: lines and losses are all there were."""
+    """Many flows end together with a small socket buffer: logged and dropped lines sum to all flows."""
     monkeypatch.setattr(writer, "_BUFFER", 4096)
     servers = model.parse([virtual_server(*ALL_MEMBERS, log_format=form)])
     push(lab, virtual_server(*ALL_MEMBERS))

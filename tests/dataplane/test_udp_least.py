@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LEAST_CONNECTIONS by nftables, and what each member was given: real flows through a real agent and its checker."""
+"""LEAST_CONNECTIONS with nftables, and the flows of each member, through a real agent and its checker."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def serve(lab, *names, weights=None, **more):
 
 
 def given(lab):
-    """By member, what it was given."""
+    """Return the number of flows by member."""
     status, answer = lab.amphora.call("GET", "/v2/diagnostics")
     assert status == 200, answer
     found = answer["virtual servers"]["listeners"][LISTENER]["pool"]["counters"]
@@ -72,8 +72,8 @@ def test_loaded_member_gets_no_flow_until_others_are_equal(lab, clients):
     assert members_of(held) == {"l1": 30}, "existing flows stay"
 
 
-def test_flows_that_end_are_made_up_for(lab, clients):
-    """Round robin would go on in turns."""
+def test_a_returning_member_gets_flows_until_counts_are_equal(lab, clients):
+    """Round robin would alternate instead."""
     serve(lab, "l1", "l2", "l3")
     first = clients.flows(30)
     assert members_of(first) == {"l1": 10, "l2": 10, "l3": 10}
@@ -97,7 +97,7 @@ def test_weights_and_families(lab, clients):
     assert members_of(clients.flows(6, "2001:db8:1::20")) == {"m2": 5, "m1": 1}
 
 
-def test_a_pair_counts_too_and_persistence_is_refused(lab, clients):
+def test_each_amphora_of_a_pair_counts_and_persistence_is_refused(lab, clients):
     """Of a pair, each has its own flows, and its own count."""
     serve(lab, "l1")
     assert members_of(clients.flows(10)) == {"l1": 10}
@@ -128,7 +128,7 @@ def test_flows_of_each_member_are_reported(lab, clients):
     assert given(lab)["l2"]["total_connections"] == 0, "a returning member starts at zero"
 
 
-def test_the_checker_asks_every_second_and_only_where_it_decides(tmp_path):
+def test_the_checker_polls_flows_of_least_connections_pools_only(tmp_path):
     place = checked_members.Place(f"lst{os.getpid()}", addresses=1)
     try:
         process = checked_members.Process(place, tmp_path)
@@ -145,7 +145,7 @@ def test_the_checker_asks_every_second_and_only_where_it_decides(tmp_path):
             eventually(lambda: len(said(tmp_path, "balanced")) > asked, "it goes on")
             process.serve(one)
             at_most = len(said(tmp_path, "balanced"))
-            time.sleep(2 * _REBALANCE_SECONDS)  # nothing is what happens
+            time.sleep(2 * _REBALANCE_SECONDS)  # the checker must not poll in this time
             assert len(said(tmp_path, "balanced")) == at_most
         finally:
             process.close()
@@ -154,6 +154,6 @@ def test_the_checker_asks_every_second_and_only_where_it_decides(tmp_path):
 
 
 def said(directory, word):
-    """What the engine was told of such."""
+    """Return the recorded calls of the engine with this word."""
     lines = (directory / "engine.log").read_text(encoding="utf-8").splitlines()
     return [found for found in map(json.loads, lines) if word in found]

@@ -134,7 +134,7 @@ def test_a_change_of_members_loses_nothing_of_the_others(udp):
     assert [len(members) for members in stream.members] == [1] * len(flows)
 
 
-def test_a_member_that_goes_takes_its_flows_and_no_others(udp):
+def test_a_removed_member_ends_its_own_flows_only(udp):
     udp.serve(u1=1, u2=1, u3=1)
     flows = udp.clients.flows(9)
     before = [flow.ask().member for flow in flows]
@@ -213,7 +213,7 @@ def test_forbidden_client_is_refused_and_existing_flows_continue(udp):
     assert flow.ask().member == "u1"
 
 
-def test_members_see_the_client_where_it_is_preserved(udp):
+def test_members_see_preserved_client_addresses(udp):
     network = udp.lab.network
     udp.push(virtual_server(member("u1", PLACES["u1"]), client_address="preserved"))
     # Members answer by way of the amphora.
@@ -249,7 +249,7 @@ def test_an_unservable_listener_is_refused_by_name(udp):
     assert udp.clients.flow().ask().member == "u1"
 
 
-def test_several_listeners_come_and_go(udp):
+def test_several_listeners_are_added_and_removed(udp):
     one = virtual_server(member("u1", PLACES["u1"]))
     two = virtual_server(member("u2", PLACES["u2"]), port=PORT + 1)
     udp.push(one, two)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A member's host that goes without a word is found by its link address, which is asked for with every check."""
+"""The checker detects an absent member host by its link address, which every check resolves again."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def talk(where):
 
 
 def meet(place, where):
-    """Both have talked, and the kernel believes that the host is there."""
+    """Exchange packets, so that the kernel has a neighbour entry of the host."""
     place.within(place.inner, talk, where)
     eventually(lambda: entry(place, where) == ["REACHABLE"], "the neighbour is known")
 
 
 @pytest.mark.parametrize("version", [4, 6])
-def test_a_host_that_goes_is_down_and_one_that_comes_back_is_up(place, tmp_path, version):
+def test_an_absent_host_is_down_and_a_returning_host_is_up(place, tmp_path, version):
     gone, other = (member(number, version) for number in (3, 4))
     where, bits = str(gone.address), {4: 24, 6: 64}[version]
     with contextlib.ExitStack() as closing:
@@ -79,7 +79,7 @@ def test_a_host_that_goes_is_down_and_one_that_comes_back_is_up(place, tmp_path,
 
 
 @pytest.mark.parametrize("version", [4, 6])
-def test_only_what_the_kernel_believes_is_to_be_proven(place, neighbours, version):
+def test_only_resolved_dynamic_neighbours_are_probed(place, neighbours, version):
     where = address(5, version)
     assert not neighbours.probe(where), "no packet was sent to it yet"
     meet(place, where)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SCTP listeners: associations that begin (INIT, INIT ACK), by raw sockets: this machine's kernel has no SCTP."""
+"""SCTP listeners: new associations (INIT, INIT ACK) over raw sockets, because this machine's kernel has no SCTP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLACES = {4: ("198.51.100.114", "198.51.100.115"), 6: ("2001:db8:1::114", "2001:
 
 
 class _Room:
-    """Where `checked_members` puts a member: the lab's."""
+    """The lab's namespaces, as `checked_members` expects them."""
 
     members = "mem"
 
@@ -115,7 +115,7 @@ def test_forbidden_client_has_no_association(lab, sctp_members):
     assert name_of("listener", PORT, "SCTP") != name_of("listener", PORT, "UDP")
 
 
-def test_an_association_that_ends_has_a_line(lab, sctp_members):
+def test_an_ended_association_is_logged(lab, sctp_members):
     tag, place = str(uuid.uuid4()), PLACES[6][0]
     made = _listener(member("s", place, MEMBER_PORT), log_format=f"{tag} %ci %cp %si %sp %ts %[protocol]")
     status, answer = lab.amphora.push(next(lab.generations), None, virtual_servers=[made])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What UDP listeners survive: the agent's death, hands in the kernel's rules, a reboot, and the switch to a partner."""
+"""UDP listeners survive a crash of the agent, manual changes of the rules, a reboot, and a takeover by the partner."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("case", list(BY_HAND))
-def test_a_hand_in_the_rules_is_found_and_mended(audited, case):
+def test_manually_changed_rules_are_repaired(audited, case):
     before = audited.counted("forwarding")
     audited.inside(BY_HAND[case])
     audited.mends("forwarding", before)
@@ -92,7 +92,7 @@ def test_a_hand_in_the_rules_is_found_and_mended(audited, case):
 
 
 @pytest.mark.parametrize("setting", ["net.ipv4.ip_forward=0", "net.ipv6.conf.all.forwarding=0"])
-def test_a_hand_in_the_settings_is_found_and_mended(audited, setting):
+def test_manually_changed_settings_are_repaired(audited, setting):
     before = audited.counted("firewall")
     audited.inside(f"sysctl -w {setting}")
     audited.mends("firewall", before)
@@ -100,7 +100,7 @@ def test_a_hand_in_the_settings_is_found_and_mended(audited, setting):
 
 
 def test_beside_haproxy(audited):
-    """A push that HAProxy refuses changes nothing of UDP; a UDP change is no matter of HAProxy's."""
+    """A push that HAProxy refuses does not change UDP; a UDP change does not affect HAProxy."""
     answer = push(audited, SERVERS, text(listener(["m1"])))
     flows = audited.clients.flows(3)
     assert members_of(flows) == dict.fromkeys(PLACES, 1)
@@ -161,7 +161,7 @@ def test_after_a_reboot_the_confirmed_generation_is_served(audited):
 
 
 @pytest.mark.parametrize("point", [Point.RESERVED, Point.LOADED])
-def test_an_agent_that_dies_half_way_serves_what_was_confirmed(audited, point):
+def test_an_agent_killed_during_a_change_serves_the_confirmed_generation(audited, point):
     """Before the virtual servers are touched, and when they are served but not confirmed."""
     flows = audited.clients.flows(3)
     assert members_of(flows) == dict.fromkeys(PLACES, 1)
@@ -191,8 +191,8 @@ def test_answers_leave_by_the_vips_network(booted):
         assert all(each.ask() is not None for each in far.flows(3, "192.0.2.20"))
 
 
-def test_flows_go_on_at_the_partner(booted):
-    """The VIPs move, and each flow meets its member again: both find it by the same hash."""
+def test_flows_keep_their_member_after_a_takeover(booted):
+    """The VIPs move, and each flow keeps its member: both amphorae use the same hash."""
     pair: Pair = booted
     for node in pair.nodes:
         eventually(node.answers, "the agent answers")
@@ -216,7 +216,7 @@ def _member(flow):
 
 
 def _push(pair: Pair, servers) -> None:
-    """A bundle that has no HAProxy."""
+    """Push a bundle without HAProxy."""
     generation = next(pair.generations)
     for node in pair.nodes:
         where = node.where

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing a client does is disturbed by changes, however many there are.
+"""Any number of changes does not disturb client traffic.
 
-Invariant: traffic of every kind runs through a whole test, and is judged after each part of it: no failed request, no
-reset, no connection closed unannounced, and every WebSocket and download that had begun comes to its own end.
+Invariant: traffic of every kind runs through a whole test and is verified after each part: no failed request, no
+reset, no connection closed without notice, and every WebSocket and download ends in its own way.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def start_long(traffic: Traffic, tenant, so_many: int) -> None:
 
 
 def end_long(traffic: Traffic) -> dict[str, dict]:
-    """Bring the long-lived connections to the end that they were meant to come to."""
+    """End the long-lived connections in the regular way."""
     traffic.finish_downloads()
     return traffic.stop(*LONG)
 

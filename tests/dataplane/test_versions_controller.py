@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An agent of this version under a controller and a health manager of the version before."""
+"""An agent of this version under a controller and a health manager of the previous version."""
 
 import json
 import os

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients of a UDP listener: sockets that send as fast as they can, and count what comes back.
+"""Clients of a UDP listener: sockets that send as fast as they can and count the answers.
 
     python udp_crowd.py ADDRESS PORT SOCKETS PAUSE
 
-PAUSE is in seconds after each round of all sockets. Each second it prints how many it sent, got, and was refused.
+PAUSE is in seconds after each round of all sockets. Each second it prints the numbers of datagrams sent, answered and
+refused.
 """
 
 from __future__ import annotations

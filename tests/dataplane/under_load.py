@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests under load have in common: a prepared bundle, the traffic, and what HAProxy's processes take.
+"""Helpers of the tests under load: a prepared bundle, the traffic, and the resource use of HAProxy's processes.
 
-Invariant: a push costs the test's side next to nothing. The load balancer is rendered once, with every member it will
-ever have; what changes from push to push is a line of that text or a file.
+Invariant: a push costs the test's process almost nothing. The load balancer is rendered once, with every member of the
+test; each push changes one line of that text or one file.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def quick_members(prefix: str, count: int, first: int) -> tuple[QuickMember, ...
 
 @dataclass(frozen=True)
 class Answered:
-    """What the agent said to a push, and when (the clock of all processes of the machine)."""
+    """The agent's answer to a push, and its time (monotonic clock of the machine)."""
 
     how: str
     reason: str
@@ -185,7 +185,7 @@ class Traffic:
 
 
 def assert_nothing_failed(report: dict[str, dict], doing: str) -> None:
-    """Not one failure, reset or cut of any kind; and nothing that was sent twice or closed unannounced either."""
+    """Assert that no request failed, was repeated, or lost its connection without notice."""
     wrong = {
         name: {key: tally[key] for key in ("failures", "resets", "cuts", "retried", "idle_closes", "reasons")}
         for name, tally in report.items()
@@ -206,7 +206,7 @@ class Processes:
 
     @property
     def workers(self) -> list[int]:
-        """Living workers, the present one among them."""
+        """Return the running workers, including the present one."""
         return [pid for pid in children(self.master) if _is_haproxy(pid)]
 
     def resident(self) -> int:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients: what a visitor of a load balancer sends and sees.
+"""Clients of a load balancer: the requests they send and the answers they receive.
 
-Invariant: every connection begins in the clients' namespace; what was opened through a `Visitor` is closed with it.
+Invariant: every connection begins in the clients' namespace; a `Visitor` closes the connections it opened.
 
-    visitor.fetch("/path", port=443, tls=trusting(authority))   one request on a connection of its own
-    visitor.connect(port) / visitor.tls(port, ...)              a socket, for more than one request or for anything else
+    visitor.fetch("/path", port=443, tls=trusting(authority))   one request on a new connection
+    visitor.connect(port) / visitor.tls(port, ...)              a socket, for several requests or other data
     ask(connection, "/path", ...)                               a request on a socket (HTTP/1.x)
     upgrade(connection, "/path")                                a WebSocket's handshake
     ask_h2(connection, "/path", ...)                            the same in HTTP/2, with trailers

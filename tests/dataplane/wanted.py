@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load balancers in a few words: builders of the model for tests on the wire.
+"""Builders of the model for tests on the wire.
 
-Invariant: ids come from the names alone, so the same words make the same object in every push, and a test can ask for
-an id (`id_of("pool", "web")`) without keeping what it built. Children are tied to their parents by the parents.
+Invariant: ids are derived from names alone, so equal names make the same object in every push, and a test can compute
+an id (`id_of("pool", "web")`). The parent's builder connects its children.
 
     load_balancer(listener(80, pool="web"), pool("web", member(first), member(second, weight=3)))
 """

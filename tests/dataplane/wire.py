@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plumbing of a load balancer in real namespaces, without an agent and without HAProxy.
+"""The network configuration of a load balancer in real namespaces, without an agent and without HAProxy.
 
 Invariant: nothing is made in the root namespace. Three namespaces: the management one (`outer`, where interfaces
 arrive), the load balancer's own (`inner`), and one at the other end of every cable (`peer`).

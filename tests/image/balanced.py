@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A load balancer that guests serve.
+"""A load balancer with members, served by guests of the image.
 
-Invariant: what a test pushes takes the way it takes in production, from the model through `render`, the virtual servers
-and the controller's bundle to the agents of the guests; nothing is written by hand.
+Invariant: a push takes the production path: the model, `render`, the virtual servers, the controller's bundle and the
+agents of the guests. No configuration is written by hand.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from amphora_driver.render.haproxy import render
 from amphora_driver.render.udp import virtual_servers
 from amphora_driver.secret import Secret
 
-# Guests under emulation stand still for seconds: three of these, and the VIPs would move.
+# Guests under emulation stall for seconds; after three missed advertisements the VIPs would move.
 ADVERT = 3.0
 PRIORITIES = (254, 253)
 
@@ -61,7 +61,7 @@ class Balanced:
     # -- pushing -----------------------------------------------------------------------------------------------
 
     def push(self, tree, secrets: dict[str, str] | None = None) -> list[dict]:
-        """What each agent answers."""
+        """Push a load balancer; return the answer of each agent."""
         pair = len(self.guests) > 1
         rendered = render(tree, shared_tickets=False)
         virtual = virtual_servers(tree)
@@ -92,7 +92,7 @@ class Balanced:
     # -- what clients see --------------------------------------------------------------------------------------
 
     def fetch(self, **more):
-        """One answer over HTTP, None if there is none."""
+        """Return an HTTP answer, or None without one."""
         with suppress(OSError, EOFError):
             return self.visitor.fetch(**{"timeout": 5.0, **more})
         return None
@@ -102,12 +102,12 @@ class Balanced:
         return answer is not None and answer.status == 200
 
     def answers_of(self, count: int, **more) -> set[str]:
-        """The members that answer so many requests."""
+        """Return the members that answer this number of requests."""
         found = [self.fetch(**more) for _ in range(count)]
         return {"" if one is None else one.member if one.status == 200 else str(one.status) for one in found}
 
     def datagram(self, address: str = VIP, port: int = 53, seconds: float = 3.0) -> str:
-        """The member that answers a datagram of a new client; empty without an answer."""
+        """Return the member that answers a datagram of a new client; empty without an answer."""
         with self.estate.room("client").socket(address, socket.SOCK_DGRAM) as sending:
             sending.settimeout(seconds)
             with suppress(OSError):
@@ -121,7 +121,7 @@ class Balanced:
 
 
 class UdpEcho:
-    """A member that says its name to every datagram."""
+    """A member that answers every datagram with its name."""
 
     def __init__(self, room, name: str, address: str, port: int) -> None:
         self.name, self.address, self.port = name, address, port
@@ -139,7 +139,7 @@ class UdpEcho:
                 self._socket.sendto(self.name.encode(), client)
 
     def close(self) -> None:
-        # A socket that another thread reads is only woken by what arrives, or by its end (socket(7)).
+        # Only data or a shutdown wakes another thread that reads from the socket (socket(7)).
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures: one image for the run, one switch, and guests that are booted when the first test asks for them."""
+"""Fixtures: one image and one switch per run; each guest boots when the first test uses it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def images():
 
 @pytest.fixture(scope="session")
 def why_cold(images):
-    """Why guests are booted cold, all of them; empty if they go on from a frozen one."""
+    """Return why all guests boot cold; empty if they resume from a saved one."""
     return frozen.ensure(images)
 
 
@@ -74,7 +74,7 @@ def estate(images):
 def first(estate):
     """The guest of most tests, from a cold boot."""
     guest = estate.boot()
-    # Before there is a kernel that could be told of it: the controller does not wait either.
+    # The port is plugged before the kernel runs, because the controller does not wait either.
     guest.plug()
     guest.booted_after = guest.await_agent()
     return guest
@@ -82,7 +82,7 @@ def first(estate):
 
 @pytest.fixture(scope="session")
 def another(estate, why_cold):
-    """Makes one more guest, from a frozen one if there is one."""
+    """Makes another guest, resumed from a saved one if possible."""
 
     def boot():
         guest = estate.boot(None if why_cold else frozen.TAG)
@@ -95,7 +95,7 @@ def another(estate, why_cold):
 
 @pytest.fixture(scope="session")
 def second(first, another):
-    """Another one, for whatever takes two."""
+    """A second guest, for tests with two."""
     return another()
 
 

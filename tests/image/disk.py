@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A disk for tests, made of an image's tree: no partitions, no boot loader, and a door.
+"""Makes a test disk from an image's tree: no partitions, no boot loader, and a remote shell for tests (`door`).
 
-Invariant: nothing of the tree is changed but what is listed here, and none of it needs a mount or a loop device. The
-kernel is the tree's own; the initial RAM disk is not: it does nothing but load four drivers and mount the disk, because
-under emulation the usual one takes longer than all the rest.
+Invariant: only the changes listed here are made to the tree, without a mount or a loop device. The kernel is the
+tree's own. The initial RAM disk is replaced: it loads four drivers and mounts the disk, because the original one takes
+longer than the rest of the boot under emulation.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ SIZE = "2G"
 LABEL = "amphora-root"
 _DRIVERS = ("virtio_pci", "virtio_blk", "crc32c_generic", "ext4")
 _BUSYBOX = Path("/bin/busybox")
-# Hardware that qemu's oldest type of machine has and no guest of ours uses: to look for it takes seconds.
+# Hardware of qemu's oldest machine type that no guest uses: probing it takes seconds.
 _UNUSED = (
     "ata_piix,ata_generic,psmouse,floppy,i2c_piix4,pcspkr,parport_pc,mousedev,evdev,button,drm,bochs,"
     "rapl,intel_rapl_msr,intel_rapl_common,serio_raw,qemu_fw_cfg,joydev,input_leds"
 )
-# What nothing depends on, for guests that are to be there soon. Those of `USUAL` have everything.
+# Optional units and modules, left out for a faster boot. Guests of `USUAL` have everything.
 _MASKED = (
     "systemd-hwdb-update.service",
     "chrony.service",
@@ -32,7 +32,7 @@ _MASKED = (
     "systemd-update-utmp.service",
 )
 USUAL = f"root=/dev/vda rw console=ttyS0 panic=10 quiet systemd.show_status=1 net.ifnames=0 module_blacklist={_UNUSED}"
-# Nor does an emulated processor speculate about anything: what a kernel does against that costs a quarter of a boot.
+# An emulated processor does not speculate, and the kernel's mitigations cost a quarter of the boot time.
 QUICK = f"{USUAL} mitigations=off" + "".join(f" systemd.mask={unit}" for unit in _MASKED)
 _DOOR = """[Unit]
 Description=A door for tests
@@ -59,8 +59,8 @@ def make(tree: Path, place: Path) -> None:
     """Write TAG.qcow2, TAG.kernel, TAG.initrd and TAG.arguments.
 
     Args:
-        tree: the image's tree; it gets the door.
-        place: a folder that is there.
+        tree: the image's tree; the remote shell is added to it.
+        place: an existing folder.
     """
     _open(tree)
     raw = place / "disk.raw"
@@ -86,7 +86,7 @@ def _open(tree: Path) -> None:
 
 
 def initrd(tree: Path, version: str) -> bytes:
-    """An initial RAM disk for the kernel of this version."""
+    """Return an initial RAM disk for this kernel version."""
     modules = tree / "lib/modules" / version
     wanted = _with_what_they_need(modules)
     insert = "\n".join(f"/bin/busybox insmod /{Path(each).name}" for each in wanted)
@@ -96,19 +96,19 @@ def initrd(tree: Path, version: str) -> bytes:
 
 
 def _with_what_they_need(modules: Path) -> list[str]:
-    """Paths below the kernel's modules, each after those it needs (modules.dep(5))."""
+    """Return module paths, each after its dependencies (modules.dep(5))."""
     lines = (modules / "modules.dep").read_text().splitlines()
     needs = {left: right.split() for left, _, right in (line.partition(":") for line in lines)}
     paths = {Path(path).name.partition(".")[0].replace("-", "_"): path for path in needs}
     found: list[str] = []
     for name in _DRIVERS:
-        if name in paths:  # the others are built in
+        if name in paths:  # the other modules are built in
             found += [path for path in (*reversed(needs[paths[name]]), paths[name]) if path not in found]
     return found
 
 
 def _cpio(folders: tuple[str, ...], files: dict[str, bytes]) -> bytes:
-    """An archive as the kernel unpacks it (Documentation/driver-api/early-userspace/buffer-format.rst)."""
+    """Return a cpio archive for the kernel (Documentation/driver-api/early-userspace/buffer-format.rst)."""
     rows = [(name, stat.S_IFDIR | 0o755, b"") for name in folders]
     rows += [(name, stat.S_IFREG | 0o755, content) for name, content in files.items()]
     made = bytearray()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A door into a guest, for tests: it runs what it is told to, as root.
+"""A remote shell in a test guest: runs commands as root.
 
-It is in the disks that tests make of an image's tree, and in no image. Only the standard library is used, because that
-is what the guest has.
+Only the disks that tests make of an image's tree contain it, never an image. It uses the standard library only, because
+the guest has nothing else.
 
     one connection: a line {"argv": [...], "seconds": 60}, answered with a line {"code": 0, "said": "..."}
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Virtual machines on a switch of their own, with clients and members beside them.
+"""Virtual machines on their own switch, with clients and members beside them.
 
-Invariant: guests are booted by the product's own compute backend from the product's own config drive, and are asked by
-a controller in its own namespace; every name has a unique number, and `close` ends all of it.
+Invariant: the product's own compute backend boots the guests from the product's own config drive. A controller in its
+own namespace calls their agents. Every name has a unique number, and `close` ends everything.
 
     control ── management bridge ── guests ── the VIPs' bridge ── client, members
 """
@@ -42,9 +42,9 @@ from amphora_driver.secret import Secret
 
 MANAGEMENT, AGENT, HEARTBEATS = "management", 9443, 5555
 CONTROLLER = "203.0.113.2"
-# Emulated: half a minute on a calm machine, 400 s were seen where seven others worked on two processors.
+# An emulated boot takes 30 s on an idle machine, and took 400 s beside seven others on two processors.
 BOOT_SECONDS = 900.0
-# For whatever else a guest is waited for.
+# The time-out of every other wait for a guest.
 PATIENCE = 300.0
 _HOSTS = {
     "control": (MANAGEMENT, (CONTROLLER,)),
@@ -61,7 +61,7 @@ class Estate:
 
     Args:
         folder: for disks, databases and logs.
-        number: what tells it from others on this machine.
+        number: unique on this machine.
         images: folder of the images, as `[amp_compute_qemu] image_directory`.
     """
 
@@ -165,7 +165,7 @@ class Estate:
 
 
 class Guest:
-    """One virtual machine, seen by its controller, and through the door that tests have made into it."""
+    """One virtual machine, accessed by its controller and through the remote shell (`door`)."""
 
     def __init__(self, estate: Estate, tag: str | None) -> None:
         self.estate = estate
@@ -198,7 +198,7 @@ class Guest:
         return BootRequest(amphora_id=self.id, load_balancer_id=str(uuid.uuid4()), files=secret, image_tag=self._tag)
 
     def boot(self) -> None:
-        # It reads all of the image, once; a controller has long done so.
+        # The first call reads the whole image; a running controller has done this before.
         assert self.estate.compute.image(self._tag) is not None
         self.began = time.monotonic()
         machine = self.estate.compute.boot(self.order())
@@ -206,7 +206,7 @@ class Guest:
         self.address = machine.management_address
 
     def plug(self) -> None:
-        """Give it a port on the VIPs' network, as the controller does."""
+        """Plug a port on the VIPs' network, as the controller does."""
         port = self.estate.network.ensure_port(management_port(self.id, NETWORK, [SUBNET, SUBNET6]))
         self.estate.compute.attach(self.id, port)
         subnets = tuple(self.estate.network.subnet(fixed.subnet_id) for fixed in port.addresses)
@@ -225,7 +225,7 @@ class Guest:
         return ""
 
     def await_agent(self, seconds: float = BOOT_SECONDS) -> float:
-        """Wait until the agent answers; seconds since the guest was started."""
+        """Wait until the agent answers; return the seconds since the guest's start."""
         try:
             eventually(lambda: self._lives() and self.answers(), f"the agent of {self} answers", seconds)
         except AssertionError as error:
@@ -246,28 +246,28 @@ class Guest:
     # -- through the door --------------------------------------------------------------------------------------
 
     def run(self, *argv: str, seconds: float = PATIENCE, check: bool = True) -> str:
-        """What a command says in the guest."""
+        """Run a command in the guest; return its output."""
         answer = self.estate.thread("control").run(self._ask_door, argv, seconds)
         assert not check or answer["code"] == 0, f"{argv}: {answer}"
         return answer["said"]
 
     def inner(self, *argv: str, **more) -> str:
-        """The same in the load balancer's namespace."""
+        """Run a command in the load balancer's namespace."""
         return self.run("ip", "netns", "exec", "amphora-haproxy", *argv, **more)
 
     def shell(self, script: str, **more) -> str:
         return self.run("sh", "-c", script, **more)
 
     def pids(self, unit: str) -> set[str]:
-        """The processes of one of its services."""
+        """Return the processes of a service."""
         return set(self.shell(f"cat /sys/fs/cgroup/system.slice/{unit}.service/cgroup.procs 2>/dev/null; true").split())
 
     def main_pid(self, unit: str) -> str:
-        """The process of one of its services that systemd has started."""
+        """Return the main process of a service."""
         return self.shell(f"systemctl show --property=MainPID --value {unit}.service").strip()
 
     def kill(self, unit: str) -> None:
-        """All of them."""
+        """Kill all processes of a service."""
         self.run("systemctl", "kill", "--signal=KILL", f"{unit}.service")
 
     def _ask_door(self, argv, seconds: float):
@@ -280,7 +280,7 @@ class Guest:
     # -- the controller's side ---------------------------------------------------------------------------------
 
     def call(self, method: str, path: str, body=None):
-        """One request over the kept connection; a tuple of status and document."""
+        """Send a request over the kept connection; return status and document."""
         return self.estate.thread("control").run(self._call, method, path, body)
 
     def _call(self, method: str, path: str, body):
@@ -301,7 +301,7 @@ class Guest:
         context = ssl.create_default_context(cadata=self.estate.authority.pem)
         context.load_cert_chain(self.estate.client_certificate)
         connection = http.client.HTTPSConnection(self.id, AGENT, timeout=PATIENCE, context=context)
-        # A booting guest does not answer: ask again soon.
+        # A booting guest does not answer; a short time-out allows an early retry.
         connection._create_connection = lambda *_: _dial((self.address, AGENT))
         return connection
 

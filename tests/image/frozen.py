@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guests that go on from a frozen one, so that only one of a run has to be booted cold.
+"""Resumes guests from a saved one, so that a run needs only one cold boot.
 
-Invariant: a guest is frozen before it knows anything of itself. It waits for its config drive, has no interface, and
-its agent has not begun: a resumed copy gets its identity from a drive and an interface that are plugged in, as
-one that is booted cold does. What is kept says which qemu, hardware and image it is of; nothing else goes on from it.
+Invariant: a guest is saved before it has an identity. It waits for its config drive, has no interface, and its agent
+has not started. A resumed copy gets its identity from a drive and an interface that are plugged in, like a guest that
+boots cold. The saved state names its qemu, hardware and image; a guest with other ones does not use it.
 
-The memory of a guest that waits lies in STATE, its disk is the image TAG. Each guest gets a new generation id (the
-device vmgenid), from which its kernel seeds its random numbers anew, and takes its clock from the machine's.
+STATE contains the memory of the waiting guest; the image TAG contains its disk. Each guest gets a new generation id
+(device vmgenid), from which its kernel seeds its random numbers, and takes its clock from the machine.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ TAG, STATE = "frozen", "frozen.state"
 _MADE_BY, _THAWED = "frozen.made-by", "thawed"
 _WAITS = "waiting for the config drive"
 _NODE = "config-drive"
-# Emulated and beside other tests; half a minute on a calm machine.
+# For emulation beside other tests; 30 s on an idle machine.
 _BOOT_SECONDS, _SAVE_SECONDS = 900.0, 120.0
-# A guest that only waits wants next to no processor; asked so often, in seconds.
+# Seconds between two measurements of processor use: a guest that waits uses almost none.
 _IDLE_SHARE, _IDLE_SECONDS = 0.15, 1.0
 
 
 class Thawing(QemuCompute):
-    """The product's backend. What is booted from the image TAG goes on from where that one was frozen."""
+    """The product's backend, which resumes guests of the image TAG from the saved guest."""
 
     def __init__(self, conf, network) -> None:
         super().__init__(conf, network)
@@ -51,12 +51,12 @@ class Thawing(QemuCompute):
     def _start(self, amphora_id, folder, hardware, ports) -> None:
         mark = folder / _THAWED
         if mark.exists() or not (read_image_name(folder) or "").startswith(f"{TAG}-"):
-            # The second time it is a machine like any other: its disk, from power-on.
+            # Later starts boot cold from the guest's own disk.
             super()._start(amphora_id, folder, hardware, ports)
             return
         for port in ports:
             self._connect(amphora_id, port)
-        # It opens its config drive after it has started, which only root may read.
+        # qemu opens the config drive after its start, and only root can read it.
         self._spawn(folder, _waiting(replace(hardware, user=None), folder, "-incoming", "defer"))
         with open_monitor(folder, f"thaw amphora {amphora_id}") as monitor, self._state.open("rb") as state:
             _hand(monitor, state)
@@ -72,7 +72,7 @@ class Thawing(QemuCompute):
 
 
 def ensure(images: Path) -> str:
-    """Have a frozen guest of the image in this folder; empty if there is one, else why not."""
+    """Ensure a saved guest of the image in this folder; return an empty text, or the reason for its absence."""
     with (images / "frozen.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with tempfile.TemporaryDirectory(prefix="freezing-", dir=images) as name:
@@ -111,7 +111,7 @@ def _made_by(images: Path, hardware: Hardware) -> str:
 
 
 def _waiting(hardware: Hardware, folder: Path, *more: str) -> list[str]:
-    """The command line of the same machine, with neither interface nor config drive so far."""
+    """Return the command line of the same machine without interface and config drive."""
     *argv, option, pid = build_command(hardware, folder, ())
     drive = argv.index(f"file={DRIVE},format=raw,if=none,id=drive,readonly=on")
     device = argv.index("virtio-blk-pci,drive=drive")
@@ -123,10 +123,10 @@ def _waiting(hardware: Hardware, folder: Path, *more: str) -> list[str]:
 
 
 def _freeze(images: Path, folder: Path, hardware: Hardware) -> None:
-    """Boot one until it waits, and keep its memory and its disk.
+    """Boot a guest until it waits for its drive; save its memory and its disk.
 
     Raises:
-        ComputeError: it does not come so far, or qemu refuses.
+        ComputeError: the guest does not reach that state, or qemu refuses.
     """
     image = Images(images).find(disk.TAG)
     link_image_files(image, folder)
@@ -158,7 +158,7 @@ def _freeze(images: Path, folder: Path, hardware: Hardware) -> None:
 
 
 def _await_waiting(qemu: subprocess.Popen, console: Path) -> None:
-    """Until it waits for its drive, and whatever else was being started has been."""
+    """Wait until the guest waits for its drive and all other services have started."""
     deadline = time.monotonic() + _BOOT_SECONDS
     idle = said = False
     while not (said and idle):
@@ -187,7 +187,7 @@ def _wanted(pid: int) -> float:
 
 
 def _hand(monitor: Monitor, file) -> None:
-    """Give qemu an open file, which it knows as STATE then: it may start no program that would read or write it."""
+    """Pass an open file to qemu as STATE, because the confined qemu cannot start a helper program."""
     line = json.dumps({"execute": "getfd", "arguments": {"fdname": STATE}}).encode() + b"\n"
     socket.send_fds(monitor._connection, [line], [file.fileno()])
     while "return" not in (answer := monitor._read_message()):

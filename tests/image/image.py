@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The image that guests of tests boot from: built from these sources once, and kept until they change.
+"""The image that test guests boot from: built from these sources once, and kept until they change.
 
 It is the default image, of the newest release that is available here.
 
-Invariant: what is kept is named after a digest of all that goes into it, and is complete: it gets its name at the end.
-A build that is ended lets go of what it has mounted.
+Invariant: a kept image is complete and named after a digest of all its inputs; it gets its name as the last step.
+An interrupted build unmounts its file systems.
 
-    python tests/image/image.py     builds it, and freezes a guest of it (`frozen`), where that has not been done
+    python tests/image/image.py     builds the image and saves a guest of it (`frozen`), unless both exist
 
 AMPHORA_TEST_IMAGES names a folder that `disk.make` has filled, to be used instead; AMPHORA_TEST_TREE a tree.
 """
@@ -31,12 +31,12 @@ _SOURCES = (
     *("amphora_agent", "diskimage", "setup.cfg", "tests/image/disk.py", "tests/image/door.py"),
     *(f"requirements/{name}.txt" for name in ("agent-venv", "build", "diskimage-venv", "image")),
 )
-# A build on a machine that does nothing else takes two minutes; a quarter of an hour, beside six guests, was seen.
+# A build takes two minutes on an idle machine, and took 15 minutes beside six guests.
 _BUILD_SECONDS = 3000
 
 
 def digest() -> str:
-    """What tells one image from another."""
+    """Return the digest that identifies an image."""
     made = hashlib.sha256()
     for name in _SOURCES:
         place = ROOT / name
@@ -49,7 +49,7 @@ def digest() -> str:
 
 
 def images() -> Path:
-    """The folder of the image, built if it is not there."""
+    """Return the folder of the image; build it if it does not exist."""
     ready = os.environ.get("AMPHORA_TEST_IMAGES")
     if ready:
         return Path(ready)
@@ -69,7 +69,7 @@ def images() -> Path:
 
 
 def _forget_others() -> None:
-    """Each takes half a gigabyte; what a run that was killed has left goes too."""
+    """Delete other images (half a gigabyte each) and the remains of a killed run."""
     for entry in HOME.iterdir():
         if entry.is_dir():
             shutil.rmtree(entry)
@@ -94,7 +94,7 @@ def _tree(place: Path) -> Path:
         try:
             said, _ = build.communicate(timeout=_BUILD_SECONDS)
         except BaseException:
-            build.terminate()  # never killed: mounts and loop devices are given back by itself
+            build.terminate()  # no kill: the build releases mounts and loop devices itself
             raise
     assert build.returncode == 0, said[-4000:]
     return tree

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The finished disk, unmodified, through its own boot loader: what a cloud does with it. AMPHORA_IMAGE_SLOW=1 runs it.
+"""The finished, unmodified disk boots through its own boot loader, as in a cloud. AMPHORA_IMAGE_SLOW=1 runs it.
 
 AMPHORA_IMAGE_FILE names the disk; without it, diskimage/build makes one, which takes minutes.
 """
@@ -23,7 +23,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A folder of images with the finished one in it."""
+    """An image folder with the finished image."""
     place = tmp_path_factory.mktemp("finished")
     given = os.environ.get("AMPHORA_IMAGE_FILE")
     if given:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A finished image, booted by `diskimage/boot` as its builder would: AMPHORA_IMAGE_FILE names it, of any architecture.
+"""A finished image of any architecture, booted by `diskimage/boot`; AMPHORA_IMAGE_FILE names it.
 
-The manifest beside it says which; one of arm64 is emulated on amd64, by UEFI.
+The manifest beside the image names the architecture. On amd64, an arm64 image is emulated and boots by UEFI.
 """
 
 import json
@@ -20,7 +20,7 @@ import pytest
 from amphora_driver.compute import architecture
 
 FILE = os.environ.get("AMPHORA_IMAGE_FILE")
-# Seconds that an emulated machine may take to boot on a machine that is busy.
+# Boot time-out in seconds, for an emulated machine on a busy host.
 _BOOT_SECONDS = 1500
 pytestmark = [
     pytest.mark.root,
@@ -33,7 +33,7 @@ pytestmark = [
 
 @pytest.fixture
 def booted(tmp_path):
-    """The `curl` that the agent answers, in words."""
+    """Boot the image; return the `curl` command that the agent answers."""
     with closing(socket.create_server(("127.0.0.1", 0))) as probe:
         port = probe.getsockname()[1]
     command = [image.ROOT / "diskimage/boot", FILE, "--port", str(port), "--keep", tmp_path / "kept"]
@@ -54,7 +54,7 @@ def booted(tmp_path):
             process.send_signal(signal.SIGTERM)
 
 
-def test_its_agent_answers_and_has_what_it_needs(booted, record_property):
+def test_the_agent_of_the_image_answers_and_has_its_requirements(booted, record_property):
     patience = ["--max-time", "30", "--retry-max-time", str(_BOOT_SECONDS), "--retry", "10000", "--retry-delay", "2"]
     done = subprocess.run(
         [*booted, "--silent", "--fail", "--retry-all-errors", *patience],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The image, from power-on to serving: one guest that is booted cold, one load balancer of all kinds of listeners."""
+"""The image from a cold boot to serving: one guest, and one load balancer with all kinds of listeners."""
 
 import json
 import re
@@ -21,7 +21,7 @@ ONE, TWO, TWO6 = "198.51.100.111", "198.51.100.112", "2001:db8:1::112"
 # --- the boot ----------------------------------------------------------------------------------------------
 
 
-def test_a_guest_that_is_powered_on_answers_with_its_own_certificate(first, estate, record_property):
+def test_a_booted_guest_answers_with_its_own_certificate(first, estate, record_property):
     """`answers` is mutual TLS: the agent has its certificate, key and settings from the config drive."""
     assert first.answers()
     record_property("power-on to agent, seconds", round(first.booted_after, 1))
@@ -29,7 +29,7 @@ def test_a_guest_that_is_powered_on_answers_with_its_own_certificate(first, esta
     assert told["amphora_id"] == first.id
 
 
-def test_a_stranger_is_not_answered(first, estate):
+def test_the_agent_refuses_clients_without_a_controller_certificate(first, estate):
     context = ssl.create_default_context(cadata=estate.authority.pem)
 
     def ask():
@@ -74,7 +74,7 @@ def test_all_services_are_active(first):
 
 
 def test_units_are_confined(first):
-    """The image's units, and those that its agent has written."""
+    """Checks the image's units and those that the agent writes."""
     ours = first.shell("ls /usr/lib/systemd/system/amphora-*.service /run/systemd/system/amphora-*.service").split()
     assert {"amphora-agent.service", "amphora-responder.service"} <= {name.rpartition("/")[2] for name in ours}
     for unit in ours:
@@ -83,7 +83,7 @@ def test_units_are_confined(first):
     assert first.shell("stat -c %U /proc/$(systemctl show -P MainPID amphora-responder)").strip() == "amphora-responder"
 
 
-def test_nothing_of_the_machine_that_built_it_is_in_it(first):
+def test_the_image_contains_nothing_of_its_build_machine(first):
     sources = first.shell(
         "cat /etc/apt/sources.list /etc/apt/sources.list.d/* /etc/apt/apt.conf.d/*proxy* 2>/dev/null; true"
     )
@@ -96,7 +96,7 @@ def test_nothing_of_the_machine_that_built_it_is_in_it(first):
         assert first.shell(f"grep -rIl -- {host} /etc /opt /var/lib /usr/local 2>/dev/null; true") == ""
 
 
-def test_little_of_its_memory_is_used_before_it_serves(first, record_property):
+def test_an_idle_guest_uses_little_memory(first, record_property):
     total, available = (
         int(first.shell(f"awk '/{word}:/ {{print $2}}' /proc/meminfo")) for word in ("MemTotal", "MemAvailable")
     )
@@ -114,7 +114,7 @@ def certificate(tenant):
 
 
 def everything(**more):
-    """A listener of each kind that an amphora serves by itself; SCTP takes a member that speaks it."""
+    """A listener of each kind except SCTP, which needs an SCTP member."""
     web = [member(one) for one in more["web"]]
     datagrams = [member(one) for one in more["udp"]]
     quick = {"delay": 1, "timeout": 1, "max_retries": 1, "max_retries_down": 1}
@@ -179,7 +179,7 @@ def test_heartbeats_report_the_served_objects(first, estate, balanced):
 
 
 def test_the_drift_check_finds_no_difference(first, balanced):
-    """Programs of the image may say what they were told in other words than this machine's do."""
+    """The programs of the image may print configuration in a different format than this machine's."""
     drift = lambda: first.call("GET", "/v2/info")[1]["drift"]  # noqa: E731
     checks = drift()["checks"]
     balanced.until(lambda: drift()["checks"] >= checks + 2, "it has looked at itself twice")

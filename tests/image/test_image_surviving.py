@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a guest survives: each of its daemons killed, and its own reboot."""
+"""A guest recovers after a kill of each of its daemons, and after its own reboot."""
 
 import pytest
 from balanced import listener, load_balancer, member, monitor, pool
@@ -17,7 +17,7 @@ ONE, TWO = "198.51.100.113", "198.51.100.114"
 
 @pytest.fixture
 def serving(balanced):
-    """A guest that serves HTTP and UDP by two members each."""
+    """A guest that serves HTTP and UDP with two members each."""
     web = [balanced.web("one", ONE), balanced.web("two", TWO)]
     udp = [balanced.udp("one", ONE), balanced.udp("two", TWO)]
     quick = {"delay": 1, "timeout": 1, "max_retries": 1, "max_retries_down": 1}
@@ -55,7 +55,7 @@ def test_a_killed_daemon_restarts_alone(first, serving, unit):
         assert first.pids("amphora-haproxy") == before["amphora-haproxy"]
 
 
-def test_an_agent_that_comes_back_finds_what_it_has_confirmed(first, serving):
+def test_a_restarted_agent_loads_its_confirmed_bundle(first, serving):
     told = first.call("GET", "/v2/info")[1]
     first.run("systemctl", "restart", "amphora-agent.service")
     serving.until(first.answers, "the agent answers")
@@ -64,7 +64,7 @@ def test_an_agent_that_comes_back_finds_what_it_has_confirmed(first, serving):
     assert serves_all(serving)
 
 
-def test_a_member_that_fails_while_there_is_no_agent_gets_nothing(first, serving):
+def test_a_member_that_fails_without_the_agent_gets_no_traffic(first, serving):
     first.run("systemctl", "stop", "amphora-agent.service")
     try:
         serving.udp_members[0].close()
@@ -74,8 +74,8 @@ def test_a_member_that_fails_while_there_is_no_agent_gets_nothing(first, serving
     serving.until(first.answers, "the agent answers")
 
 
-def test_a_guest_that_reboots_serves_again(first, serving, record_property):
-    """Without a push: the confirmed bundle is on its disk, and its files come from the config drive."""
+def test_a_rebooted_guest_serves_again(first, serving, record_property):
+    """No push is needed: the disk has the confirmed bundle, and the config drive has the files."""
     before = first.run("cat", "/proc/sys/kernel/random/boot_id")
     process = first.process()
     first.run("systemctl", "--no-block", "reboot", check=False)
@@ -88,7 +88,7 @@ def test_a_guest_that_reboots_serves_again(first, serving, record_property):
     assert first.process() == process
 
 
-def test_a_power_cut_is_no_more_than_a_reboot(first, serving, estate):
+def test_a_guest_serves_again_after_a_power_cut(first, serving, estate):
     first.disconnect()
     estate.compute.power_off(first.id)
     assert estate.compute.power_on(first.id)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two guests: SCTP between them, and one that takes over from the other."""
+"""Two guests: SCTP between them, and a VIP takeover from one to the other."""
 
 import json
 import time
@@ -42,7 +42,7 @@ def test_resumed_guest_has_its_own_identity(second, why_cold, record_property):
     assert not why_cold or "KVM" in why_cold
     assert second.call("GET", "/v2/info")[1]["amphora_id"] == second.id
     assert second.run("hostname").strip() == f"amphora-{second.id}"
-    # The time of the one it goes on from would not do for certificates. The machine's clock tells whole seconds, and an
+    # Certificates need a correct clock, not that of the saved guest. The hardware clock has whole seconds, and an
     # emulated guest may be late to read it.
     before, said, after = time.time(), float(second.run("date", "+%s.%N")), time.time()
     assert before - 5 < said < after + 5
@@ -50,7 +50,7 @@ def test_resumed_guest_has_its_own_identity(second, why_cold, record_property):
 
 
 @pytest.mark.everything
-def test_two_of_the_same_frozen_guest_share_no_secret(estate, second, another):
+def test_two_guests_resumed_from_one_state_share_no_secret(estate, second, another):
     third = another()
     try:
         drawn = [guest.run("head", "-c", "16", "/dev/urandom") for guest in (second, third)]
@@ -66,7 +66,7 @@ def test_two_of_the_same_frozen_guest_share_no_secret(estate, second, another):
 
 
 class Neighbour:
-    """The second guest as hosts on the VIPs' network: it has SCTP, which the machine beside may not have."""
+    """The second guest as SCTP members, because the machine's own kernel may lack SCTP."""
 
     def __init__(self, guest) -> None:
         self.guest = guest
@@ -88,7 +88,7 @@ class Neighbour:
         self.guest.run("systemctl", "stop", f"sctp-{name}", check=False)
 
     def hears(self) -> set[str]:
-        """The members that answer associations with the VIP."""
+        """Return the members that answer associations with the VIP."""
         return set(self.guest.run("python3", "-c", _CLIENT).split("\n")[:-1])
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ def neighbour(second):
     made.close()
 
 
-def test_associations_reach_their_members_and_none_that_is_gone(first, neighbour, balanced):
+def test_sctp_associations_reach_healthy_members_only(first, neighbour, balanced):
     members = [
         Member(id=id_of("member", name), pool_id="", address=address, protocol_port=SCTP_PORT)
         for name, address in SCTP_MEMBERS.items()
@@ -129,7 +129,7 @@ def holders(pair) -> list:
     return [guest for guest in pair.guests if VIP in guest.inner("ip", "-j", "addr", "show", check=False)]
 
 
-def test_a_guest_that_is_gone_is_replaced_by_its_partner(pair, estate, record_property):
+def test_the_partner_of_a_powered_off_guest_takes_the_vips(pair, estate, record_property):
     web, udp = pair.web("web", WEB, 8080), pair.udp("udp", UDP)
     tree = load_balancer(
         listener(80, pool="web"),
@@ -163,7 +163,7 @@ def test_a_guest_that_is_gone_is_replaced_by_its_partner(pair, estate, record_pr
 
 @pytest.mark.everything
 def test_a_guest_that_comes_back_is_a_partner_again(first, second, pair, estate):
-    """What was powered off boots cold, from its own disk, and takes part without being pushed."""
+    """The powered-off guest boots cold from its own disk and rejoins the pair without a push."""
     gone = [guest for guest in pair.guests if guest.process() is None]
     for guest in gone:
         assert estate.compute.power_on(guest.id)

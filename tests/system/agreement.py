@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What we have recorded of a load balancer is what Octavia has, object by object and field by field.
+"""Compares the provider's record of a load balancer with Octavia's, object by object and field by field.
 
-Invariant: this knows nothing of how calls become rows. It reads Octavia's API, as a user does, and our rows, and
-compares every field of the model that the API shows. Nothing said and nothing in it (None, "", [], {}) are the same.
+Invariant: this module does not use the code that turns calls into rows. It reads Octavia's API as a user does, and the
+provider's rows, and compares every field of the model that the API shows. An absent field equals None, "", [] and {}.
 
 Not compared, because Octavia does not show them: the contents of flavor and availability zone, ports of additional
 VIPs, and the order of SNI certificates.
@@ -19,18 +19,18 @@ _WITHOUT_ORDER = {"sni_container_refs", "allowed_cidrs", "additional_vips"}
 
 
 def assert_agreed(cloud, balancer):
-    """Octavia and we have the same objects, and they say the same."""
+    """Assert that Octavia and the provider have the same objects with the same fields."""
     ours, octavias = recorded(cloud, balancer), shown(cloud, balancer)
     assert differences(ours, octavias) == {}
 
 
 def assert_object_agreed(cloud, balancer, source, parent_id):
-    """Our row of one object says what Octavia's API shows of it.
+    """Assert that the provider's row of an object equals Octavia's API view.
 
     Args:
-        cloud, balancer: where the object is.
-        source: what the API shows of it.
-        parent_id: of its pool or its policy, for a member or a rule.
+        cloud, balancer: the owners of the object.
+        source: the API's view of the object.
+        parent_id: the pool of a member, or the policy of a rule.
     """
     ours = {key: fields for key, fields in recorded(cloud, balancer).items() if key[1] == source["id"]}
     ((name, _),) = ours
@@ -46,7 +46,7 @@ def assert_object_agreed(cloud, balancer, source, parent_id):
 
 
 def differences(ours, octavias):
-    """Fields that are not the same, with our value and Octavia's; an object that one has alone is one of them."""
+    """Return fields that differ, with both values; an object that only one side has is included."""
     found = {}
     for key in ours.keys() | octavias.keys():
         mine, theirs = ours.get(key), octavias.get(key)
@@ -63,7 +63,7 @@ def differences(ours, octavias):
 
 
 def recorded(cloud, balancer):
-    """Our rows of a load balancer: for each object (kind, id) its fields, without those that say nothing."""
+    """Return the provider's rows of a load balancer: (kind, id) to fields, without empty ones."""
     tree = cloud.database.read(lambda connection: desired_objects.load_tree(connection, balancer.id))
     return {(desired_objects.kind_of(node).value, node.id): _ours(node) for node in desired_objects.iter_subtree(tree)}
 
@@ -82,14 +82,14 @@ def _ours(node):
 
 
 def shown(cloud, balancer):
-    """The same of what Octavia's API shows."""
+    """Return the same mapping from Octavia's API."""
 
     def fetch(path):
         answer = cloud.balancers.get(path if "://" in path else cloud.url(path))
         assert answer.status_code == 200, answer.text
         body = answer.json()
         (word,) = (name for name in body if not name.endswith("_links"))
-        # Long lists come in pages.
+        # The API returns long lists in pages.
         more = [link["href"] for link in body.get(f"{word}_links", ()) if link["rel"] == "next"]
         return body[word] + fetch(more[0]) if more else body[word]
 

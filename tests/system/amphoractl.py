@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""amphoractl as an operator runs it, on the sandbox's configuration.
+"""Runs amphoractl as an operator does, with the sandbox's configuration.
 
-In this process: a program of its own takes a second or two to start, and ten on a machine that is busy.
+It runs in this process: a separate program takes a second or two to start, and ten on a busy machine.
 """
 
 import io
@@ -41,7 +41,7 @@ class Amphoractl:
         return status, out.getvalue(), err.getvalue()
 
     def program(self, *words):
-        """The same as a program, in the environment the sandbox gives to a shell."""
+        """Run it as a program, in the environment that the sandbox gives to a shell."""
         program = str(Path(sys.executable).with_name("amphoractl"))
         done = subprocess.run(
             [program, *words],
@@ -54,14 +54,14 @@ class Amphoractl:
         return done.returncode, done.stdout, done.stderr
 
     def json(self, *words):
-        """What a program gets."""
+        """Return the JSON output."""
         status, out, err = self.run(*words, "-f", "json")
         assert out, err
         assert status in {0, 1, 2}, err
         return json.loads(out)
 
     def check(self):
-        """Results of `status check` by name, and its exit status."""
+        """Return the results of `status check` by name, and its exit status."""
         status, out, err = self.run("status", "check", "-f", "json")
         assert out, err
         return {one["Check"]: one["Result"] for one in json.loads(out)}, status

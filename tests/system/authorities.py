@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user has in Octavia's certificate manager: certificates, authorities, revocation lists, by reference.
+"""The contents of Octavia's certificate manager in tests: certificates, authorities, revocation lists, by reference.
 
-Invariant: every reference that `whole_model` names is there, and everything was issued by authorities of this module.
+Invariant: it contains every reference that `whole_model` uses; authorities of this module issued everything.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ AUTHORITIES = MIDDLE.pem + ROOT.pem
 
 
 def keep_all(settings):
-    """Put everything where Octavia finds it."""
+    """Write everything into Octavia's certificate manager."""
     folder = Path(settings.tls)
     for ref, certificate in (("one", ONE), ("two", TWO), ("three", THREE)):
         (folder / f"{ref}.key").write_text(certificate.key_pem)
@@ -29,7 +29,7 @@ def keep_all(settings):
         "clients": CLIENTS.pem,
         "revoked": CLIENTS.revoke(EVE),
         "authorities": AUTHORITIES,
-        # One of each authority in the chain: without, OpenSSL takes no certificate at all.
+        # One list of each authority in the chain: OpenSSL refuses every certificate without them.
         "lost": MIDDLE.revoke(THREE) + ROOT.revoke(),
     }
     for ref, text in texts.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A browser without a screen, driven by Chromium's own protocol over two pipes, and all it asked and complained of."""
+"""A headless Chromium, driven over two pipes by its own protocol, with its recorded requests and console errors."""
 
 import base64
 import fcntl
@@ -25,7 +25,7 @@ _COMPLAINTS = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entry
 
 @contextmanager
 def browsing(namespace=None, *, password=None):
-    """One page of a browser of its own.
+    """Open one page in a new browser.
 
     Args:
         namespace: path of the network namespace it runs in; the machine's own without.
@@ -42,11 +42,11 @@ def browsing(namespace=None, *, password=None):
 
 
 class Page:
-    """What a person would see and do.
+    """A page: its content, and a user's actions.
 
     Attributes:
-        complaints: what the browser would show in its console: errors, warnings, what a policy refused.
-        requests: the addresses it asked for anything.
+        complaints: console messages: errors, warnings, policy violations.
+        requests: the requested addresses.
     """
 
     def __init__(self, folder, namespace, password):
@@ -61,7 +61,7 @@ class Page:
         argv = ["chromium", *_FLAGS, f"--user-data-dir={folder}", "about:blank"]
         if namespace is not None:
             argv = ["nsenter", f"--net={namespace}", "--", *argv]
-        # It wants to read from descriptor 3 and write to descriptor 4.
+        # Chromium reads from descriptor 3 and writes to descriptor 4.
         shell = f'exec "$@" 3<&{ours[0]} 4>&{theirs[1]}'
         self._process = subprocess.Popen(
             ["bash", "-c", shell, "bash", *argv],
@@ -88,7 +88,7 @@ class Page:
             self._ask("Fetch.enable", handleAuthRequests=True)
 
     def visit(self, address):
-        """Go there, and wait until everything is loaded."""
+        """Load an address completely."""
         self._loaded.clear()
         told = self._ask("Page.navigate", url=address)
         # Without a password the browser shows the body of the authentication request.
@@ -96,28 +96,28 @@ class Page:
         assert self._loaded.wait(PATIENCE), f"{address} was not loaded in {PATIENCE:.0f} s"
 
     def says(self, expression):
-        """The value of an expression of JavaScript in the page."""
+        """Return the value of a JavaScript expression in the page."""
         told = self._ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in told, told
         return told["result"].get("value")
 
     def text(self, selector="body"):
-        """The text a person reads there."""
+        """Return the visible text."""
         return self.says(f"document.querySelector({json.dumps(selector)}).innerText")
 
     def looks(self, width, height, *, dark=False):
-        """From now on it is so many pixels wide and high, by day or by night."""
+        """Set the size in pixels and the light or dark scheme."""
         shape = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self._ask("Emulation.setDeviceMetricsOverride", **shape)
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self._ask("Emulation.setEmulatedMedia", features=scheme)
 
     def picture(self):
-        """All of it, as a PNG."""
+        """Return a screenshot of the whole page as PNG."""
         return base64.b64decode(self._ask("Page.captureScreenshot", captureBeyondViewport=True)["data"])
 
     def end(self):
-        """End the browser, whatever it does, and all it started."""
+        """Kill the browser and its children."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -167,7 +167,7 @@ class Page:
 
 
 def _pipe():
-    """A pipe whose ends are not among the descriptors with a meaning."""
+    """Return a pipe whose descriptors are above the reserved ones."""
     ends = os.pipe()
     moved = tuple(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 100) for end in ends)
     for end in ends:

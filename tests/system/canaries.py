@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looking for secrets where none may be: in files, tables, command lines and environments.
+"""Searches files, tables, command lines and environments for secrets.
 
-Invariant: a secret is found whole or in part, in any of the shapes it takes on its way: bytes, hexadecimal, as Python
-writes bytes, and base64 at every alignment (so also inside DER inside PEM), wrapped into lines or not.
+Invariant: a whole or partial secret is found in each of these encodings: bytes, hexadecimal, Python's notation of
+bytes, and base64 at every alignment (so also inside DER inside PEM), with or without line breaks.
 """
 
 import base64
@@ -11,18 +11,18 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-# Shortest part of a secret that is looked for: long enough not to be there by chance, short enough to be in one line.
+# Shortest searched part of a secret: long enough to exclude chance, short enough to fit in one line.
 _RAW, _HEX, _BASE64, _TEXT = 10, 20, 12, 16
 
 
 @dataclass(frozen=True)
 class Canary:
-    """One secret. `home` are the files where it belongs, as patterns below the state directory."""
+    """One secret. `home` has patterns of the files that may contain it, below the state directory."""
 
     name: str
     secret: bytes
     home: tuple[str, ...] = ()
-    # A word that people chose is looked for as it is, too short to be cut.
+    # A chosen password is too short for partial matches.
     whole: bool = False
 
     def needles(self):
@@ -39,7 +39,7 @@ class Canary:
 
 
 def key_in(pem):
-    """What makes an elliptic-curve key secret: its number, which every way of writing the key contains."""
+    """Return the private number of an elliptic-curve key, which every encoding of the key contains."""
     number = load_pem_private_key(pem if isinstance(pem, bytes) else pem.encode(), None).private_numbers()
     return number.private_value.to_bytes((number.public_numbers.curve.key_size + 7) // 8, "big")
 
@@ -49,7 +49,7 @@ def _parts(content, size, step):
 
 
 def _base64(content, encode):
-    """Parts that are the same whatever stands before; the six bits at either end belong to neighbours."""
+    """Return the parts of base64 that do not depend on neighbouring bytes."""
     found = set()
     for before in range(3):
         text = encode(bytes(before) + content)
@@ -65,7 +65,7 @@ class Search:
         self._needles = [(one, sorted(one.needles())) for one in canaries]
 
     def within(self, content, exempt=lambda _canary: False):
-        """The names of canaries that are in there."""
+        """Return the names of canaries in this data."""
         return [
             one.name
             for one, needles in self._needles
@@ -73,7 +73,7 @@ class Search:
         ]
 
     def files(self, folder):
-        """Pairs of file and canary, for every file below a folder in which one does not belong; and how many files."""
+        """Return pairs of file and misplaced canary below a folder, and the number of files."""
         found, looked = [], 0
         for path in sorted(Path(folder).rglob("*")):
             if path.is_symlink() or not path.is_file():
@@ -85,7 +85,7 @@ class Search:
         return found, looked
 
     def processes(self):
-        """Pairs of process and canary, for every command line and environment that can be read."""
+        """Return pairs of process and canary, for every readable command line and environment."""
         found, looked = [], 0
         for folder in Path("/proc").glob("[0-9]*"):
             for name in ("cmdline", "environ"):
@@ -98,7 +98,7 @@ class Search:
         return found, looked
 
     def tables(self, connection, tables):
-        """Pairs of table and canary, for every value of every row; and how many rows there are."""
+        """Return pairs of table and canary over all values, and the number of rows."""
         found, looked = [], 0
         for table in tables:
             for row in connection.execute(table.select()):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user of the sandbox: makes load balancers through Octavia's API, waits for them, and sends requests as a client."""
+"""A user of the sandbox: creates load balancers through Octavia's API, waits for them, and sends client requests."""
 
 import http.client
 import time
@@ -24,7 +24,7 @@ class Cloud:
     Args:
         settings: the sandbox's.
         connection: openstacksdk's.
-        database: the provider's own, to look behind the scenes.
+        database: the provider's own.
     """
 
     def __init__(self, settings, connection, database):
@@ -70,31 +70,31 @@ class Cloud:
         return next(iter(self.balancers.listeners(load_balancer_id=balancer.id)))
 
     def url(self, path):
-        """The address of something openstacksdk has no method for."""
+        """Return the URL of a resource without a method in openstacksdk."""
         return f"{self.settings.endpoint}/v2.0/lbaas/{path}"
 
     def put(self, path, body):
-        """Change something by attributes that openstacksdk does not know."""
+        """Update attributes that openstacksdk does not know."""
         answer = self.balancers.put(self.url(path), json=body)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
     def post(self, path, body):
-        """Make something with attributes that openstacksdk does not know."""
+        """Create an object with attributes that openstacksdk does not know."""
         answer = self.balancers.post(self.url(path), json=body)
         assert answer.status_code == 201, answer.text
         return answer.json()
 
     def amphorae(self, balancer):
-        """The ids of the amphorae that serve a load balancer."""
+        """Return the ids of the amphorae of a load balancer."""
         return set(self.database.read(lambda c: [one.id for one in amphorae.load_amphorae(c, balancer.id)]))
 
     def clean(self):
-        """Delete every load balancer there is, whatever became of it."""
+        """Delete every load balancer in any state."""
         there = list(self.balancers.load_balancers())
         for balancer in there:
             self.await_report(balancer.id)
-            # The test may have asked for its deletion already.
+            # The test may have requested its deletion already.
             with suppress(NotFoundException):
                 self.until(
                     lambda one=balancer: (
@@ -109,7 +109,7 @@ class Cloud:
 
     @contextmanager
     def without_automatic_failover(self):
-        """No amphora is replaced unasked in this block: a test may keep one silent for as long as it likes."""
+        """Disable automatic fail-over in this block, so that a test can keep an amphora silent."""
         self.database.write(
             lambda c: circuit_breaker.hold_breaker_open(c, "a test keeps an amphora silent", self.database.now())
         )
@@ -122,7 +122,7 @@ class Cloud:
 
     @staticmethod
     def until(question, what, seconds=PATIENCE):
-        """Ask until the answer is true; returns it.
+        """Poll until the result is true; return it.
 
         The interval grows: an answer of Octavia's API takes ten milliseconds or more of processor time.
         """
@@ -136,10 +136,10 @@ class Cloud:
             time.sleep(min(max(0.1, waited / 5), 0.3))
 
     def await_report(self, load_balancer_id):
-        """Wait until Octavia has been told of the last request, or an attempt has failed; then its API is worth a call.
+        """Wait until the last request is reported to Octavia, or an attempt has failed, before its API is polled.
 
         The provider's own database is asked, because an answer of Octavia's API takes 20 times as much processor time.
-        Nothing is asserted here: the caller asks Octavia's API afterwards, whatever this method has seen.
+        Nothing is asserted here: the caller polls Octavia's API afterwards in every case.
         """
         mine = sa.select(tables.job).where(tables.job.c.load_balancer_id == load_balancer_id)
 
@@ -157,7 +157,7 @@ class Cloud:
             try:
                 if self.database.read(reported):
                     return
-            except StoreError:  # a test may have taken the database away
+            except StoreError:  # a test may have stopped the database
                 return
             time.sleep(0.05)
 
@@ -190,7 +190,7 @@ class Cloud:
         return demo.get(self.settings, address, path, port, host)
 
     def answers(self, address, number=12, port=80):
-        """Answers of this number of requests by member, each over its own connection; a failure counts as its error."""
+        """Count answers of this number of requests by member, one per connection; failures by their error."""
 
         def ask():
             return Counter(_answer(address, port) for _ in range(number))
@@ -198,7 +198,7 @@ class Cloud:
         return namespaces.run_inside(namespaces.path(self.settings.host(topology.CLIENT)), ask)
 
     def balanced(self, address, weights):
-        """Requests are spread by these weights, exactly, once HAProxy's first round after a change is over."""
+        """Assert that requests follow these weights exactly after HAProxy's first round."""
         rounds = 4
         wanted = {name: weight * rounds for name, weight in weights.items()}
         self.until(lambda: self.answers(address, sum(wanted.values())) == wanted, f"spread as {weights}", 30)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One sandbox for all modules of a worker that need no other one; other modules use `sandbox_of_a_test.running`.
+"""One sandbox for all modules of a pytest worker; modules with other settings use `sandbox_of_a_test.running`.
 
 A worker has one sandbox at a time: `running` ends the common one, and the next module that needs it starts another.
 """
@@ -53,7 +53,7 @@ def connection(settings):
 
 @pytest.fixture
 def cloud(settings, connection, database):
-    """The sandbox as a user sees it, without load balancers before and after the test."""
+    """The sandbox from a user's view, without load balancers before and after the test."""
     cloud = Cloud(settings, connection, database)
     yield cloud
     cloud.clean()
@@ -61,7 +61,7 @@ def cloud(settings, connection, database):
 
 @pytest.fixture
 def flavor(cloud):
-    """Makes flavors; they are gone after the test."""
+    """Creates flavors; deletes them after the test."""
     made = []
 
     def make(name, data):

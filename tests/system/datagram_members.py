@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members that answer datagrams, and clients that ask them.
+"""UDP members and clients.
 
-Invariant: a member listens in its namespace from the first line of the with block to the last, for IPv4 and IPv6, and
-contains its name and the client's address. Each question of a client has its own socket, and is a flow.
+Invariant: inside the with block, a member listens in its namespace for IPv4 and IPv6. Its answer contains its name and
+the client's address. Each request of a client has its own socket, and is a flow.
 """
 
 import selectors
@@ -55,24 +55,24 @@ def _answer(server, told, name):
                 _, client = server.recvfrom(_LARGEST)
                 server.sendto(f"{name} {client[0].removeprefix('::ffff:')}".encode(), client)
             except OSError:
-                # What an earlier answer met on its way.
+                # An ICMP error of an earlier answer.
                 continue
 
 
 def answers(settings, address, number=12, port=53, *, source=None):
-    """Answers of this number of datagrams by member; a missing one counts as the error or as `nothing`."""
+    """Count answers of this number of datagrams by member; a missing one counts as the error or as `nothing`."""
     return Counter(one.split()[0] for one in said(settings, address, number, port, source=source))
 
 
 def said(settings, address, number=1, port=53, *, source=None):
-    """What was answered to so many datagrams, in order.
+    """Return the answers to a number of datagrams, in order.
 
     Args:
         settings: the sandbox's.
         address: the VIP.
         number: how many.
         port: the listener's.
-        source: a port of the client's to ask from each time; a new one each time where it is not said.
+        source: the client's source port; by default, a new one for each datagram.
     """
     place = namespaces.path(settings.host(topology.CLIENT))
     return namespaces.run_inside(place, lambda: [_ask(address, port, source) for _ in range(number)])

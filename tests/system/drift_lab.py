@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sandbox that compares its amphorae all the time, and what an operator does with it from the controller's host."""
+"""A sandbox that checks its amphorae for drift continuously, and an operator's commands on the controller's host."""
 
 import configparser
 import json
@@ -30,7 +30,7 @@ from sandbox import demo
 PAUSE = 2.0
 AUDIT = {
     "amp_drift": {"interval": "1", "agent_interval": "0.5", "renderer_pause": f"{PAUSE}"},
-    # What is switched off here is to be the same amphora afterwards.
+    # A test that powers off an amphora needs the same one afterwards.
     "amp_failover": {"silent_after": "600"},
 }
 
@@ -47,7 +47,7 @@ class DriftLab(Cloud):
     # --- what is recorded ---------------------------------------------------------------------------------------------
 
     def of(self, balancer):
-        """Its amphorae that stay, the oldest first."""
+        """Return its amphorae that are not being replaced, oldest first."""
         found = self.database.read(lambda c: amphorae.load_amphorae(c, balancer.id))
         return [one for one in found if one.state is not AmphoraState.RETIRING]
 
@@ -58,7 +58,7 @@ class DriftLab(Cloud):
         return self.database.read(lambda c: c.execute(job.select().where(job.c.load_balancer_id == balancer.id)).one())
 
     def settled(self, balancer):
-        """Wait until nothing is to be done, and every amphora has confirmed the newest generation."""
+        """Wait until no job is left and every amphora has confirmed the newest generation."""
 
         def ask():
             row = self.work(balancer)
@@ -68,13 +68,13 @@ class DriftLab(Cloud):
         return self.until(ask, "settled")
 
     def drifted(self, amphora_id, words, seconds=60.0):
-        """Wait until this is noted of an amphora."""
+        """Wait until this drift of an amphora is recorded."""
         return self.until(lambda: words in (self.row(amphora_id).drift or ""), f"{words} is noted", seconds)
 
-    # --- by hand ------------------------------------------------------------------------------------------------------
+    # --- manual ------------------------------------------------------------------------------------------------------
 
     def agents(self, ask):
-        """Ask an agent as a controller does."""
+        """Call an agent as a controller does."""
 
         def go():
             conf = config.load([str(self.settings.driver_configuration)])
@@ -91,7 +91,7 @@ class DriftLab(Cloud):
         return self.agents(lambda client: client.configuration(one.id, one.management_address))
 
     def init(self, one):
-        """The amphora's supervisor, seen from outside."""
+        """Return the PID of the amphora's supervisor on the host."""
         sought = str(Path(self.settings.amphorae, one.id))
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -108,7 +108,7 @@ class DriftLab(Cloud):
         subprocess.run(["nsenter", place, "--", *command.split()], check=True, capture_output=True)
 
     def service(self, one, name):
-        """The process of one of an amphora's services, seen from outside."""
+        """Return the PID of an amphora's service on the host."""
         init = self.init(one)
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(f"/proc/{init}/root/run/amphora-agent/supervisor.sock")
@@ -141,14 +141,14 @@ class DriftLab(Cloud):
     # --- an operator --------------------------------------------------------------------------------------------------
 
     def amphoractl(self, *words):
-        """Status, output and errors of a command on the controller's host."""
+        """Return status, output and errors of a command on the controller's host."""
         command = ["ip", "netns", "exec", self.settings.control, Path(sys.executable).with_name("amphoractl"), *words]
         environment = {**os.environ, **self.settings.environment()}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
         return done.returncode, done.stdout, done.stderr
 
     def use_agent(self, python):
-        """Have agents run by another Python from now on."""
+        """Run agents with another Python from now on."""
         self.stack.supervision.stop("amphora-controller")
         parser = configparser.ConfigParser(interpolation=None, strict=False)
         parser.read(self.settings.driver_configuration)
@@ -165,7 +165,7 @@ class DriftLab(Cloud):
 
 @contextmanager
 def drift_lab(**choices):
-    """A sandbox of its own."""
+    """A separate sandbox."""
     options = {**AUDIT, **choices.pop("options", {})}
     with running(options=options, **choices) as (stack, settings):
         database, connection = Database(settings.database_url), demo.connect(settings)

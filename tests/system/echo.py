@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A member that answers with its name, the request's headers, the path, and the name on the client's
-certificate.
+"""An HTTP member that answers with its name, the request's headers and path, and the subject of the client certificate.
 
-Invariant: it listens in a member's namespace from the first line of the with block to the last, for IPv4 and IPv6.
+Invariant: inside the with block, it listens in a member's namespace for IPv4 and IPv6.
 """
 
 import json
@@ -21,7 +20,7 @@ class _Server(ThreadingHTTPServer):
     name = ""
 
     def handle_error(self, request, client_address):
-        """A health check that only shook hands is no error."""
+        """Ignore health checks that close after the handshake."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -45,14 +44,14 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def answering(settings, host, port, *, certificate=None, clients=None):
-    """An echo on a member's port.
+    """Run an echo server on a member's port.
 
     Args:
         settings: the sandbox's.
         host: the member.
         port: where it listens.
-        certificate: path of certificate and key, if it speaks TLS.
-        clients: path of the authority that certificates of clients have to be from, if they need one.
+        certificate: path of certificate and key, for TLS.
+        clients: path of the CA of required client certificates.
     """
     place = namespaces.path(settings.host(host))
     server = namespaces.run_inside(place, lambda: _Server(("::", port), _Handler))
@@ -63,7 +62,7 @@ def answering(settings, host, port, *, certificate=None, clients=None):
         if clients is not None:
             context.load_verify_locations(clients)
             context.verify_mode = ssl.CERT_REQUIRED
-        # The handshake is the business of the thread that serves the connection.
+        # The thread of the connection does the handshake, so that a slow one does not block accept().
         server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""octavia-driver-agent with a provider agent that waits four seconds for an answer, and not half a minute.
+"""octavia-driver-agent with a provider agent whose read time-out is four seconds instead of thirty.
 
-Octavia does not answer at all where it should say no: the process that reads dies of it.
+Octavia's reading process crashes where it has to answer with a refusal, so the provider agent gets no answer.
 """
 
 import sys

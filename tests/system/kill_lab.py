@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sandbox in which processes die at chosen moments, and questions about what is left afterwards.
+"""A sandbox in which processes are killed at chosen points, and checks of the state that remains.
 
-Invariant: whatever is killed is killed by the number of its own process, and what is expected to die is seen to have
-died: an unreached point fails the test.
+Invariant: a process is killed by its own PID, and its death is verified. A test fails if its failpoint is not reached.
 """
 
 import json
@@ -32,18 +31,18 @@ from amphora_driver.network.local import LocalNetwork
 from amphora_driver.store import failovers, spare_pools, status_outbox
 from sandbox import demo
 
-# What a client sees of an API that dies, or cannot do what it was asked.
+# The errors a client gets if the API process is killed or cannot complete the request.
 FAILED = (
     OSError,
     requests.exceptions.RequestException,
     keystoneauth1.exceptions.ClientException,
     openstack.exceptions.SDKException,
 )
-# What a user may have to wait for, whatever died.
+# Seconds for a user's request after any kill.
 PATIENCE = 60.0
-# What a test may have to wait for, for each process that dies.
+# Seconds for each killed process.
 LIFE = 15.0
-# Everything that waits for its time comes soon: a matrix of deaths is not to take an hour.
+# Short intervals, because the kill matrix would otherwise take an hour.
 HASTE = {
     "amp_controller": {
         "lease": "1",
@@ -65,7 +64,7 @@ def in_step(first, *others):
 
 @contextmanager
 def lab(*, haste=None, **choices):
-    """A sandbox whose processes can be told where to die; `haste` are more options of ours."""
+    """A sandbox with failpoints; `haste` are additional provider options."""
     with tempfile.TemporaryDirectory(prefix="adk-") as folder:
         os.environ[VARIABLE] = folder
         try:
@@ -87,7 +86,7 @@ def lab(*, haste=None, **choices):
 
 
 class Lab:
-    """One sandbox, and the points at which its processes die."""
+    """One sandbox, and the failpoints of its processes."""
 
     def __init__(self, stack, settings, connection, database, points):
         self.stack = stack
@@ -102,34 +101,34 @@ class Lab:
     # --- dying --------------------------------------------------------------------------------------------------------
 
     def arm(self, *points):
-        """The first process at one of these points is killed."""
+        """Kill the first process at one of these points."""
         for point in points:
             (self._points / point).write_text("die", encoding="ascii")
 
     def deadly(self, point):
-        """Every process at this point is killed."""
+        """Kill every process at this point."""
         (self._points / point).write_text("die again", encoding="ascii")
 
     def hold(self, point):
-        """A process at this point waits."""
-        # Left by one that died while it waited.
+        """Suspend a process at this point."""
+        # A process that was killed while it waited leaves this file.
         (self._points / f"{point}.here").unlink(missing_ok=True)
         (self._points / point).write_text("wait", encoding="ascii")
 
     def held(self, point, seconds=PATIENCE):
-        """Wait until a process waits there."""
+        """Wait until a process is suspended there."""
         Cloud.until((self._points / f"{point}.here").exists, f"a process waits at {point}", seconds)
 
     def let_go(self, point):
-        """The waiting process continues."""
+        """Resume the suspended process."""
         (self._points / point).unlink()
 
     def armed(self):
-        """The unreached points."""
+        """Return the unreached points."""
         return {path.name for path in self._points.iterdir() if path.suffix != ".here"}
 
     def beside(self, request):
-        """Make a request beside all else; returns a function that waits for its end, and says whether it was done."""
+        """Send a request in a thread; return a function that waits for it and returns its success."""
         outcome = []
 
         def make():
@@ -172,7 +171,7 @@ class Lab:
     # --- asking Octavia's API while its processes die -----------------------------------------------------------------
 
     def failed(self, request):
-        """Make a request whose process is killed; return when the API answers again."""
+        """Send a request whose process is killed; return when the API answers again."""
         try:
             request()
         except FAILED as error:
@@ -182,7 +181,7 @@ class Lab:
         raise AssertionError("the request was answered, although its process should have been killed")
 
     def set_members(self, pool_id, names):
-        """The members of a pool become these."""
+        """Replace the members of a pool."""
         members = [self.cloud.member(one) for one in names]
         answer = self.connection.load_balancer.put(
             self.cloud.url(f"pools/{pool_id}/members"), json={"members": members}
@@ -190,7 +189,7 @@ class Lab:
         assert answer.status_code < 300, answer.text
 
     def survive(self, request, *points):
-        """Make a request while one process dies at each of these points; returns the answer."""
+        """Send a request while a process is killed at each of these points; return the answer."""
         self.arm(*points)
         answer = request()
         self.reached()
@@ -198,7 +197,7 @@ class Lab:
         return answer
 
     def refused(self, request, points):
-        """Make a request once for each of these points, at which the API dies; nothing is left of the request."""
+        """Send a request for each of these points, at which the API is killed; the request leaves no trace."""
         for point in points:
             self.arm(point)
             self.failed(request)
@@ -218,15 +217,15 @@ class Lab:
     # --- what is left -------------------------------------------------------------------------------------------------
 
     def settled(self, seconds=PATIENCE):
-        """Wait until nothing is PENDING, no job is left, and no object is without an owner."""
+        """Wait until no object is PENDING, no job is left, and no orphan exists."""
         deadline = time.monotonic() + seconds
-        # What costs least is asked first: Octavia takes a tenth of a second for all of its answers.
+        # The cheapest check is first: Octavia's API takes 0.1 s for its part.
         while trouble := (self._undone() or self._undecided() or self._undone() or self.unowned()):
             assert time.monotonic() < deadline, f"after {seconds:.0f} s: {trouble}"
             time.sleep(0.1)
 
     def _undecided(self):
-        """What Octavia still calls PENDING."""
+        """Return the objects that are PENDING in Octavia."""
         found = []
         for kind in ("loadbalancers", "listeners", "pools", "healthmonitors", "l7policies"):
             rows = self.connection.load_balancer.get(self.cloud.url(kind)).json()[kind]
@@ -234,12 +233,12 @@ class Lab:
             if kind == "pools":
                 for row in rows:
                     members = self.connection.load_balancer.get(self.cloud.url(f"pools/{row['id']}/members")).json()
-                    # It may be gone by now.
+                    # It may be deleted meanwhile.
                     found += [("member", one["id"], one["provisioning_status"]) for one in members.get("members", [])]
         return [one for one in found if one[2].startswith("PENDING")]
 
     def _undone(self):
-        """What we have accepted and not settled, and what Octavia was not told."""
+        """Return the provider's unfinished jobs and unreported statuses."""
 
         def read(connection):
             work = tables.job
@@ -251,7 +250,7 @@ class Lab:
                     work.c.committed < work.c.generation,
                     work.c.read_back,
                 ),
-                # A pool is looked after for ever; what is to be in it the test itself asks.
+                # The spare pool's job never ends; the test checks its content.
                 work.c.op != spare_pools.OP,
             )
             said = [(one.object_id, one.provisioning) for one in status_outbox.list_due_reports(connection, 100)]
@@ -261,7 +260,7 @@ class Lab:
         return self.database.read(read)
 
     def unowned(self):
-        """What is on this machine or in a table and belongs to no load balancer that Octavia knows."""
+        """Return machines, ports and rows that belong to no load balancer of Octavia."""
         known = {row["id"] for row in self._load_balancers()}
 
         def read(connection):
@@ -320,12 +319,12 @@ class Lab:
     # --- machines, and what replaces them ---------------------------------------------------------------------------
 
     def power_off(self, amphora_id):
-        """A machine ends as in a power cut, without a message."""
+        """Kill a machine without a message, as in a power cut."""
         record = self.settings.amphorae / amphora_id / "process.json"
         os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
 
     def replacements(self, load_balancer_id):
-        """Every fail-over of a load balancer there ever was, the oldest first."""
+        """Return all fail-overs of a load balancer, oldest first."""
         table = tables_fleet.failover
         mine = sa.select(table).where(table.c.load_balancer_id == load_balancer_id).order_by(table.c.id)
         return self.database.read(lambda connection: connection.execute(mine).all())
@@ -335,7 +334,7 @@ class Lab:
 
 
 class Witness:
-    """A client of one load balancer that never stops asking while others die.
+    """A client that sends requests to one load balancer continuously.
 
     Nothing of the control plane is in the path of a request: not one may fail.
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections that last: a download that goes on until it is told to end, and ones that were upgraded and are echoed.
+"""Long connections: an endless download, and upgraded connections with an echo.
 
-Invariant: every byte is accounted for. What a visitor gets is compared with what the member has sent.
+Invariant: every byte is verified. The bytes that the client receives are compared with those that the member sent.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(line)
 
     def _send(self):
-        """Twenty times a second, until the end; then the connection ends too."""
+        """Send a block 20 times a second until the download ends; then close the connection."""
         self.close_connection = True
         self.send_response(200)
         self.send_header("Connection", "close")
@@ -62,11 +62,11 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request, client_address):
-        """The test asks for the closed connections."""
+        """The test closes connections on purpose."""
 
 
 class Member:
-    """A server in a member's namespace, for the length of a with block."""
+    """A server in a member's namespace inside a with block."""
 
     def __init__(self, settings, host, port):
         self._server = namespaces.run_inside(
@@ -90,7 +90,7 @@ class Member:
         self._server.server_close()
 
     def visits(self, settings, address, port):
-        """A download and two upgraded connections, begun."""
+        """Start a download and two upgraded connections."""
         place = namespaces.path(settings.host(topology.CLIENT))
         plain = [
             namespaces.run_inside(place, lambda: socket.create_connection((address, port), timeout=10))
@@ -100,17 +100,17 @@ class Member:
         return self._visits
 
     def finish(self):
-        """The download ends."""
+        """End the download."""
         self._server.over.set()
 
     @property
     def sent(self):
-        """The digest of what was sent by the download that has ended."""
+        """Return the digest of the bytes that the ended download sent."""
         return self._server.sent
 
 
 class _Visit:
-    """One connection of a visitor's, after the head of the answer."""
+    """One client connection, after the response header."""
 
     request = ""
 
@@ -135,14 +135,14 @@ class Download(_Visit):
         self.goes_on()
 
     def goes_on(self):
-        """What has come until now is followed by more."""
+        """Assert that more data arrives."""
         for _ in range(5):
             part = self._stream.read1(100_000)
             assert part, "it ended"
             self._digest.update(part)
 
     def rest(self):
-        """The digest of all of it, when it has ended."""
+        """Return the digest of all data at its end."""
         while part := self._stream.read1(100_000):
             self._digest.update(part)
         return self._digest.hexdigest()
@@ -152,14 +152,14 @@ class Echo(_Visit):
     request = "/ HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: echo"
 
     def goes_on(self):
-        """A line comes back as it was sent."""
+        """Assert that the echo of a line equals it."""
         for number in range(5):
             line = f"{number}{'.' * 5000}\n".encode()
             self._plain.sendall(line)
             assert self._stream.readline() == line
 
     def is_cut(self, seconds):
-        """Whether the other side says that the connection is gone, in that time."""
+        """Return whether the peer closes the connection in that time."""
         self._plain.settimeout(seconds)
         try:
             self._plain.sendall(b"hello\n")

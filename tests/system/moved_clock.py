@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A clock that is set while programs use it, like a correction by an operator.
+"""Sets the clock of running programs, like a correction by an operator.
 
-Invariant: only the time of day is moved (libfaketime, which looks into a file each time it is asked); the clock that
-only goes forward is the kernel's own, as after a change of a machine's clock.
+Invariant: only the wall clock moves (libfaketime reads its offset from a file at each call). The monotonic clock stays
+the kernel's own, as after a change of a real machine's clock.
 """
 
 import os
@@ -23,10 +23,10 @@ _DEADLINES = {"FAKETIME_FORCE_MONOTONIC_FIX": "0"}
 
 
 class Clock:
-    """One clock, for as many programs as are started with it.
+    """One clock, for all programs that are started with it.
 
     Args:
-        folder: of a test's own.
+        folder: a folder of one test.
     """
 
     def __init__(self, folder):
@@ -39,13 +39,13 @@ class Clock:
         self.set(0.0)
 
     def set(self, ahead):
-        """From now on it says the true time and so many seconds more."""
+        """Set it to the true time plus an offset in seconds."""
         new = self._file.with_suffix(".new")
         new.write_text(f"{ahead:+.0f}\n", encoding="ascii")
         new.replace(self._file)
 
     def environment(self):
-        """What a program is started with that is to look at it."""
+        """Return the environment of a program that uses this clock."""
         before = os.environ.get("PYTHONPATH")
         return {
             "LD_PRELOAD": _LIBRARY,
@@ -58,11 +58,11 @@ class Clock:
         }
 
     def words(self):
-        """The same, to be written before a command."""
+        """Return the environment as a command prefix."""
         return ("env", *(f"{name}={value}" for name, value in self.environment().items()))
 
     def restart(self, stack, *names):
-        """Have programs of a sandbox look at it."""
+        """Restart programs of a sandbox with this clock."""
         programs = [one for one in stack.programs() if one.name in names]
         assert len(programs) == len(names)
         for one in programs:
@@ -73,7 +73,7 @@ class Clock:
             stack.supervision.wait_ready(one, 60.0)
 
     def interpreter(self, file, python):
-        """A Python for amphorae that look at it."""
+        """Return a Python for amphorae that use this clock."""
         text = " ".join(f"'{word}'" for word in self.words())
         new = file.with_suffix(".new")
         new.write_text(f'#!/bin/sh\nexec {text} {python} "$@"\n', encoding="ascii")
@@ -82,5 +82,5 @@ class Clock:
 
 
 def is_there():
-    """Whether it can be had on this machine."""
+    """Return whether libfaketime is installed."""
     return any(Path("/usr").glob("lib*/*/faketime/libfaketimeMT.so.1"))

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients with continuous requests, and the longest time without an answer.
+"""Clients that send requests continuously, and the longest time without an answer.
 
-Invariant: the longest time between two answers is measured where the client is, and nothing of what a fail-over does is
-believed without it.
+Invariant: the longest time between two answers is measured at the client. No other measurement proves a fail-over.
 """
 
 import http.client
@@ -13,17 +12,17 @@ from collections import Counter
 from amphora_driver.host import namespaces
 from sandbox import topology
 
-# Seconds between two requests, and for which one waits for its answer.
+# Seconds between two requests, and the time-out of one.
 PAUSE, PATIENCE = 0.02, 0.3
 
 
 class Clients:
-    """Requests one after the other, each over its own connection, from a client of the sandbox.
+    """A sandbox client that sends sequential requests, each over a new connection.
 
     Attributes:
-        answers: how many of which outcome.
+        answers: number of requests by result.
         gap: the longest time without an answer, in seconds.
-        answered_at: when the first answer after that came (seconds since 1970).
+        answered_at: time of the first answer after that gap (seconds since 1970).
     """
 
     def __init__(self, cloud, address):
@@ -45,7 +44,7 @@ class Clients:
         self._thread.join()
 
     def more(self, number=20, seconds=60.0):
-        """Wait for so many more answers."""
+        """Wait for this number of further answers."""
         wanted = self.answers["200"] + number
         self.cloud.until(lambda: self.answers["200"] >= wanted, f"{number} more answers", seconds)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many load balancers under load while their amphorae are replaced: clients of each, and a counter."""
+"""Many load balancers under load while their amphorae are replaced: their clients, and a counter."""
 
 import http.client
 import json
@@ -20,19 +20,19 @@ from amphora_driver.host import namespaces
 from amphora_driver.store import rotations
 from sandbox import topology
 
-# Seconds between two requests of a client; half of that is the error of an outage that is measured.
+# Seconds between two requests of a client; half of that is the error of a measured outage.
 _PAUSE = 0.1
 
 
 class Clients:
-    """One client for each load balancer: requests one after the other, each over its own connection."""
+    """One client per load balancer, with sequential requests, each over a new connection."""
 
     def __init__(self, cloud, balancers):
         self._cloud = cloud
         self._stopping = threading.Event()
         self.answered = {one.id: 0 for one in balancers}
         self.failed = {one.id: 0 for one in balancers}
-        # The longest time in which nothing was answered, in seconds.
+        # The longest time without an answer, in seconds.
         self.outage = {one.id: 0.0 for one in balancers}
         self._threads = [threading.Thread(target=self._run, args=(one.id, one.vip_address)) for one in balancers]
 
@@ -77,7 +77,7 @@ def _is_answered(address):
 
 
 class Counting:
-    """Looks at the rows again and again: of how many load balancers at once amphorae are being replaced."""
+    """Polls the rows for the number of load balancers under concurrent replacement."""
 
     def __init__(self, database):
         self._database = database
@@ -97,7 +97,7 @@ class Counting:
 
     def _run(self):
         turns = sa.select(sa.func.count()).where(rotation_item.c.state == "running")
-        # Those whose VIPs have gone only wait for connections to end.
+        # A draining amphora without VIPs only waits for its connections to end.
         going = amphora.c.state == "retiring", amphora.c.drains_until.is_(None)
         replaced = sa.select(sa.func.count(sa.distinct(amphora.c.load_balancer_id))).where(*going)
         while not self._stopping.wait(0.05):
@@ -115,7 +115,7 @@ class Fleet:
         self.database = cloud.database
 
     def make(self, number, pairs, flavor):
-        """So many load balancers with listener and pool, the first ones of them pairs; ACTIVE and ONLINE."""
+        """Create load balancers with listener and pool, the first ones as pairs; wait for ACTIVE and ONLINE."""
         made = []
         for one in range(number):
             pool = {
@@ -141,7 +141,7 @@ class Fleet:
         return found.provisioning_status, found.operating_status
 
     def ctl(self, *words):
-        """Run amphoractl; returns what it prints as JSON, if it does."""
+        """Run amphoractl; return its JSON output, if any."""
         shows = words[0] == "rotate" or words[-1] in ("list", "show") or "show" in words
         done = subprocess.run(
             [Path(sys.executable).with_name("amphoractl"), *words, *(("-f", "json") if shows else ())],
@@ -155,7 +155,7 @@ class Fleet:
         return json.loads(done.stdout) if shows else None
 
     def rotate(self, most, **selection):
-        """Ask for a rotation as the command does; returns its number."""
+        """Request a rotation as the command does; return its number."""
         wanted = rotations.Selection(**selection)
         return self.database.write(lambda c: rotations.request_rotation(c, wanted, most, "a test")).id
 
@@ -169,7 +169,7 @@ class Fleet:
         return self.database.read(lambda c: rotations.list_items(c, number))
 
     def ended(self, number, seconds):
-        """Wait until it has ended; one that is paused meanwhile says why."""
+        """Wait until the rotation has ended; a paused one fails with its reason."""
 
         def ask():
             found = self.rotation(number)
@@ -179,7 +179,7 @@ class Fleet:
         return Cloud.until(ask, "the rotation has ended", seconds)
 
     def serving(self, balancers):
-        """The amphorae of each that stay."""
+        """Return the amphorae of each load balancer that are not being replaced."""
         query = sa.select(amphora.c.load_balancer_id, amphora.c.id).where(amphora.c.state != "retiring")
         found = {one.id: set() for one in balancers}
         for row in self.database.read(lambda c: c.execute(query).all()):
@@ -188,7 +188,7 @@ class Fleet:
         return found
 
     def failovers(self, *rotation_ids):
-        """How many amphorae of each load balancer these rotations have replaced."""
+        """Return the number of replaced amphorae for each load balancer."""
         query = (
             sa.select(failover.c.load_balancer_id, sa.func.count())
             .where(failover.c.rotation_id.in_(rotation_ids))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sandbox that lives as long as a test needs it, on a machine that afterwards looks as before."""
+"""A sandbox for one test or module, which leaves nothing on the machine."""
 
 import os
 import shutil
@@ -23,13 +23,13 @@ _FIRST_PORT = 20000
 
 
 def _sessions(stack):
-    """The process sessions of the programs that run."""
+    """Return the process sessions of the running programs."""
     running = [stack.supervision.running(name) for name in stack.supervision.names()]
     return {process.pid for process in running if process is not None}
 
 
 def left_behind(settings, sessions=frozenset()):
-    """What of a sandbox is still on the machine: namespaces, processes, mounts.
+    """Return the remains of a sandbox on the machine: namespaces, processes, mounts.
 
     Args:
         settings: of the sandbox.
@@ -51,13 +51,13 @@ def left_behind(settings, sessions=frozenset()):
 
 
 def provider_agents(stack):
-    """Those processes of ours that octavia-driver-agent has started itself."""
+    """Return the provider agent processes that octavia-driver-agent started itself."""
     found = stack.supervision.running("octavia-driver-agent").children()
     return [one for one in found if b"provider_agent" in title(one)]
 
 
 def title(process):
-    """What a process is called; nothing if it has ended."""
+    """Return the title of a process; empty if it has ended."""
     try:
         return Path(f"/proc/{process.pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -65,7 +65,7 @@ def title(process):
 
 
 class _Common:
-    """The sandbox that modules without one of their own share."""
+    """The sandbox that modules share by default."""
 
     def __init__(self):
         self._closing = ExitStack()
@@ -74,7 +74,7 @@ class _Common:
 
     @contextmanager
     def used(self):
-        """Its stack and settings, for one module; it is started if it does not run."""
+        """Return stack and settings for one module; start the sandbox if necessary."""
         if self._running is None:
             self._running = self._closing.enter_context(_started({}))
         self._used = True
@@ -84,7 +84,7 @@ class _Common:
             self._used = False
 
     def make_room(self):
-        """End it, unless the present module uses it."""
+        """End the common sandbox, unless the present module uses it."""
         if not self._used:
             self._running = None
             self._closing.close()
@@ -95,7 +95,7 @@ _COMMON = _Common()
 
 @contextmanager
 def common():
-    """The common sandbox of this process, for a session."""
+    """The common sandbox of this process, for one session."""
     try:
         yield _COMMON
     finally:
@@ -104,7 +104,7 @@ def common():
 
 @contextmanager
 def running(**choices):
-    """A sandbox of its own; yields the stack and its settings. AMPHORA_KEEP_LOGS names a folder for its logs."""
+    """Run a separate sandbox; yield the stack and its settings. AMPHORA_KEEP_LOGS names a folder for its logs."""
     _COMMON.make_room()
     with _started(choices) as started:
         yield started
@@ -152,7 +152,7 @@ def _ports(number):
 
 
 def _free(number):
-    """Whether nothing is left of this number, also not of a killed test."""
+    """Return whether this number has no remains, not even of a killed test."""
     if namespaces.names(f"{_prefix(number)}-"):
         return False
     for port in _ports(number):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Octavia's API with a provider that keeps Octavia's transaction open for a while after each of its calls.
 
-Octavia writes some of its own PENDING states after the provider's method returned, and commits after that. The time
-between is some milliseconds; here it is long enough for everything that must not happen in it to happen.
+Octavia writes some PENDING states after the provider's method returns, and commits after that. In production this takes
+milliseconds; here it takes long enough to expose every race with that transaction.
 """
 
 import functools
@@ -30,7 +30,7 @@ def _slowed(method):
 
 
 def api():
-    """The WSGI application for gunicorn."""
+    """Return the WSGI application for gunicorn."""
     for name, _ in inspect.getmembers(provider_base.ProviderDriver, inspect.isfunction):
         if name.endswith(_WORDS):
             setattr(AmphoraProviderDriver, name, _slowed(getattr(AmphoraProviderDriver, name)))

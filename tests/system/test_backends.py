@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two compute backends serve one deployment side by side, and each load balancer stays with the one it began with."""
+"""Two compute backends serve one deployment, and each load balancer stays on the backend of its creation."""
 
 import json
 
@@ -18,7 +18,7 @@ from sandbox.stack import Stack
 
 pytestmark = [pytest.mark.root, pytest.mark.extended]
 
-# A whole backend of its own in all that can be seen: it has images, and its amphorae lie elsewhere.
+# A complete second backend: it has its own images and its own directory of amphorae.
 SOURCE = """
     from pathlib import Path
 
@@ -49,7 +49,7 @@ _OURS = ("octavia-api", "octavia-driver-agent", "amphora-controller")
 def place(tmp_path, monkeypatch):
     """A sandbox with a second compute backend installed, and a way to restart it with other options."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    # stevedore remembers below HOME what it found on a path; this one is gone afterwards.
+    # stevedore caches entry points below HOME; this path does not exist afterwards.
     monkeypatch.setenv("HOME", str(tmp_path))
     package(tmp_path, "imaging_compute", SOURCE, {COMPUTE: {"imaging": "Imaging"}})
     with running(options=BOTH) as (stack, settings):
@@ -107,7 +107,7 @@ def test_two_compute_backends_side_by_side(place):
     (image,) = cloud.settings.amphorae.with_name("imaged").glob("*/image")
     assert image.read_text() == "new"
 
-    # The default changes: what is there stays where it is, also when it is replaced; what is new goes elsewhere.
+    # After a change of the default, old load balancers stay, also at a fail-over; new ones use the new default.
     reconfigure(SWITCHED)
     fail_over(cloud, plain)
     fail_over(cloud, imaged)
@@ -115,7 +115,7 @@ def test_two_compute_backends_side_by_side(place):
     assert backend(cloud, new) == "imaging"
     each_is_with_its_own(new)
 
-    # The old backend is not enabled any more: only those that are with it notice, and they keep serving.
+    # The old backend is disabled: only its load balancers are affected, and they keep serving.
     reconfigure(LEFT)
     cloud.balancers.create_member(cloud.pool_of(plain), **cloud.member("member3"))
     cloud.until(
@@ -131,7 +131,7 @@ def test_two_compute_backends_side_by_side(place):
     cloud.active(new.id)
     cloud.balanced(new.vip_address, {"member1": 1, "member3": 1})
 
-    # Enabled again, the same backend takes the same load balancer up where it was left.
+    # After the backend is enabled again, its load balancer continues.
     reconfigure(SWITCHED)
     cloud.balancers.failover_load_balancer(plain.id)
     cloud.until(lambda: cloud.balancers.get_load_balancer(plain.id).provisioning_status == "ACTIVE", "taken up again")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Much at once: load balancers created together, and members changed everywhere at the same time.
+"""Bursts: load balancers are created together, and members of all of them change at the same time.
 
-`AMPHORA_BURST=100` makes it a hundred load balancers, half of which then take twenty changes each (`AMPHORA_CHANGES`):
-six minutes of two processors that do nothing else. Octavia lets a user change one thing of a load balancer at a time:
-a refused user repeats the request.
+`AMPHORA_BURST=100` creates a hundred load balancers; half of them then take twenty changes each (`AMPHORA_CHANGES`).
+This takes six minutes on two otherwise idle processors. Octavia accepts one change of a load balancer at a time: a
+refused client repeats the request.
 """
 
 import os
@@ -37,11 +37,11 @@ def create(cloud, number):
 
 
 def add_members(cloud, balancer):
-    """One after the other, each as soon as Octavia takes it; returns how often it did not."""
+    """Add members one by one, with retries; return the number of refusals."""
     pool, refused = cloud.pool_of(balancer), 0
     deadline = time.monotonic() + PATIENCE
     for number in range(CHANGES):
-        # No request goes there: the expectation for the client's requests stays the same.
+        # Disabled members get no requests, so the expected answers stay the same.
         member = cloud.member("member3", protocol_port=9000 + number, admin_state_up=False)
         while True:
             try:
@@ -56,7 +56,7 @@ def add_members(cloud, balancer):
 
 
 def settled(cloud):
-    """Every load balancer by its provisioning status, once none is PENDING."""
+    """Wait until no load balancer is PENDING; return them by provisioning status."""
 
     def ask():
         found = [one.provisioning_status for one in cloud.balancers.load_balancers()]
@@ -70,13 +70,13 @@ def rows(cloud, *columns, where=()):
 
 
 def taken(cloud, balancers):
-    """How long changes took from their acceptance until an amphora served them: what of all of it is ours."""
+    """Return the time from acceptance to service of each change: the provider's part."""
     where = (request.c.action == "create member", request.c.load_balancer_id.in_([one.id for one in balancers]))
     found = sorted(end - begin for begin, end in rows(cloud, request.c.accepted_at, request.c.applied_at, where=where))
     return round(found[len(found) // 2], 2), round(found[len(found) * 9 // 10], 2)
 
 
-def test_all_amphorae_at_once(cloud, record_property):
+def test_load_balancers_created_together_all_serve(cloud, record_property):
     """All become ACTIVE and serve; every accepted call was performed once, and no load balancer has two amphorae."""
     begun = time.monotonic()
     with ThreadPoolExecutor(USERS) as users:
@@ -101,7 +101,7 @@ def test_all_amphorae_at_once(cloud, record_property):
         assert len(members) == 2 + CHANGES
         assert {one.provisioning_status for one in members} == {"ACTIVE"}
         cloud.balanced(balancer.vip_address, {"member1": 1, "member2": 1})
-    # One request a change, none left open, none counted twice.
+    # One request per change: none is open, none is counted twice.
     assert len(rows(cloud, request.c.id)) == NUMBER + CHANGED * CHANGES
     assert rows(cloud, request.c.id, where=(request.c.applied_at.is_(None),)) == []
     assert rows(cloud, job.c.load_balancer_id, where=(job.c.applied < job.c.generation,)) == []

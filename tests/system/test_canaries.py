@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything runs at DEBUG, goes wrong on purpose, and then no secret is anywhere but where it belongs.
+"""Secrets stay in their places while all services run at DEBUG and many operations fail.
 
-Octavia is started with debug as well, and what it writes into its log, its database and its own folders is searched in
-the same way: whatever of ours, or of octavia_lib, writes there would be found. Only one thing is Octavia's alone: its
-certificate manager, in the sandbox a folder with users' keys (`tls/`), of which the operator decides.
+Octavia runs with debug too. Its log, its database and its folders are searched in the same way, because the driver and
+octavia_lib write there. The exception is Octavia's certificate manager, in the sandbox a folder with users' keys
+(`tls/`): its protection is the operator's decision.
 """
 
 import base64
@@ -56,7 +56,7 @@ _USERS = ("tls/*",)
 
 
 class Patient(Cloud):
-    """Everything writes down all it does, which takes its time."""
+    """Waits longer, because DEBUG logs of all services take time."""
 
     @staticmethod
     def until(question, what, seconds=180.0):
@@ -70,7 +70,7 @@ def encrypted(pem, passphrase):
 
 
 def keep(settings, ref, certificate, key=None, passphrase=None):
-    """Put a certificate where Octavia finds it."""
+    """Write a certificate into Octavia's certificate manager."""
     (settings.tls / f"{ref}.crt").write_text(certificate.certificate_pem)
     (settings.tls / f"{ref}.key").write_text(key or certificate.key_pem)
     if passphrase:
@@ -79,7 +79,7 @@ def keep(settings, ref, certificate, key=None, passphrase=None):
 
 @pytest.fixture
 def store():
-    """A MariaDB that asks for a password and writes down every statement it is sent."""
+    """A MariaDB with a password and a log of every statement."""
     if not (shutil.which("mariadbd") or shutil.which("mariadbd", path="/usr/sbin")):
         pytest.skip("needs mariadbd")
     with mariadb.server("store") as (url,):
@@ -97,7 +97,7 @@ def store():
 
 @pytest.fixture
 def loud(store, monkeypatch):
-    """A sandbox in which everything talks, with all its secrets; yields it as a user sees it."""
+    """A sandbox at DEBUG with all kinds of secrets; yields a user's view of it."""
     url, statements = store
     quiet = config_files._octavia_options
 
@@ -113,7 +113,7 @@ def loud(store, monkeypatch):
         # CAs are rotated within the test.
         "amp_certificates": {"settle": "2"},
         "amp_controller": {"lease": "3", "housekeeping_interval": "1"},
-        # An amphora that is switched off comes back.
+        # The test expects a powered-off amphora to come back.
         "amp_failover": {"automatic": "False"},
     }
     with running(store_url=url, options=options) as (_stack, settings), demo.connect(settings) as connection:
@@ -123,7 +123,7 @@ def loud(store, monkeypatch):
 
 
 def canaries(cloud, authority_keys):
-    """Every secret there is, and the files it belongs in."""
+    """Return every secret with the files that may contain it."""
     etc = cloud.settings.etc
     users = {"default": DEFAULT, "sni": SNI, "client": CLIENT, "passphrase-protected": SEALED, "refused": MISMATCHED}
     vault = Vault.load(str(etc / "encryption.keys"))
@@ -163,7 +163,7 @@ def canaries(cloud, authority_keys):
 
 
 def serve(cloud):
-    """A load balancer that uses every kind of secret; returns it with its TLS listener."""
+    """Create a load balancer with every kind of secret; return it with its TLS listener."""
     settings = cloud.settings
     keep(settings, "default", DEFAULT)
     keep(settings, "sni", SNI)
@@ -190,7 +190,7 @@ def serve(cloud):
 
 
 def make_the_agent_talk(cloud, amphora_id):
-    """It is restarted with DEBUG, and so is given all its secrets once more."""
+    """Restart the agent with DEBUG; the controller pushes all secrets again."""
     settings = cloud.settings
     path = settings.amphorae / amphora_id / "etc" / "agent.conf"
     path.write_text(path.read_text().replace("[agent]\n", "[agent]\nlog_level = DEBUG\n", 1))
@@ -200,8 +200,8 @@ def make_the_agent_talk(cloud, amphora_id):
     assert compute.power_on(amphora_id)
 
 
-def refused_by_the_door(cloud, listener):
-    """A key that belongs to another certificate: Octavia's user is told, without it."""
+def refused_by_the_driver(cloud, listener):
+    """Send a key of another certificate: the error names the fault without the key."""
     keep(cloud.settings, "mismatched", DEFAULT, MISMATCHED.key_pem)
     answer = cloud.balancers.put(
         cloud.url(f"listeners/{listener}"), json={"listener": {"default_tls_container_ref": "mismatched"}}
@@ -211,7 +211,7 @@ def refused_by_the_door(cloud, listener):
 
 
 def refused_by_the_agent(cloud, amphora_id):
-    """A configuration with a key among its files, that HAProxy does not read; returns all that can be said of it."""
+    """Push an invalid HAProxy configuration with a key file; return all messages about it."""
     settings = cloud.settings
     rows = cloud.database.read(lambda c: c.execute(sa.select(amphora)).all())
     (address,) = [row.management_address for row in rows if row.id == amphora_id]
@@ -242,7 +242,7 @@ def refused_by_the_agent(cloud, amphora_id):
 
 
 def diagnosed(cloud, amphora_id):
-    """What an amphora says of itself, with the logs of all that runs in it."""
+    """Return the diagnosis of an amphora with all its logs."""
     rows = cloud.database.read(lambda c: c.execute(sa.select(amphora)).all())
     (address,) = [row.management_address for row in rows if row.id == amphora_id]
     return json.dumps(with_agents(cloud.settings, lambda client: client.diagnostics(amphora_id, address)))
@@ -265,7 +265,7 @@ def with_agents(settings, ask):
 
 
 def failed_in_the_controller(cloud, balancer, listener):
-    """A secret that cannot be read when it is opened: the fault is in a frame that has it in clear."""
+    """Cause a decoding error in a frame that has the secret in clear."""
     vault = Vault.load(str(cloud.settings.etc / "encryption.keys"))
     before = cloud.database.read(lambda c: sealed_secrets.load_secrets(c, balancer.id))
     (name,) = [one for one in before if one.ref == "sni"]
@@ -288,7 +288,7 @@ def state(cloud, listener):
 
 
 def pushed_in_vain(cloud, balancer, amphora_id):
-    """The machine is off in the middle of a change: the push fails, and is tried until it is back."""
+    """Power off the machine during a change: the push fails and is retried."""
     conf = config.load([str(cloud.settings.driver_configuration)])
     compute = NetnsCompute(conf, LocalNetwork(conf, cloud.database))
     compute.power_off(amphora_id)
@@ -299,11 +299,11 @@ def pushed_in_vain(cloud, balancer, amphora_id):
 
 
 @pytest.mark.root
-def test_no_secret_is_anywhere_but_where_it_belongs(loud):
+def test_secrets_are_in_their_permitted_places_only(loud):
     cloud, statements = loud
     balancer, listener = serve(cloud)
     (amphora_id,) = cloud.amphorae(balancer)
-    told = [refused_by_the_door(cloud, listener), refused_by_the_agent(cloud, amphora_id)]
+    told = [refused_by_the_driver(cloud, listener), refused_by_the_agent(cloud, amphora_id)]
     pushed_in_vain(cloud, balancer, amphora_id)
     make_the_agent_talk(cloud, amphora_id)
     failed_in_the_controller(cloud, balancer, listener)
@@ -322,7 +322,7 @@ def test_no_secret_is_anywhere_but_where_it_belongs(loud):
     answers = [("an answer", name) for text in told for name in search.within(text.encode())]
     assert found + at + inside + elsewhere + answers == []
 
-    # The search itself can fail, and has looked at something.
+    # The search detects planted secrets, and has searched files.
     assert (files > 30, processes > 50, rows > 20) == (True, True, True)
     assert statements.stat().st_size > 100_000
     logs = {path.name: path.read_bytes() for path in cloud.settings.log.glob("*.log")}
@@ -337,7 +337,7 @@ def test_no_secret_is_anywhere_but_where_it_belongs(loud):
 
 
 def rotated(cloud, balancer):
-    """A new key on top, while everything runs; what was sealed before and after is served."""
+    """Add a new encryption key at runtime; secrets encrypted with either key are usable."""
     path = cloud.settings.etc / "encryption.keys"
     fresh = path.with_name("fresh.keys")
     fresh.write_bytes(Fernet.generate_key() + b"\n" + path.read_bytes())
@@ -355,7 +355,7 @@ def rotated(cloud, balancer):
 
 
 def authorities_rotated(cloud, balancer):
-    """Both authorities are replaced by new ones; returns their keys, and all that the command has said."""
+    """Rotate both CAs; return their keys and the command's output."""
     settings, said_by_it = cloud.settings, []
     for kind in ca_records.CaKind:
         done = subprocess.run(
@@ -385,7 +385,7 @@ def authorities_rotated(cloud, balancer):
 
 
 def plant(cloud, search, everything):
-    """Each of them is found, in every shape, wherever it is put."""
+    """Assert that the search finds each canary in every encoding and place."""
     folder = Path(cloud.settings.state, "planted")
     folder.mkdir()
     log = folder / "planted.log"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Certificates and authorities are replaced while clients ask, users change things, and controllers die.
+"""Rotations of certificates and authorities under client load, user changes and controller crashes.
 
-A client never stops asking, and no request fails. In each phase of a rotation a controller dies where it moves the
-phase on, a user changes something that has to become ACTIVE, and in the end what was there before opens no door.
+No client request fails. In each phase of a rotation, a controller is killed at the phase change, and a user's change
+becomes ACTIVE. At the end, the old credentials are refused.
 """
 
 import datetime as dt
@@ -53,7 +53,7 @@ def witness(lab):
 
 
 def amphoractl(lab, *words):
-    """What a command says, as JSON."""
+    """Return the JSON output of a command."""
     done = subprocess.run(
         [Path(sys.executable).with_name("amphoractl"), *words, "-f", "json"],
         env={**os.environ, config.FILE_VARIABLE: str(lab.settings.driver_configuration)},
@@ -79,7 +79,7 @@ def change(lab, amphora_id, **values):
 
 
 def ask(lab, amphora_id, *, by_files):
-    """What an amphora says to a controller that knows the files only, or what is recorded."""
+    """Call an amphora with the certificates from files or from the database."""
     address = row_of(lab, amphora_id).management_address
     conf = config.load([str(lab.settings.driver_configuration)])
     vault = Vault.load(conf.amp_database.encryption_key_file)
@@ -95,7 +95,7 @@ def ask(lab, amphora_id, *, by_files):
 
 
 def changed(lab, balancer, weight):
-    """A user changes something, and it is served."""
+    """Apply a user's change; wait until it is served."""
     cloud = lab.cloud
     pool = cloud.pool_of(balancer)
     member = next(iter(cloud.balancers.members(pool)))
@@ -104,7 +104,7 @@ def changed(lab, balancer, weight):
 
 
 def renewed(lab, amphora_id, before):
-    """Wait until it has another certificate, and that is written down."""
+    """Wait until the amphora has a new certificate, and its row records it."""
 
     def new():
         row = row_of(lab, amphora_id)
@@ -113,7 +113,7 @@ def renewed(lab, amphora_id, before):
     return lab.cloud.until(new, "its certificate is renewed")
 
 
-def test_a_certificate_is_renewed_in_time_wherever_controllers_die(lab, witness):
+def test_a_certificate_is_renewed_in_time_despite_controller_crashes(lab, witness):
     amphora_id, issued_at = only(lab, witness.balancer), lab.database.now() - 6 * DAY
     first = row_of(lab, amphora_id)
     assert first.trusts.startswith("files-")
@@ -132,7 +132,7 @@ def test_a_certificate_is_renewed_in_time_wherever_controllers_die(lab, witness)
 
 
 def test_an_amphora_with_an_expired_certificate_is_enrolled_again(lab, witness):
-    """It was off for too long, say. Its certificate is not accepted, and it gets a new one."""
+    """The expired certificate (after a long power-off, for example) is refused and replaced."""
     amphora_id, etc = only(lab, witness.balancer), lab.settings.etc
     ago = lab.database.now() - 30 * DAY
     authority = Authority((etc / "amphora_ca.pem").read_bytes(), Secret((etc / "amphora_ca.key").read_bytes()))
@@ -152,13 +152,13 @@ def test_an_amphora_with_an_expired_certificate_is_enrolled_again(lab, witness):
 
 
 def phase_of(lab, kind):
-    """The phase in which a rotation is; None when it has ended."""
+    """Return the phase of a rotation; None after its end."""
     found = {one.state for one in lab.database.read(ca_records.list_cas) if one.kind is kind}
     return next((state for state in (CaState.NEXT, CaState.FORMER, CaState.LEAVING) if state in found), None)
 
 
 @pytest.mark.parametrize("kind", [CaKind.CONTROLLER, CaKind.AMPHORA])
-def test_an_authority_is_replaced_wherever_controllers_die(lab, witness, kind):
+def test_a_ca_is_rotated_despite_controller_crashes(lab, witness, kind):
     cloud, balancer = lab.cloud, witness.balancer
     amphora_id = only(lab, balancer)
     ask(lab, amphora_id, by_files=kind is CaKind.CONTROLLER)
@@ -173,7 +173,7 @@ def test_an_authority_is_replaced_wherever_controllers_die(lab, witness, kind):
     lab.arm(looks)
     cloud.until(lambda: looks not in lab.armed(), "the process is killed while it reads")
     for number, phase in enumerate((CaState.FORMER, CaState.LEAVING, None), start=11):
-        # The process waits after the step and is killed then: only the step is recorded.
+        # The process is suspended after the step and then killed: only the step is recorded.
         lab.held(moved)
         assert phase_of(lab, kind) is phase
         listed = amphoractl(lab, "ca", "list")
@@ -202,7 +202,7 @@ def test_an_authority_is_replaced_wherever_controllers_die(lab, witness, kind):
     changed(lab, balancer, 3)
 
 
-def test_files_are_needed_no_more_and_the_next_rotation_begins_from_rows(lab, witness):
+def test_a_rotation_after_both_cas_were_rotated_needs_no_files(lab, witness):
     """Both authorities were rotated: the remaining files are useless."""
     etc, cloud = lab.settings.etc, lab.cloud
     if len([one for one in lab.database.read(ca_records.list_cas) if one.state is CaState.CURRENT]) < 2:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Controllers come and go: two share the work, and what a dead one leaves half done another finishes."""
+"""Two controllers share the work; after a crash of one, the other completes its unfinished work."""
 
 import json
 import os
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.root
 
 @pytest.fixture
 def second_controller(stack):
-    """Another controller beside the one of the sandbox, as a Program that can be started and stopped."""
+    """A second controller beside the sandbox's, as a Program with start and stop."""
     program = msgspec.structs.replace(controller(stack), name="amphora-controller-2", ready=lambda _: True)
     sockets = stack.settings.run / "sockets"
     before = set(sockets.glob("controller-*"))
@@ -36,7 +36,7 @@ def controller(stack):
 
 
 def kill(stack, name):
-    """kill -9 for the process and its children, at this very moment."""
+    """Send SIGKILL to the process and its children."""
     process = stack.supervision.running(name)
     for one in (process, *process.children()):
         one.signal(signal.SIGKILL)
@@ -55,7 +55,7 @@ def test_two_controllers_share_the_work(cloud, second_controller, database):
         seen.update(owners(database))
         return all(cloud.balancers.get_load_balancer(one.id).provisioning_status == "ACTIVE" for one in made)
 
-    # The faster controller claims a load balancer; each of them does so after a while.
+    # The faster controller claims a load balancer; after several, each has claimed one.
     while len(seen) < 2:
         assert len(made) < 12, "one of the two never took any"
         for _ in range(2):
@@ -70,7 +70,7 @@ EARLIER = [pytest.param(one, marks=pytest.mark.extended) for one in ("Record", "
 
 
 @pytest.mark.parametrize("moment", [*EARLIER, "Push"])
-def test_a_controller_killed_in_the_middle_of_a_creation(cloud, stack, moment):
+def test_a_creation_is_completed_after_a_controller_crash(cloud, stack, moment):
     log = stack.supervision.log("amphora-controller")
     begin = log.stat().st_size
 
@@ -90,7 +90,7 @@ def test_a_controller_killed_in_the_middle_of_a_creation(cloud, stack, moment):
     assert on_the_machine == cloud.amphorae(made)
 
 
-def test_an_amphora_whose_machine_ends_while_it_boots_is_booted_again(cloud, stack):
+def test_an_amphora_that_is_killed_during_its_boot_is_booted_again(cloud, stack):
     made = cloud.balancers.create_load_balancer(name="stillborn", vip_subnet_id=topology.VIP_SUBNET)
     amphora_id = cloud.until(lambda: next(iter(cloud.amphorae(made)), None), "an amphora is recorded")
     record = stack.settings.amphorae / amphora_id / "process.json"
@@ -100,7 +100,7 @@ def test_an_amphora_whose_machine_ends_while_it_boots_is_booted_again(cloud, sta
     assert cloud.amphorae(made) == {amphora_id}
 
 
-def test_a_request_made_while_no_controller_lives_is_not_lost(cloud, stack):
+def test_a_request_without_a_running_controller_is_not_lost(cloud, stack):
     balancer = cloud.served("waiting", ("member1",))
     pool = cloud.pool_of(balancer)
     kill(stack, "amphora-controller")
@@ -112,7 +112,7 @@ def test_a_request_made_while_no_controller_lives_is_not_lost(cloud, stack):
     cloud.balanced(balancer.vip_address, {"member1": 1, "member2": 1})
 
 
-def test_octavias_agent_away_while_statuses_are_due(cloud, stack):
+def test_statuses_are_reported_after_octavias_agent_restarts(cloud, stack):
     balancer = cloud.served("deaf", ("member1",))
     pool = cloud.pool_of(balancer)
     stack.supervision.stop("octavia-driver-agent")
@@ -123,8 +123,8 @@ def test_octavias_agent_away_while_statuses_are_due(cloud, stack):
     cloud.active(balancer.id)
 
 
-def test_octavia_never_looks_after_its_provider_agent(cloud, stack):
-    """It starts one process of ours, once: those that this one has begun replace it, and each other."""
+def test_the_provider_agent_restarts_without_octavias_agent(cloud, stack):
+    """octavia-driver-agent starts one process once; its child processes replace it and each other."""
     balancer = cloud.served("told", ("member1",))
     pool = cloud.pool_of(balancer)
 
@@ -141,10 +141,10 @@ def test_octavia_never_looks_after_its_provider_agent(cloud, stack):
     cloud.active(balancer.id)
 
 
-def test_octavias_agent_is_killed_and_says_nothing(cloud, stack):
-    """Our processes end with it: its next start starts new ones."""
+def test_the_provider_agent_ends_with_a_killed_octavias_agent(cloud, stack):
+    """The provider agent's processes end with it; its next start creates new ones."""
     balancer = cloud.served("told-by-others", ("member1",))
-    # Another test may have killed what it had started.
+    # Another test may have killed its children.
     stack.supervision.stop("octavia-driver-agent")
     stack.up()
     octavia = stack.supervision.running("octavia-driver-agent")
@@ -153,15 +153,15 @@ def test_octavias_agent_is_killed_and_says_nothing(cloud, stack):
     ours = [watcher, *both]
     octavia.signal(signal.SIGKILL)
     cloud.until(lambda: not any(one.alive() for one in ours), "ours have ended")
-    # Octavia's own have not.
+    # Octavia's own processes have not ended.
     os.killpg(octavia.pid, signal.SIGKILL)
     cloud.balancers.create_member(cloud.pool_of(balancer), **cloud.member("member2"))
     stack.up()
     cloud.active(balancer.id)
 
 
-def test_an_answer_that_was_never_noted_and_renders_otherwise_now(cloud, stack, database):
-    """A controller died between the agent's answer and noting it; its successor says it in other words."""
+def test_an_unrecorded_answer_of_a_different_rendering_is_replaced(cloud, stack, database):
+    """A controller crashed before it recorded the agent's answer; its successor renders different text."""
     balancer = cloud.served("renamed", ("member1",))
     stack.supervision.stop("amphora-controller")
 

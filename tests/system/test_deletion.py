@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is deleted is gone: in Octavia, in the store, on the machine."""
+"""A deleted object is removed from Octavia, from the provider's database and from the machine."""
 
 import openstack
 import pytest
@@ -11,7 +11,7 @@ from amphora_driver.host import namespaces
 pytestmark = pytest.mark.root
 
 
-def test_children_one_by_one_then_the_load_balancer(cloud, database):
+def test_children_are_deleted_before_the_load_balancer(cloud, database):
     balancer = cloud.served("piecemeal", ("member1",))
     with pytest.raises(openstack.exceptions.BadRequestException):
         cloud.balancers.delete_load_balancer(balancer.id)
@@ -26,7 +26,7 @@ def test_children_one_by_one_then_the_load_balancer(cloud, database):
     assert_nothing_left(cloud, database, balancer)
 
 
-def test_cascade(cloud, database):
+def test_a_cascading_delete_removes_all_objects(cloud, database):
     monitor = {"type": "HTTP", "delay": 1, "timeout": 1, "max_retries": 1}
     balancer = cloud.served("cascade", ("member1", "member2", "member3"), monitor=monitor)
     listener, pool = cloud.listener_of(balancer), cloud.pool_of(balancer)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Silent amphorae on the real stack: the dead are replaced unasked; the blind do nothing, whatever blinds them.
+"""Failure detection on the real stack: dead amphorae are replaced; a controller without reliable heartbeats waits.
 
-AMPHORA_OUTAGE_SECONDS says for how long controllers and health managers are stopped, or gone: 600 for ten minutes.
+AMPHORA_OUTAGE_SECONDS is the time for which controllers and health managers are stopped or ended, for example 600.
 """
 
 import fcntl
@@ -38,10 +38,10 @@ from amphora_driver.store import circuit_breaker, failovers, silent_amphorae
 from amphora_driver.store.amphorae import key_location
 from sandbox import config_files, demo, topology
 
-# Half a minute of the real thing in four seconds, on a machine that others load too.
+# The production limit of 30 s, scaled to four seconds on a shared machine.
 SILENT_AFTER = 4.0
 BLIND_FOR = 2.5 * SILENT_AFTER
-# The longest wait for the write lock, and the rest of a request.
+# Seconds for the longest wait for the write lock and the rest of a request.
 REFUSED_WITHIN = 15.0 + 15.0
 OUTAGE = max(BLIND_FOR, float(os.environ.get("AMPHORA_OUTAGE_SECONDS", "0")))
 pytestmark = [pytest.mark.root, pytest.mark.lasts(300 + OUTAGE)]
@@ -90,7 +90,7 @@ def balancer(cloud):
 
 @pytest.fixture
 def calm(cloud, balancer):
-    """The control plane receives all heartbeats, and nothing was replaced or set to ERROR."""
+    """Assert that all heartbeats arrive, no amphora was replaced, and no object is in ERROR."""
     seeing(cloud)
     before, known = cloud.amphorae(balancer), len(rows(cloud))
     yield
@@ -130,7 +130,7 @@ def blind(cloud):
 
 
 def sees_for(cloud, seconds):
-    """Wait until it has seen for so long without being blind in between."""
+    """Wait until the detector has had heartbeats for this time without a gap."""
 
     def ask():
         sight = breaker(cloud, circuit_breaker.SIGHT)
@@ -141,7 +141,7 @@ def sees_for(cloud, seconds):
 
 @contextmanager
 def stopped(stack, name):
-    """A program and all it started stand still, and none of them has the turn to write into the database's file."""
+    """Stop a program and its children (SIGSTOP) while none of them has the database's write lock."""
     group = stack.supervision.running(name).pid
     with Path(f"{stack.settings.data}/amphora-driver.sqlite.lock").open("wb") as lock:
         os.killpg(group, signal.SIGSTOP)
@@ -156,7 +156,7 @@ def stopped(stack, name):
 
 
 def free(lock, seconds=2.0):
-    """Whether the write lock is free in that time: no stopped process holds it."""
+    """Return whether the write lock becomes free in that time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
@@ -170,12 +170,12 @@ def free(lock, seconds=2.0):
 
 
 def kill(cloud, amphora_id):
-    """A machine ends as in a power cut."""
+    """Kill a machine as in a power cut."""
     record = Path(cloud.settings.amphorae, amphora_id, "process.json")
     os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
 
 
-def test_a_dead_amphora_is_replaced_unasked(cloud, balancer):
+def test_a_dead_amphora_is_replaced_automatically(cloud, balancer):
     seeing(cloud)
     (old,) = cloud.amphorae(balancer)
     killed = time.time()
@@ -183,7 +183,7 @@ def test_a_dead_amphora_is_replaced_unasked(cloud, balancer):
     row = cloud.until(lambda: next(iter(rows(cloud)), None), "a fail-over has begun")
     assert (row.cause, row.amphora_id, row.load_balancer_id) == ("silent", old, balancer.id)
     assert row.silent_since <= killed + 1
-    # Found by its silence alone would be silent_after; what comes on top is the heartbeat's age and our load.
+    # Detection takes silent_after plus the age of the last heartbeat and the load of the machine.
     assert row.begun_at - killed < SILENT_AFTER + 10
     cloud.operating(lambda: cloud.balancers.get_load_balancer(balancer.id), "ERROR")
     cloud.until(lambda: old not in cloud.amphorae(balancer), "the dead one is gone", 90)
@@ -197,7 +197,7 @@ def test_a_dead_amphora_is_replaced_unasked(cloud, balancer):
 
 @contextmanager
 def gone(stack, *names):
-    """Programs end as by kill -9, and are started again."""
+    """Kill programs (SIGKILL), and start them again."""
     for name in names:
         process = stack.supervision.running(name)
         os.killpg(process.pid, signal.SIGKILL)
@@ -210,7 +210,7 @@ def gone(stack, *names):
 
 @pytest.fixture
 def change(cloud, balancer, record_property):
-    """A user's change without a running controller is performed by the next one."""
+    """Request a change without a controller; the next controller applies it."""
     pool = cloud.pool_of(balancer)
     member = next(iter(cloud.balancers.members(pool)))
 
@@ -228,20 +228,20 @@ def change(cloud, balancer, record_property):
 
 
 @pytest.mark.usefixtures("calm")
-def test_a_controller_that_stood_still(cloud, stack, change):
+def test_a_stopped_controller_replaces_no_amphora_afterwards(cloud, stack, change):
     with stopped(stack, "amphora-controller"), change():
         time.sleep(OUTAGE)
     sees_for(cloud, 1)
 
 
 @pytest.mark.usefixtures("calm")
-def test_a_controller_that_was_killed_and_came_back(stack, change):
+def test_a_restarted_controller_replaces_no_amphora(stack, change):
     with gone(stack, "amphora-controller"), change():
         time.sleep(OUTAGE)
 
 
 @pytest.mark.usefixtures("calm")
-def test_a_health_manager_that_stood_still(cloud, stack):
+def test_a_stopped_health_manager_causes_no_failover(cloud, stack):
     with stopped(stack, "amphora-health-manager"):
         blind(cloud)
         time.sleep(OUTAGE)
@@ -249,28 +249,28 @@ def test_a_health_manager_that_stood_still(cloud, stack):
 
 
 @pytest.mark.usefixtures("calm")
-def test_a_control_plane_that_stood_still(stack, change):
-    """A frozen host: no clock shows it, and all heartbeats of that time are lost."""
+def test_a_stopped_control_plane_causes_no_failover(stack, change):
+    """The whole host is suspended: no clock shows it, and all heartbeats of that time are lost."""
     with stopped(stack, "amphora-controller"), stopped(stack, "amphora-health-manager"), change():
         time.sleep(OUTAGE)
 
 
 @pytest.mark.usefixtures("calm")
-def test_a_control_plane_that_was_killed_and_came_back(stack, change):
+def test_a_restarted_control_plane_causes_no_failover(stack, change):
     with gone(stack, "amphora-controller", "amphora-health-manager"), change():
         time.sleep(OUTAGE)
 
 
 @pytest.mark.usefixtures("calm")
-def test_database_without_writes(cloud):
+def test_a_locked_database_causes_no_failover(cloud):
     with Path(f"{cloud.settings.data}/amphora-driver.sqlite.lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         time.sleep(BLIND_FOR)
 
 
 @pytest.mark.usefixtures("calm")
-def test_users_request_while_the_database_refuses_writes(cloud, balancer):
-    """A stopped process holds the write lock: a user's request is refused in time, without a trace."""
+def test_a_request_is_refused_while_the_database_is_locked(cloud, balancer):
+    """A stopped process holds the write lock: a request is refused in time and leaves no trace."""
     change = functools.partial(cloud.balancers.update_load_balancer, balancer.id, description="changed")
     with Path(f"{cloud.settings.data}/amphora-driver.sqlite.lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -279,7 +279,7 @@ def test_users_request_while_the_database_refuses_writes(cloud, balancer):
             change()
         assert time.monotonic() - begun < REFUSED_WITHIN
     assert refused.value.status_code == 500
-    # The operator reads which process has the turn.
+    # The log names the process with the lock.
     assert (
         f"the write lock was not free within 15 s: process {os.getpid()} "
         in (cloud.settings.log / "octavia-api.log").read_text()
@@ -290,7 +290,7 @@ def test_users_request_while_the_database_refuses_writes(cloud, balancer):
 
 
 @pytest.mark.usefixtures("calm")
-def test_a_way_to_the_amphorae_that_is_gone(cloud):
+def test_an_unreachable_management_network_causes_no_failover(cloud):
     """The control plane's interface is down: no heartbeat arrives, and no agent can be reached."""
     inside = ("nsenter", f"--net={namespaces.path(cloud.settings.control)}", "--", "ip", "link", "set", "eth0")
     subprocess.run([*inside, "down"], check=True)
@@ -303,8 +303,8 @@ def test_a_way_to_the_amphorae_that_is_gone(cloud):
 
 
 @pytest.mark.usefixtures("calm")
-def test_heartbeats_that_do_not_get_through(cloud, balancer):
-    """Its agent answers: it is mute, not dead."""
+def test_a_mute_amphora_is_not_replaced(cloud, balancer):
+    """The agent answers probes, so the amphora is mute and not dead."""
     (one,) = cloud.amphorae(balancer)
     inside = ("nsenter", f"--net={namespaces.path(f'{cloud.settings.prefix}-{one[:13]}')}", "--", "nft")
     table = f"mute{os.getpid()}"
@@ -322,7 +322,7 @@ def test_heartbeats_that_do_not_get_through(cloud, balancer):
 
 
 class Fleet:
-    """Many amphorae that are nothing but their heartbeats: real ones, signed with keys that the table knows."""
+    """Simulated amphorae that only send heartbeats, signed with recorded keys."""
 
     def __init__(self, cloud):
         self.cloud = cloud
@@ -386,7 +386,7 @@ class Fleet:
 
 
 @pytest.mark.usefixtures("calm")
-def test_fifty_at_once_open_the_breaker_and_close_it_again(cloud):
+def test_fifty_silent_amphorae_open_the_breaker_until_they_return(cloud):
     with Fleet(cloud) as fleet:
         cloud.until(lambda: breaker(cloud, circuit_breaker.SIGHT).watched == FLEET + 1, "all are watched")
         seeing(cloud)

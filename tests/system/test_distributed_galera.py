@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two Galera nodes written at once: calls are accepted on both, and controllers work on both.
+"""Two writable Galera nodes: both accept calls, and controllers work on both.
 
-Locks are each node's own there; what collides is noticed when it is committed.
+Row locks are local to a Galera node; a conflict appears at commit.
 """
 
 import threading
@@ -26,9 +26,9 @@ from amphora_driver.store.requests import RequestRecorder
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 BALANCERS = [f"lb{number}" for number in range(6)]
 CALLS = 60
-# Seconds for everything on a busy machine; on a quiet one it takes about two.
+# Time-out for a busy machine, in seconds; an idle one takes about two.
 PATIENCE = 120.0
-# Changed rows of a table without any key: the second node searches the whole table for each of them.
+# Changed rows of a table without a key: the second node scans the whole table for each.
 LONG_ROWS = 3000
 
 pytestmark = [pytest.mark.root, pytest.mark.extended]
@@ -47,7 +47,7 @@ def nodes():
 
 
 class Workers:
-    """Controllers' loops: claim, look what is wanted, be busy, give back. They notice if two are at one."""
+    """Controller loops: claim, read, work, release. They detect two workers on one load balancer."""
 
     def __init__(self):
         self.ending = threading.Event()
@@ -84,7 +84,7 @@ class Workers:
 
 
 def accept(database, name, failed):
-    """One host's API: every call goes to one of the load balancers the other host is asked about too."""
+    """One host's API: each call changes a load balancer that the other host also changes."""
     intents = RequestRecorder(database, lambda node: None)
     try:
         for number in range(CALLS):
@@ -94,7 +94,7 @@ def accept(database, name, failed):
         raise
 
 
-def test_nothing_is_lost_and_nothing_is_done_twice(nodes):
+def test_two_nodes_lose_no_call_and_repeat_no_work(nodes):
     for number, one in enumerate(BALANCERS):
         intents = RequestRecorder(nodes[number % 2], lambda node: None)
         intents.create_load_balancer(LoadBalancer(id=one, project_id="demo", vip=VIP), read_back=False)
@@ -151,7 +151,7 @@ def until(condition):
 
 @contextmanager
 def lagging(here, there):
-    """The first node applies a long write set of the second one, one after the other; later write sets wait."""
+    """The first node applies a long write set of the second one; later write sets wait."""
     with there.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.exec_driver_sql("CREATE TABLE filler (a INT) ENGINE=InnoDB")
         connection.exec_driver_sql(f"INSERT INTO filler SELECT seq FROM seq_1_to_{LONG_ROWS}")
@@ -168,12 +168,12 @@ def lagging(here, there):
 
 
 def test_a_late_write_of_a_former_owner_is_refused_while_its_node_lags(nodes):
-    """The node has received the claim of the other one and not applied it: the lease looks valid there."""
+    """The node has received the other controller's claim but not applied it, so the old lease looks valid."""
     here, there = nodes
     intents = RequestRecorder(here, lambda node: None)
     intents.create_load_balancer(LoadBalancer(id="late", project_id="demo", vip=VIP), read_back=False)
     here.write(lambda c: amphorae.insert_amphora(c, "late-amphora", "late", "SINGLE", b"key"))
-    # A lease of no length has ended when the next controller looks.
+    # A lease of length zero has expired when the next controller reads it.
     former = Jobs(here, "former", 0.0).claim("late")
     until(lambda: there.read(lambda c: c.scalar(sa.select(job.c.owner).filter_by(load_balancer_id="late"))))
     seen = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The provider's own state in PostgreSQL: a load balancer's life, from the first call to the last."""
+"""The provider's database in PostgreSQL, over the life of a load balancer."""
 
 import postgresql
 import pytest
@@ -30,7 +30,7 @@ def cloud():
         connection.close()
 
 
-def test_a_load_balancer_is_made_changed_and_removed(cloud):
+def test_a_load_balancer_is_created_changed_and_deleted(cloud):
     balancer = cloud.served(
         "elephant", ("member1",), monitor={"type": "TCP", "delay": 1, "timeout": 1, "max_retries": 1}
     )

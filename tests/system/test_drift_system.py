@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Amphorae that are not what they confirmed, through the real stack: found, said, mended, and no user notices."""
+"""Drift of amphorae on the real stack: the controller detects, reports and repairs it without client errors."""
 
 import configparser
 import datetime as dt
@@ -40,7 +40,7 @@ def test_repairs_of_the_agent_are_recorded(lab, balancer):
     lab.balanced(balancer.vip_address, {"member1": 1, "member2": 1})
 
 
-def test_an_interface_that_is_gone_is_attached_again(lab, balancer):
+def test_a_missing_interface_is_attached_again(lab, balancer):
     (one,) = lab.of(balancer)
     lab.inside(one, "ip link del eth1")
     lab.drifted(one.id, "its agent could not repair: interface")
@@ -60,7 +60,7 @@ def answers(lab, balancer):
 
 
 def test_foreign_push_is_replaced(lab, balancer):
-    """By hand, with the controller's certificate: a newer generation of something else."""
+    """A manual push with the controller's certificate has a newer generation and other content."""
     (one,) = lab.of(balancer)
     conf, vault = lab.compute_conf(), lab.vault()
     catalogue = lab.catalogue(conf)
@@ -89,8 +89,8 @@ def pair(lab):
     lab.balancers.delete_flavor_profile(profile)
 
 
-def test_a_node_of_a_pair_that_fell_back_is_pushed_again(lab, pair):
-    """One of two has the state of before the last change: restored from a copy, say."""
+def test_an_outdated_amphora_of_a_pair_is_pushed_again(lab, pair):
+    """One amphora has the state before the last change, for example restored from a backup."""
     one = lab.of(pair)[1]
     var = Path(lab.settings.amphorae, one.id, "var")
     copy = Path(lab.settings.state, "copy")
@@ -122,7 +122,7 @@ def test_a_node_of_a_pair_that_fell_back_is_pushed_again(lab, pair):
     assert lab.balancers.get_load_balancer(pair.id).provisioning_status == "ACTIVE"
 
 
-def test_a_node_that_was_rebooted_serves_again(lab, balancer):
+def test_a_rebooted_amphora_serves_again(lab, balancer):
     (one,) = lab.of(balancer)
     lab.compute.power_off(one.id)
     lab.compute.power_on(one.id)
@@ -133,7 +133,7 @@ def test_a_node_that_was_rebooted_serves_again(lab, balancer):
 
 @pytest.mark.extended
 def test_another_rendering_is_pushed_slowly(lab, balancer):
-    """Another version, or other options: without a request, load balancers are pushed one after the other."""
+    """A new version or new options change the text: load balancers are pushed one after the other."""
     second = lab.served("drift-too")
     before = {each.id: lab.settled(each) for each in (balancer, second)}
     status, said, _ = lab.amphoractl("loadbalancer", "diff", balancer.id)
@@ -155,7 +155,7 @@ def test_another_rendering_is_pushed_slowly(lab, balancer):
 
 
 def told(lab, words):
-    """When the controller said so."""
+    """Return the times of the controller's log lines."""
     lines = (lab.settings.log / "amphora-controller.log").read_text(errors="replace").splitlines()
     return [dt.datetime.fromisoformat(line[:23]) for line in lines if words in line]
 
@@ -170,7 +170,7 @@ def change_option(file, group, name, value):
         parser.write(opened)
 
 
-def test_an_operator_has_it_repaired_and_diagnosed(lab, balancer, tmp_path):
+def test_an_operator_repairs_and_diagnoses_drift(lab, balancer, tmp_path):
     (one,) = lab.of(balancer)
     before = lab.row(one.id).confirmed_at
     status, said, _ = lab.amphoractl("loadbalancer", "repair", balancer.id)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fail-overs through Octavia's real API, under load: planned and not, with and without a spare, and what goes wrong.
+"""Fail-overs through Octavia's API under load: requested and automatic, with and without a spare, and failed ones.
 
-AMPHORA_FAILOVER_TABLE names a file to which what was measured is appended, as rows of the table in
+AMPHORA_FAILOVER_TABLE names a file. The measurements are appended to it as rows of the table in
 docs/explanation/failure-detection.md.
 """
 
@@ -32,11 +32,11 @@ pytestmark = pytest.mark.root
 
 # Seconds between advertisements of pairs: a standby takes over after less than a second.
 FAST = 0.2
-# Seconds in which all of it has to have happened, on whatever machine.
+# Time-out of a fail-over on any machine, in seconds.
 LONG = 90.0
 # `the holder, with a spare` shows the adoption of a spare in every run.
 SPARE = [pytest.param(False, id="no spare"), pytest.param(True, id="a spare", marks=pytest.mark.extended)]
-# Starts the agent, but for once: where a file says so it ends at once, or stays and never says a word.
+# Starts the agent. Once, a file makes it end at once or stay silent.
 _AGENT = """#!/bin/sh
 if [ "$2" = amphora_agent.services.supervisor ]; then
     if rm {folder}/ends 2>/dev/null; then echo "told to end"; exit 1; fi
@@ -47,7 +47,7 @@ exec {python} "$@"
 
 
 class Lab:
-    """A sandbox whose amphorae may be told to fail when they boot."""
+    """A sandbox whose amphorae can fail at boot."""
 
     def __init__(self, cloud, compute, folder):
         self.cloud, self.compute, self.folder = cloud, compute, folder
@@ -55,7 +55,7 @@ class Lab:
         self._flavors = {}
 
     def flavor(self, **data):
-        """The id of a flavor with this data."""
+        """Return the id of a flavor with this data."""
         name = json.dumps(data, sort_keys=True)
         if name not in self._flavors:
             balancers, label = self.cloud.balancers, f"f{len(self._flavors)}"
@@ -65,11 +65,11 @@ class Lab:
         return self._flavors[name]
 
     def next_boot(self, what):
-        """The next machine that is booted `ends` at once, or is `mute`."""
+        """Make the next booted machine end at once (`ends`) or stay silent (`mute`)."""
         (self.folder / what).touch()
 
     def came_to_pass(self, what):
-        """Whether it was."""
+        """Return whether that happened."""
         return not (self.folder / what).exists()
 
     def amphorae(self, balancer):
@@ -77,7 +77,7 @@ class Lab:
         return {one.id: one for one in found}
 
     def holder(self, balancer):
-        """The one that says it has the VIPs, or the only one."""
+        """Return the VIP holder, or the only amphora."""
 
         def ask():
             live = [one for one in self.amphorae(balancer).values() if one.state is not AmphoraState.RETIRING]
@@ -87,12 +87,12 @@ class Lab:
         return self.cloud.until(ask, "one has the VIPs", LONG)
 
     def heard(self, balancer):
-        """Wait until all of them were heard: what never spoke is another matter."""
+        """Wait for a first heartbeat of every amphora, because detection ignores amphorae without one."""
         rows = lambda: self.amphorae(balancer).values()  # noqa: E731 - said where it is asked
         self.cloud.until(lambda: all(one.heard_at for one in rows()), "all are heard", LONG)
 
     def warm(self, number=1):
-        """Wait until so many spares are ready."""
+        """Wait until this number of spares is ready."""
         query = sa.select(sa.func.count()).select_from(
             amphora.join(job, job.c.load_balancer_id == amphora.c.load_balancer_id)
         )
@@ -102,7 +102,7 @@ class Lab:
         self.cloud.until(lambda: self.database.read(lambda c: c.execute(ready).scalar()) >= number, "spares", LONG)
 
     def over(self, balancer, number):
-        """The rows of so many fail-overs, once the last of them has ended."""
+        """Wait for the end of this number of fail-overs; return their rows."""
         query = sa.select(failover).where(failover.c.load_balancer_id == balancer.id).order_by(failover.c.id)
 
         def ask():
@@ -112,24 +112,24 @@ class Lab:
         return self.cloud.until(ask, "the fail-over has ended", LONG)
 
     def line(self, row):
-        """(word, detail) of each event."""
+        """Return (word, detail) of each event."""
         query = sa.select(failover_event.c.word, failover_event.c.detail).order_by(failover_event.c.id)
         rows = self.database.read(lambda c: c.execute(query.where(failover_event.c.failover_id == row.id)).all())
         return [tuple(one) for one in rows]
 
     def tried(self, row):
-        """The amphorae of which the time line of a fail-over tells that they were to serve."""
+        """Return the replacement amphorae in the time line of a fail-over."""
         query = sa.select(failover_event.c.amphora_id).where(
             failover_event.c.failover_id == row.id, failover_event.c.word.in_(("recorded", "booted", "ready"))
         )
         return set(self.database.read(lambda c: c.execute(query).scalars().all()))
 
     def recorded(self):
-        """Every recorded amphora: its row exists before its machine is booted, and until it is removed."""
+        """Return every recorded amphora: its row exists from before its boot until its removal."""
         return set(self.database.read(lambda c: c.execute(sa.select(amphora.c.id)).scalars().all()))
 
     def amphoractl(self, *words):
-        """What the command says; it must succeed."""
+        """Run amphoractl successfully; return its output."""
         status, out, err = Amphoractl(self.cloud.settings).run(*words)
         assert status == 0, err
         return out
@@ -143,7 +143,7 @@ def _lab(folder):
     options = {
         "amp_compute_netns": {"agent_python": str(agent)},
         "amp_controller": {"lease": "3", "boot_timeout": "20", "retry_most": "5", "drain_timeout": "2"},
-        # What is dead here is dead: none of these tests is about many at once.
+        # The breaker stays closed: no test here is about many dead amphorae.
         "amp_failover": {"breaker_percent": "100", "breaker_floor": "50", "pause_first": "0"},
     }
     with running(options=options) as (_stack, settings):
@@ -172,7 +172,7 @@ def lab(whole):
 
 
 def noted(cause, topology, spare, killed_at, row, clients):
-    """One row of the table in docs/explanation/failure-detection.md."""
+    """Record one row of the table in docs/explanation/failure-detection.md."""
     detected = f"{row.begun_at - killed_at:.1f} s" if killed_at else "-"
     since = killed_at or row.begun_at
     cells = (cause, topology, spare, detected, f"{row.served_at - since:.1f} s", f"{clients.gap:.2f} s")
@@ -199,13 +199,13 @@ def test_a_planned_failover_of_a_single_amphora(lab, spare):
     assert ("adopted" in words) is spare
     assert old not in lab.amphorae(balancer)
     assert old not in lab.compute.booted()
-    # The replacement serves before the old one goes; a busy machine may be late with an answer.
+    # The replacement serves before the old amphora is removed; a busy machine may answer late.
     assert clients.gap < 5, clients.answers
     noted("planned", "SINGLE", "yes" if spare else "no", None, row, clients)
 
 
 @pytest.mark.extended
-def test_a_pair_is_replaced_as_planned(lab):
+def test_a_planned_failover_of_a_pair(lab):
     flavor = lab.flavor(loadbalancer_topology="ACTIVE_STANDBY", vrrp_advert_interval=FAST)
     balancer = lab.cloud.served("pair", flavor_id=flavor)
     before = set(lab.amphorae(balancer))
@@ -273,15 +273,15 @@ def test_the_failure_of_an_amphora_of_a_pair(lab, victim, spare):
     assert old not in now
     assert sorted(one.role for one in now.values()) == ["BACKUP", "MASTER"]
     assert lab.holder(balancer) == stays, "the new amphora does not take the VIPs"
-    # Three advertisements and a fraction; the rest is for a machine with other things to do.
+    # Three advertisements and a fraction (RFC 9568, 6.1); the rest is for a busy machine.
     assert clients.gap < 5, clients.answers
     noted(f"{victim} killed", "ACTIVE_STANDBY", "yes" if spare else "no", killed_at, row, clients)
 
 
-def test_both_of_a_pair_die_at_once(lab):
+def test_both_amphorae_of_a_pair_are_killed_together(lab):
     flavor = lab.flavor(loadbalancer_topology="ACTIVE_STANDBY", vrrp_advert_interval=FAST)
     balancer = lab.cloud.served("both", flavor_id=flavor)
-    # No other heartbeat arrives then: the sandbox's witness shows that the network works.
+    # No other amphora sends heartbeats: the sandbox's witness proves that the network works.
     lab.heard(balancer)
     before = set(lab.amphorae(balancer))
     with Clients(lab.cloud, balancer.vip_address) as clients:
@@ -296,8 +296,8 @@ def test_both_of_a_pair_die_at_once(lab):
 
 
 @pytest.mark.parametrize("how", ["ends", pytest.param("mute", marks=pytest.mark.extended)])
-def test_the_replacement_fails_the_first_time(lab, how):
-    """It ends while it boots, or runs and never says a word: another boot follows, and users notice nothing."""
+def test_a_failed_replacement_is_retried(lab, how):
+    """The replacement ends during its boot or stays silent: another boot follows without client errors."""
     balancer = lab.cloud.served("fails", flavor_id=lab.flavor(loadbalancer_topology="SINGLE", warm_spares=0))
     (old,) = lab.amphorae(balancer)
     with Clients(lab.cloud, balancer.vip_address) as clients:
@@ -313,9 +313,9 @@ def test_the_replacement_fails_the_first_time(lab, how):
     assert new != old
     booted = set(lab.compute.booted())
     assert new in booted
-    # Nothing is left of failed attempts and of the former amphorae.
+    # Failed attempts and former amphorae are removed.
     assert booted & (lab.tried(row) | {old}) == {new}
-    # Other amphorae may belong to earlier tests and are being removed: all others have an owner.
+    # Amphorae of earlier tests may still be under removal: all others have an owner.
     lab.cloud.until(lambda: set(lab.compute.booted()) <= lab.recorded(), "no machine is an orphan")
     assert clients.gap < 5, clients.answers
     assert lab.cloud.balancers.get_load_balancer(balancer.id).provisioning_status == "ACTIVE"

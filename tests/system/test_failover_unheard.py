@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An amphora of a pair that took the VIPs unnoticed is replaced on request: no connection is cut.
+"""A requested fail-over of an amphora of a pair whose VIP takeover is not recorded: no connection is cut.
 
-The VIPs are moved to the standby while no health manager runs: what is recorded says that the other one has them.
+The VIPs move to the standby while no health manager runs, so the database still records the old holder.
 """
 
 from contextlib import closing
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.root
 
 @pytest.fixture
 def balancer(cloud, flavor):
-    """A pair of which everything is heard, with a listener for connections that last."""
+    """A pair whose heartbeats arrive, with a listener for long connections."""
     pool = {"name": "lasting", "protocol": "HTTP", "lb_algorithm": "ROUND_ROBIN"}
     pool["members"] = [cloud.member("member3", protocol_port=9000)]
     listener = {"name": "lasting", "protocol": "HTTP", "protocol_port": 81, "default_pool": pool}
@@ -34,19 +34,19 @@ def balancer(cloud, flavor):
 
 
 def pair(cloud, balancer):
-    """Its amphorae by role."""
+    """Return its amphorae by role."""
     found = cloud.database.read(lambda c: amphorae.load_amphorae(c, balancer.id))
     return {one.role: one for one in found if one.state is not AmphoraState.RETIRING}
 
 
 def replacements(cloud, balancer, former):
-    """The amphora with the role of a replaced one."""
+    """Return the replacement with the role of the replaced amphora."""
     return [one for role, one in pair(cloud, balancer).items() if role == former.role and one.id != former.id]
 
 
 @pytest.fixture
 def agents(settings, database):
-    """Asks an agent as a controller does."""
+    """Call an agent as a controller does."""
     conf = config.load([str(settings.driver_configuration)])
 
     def ask(question):
@@ -62,13 +62,13 @@ def agents(settings, database):
 
 @pytest.fixture
 def deaf(stack):
-    """No health manager runs."""
+    """Stop the health manager."""
     stack.supervision.stop("amphora-health-manager")
     yield
     stack.up()
 
 
-def test_standby_took_the_vips_unnoticed(cloud, settings, balancer, agents, request):
+def test_failover_after_an_unrecorded_vip_takeover(cloud, settings, balancer, agents, request):
     stays, goes = sorted(pair(cloud, balancer).values(), key=lambda one: not one.holds_vip)
 
     def says(one):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flavors and availability zones as an operator makes them and a user uses them, down to the wire."""
+"""Flavors and availability zones: from the operator's definition to the load balancer's behaviour on the wire."""
 
 import json
 import time
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.root
 
 @pytest.fixture
 def zone(cloud):
-    """Makes availability zones; they are gone after the test."""
+    """Creates availability zones; deletes them after the test."""
     made = []
 
     def make(name, data):
@@ -41,7 +41,7 @@ def profile(cloud, balancer):
 
 
 def seconds_of_silence(cloud, address, port=80):
-    """How long a client that sends nothing is put up with."""
+    """Return the seconds until a silent client is disconnected."""
 
     def ask():
         import socket  # noqa: PLC0415 - within the client's namespace only
@@ -57,7 +57,7 @@ def seconds_of_silence(cloud, address, port=80):
 
 @pytest.mark.extended
 @pytest.mark.feature("lb.flavor")
-def test_a_flavors_timeout_is_what_a_silent_client_meets(cloud, flavor):
+def test_a_flavors_timeout_disconnects_a_silent_client(cloud, flavor):
     quick = flavor("quick", {"timeout_client_data": 1000, "timeout_http_request": 30000})
     balancer = cloud.load_balancer("quick", flavor_id=quick.id)
     cloud.balancers.create_listener(name="own", protocol="TCP", protocol_port=80, load_balancer_id=balancer.id)
@@ -81,7 +81,7 @@ def test_a_flavors_timeout_is_what_a_silent_client_meets(cloud, flavor):
 
 
 @pytest.mark.feature("lb.flavor", "lb.availability_zone")
-def test_the_profile_survives_being_read_back(cloud, flavor, zone):
+def test_a_flavor_profile_is_read_back_unchanged(cloud, flavor, zone):
     patient = flavor("patient", {"timeout_tunnel": 86400000, "connection_limit": 777})
     here = zone("here", {"compute_zone": "z", "valid_vip_networks": [topology.VIP_NETWORK]})
     balancer = cloud.served("patient", ("member1",), flavor_id=patient.id, availability_zone=here.name)
@@ -91,9 +91,9 @@ def test_the_profile_survives_being_read_back(cloud, flavor, zone):
     assert cloud.answers(balancer.vip_address, 2) == {"member1": 2}
 
 
-def test_a_vip_where_the_zone_allows_none(cloud, zone):
+def test_a_vip_outside_the_zones_networks_is_refused(cloud, zone):
     elsewhere = zone("elsewhere", {"valid_vip_networks": [topology.MEMBER_NETWORK]})
-    # Octavia's API looks at this key too, before it asks the provider.
+    # Octavia's API checks this key too, before it calls the provider.
     with pytest.raises(openstack.exceptions.HttpException, match="not allowed"):
         cloud.balancers.create_load_balancer(
             name="misplaced", vip_subnet_id=topology.VIP_SUBNET, availability_zone=elsewhere.name
@@ -114,19 +114,19 @@ def test_a_vip_where_the_zone_allows_none(cloud, zone):
         ({"log_format": "%ci\nglobal"}, "log_format"),
     ],
 )
-def test_a_flavor_that_cannot_be_had_is_refused_when_it_is_made(cloud, data, word):
+def test_an_invalid_flavor_is_refused_at_its_creation(cloud, data, word):
     with pytest.raises(openstack.exceptions.HttpException, match=word):
         cloud.balancers.create_flavor_profile(name="odd", provider_name="haproxy", flavor_data=json.dumps(data))
 
 
-def test_a_zone_that_cannot_be_had_is_refused_when_it_is_made(cloud):
+def test_an_invalid_availability_zone_is_refused_at_its_creation(cloud):
     with pytest.raises(openstack.exceptions.HttpException, match="volume_zone"):
         cloud.balancers.create_availability_zone_profile(
             name="odd", provider_name="haproxy", availability_zone_data=json.dumps({"volume_zone": "ssd"})
         )
 
 
-def test_capabilities_are_what_is_accepted(cloud):
+def test_capabilities_list_the_accepted_keys(cloud):
     listed = {one.name for one in cloud.balancers.provider_flavor_capabilities("haproxy")}
     assert {"timeout_tunnel", "log_format", "compute_driver"} <= listed
     assert not {"amp_image_tag", "sriov_vip"} & listed

@@ -27,7 +27,7 @@ def lab():
 
 @pytest.fixture(scope="module")
 def balancer(lab):
-    """Made while each process dies; from then on a client asks it all the time."""
+    """Created while each process is killed; then a client sends requests to it continuously."""
     made = lab.survive(lambda: create(lab, "survivor"), *CONTROLLER, *PROVIDER_AGENT, *HEALTH_MANAGER)
     balancer = lab.cloud.active(made.id)
     assert len(lab.cloud.amphorae(balancer)) == 1, "no amphora is made twice"
@@ -44,7 +44,7 @@ def create(lab, name):
     return lab.cloud.balancers.create_load_balancer(name=name, vip_subnet_id=topology.VIP_SUBNET, listeners=[listener])
 
 
-def test_the_api_dies_in_a_request_and_nothing_is_left_of_it(lab, balancer):
+def test_a_request_of_a_killed_api_process_leaves_no_trace(lab, balancer):
     lab.refused(lambda: create(lab, "never"), API)
     assert [one.name for one in lab.cloud.balancers.load_balancers()] == [balancer.name]
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes are killed during replacements: each amphora is replaced once, and nothing is left of it.
+"""Processes are killed during fail-overs: each amphora is replaced once, and no resource is orphaned.
 
-As in `test_kill_matrix` every point that an operation comes by is armed at once, and every process that works on it
-dies again and again, each time further on. A client of another load balancer asks all the time, and is never refused.
+As in `test_kill_matrix`, all failpoints of an operation are armed at once. Each process that works on the operation is
+killed repeatedly, one failpoint further each time. A client of another load balancer sends requests, and none fails.
 """
 
 import json
@@ -26,7 +26,7 @@ BEGINNING = ("failover-written", "failover-begun")
 
 
 def steps(*kinds):
-    """Before the first of a step is as after the last of the one before it."""
+    """The state before a step's first point equals that after the previous step's last point."""
     return tuple(f"{kind}-{moment}" for kind in kinds for moment in ("done", "marked"))
 
 
@@ -97,7 +97,7 @@ def serves(cloud, balancer):
 
 
 def was_replaced(lab, balancer, *former, cause, number=1):
-    """Each once, and by one; Octavia's user has not noticed."""
+    """Assert that each amphora was replaced once, and the load balancer is ACTIVE and serves."""
     found = lab.replacements(balancer.id)
     assert sorted(one.amphora_id for one in found) == sorted(former)
     assert {(one.cause, one.outcome) for one in found} == {(cause, "done")}
@@ -111,14 +111,14 @@ def was_replaced(lab, balancer, *former, cause, number=1):
 
 
 def operator_replaces(lab, balancer, amphora_id):
-    """What `amphoractl amphora failover` writes."""
+    """Write the request of `amphoractl amphora failover`."""
     why = FailoverTrigger(cause=Cause.OPERATOR, reason="an operator wants it", asked_by="test")
     now = lab.database.now()
     begun = lab.database.write(lambda c: failovers.open_failovers(c, balancer.id, [amphora_id], why, now))
     assert begun == 1
 
 
-def test_a_machine_that_dies(lab, cloud):
+def test_a_killed_machine_is_replaced_once(lab, cloud):
     balancer = cloud.served("single", ("member1",))
     (former,) = cloud.amphorae(balancer)
     lab.arm(*BEGINNING, "claimed", *steps("Record", "Boot", "AwaitAgent", "Plug", "Push", "Release"), "finishing")
@@ -133,8 +133,8 @@ def listener(name, port, *members):
     return {"name": name, "protocol": "HTTP", "protocol_port": port, "default_pool": pool}
 
 
-def test_an_amphora_of_a_pair(lab, cloud, flavored):
-    """An operator replaces the VIP holder; connections survive all controllers; then one amphora is killed."""
+def test_the_vip_holder_of_a_pair_is_replaced_once(lab, cloud, flavored):
+    """An operator replaces the VIP holder; connections survive all kills; then one amphora is killed."""
     flavor = flavored("pairs", loadbalancer_topology="ACTIVE_STANDBY", vrrp_advert_interval=0.5)
     listeners = [
         listener("usual", 80, cloud.member("member1")),
@@ -184,8 +184,8 @@ def holder(cloud, balancer):
     return cloud.until(ask, "one says that it has the VIPs")[0]
 
 
-def test_a_warm_spare(lab, cloud, flavored):
-    """From the start of the pool to its end, with a kill at each point."""
+def test_a_spare_is_created_and_used_once(lab, cloud, flavored):
+    """Covers the spare from its boot to its use, with a kill at each point."""
     flavor = flavored("spared", warm_spares=1)
     lab.arm(*steps("Join"))
     balancer = cloud.served("spared", ("member1",), flavor_id=flavor)
@@ -198,7 +198,7 @@ def test_a_warm_spare(lab, cloud, flavored):
 
     (spare,) = cloud.until(lambda: len(found := ready()) == 1 and found, "a spare is there")
     (former,) = cloud.amphorae(balancer)
-    # Its pool waits: a kill may also end another thread just before its point, which then is never reached.
+    # The spare pool is suspended: a kill could end its thread before its point, which would stay unreached.
     lab.hold("Record-before")
     lab.arm(*BEGINNING, *steps("Adopt", "Plug", "Push", "Release"))
     lab.power_off(former)
@@ -219,7 +219,7 @@ def test_a_warm_spare(lab, cloud, flavored):
     assert lab.database.read(spare_pools.list_pools) == [], "it is unused"
 
 
-def test_a_rotation(lab, cloud):
+def test_a_rotation_replaces_each_amphora_once(lab, cloud):
     balancers = [cloud.served(f"turned-{number}", ("member1",)) for number in range(2)]
     former = {one.id: cloud.amphorae(one) for one in balancers}
     lab.arm("rotation-written", "rotation-moved", "failover-written", *steps("Record", "Push", "Release"))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes are killed at all points: everything becomes ACTIVE or ERROR, and nothing is left over.
+"""Processes are killed at all failpoints: every object becomes ACTIVE or ERROR, and no resource is orphaned.
 
-One sandbox for all: in each operation every point it comes by is armed at once, so that it is interrupted again and
-again, each time further on. A client of another load balancer asks all the time, and is never refused.
+All tests use one sandbox. All failpoints of an operation are armed at once, so each kill comes one failpoint further.
+A client of another load balancer sends requests, and none fails.
 """
 
 import json
@@ -65,7 +65,7 @@ def test_create(lab, cloud):
 
 
 def populated(cloud, name, **more):
-    """Two listeners, one pool with members, and an L7 policy that does not come with Octavia's call."""
+    """Two listeners, one pool with members, and an L7 policy that Octavia's call does not contain."""
     member = cloud.member("member1")
     pool = {"name": name, "protocol": "HTTP", "lb_algorithm": "ROUND_ROBIN", "members": [member]}
     policy = {"action": "REJECT", "rules": [{"type": "PATH", "compare_type": "EQUAL_TO", "value": "/secret"}]}
@@ -117,12 +117,12 @@ def test_batch(lab, cloud, victim):
 
 @pytest.mark.parametrize("cascade", [False, True], ids=["alone", "cascade"])
 def test_delete(lab, cloud, cascade):
-    """A request to delete that was accepted by us and lost by Octavia is carried out: the user wanted it."""
+    """A deletion that the provider accepted and Octavia lost is completed, because the user requested it."""
     balancer = cloud.served("gone", ("member1",)) if cascade else cloud.load_balancer("gone")
     delete = lambda: cloud.balancers.delete_load_balancer(balancer.id, cascade=cascade)  # noqa: E731 - made twice
     lab.refused(delete, API[:1])
     assert cloud.active(balancer.id)
-    # Once Octavia has heard of it the rows are gone: a process killed just before the end may leave nothing to finish.
+    # After the report to Octavia the rows are deleted: a process killed later leaves nothing to finish.
     lab.survive(delete, *LEASE[:2], *GOING, *TELLING)
     cloud.gone(balancer.id)
 
@@ -132,7 +132,7 @@ def state(cloud, balancer):
 
 
 def test_a_job_that_crashes_every_controller(lab, cloud, victim):
-    """Its user is told, with the reason; others go on, and so does it once that is mended."""
+    """The load balancer gets ERROR with the reason; others continue; it recovers after the repair."""
     other = cloud.served("beside", ("member1",))
     lab.deadly("ApplyVipOptions-before")
     policy = topology.derive_id("ten-megabit")
@@ -154,7 +154,7 @@ def test_a_job_that_crashes_every_controller(lab, cloud, victim):
 
 @pytest.fixture
 def pairs(cloud):
-    """The id of a flavor that makes pairs, whose standby takes over in less than a second."""
+    """A flavor of pairs with a takeover in less than a second."""
     data = {"loadbalancer_topology": "ACTIVE_STANDBY", "vrrp_advert_interval": 0.2}
     profile = cloud.balancers.create_flavor_profile(name="pairs", provider_name="haproxy", flavor_data=json.dumps(data))
     made = cloud.balancers.create_flavor(name="pairs", flavor_profile_id=profile.id, is_enabled=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Some of the deaths of `test_kill_matrix` where rows are locked, not the whole file; and that of the server itself."""
+"""Some kills of `test_kill_matrix` on MariaDB, which locks rows and not the whole file, and a kill of MariaDB."""
 
 import kill_lab
 import mariadb
@@ -68,7 +68,7 @@ def test_rolled_back_requests_are_not_served(lab, balancer, point):
     ],
 )
 def test_the_server_is_killed(lab, balancer, server, point, names):
-    """At a point with a waiting process, its transaction open or just ended; then the database returns."""
+    """MariaDB is killed while a process waits with an open or just committed transaction, then restarts."""
     lab.hold(point)
     asked = lab.beside(lambda: batch(lab, balancer, *names))
     lab.held(point)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes are killed at random moments: everything becomes ACTIVE, is served, and has an owner.
+"""Processes are killed at random moments: every load balancer becomes ACTIVE, serves requests, and has an owner.
 
-Elsewhere processes die at points that have names; between two of them the kernel, a file and the database are changed
-by several calls, and a process may die between any two of those. Here dice say when, for
-`AMPHORA_STORM_SECONDS`: 600 is a good hunt.
+The other kill tests use named failpoints. Between two failpoints, several calls change the kernel, a file and the
+database, and a process can crash between any two of them. `AMPHORA_STORM_SECONDS` is the duration; 600 is thorough.
 """
 
 import itertools
@@ -31,9 +30,9 @@ CONTROLLER, HEALTH_MANAGER, DRIVER_AGENT = "amphora-controller", "amphora-health
 # Processes of an amphora that do not serve clients.
 AGENT = "amphora_agent.server"
 MORTAL = (CONTROLLER, HEALTH_MANAGER, DRIVER_AGENT, AGENT)
-# Seconds between two deaths: a controller takes about one to begin its work.
+# Seconds between two kills: a controller takes about one to begin its work.
 PAUSES = (0.05, 1.5)
-# Seconds for whatever a user waits for while others die.
+# Time-out of a user's operation during the kills, in seconds.
 PATIENCE = 180.0
 pytestmark = [pytest.mark.root, pytest.mark.extended, pytest.mark.quiet, pytest.mark.lasts(SECONDS + 600)]
 
@@ -74,7 +73,7 @@ class Storm:
                 self.deaths[name] += 1
 
     def _victims(self, name):
-        """The processes that are restarted, without their parents."""
+        """Return the processes that a supervisor restarts."""
         if name == AGENT:
             supervisors = [child for one in self._machines() for child in one.children()]
             return [child for one in supervisors for child in one.children() if AGENT.encode() in title(child)]
@@ -83,7 +82,7 @@ class Storm:
         return self._stack.supervision.running(name).children()
 
     def _machines(self):
-        """Their outermost processes; one may go meanwhile."""
+        """Return the outermost processes of the amphorae; one may end meanwhile."""
         found = []
         for record in self._settings.amphorae.glob("*/process.json"):
             with suppress(FileNotFoundError):
@@ -92,7 +91,7 @@ class Storm:
 
 
 def asked(request):
-    """Make a request as soon as Octavia takes it: what is being changed cannot be changed."""
+    """Send a request until Octavia accepts it: an object in PENDING is immutable."""
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
@@ -104,7 +103,7 @@ def asked(request):
 
 
 def life(lab, storm, **more):
-    """Of one load balancer and its amphorae: it comes, changes, loses its machines, and goes."""
+    """Create, change and delete one load balancer, with kills of its machines."""
     cloud = lab.cloud
     until = lambda question, what: cloud.until(question, what, PATIENCE)  # noqa: E731 - as everywhere here, but longer
     state = lambda: cloud.balancers.get_load_balancer(made.id).provisioning_status  # noqa: E731
@@ -141,7 +140,7 @@ def life(lab, storm, **more):
     lab.settled(PATIENCE)
 
 
-def test_a_storm(lab, record_property):
+def test_processes_killed_at_random_moments(lab, record_property):
     cloud, storm = lab.cloud, Storm(lab.stack, lab.settings)
     kinds = [{}]
     for name, data in (("pairs", '{"loadbalancer_topology": "ACTIVE_STANDBY"}'), ("spared", '{"warm_spares": 1}')):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""L7 policies through Octavia's real API: positions from Octavia, actions, complete trees in one request."""
+"""L7 policies through Octavia's API: positions from Octavia, actions, complete trees in one request."""
 
 import http.client
 
@@ -15,7 +15,7 @@ REJECT = {"action": "REJECT"}
 
 
 def recorded(cloud, balancer):
-    """Our own record of the first listener's policies."""
+    """Return the provider's rows of the first listener's policies."""
     tree = cloud.database.read(lambda connection: desired_objects.load_tree(connection, balancer.id))
     return {one.name: one.position for one in tree.listeners[0].l7policies}
 
@@ -25,7 +25,7 @@ def octavias(cloud):
 
 
 def same_order(cloud, balancer):
-    """Octavia and we agree; returns the names in order."""
+    """Assert that Octavia and the provider agree; return the names in order."""
     found = octavias(cloud)
     assert recorded(cloud, balancer) == found
     assert sorted(found.values()) == list(range(1, len(found) + 1))
@@ -33,7 +33,7 @@ def same_order(cloud, balancer):
 
 
 def ask(cloud, address, path="/", method="GET", **headers):
-    """Status, Location, and the answering member."""
+    """Return status, Location, and the answering member."""
 
     def go():
         connection = http.client.HTTPConnection(address, 80, timeout=5)
@@ -98,7 +98,7 @@ def test_positions_follow_octavias_own(cloud, balancer):
 
 @pytest.mark.extended
 def test_the_first_that_matches_wins_whatever_its_action(cloud, balancer):
-    """One policy, changed from action to action: what an earlier action had is gone, at Octavia's and here."""
+    """A change of the action removes the fields of the earlier action, in Octavia and in the provider."""
     listener = cloud.listener_of(balancer)
     other = cloud.balancers.create_pool(
         name="other", protocol="HTTP", lb_algorithm="ROUND_ROBIN", loadbalancer_id=balancer.id

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A load balancer from its creation to its deletion, through Octavia's real API."""
+"""A load balancer from its creation to its deletion, through Octavia's API."""
 
 from contextlib import closing, contextmanager
 
@@ -15,7 +15,7 @@ KINDS = ("load_balancer", "listener", "pool", "member", "health_monitor", "l7pol
 
 
 def statuses(cloud, balancer):
-    """Every object's (provisioning, operating) status, by name."""
+    """Return (provisioning, operating) status by object name."""
     tree = cloud.balancers.get(cloud.url(f"loadbalancers/{balancer.id}/status")).json()["statuses"]["loadbalancer"]
     found = {}
 
@@ -33,7 +33,7 @@ def statuses(cloud, balancer):
     return found
 
 
-def test_step_by_step(cloud):
+def test_a_load_balancer_is_created_step_by_step(cloud):
     balancer = cloud.load_balancer("steps")
     listener = cloud.balancers.create_listener(
         name="steps-http", protocol="HTTP", protocol_port=80, load_balancer_id=balancer.id
@@ -59,7 +59,7 @@ def test_step_by_step(cloud):
     assert set(statuses(cloud, balancer)) >= {"steps", "steps-http", "steps-pool", "member1", "member2", "member3"}
 
 
-def test_fully_populated_in_one_call(cloud):
+def test_a_fully_populated_load_balancer_is_created_in_one_call(cloud):
     monitor = {"type": "TCP", "delay": 1, "timeout": 1, "max_retries": 1}
     balancer = cloud.served("whole", ("member1", "member2", "member3"), monitor=monitor)
     cloud.balanced(balancer.vip_address, {"member1": 1, "member2": 1, "member3": 1})
@@ -69,7 +69,7 @@ def test_fully_populated_in_one_call(cloud):
 
 @contextmanager
 def history(cloud):
-    """Every update of a status in Octavia's database: both statuses and the time, by the object's name or id."""
+    """Return every status update in Octavia's database: statuses and time, by object name or id."""
     engine = sa.create_engine(cloud.settings.octavia_database_url)
 
     def write(*texts):
@@ -103,7 +103,7 @@ def history(cloud):
 
 
 def heard_for(cloud, seconds):
-    """Wait until amphorae have been heard for so many seconds."""
+    """Wait until heartbeats have arrived for this time."""
     newest, begun = sa.select(sa.func.max(tables.amphora_heartbeat.c.seen_at)), cloud.database.now()
     cloud.until(lambda: cloud.database.read(lambda c: c.execute(newest).scalar() or 0) > begun + seconds, "heartbeats")
 
@@ -151,7 +151,7 @@ def test_the_first_active_is_final(cloud):
     for name, operating in expected.items():
         served = [one for one in found[name] if one[0] == "ACTIVE"]
         assert {one[1] for one in served} == {operating}, (name, found[name])
-    # What only the first request has named got no other report.
+    # Objects of the first request only got no further report.
     for name in expected.keys() - {"first", "one", "later"}:
         assert len([one for one in found[name] if one[0] == "ACTIVE"]) == 1, (name, found[name])
 
@@ -221,7 +221,7 @@ def test_members_by_ipv6_and_through_the_gateway(cloud):
     assert cloud.answers(balancer.vip_address, 4) == {"member1": 2, "member2": 2}
 
 
-def test_two_at_once(cloud):
+def test_two_load_balancers_are_independent(cloud):
     made = [cloud.balancers.create_load_balancer(name=f"twin-{n}", vip_subnet_id=topology.VIP_SUBNET) for n in (1, 2)]
     one, two = (cloud.active(balancer.id) for balancer in made)
     assert one.vip_address != two.vip_address

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hundreds of members in one request, a few more beside them, and half of them gone again.
+"""Batch updates of members: hundreds in one request, additions, and the removal of half of them.
 
-Octavia's own part grows with the square: for each member that goes, its status reporting loads all the others. With
-`AMPHORA_MEMBERS=1000` that is minutes.
+Octavia's own cost is quadratic: for each removed member, its status reporting loads all the others.
+`AMPHORA_MEMBERS=1000` therefore takes minutes.
 """
 
 import os
@@ -18,7 +18,7 @@ PATIENCE = 100 + 0.3 * NUMBER
 
 
 def far(number, **more):
-    """A member behind the gateway, without a host."""
+    """Return a member behind the gateway, without a host."""
     address = f"10.0.{number // 250}.{number % 250 + 1}"
     return {"name": f"far-{number}", "address": address, "protocol_port": 8080, **more}
 
@@ -52,6 +52,6 @@ def test_hundreds_of_members(cloud, capsys):
     rest = [cloud.member("member1"), *(far(number, weight=0) for number in range(NUMBER // 2))]
     assert put("half of them gone, the others without weight", rest) == {one["name"] for one in rest}
     assert cloud.answers(balancer.vip_address, 3) == {"member1": 3}
-    # Not left to the fixture: it is less patient.
+    # The test deletes it, because the fixture's time-out is too short.
     cloud.balancers.delete_load_balancer(balancer.id, cascade=True)
     cloud.until(lambda: not list(cloud.balancers.load_balancers()), "deleted", PATIENCE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members come, change, fail, come back and go, through Octavia's real API."""
+"""Members through Octavia's API: they are added, changed and removed, they fail, and they recover."""
 
 import pytest
 
@@ -53,7 +53,7 @@ def test_batch_update(cloud):
     assert cloud.answers(balancer.vip_address, 2) == {"503": 2}
 
 
-def test_a_member_that_dies_and_comes_back(cloud, member_process):
+def test_a_failed_member_recovers(cloud, member_process):
     balancer = cloud.served("death", monitor=MONITOR)
     pool = cloud.pool_of(balancer)
     member = next(one for one in cloud.balancers.members(pool) if one.name == "member2")
@@ -77,7 +77,7 @@ def test_statistics_equal_the_requests_sent(cloud):
     balancer = cloud.served("statistics")
     assert sum(cloud.answers(balancer.vip_address, 40).values()) == 40
     pool = cloud.pool_of(balancer)
-    # A change that is applied at runtime, and one that makes HAProxy reload: neither may lose a count.
+    # A runtime update and a reload: neither loses a count.
     cloud.balancers.create_member(pool, **cloud.member("member3"))
     cloud.active(balancer.id)
     assert sum(cloud.answers(balancer.vip_address, 20).values()) == 20

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program that looks at a moved clock computes and waits as fast as any other one."""
+"""A program under `moved_clock` computes and waits as fast as an ordinary one."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import moved_clock
 import pytest
 
 HOUR = 3600.0
-# The main thread has the GIL, another thread asks for it, and the GIL may be kept for an hour.
+# The main thread has the GIL with a switch interval of an hour, and another thread requests it.
 GIL = """
 import sys, threading, time
 sys.setswitchinterval(3600)
@@ -33,7 +33,7 @@ def clock(request, tmp_path):
 
 
 def said(clock, program):
-    """What a Python program prints that looks at this clock."""
+    """Return the output of a Python program with this clock."""
     environment = {**os.environ, **clock.environment()}
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, check=True, timeout=60
@@ -45,6 +45,6 @@ def test_a_thread_waits_for_the_gil(clock):
     assert said(clock, GIL) == "it waits"
 
 
-def test_the_clock_that_only_goes_forward_is_not_moved(clock):
+def test_the_monotonic_clock_does_not_move(clock):
     before = time.monotonic()
     assert before <= float(said(clock, "import time; print(time.monotonic())")) <= time.monotonic()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Amphorae as namespaces: booted once, found again after any crash, and gone without a trace."""
+"""The netns compute backend: it boots an amphora once, finds it after any crash, and deletes it completely."""
 
 import os
 import signal
@@ -108,7 +108,7 @@ class Lab:
         return BootRequest(amphora_id=amphora_id, load_balancer_id=str(uuid.uuid4()), files=files)
 
     def names_seen_by(self, address):
-        """The subject alternative names the agent shows to a controller, when it answers."""
+        """Return the subject alternative names of the agent's certificate, when it answers."""
         client = Authority(*self.controllers).issue_client("controller", 1)
         pem = self.folder / "client.pem"
         pem.write_bytes(client.bundle().reveal())
@@ -132,7 +132,7 @@ class Lab:
         return namespaces.run_inside(namespaces.path(self.control), ask)
 
     def left(self, amphora_id):
-        """What there still is of an amphora."""
+        """Return the remains of an amphora."""
         spec = str(self.folder / "amphorae" / amphora_id / "spec.json")
         name = self.compute.namespace(amphora_id)
         found = [process.pid for process in find_by_last_argument(spec)] + [
@@ -150,7 +150,7 @@ class Lab:
         return namespaces.run_with_netlink(namespaces.path(f"{self.prefix}-switch"), ask)
 
     def on_a_bridge(self, port):
-        """Whether the port's cable leads into its network."""
+        """Return whether the port's cable is attached to its network."""
 
         def ask(kernel):
             (link,) = kernel.link("get", ifname=bridges.switch_interface_name(port.id))
@@ -159,7 +159,7 @@ class Lab:
         return namespaces.run_with_netlink(namespaces.path(f"{self.prefix}-switch"), ask)
 
     def supervisor(self, amphora_id):
-        """The first process inside, as soon as there is one."""
+        """Wait for the amphora's first process."""
         process = self.compute._process(amphora_id)
         while not process.children():
             assert not process.wait(0.01)
@@ -178,7 +178,7 @@ def lab(tmp_path):
         assert namespaces.names(f"{lab.prefix}-") == []
 
 
-def test_a_life(lab):
+def test_an_amphora_from_boot_to_deletion(lab):
     order = lab.order()
     machine = lab.compute.boot(order)
     assert machine.state is MachineState.RUNNING
@@ -206,7 +206,7 @@ def test_booted_twice_is_one_amphora(lab):
     assert len(lab.cables(order.amphora_id)) == 1
 
 
-def test_files_are_roots_alone_and_know_the_address(lab):
+def test_files_are_readable_by_root_only_and_contain_the_address(lab):
     order = lab.order()
     machine = lab.compute.boot(order)
     etc = lab.folder / "amphorae" / order.amphora_id / "etc"
@@ -215,7 +215,7 @@ def test_files_are_roots_alone_and_know_the_address(lab):
     assert etc.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_attached_once_also_after_the_agent_took_it(lab):
+def test_an_interface_that_the_agent_moved_is_not_attached_twice(lab):
     order = lab.order()
     machine = lab.compute.boot(order)
     lab.names_seen_by(machine.management_address)
@@ -258,7 +258,7 @@ def test_interrupted_attach_is_completed(lab):
     assert len(lab.cables(order.amphora_id)) == 2
 
 
-def test_killed_says_so_and_boots_again_with_its_ports(lab):
+def test_a_killed_amphora_is_reported_and_boots_again_with_its_ports(lab):
     order = lab.order()
     machine = lab.compute.boot(order)
     port = lab.network.ensure_port(management_port(order.amphora_id, "net", ["v4"]))
@@ -273,7 +273,7 @@ def test_killed_says_so_and_boots_again_with_its_ports(lab):
     assert lab.names_seen_by(machine.management_address) == [order.amphora_id]
 
 
-def test_nothing_of_it_outlives_the_outermost_process(lab):
+def test_all_processes_end_with_the_outermost_one(lab):
     order = lab.order()
     lab.compute.boot(order)
     inside = lab.supervisor(order.amphora_id)
@@ -284,7 +284,7 @@ def test_nothing_of_it_outlives_the_outermost_process(lab):
     assert inside.wait(10)
 
 
-def test_destroyed_at_the_very_moment_of_its_birth(lab):
+def test_an_amphora_is_deleted_during_its_start(lab):
     for _ in range(10):
         order = lab.order()
         lab.compute.boot(order)
@@ -292,12 +292,12 @@ def test_destroyed_at_the_very_moment_of_its_birth(lab):
         assert lab.left(order.amphora_id) == []
 
 
-def test_crash_before_the_process_was_written_down(lab):
+def test_a_crash_before_the_process_is_recorded(lab):
     order = lab.order()
     machine = lab.compute.boot(order)
     before = lab.compute._process(order.amphora_id)
     folder = lab.folder / "amphorae" / order.amphora_id
-    # In the moment of an exec a process has no arguments to be known by: it has had its last one when it has a child.
+    # A process has no arguments during an exec; after its last exec it has a child.
     deadline = time.monotonic() + 30
     while len(find_by_last_argument(str(folder / "spec.json"))) < 2:
         assert time.monotonic() < deadline, "nothing is started"
@@ -309,7 +309,7 @@ def test_crash_before_the_process_was_written_down(lab):
     assert lab.left(order.amphora_id) == []
 
 
-def test_crash_before_anything_was_started(lab):
+def test_a_crash_before_any_process_is_started(lab):
     order = lab.order()
     (lab.folder / "amphorae" / order.amphora_id).mkdir(parents=True)
     assert lab.compute.get(order.amphora_id).state is MachineState.BUILDING
@@ -317,7 +317,7 @@ def test_crash_before_anything_was_started(lab):
     assert lab.compute.boot(order).state is MachineState.RUNNING
 
 
-def test_outlives_its_starter_and_is_destroyed_by_another(lab):
+def test_an_amphora_survives_its_controller_and_another_one_deletes_it(lab):
     amphora_id = str(uuid.uuid4())
     script = (
         "import sys; from amphora_driver import config; from amphora_driver.compute.interface import BootRequest\n"
@@ -332,7 +332,7 @@ def test_outlives_its_starter_and_is_destroyed_by_another(lab):
     assert lab.left(amphora_id) == []
 
 
-def test_off_and_on_again(lab):
+def test_an_amphora_is_powered_off_and_on(lab):
     order = lab.order()
     machine = lab.compute.boot(order)
     port = lab.network.ensure_port(management_port(order.amphora_id, "net", ["v4"]))
@@ -358,7 +358,7 @@ def test_a_wrong_interpreter_is_named(lab):
     assert "/no/such/python" in machine.reason
 
 
-def test_no_path_leads_out_of_the_folder(lab):
+def test_ids_and_file_names_with_paths_are_refused(lab):
     with pytest.raises(ComputeError, match="not the id of an amphora"):
         lab.compute.destroy("../../etc")
     order = lab.order()
@@ -368,7 +368,7 @@ def test_no_path_leads_out_of_the_folder(lab):
     assert not (lab.folder / "amphorae" / order.amphora_id / "escape").exists()
 
 
-def test_several_side_by_side(lab):
+def test_several_amphorae_run_side_by_side(lab):
     orders = [lab.order() for _ in range(4)]
 
     def live(order):

@@ -59,7 +59,7 @@ def test_an_old_database_is_refused_upgraded_and_served(cloud, stack, settings):
         supervision.wait_ready(programs["octavia-api"], 60.0)
         with pytest.raises(HttpException, match="could not use its database") as refused:
             cloud.balancers.update_listener(listener, name="renamed")
-        # The reference that the user is told leads the operator to the reason.
+        # The operator finds the reason in the log by the reference in the user's message.
         reference = str(refused.value).split("this reference: ")[1][:8]
         log = supervision.log("octavia-api").read_text(encoding="utf-8")
         assert any(reference in line and SENTENCE in line for line in log.splitlines())
@@ -68,7 +68,7 @@ def test_an_old_database_is_refused_upgraded_and_served(cloud, stack, settings):
         assert amphoractl(settings, "database", "upgrade") == {"Before": "", "After": newest}
     finally:
         stack.up()
-    # The API process is the same one: it has looked again.
+    # The same API process has checked the schema again.
     cloud.balancers.create_member(pool, **cloud.member("member2"))
     cloud.active(balancer.id)
     cloud.balanced(balancer.vip_address, {"member1": 1, "member2": 1})

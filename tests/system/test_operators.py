@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three in the morning: what is wrong is found, mended and explained with amphoractl alone.
+"""An operator finds, repairs and explains faults with amphoractl alone.
 
-Nothing is replaced unasked here, so that there is something to do for the operator.
+Automatic fail-over is off, so that the operator has to act.
 """
 
 import json
@@ -41,7 +41,7 @@ def house():
 
 
 class House:
-    """A sandbox, its user and its operator."""
+    """The sandbox with its user's and its operator's commands."""
 
     def __init__(self, stack, settings, cloud):
         self.stack = stack
@@ -50,12 +50,12 @@ class House:
         self.ctl = Amphoractl(settings)
 
     def power_off(self, amphora_id):
-        """A machine ends as in a power cut, without a message."""
+        """Kill a machine without a message, as in a power cut."""
         record = self.settings.amphorae / amphora_id / "process.json"
         os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
 
     def octavia(self, *statements):
-        """Change Octavia's own rows by hand."""
+        """Change Octavia's own rows with SQL."""
         path = sa.make_url(self.settings.octavia_database_url).database
         with sqlite3.connect(path, timeout=30) as database:
             for statement, *values in statements:
@@ -63,14 +63,14 @@ class House:
         database.close()
 
     def resync(self, *words):
-        """What came of it, by load balancer: outcome and detail."""
+        """Run a resync; return outcome and detail by load balancer."""
         found = self.ctl.json("loadbalancer", "resync", *words, "--wait", "60")
         return {one["Load balancer"]: (one["Outcome"], one["Detail"]) for one in found}
 
 
 @pytest.fixture
 def balancer(house):
-    """One that is served, and of which Octavia has been told everything."""
+    """A serving load balancer whose statuses are all reported to Octavia."""
     made = house.cloud.served("operated", ("member1", "member2"))
     house.cloud.online(made.id)
     house.cloud.until(lambda: house.ctl.json("job", "list") == [], "nothing is pending")
@@ -78,7 +78,7 @@ def balancer(house):
     house.cloud.clean()
 
 
-def test_an_amphora_falls_silent_and_is_replaced_by_hand(house, balancer):
+def test_an_operator_replaces_a_silent_amphora(house, balancer):
     ctl, cloud = house.ctl, house.cloud
     before, _status = ctl.check()
     assert "Failure" not in before.values(), "all is well at first"
@@ -102,7 +102,7 @@ def test_an_amphora_falls_silent_and_is_replaced_by_hand(house, balancer):
     ctl.run("loadbalancer", "show", balancer.id[:8])
     cloud.until(lambda: cloud.amphorae(balancer) not in ({dead}, set()) and dead not in cloud.amphorae(balancer), "new")
     cloud.until(lambda: cloud.answers(balancer.vip_address, 4).keys() <= {"member1", "member2"}, "served again")
-    # What is left of it.
+    # The remains of the old amphora.
     cloud.until(lambda: ctl.check()[0]["Fail-overs"] == "Success", "nothing goes on any more")
     lines = ctl.json("loadbalancer", "history", balancer.id[:8])
     events = [one["Event"] for one in lines if one["What"] == "fail-over"][::-1]
@@ -112,14 +112,14 @@ def test_an_amphora_falls_silent_and_is_replaced_by_hand(house, balancer):
     assert "power cut in rack 7" in begun["Detail"]
     assert begun["Object"] == dead
     ctl.run("loadbalancer", "history", balancer.id[:8])
-    # Its operating status is as the new one's heartbeats say.
+    # The operating status follows the new amphora's heartbeats.
     well = lambda found: (found["Silent amphorae"], found["Load balancers"]) == ("Success", "Success")  # noqa: E731
     cloud.until(lambda: well(ctl.check()[0]), "all is well again")
     ctl.run("status", "check")
 
 
-def test_octavias_rows_were_changed_by_hand(house, balancer):
-    """A restored backup or manual SQL: members lost and changed, statuses that do not change any more."""
+def test_a_resync_repairs_manually_changed_rows_of_octavia(house, balancer):
+    """A restored backup or manual SQL lost and changed members and left statuses in PENDING."""
     ctl, cloud = house.ctl, house.cloud
     pool, listener = cloud.pool_of(balancer), cloud.listener_of(balancer)
     one, two = sorted(cloud.balancers.members(pool), key=lambda member: member.name)
@@ -150,8 +150,8 @@ def test_octavias_rows_were_changed_by_hand(house, balancer):
     ctl.run("loadbalancer", "history", balancer.id[:8], "--limit", "6")
 
 
-def test_a_resync_never_says_active_too_early(house, balancer):
-    """Users change things all the time: whenever Octavia says ACTIVE, what they have asked for is served."""
+def test_a_resync_reports_active_only_for_served_changes(house, balancer):
+    """During continuous changes, ACTIVE in Octavia means that the amphora serves the change."""
     cloud, database = house.cloud, house.cloud.database
     pool = cloud.pool_of(balancer)
     member = next(iter(cloud.balancers.members(pool)))
@@ -163,7 +163,7 @@ def test_a_resync_never_says_active_too_early(house, balancer):
             outcomes.append(house.resync(balancer.id)[balancer.id][0])
 
     def changed(weight):
-        """Ask until it is accepted: a resync keeps users out for a moment, as any change does."""
+        """Repeat a request until it is accepted: a resync makes the object immutable for a moment."""
         path = f"pools/{pool.id}/members/{member.id}"
         answer = cloud.balancers.put(cloud.url(path), json={"member": {"weight": weight}})
         assert answer.status_code in {200, 409}, answer.text
@@ -183,7 +183,7 @@ def test_a_resync_never_says_active_too_early(house, balancer):
             cloud.until(lambda weight=weight: changed(weight), "the change is accepted")
             asked, _applied = database.read(newest)
             cloud.active(balancer.id)
-            # Read after Octavia said so: it may have grown since, it must not be less.
+            # The value is read after ACTIVE: a later change may have raised it, but it is never lower.
             _asked, applied = database.read(newest)
             assert applied >= asked, f"weight {weight} was said to be ACTIVE and is not served"
     finally:
@@ -194,8 +194,8 @@ def test_a_resync_never_says_active_too_early(house, balancer):
     cloud.active(balancer.id)
 
 
-def test_the_controller_is_gone(house, balancer):
-    """Requests wait; the output names the missing service, and nothing is lost."""
+def test_the_operator_finds_a_stopped_controller(house, balancer):
+    """Requests wait; the output names the stopped service, and no request is lost."""
     ctl, cloud = house.ctl, house.cloud
     pool = cloud.pool_of(balancer)
     member = next(iter(cloud.balancers.members(pool)))
@@ -222,7 +222,7 @@ def test_the_controller_is_gone(house, balancer):
     ctl.run("certificate", "list", "--fit-width")
 
 
-def test_each_side_knows_one_that_the_other_does_not(house, balancer):
+def test_a_resync_reports_load_balancers_that_one_side_lacks(house, balancer):
     ctl, cloud = house.ctl, house.cloud
     stranger = str(uuid.uuid4())
     columns = "project_id, name, description, provisioning_status, operating_status, enabled, topology, provider"

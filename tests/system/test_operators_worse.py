@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A restored backup, a full disk and an expired certificate, repaired as docs/how-to describes.
 
-Databases and amphorae are each on a disk of their own, so that it can be full.
+The databases and the amphorae have separate disks, so that each can be filled.
 """
 
 import re
@@ -32,14 +32,14 @@ OPTIONS = {
     "amp_controller": {"retry_first": "0.2", "retry_most": "2", "orphan_grace": "20", "housekeeping_interval": "1"},
     "amp_octavia": {"audit_after": "3600"},
 }
-# Everything that has one of the databases open.
+# The programs that have a database open.
 OCTAVIAS = ("octavia-api", "octavia-driver-agent")
 OURS = (*OCTAVIAS, "network-api", "amphora-controller", "amphora-health-manager")
 
 
 @contextmanager
 def disk(folder, megabytes):
-    """A disk of its own at a folder, while the block runs."""
+    """Mount a separate disk at a folder inside the block."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m,mode=700", "tmpfs", folder], check=True)
     try:
         yield
@@ -49,13 +49,13 @@ def disk(folder, megabytes):
 
 @contextmanager
 def full(folder):
-    """Nothing more fits on the disk with this folder, while the block runs."""
+    """Fill the disk of this folder inside the block."""
     file = Path(folder, "filler")
     try:
         with file.open("wb", buffering=0) as opened:
             _fill(opened)
             for database in Path(folder).glob("*.sqlite"):
-                # The room that its log has, and would use again, is taken too.
+                # The space that SQLite's log would reuse is filled too.
                 with closing(sqlite3.connect(database, timeout=5)) as connection, suppress(sqlite3.Error):
                     connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             _fill(opened)
@@ -96,7 +96,7 @@ def house(store):
 
 @pytest.fixture
 def balancer(house):
-    """One that is served, and of which Octavia has been told everything."""
+    """A serving load balancer whose statuses are all reported to Octavia."""
     made = house.cloud.served("kept")
     house.cloud.online(made.id)
     quiet(house)
@@ -110,13 +110,13 @@ def quiet(house):
 
 @contextmanager
 def stopped(house, names):
-    """These programs do not run while the block does."""
+    """Stop these programs inside the block."""
     for name in names:
         house.stack.supervision.stop(name)
     try:
         yield
     finally:
-        # These alone: `up` would see to the machines too, by what is recorded of them.
+        # Only these: `up` would also restart the recorded machines.
         programs = [one for one in house.stack.programs() if one.name in names]
         for one in programs:
             house.stack.supervision.start(one)
@@ -125,7 +125,7 @@ def stopped(house, names):
 
 
 def backed_up(house, file):
-    """A copy of a database, made while it is in use, as backups are."""
+    """Return an online backup of a database."""
     copy = Path(house.settings.state, f"{file.name}.backup")
     with closing(sqlite3.connect(file)) as source, closing(sqlite3.connect(copy)) as target:
         source.backup(target)
@@ -143,7 +143,7 @@ def restored(house, names, file, copy):
 
 
 def weight(house, balancer, number):
-    """A user changes one of the members."""
+    """Change a member as a user."""
     pool = house.cloud.pool_of(balancer)
     member = next(iter(house.cloud.balancers.members(pool)))
     house.cloud.balancers.update_member(member, pool, weight=number)
@@ -156,7 +156,7 @@ def served(house, balancer):
 
 
 def changes(house, balancer, number):
-    """A change is possible, and is served."""
+    """Assert that a change is accepted and served."""
     weight(house, balancer, number)
     house.cloud.active(balancer.id)
     quiet(house)
@@ -164,7 +164,7 @@ def changes(house, balancer, number):
 
 
 def since_the_backup(house, balancer, back_up):
-    """Something is changed, deleted and made after a backup; returns the copy and the two others."""
+    """Change, delete and create after a backup; return backup, deleted and new load balancer."""
     cloud = house.cloud
     deleted = cloud.load_balancer("deleted")
     quiet(house)
@@ -258,7 +258,7 @@ def test_the_databases_disk_is_full(house, balancer, store):
         path = cloud.url(f"pools/{pool.id}/members/{member.id}")
         answer = cloud.balancers.put(path, json={"member": {"name": "x" * 250}})
         assert answer.status_code == 500, answer.text
-        # A tenant is not told what the database says: the reference is in the log, with the reason.
+        # A tenant gets a reference only; the log has it with the database's message.
         reference = re.search(r"tell the operator this reference: ([0-9a-f]{8})", answer.text).group(1)
         assert "disk" not in answer.text
         log = (house.settings.log / "octavia-api.log").read_text()
@@ -273,7 +273,7 @@ def test_the_databases_disk_is_full(house, balancer, store):
 
 
 def test_a_certificate_has_expired(house, balancer):
-    """The controllers were away for too long, say; the certificate of the amphora is not accepted."""
+    """The amphora's certificate expired, for example because the controllers were stopped for long."""
     ctl, cloud = house.ctl, house.cloud
     (one,) = cloud.amphorae(balancer)
     etc = house.settings.etc

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outages of services: requests are accepted or refused completely; nothing is failed over.
+"""Outages of services: requests are accepted or refused completely; no amphora is replaced.
 
-Octavia's own database is a file here, and stays. AMPHORA_OUTAGE_SECONDS says how long an outage lasts; a minute takes
-a minute for each test.
+Octavia's own database is a file here, and stays available. AMPHORA_OUTAGE_SECONDS is the duration of an outage in each
+test.
 """
 
 import os
@@ -16,7 +16,7 @@ from kill_lab import Witness
 from amphora_driver.store import circuit_breaker
 from sandbox import topology
 
-# So that every outage here lasts longer than an amphora may be silent.
+# Every outage here lasts longer than the limit for silent amphorae.
 SILENT_AFTER = 4.0
 SECONDS = max(float(os.environ.get("AMPHORA_OUTAGE_SECONDS", "8")), 2 * SILENT_AFTER)
 HASTE = {
@@ -40,7 +40,7 @@ def lab(server):
 
 @pytest.fixture(scope="module")
 def balancer(lab):
-    """A load balancer that a client asks all the time, and whose amphora stays the one it is."""
+    """A load balancer with a continuous client, whose amphora must not be replaced."""
     cloud = lab.cloud
     monitor = {"type": "HTTP", "delay": 1, "timeout": 1, "max_retries": 1, "max_retries_down": 1}
     balancer = cloud.served("steady", ("member1", "member2"), monitor=monitor)
@@ -55,7 +55,7 @@ def balancer(lab):
 
 @pytest.fixture
 def calm(lab, balancer):
-    """At the end of a test all is as it should be, and nothing ever said something else."""
+    """Assert at the end of a test that no status is wrong and none was in between."""
     yield
     lab.settled()
     found = lab.cloud.online(balancer.id)
@@ -64,7 +64,7 @@ def calm(lab, balancer):
 
 
 def change(lab, balancer):
-    """A request that changes a load balancer; returns the answer's status and body."""
+    """Send an update of a load balancer; return status and body."""
     pool = lab.cloud.pool_of(balancer)
     member = next(iter(lab.cloud.balancers.members(pool)))
     answer = lab.cloud.balancers.put(
@@ -113,7 +113,7 @@ def test_the_database_is_gone(lab, balancer, server):
         status, text = change(lab, balancer)
         assert status == 500
         assert "database" in text, "a sentence says what is the matter"
-        # The sandbox's network is in the same database: Octavia asks that first.
+        # Octavia calls the sandbox's network first, which uses the same database.
         assert create(lab, "while-it-is-gone")[0] >= 400
         assert time.monotonic() - begin < 30, "and not only after a while"
         # No report is possible, and none is sent.
@@ -129,7 +129,7 @@ def test_the_database_is_gone(lab, balancer, server):
 
 
 def sees_for(lab, seconds):
-    """Wait until the detector has seen for so long without being blind in between."""
+    """Wait until the detector has had heartbeats for this time without a gap."""
 
     def ask():
         sight = lab.database.read(circuit_breaker.read_breaker_rows).get(circuit_breaker.SIGHT)
@@ -142,7 +142,7 @@ def sees_for(lab, seconds):
 @pytest.mark.extended
 @pytest.mark.usefixtures("calm")
 def test_database_outage_causes_no_failover(lab, server):
-    """Longer than an amphora may be silent; a later failure is still detected."""
+    """The outage exceeds the limit for silent amphorae; a later failure is still detected."""
     cloud = lab.cloud
     other = cloud.served("watched", ("member1",))
     cloud.online(other.id)
@@ -168,7 +168,7 @@ def test_database_outage_causes_no_failover(lab, server):
 
 
 @pytest.mark.usefixtures("calm")
-def test_the_database_goes_in_the_middle_of_a_creation(lab, balancer, server):
+def test_a_creation_is_completed_after_a_database_outage(lab, balancer, server):
     lab.hold("Plug-done")
     accepted(create(lab, "interrupted"))
     lab.held("Plug-done")
@@ -183,8 +183,8 @@ def test_the_database_goes_in_the_middle_of_a_creation(lab, balancer, server):
 
 @pytest.mark.extended
 @pytest.mark.usefixtures("calm")
-def test_octavias_agent_is_gone(lab, balancer):
-    """Everything that happens meanwhile is done and remembered; Octavia hears how it is, not how it was."""
+def test_an_outage_of_octavias_agent_delays_reports_only(lab, balancer):
+    """Changes are applied and recorded meanwhile; Octavia then gets current statuses, not outdated ones."""
     cloud = lab.cloud
     member = next(one for one in cloud.balancers.members(cloud.pool_of(balancer)) if one.name == "member2")
     lab.stack.supervision.stop("octavia-driver-agent")
@@ -208,15 +208,15 @@ def test_octavias_agent_is_gone(lab, balancer):
 
 
 def begin_again(lab):
-    """The member's server, and nothing else."""
+    """Restart the member's server only."""
     program = next(one for one in lab.stack.programs() if one.name == "member2")
     lab.stack.supervision.start(program)
     lab.stack.supervision.wait_ready(program, 60)
 
 
 @pytest.mark.usefixtures("calm")
-def test_the_health_manager_is_gone(lab, balancer):
-    """Without heartbeats the state is unknown, not bad, and changes continue."""
+def test_an_outage_of_the_health_manager_sets_no_error(lab, balancer):
+    """Without heartbeats the operating status is unknown, and changes continue."""
     cloud = lab.cloud
     lab.stack.supervision.stop("amphora-health-manager")
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pair through Octavia's real API: two amphorae that are one load balancer, whatever happens to one of them."""
+"""A pair through Octavia's API: the load balancer serves through the failure of either amphora."""
 
 import http.client
 import json
@@ -33,7 +33,7 @@ FAST = 0.2
 
 @pytest.fixture
 def pairs(cloud):
-    """The id of a flavor that makes pairs; it is gone after the test."""
+    """A flavor of pairs, deleted after the test."""
     data = {"loadbalancer_topology": "ACTIVE_STANDBY", "vrrp_advert_interval": FAST}
     profile = cloud.balancers.create_flavor_profile(name="pairs", provider_name="haproxy", flavor_data=json.dumps(data))
     made = cloud.balancers.create_flavor(name="pairs", flavor_profile_id=profile.id, is_enabled=True)
@@ -50,13 +50,13 @@ def compute(settings, database):
 
 
 def of(cloud, balancer):
-    """Its amphorae by role."""
+    """Return its amphorae by role."""
     found = cloud.database.read(lambda c: amphorae.load_amphorae(c, balancer.id))
     return {one.role: one for one in found if one.state is not AmphoraState.RETIRING}
 
 
 def holder(cloud, balancer, *, but=()):
-    """The one that says it has the VIPs."""
+    """Return the VIP holder according to heartbeats."""
 
     def ask():
         says = [one for one in of(cloud, balancer).values() if one.holds_vip and one.id not in but]
@@ -66,18 +66,18 @@ def holder(cloud, balancer, *, but=()):
 
 
 def served(cloud, address, names, port=80):
-    """Until each of these members has answered, and no other."""
+    """Wait until exactly these members answer."""
     cloud.until(lambda: set(cloud.answers(address, 8, port)) == set(names), f"answers from {names}", 30)
 
 
 class Traffic:
-    """Requests one after the other, each over its own connection, from a client of the sandbox."""
+    """A sandbox client that sends sequential requests, each over a new connection."""
 
     def __init__(self, cloud, address):
         self.cloud = cloud
         self.address = address
         self.answers = Counter()
-        # The longest time in which nothing was answered, in seconds.
+        # The longest time without an answer, in seconds.
         self.gap = 0.0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -92,7 +92,7 @@ class Traffic:
         self._thread.join()
 
     def more(self, number=20):
-        """Wait for so many more answers."""
+        """Wait for this number of further answers."""
         wanted = self.answers["200"] + number
         self.cloud.until(lambda: self.answers["200"] >= wanted, f"{number} more answers")
 
@@ -153,19 +153,19 @@ def test_a_pair_from_its_creation_to_its_deletion(cloud, pairs, compute):
     assert compute.booted() == []
 
 
-def test_the_one_with_the_vips_dies_and_comes_back_or_is_replaced(cloud, pairs, compute):
+def test_a_killed_vip_holder_returns_or_is_replaced(cloud, pairs, compute):
     balancer = cloud.served("dies", flavor_id=pairs)
     served(cloud, balancer.vip_address, ("member1", "member2"))
     first = holder(cloud, balancer)
     with Traffic(cloud, balancer.vip_address) as traffic:
         compute.power_off(first.id)
         traffic.more()
-    # Three advertisements and a fraction; the rest is for a machine with other things to do.
+    # Three advertisements and a fraction (RFC 9568, 6.1); the rest is for a busy machine.
     assert traffic.gap < 5, traffic.answers
     assert holder(cloud, balancer, but=(first.id,)).id != first.id
     cloud.online(balancer.id)
 
-    # A user's change reaches the clients although the pair is not whole, and ACTIVE it is only when it is.
+    # A degraded pair serves a user's change, but becomes ACTIVE only when both amphorae have it.
     cloud.balancers.create_member(cloud.pool_of(balancer), **cloud.member("member3"))
     served(cloud, balancer.vip_address, ("member1", "member2", "member3"))
     assert cloud.balancers.get_load_balancer(balancer.id).provisioning_status == "PENDING_UPDATE"
@@ -188,7 +188,7 @@ def test_the_one_with_the_vips_dies_and_comes_back_or_is_replaced(cloud, pairs, 
 
 
 def shake(cloud, context, address, session=None):
-    """A handshake and a request: the session it ends with, and whether it went on with the given one."""
+    """Handshake and request; return the new session, and whether the given one was resumed."""
 
     def go():
         with (
@@ -202,7 +202,7 @@ def shake(cloud, context, address, session=None):
     return namespaces.run_inside(namespaces.path(cloud.settings.host(topology.CLIENT)), go)
 
 
-def test_a_tls_session_goes_on_with_the_other_amphora_and_after_a_rotation(cloud, pairs, compute, settings, database):
+def test_a_tls_session_resumes_after_a_takeover_and_a_key_rotation(cloud, pairs, compute, settings, database):
     authorities.keep_all(settings)
     secured = {
         "protocol": "TERMINATED_HTTPS",
@@ -214,13 +214,13 @@ def test_a_tls_session_goes_on_with_the_other_amphora_and_after_a_rotation(cloud
     served_by = holder(cloud, balancer)
     context = ssl.create_default_context(cadata=authorities.ROOT.pem)
     context.check_hostname = False
-    # A session of TLS 1.2 is whole when the handshake is over.
+    # A TLS 1.2 session is complete after the handshake; TLS 1.3 sends tickets later.
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     address = balancer.vip_address
     session, reused = shake(cloud, context, address)
     assert not reused
 
-    # The next keys, by housekeeping: amphorae are pushed, and no status changes.
+    # Housekeeping rotates the ticket keys: amphorae are pushed, and no status changes.
     heard = database.read(lambda c: c.execute(sa.select(object_status.c.object_id, object_status.c.version)).all())
     database.write(lambda c: c.execute(job.update().values(tickets_due=1.0)))
     conf = config.load([str(settings.driver_configuration)])
@@ -247,7 +247,7 @@ def shaken(cloud, context, address, session):
 
 
 def listener(name, port, *members):
-    """A listener with a pool of its own, as a part of the request for a load balancer."""
+    """Return a listener with its own pool, for a load balancer's request."""
     pool = {"name": name, "protocol": "HTTP", "lb_algorithm": "ROUND_ROBIN", "members": list(members)}
     return {"name": name, "protocol": "HTTP", "protocol_port": port, "default_pool": pool}
 
@@ -273,7 +273,7 @@ def test_fail_over_on_request_replaces_both(cloud, pairs, compute):
         assert now.isdisjoint(before), "it is ACTIVE when the new ones serve"
         connections_go_on(cloud, balancer, old, (download, *sockets))
 
-        # One ends by itself, one goes on for longer than it may.
+        # One connection ends by itself, the other exceeds the drain time.
         member.finish()
         assert download.rest() == member.sent
         sockets.pop().close()
@@ -282,7 +282,7 @@ def test_fail_over_on_request_replaces_both(cloud, pairs, compute):
         cloud.until(lambda: cloud.amphorae(balancer) == now, "the time of the old one is over")
         assert sockets.pop().is_cut(15)
         traffic.more()
-    # None fails; a machine with more to do than it can may be late with one.
+    # No request fails; an overloaded machine may answer late.
     assert traffic.failed <= 2, traffic.answers
     assert traffic.gap < 5, traffic.answers
     assert set(of(cloud, balancer)) == {"MASTER", "BACKUP"}
@@ -292,7 +292,7 @@ def test_fail_over_on_request_replaces_both(cloud, pairs, compute):
 
 
 def connections_go_on(cloud, balancer, old, visits):
-    """By way of the amphora that had the VIPs, and no user's change waits for that."""
+    """Connections continue over the former VIP holder, and a user's change does not wait for them."""
     for visit in visits:
         visit.goes_on()
     since = time.monotonic()
@@ -317,7 +317,7 @@ def row_of(cloud, balancer, one):
 
 
 def settled(cloud, balancer):
-    """Each knows exactly the other one, in a generation without a user's request."""
+    """Wait until each amphora has exactly the other one as its partner, in a later generation."""
 
     def ask():
         pair = of(cloud, balancer)

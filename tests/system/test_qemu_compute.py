@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Amphorae as virtual machines: booted once, found again after any crash, and gone without a trace.
+"""The qemu compute backend: it boots a machine once, finds it after any crash, and deletes it completely.
 
-What runs in them does not matter here: the machines have empty disks, and their BIOS looks for something to boot.
+The guest system does not matter here: the machines have empty disks, and their BIOS finds nothing to boot.
 """
 
 import os
@@ -95,7 +95,7 @@ class Lab:
         return self.folder / "machines" / amphora_id
 
     def left(self, amphora_id):
-        """What there still is of an amphora."""
+        """Return the remains of an amphora."""
         found = [process.pid for process in find_by_last_argument(str(self.place(amphora_id) / PID))]
         found += [one.id for one in self.network.ports(amphora_id) if one.network_id == "management"]
         found += [path for path in [self.place(amphora_id)] if path.exists()]
@@ -215,7 +215,7 @@ def test_an_incomplete_machine_is_removed_completely(lab, monkeypatch):
 def test_a_machine_that_ended_has_failed_and_begins_with_a_new_disk(lab, booted):
     disk = lab.place(booted.amphora_id) / DISK
     before = disk.stat().st_ino
-    # A process has no arguments while it execs.
+    # A process has no arguments during an exec.
     (qemu,) = Cloud.until(lambda: find_by_last_argument(str(lab.place(booted.amphora_id) / PID)), "its process")
     os.kill(qemu.pid, signal.SIGKILL)
     machine = lab.compute.get(booted.amphora_id)
@@ -231,7 +231,7 @@ def test_a_machine_that_ended_has_failed_and_begins_with_a_new_disk(lab, booted)
 
 
 def test_interfaces_come_and_go_as_often_as_they_are_asked_for(lab, booted, monkeypatch):
-    # The guest has no system that releases an interface.
+    # The guest has no operating system that releases an interface.
     monkeypatch.setattr("amphora_driver.compute.qemu._RELEASE_SECONDS", 0.2)
     port = lab.network.ensure_port(management_port(booted.amphora_id, "net", ["net4"]))
     lab.compute.detach(booted.amphora_id, port)
@@ -244,8 +244,8 @@ def test_interfaces_come_and_go_as_often_as_they_are_asked_for(lab, booted, monk
         assert bridges.switch_interface_name(port.id) not in lab.taps(booted.amphora_id)
 
 
-def test_half_an_interface_becomes_a_whole_one(lab, booted):
-    """The controller died between joining qemu to the tap and giving the machine its interface."""
+def test_an_incomplete_interface_is_completed(lab, booted):
+    """The controller crashed between the tap's creation in qemu and the machine's new interface."""
     port = lab.network.ensure_port(management_port(booted.amphora_id, "net", ["net4"]))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("amphora_driver.compute.qemu.interface_options", lambda _: {"driver": "nothing-like-it"})
@@ -284,7 +284,7 @@ def test_an_image_by_its_tag(lab):
 
 def test_secrets_are_for_root_only(lab, booted):
     readable = [path.name for path in lab.place(booted.amphora_id).iterdir() if path.stat().st_mode & 0o077]
-    # The image is no secret, and its mode is its own.
+    # The image is not secret, and its mode does not matter.
     assert set(readable) <= {"base.qcow2", PID}
     arguments = [
         Path(f"/proc/{one.pid}/cmdline").read_bytes()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A guest that is hostile to the machine it runs on: the user of its qemu, and the size of its console."""
+"""The qemu compute backend confines a hostile guest: the user of its qemu, and the size of its console log."""
 
 import os
 import pwd
@@ -55,7 +55,7 @@ def switch():
 
 @pytest.fixture
 def guest(switch, tmp_path):
-    """One that says the same letter for ever."""
+    """A guest that prints one letter endlessly."""
     (tmp_path / "noise").write_bytes(NOISE)
     make = ["qemu-img", "convert", "-f", "raw", "-O", "qcow2", tmp_path / "noise", tmp_path / DISK]
     subprocess.run(make, check=True)
@@ -95,7 +95,7 @@ def test_a_guest_has_neither_root_nor_the_disk(guest, switch):
     assert int(found["CapEff"], 16) == int(found["CapPrm"], 16) == 0
     assert (found["NoNewPrivs"], found["Seccomp"]) == ("1", "2")
     assert [one.pid for one in find_by_last_argument(str(folder / PID))] == [process.pid]
-    # A guest that may not open /dev/net/tun is given the tap's descriptor.
+    # qemu cannot open /dev/net/tun as this user, so it gets the tap's descriptor.
     namespaces.run_inside(namespaces.path(switch), lambda: taps._create_persistent(tap_options(PORT)["ifname"]))
     with open_monitor(folder, "plug") as monitor:
         qemu._add_interface(monitor, PORT, switch)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad input gets the right answer with a sentence a user understands, and leaves nothing half made.
+"""Invalid requests get the right status code and an understandable message, and leave no partial objects.
 
-What Octavia's API refuses by itself is here too, where a user might expect the provider to serve it: the sentence is
-the user's view, from the driver or from Octavia.
+Requests that Octavia's API itself refuses are included if a user expects the provider to serve them: the user sees one
+message, from the driver or from Octavia.
 """
 
 import json
@@ -164,12 +164,12 @@ FLAVORS = [
 
 
 def one_by_one(*lists):
-    """Every case of these lists as a parameter of its own, named by what is asked for."""
+    """Return each case as a parameter, with its request as the id."""
     return [pytest.param(*case, id=json.dumps(case[0])[:60]) for cases in lists for case in cases]
 
 
 class Place:
-    """A load balancer that stays as it is, and the API, asked for what it must refuse."""
+    """An unchanged load balancer, and the API for invalid requests."""
 
     def __init__(self, cloud):
         self.cloud = cloud
@@ -187,16 +187,16 @@ class Place:
         cloud.active(self.balancer.id)
 
     def refused(self, method, path, body, status, sentence):
-        """This request is answered like that, and nothing is different afterwards."""
+        """Assert the answer to a request, and that no row changes."""
         before = self._inventory()
         answer = getattr(self.cloud.balancers, method)(self.cloud.url(path), json=body)
         assert (answer.status_code, sentence in answer.json()["faultstring"]) == (status, True), answer.text
         assert self._inventory() == before
 
     def _inventory(self):
-        """Every object of Octavia's database with its status, and all our rows of what was asked for.
+        """Return Octavia's objects with their statuses, and the provider's rows of requested objects.
 
-        The API would need a call for each kind of object, before and after each of these refusals.
+        The API would need a call for each kind of object, before and after each refusal.
         """
         with self._octavia.connect() as connection:
             shown = {
@@ -316,7 +316,7 @@ def test_flavors(place, asked, sentence):
 
 
 def test_existing_objects_still_serve(place):
-    """After all these refusals: a policy without a rule never matches. Octavia's API shows nothing that was refused."""
+    """After all refusals, Octavia's API shows no refused object; a policy without a rule never matches."""
     assert place.cloud.answers(place.balancer.vip_address, 1) == {"member1": 1}
     assert place.cloud.active(place.balancer.id)
     shown = {

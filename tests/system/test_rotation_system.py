@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotations through Octavia's real API: load balancers that serve clients all the time, and amphorae that are replaced.
+"""Rotations of amphorae through Octavia's API while their load balancers serve clients.
 
-`AMPHORA_ROTATION=20` makes it twenty load balancers; an amphora takes one or two seconds of a processor to boot, and
-two processors do everything here.
+`AMPHORA_ROTATION=20` makes it twenty load balancers. An amphora takes one or two processor seconds to boot, and
+two processors run the whole test.
 """
 
 import json
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.root
 NUMBER = int(os.environ.get("AMPHORA_ROTATION", "6"))
 # One in five is a pair.
 PAIRS = max(1, NUMBER // 5)
-# Seconds a rotation may take on a machine with other things to do.
+# Time-out of a rotation on a busy machine, in seconds.
 PATIENCE = 60.0 + 30.0 * NUMBER
 # Nothing is answered while the new amphora tells the network of its VIPs: milliseconds of a quiet machine. Here eight
 # sandboxes may run beside each other.
@@ -43,7 +43,7 @@ OPTIONS = {
         "drain_timeout": "5",
     },
     "amp_rotation": {"settle": "1", "replacement_timeout": "180"},
-    # A machine that is very busy is not silent.
+    # An overloaded machine must not count as silent.
     "amp_failover": {"silent_after": "30"},
     "amp_vrrp": {"advert_interval": "0.3"},
 }
@@ -51,7 +51,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
-    """What agents are started with: can be made to fail."""
+    """The agents' Python, which a test can make fail."""
     path = tmp_path_factory.mktemp("python") / "python"
     _well(path)
     return path
@@ -115,7 +115,7 @@ def balancers(fleet, request):
 
 @pytest.fixture(autouse=True)
 def nothing_goes_on(fleet):
-    """What a test that failed has left goes no further than that."""
+    """End the rotations that a failed test has left."""
     yield
     left = fleet.database.read(rotations.get_active_rotation)
     if left is not None and left.state is not RotationState.ABORTED:
@@ -142,7 +142,7 @@ def controllers(fleet):
 
 
 def kill(stack, pid):
-    """kill -9 for the controller with this process, and for its parent, at this very moment; returns the program."""
+    """Send SIGKILL to the controller of this process and to its parent; return the program."""
     for name in ("amphora-controller", "amphora-controller-2"):
         process = stack.supervision.running(name)
         # Of whichever of its threads.
@@ -158,13 +158,13 @@ def kill(stack, pid):
 
 
 def rotating(fleet):
-    """The name of the controller that moves the rotation on."""
+    """Return the name of the controller that executes the rotation."""
     query = sa.select(duty.c.owner).where(duty.c.name == "rotation", duty.c.leased_until > 0.0)
     return fleet.database.read(lambda c: c.scalar(query))
 
 
 def settled(fleet, balancers):
-    """Users hear nothing of all that."""
+    """Wait until the load balancers are ACTIVE and ONLINE."""
     for one in balancers:
         Cloud.until(lambda one=one: fleet.status(one) == ("ACTIVE", "ONLINE"), f"{one.name} is as before", 60)
 
@@ -177,7 +177,7 @@ def told(record_property, clients):
 
 
 @pytest.mark.extended
-def test_paused_resumed_aborted_and_taken_up_again_under_load(fleet, balancers, record_property):
+def test_a_rotation_under_load_is_paused_resumed_aborted_and_repeated(fleet, balancers, record_property):
     before = fleet.serving(balancers)
     with Clients(fleet.cloud, balancers) as clients, Counting(fleet.database) as counting:
         first = fleet.ctl("rotate", "--all", "--max-unavailable", "2")["ID"]
@@ -211,7 +211,7 @@ def test_paused_resumed_aborted_and_taken_up_again_under_load(fleet, balancers, 
     told(record_property, clients)
 
 
-def test_a_replacement_that_fails_pauses_it(fleet, balancers, python):
+def test_a_failed_replacement_pauses_the_rotation(fleet, balancers, python):
     one, other = balancers[-2:]
     before = fleet.serving([one, other])
     with Clients(fleet.cloud, [one, other]) as clients:
@@ -233,7 +233,7 @@ def test_a_replacement_that_fails_pauses_it(fleet, balancers, python):
 
 
 @pytest.mark.extended
-def test_a_controller_is_killed_in_the_middle_and_another_goes_on(
+def test_another_controller_continues_the_rotation_of_a_killed_one(
     fleet, balancers, stack, second_controller, record_property
 ):
     before = fleet.serving(balancers)
@@ -255,7 +255,7 @@ def test_a_controller_is_killed_in_the_middle_and_another_goes_on(
 
 
 def said(stack, words):
-    """How often both controllers have said this."""
+    """Count a message in the logs of both controllers."""
     logs = [stack.supervision.log(name) for name in ("amphora-controller", "amphora-controller-2")]
     return sum(log.read_text(encoding="utf-8").count(words) for log in logs)
 
@@ -276,7 +276,7 @@ def test_a_draining_controller_leaves_the_rotation_to_the_other(fleet, balancers
     assert {name: one["Draining"] for name, one in rows.items()} == {drained: True, other: False}
     assert rows[drained]["Jobs"] == 0
 
-    # A drained host stays drained after commands for one controller, and for new controllers.
+    # A drained host stays drained after commands for one controller, also for new controllers.
     host, before = rows[drained]["Host"], said(stack, "drains on request")
     fleet.database.write(lambda c: process_registry.set_process_draining(c, drained, draining=False))
     Cloud.until(lambda: said(stack, "starts jobs again") == 1, "it goes on", 30)

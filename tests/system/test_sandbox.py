@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one-machine stack itself: started twice without harm, and telling the clients the truth about networks."""
+"""The one-machine sandbox: a second start changes nothing, and its network answers are true."""
 
 import http.client
 
@@ -17,14 +17,14 @@ def processes(stack):
     return {name: stack.supervision.running(name) for name in stack.supervision.names()}
 
 
-def test_up_twice_starts_nothing_twice(stack):
+def test_a_second_up_starts_no_program_again(stack):
     before = processes(stack)
     stack.up()
     assert processes(stack) == before
     assert None not in before.values()
 
 
-def test_the_programs_are_all_there(stack):
+def test_all_programs_run(stack):
     assert set(processes(stack)) == {program.name for program in stack.programs()}
 
 
@@ -33,7 +33,7 @@ def test_settings_are_chosen_once(settings, tmp_path):
     assert again == settings
 
 
-def test_nothing_in_the_machines_own_namespace(settings):
+def test_the_root_namespace_is_unchanged(settings):
     own = namespaces.run_with_netlink(
         "/proc/self/ns/net", lambda kernel: {link.get_attr("IFLA_IFNAME") for link in kernel.get_links()}
     )
@@ -75,7 +75,7 @@ class TestNetworkApi:
         assert connection.network.find_subnet("nowhere") is None
         assert {one.name for one in connection.network.networks()} == {"management", "vip", "members"}
 
-    def test_a_port_of_ones_own(self, connection):
+    def test_a_port_in_use_is_refused(self, connection):
         fixed = [{"subnet_id": topology.VIP_SUBNET, "ip_address": "198.51.100.99"}]
         port = connection.network.create_port(network_id=topology.VIP_NETWORK, fixed_ips=fixed)
         assert connection.network.get_port(port.id).fixed_ips == fixed

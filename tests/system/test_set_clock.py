@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A clock is set by an hour and later set back: nothing is replaced, and all work continues at once.
+"""A clock is set by an hour and later set back: no amphora is replaced, and all work continues at once.
 
-Which clock that is decides what could go wrong: of one machine on which everything runs, amphorae too; of the hosts of
-controllers, which then differ from amphorae and the database; of the database, by which leases and pauses are measured.
+The tests move the clocks of different hosts: of one machine that runs everything; of the controllers' hosts, which then
+differ from the amphorae and the database; of the database, which measures leases and pauses.
 """
 
 import os
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.root, pytest.mark.extended, pytest.mark.lasts(900)]
 
 HOUR = 3600.0
 SILENT_AFTER = 4.0
-# What is young stays at least so long; nothing here takes as long as that.
+# Minimum age before cleanup; every test here is shorter.
 GRACE = 25.0
 OPTIONS = {
     "amp_health": {"interval": "0.5", "flush_interval": "0.2"},
@@ -51,13 +51,13 @@ OPTIONS = {
     },
     "amp_certificates": {"settle": "2"},
 }
-# What looks at the clock that is moved, and where the rows are.
+# The programs with the moved clock, and the database.
 EVERYTHING = ("octavia-api", "octavia-driver-agent", "network-api", "amphora-controller", "amphora-health-manager")
 CONTROL = ("amphora-controller", "amphora-health-manager")
 
 
 class Lab:
-    """A sandbox, the clock that is moved under it, and what agents are started with."""
+    """A sandbox, its moved clock, and the agents' Python."""
 
     def __init__(self, stack, settings, clock, python, connection):
         self.stack, self.clock, self.python = stack, clock, python
@@ -68,7 +68,7 @@ class Lab:
 
     @contextmanager
     def broken_agents(self):
-        """Machines end as soon as they are started."""
+        """Make machines end immediately after their start."""
         kept = self.python.with_suffix(".kept")
         self.python.rename(kept)
         self.python.write_text("#!/bin/sh\nexit 3\n", encoding="ascii")
@@ -79,7 +79,7 @@ class Lab:
             kept.rename(self.python)
 
     def replaced(self):
-        """What was replaced unasked."""
+        """Return the automatic fail-overs."""
         causes = [cause.value for cause in silent_amphorae.AUTOMATIC_CAUSES]
         return self.database.read(lambda c: c.execute(sa.select(failover).where(failover.c.cause.in_(causes))).all())
 
@@ -101,14 +101,14 @@ class Lab:
         self.cloud.until(ask, f"it sees for {seconds:.0f} s", seconds + 60)
 
     def kept_house(self, times):
-        """Wait until housekeeping has had so many looks."""
+        """Wait for this number of housekeeping runs."""
         ends = sa.select(duty.c.leased_until).where(duty.c.name == "housekeeping")
         for _ in range(times):
             before = self.database.read(lambda c: c.scalar(ends))
             self.cloud.until(lambda b=before: self.database.read(lambda c: c.scalar(ends)) != b, "housekeeping looks")
 
     def changed(self, balancer, weight):
-        """A user changes something; how many seconds it takes."""
+        """Apply a user's change; return its duration in seconds."""
         pool = self.cloud.pool_of(balancer)
         member = next(iter(self.cloud.balancers.members(pool)))
         begun = time.monotonic()
@@ -132,7 +132,7 @@ def lab(request, tmp_path_factory):
     assert moved_clock.is_there(), "install the package faketime"
     whose = request.param
     folder = tmp_path_factory.mktemp("clock")
-    # The amphorae's first processes read what is there.
+    # The amphorae's first processes read the present environment.
     folder.chmod(0o755)
     (folder / "moved").mkdir()
     clock, python = moved_clock.Clock(folder / "moved"), folder / "python"
@@ -162,7 +162,7 @@ def lab(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def balancer(lab):
-    """A load balancer that a client asks all the time, and whose amphora stays the one it is."""
+    """A load balancer with a continuous client, whose amphora must not be replaced."""
     monitor = {"type": "HTTP", "delay": 1, "timeout": 1, "max_retries": 1, "max_retries_down": 1}
     balancer = lab.cloud.served("steady", ("member1", "member2"), monitor=monitor)
     lab.cloud.online(balancer.id)
@@ -176,15 +176,15 @@ def balancer(lab):
 
 @pytest.fixture(autouse=True)
 def no_replacement(lab, balancer):
-    """A wrong detection would have happened by the end of the test."""
+    """Assert that no amphora was replaced by the end of the test."""
     yield
     lab.sees_for(2.5 * SILENT_AFTER)
     assert lab.replaced() == []
     assert lab.cloud.online(balancer.id).provisioning_status == "ACTIVE"
 
 
-def test_an_hour_ahead_and_back(lab, balancer, record_property):
-    """What is made and what fails while the clock is ahead goes on when it is right again."""
+def test_a_clock_set_ahead_and_back_replaces_no_amphora(lab, balancer, record_property):
+    """Creations and failures during the wrong time are completed after the correction."""
     cloud = lab.cloud
     lab.clock.set(HOUR)
     took = [lab.changed(balancer, 3)]
@@ -208,7 +208,7 @@ def test_an_hour_ahead_and_back(lab, balancer, record_property):
         cloud.gone(one.id)
 
 
-def test_an_hour_behind_and_right_again(lab, balancer, record_property):
+def test_a_clock_set_behind_and_corrected_replaces_no_amphora(lab, balancer, record_property):
     lab.clock.set(-HOUR)
     took = [lab.changed(balancer, 6)]
     made = lab.cloud.served("behind", ("member1",))
@@ -220,8 +220,8 @@ def test_an_hour_behind_and_right_again(lab, balancer, record_property):
     record_property("seconds until ACTIVE: behind, right, one made meanwhile", [round(one, 2) for one in took])
 
 
-def test_young_objects_stay(lab):
-    """Addresses of load balancers that may still be created, and recent orphans."""
+def test_cleanup_keeps_young_objects(lab):
+    """Cleanup keeps addresses of load balancers under creation, and recent orphans."""
     wish = [VipRequest(subnet_id=topology.VIP_SUBNET)]
     claimed, lost = "c1000000-0000-4000-8000-000000000001", "c1000000-0000-4000-8000-000000000002"
     lab.database.write(lambda c: vip_claims.record_claim(c, claimed, "local"))
@@ -247,7 +247,7 @@ def test_young_objects_stay(lab):
 
 @pytest.fixture
 def pair(lab):
-    """A load balancer of two amphorae, with a listener for connections that last."""
+    """A pair with a listener for long connections."""
     cloud, data = lab.cloud, '{"loadbalancer_topology": "ACTIVE_STANDBY", "vrrp_advert_interval": 0.5}'
     profile = cloud.balancers.create_flavor_profile(name="pair", provider_name="haproxy", flavor_data=data)
     flavor = cloud.balancers.create_flavor(name="pair", flavor_profile_id=profile.id, is_enabled=True)
@@ -262,8 +262,8 @@ def pair(lab):
     cloud.balancers.delete_flavor_profile(profile)
 
 
-def test_connections_that_drain_go_on(lab, pair):
-    """By a clock that is an hour ahead their time would be over."""
+def test_draining_connections_continue(lab, pair):
+    """A clock that is an hour ahead does not end the drain time."""
     cloud = lab.cloud
     former = cloud.amphorae(pair)
     with lasting.Member(cloud.settings, "member3", 9000) as member:
@@ -272,7 +272,7 @@ def test_connections_that_drain_go_on(lab, pair):
         cloud.active(pair.id)
         cloud.until(lambda: len(former & cloud.amphorae(pair)) == 1, "one of them stays for its connections")
         lab.clock.set(HOUR)
-        # The controller looks after it every two seconds.
+        # The controller checks the draining amphora every two seconds.
         lab.sees_for(2 * SILENT_AFTER)
         assert len(former & cloud.amphorae(pair)) == 1
         for visit in visits:
@@ -284,7 +284,7 @@ def test_connections_that_drain_go_on(lab, pair):
 
 
 def test_an_authority_is_replaced_while_the_clock_is_ahead(lab, balancer):
-    """Controllers issue themselves certificates by a clock that is ahead; amphorae go on to believe them."""
+    """Controllers issue certificates with a clock that is ahead; amphorae still accept them."""
     lab.clock.set(HOUR)
     begun = lab.amphoractl("ca", "rotate", "--kind", "controller")
 

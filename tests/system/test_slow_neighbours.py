@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Amphorae that do not answer delay their own load balancers only.
+"""Unreachable amphorae delay their own load balancers only.
 
-The controller has two hands, and there are more black holes than that. Leases last much longer than any test waits, so
-that nothing here is mended by a lease that runs out.
+The controller has two workers, and more amphorae than that are unreachable. Leases last longer than every test, so no
+test passes because of a lease expiry.
 """
 
 import signal
@@ -23,7 +23,7 @@ from sandbox import demo, topology
 pytestmark = pytest.mark.root
 
 HANDS, LEASE = 2, 120
-# More of them than there are hands.
+# More unreachable amphorae than workers.
 HOLES = 3
 # Seconds. A connection to an agent may take 60, a lease 120; a wait for either takes longer than this. What is
 # measured is far below: the machine that runs this may be busy with other things.
@@ -66,7 +66,7 @@ def connection(settings):
 
 @pytest.fixture
 def intents(cloud, settings, database):
-    """The driver's own door: Octavia refuses what its users may not ask for while something is PENDING."""
+    """Call the driver directly, because Octavia refuses requests while the load balancer is PENDING."""
     sockets = str(settings.run / "sockets")
     made = RequestRecorder(database, lambda node: None)
 
@@ -80,14 +80,14 @@ def intents(cloud, settings, database):
 
 @pytest.fixture
 def holes(cloud, settings):
-    """Turns amphorae into black holes, until the test ends."""
+    """Makes amphorae unreachable until the test ends."""
     made = BlackHoles(settings)
     yield made
     made.undo()
 
 
 class BlackHoles:
-    """Two kinds: a machine that takes what it is sent and does nothing with it, and one behind a cable that is cut."""
+    """Makes amphorae unreachable in two ways: a stopped machine, and a detached cable."""
 
     def __init__(self, settings):
         self._settings = settings
@@ -122,7 +122,7 @@ class BlackHoles:
 
 
 def booting(cloud, name):
-    """A load balancer whose machine has just been started; its amphora, and itself."""
+    """Create a load balancer until its machine is started; return amphora and load balancer."""
     made = cloud.balancers.create_load_balancer(name=name, vip_subnet_id=topology.VIP_SUBNET)
     amphora_id = cloud.until(lambda: next(iter(cloud.amphorae(made)), None), "an amphora is recorded")
     cloud.until((cloud.settings.amphorae / amphora_id / "process.json").exists, "its machine runs")
@@ -134,7 +134,7 @@ def owners(database):
 
 
 def swallowed(cloud, holes, name, kind="freeze"):
-    """A load balancer with a change under way at an amphora that does not answer."""
+    """Start a change of a load balancer whose amphora does not answer."""
     balancer = cloud.served(name, ("member1",))
     pool = cloud.pool_of(balancer)
     (amphora_id,) = cloud.amphorae(balancer)
@@ -160,7 +160,7 @@ def test_black_holes_delay_no_other_load_balancer(cloud, stack, holes, database)
     cloud.until(lambda: len(owners(database)) >= HANDS, "all hands are in black holes")
     cloud.balancers.create_member(pool, **cloud.member("member2"))
     cloud.active(well.id)
-    # A second for a hand to be free, and the change itself; a black hole keeps its hand for ten seconds and more.
+    # A second for a free worker, and the change; an unreachable amphora blocks its worker for 10 s or more.
     assert time.monotonic() - asked < SOON
     with log.open(encoding="utf-8") as file:
         file.seek(begin)
@@ -171,7 +171,7 @@ def test_black_holes_delay_no_other_load_balancer(cloud, stack, holes, database)
     cloud.balanced(well.vip_address, {"member1": 1, "member2": 1})
 
 
-def test_a_deletion_does_not_wait_for_what_hangs(cloud, holes, database, intents):
+def test_a_deletion_does_not_wait_for_unreachable_amphorae(cloud, holes, database, intents):
     balancer, amphora_id = swallowed(cloud, holes, "hangs")
     cloud.until(lambda: owners(database), "it is worked on")
     begin = time.monotonic()
@@ -181,7 +181,7 @@ def test_a_deletion_does_not_wait_for_what_hangs(cloud, holes, database, intents
     cloud.gone(balancer.id)
 
 
-def test_a_fail_over_does_not_wait_for_what_hangs(cloud, holes, database, intents):
+def test_a_fail_over_does_not_wait_for_unreachable_amphorae(cloud, holes, database, intents):
     balancer, amphora_id = swallowed(cloud, holes, "replaced")
     cloud.until(lambda: owners(database), "it is worked on")
     begin = time.monotonic()
@@ -193,7 +193,7 @@ def test_a_fail_over_does_not_wait_for_what_hangs(cloud, holes, database, intent
     cloud.balanced(balancer.vip_address, {"member1": 1, "member2": 1})
 
 
-def test_machines_that_boot_hold_neither_hand_nor_lease(cloud, holes, database, intents):
+def test_booting_machines_hold_neither_worker_nor_lease(cloud, holes, database, intents):
     frozen = []
     for number in range(HANDS + 1):
         made, amphora_id = booting(cloud, f"slow-boot-{number}")
@@ -231,7 +231,7 @@ def test_jobs_of_a_killed_controller_continue_before_the_lease_expires(cloud, st
     assert not set(before) & set(owners(database))
 
 
-def test_a_controller_that_ends_gives_its_leases_back(cloud, stack, holes, database):
+def test_a_stopping_controller_releases_its_leases(cloud, stack, holes, database):
     balancer, _ = swallowed(cloud, holes, "given-back")
     cloud.until(lambda: owners(database), "it is worked on")
     stack.supervision.stop("amphora-controller")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The status page as operators see it: in a browser, of a stack that runs."""
+"""The status page of a running stack, in a browser."""
 
 import http.client
 import json
@@ -24,7 +24,7 @@ HOSTILE = "</title><script>window.hostile = 1</script><img src=x onerror='window
 
 
 def asked(settings, path, port=PORT):
-    """What a program on the controller's machine is told."""
+    """Return the answer to a program on the controller's host."""
 
     def ask():
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
@@ -39,7 +39,7 @@ def asked(settings, path, port=PORT):
 
 
 def sample(settings, name, port=PORT, path="/metrics/process"):
-    """The value of one series."""
+    """Return the value of one series."""
     lines = asked(settings, path, port)[1].splitlines()
     found = [line.rpartition(" ")[2] for line in lines if line.startswith(name + " ")]
     assert len(found) == 1, f"{name} is said {len(found)} times"
@@ -66,7 +66,7 @@ def test_a_fail_over_appears_on_an_open_page(cloud, settings, page):
     assert sample(settings, 'amphora_pushes_total{how="start"}') >= 1
     cloud.balancers.failover_load_balancer(balancer.id)
     cloud.active(balancer.id)
-    # By its script only, without a reload.
+    # The page's script updates it without a reload.
     cloud.until(
         lambda: page.says(
             "[...document.querySelectorAll('[data-part=failovers] tbody tr')]"
@@ -78,7 +78,7 @@ def test_a_fail_over_appears_on_an_open_page(cloud, settings, page):
     assert row["cause"] == "asked"
     assert row["amphora_id"] in before
     assert row["begun_at"] <= row["served_at"] <= row["ended_at"]
-    # Hostile text is text: it is read as it was written, and was never anything else.
+    # Hostile text is shown literally and is never interpreted.
     assert HOSTILE in page.text("[data-part=balancers]")
     assert page.says("window.hostile") is None
     assert page.says("document.querySelectorAll('img').length + document.querySelectorAll('script').length") == 1
@@ -86,7 +86,7 @@ def test_a_fail_over_appears_on_an_open_page(cloud, settings, page):
     assert {urlsplit(one).netloc for one in page.requests if not one.startswith("data:")} == {f"127.0.0.1:{PORT}"}
 
 
-def test_without_scripts_the_page_says_the_same(cloud, settings, page):
+def test_the_page_shows_the_same_without_scripts(cloud, settings, page):
     balancer = cloud.served("plain")
     told = asked(settings, "/")[1]
     assert balancer.id in told
@@ -140,10 +140,10 @@ def test_only_the_token_grants_access(settings, tmp_path):
         with browsing(password="correct horse") as friend:
             friend.visit(address)
             assert "amphorae" in friend.says("document.title")
-            # The script's own requests are let in as well.
+            # The script's own requests are authorised too.
             found = friend.says("fetch('page.json').then((answer) => answer.status)")
             assert found == 200
-            # The first answer was a question, which the browser notes.
+            # The browser reports the first answer (401) in its console.
             assert [one for one in friend.complaints if "401" not in json.dumps(one)] == []
         with browsing() as stranger:
             stranger.visit(address)

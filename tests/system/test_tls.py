@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TLS through Octavia's real API, certificate manager and all, to a client that shakes hands with an amphora."""
+"""TLS through Octavia's API, from the certificate manager to a client's handshake with an amphora."""
 
 import http.client
 import socket
@@ -66,7 +66,7 @@ def kept(settings):
 
 
 def shaken(cloud, address, name=None, *, client=None, port=443, tmp_path=None):
-    """The name on the server's certificate and the answering member; or the error."""
+    """Return the name on the server's certificate and the answering member, or the error."""
     context = ssl.create_default_context(cadata=ROOT.pem)
     context.check_hostname = False
     if client is not None:
@@ -123,21 +123,21 @@ def references(cloud, balancer, listener):
     return {name.ref for name, one in found.items() if name.object_id == listener and one.content}
 
 
-def test_certificates_come_change_and_go(cloud, kept):
+def test_certificates_are_added_replaced_and_removed(cloud, kept):
     balancer, listener = secure(cloud, sni_container_refs=["two", "three"])
     address = balancer.vip_address
     shown = {name: shaken(cloud, address, f"{name}.example.com") for name in ("one", "two", "three", "other")}
     assert shown == {name: (name if name != "other" else "one", "member1") for name in shown}
-    # Another default certificate; the others stay.
+    # Replace the default certificate; the others stay.
     kept.put("four", FOUR)
     change(cloud, balancer, listener, default_tls_container_ref="four")
     assert shaken(cloud, address)[0] == "four"
     assert shaken(cloud, address, "three.example.com")[0] == "three"
-    # The same reference, told again after its content was replaced.
+    # Update with the same reference after its content was replaced.
     kept.put("four", ONE)
     change(cloud, balancer, listener, default_tls_container_ref="four")
     assert shaken(cloud, address)[0] == "one"
-    # Octavia does not say it when the last SNI certificate is taken away.
+    # Octavia does not report the removal of the last SNI certificate.
     change(cloud, balancer, listener, sni_container_refs=[])
     assert shaken(cloud, address, "two.example.com")[0] == "one"
     assert references(cloud, balancer, listener) == {"four"}
@@ -155,7 +155,7 @@ def test_sni_alone_is_tls_too(cloud, kept):
     assert shaken(cloud, balancer.vip_address) == ("two", "member1")
 
 
-def test_clients_have_to_show_a_certificate(cloud, kept, tmp_path):
+def test_client_certificates_are_required(cloud, kept, tmp_path):
     balancer, listener = secure(cloud, client_authentication="MANDATORY", client_ca_tls_container_ref="clients")
     address = balancer.vip_address
 
@@ -211,7 +211,7 @@ def tls_member(cloud, name, certificate, tmp_path, port=8443):
         thread.join()
 
 
-def test_members_are_reached_encrypted_and_have_to_be_the_right_ones(cloud, kept, tmp_path):
+def test_tls_pools_verify_members(cloud, kept, tmp_path):
     kept.put_text("authority", ROOT.pem)
     kept.put_text("another", CLIENTS.pem)
     balancer = cloud.served("encrypted", ())
@@ -262,8 +262,8 @@ def test_a_whole_tree_with_tls_in_one_request(cloud, kept):
     assert found == {("listener 443", "ACTIVE"), ("listener 444", "ACTIVE")}
 
 
-def test_a_secret_that_is_gone_costs_its_own_listener_only(cloud, kept):
-    """The user's secret was removed between two requests: what is served stays served, and the user is told."""
+def test_a_deleted_secret_affects_its_own_listener_only(cloud, kept):
+    """The user's secret is deleted between two requests: existing listeners serve, and the user gets an error."""
     balancer, listener = secure(cloud)
     kept.put("four", FOUR)
     lost = cloud.database.write(
@@ -279,14 +279,14 @@ def test_a_secret_that_is_gone_costs_its_own_listener_only(cloud, kept):
     assert shaken(cloud, balancer.vip_address) == ("four", "member1")
 
 
-def test_a_restarted_machine_is_given_its_keys_again(cloud, kept, settings):
-    """Keys are in its memory only: after a restart it reports the loss and gets them, without a request."""
+def test_a_restarted_machine_gets_its_keys_again(cloud, kept, settings):
+    """Keys are in memory only: after a restart the amphora reports their loss and gets them by a push."""
     balancer, listener = secure(cloud)
     assert shaken(cloud, balancer.vip_address) == ("one", "member1")
     (amphora_id,) = cloud.amphorae(balancer)
     conf = config.load([str(settings.etc / "amphora-driver.conf")])
     compute = NetnsCompute(conf, LocalNetwork(conf, cloud.database))
-    # On a busy machine the reboot takes longer than an amphora may be silent.
+    # On a busy machine the reboot exceeds the limit for silent amphorae.
     with cloud.without_automatic_failover():
         compute.power_off(amphora_id)
         assert isinstance(shaken(cloud, balancer.vip_address), str)
@@ -296,7 +296,7 @@ def test_a_restarted_machine_is_given_its_keys_again(cloud, kept, settings):
     assert {status(cloud, listener), cloud.balancers.get_load_balancer(balancer.id).provisioning_status} == {"ACTIVE"}
 
 
-def test_no_key_of_a_user_is_anywhere_in_clear(tmp_path):
+def test_no_users_key_is_stored_in_clear(tmp_path):
     """Databases, logs at their loudest and configuration of a whole sandbox; an amphora keeps keys in memory only."""
     with running(options={"DEFAULT": {"debug": "True"}}) as (_stack, settings), demo.connect(settings) as connection:
         database = Database(settings.database_url)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Octavia calls the provider inside its open transaction: nothing said about it may come too early and be lost.
+"""Octavia calls the provider inside an open transaction: a status that is reported before its commit would be lost.
 
-On MariaDB, where rows are locked and not the whole file, and with the time between our answer and Octavia's commit
-widened from milliseconds to most of a second. The provider keeps its own state on MariaDB too.
+The test uses MariaDB, which locks rows and not the whole file. The time between the provider's return and Octavia's
+commit is extended from milliseconds to most of a second. The provider's own state is on MariaDB too.
 """
 
 import os
@@ -38,7 +38,7 @@ def cloud():
 
 
 def slow_down(stack):
-    """Put the slow API in the place of the real one."""
+    """Replace the API by the slow one."""
     program = next(one for one in stack.programs() if one.name == "octavia-api")
     argv = (*program.argv[:-1], "--pythonpath", str(Path(__file__).parent), "slow_octavia:api()")
     stack.supervision.stop(program.name)
@@ -52,7 +52,7 @@ def slow_down(stack):
 
 
 def settled(cloud, balancer):
-    """Nothing of the load balancer is PENDING, in Octavia's own eyes."""
+    """Wait until no object of the load balancer is PENDING in Octavia."""
 
     def pending():
         tree = cloud.balancers.get(cloud.url(f"loadbalancers/{balancer.id}/status")).json()["statuses"]["loadbalancer"]
@@ -91,7 +91,7 @@ def test_every_kind_of_object_becomes_active(cloud):
         settled(cloud, balancer)
 
 
-def test_a_fully_populated_one_too(cloud):
+def test_a_fully_populated_load_balancer_becomes_active(cloud):
     balancer = cloud.served("slow-whole", monitor={"type": "TCP", "delay": 1, "timeout": 1, "max_retries": 1})
     settled(cloud, balancer)
     assert cloud.answers(balancer.vip_address, 4) == {"member1": 2, "member2": 2}

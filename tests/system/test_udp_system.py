@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""UDP and SCTP through Octavia's real API: datagrams of clients, members that die, statistics, fail-over."""
+"""UDP and SCTP through Octavia's API: datagrams of clients, failed members, statistics, fail-over."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ from sandbox import topology
 
 pytestmark = pytest.mark.root
 
-# What Octavia's API lets through: checks of UDP are at least three seconds apart.
+# Octavia's API requires an interval of at least three seconds for UDP checks.
 CONNECT = {"type": "UDP-CONNECT", "delay": 3, "timeout": 1, "max_retries": 1, "max_retries_down": 1}
 
 
@@ -88,7 +88,7 @@ def status(cloud, pool, name):
     "member.weight",
     "member.admin_state_up",
 )
-def test_members_come_change_and_go(cloud, settings, members):
+def test_members_are_added_changed_and_removed(cloud, settings, members):
     balancer = served(cloud, "udp", ("member1",))
     cloud.online(balancer.id)
     pool = cloud.pool_of(balancer)
@@ -126,7 +126,7 @@ def test_members_come_change_and_go(cloud, settings, members):
 
 
 @pytest.mark.feature("healthmonitor.type.UDP-CONNECT")
-def test_a_member_that_dies_and_comes_back(cloud, settings, members):
+def test_a_failed_udp_member_recovers(cloud, settings, members):
     balancer = served(cloud, "udp-death", pool={"healthmonitor": CONNECT})
     pool = cloud.pool_of(balancer)
 
@@ -149,7 +149,7 @@ def test_a_member_that_dies_and_comes_back(cloud, settings, members):
 
 @pytest.mark.feature("member.backup")
 def test_a_backup_and_a_check_elsewhere(cloud, settings, members, member_process):
-    """The members' web servers say how they are; the second one is asked only when the first one is not well."""
+    """HTTP checks on the members' web servers; the backup member serves only when the first one is down."""
     near = {"monitor_address": "192.0.2.11", "monitor_port": 8080}
     far = {"monitor_address": "192.0.2.12", "monitor_port": 8080}
     both = [udp_member(cloud, "member1", **near), udp_member(cloud, "member2", backup=True, **far)]
@@ -163,7 +163,7 @@ def test_a_backup_and_a_check_elsewhere(cloud, settings, members, member_process
     shared(cloud, settings, balancer, "member1")
 
 
-# Where nothing is stored, nothing runs out: with nftables a client stays for good.
+# With nftables no persistence entry is stored, so none expires.
 @pytest.mark.feature_partly("pool.session_persistence.persistence_timeout")
 @pytest.mark.feature("pool.session_persistence.SOURCE_IP", "pool.session_persistence.persistence_granularity")
 @pytest.mark.parametrize("kind", [pytest.param("SINGLE", marks=pytest.mark.extended), "ACTIVE_STANDBY"])
@@ -241,7 +241,7 @@ def test_source_address_for_members(cloud, settings, members):
 
 
 @pytest.mark.extended
-def test_members_see_clients_where_that_is_wished(cloud, settings, members, flavor):
+def test_members_see_client_addresses_on_request(cloud, settings, members, flavor):
     chosen = flavor("seen", {"client_address": "preserved"})
     balancer = served(cloud, "udp-seen", ("member1",), flavor_id=chosen.id)
     (one,) = cloud.database.read(lambda c: amphorae.load_amphorae(c, balancer.id))
@@ -254,7 +254,7 @@ def test_members_see_clients_where_that_is_wished(cloud, settings, members, flav
 
 
 @pytest.mark.extended
-def test_flows_are_logged_where_connections_are(cloud, settings, members, flavor):
+def test_flows_are_logged_beside_connections(cloud, settings, members, flavor):
     chosen = flavor("logged", {"connection_logging": True})
     balancer = served(cloud, "udp-logged", ("member1", "member2"), flavor_id=chosen.id)
     assert answers(settings, balancer.vip_address, 4) == {"member1": 2, "member2": 2}
@@ -280,7 +280,7 @@ def test_flows_are_logged_where_connections_are(cloud, settings, members, flavor
 
 @contextlib.contextmanager
 def way_back(settings, member, gateway):
-    """A member's way to the clients leads through the amphora."""
+    """Route a member's answers through the amphora."""
     place, route = namespaces.path(settings.host(member)), {"dst": "198.51.100.2/32", "gateway": gateway}
     namespaces.run_with_netlink(place, lambda kernel: kernel.route("add", **route))
     try:
@@ -289,7 +289,7 @@ def way_back(settings, member, gateway):
         namespaces.run_with_netlink(place, lambda kernel: kernel.route("del", **route))
 
 
-def test_security_groups_know_udp(cloud, settings, members, database):
+def test_security_groups_permit_udp(cloud, settings, members, database):
     network = LocalNetwork(config.load([str(settings.driver_configuration)]), database)
     balancer = served(cloud, "udp-group", ("member1",))
     assert answers(settings, balancer.vip_address, 2) == {"member1": 2}
@@ -310,7 +310,7 @@ def test_security_groups_know_udp(cloud, settings, members, database):
 # Associations have begun by way of a VIP (tests/dataplane/test_udp_sctp.py); this kernel has no sockets for the rest.
 @pytest.mark.feature_partly("listener.protocol.SCTP", "pool.protocol.SCTP")
 @pytest.mark.feature("healthmonitor.type.SCTP")
-def test_sctp_is_taken(cloud):
+def test_sctp_is_accepted(cloud):
     pool = {
         "name": "sctp-pool",
         "protocol": "SCTP",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A secret is gone before Octavia is asked for what refers to it: it hands over neither that nor what leads to it.
+"""A secret is deleted before the provider reads its reference: Octavia returns neither the secret nor that object.
 
-Half of a load balancer that is made in one request is only known after Octavia was asked: its L7 policies, for one.
+The provider learns half of a fully populated load balancer, for example its L7 policies, only by reading from Octavia.
 """
 
 import sys
@@ -47,10 +47,10 @@ def states(found):
     return {one.name: one.provisioning_status for one in found}
 
 
-def test_only_what_is_not_handed_over_is_left_out(lab):
+def test_only_unreadable_objects_are_omitted(lab):
     cloud, secrets = lab.cloud, Path(lab.settings.tls)
     (secrets / "authority.crt").write_text(AUTHORITY)
-    # Here, and only here, Octavia's API ends with 500 where one of these is not said.
+    # Only for these objects, Octavia's API answers 500 without one of the fields.
     ciphers = "ECDHE-RSA-AES128-GCM-SHA256"
     tls = {"tls_versions": ["TLSv1.2"], "tls_ciphers": ciphers, "alpn_protocols": ["http/1.1"]}
     encrypted = {"tls_enabled": True, "ca_tls_container_ref": "authority", **tls}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes through Octavia's real API: a value, nothing (null: back to the default), and not a word (it stays).
+"""Updates through Octavia's API: a new value, null (back to the default), and an absent field (unchanged).
 
-After each change Octavia and this provider have recorded the same of the object, and after the last change of an object
-the same of every object of the load balancer. An object is changed in many fields at once; a field that differs is
-named.
+After each change, Octavia and the provider record the same state of the object. After the last change of an object,
+they record the same state of every object of the load balancer. An update changes many fields at once; a failure names
+the fields that differ.
 """
 
 import pytest
@@ -20,7 +20,7 @@ KEPT = ...
 WORDS = {"pools": "pool", "members": "member", "listeners": "listener", "l7policies": "l7policy", "rules": "rule"}
 WORDS |= {"healthmonitors": "healthmonitor", "loadbalancers": "loadbalancer"}
 
-# The object by its name, what is asked for, and what Octavia shows afterwards where that is something else.
+# Object name, requested fields, and Octavia's view afterwards where it differs.
 LOAD_BALANCER = [
     ("updates", {"name": "changed", "description": "another one", "tags": ["x", "y"]}, {}),
     ("updates", {"admin_state_up": False}, {}),
@@ -227,7 +227,7 @@ def balancer(cloud, settings):
 
 
 def paths(tree):
-    """Where each object is in the API, by its name."""
+    """Return the API path of each object by name."""
     found = {tree.name: f"loadbalancers/{tree.id}"}
     for listener in tree.listeners:
         found[listener.name] = f"listeners/{listener.id}"
@@ -271,7 +271,7 @@ def test_every_field_with_a_value_and_without(cloud, balancer):
     for (name, asked, otherwise), following_name in zip(changes, [*following, None], strict=True):
         path = known[name]
         word = WORDS[path.split("/")[-2]]
-        # Pools are named here, but have ids there.
+        # Pools have names in the table and ids in the API.
         body = {field: ids[value] if field.endswith("_pool_id") and value else value for field, value in asked.items()}
         cloud.put(path, {word: body})
         cloud.active(balancer.id)

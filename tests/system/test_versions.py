@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.root, pytest.mark.extended]
 
 @pytest.fixture(scope="module")
 def old(tmp_path_factory):
-    """A sandbox whose agents are of the baseline version."""
+    """A sandbox with agents of the baseline version."""
     folder = tmp_path_factory.mktemp("before")
     previous.unpacked(folder, "amphora_agent")
     # The amphora's own first process reads it before its mounts are its own.
@@ -28,7 +28,7 @@ def test_an_agent_of_the_version_before_is_served_changed_compared_and_repaired(
     balancer = old.served("before")
     (one,) = old.of(balancer)
     generation = old.settled(balancer)
-    # A change, and heartbeats without anything new in them.
+    # A change, and heartbeats in the baseline's format.
     old.balancers.update_listener(old.listener_of(balancer), connection_limit=555)
     old.active(balancer.id)
     assert old.settled(balancer) == generation + 1
@@ -41,7 +41,7 @@ def test_an_agent_of_the_version_before_is_served_changed_compared_and_repaired(
     assert status == 0, errors
     assert json.loads((tmp_path / "file").read_text())["agent"]["generation"] == generation + 1
 
-    # The agent repairs what was changed by hand.
+    # The agent repairs a manual change.
     old.inside(one, "ip link set eth1 mtu 1400")
     old.drifted(one.id, "eth1 has an MTU of 1400")
     old.until(lambda: old.amphoractl("loadbalancer", "diff", balancer.id)[0] == 0, "the agent has repaired it")

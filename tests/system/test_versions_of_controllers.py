@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Controllers of two versions at one database during a CA rotation: neither loses access.
+"""Controllers of two versions on one database during a CA rotation: neither loses access.
 
-Those with one schema know the same steps of a rotation, and may work beside each other. Those with another schema may
-not, and do not: they do not start, an upgrade is refused while they work, and a process that was overlooked stops.
+Versions with one schema know the same steps of a rotation and can run together. A controller with a different schema
+does not start. An upgrade is refused while such controllers run, and an overlooked process stops.
 """
 
 import json
@@ -31,14 +31,14 @@ SETTLE = 6.0
 
 @pytest.fixture(scope="module")
 def lab():
-    # A step lasts so long at the least: time to have the next look wait.
+    # Minimum duration of a step: time to suspend the next check.
     with kill_lab.lab(haste={"amp_certificates": {"settle": str(SETTLE)}}) as made:
         yield made
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_held_up(lab):
-    """What a test that failed has left goes no further than that."""
+    """End the rotations that a failed test has left."""
     yield
     lab.disarm()
     undrained = process.update().values(draining=False)
@@ -57,7 +57,7 @@ def witness(lab):
 
 
 def environment(folder):
-    """What has Python find the version in a folder, and not the one of the directory it is started in."""
+    """Return an environment in which Python imports the version in a folder, not the working directory's."""
     found = {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
     asked = [sys.executable, "-c", "import amphora_driver; print(amphora_driver.__file__)"]
     said = subprocess.run(asked, env={**os.environ, **found}, capture_output=True, text=True, check=True).stdout
@@ -67,7 +67,7 @@ def environment(folder):
 
 @contextmanager
 def second_controller(lab, folder):
-    """A controller of the version in a folder, beside ours; yields the program."""
+    """Run a controller of the version in a folder beside the current one; yield the program."""
     (first,) = [one for one in lab.stack.programs() if one.name == "amphora-controller"]
     words = [f"{name}={value}" for name, value in environment(folder).items()]
     argv = ("env", *words, *first.argv)
@@ -80,7 +80,7 @@ def second_controller(lab, folder):
 
 
 def amphoractl(lab, *words, folder=None):
-    """A command of the version in a folder, or of ours; its exit status, and what it says."""
+    """Run a command of the version in a folder, or of the current one; return exit status and output."""
     done = subprocess.run(
         [sys.executable, "-m", "amphora_driver.cli.main", *words, "-f", "json"],
         env={
@@ -116,14 +116,14 @@ def change(lab, balancer, weight):
 
 
 def left_to(lab, works, rests):
-    """One controller takes up nothing new any more, and all is for the other one."""
+    """Drain one controller, so that the other one does all work."""
 
     def write(connection):
         process_registry.set_process_draining(connection, rests, draining=True)
         process_registry.set_process_draining(connection, works, draining=False)
 
     lab.database.write(write)
-    # They hear of it when they give their next sign of life.
+    # Controllers read the request at their next heartbeat.
     beat = {row.name: row.beat for row in lab.database.read(process_registry.list_processes)}
 
     def heard():
@@ -140,7 +140,7 @@ def phase_of(connection, kind):
 
 @pytest.mark.parametrize("kind", [CaKind.CONTROLLER, CaKind.AMPHORA])
 def test_an_authority_is_replaced_by_controllers_of_two_versions(lab, witness, tmp_path, kind):
-    """They take turns in each step: what one has begun the other goes on with, and each talks to every amphora."""
+    """The controllers alternate in each step: one continues the other's work, and each reaches every amphora."""
     cloud, looks = lab.cloud, f"Authority-{kind.value}-before"
     previous.same_schema(tmp_path)
     (ours,) = controllers(lab)
@@ -163,7 +163,7 @@ def test_an_authority_is_replaced_by_controllers_of_two_versions(lab, witness, t
                     weight += 1
                     change(lab, balancer, weight)
                 made.append(cloud.served(f"meanwhile-{len(made)}", ("member1",)))
-            # The next step is taken by the other one.
+            # The other controller takes the next step.
             turns.reverse()
             assert lab.database.read(lambda c: phase_of(c, kind)) is phase
             lab.disarm()
@@ -181,7 +181,7 @@ def test_an_authority_is_replaced_by_controllers_of_two_versions(lab, witness, t
 
 
 def test_controllers_of_another_schema_do_nothing(lab, witness, tmp_path):
-    """The next version starts beside ours: neither continues the work of the other."""
+    """The next version starts beside the current one: neither continues the other's work."""
     new, kind = previous.next_schema(tmp_path), CaKind.CONTROLLER
     # Beside the driver's own way to it: that one looks at the schema too.
     engine = sa.create_engine(lab.settings.database_url)
@@ -222,7 +222,7 @@ def test_controllers_of_another_schema_do_nothing(lab, witness, tmp_path):
             connection.execute(sa.text("UPDATE alembic_version SET version_num = :old"), {"old": f"{int(new) - 1:04}"})
         engine.dispose()
         lab.disarm()
-    # The processes of ours are those from before: they have looked again.
+    # The current version's processes are the same: they have checked the schema again.
     change(lab, witness.balancer, 51)
     (now,) = [one for one in lab.database.read(ca_records.list_cas) if one.kind is kind]
     assert (now.id, now.state) == (begun["ID"], CaState.CURRENT)

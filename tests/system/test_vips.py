@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""VIPs through Octavia's real API: addresses, what they obey besides, and the load balancer switched off."""
+"""VIPs through Octavia's API: addresses, security groups and QoS, and a disabled load balancer."""
 
 import contextlib
 import socket
@@ -37,7 +37,7 @@ def network(settings, database):
 
 @pytest.fixture
 def tiny(network, database):
-    """A subnet beside the others with two addresses to give away: for a VIP, and its amphora."""
+    """An additional subnet with two free addresses: for a VIP, and its amphora."""
     network.define_subnet(
         AddressRange(
             id=TINY,
@@ -65,7 +65,7 @@ def group(network, *ports):
 
 
 def ports(cloud):
-    """Every port there is, with its owner."""
+    """Return every port with its owner."""
     row = tables.local_port.c
     return cloud.database.read(lambda c: dict(c.execute(sa.select(row.id, row.owner)).tuples().all()))
 
@@ -194,7 +194,7 @@ def change(cloud, balancer, **asked):
 
 
 def reachable(cloud, address, port):
-    """What becomes of a connection."""
+    """Return the result of a connection attempt."""
 
     def ask():
         try:
@@ -206,8 +206,8 @@ def reachable(cloud, address, port):
     return namespaces.run_inside(namespaces.path(cloud.settings.host(topology.CLIENT)), ask)
 
 
-def doors(cloud, addresses):
-    """Ports 80 and 81 of every address."""
+def connections(cloud, addresses):
+    """Return the results for ports 80 and 81 of every address."""
     return [[reachable(cloud, address, port) for port in (80, 81)] for address in addresses]
 
 
@@ -220,34 +220,34 @@ def fail_over(cloud, balancer):
 
 @pytest.mark.feature("lb.vip_sg_id")
 def test_security_groups(place, network):
-    """Changes of them never reach the driver: they are read from Octavia after its commit."""
+    """The driver does not receive their changes: the provider reads them from Octavia after its commit."""
     cloud, balancer, addresses = place
     web, stream, closed = group(network, 80), group(network, 81), group(network)
-    assert doors(cloud, addresses) == 2 * [["open", "open"]]
+    assert connections(cloud, addresses) == 2 * [["open", "open"]]
 
     found = change(cloud, balancer, vip_sg_ids=[web])
-    assert doors(cloud, addresses) == 2 * [["open", SHUT_OUT]]
+    assert connections(cloud, addresses) == 2 * [["open", SHUT_OUT]]
     assert cloud.answers(addresses[0], 2) == {"member1": 2}, "what the members answer comes through"
     shown = cloud.balancers.get(cloud.url(f"loadbalancers/{found.id}")).json()["loadbalancer"]
     assert shown["vip_sg_ids"] == [web]
 
     change(cloud, balancer, name="other", vip_sg_ids=[stream, closed])
-    assert doors(cloud, addresses) == 2 * [[SHUT_OUT, "open"]]
-    # What the operator changes in a group is so at once.
+    assert connections(cloud, addresses) == 2 * [[SHUT_OUT, "open"]]
+    # An operator's change of a group applies at once.
     network.port_security.define_group(SecurityGroup(id=closed, name="open", rules=(Rule(remote="198.51.100.0/25"),)))
-    assert doors(cloud, addresses) == [["open", "open"], [SHUT_OUT, "open"]]
+    assert connections(cloud, addresses) == [["open", "open"], [SHUT_OUT, "open"]]
     fail_over(cloud, balancer)
-    assert doors(cloud, addresses) == [["open", "open"], [SHUT_OUT, "open"]]
+    assert connections(cloud, addresses) == [["open", "open"], [SHUT_OUT, "open"]]
 
-    # Another change says nothing of them: they stay.
+    # A change without security groups keeps them.
     change(cloud, balancer, description="changed")
-    assert doors(cloud, addresses) == [["open", "open"], [SHUT_OUT, "open"]]
+    assert connections(cloud, addresses) == [["open", "open"], [SHUT_OUT, "open"]]
     change(cloud, balancer, vip_sg_ids=None)
-    assert doors(cloud, addresses) == 2 * [["open", "open"]]
+    assert connections(cloud, addresses) == 2 * [["open", "open"]]
 
 
 def rate(cloud, address):
-    """Bytes per second that a client gets, after what may be sent at once.
+    """Return bytes per second of a client after the permitted burst.
 
     Without a limit the answer is there after some megabytes: more would only take both processors from other tests.
     """
@@ -287,19 +287,19 @@ def test_qos_policy(place, network):
 
 
 @pytest.mark.feature("lb.admin_state_up")
-def test_switched_off_and_on_again(place):
-    """Nothing is served; the addresses are held, so that a connection is refused and not lost."""
+def test_a_disabled_load_balancer_refuses_connections(place):
+    """The amphora keeps the addresses, so that a connection is refused and does not time out."""
     cloud, balancer, addresses = place
     change(cloud, balancer, admin_state_up=False)
-    assert doors(cloud, addresses) == 2 * [2 * ["ConnectionRefusedError"]]
+    assert connections(cloud, addresses) == 2 * [2 * ["ConnectionRefusedError"]]
     refused(cloud, {"vip_address": addresses[0]}, TAKEN, "in use")
     cloud.operating(lambda: cloud.balancers.get_load_balancer(balancer.id), "OFFLINE")
     change(cloud, balancer, admin_state_up=True)
-    assert doors(cloud, addresses) == 2 * [["open", "open"]]
+    assert connections(cloud, addresses) == 2 * [["open", "open"]]
     cloud.online(balancer.id)
 
 
-def test_from_the_beginning_until_the_end(cloud, network):
+def test_vip_options_apply_from_creation_to_deletion(cloud, network):
     """Options of a creation apply before the first client; the next owner of the address does not inherit them."""
     web = group(network, 80)
     slow = QosPolicy(id=str(uuid.uuid4()), name="of-a-test", ingress_kbps=1_000)

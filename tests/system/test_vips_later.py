@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A network backend that needs time: the call returns without an address, and everything else continues.
+"""A slow network backend: the call returns without an address, and other load balancers continue.
 
-See docs/reference/vips.md.
-
-What Octavia does with such a load balancer is here too: it is the reason for what is said there about its interface.
+See docs/reference/vips.md. The tests include Octavia's treatment of such a load balancer, because that page relies on
+it.
 """
 
 import json
@@ -62,7 +61,7 @@ def answers(tmp_path_factory):
 def cloud(answers):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(answers))
-        # stevedore remembers below HOME what it found on a path; this one is gone afterwards.
+        # stevedore caches entry points below HOME; this path does not exist afterwards.
         patch.setenv("HOME", str(answers))
         source = SOURCE.format(folder=str(answers))
         package(answers, "external_network", source, {NETWORK: {"external": "External"}})
@@ -85,7 +84,7 @@ def ours(cloud, load_balancer_id):
 
 
 def operator_sees(cloud, load_balancer_id):
-    """The line about VIPs of `amphoractl loadbalancer show`."""
+    """Return the VIP line of `amphoractl loadbalancer show`."""
     argv = [sys.executable, "-m", "amphora_driver.cli.main", "--config-file", str(cloud.settings.driver_configuration)]
     done = subprocess.run(
         [*argv, "loadbalancer", "show", load_balancer_id, "-f", "value", "-c", "VIPs"],
@@ -114,7 +113,7 @@ def test_an_address_that_comes_later(cloud, answers):
     assert (one["vip_address"], one["vip_port_id"], one["vip_subnet_id"]) == (None, None, topology.VIP_SUBNET)
     assert [(vip["subnet_id"], vip["ip_address"]) for vip in one["additional_vips"]] == [(SIX, None)]
 
-    # The amphora boots meanwhile; where it is may decide the address. It is not plugged before that is known.
+    # The amphora boots meanwhile, because its host may determine the address. The port is plugged after that.
     (amphora,) = cloud.until(lambda: [m for m in machines(cloud, one["id"]) if m.compute_id], "an amphora boots")
     line = re.compile(f"{one['id']} \\S+ {amphora.compute_id}")
     cloud.until(lambda: line.search((answers / "asked").read_text()), "the allocator is told of the machine")
@@ -133,7 +132,7 @@ def test_an_address_that_comes_later(cloud, answers):
     # Octavia's interface has no call for the address.
     assert shown(cloud, one["id"])["vip_address"] is None
 
-    # Everything else works, also what reads the load balancer from Octavia.
+    # All other requests work, also those that read the load balancer from Octavia.
     balancer = cloud.balancers.get_load_balancer(one["id"])
     cloud.put(f"loadbalancers/{one['id']}", {"loadbalancer": {"description": "changed"}})
     cloud.active(one["id"])
@@ -145,7 +144,7 @@ def test_an_address_that_comes_later(cloud, answers):
     cloud.active(one["id"])
     cloud.until(lambda: len(cloud.amphorae(balancer)) == 1 and not cloud.amphorae(balancer) & before, "replaced")
     cloud.balanced(six, {"member1": 1, "member2": 1})
-    # All but this: Octavia compares the networks with addresses that it does not have.
+    # Exception: Octavia compares the networks with addresses that it does not have.
     values = {"loadbalancer_id": one["id"], "protocol": "HTTP", "protocol_port": 81, "allowed_cidrs": ["192.0.2.0/24"]}
     answer = cloud.balancers.post(cloud.url("listeners"), json={"listener": values})
     assert (answer.status_code, "None does not appear to be an IPv4 or IPv6 address" in answer.text) == (500, True)
@@ -157,7 +156,7 @@ def test_an_address_that_comes_later(cloud, answers):
 
 
 def test_a_pair_whose_address_comes_later(cloud, answers):
-    """Both machines boot meanwhile, and the allocator hears of both; then one of them has the VIP."""
+    """Both machines boot meanwhile, the allocator gets both, and then one of them has the VIP."""
     data = json.dumps({"loadbalancer_topology": "ACTIVE_STANDBY", "vrrp_advert_interval": 0.2})
     profile = cloud.balancers.create_flavor_profile(name="pairs", provider_name="haproxy", flavor_data=data)
     flavor = cloud.balancers.create_flavor(name="pairs", flavor_profile_id=profile.id, is_enabled=True)
@@ -183,8 +182,8 @@ def test_a_pair_whose_address_comes_later(cloud, answers):
         cloud.balancers.delete_flavor_profile(profile)
 
 
-def test_an_address_that_was_asked_for_and_is_refused_in_the_end(cloud, answers):
-    """Octavia shows what was asked for; that it cannot be had ends in ERROR, with the reason."""
+def test_a_requested_address_that_is_refused_later_ends_in_error(cloud, answers):
+    """Octavia shows the requested address; the later refusal ends in ERROR, with the reason."""
     body = wish("refused", vip_address="198.51.100.88")
     one = cloud.post("loadbalancers", {"loadbalancer": body})["loadbalancer"]
     assert one["vip_address"] == "198.51.100.88"
@@ -195,7 +194,7 @@ def test_an_address_that_was_asked_for_and_is_refused_in_the_end(cloud, answers)
         cloud.until(lambda: shown(cloud, one["id"])["provisioning_status"] == "ERROR", "its user is told")
         error = sa.select(tables.job.c.error).where(tables.job.c.load_balancer_id == one["id"])
         assert "the allocator has none left" in cloud.database.read(lambda c: c.execute(error).scalar())
-        # Refused at once, it is refused at once.
+        # An immediate refusal by the backend is an immediate refusal to the user.
         answer = cloud.balancers.post(cloud.url("loadbalancers"), json={"loadbalancer": wish("no")})
         assert (answer.status_code, "the allocator has none left" in answer.text) == (409, True)
     finally:
@@ -207,7 +206,7 @@ def test_an_address_that_was_asked_for_and_is_refused_in_the_end(cloud, answers)
 @pytest.mark.parametrize(
     "asked", [{"vip_qos_policy_id": topology.derive_id("ten-megabit")}, {"vip_sg_ids": [topology.derive_id("web")]}]
 )
-def test_options_that_this_backend_does_not_know(cloud, asked):
+def test_unsupported_options_of_the_backend_are_refused(cloud, asked):
     (name,) = asked
     answer = cloud.balancers.post(cloud.url("loadbalancers"), json={"loadbalancer": wish("odd", **asked)})
     assert answer.status_code == 501
@@ -215,8 +214,8 @@ def test_options_that_this_backend_does_not_know(cloud, asked):
     assert "the network backend external does not support it" in answer.text
 
 
-def test_the_names_of_ids_are_real(cloud):
-    """What the test before asks for exists: it is not Octavia that refuses it."""
+def test_the_ids_of_the_refused_options_exist(cloud):
+    """The objects of the previous test exist, so the refusal is not Octavia's own."""
     group = cloud.connection.network.find_security_group("web")
     assert uuid.UUID(group.id) == uuid.UUID(topology.derive_id("web"))
     assert cloud.connection.network.find_qos_policy("ten-megabit").id == topology.derive_id("ten-megabit")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything at once: a load balancer that uses as much of the model as one can, made step by step, and one made by
-a single request. They are the same, every feature works beside all the others, and both go without a trace.
+"""A load balancer with as much of Octavia's model as possible, created in steps and by a single request.
+
+Both results are the same, every feature works beside all others, and both are deleted without a remainder.
 """
 
 import http.client
@@ -31,7 +32,7 @@ OFF = {"app-4", "off", "asleep", "asleep/PATH", "sleepless/PATH"}
 
 
 class Made(dict):
-    """The two load balancers by name, each made when a test asks for it first."""
+    """The two load balancers by name, each created at its first use."""
 
     def __init__(self, cloud):
         super().__init__()
@@ -45,7 +46,7 @@ class Made(dict):
 
 @pytest.fixture(scope="module")
 def place(settings, connection, database, tmp_path_factory):
-    """Members that repeat what they are asked, and the load balancers in front of them, by name."""
+    """Echo members, and the load balancers in front of them by name."""
     folder = tmp_path_factory.mktemp("whole")
     (folder / "member.pem").write_text(authorities.ONE.pem)
     (folder / "authorities.pem").write_text(authorities.AUTHORITIES)
@@ -65,7 +66,7 @@ def tree_of(cloud, balancer):
 
 
 def rendered(cloud, balancer):
-    """What `amphoractl loadbalancer render` prints."""
+    """Return the output of `amphoractl loadbalancer render`."""
     program = Path(sys.executable).with_name("amphoractl")
     command = [program, "--config-file", cloud.settings.driver_configuration, "loadbalancer", "render", balancer.id]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -82,7 +83,7 @@ class Visitor:
         self._place = namespaces.path(cloud.settings.host(host))
 
     def ask(self, path="/", *, port=80, context=None, headers=None):
-        """Status, headers (small letters) and body of one answer; the error's name if there was none."""
+        """Return status, headers (lower case) and body of an answer, or the error's name."""
 
         def go():
             connection = http.client.HTTPConnection(self.address, port, timeout=10)
@@ -102,14 +103,14 @@ class Visitor:
         return namespaces.run_inside(self._place, go)
 
     def echoed(self, path="/", **more):
-        """What the member that was reached was asked."""
+        """Return the request that the member received."""
         status, _, body = self.ask(path, **more)
         assert status == 200, body
         return json.loads(body)
 
 
 def identity(tmp_path, certificate=None):
-    """A TLS client, with or without a certificate of its own."""
+    """A TLS client, with or without a client certificate."""
     context = ssl.create_default_context(cadata=authorities.ROOT.pem)
     if certificate is not None:
         (tmp_path / "client.pem").write_text(certificate.pem)
@@ -122,7 +123,7 @@ def identity(tmp_path, certificate=None):
 )
 @pytest.mark.feature("member.tags", "healthmonitor.tags", "l7policy.tags", "l7rule.tags", "l7policy.description")
 @BOTH
-def test_octavia_and_we_have_recorded_the_same(place, name):
+def test_octavia_and_the_provider_record_the_same(place, name):
     cloud, made = place
     assert_agreed(cloud, made[name])
     asked = whole_model.head(name)
@@ -168,7 +169,7 @@ def test_all_objects_are_active_and_online(place, name):
 
         found = {}
         walk(cloud.balancers.get(cloud.url(f"loadbalancers/{made[name].id}/status")).json())
-        # Pools that only policies use, policies and rules are not in that answer.
+        # Pools of policies only, policies and rules are not in that answer.
         for kind in ("pools", "l7policies"):
             for one in cloud.balancers.get(cloud.url(kind)).json()[kind]:
                 walk(one)
@@ -272,7 +273,7 @@ def test_fields_without_an_effect_are_kept(place, name, tmp_path):
 
 
 def test_a_cascade_leaves_nothing(place):
-    """The last one in this file: it takes the load balancers away."""
+    """Runs last in this file, because it deletes the load balancers."""
     cloud, made = place
     assert made["post"]
     for balancer in made.values():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A load balancer that uses as much of Octavia's model as one can, made step by step or in one request.
+"""Describes a load balancer with as much of Octavia's model as possible, for creation in steps or in one request.
 
-Invariant: one description for both ways. Names are unique within it, so that what came of it can be told apart by
-name whatever the ids are.
+Invariant: one description serves both ways. Names are unique within it, so that results are compared by name,
+independent of ids.
 """
 
 import copy
@@ -207,7 +207,7 @@ LISTENERS = [
 
 
 def head(name, **more):
-    """The load balancer itself, without what is in it."""
+    """Return the load balancer's own fields without children."""
     return {
         "name": name,
         "description": f"everything of {name}",
@@ -219,14 +219,14 @@ def head(name, **more):
 
 
 def in_one_request(cloud, name, **more):
-    """The load balancer, made by one fully populated POST."""
+    """Create the load balancer by one fully populated POST."""
     body = {**head(name, **more), "listeners": copy.deepcopy(LISTENERS), "pools": copy.deepcopy(POOLS)}
     made = cloud.post("loadbalancers", {"loadbalancer": body})["loadbalancer"]
     return cloud.active(made["id"])
 
 
 def step_by_step(cloud, name, **more):
-    """The load balancer, made by one request for each object in it."""
+    """Create the load balancer by one request per object."""
     made = cloud.post("loadbalancers", {"loadbalancer": head(name, **more)})["loadbalancer"]
     balancer = cloud.active(made["id"])
 
@@ -258,14 +258,14 @@ def step_by_step(cloud, name, **more):
 
 
 def in_words(tree, text):
-    """A rendered text with names instead of ids and addresses, in an order that depends on names alone.
+    """Return a rendered text with names instead of ids and addresses, sorted by name.
 
     Sections, the servers of one backend, the conditions of one policy: their order says nothing.
     """
     addresses = [(vip.address, f"vip{number}") for number, vip in enumerate(tree.vips)]
     for old, new in (*names(tree), *addresses):
         text = text.replace(old, new)
-    # Where a hash chooses among servers, their numbers are made from their ids.
+    # With a hash algorithm, the server numbers are derived from ids.
     text = re.sub(r"(server .*) id [0-9]+ ", r"\1 ", text)
     sections = []
     for line in text.splitlines():
@@ -277,7 +277,7 @@ def in_words(tree, text):
 
 
 def names(tree):
-    """Every id with the word that stands for it."""
+    """Return the replacement word of every id."""
     for node in desired_objects.iter_subtree(tree):
         if isinstance(getattr(node, "type", None), str) and hasattr(node, "l7policy_id"):
             parent = next(one.name for each in tree.listeners for one in each.l7policies if one.id == node.l7policy_id)
