@@ -119,13 +119,8 @@ def text(stack, name):
 
 
 def worked_on(stack, name, begin=0):
-<<<<<<< HEAD
-    """The load balancers a controller did anything for."""
-    return set(re.findall(r"load balancer (\S+): starting step Record ", text(stack, name)[begin:]))
-=======
     """Return the load balancers that a controller worked on."""
-    return set(re.findall(r"load balancer (\S+): Record ", text(stack, name)[begin:]))
->>>>>>> work-t3
+    return set(re.findall(r"load balancer (\S+): starting step Record ", text(stack, name)[begin:]))
 
 
 def create(cloud, name):
