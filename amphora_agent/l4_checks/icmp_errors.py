@@ -52,7 +52,7 @@ _IPV6_HEADER, _ICMP_HEADER = 40, 8
 # These ICMP codes mean a closed port (RFC 792; RFC 4443, section 3.1).
 _PORT = {socket.AF_INET: 3, socket.AF_INET6: 4}
 
-# linux/netfilter/nfnetlink_conntrack.h
+# The values of the constants are from linux/netfilter/nfnetlink_conntrack.h.
 _GET = 1 << 8 | 1
 _TUPLE_REPLY, _TUPLE_IP, _TUPLE_PROTO = 2, 1, 2
 _SOURCE_OF, _DESTINATION_OF = {socket.AF_INET: 1, socket.AF_INET6: 3}, {socket.AF_INET: 2, socket.AF_INET6: 4}

@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 from amphora_agent.l4 import netlink
 
-# linux/rtnetlink.h
+# The values of the constants are from linux/rtnetlink.h.
 _GET_ROUTE, _NEW_ROUTE, _GET_NEIGHBOUR, _NEW_NEIGHBOUR = 26, 24, 30, 28
 _ROUTE_TO, _ROUTE_LINK, _ROUTE_GATEWAY, _ROUTE_VIA = 1, 4, 5, 18
 _NEIGHBOUR_ADDRESS = 1
-# linux/neighbour.h
+# The values of the constants are from linux/neighbour.h.
 _INCOMPLETE, _REACHABLE, _STALE, _DELAY, _PROBE, _FAILED = 0x01, 0x02, 0x04, 0x08, 0x10, 0x20
 _USABLE, _UNRESOLVED = _REACHABLE | _STALE | _DELAY, _INCOMPLETE | _FAILED
 _NOT_LEARNED = 0x02 | 0x10  # These flags are NTF_SELF and NTF_EXT_LEARNED.

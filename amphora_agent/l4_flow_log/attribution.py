@@ -16,7 +16,7 @@ _PROTOCOL_NUMBERS = {"UDP": UDP, "SCTP": SCTP}
 _MAX_FORMER = 4096
 _SECOND = 10**9
 _SETTINGS = "/proc/sys/net/netfilter/nf_conntrack_"
-# linux/netfilter/nf_conntrack_sctp.h
+# The values of the constants are from linux/netfilter/nf_conntrack_sctp.h.
 _SETUP_STATES = ("", "closed", "cookie_wait", "cookie_echoed", "established")
 _SCTP_STATES = (*_SETUP_STATES, "shutdown_sent", "shutdown_recd", "shutdown_ack_sent", "heartbeat_sent")
 

@@ -17,12 +17,12 @@ from amphora_agent.bundle import VrrpInstance
 from amphora_agent.network.connection_tunnel import Connection, list_connections
 from amphora_agent.network.pyroute2_lazy import IPRoute, NetlinkError
 
-# linux/netlink.h, linux/sock_diag.h and linux/inet_diag.h
+# The values of the constants are from linux/netlink.h, linux/sock_diag.h and linux/inet_diag.h.
 _SOCK_DIAG, _SOCK_DESTROY, _REQUEST, _ACKNOWLEDGE = 4, 21, 1, 4
 _HEADER, _FAMILY, _PORTS = struct.Struct("=IHHII"), struct.Struct("=BBBBI"), struct.Struct("!HH")
 _ALL_STATES, _ADDRESS_BYTES, _NO_COOKIE = 0xFFFFFFFF, 16, b"\xff" * 8
 _ANSWER_SECONDS, _ANSWER_BYTES = 1.0, 8192
-# linux/if_addr.h
+# The values of the constants are from linux/if_addr.h.
 _NODAD = 0x02
 
 
@@ -48,7 +48,7 @@ def reset_connections(instance: VrrpInstance) -> int:
                 raise OSError(errno.EOPNOTSUPP, f"{len(left)} of {len(connections)} connections are still open")
         finally:
             for address in wanted:
-                with suppress(NetlinkError):  # it was not added
+                with suppress(NetlinkError):  # the address was not added
                     route.addr("del", **address)
     return len(connections)
 
@@ -58,18 +58,18 @@ def _destroy(connections: list[Connection]) -> None:
         kernel.settimeout(_ANSWER_SECONDS)
         for connection in connections:
             kernel.send(_destroy_request(connection))
-            kernel.recv(_ANSWER_BYTES)  # an error if the connection has ended meanwhile, for example
+            kernel.recv(_ANSWER_BYTES)  # the kernel answers with an error if the connection has ended
 
 
 def _destroy_request(connection: Connection) -> bytes:
-    """Return the netlink message that resets one connection. Pure."""
+    """Return the netlink message that resets one connection."""
     family = socket.AF_INET if connection.vip.version == 4 else socket.AF_INET6
     body = (
         _FAMILY.pack(family, socket.IPPROTO_TCP, 0, 0, _ALL_STATES)
         + _PORTS.pack(connection.port, connection.client_port)
         + connection.vip.packed.ljust(_ADDRESS_BYTES, b"\0")
         + connection.client.packed.ljust(_ADDRESS_BYTES, b"\0")
-        + bytes(4)  # any interface
+        + bytes(4)  # zero stands for any interface
         + _NO_COOKIE
     )
     return _HEADER.pack(_HEADER.size + len(body), _SOCK_DESTROY, _REQUEST | _ACKNOWLEDGE, 0, 0) + body

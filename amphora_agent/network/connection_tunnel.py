@@ -42,7 +42,7 @@ _TABLE = "amphora_handover"
 # own, because a flood of SYNs with forged sources must not displace established connections.
 MOST_CONNECTIONS = 1_000_000
 _MOST_BEGUN, _BEGUN_SECONDS = 262_144, 10
-# linux/if_addr.h
+# The values of the constants are from linux/if_addr.h.
 _NODAD, _TENTATIVE = 0x02, 0x40
 _READY_SECONDS, _POLL_SECONDS = 2.0, 0.001
 _FOREVER = 0xFFFFFFFF

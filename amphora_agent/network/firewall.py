@@ -43,7 +43,7 @@ _DIGEST_BYTES = 4
 _BITS = {4: 32, 6: 128}
 _WORDS = {4: "ip", 6: "ip6"}
 _TYPES = {4: "ipv4_addr", 6: "ipv6_addr"}
-# linux/netfilter.h
+# The values of the constants are from linux/netfilter.h.
 _NFPROTO = {4: 2, 6: 10}
 _REFUSE = "counter reject with tcp reset"
 # Flags of the SYN of a client and of the answer to it, as nft lists them.

@@ -205,7 +205,7 @@ def _remove_addresses(route: Any, addresses: Iterable[tuple[int, Address]]) -> N
         try:
             route.addr("del", index=index, address=str(address.ip), prefixlen=address.network.prefixlen)
         except NetlinkError as error:
-            if error.code != errno.EADDRNOTAVAIL:  # the kernel has removed it with the primary address
+            if error.code != errno.EADDRNOTAVAIL:  # the kernel removes a secondary address with the primary one
                 raise
 
 

@@ -21,7 +21,7 @@ _TIMEOUT_SECONDS = 30
 _FD_SETSIZE = 1024
 # Flags of nftables/libnftables.h: output without counters; numbers instead of names.
 STATELESS, _NUMERIC = 1 << 2, 0b1111 << 7
-# linux/netfilter/nf_tables.h
+# The values of the constants are from linux/netfilter/nf_tables.h.
 _GET_TABLE, _TABLE_NAME = 10 << 8 | 1, 1
 _GET_GENERATION, _GENERATION_ANSWER, _GENERATION_ID = 10 << 8 | 16, 10 << 8 | 15, 1
 _FAMILIES = {"unspec": 0, "inet": 1, "netdev": 5}

@@ -63,7 +63,8 @@ def answer_rules(instance: VrrpInstance) -> str:
         leaving.append(f'  {word} saddr {{ {vips} }} {reverse} {answered} fwd to "{NAME}"\n')
     chains = (
         ("tunnelled", "ingress", NAME, 0, tunnelled),
-        ("direct", "ingress", device, -1, direct),  # before the redirect of a node that is also a new holder
+        # The chain precedes the redirect of a node that is also a new holder.
+        ("direct", "ingress", device, -1, direct),
         ("leaving", "egress", device, 0, leaving),
     )
     text = "".join(

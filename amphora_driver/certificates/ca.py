@@ -26,7 +26,8 @@ from amphora_driver.secret import Secret
 # The validity of a certificate starts these seconds before its issue, because clocks of amphorae and hosts differ.
 CLOCK_SKEW = 86400.0
 _DAY = 86400.0
-_LONGEST_NAME = 64  # X.520 ub-common-name
+# X.520 limits a common name to 64 characters (ub-common-name).
+_LONGEST_NAME = 64
 
 _IssuerKey = ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey | ed25519.Ed25519PrivateKey | ed448.Ed448PrivateKey
 _ISSUER_KEYS = (ec.EllipticCurvePrivateKey, rsa.RSAPrivateKey, ed25519.Ed25519PrivateKey, ed448.Ed448PrivateKey)

@@ -96,7 +96,7 @@ class Neutron:
         try:
             self._service.request("PUT", f"{_NAMES[kind][0]}/{made['id']}/tags", json={"tags": list(tags)})
         except ApiError as error:
-            # They are for operators only.
+            # The backend does not read tags; they help operators to find objects.
             LOG.warning("%s %s has no tags: %s", _NAMES[kind][1], made["id"], error)
         return made
 

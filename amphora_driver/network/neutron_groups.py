@@ -150,7 +150,7 @@ class Groups:
             except ApiError as error:
                 if error.status not in (404, 409) or "overquota" in error.kind.lower():
                     raise
-                continue  # another process changed the rules, or removed its group
+                continue  # another process has changed the rules or removed the group
             kept = found or self._keep_one(name, made)
             if kept is not None:
                 return kept

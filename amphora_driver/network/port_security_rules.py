@@ -18,7 +18,7 @@ from amphora_driver.errors import NetworkError
 FAMILY, TABLE = "bridge", "amphora_vips"
 PROTOCOLS = ("tcp", "udp", "sctp", "icmp", "icmpv6")
 _WITH_PORTS = ("tcp", "udp", "sctp")
-# Bytes in a kilobit.
+# A kilobit has 125 bytes.
 _BYTES = 125
 # The burst in seconds of the rate, as usual for TCP; and its minimum, four of the largest frames of the kernel.
 _BURST = 0.8

@@ -22,7 +22,7 @@ from amphora_driver.network.bridges import switch_interface_name
 from amphora_driver.network.ip_allocation import Segment
 
 _DEVICE = "/dev/net/tun"
-# linux/if_tun.h
+# The values of the constants are from linux/if_tun.h.
 _TUNSETIFF, _TUNSETPERSIST = 0x400454CA, 0x400454CB
 _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 
