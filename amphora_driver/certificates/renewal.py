@@ -117,7 +117,8 @@ class CertificateRenewer:
         if amphora.certificate_issued_at is not None and exists():
             by = by if by == amphora.certificate_authority else None
             trusts = ca_rotation.common_trust(amphora.trusts, trusts)
-        self._record(amphora.id, by, trusts, issued.expires_at)
+        # The boot that follows may crash each controller, so this record is no progress.
+        self._record(amphora.id, by, trusts, issued.expires_at, is_progress=False)
         return credentials, issued
 
     def renew(self, amphora: Amphora) -> None:
@@ -154,11 +155,13 @@ class CertificateRenewer:
         self._record(amphora.id, credentials.desired.authority, credentials.desired.trusts, issued.expires_at)
         LOG.info("amphora %s has a new certificate and trusts %s", amphora.id, credentials.desired.trusts)
 
-    def _record(self, amphora_id: str, authority: int | None, trusts: str, expires_at: float) -> None:
+    def _record(
+        self, amphora_id: str, authority: int | None, trusts: str, expires_at: float, *, is_progress: bool = True
+    ) -> None:
         now = self._database.now()
 
         def write(connection: sa.Connection) -> None:
-            guard_lease(connection, self._job.lease)
+            guard_lease(connection, self._job.lease, is_progress=is_progress)
             amphorae.update_amphora(
                 connection,
                 amphora_id,

@@ -300,7 +300,8 @@ _COMPLETE_FOR_NOW = (
     .ordered_values(("due_at", sa.case((_DUE_AGAIN, 0.0), else_=_AGAIN)), ("dirty", True), *_RETURNED)
 )
 # A write proves progress and resets `crashes`. Galera certifies the number of writes, see `tables.job`.
-_GUARD = job.update().where(*_MINE).values(writes=job.c.writes + 1, crashes=0)
+_GUARD_INTENT = job.update().where(*_MINE).values(writes=job.c.writes + 1)
+_GUARD = _GUARD_INTENT.values(crashes=0)
 _GUARD_APPLIED = _GUARD.values(applied=sa.bindparam("new_applied", type_=sa.BigInteger))
 _LOCK_ROW = sa.select(job.c.epoch).where(job.c.load_balancer_id == _OF).with_for_update()
 _CHECK = sa.select(job.c.owner, job.c.epoch, job.c.generation, job.c.op, job.c.due_at).where(
@@ -319,13 +320,16 @@ _RECORD_OUTCOME = (
 _OLDEST_OPEN_REQUEST = sa.select(sa.func.min(request.c.accepted_at)).where(*_IS_OPEN_REQUEST)
 
 
-def guard_lease(connection: sa.Connection, lease: Lease, applied: int | None = None) -> None:
+def guard_lease(
+    connection: sa.Connection, lease: Lease, applied: int | None = None, *, is_progress: bool = True
+) -> None:
     """Lock a valid lease until this transaction ends, or raise `LeaseLost`.
 
-    Also record `applied`, the generation that every amphora serves, unless it is None.
+    Also record `applied`, the generation that every amphora serves, unless it is None. A write that only prepares an
+    effect is no progress: the effect may crash each controller.
     """
     if applied is None:
-        changed = connection.execute(_GUARD, _bound(lease)).rowcount
+        changed = connection.execute(_GUARD if is_progress else _GUARD_INTENT, _bound(lease)).rowcount
     else:
         changed = connection.execute(_GUARD_APPLIED, {**_bound(lease), "new_applied": applied}).rowcount
     if changed != 1:

@@ -214,7 +214,7 @@ class StatusServer:
         """Log an error unless it repeats the previous one."""
         if self._logged != text:
             self._logged = text
-            LOG.error("%s", text)
+            LOG.error("the status page has a problem: %s", text)
 
 
 def _read_head(connection: socket.socket) -> bytes:

@@ -12,6 +12,8 @@ from cryptography.fernet import Fernet
 
 from amphora_driver import config
 from amphora_driver.agent.client import Vrrp
+from amphora_driver.certificates.ca import create_authority
+from amphora_driver.certificates.trust_store import TrustStore
 from amphora_driver.compute.interface import Machine, MachineState
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import job, object_status
@@ -133,14 +135,16 @@ class World:
 class Control:
     """A controller, with methods for user requests and heartbeats."""
 
-    def __init__(self, conf, database, world=None):
+    def __init__(self, conf, database, world=None, *, with_trust=False):
         self.conf = conf
         self.world = world or World()
         self.database = database
         self.jobs = Jobs(database, "me", 60.0)
         self.intents = RequestRecorder(database, lambda node: None)
         names = dict.fromkeys(("catalogue", "agents", "authority"), self.world)
-        everything = ReconcileContext(conf=conf, database=database, vault=Vault([Fernet.generate_key()]), **names)
+        vault = Vault([Fernet.generate_key()])
+        trust = TrustStore(conf, database, vault) if with_trust else None
+        everything = ReconcileContext(conf=conf, database=database, vault=vault, trust=trust, **names)
         self.reconciler = Reconciler(everything, self.jobs, lambda: None)
 
     def work(self, times=20):
@@ -196,19 +200,22 @@ class Control:
 
 
 @contextmanager
-def controlled(folder, world=None, options=""):
+def controlled(folder, world=None, options="", *, with_trust=False):
     """Start a controller with its own database in this folder; `options` are lines of `[amp_controller]`."""
-    for name in ("client_ca.pem", "ca.pem"):
-        (folder / name).write_text("authority")
+    for name in ("client_ca", "ca"):
+        certificate, key = create_authority(name)
+        (folder / f"{name}.pem").write_bytes(certificate)
+        (folder / f"{name}.key").write_bytes(key.reveal())
     path = folder / "amphora-driver.conf"
     path.write_text(
         f"[amp_database]\nconnection = sqlite:///{folder}/driver.sqlite\n[amp_controller]\n{options}\n"
         f"[amp_certificates]\nclient_ca = {folder}/client_ca.pem\nca_certificate = {folder}/ca.pem\n"
+        f"ca_private_key = {folder}/ca.key\nclient_certificate = {folder}/none.pem\n"
     )
     conf = config.load([str(path)])
     migrated.write(conf.amp_database.connection)
     database = Database(conf.amp_database.connection)
     try:
-        yield Control(conf, database, world)
+        yield Control(conf, database, world, with_trust=with_trust)
     finally:
         database.dispose()

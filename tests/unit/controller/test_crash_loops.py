@@ -30,10 +30,10 @@ class DeadlyWorld(World):
         return super().boot(order)
 
 
-@pytest.fixture
-def control(tmp_path):
+@pytest.fixture(params=[False, True], ids=["without a trust store", "with a trust store"])
+def control(tmp_path, request):
     options = f"give_up_after = {DEATHS}\nretry_most = 60\n"
-    with controlled(tmp_path, DeadlyWorld(), options=options) as control:
+    with controlled(tmp_path, DeadlyWorld(), options=options, with_trust=request.param) as control:
         control.intents.create_load_balancer(TREE, read_back=False)
         yield control
 
