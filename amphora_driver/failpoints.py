@@ -54,7 +54,7 @@ class Point(Enum):
     FINISHING = "finishing"
     # The controller has returned the lease of a load balancer.
     FINISHED = "finished"
-    # The driver or a controller has written a fail-over of any cause in a transaction that is still open.
+    # A process has written a fail-over, for any cause, in a transaction that is still open.
     FAILOVER_WRITTEN = "failover-written"
     # The failure detector has committed an automatic fail-over and has notified no other process yet.
     FAILOVER_BEGUN = "failover-begun"
