@@ -61,7 +61,7 @@ LOG = logging.getLogger(__name__)
 C = TypeVar("C")
 F = TypeVar("F", bound="Callable[..., Any]")
 _UNSPECIFIC = "The load balancer provider {}. Try again later, or tell the operator this reference: {}"
-# Octavia's keys of a VIP and of an additional VIP, with the fields of the model.
+# The two dictionaries map Octavia's keys of a VIP and of an additional VIP to the field names of the driver's model.
 _VIP_KEYS = {f"vip_{name}": name for name in ("address", "network_id", "port_id", "subnet_id")}
 _ADDITIONAL_VIP_KEYS = {"ip_address": "address"} | {name: name for name in ("network_id", "port_id", "subnet_id")}
 _CHECKS: dict[Kind, Callable[[Any], None]] = {
@@ -149,9 +149,10 @@ def _translate_errors(method: F) -> F:
         except UnknownObject as error:
             raise exceptions.NotFound(**_fault(error)) from error
         except AmphoraDriverError as error:
-            # The reference connects a user's question with the lines in both logs.
+            # The user's error message and the log contain the same reference, so that an operator finds the log lines
+            # of the failed call.
             reference = secrets.token_hex(4)
-            text = "the driver could not execute the call %s of Octavia (reference %s)"
+            text = "the driver could not execute the call %s of Octavia, and returned an error with reference %s"
             LOG.exception(text, method.__name__, reference)
             raise exceptions.DriverError(**_fault(error, reference)) from error
 
@@ -228,15 +229,18 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
             chosen = profile.choose_profile(flavor, zone, shared.catalogue.deployment(), vip_network=network)
             tree = msgspec.structs.replace(from_octavia.load_balancer(loadbalancer), profile=chosen)
             tree = tree if answered else without_addresses(tree)
-            # The driver only validates the secrets here, because the later read from Octavia includes them.
+            # The driver only validates the secrets of a new load balancer, because the provider agent later reads the
+            # secrets from Octavia.
             certificates.prepare_secrets(from_octavia.read_secrets(Kind.LOAD_BALANCER, loadbalancer))
             availability_zones.check_zone_vips(zone, tree.vips)
             shared.recorder.create_load_balancer(tree, read_back=bool(tree.listeners or tree.pools))
         except StoreError:
-            # The commit may have succeeded. If the commit has failed, housekeeping releases the claimed addresses.
+            # The driver keeps the VIP addresses after a StoreError, because the commit may have succeeded. If the
+            # commit has failed, housekeeping releases the claimed addresses.
             raise
         except AmphoraDriverError:
-            # Octavia drops the load balancer, so the driver releases the addresses.
+            # Octavia drops the load balancer after an error of the driver other than a StoreError, so the driver
+            # releases the VIP addresses.
             shared.catalogue.network(network).release_load_balancer(
                 from_octavia.get_id(Kind.LOAD_BALANCER, loadbalancer)
             )
@@ -344,7 +348,8 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
         availability_zones.validate_metadata(availability_zone_metadata, _shared().catalogue.deployment())
 
     def _create(self, kind: Kind, source: object, *, for_listener: str | None = None) -> None:
-        # octavia-lib returns SNI contents in the order of its database, so a pairing by position would be wrong.
+        # octavia-lib returns SNI certificates in the order of its database, so the driver must not pair certificates
+        # and references by position.
         contents = _validate_and_seal(from_octavia.read_secrets(kind, source, paired=False))
         node = from_octavia.node(kind, source)
         _notify(_shared().recorder.create_object(kind, node, for_listener=for_listener, contents=contents))

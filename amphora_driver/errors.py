@@ -149,7 +149,7 @@ class AgentRefused(AgentError):
     ) -> None:
         super().__init__(wanted, happened, remedy)
         self.object_id, self.status, self.generation = object_id, status, generation
-        # A retry may succeed after a server error (5xx), but not after a refusal (4xx).
+        # A repeated request to the agent may succeed after a server error (5xx), but not after a refusal (4xx).
         self.final = 400 <= status < 500
 
 

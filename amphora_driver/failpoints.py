@@ -24,41 +24,60 @@ _POLL_SECONDS = 0.005
 class Point(Enum):
     """Failpoints in the order in which a request reaches them; no request reaches all."""
 
-    # These failpoints are in octavia-api.
-    CLAIM_NOTED = "claim-noted"  # The claim of addresses is recorded, and no address is allocated yet.
-    ADDRESSES_TAKEN = "addresses-taken"  # Addresses are allocated, and Octavia does not know them yet.
-    INTENT_WRITTEN = "intent-written"  # The desired state is written in an open transaction.
-    INTENT_COMMITTED = "intent-committed"  # The desired state is committed, and no process is notified.
+    # The driver in octavia-api has recorded the claim of VIP addresses and has not allocated any VIP address yet.
+    CLAIM_NOTED = "claim-noted"
+    # The driver has allocated the VIP addresses, and Octavia does not know the addresses yet.
+    ADDRESSES_TAKEN = "addresses-taken"
+    # The driver has written the desired state in a transaction that is still open.
+    INTENT_WRITTEN = "intent-written"
+    # The driver has committed the desired state and has notified no other process yet.
+    INTENT_COMMITTED = "intent-committed"
 
-    # These failpoints are in the provider agent.
-    BARRIER_NEXT = "barrier-next"  # The wait for Octavia's transactions is about to start.
-    BARRIER_PASSED = "barrier-passed"  # Octavia's transactions have ended, and no row records the end yet.
-    COMMITTED = "committed"  # The end of Octavia's transactions is recorded.
-    TREE_READ = "tree-read"  # An incomplete load balancer was read from Octavia and is not recorded yet.
-    TREE_TAKEN = "tree-taken"  # The complete load balancer is recorded.
-    REPORT_SENT = "report-sent"  # Octavia has accepted statuses, and no row records the report yet.
-    REPORT_TAKEN = "report-taken"  # The accepted statuses are recorded.
+    # The provider agent is about to wait for the end of Octavia's transactions.
+    BARRIER_NEXT = "barrier-next"
+    # Octavia's transactions have ended, and the provider agent has not recorded the end yet.
+    BARRIER_PASSED = "barrier-passed"
+    # The provider agent has recorded the end of Octavia's transactions.
+    COMMITTED = "committed"
+    # The provider agent has read objects from Octavia and has not recorded the objects yet.
+    TREE_READ = "tree-read"
+    # The provider agent has recorded the objects that Octavia returned.
+    TREE_TAKEN = "tree-taken"
+    # Octavia has accepted statuses, and the provider agent has not recorded the acceptance yet.
+    REPORT_SENT = "report-sent"
+    # The provider agent has recorded which statuses Octavia has accepted.
+    REPORT_TAKEN = "report-taken"
 
-    # These failpoints are in a controller; steps have further failpoints, see `Moment`.
-    CLAIMED = "claimed"  # The lease of a load balancer is acquired.
-    FINISHING = "finishing"  # The plan is empty, and the lease is about to be returned.
-    FINISHED = "finished"  # The lease is returned.
-    FAILOVER_WRITTEN = "failover-written"  # A fail-over of any cause is written in an open transaction.
-    FAILOVER_BEGUN = "failover-begun"  # An automatic fail-over is committed, and no process is notified.
-    ROTATION_WRITTEN = "rotation-written"  # The next moves of a rotation are written in an open transaction.
-    ROTATION_MOVED = "rotation-moved"  # The moves of a rotation are committed, and no process is notified.
+    # The controller has acquired the lease of a load balancer.
+    CLAIMED = "claimed"
+    # The controller has executed all steps for a load balancer and is about to return the lease.
+    FINISHING = "finishing"
+    # The controller has returned the lease of a load balancer.
+    FINISHED = "finished"
+    # A process has written a fail-over, for any cause, in a transaction that is still open.
+    FAILOVER_WRITTEN = "failover-written"
+    # The failure detector has committed an automatic fail-over and has notified no other process yet.
+    FAILOVER_BEGUN = "failover-begun"
+    # The image rotation has written the next state changes of load balancers in a transaction that is still open.
+    ROTATION_WRITTEN = "rotation-written"
+    # The image rotation has committed the state changes of load balancers and has notified no other process yet.
+    ROTATION_MOVED = "rotation-moved"
 
-    # These failpoints are in a health manager.
-    FLUSHING = "flushing"  # The reports of amphorae are about to be written.
-    FLUSHED = "flushed"  # The reports of amphorae are written.
+    # The health manager is about to write the reports of amphorae to the database.
+    FLUSHING = "flushing"
+    # The health manager has written the reports of amphorae to the database.
+    FLUSHED = "flushed"
 
 
 class Moment(Enum):
     """Failpoints of every step of a controller."""
 
-    BEFORE = "before"  # The step is about to start.
-    DONE = "done"  # The external effect of the step is done, and its record is about to be written.
-    MARKED = "marked"  # The record of the step is written.
+    # The controller is about to start the step.
+    BEFORE = "before"
+    # The controller has caused the external effect of the step and is about to record the step in the database.
+    DONE = "done"
+    # The controller has recorded the step in the database.
+    MARKED = "marked"
 
 
 def reach(point: Point) -> None:
@@ -76,7 +95,7 @@ def reach_step(step: str, moment: Moment) -> None:
 def _stop(armed: Path) -> None:
     _die_if_told(armed)
     while armed.exists():
-        # The file shows the test that this process waits.
+        # The process creates a file with the suffix `.here` to show the test that the process waits at the failpoint.
         armed.with_suffix(".here").touch()
         time.sleep(_POLL_SECONDS)
         _die_if_told(armed)

@@ -17,7 +17,7 @@ from typing import Any
 
 from oslo_log import log
 
-# The plain format uses short forms of the field names in JSON.
+# The plain log format uses shorter field names than the JSON log format, for example `lb` for `load_balancer`.
 _SHORT = {"load_balancer": "lb", "amphora": "amphora", "generation": "gen"}
 _NOTHING: Mapping[str, str | int] = {}
 _fields: ContextVar[Mapping[str, str | int]] = ContextVar("amphora_log_fields", default=_NOTHING)
@@ -60,7 +60,8 @@ class ContextFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         fields = _fields.get()
         if fields:
-            # oslo.log's plain formatter writes `instance` before the message; its JSON formatter adds `extra_keys`.
+            # oslo.log's plain formatter writes `instance` before the message; oslo.log's JSON formatter adds the fields
+            # in `extra_keys`.
             words = (f"{short}={fields[name]}" for name, short in _SHORT.items() if name in fields)
             record.instance = f"[{' '.join(words)}] "
             record.extra_keys = [*getattr(record, "extra_keys", ()), *fields]

@@ -19,7 +19,8 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.process_collector import ProcessCollector
 
-# The buckets in seconds reach from an unnoticeable to an unacceptable duration.
+# The histogram buckets, in seconds, range from a duration that users do not notice to a duration that users do not
+# accept.
 _APPLY = (0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 10, 20, 30, 60, 120, 300, 900)
 _STEP = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _DATABASE = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -35,7 +36,8 @@ REPORTS = ("taken", "refused")
 _TRANSACTIONS = ("read", "write")
 _OTHER = "other"
 
-# The receiver's function returns the number of accepted heartbeats, and of refused heartbeats by reason.
+# The heartbeat receiver supplies a function that returns the number of accepted heartbeats, and the numbers of refused
+# heartbeats by reason.
 HeartbeatCounts = Callable[[], tuple[int, Mapping[str, int]]]
 
 
@@ -143,7 +145,8 @@ class ProcessMetrics:
             try:
                 yield
             except Exception as error:
-                # Errors are compared by name, because this module imports nothing of the project.
+                # The metrics module identifies errors by class name, because the metrics module imports no other module
+                # of the project.
                 if type(error).__name__ in {"StoreError", "SchemaMismatch"}:
                     self.database_failures.labels(kind).inc()
                 raise
@@ -162,7 +165,8 @@ class ProcessMetrics:
             try:
                 yield
             except Exception as error:
-                # octavia_lib raises one error for connection failures and refusals; only a refusal names an object.
+                # octavia_lib raises the same error class for connection failures and for refusals, but only a refusal
+                # names an object. The metric counts only the connection failures.
                 if getattr(error, "status_object_id", None) is None:
                     self.octavia_failures.labels(name).inc()
                 raise

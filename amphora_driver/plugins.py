@@ -77,7 +77,9 @@ class Catalogue:
             try:
                 found[name] = get(name)
             except (ConfigurationError, AttributeError) as error:
-                LOG.warning("skipping the %s backend %s, because it cannot be loaded: %s", group, name, error)
+                LOG.warning(
+                    "this process continues without the %s backend %s, which failed to load: %s", group, name, error
+                )
         return found
 
     def deployment(self) -> Deployment:
@@ -105,7 +107,7 @@ class Catalogue:
                 backend = self._type(f"amphora_driver.{group}", name)
                 found[name] = Backend(name=name, supports=frozenset(backend.supports), wiring=backend.wiring)
             except (ConfigurationError, AttributeError) as error:
-                text = "the %s backend %s cannot be loaded, users cannot choose it: %s"
+                text = "the driver cannot load the %s backend %s, so users cannot choose the backend: %s"
                 LOG.error(text, group, name, error)  # noqa: TRY400 - the message is complete
         return found
 

@@ -40,5 +40,6 @@ class ActiveStandbyTopology:
 
     name: ClassVar[str] = "ACTIVE_STANDBY"
     roles: ClassVar[tuple[str, ...]] = ("MASTER", "BACKUP")
-    # Priority 255 declares the addresses as the router's own (RFC 9568, 5.2.4) and cannot be lowered.
+    # The VRRP priorities stay below 255, because keepalived cannot lower priority 255, which marks the owner of the
+    # addresses (RFC 9568, section 5.2.4).
     priorities: ClassVar[Mapping[str, int]] = MappingProxyType({"MASTER": 254, "BACKUP": 253})

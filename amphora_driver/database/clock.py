@@ -21,9 +21,11 @@ from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import GenericFunction
 
 LOG = logging.getLogger(__name__)
-# A measured clock offset stays valid for 30 seconds, in which two clocks drift apart by microseconds.
+# A measured offset between the database clock and the local clock stays valid for 30 seconds, because the two clocks
+# drift apart slowly.
 OFFSET_VALID_SECONDS = 30.0
-# A change of the clock offset by more than two seconds is a jump; a slewed clock changes by at most 500 ppm.
+# A change of the database clock by more than two seconds is a jump, because NTP slewing changes a clock by at most 500
+# ppm.
 _JUMP_SECONDS = 2.0
 
 
@@ -37,7 +39,8 @@ class server_time(GenericFunction[float]):  # noqa: N801 - it is written like a 
 @compiles(server_time, "mysql")
 @compiles(server_time, "mariadb")
 def _mysql(_element: server_time, _compiler: SQLCompiler, **_: Any) -> str:
-    # engine.py sets the session's time zone to UTC, because other zones repeat an hour once a year.
+    # The engine sets the session time zone of MySQL and MariaDB to UTC, because local times repeat an hour when
+    # daylight saving ends.
     return "(UNIX_TIMESTAMP(NOW(6)) + 0e0)"
 
 
@@ -65,7 +68,10 @@ class ClockJumpMonitor:
         if before is None or abs(offset - before) <= _JUMP_SECONDS + uncertainty:
             return
         self._jumped_at = time.monotonic()
-        LOG.warning("database clock jumped by %+.1f s; ignoring row ages that cross the jump", offset - before)
+        LOG.warning(
+            "the database clock jumped by %+.1f s, so this process ignores the ages of rows written before the jump",
+            offset - before,
+        )
 
     def seconds_since_clock_jump(self) -> float:
         """Seconds since the last observed jump; infinity if there was none."""

@@ -39,34 +39,38 @@ from amphora_driver.errors import ConfigurationError, ContentRefused, StoreError
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# `Database` retries after these codes of MariaDB (deadlock, collision of Galera nodes, lock wait time-out) and of
-# PostgreSQL (serialization failure, deadlock, lock not available).
+# `Database` retries a transaction that fails because of a deadlock, a serialization conflict or a lock time-out. The
+# error codes are those of MariaDB (1213, 1205) and of PostgreSQL (40001, 40P01, 55P03).
 _RETRY_CODES = {1213, 1205, "40001", "40P01", "55P03"}
-# An unavailable server returns one of these codes. MariaDB: the node is not part of the Galera cluster (1047, or 1180
-# during a commit), shutdown (1053), connection killed (1927). PostgreSQL: shutdown, crash, start, idle transaction.
+# `Database` treats a server that returns one of these error codes as unavailable. MariaDB reports a node outside the
+# Galera cluster (1047, 1180), a shutdown (1053) or a killed connection (1927). PostgreSQL reports a shutdown (57P01), a
+# crash (57P02), a start (57P03) or an idle transaction time-out (25P03).
 _UNAVAILABLE_CODES = {1047, 1180, 1053, 1927, "57P01", "57P02", "57P03", "25P03"}
-# `Database.write` retries a colliding transaction for longer than an idle transaction holds its locks. Four hosts that
-# write the same rows through two Galera nodes also need less time.
+# `Database.write` retries a colliding transaction for 20 seconds, which is longer than an idle transaction can hold
+# locks. Four hosts that write the same rows through two Galera nodes also succeed within 20 seconds.
 _RETRY_SECONDS = 20.0
-# The first of two attempts may use a stale pooled connection to a server that is available again.
+# `Database` tries a transaction twice on an unavailable server, because the first attempt may use a stale pooled
+# connection to a restarted server.
 _UNAVAILABLE_ATTEMPTS = 2
-# `Database.write` limits the time to find out whether an unanswered commit succeeded.
+# Seconds for which `Database.write` tries to find out whether a COMMIT without an answer succeeded.
 _UNCONFIRMED_SECONDS = 6.0
 _CONNECT_SECONDS = 3
-# The server limits the wait for a lock and the time of an idle transaction.
+# The database server ends a wait for a lock after five seconds, and ends an idle transaction after ten seconds.
 _LOCK_SECONDS = 5
 _IDLE_SECONDS = 10
-# A client waits longer for an answer than the server waits for a lock, so that the server's error arrives first.
+# A client waits longer for an answer than the database server waits for a lock, so that the server's own error arrives
+# first.
 _ANSWER_SECONDS = 8.0
-# A writer waits for SQLite's write lock for seconds, because many writers may be queued and each needs milliseconds.
+# A writer waits up to 15 seconds for SQLite's write lock, because many writers may be queued and each writer needs
+# milliseconds.
 _WRITE_LOCK_SECONDS = 15.0
-# One process has as many connections as it has threads that write at the same time.
+# The connection pool of a process has one connection for every thread that may write at the same time.
 _POOL_OPTIONS = {"pool_size": 5, "max_overflow": 43, "pool_timeout": 5}
 _SCHEMA_VALID_SECONDS = 10.0
 _WRITE, _READ = "write to the database", "read from the database"
 _POOL_EXHAUSTED = "every connection of the pool is in use"
 _COMMIT_MARKER = "amphora_commit_marker"
-# Every MariaDB answer has this flag while a transaction is open (SERVER_STATUS_IN_TRANS).
+# MariaDB sets the flag SERVER_STATUS_IN_TRANS in every answer while a transaction is open.
 _IN_TRANSACTION = 1
 
 
@@ -102,11 +106,11 @@ class Database:
         self._durable = durable
         self._answer_timeout = answer_timeout
         self._engine: sa.Engine | None = None
-        # `time.monotonic()` at the last successful schema check.
+        # The field holds the value of `time.monotonic()` at the last successful check of the database schema.
         self._schema_checked_at: float | None = None
         self._pid = 0
         self._engine_lock = threading.Lock()
-        # The offset of the server's clock to `time.monotonic()`, and the time of the measurement.
+        # The pair holds the offset of the database clock from `time.monotonic()`, and the time of the measurement.
         self._clock_offset: tuple[float, float] | None = None
         self._jump_monitor = clock.ClockJumpMonitor()
 
@@ -137,7 +141,8 @@ class Database:
             try:
                 now = self.read(lambda connection: connection.execute(sa.select(clock.now(connection))).scalar_one())
             except StoreError:
-                # If the server is unavailable, an old offset is better than the local clock.
+                # While the database server is unavailable, the last measured clock offset gives a better database time
+                # than the local wall clock.
                 return time.time() if known is None else time.monotonic() + known[0]
             ended = time.monotonic()
             known = self._clock_offset = (float(now) - (begun + ended) / 2, ended)
@@ -168,14 +173,19 @@ class Database:
                 passed = time.monotonic() - begun
                 if _is_unavailable(error):
                     unavailable += 1
-                    # After a time-out there is no retry, because the caller would wait twice as long.
+                    # `Database.write` does not retry after an answer time-out, because a retry would double the
+                    # caller's waiting time.
                     retry = unavailable < _UNAVAILABLE_ATTEMPTS and passed < self._answer_timeout
                 else:
                     retry = _is_retryable(error) and passed < _RETRY_SECONDS
                 if not retry:
                     refused = isinstance(error, (sa.exc.DataError, sa.exc.IntegrityError))
                     raise (ContentRefused if refused else StoreError)(_WRITE, _error_text(error)) from error
-                LOG.info("database transaction failed in attempt %d, retrying: %s", attempt, _error_text(error))
+                LOG.info(
+                    "a database transaction failed in attempt %d, so this process retries the transaction: %s",
+                    attempt,
+                    _error_text(error),
+                )
             except PoolTimeoutError as error:
                 raise StoreError(_WRITE, _POOL_EXHAUSTED) from error
             time.sleep(random.uniform(0.2, 1.0) * min(0.005 * 2 ** min(attempt, 7), 0.5))  # noqa: S311 - jitter, no secret
@@ -212,15 +222,18 @@ class Database:
             try:
                 self._check_schema(connection)
                 result = work(connection)
-                # The locks of `work` prevent that an earlier attempt is committed after this check.
+                # The function `work` holds row locks, so an earlier attempt of the same transaction cannot be committed
+                # after the check for committed attempts.
                 _raise_if_committed(connection, unconfirmed)
             except BaseException as error:
                 transaction.rollback()
                 if unconfirmed and isinstance(error, DBAPIError) and not _is_unavailable(error):
-                    # An earlier attempt that was committed may cause the error, by a duplicate key for example.
+                    # An error such as a duplicate key may exist only because an earlier attempt of the same transaction
+                    # was committed.
                     self._raise_if_any_committed(unconfirmed)
                 raise
-            # The marker is read before COMMIT, because an invalidated connection does not provide `info`.
+            # `Database` reads the commit marker before COMMIT, because SQLAlchemy does not provide the `info` of an
+            # invalidated connection.
             marker = connection.info.get(_COMMIT_MARKER)
             try:
                 transaction.commit()
@@ -267,7 +280,8 @@ class Database:
         if url.get_backend_name() != "sqlite":
             options: dict[str, Any] = {"isolation_level": "READ COMMITTED", "pool_pre_ping": True, "pool_recycle": 3600}
             limits, postgresql = _connect_arguments(url, self._answer_timeout), url.get_backend_name() == "postgresql"
-            # psycopg skips an unneeded ROLLBACK itself; `_reset_mariadb` does so for MariaDB.
+            # psycopg itself skips a ROLLBACK if no transaction is open. For MariaDB, `_reset_mariadb` skips the
+            # unneeded ROLLBACK instead of SQLAlchemy's default handler.
             options["pool_reset_on_return"] = "rollback" if postgresql else None
             engine = sa.create_engine(url, **options, **_POOL_OPTIONS, connect_args=limits)
             if postgresql:
@@ -282,7 +296,7 @@ class Database:
         return engine
 
     def _connect_postgresql(self, _dialect: Any, _record: Any, arguments: Any, options: Any) -> Any:
-        # Only hosts that use PostgreSQL have psycopg.
+        # The import is inside the function, because only hosts that use PostgreSQL have psycopg installed.
         from amphora_driver.database import postgresql  # noqa: PLC0415
 
         return postgresql.connect_with_timeout(self._answer_timeout, tuple(arguments), dict(options))
@@ -299,7 +313,8 @@ def parse_url(text: str) -> sa.URL:
     except ImportError as error:
         raise ConfigurationError(attempt, f"its driver is not installed ({error})", remedy) from error
     if "@" in (url.host or ""):
-        # With a second @ the end of the password would become part of the host name, which errors show.
+        # If a database URL contains a second @, the end of the password becomes part of the host name, which error
+        # messages show.
         raise ConfigurationError(attempt, "its URL has more than one @", f"{remedy} Write %40 in a password.")
     return url
 
@@ -360,9 +375,10 @@ def _is_unavailable(error: DBAPIError) -> bool:
         return True
     original: Any = error.orig
     if hasattr(original, "sqlstate"):
-        # psycopg: only the server sets a SQLSTATE, so a client-side error has none.
+        # psycopg sets a SQLSTATE only on errors from the server, so an error without a SQLSTATE comes from the client.
         return isinstance(error, sa.exc.OperationalError) and original.sqlstate is None
-    # MySQL and MariaDB number the errors of their client libraries from 2000.
+    # The client libraries of MySQL and MariaDB use error codes from 2000 to 2099, so such a code means that the server
+    # did not answer.
     return isinstance(code, int) and 2000 <= code < 2100
 
 

@@ -36,12 +36,15 @@ LOG = logging.getLogger(__name__)
 
 _ATTEMPT = "upgrade the database"
 _ATTEMPTS = 5
-# The lock of an upgrade has a name on MariaDB and a number on PostgreSQL, and ends with its connection.
+# A database upgrade holds a lock until its connection ends; MariaDB identifies the lock by a name, and PostgreSQL by a
+# number.
 _LOCK_NAME = "amphora-driver schema"
 _LOCK_NUMBER = 0x616D_7068
-# An upgrade waits for another upgrade for minutes, because adding a column to a large table takes minutes.
+# A database upgrade waits up to ten minutes for another upgrade, because adding a column to a large table takes
+# minutes.
 _LOCK_SECONDS = 600
-# A process of the control plane sends a heartbeat every two seconds, and counts as alive after two missing ones.
+# A process of the control plane sends a heartbeat every two seconds, and counts as alive until three heartbeats in a
+# row are missing.
 _PROCESS_ALIVE_SECONDS = 7.0
 
 
@@ -70,8 +73,8 @@ def upgrade(url: str) -> Upgrade:
                 text = str(error.orig) if isinstance(error, DBAPIError) and error.orig else str(error)
                 if attempt == _ATTEMPTS:
                     raise StoreError(_ATTEMPT, text, "Remove the cause and run the upgrade again.") from error
-                LOG.info("database upgrade attempt %d failed, retrying: %s", attempt, text)
-                # A random pause separates two upgrades on two nodes of a Galera cluster.
+                LOG.info("attempt %d of the database upgrade failed, so the upgrade starts again: %s", attempt, text)
+                # A random pause keeps two upgrades on two nodes of a Galera cluster from colliding again.
                 time.sleep(random.uniform(0.5, 1.0) * 0.2 * 2**attempt)  # noqa: S311 - jitter, no secret
         raise AssertionError("unreachable")
     finally:
@@ -90,7 +93,7 @@ def active_processes(url: str) -> tuple[str, ...]:
                 return ()
             there = set(sa.inspect(connection).get_table_names())
             now = clock.now(connection)
-            # Every schema revision has these columns of owner and time.
+            # The search for running processes reads only columns that exist in every revision of the database schema.
             columns = {"job": ("owner", "leased_until", 0.0), "duty": ("owner", "leased_until", 0.0)}
             columns["process"] = ("name", "seen_at", -_PROCESS_ALIVE_SECONDS)
             found: set[str] = set()
@@ -116,7 +119,8 @@ def alembic_config(connection: sa.Connection) -> Config:
 
 
 def _upgrade_engine(url: str) -> sa.Engine:
-    # A statement of an upgrade may take minutes, and `Database` limits an answer to seconds.
+    # On MariaDB and PostgreSQL, an upgrade uses an engine without answer time-outs, because changing a large table may
+    # take minutes.
     found = parse_url(url)
     return Database(url).engine if found.get_backend_name() == "sqlite" else sa.create_engine(found)
 
@@ -129,7 +133,8 @@ def _run_migrations(engine: sa.Engine) -> Upgrade:
             happened, remedy = schema_check.describe_mismatch(found) or ("", "")
             raise SchemaMismatch(_ATTEMPT, happened, remedy)
         if len(found) > 1:
-            # Two upgrades have run on two Galera nodes. Every step is repeatable, so the later revision is correct.
+            # Two version rows show that two upgrades ran on two Galera nodes. The later revision is correct, because
+            # every upgrade step is repeatable.
             behind = sa.text(f"DELETE FROM {schema_check.VERSION_TABLE} WHERE version_num <> :newest")  # noqa: S608 - a constant
             connection.execute(behind, {"newest": found[-1]})
         if found != (newest,):
@@ -145,7 +150,8 @@ def _upgrade_lock(engine: sa.Engine) -> Iterator[None]:
     if name not in ("mysql", "mariadb", "postgresql"):
         yield
         return
-    # The lock has a separate connection, because a statement that changes the schema ends its transaction.
+    # The upgrade lock has a separate connection, because a statement that changes the schema ends the transaction of
+    # the executing connection.
     with engine.connect() as connection:
         if name == "postgresql":
             connection.execute(sa.select(sa.func.pg_advisory_lock(_LOCK_NUMBER)))
@@ -156,7 +162,8 @@ def _upgrade_lock(engine: sa.Engine) -> Iterator[None]:
         try:
             yield
         finally:
-            # Closing the connection releases the lock, also after a crash.
+            # The database server releases the upgrade lock when the lock's connection closes, even after a crash of the
+            # upgrade process.
             connection.invalidate()
 
 
@@ -166,6 +173,6 @@ def _take_mariadb_lock(connection: sa.Connection) -> bool:
         taken = connection.execute(sa.select(sa.func.get_lock(_LOCK_NAME, _LOCK_SECONDS))).scalar()
         connection.commit()
     except DBAPIError as error:
-        LOG.info("database has no named locks, upgrading without one: %s", error.orig)
+        LOG.info("the database server has no named locks, so the database upgrade runs without a lock: %s", error.orig)
         return True
     return taken == 1

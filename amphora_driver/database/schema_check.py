@@ -97,10 +97,10 @@ def is_usable(database: Database) -> bool:
     try:
         database.read(require_utf8mb4)
     except (SchemaMismatch, ConfigurationError) as error:
-        LOG.critical("the service does not start, because its database is not usable: %s", error)
+        LOG.critical("the service does not start, because the service cannot use the database: %s", error)
         return False
     except StoreError as error:
-        LOG.warning("the service starts although its database does not answer: %s", error)
+        LOG.warning("the database does not answer, so the service starts without a check of the schema: %s", error)
     finally:
         database.dispose()
     return True

@@ -40,11 +40,13 @@ class SqliteWriteLock:
         """Make every writing transaction of an engine take the lock."""
         event.listen(engine, "connect", self._connect)
         event.listen(engine, "begin", self._begin)
-        # SQLAlchemy returns a connection to the pool right after COMMIT or ROLLBACK, which releases the lock.
+        # SQLAlchemy returns a connection to the pool right after COMMIT or ROLLBACK, so the check-in event releases the
+        # write lock.
         event.listen(engine, "checkin", self._checkin)
 
     def _connect(self, dbapi_connection: Any, _record: Any) -> None:
-        # `_begin` begins the transactions, so the driver must not do it.
+        # Isolation level None keeps Python's SQLite driver from beginning transactions, because `_begin` begins every
+        # transaction under the write lock.
         dbapi_connection.isolation_level = None
         cursor = dbapi_connection.cursor()
         cursor.execute("PRAGMA busy_timeout=30000")
@@ -58,7 +60,8 @@ class SqliteWriteLock:
             connection.exec_driver_sql("BEGIN DEFERRED")
             return
         if _LOCK_KEY not in connection.info:
-            # Consecutive transactions of one connection (one for each migration) share one lock.
+            # Consecutive transactions of one connection, for example one for each migration, take the write lock only
+            # once.
             connection.info[_LOCK_KEY] = self._lock_file.acquire(self._timeout)
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
@@ -74,7 +77,8 @@ class LockFile:
     def __init__(self, path: str) -> None:
         self._path = path
         self._mutex = threading.Lock()
-        # flock() cannot be cancelled, so a waiter outlives the time-out of its caller, and the next caller reuses it.
+        # A thread that waits in flock() cannot be cancelled, so the thread outlives the caller's time-out, and the next
+        # caller reuses the thread.
         self._abandoned: list[_Waiter] = []
 
     def acquire(self, timeout: float) -> int:
@@ -162,7 +166,8 @@ def _lock_holder(path: str) -> str | None:
     with suppress(OSError):
         inode = str(Path(path).stat().st_ino)
         for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
-            # A line is like "1: FLOCK  ADVISORY  WRITE 1234 00:1f:5678 0 EOF"; a waiting process has "->" after "1:".
+            # A line of /proc/locks looks like "1: FLOCK  ADVISORY  WRITE 1234 00:1f:5678 0 EOF"; the kernel writes "->"
+            # after "1:" for a waiting process.
             fields = line.split()
             if fields[1] == "FLOCK" and fields[5].rpartition(":")[2] == inode:
                 name = Path("/proc", fields[4], "comm").read_text(encoding="utf-8", errors="replace").strip()

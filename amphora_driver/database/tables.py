@@ -20,20 +20,22 @@ metadata = sa.MetaData(
 )
 
 Id = sa.String(36)
-# MySQL's TEXT is limited to 64 KiB, which is too short for a load balancer with a thousand nested objects.
+# MySQL's TEXT holds at most 64 KiB, which is too short for the JSON of a load balancer with a thousand nested objects.
 Body = sa.Text().with_variant(mysql.MEDIUMTEXT(), "mysql", "mariadb")
-# A certificate chain or a CA bundle may be longer than MySQL's BLOB.
+# MySQL's BLOB holds at most 64 KiB, which is too short for a long certificate chain or CA bundle.
 Sealed = sa.LargeBinary().with_variant(mysql.MEDIUMBLOB(), "mysql", "mariadb")
-# SQLite increments only INTEGER primary keys automatically.
+# SQLite numbers new rows automatically only if the primary key has the type INTEGER, so BIGINT is not possible on
+# SQLite.
 Serial = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
-# `job.due_at` URGENT makes a row due at once and before all other rows. A job that releases its lease never overwrites
-# URGENT, because another transaction may have written it after the job read the row.
+# A `job` row with the `due_at` value URGENT is due at once, before all other rows. A controller that releases a lease
+# never overwrites URGENT, because another transaction may have written URGENT after the controller's read.
 URGENT = -1.0
 
-# One row per object of a load balancer; `body` is the JSON of the model class without children. `refers_to` is the pool
-# of a listener or L7 policy: a query finds the listeners of a pool without reading bodies. A `removed` row stays until
-# every amphora has confirmed the removal and Octavia has received it.
+# The table `desired_object` has one row per object of a load balancer; the column `body` is the object's JSON without
+# children. The column `refers_to` is the pool of a listener or L7 policy, so that a query finds a pool's listeners
+# without reading JSON. A row with `removed` set stays until every amphora has confirmed the removal and Octavia has
+# received the removal.
 desired_object = sa.Table(
     "desired_object",
     metadata,
@@ -48,15 +50,17 @@ desired_object = sa.Table(
     sa.Column("body", Body, nullable=False),
 )
 
-# One row per load balancer: its desired and applied generation, and the lease of a controller. `committed`: the newest
-# generation for which Octavia's own transaction has ended. `read_back`: the provider agent must read incomplete objects
-# from Octavia: the listeners and pools in `reread` (JSON), or the complete tree if `reread` is NULL.
+# The table `job` has one row per load balancer, with the desired generation, the applied generation, and the lease of a
+# controller. The column `committed` is the newest generation for which Octavia's own transaction has ended. If
+# `read_back` is set, the provider agent must read incomplete objects from Octavia. The column `reread` lists the
+# incomplete listeners and pools as JSON; NULL means the complete load balancer.
 job = sa.Table(
     "job",
     metadata,
     sa.Column("load_balancer_id", Id, primary_key=True),
     sa.Column("project_id", sa.String(64), nullable=True),
-    # The topology and the backends (entry points) are fixed at the creation of the load balancer.
+    # The topology and the backends (entry points) of a load balancer never change after the creation of the load
+    # balancer.
     sa.Column("topology", sa.String(32), nullable=False, default="SINGLE"),
     sa.Column("compute", sa.String(64), nullable=True),
     sa.Column("network", sa.String(64), nullable=True),
@@ -66,34 +70,40 @@ job = sa.Table(
     sa.Column("applied", sa.BigInteger, nullable=False, default=0),
     sa.Column("read_back", sa.Boolean, nullable=False, default=False),
     sa.Column("reread", Body, nullable=True),
-    # `vip_applied`: the last applied options of the VIP port (JSON); NULL if no options were ever applied.
+    # The column `vip_applied` holds the options last applied to the VIP port as JSON, or NULL if no options were ever
+    # applied.
     sa.Column("vip_applied", Body, nullable=True),
-    # `omitted`: the objects that an unconfirmed generation omits (JSON: the generation, reasons by object id).
+    # The column `omitted` lists the objects that an unconfirmed generation omits, as JSON with the generation and the
+    # reason for each object id.
     sa.Column("omitted", Body, nullable=True),
-    # `spare_pool`: the pool of warm spares of a load balancer. `spares`: the specification (JSON) of such a pool.
+    # The column `spare_pool` names the pool from which a load balancer takes warm spares. In the `job` row of a spare
+    # pool, the column `spares` is the pool's specification as JSON.
     sa.Column("spare_pool", Id, nullable=True),
     sa.Column("spares", Body, nullable=True),
     sa.Column("dirty", sa.Boolean, nullable=False, default=True),
-    # `tickets`: number of the current TLS ticket keys. `tickets_due`: time of their next rotation.
+    # The column `tickets` is the number of the current TLS ticket keys, and `tickets_due` is the time of the next key
+    # rotation.
     sa.Column("tickets", sa.BigInteger, nullable=True),
     sa.Column("tickets_due", sa.Double, nullable=True),
     sa.Column("owner", sa.String(128), nullable=True),
     sa.Column("epoch", sa.BigInteger, nullable=False, default=0),
-    # Every write under the lease increments `writes`. MariaDB does not replicate an update that changes no value, and
-    # Galera would then miss a collision with a claim on another node.
+    # Every write under a lease increments `writes`, because MariaDB does not replicate an update that changes no value.
+    # Without a replicated update, Galera would miss a collision with a claim of the lease on another node.
     sa.Column("writes", sa.BigInteger, nullable=False, default=0, server_default="0"),
     sa.Column("leased_until", sa.Double, nullable=True),
     sa.Column("due_at", sa.Double, nullable=False, default=0.0),
     sa.Column("attempts", sa.Integer, nullable=False, default=0),
-    # `crashes` counts crashes and lost leases of processes that worked on this row, since the last progress.
+    # The column `crashes` counts the crashes and lost leases of processes that worked on the load balancer, since the
+    # last progress.
     sa.Column("crashes", sa.Integer, nullable=False, default=0, server_default="0"),
     sa.Column("error", sa.Text, nullable=True),
     sa.Index("ix_job_dirty_due_at", "dirty", "due_at"),
 )
-# `job.due_at` DUE_NOW makes a row due at once, and keeps an URGENT row urgent.
+# The `due_at` value DUE_NOW makes a `job` row due at once, and keeps an URGENT row urgent.
 DUE_NOW = sa.case((job.c.due_at < 0.0, URGENT), else_=0.0)
 
-# One row per accepted call: the history of a load balancer, and the commit marker of the call.
+# The table `request` has one row per accepted call of Octavia. The row belongs to the history of the load balancer, and
+# proves that the call's transaction was committed.
 request = sa.Table(
     "request",
     metadata,
@@ -108,9 +118,10 @@ request = sa.Table(
     sa.Index("ix_request_load_balancer_id", "load_balancer_id", "generation"),
 )
 
-# One row per secret of an object: encrypted by the vault, never shared between objects, deleted with the last use.
-# `purpose`: certificate, ca, crl or tickets. `ref`: the reference in Octavia's API. `reason`: why `sealed` is NULL:
-# Octavia did not deliver the secret, or HAProxy cannot use it.
+# The table `secret` has one row per secret of an object; the vault encrypts the secret, and objects never share a row.
+# The driver deletes the row with the last use of the secret by the object. The column `purpose` is certificate, ca, crl
+# or tickets, and `ref` is the reference in Octavia's API. The column `reason` says why `sealed` is NULL: Octavia did
+# not deliver the secret, or HAProxy cannot use the secret.
 secret = sa.Table(
     "secret",
     metadata,
@@ -122,9 +133,10 @@ secret = sa.Table(
     sa.Column("reason", sa.Text, nullable=True),
 )
 
-# One row per object: the newest provisioning and operating status. `pending`: the object is PENDING_* in Octavia until
-# this generation is confirmed. `version` grows with every change. `settled`: the version of the last change of the
-# provisioning status. `reported`: the version Octavia has received.
+# The table `object_status` has one row per object, with the newest provisioning and operating status. If `pending` is a
+# generation, the object is PENDING_* in Octavia until the amphorae confirm that generation. The column `version` grows
+# with every change of the row. The column `settled` is the version of the last provisioning status change, and
+# `reported` is the version that Octavia has received.
 object_status = sa.Table(
     "object_status",
     metadata,
@@ -141,8 +153,9 @@ object_status = sa.Table(
     sa.Column("reported", sa.BigInteger, nullable=False, default=0),
 )
 
-# One row per listener and amphora that ever served it: absolute counters; Octavia receives the sums. Rows of deleted
-# amphorae stay, so that totals never decrease. `version` and `reported`: see `object_status`.
+# The table `listener_statistics` has one row of absolute counters per listener and amphora; Octavia receives the sums
+# over all amphorae. Rows of deleted amphorae stay, so that the totals never decrease. The columns `version` and
+# `reported` have the same meaning as in the table `object_status`.
 listener_statistics = sa.Table(
     "listener_statistics",
     metadata,
@@ -158,7 +171,8 @@ listener_statistics = sa.Table(
     sa.Column("reported", sa.BigInteger, nullable=False, default=0),
 )
 
-# `confirmed`: the newest generation that the agent reports to serve. `heartbeat_key` is encrypted.
+# In the table `amphora`, the column `confirmed` is the newest generation that the agent reports to serve. The vault
+# encrypts the column `heartbeat_key`.
 amphora = sa.Table(
     "amphora",
     metadata,
@@ -169,36 +183,43 @@ amphora = sa.Table(
     sa.Column("compute_id", sa.String(128), nullable=True),
     sa.Column("management_address", sa.String(64), nullable=True),
     sa.Column("confirmed", sa.BigInteger, nullable=False, default=0),
-    # A new amphora of a pair takes the VIPs some seconds after the confirmation.
+    # The column `confirmed_at` is the time of the confirmation; a new amphora of a pair takes over the VIPs some
+    # seconds later.
     sa.Column("confirmed_at", sa.Double, nullable=True),
     sa.Column("heartbeat_key", sa.LargeBinary, nullable=False),
-    # `plugged`: the attached ports with their subnets (JSON). `partners`: the VRRP peers at the confirmation (JSON).
+    # The column `plugged` lists the attached ports of the amphora and their subnets as JSON. The column `partners`
+    # lists the VRRP peers at the time of the confirmation as JSON.
     sa.Column("plugged", Body, nullable=True),
     sa.Column("partners", Body, nullable=True),
-    # `handed_over`: the controller has asked the amphora to hand the VIPs over to its partner.
+    # The column `handed_over` says whether the controller has asked the amphora to hand the VIPs over to the partner
+    # amphora.
     sa.Column("handed_over", sa.Boolean, nullable=False, default=False),
-    # `drains_until`: end of the connection drain after the handover; NULL while the amphora may still hold VIPs.
+    # The column `drains_until` is the end of the connection drain after the VIP handover; NULL means that the amphora
+    # may still hold VIPs.
     sa.Column("drains_until", sa.Double, nullable=True),
     sa.Column("certificate_expires_at", sa.Double, nullable=True),
-    # `certificate_authority`: the issuing CA (NULL: the configured files). `trusts`: the accepted CAs of clients.
+    # The column `certificate_authority` is the CA that issued the amphora's certificate; NULL means the CA in the
+    # configured files. The column `trusts` lists the CAs whose client certificates the agent accepts.
     sa.Column("certificate_issued_at", sa.Double, nullable=True),
     sa.Column("certificate_authority", sa.BigInteger, nullable=True),
     sa.Column("trusts", sa.String(255), nullable=True),
-    # `image`: the image of the machine, in the compute backend's notation.
+    # The column `image` names the image of the amphora's machine, in the notation of the compute backend.
     sa.Column("image", sa.String(255), nullable=True),
-    # `drift`: the last drift found, kept as history. `drifts`: the drift still exists.
+    # The column `drift` describes the last configuration drift of the amphora, and stays as history. The column
+    # `drifts` says whether that drift still exists.
     sa.Column("audited_at", sa.Double, nullable=True),
     sa.Column("drift", sa.Text, nullable=True),
     sa.Column("drifts", sa.Boolean, nullable=True, default=False),
     sa.Column("created_at", sa.Double, nullable=False),
-    # The boot time-out starts at `booted_at`, the time of the boot request.
+    # The column `booted_at` is the time of the boot request, at which the boot time-out starts.
     sa.Column("booted_at", sa.Double, nullable=True),
     sa.Column("ready_at", sa.Double, nullable=True),
     sa.Column("reason", sa.Text, nullable=True),
 )
 
-# The health managers write these rows in bulk; rows of `amphora` change rarely. (epoch, sequence) identify the last
-# accepted heartbeat: older heartbeats are replays, also after a restart.
+# The health managers write the rows of `amphora_heartbeat` in bulk, whereas the rows of `amphora` change rarely. The
+# columns `epoch` and `sequence` identify the last accepted heartbeat, so that a health manager refuses replays of older
+# heartbeats, even after a restart.
 amphora_heartbeat = sa.Table(
     "amphora_heartbeat",
     metadata,
@@ -211,7 +232,7 @@ amphora_heartbeat = sa.Table(
     sa.Column("agent_version", sa.String(64), nullable=True),
 )
 
-# One process at a time performs a named duty (reports to Octavia, for example).
+# The table `duty` names the only process that may perform a duty at a time, for example the status reports to Octavia.
 duty = sa.Table(
     "duty",
     metadata,
@@ -221,8 +242,9 @@ duty = sa.Table(
     sa.Column("leased_until", sa.Double, nullable=False),
 )
 
-# One row per load balancer whose VIP addresses are allocated before Octavia requests its creation. Octavia may refuse
-# the user's request after `create_vip_port` or crash, so the request for the creation may never come.
+# The table `vip_claim` has one row per load balancer whose VIP addresses are allocated before Octavia requests the load
+# balancer's creation. Octavia may crash or refuse the user's request after `create_vip_port`, so the creation request
+# may never come.
 vip_claim = sa.Table(
     "vip_claim",
     metadata,
@@ -230,13 +252,14 @@ vip_claim = sa.Table(
     sa.Column("network", sa.String(64), nullable=True),
     sa.Column("claimed_at", sa.Double, nullable=False),
     sa.Column("project_id", sa.String(64), nullable=True),
-    # `wanted`: the pending request (JSON) until a slow backend answers. `reason`: the reason for the delay.
+    # The column `wanted` holds the pending VIP request as JSON until a slow network backend answers. The column
+    # `reason` says why the answer is delayed.
     sa.Column("wanted", Body, nullable=True),
     sa.Column("reason", sa.Text, nullable=True),
 )
 
-# One row per machine or port of a backend that no row owns. A recent orphan may belong to a step in progress, because a
-# step writes to two systems.
+# The table `orphan` has one row per machine or port of a backend that no row of another table owns. A recent orphan may
+# belong to a step in progress, because a step writes to the backend and to the database.
 orphan = sa.Table(
     "orphan",
     metadata,
@@ -272,15 +295,17 @@ local_port = sa.Table(
     metadata,
     sa.Column("id", Id, primary_key=True),
     sa.Column("network_id", Id, sa.ForeignKey("local_network.id"), nullable=False),
-    # The owner is an amphora's id, "lb-<load balancer id>" for VIPs, or the name of a sandbox host.
+    # The column `owner` of a local port is an amphora id, "lb-<load balancer id>" for VIPs, or the name of a sandbox
+    # host.
     sa.Column("owner", sa.String(64), nullable=False),
     sa.Column("mac", sa.String(17), nullable=False, unique=True),
-    # A port of the user is not `ours`, and the driver never deletes it.
+    # The column `ours` is false for a port that a user created, and the driver never deletes such a port.
     sa.Column("ours", sa.Boolean, nullable=False, default=True),
     sa.UniqueConstraint("owner", "network_id", name="uq_local_port_owner_network"),
 )
 
-# These tables hold options of VIPs. Rates are in kilobits (1000 bits) per second; rules are JSON.
+# The tables `local_qos_policy` and `local_security_group` hold options of VIPs for the local network backend. Rates are
+# in kilobits (1000 bits) per second, and rules are JSON.
 local_qos_policy = sa.Table(
     "local_qos_policy",
     metadata,
@@ -298,7 +323,8 @@ local_security_group = sa.Table(
     sa.Column("rules", Body, nullable=False),
 )
 
-# One row per load balancer: the applied options of the VIPs, and the ports of the VIPs (JSON).
+# The table `local_vip_option` has one row per load balancer, with the applied options of the VIPs and the VIP ports as
+# JSON.
 local_vip_option = sa.Table(
     "local_vip_option",
     metadata,

@@ -13,10 +13,11 @@ from amphora_driver.database.tables import Body, Id, Sealed, Serial, metadata
 
 __all__ = ["metadata"]
 
-# One row per replacement of an amphora (`amphora_id`; NULL: all amphorae of the load balancer).
-# `cause`: silent, never_spoke, mute, asked (by Octavia), operator, rotation, drift, machine.
-# `silent_since`: time of the last heartbeat. `served_at`: time from which all desired amphorae served users again.
-# `ended_at`: time of the end of all work. `outcome`: done, gone (load balancer deleted), superseded, recovered.
+# The table `failover` has one row per replacement of the amphora `amphora_id`; NULL means all amphorae of the load
+# balancer. The column `cause` is silent, never_spoke, mute, asked (requested through Octavia), operator, rotation,
+# drift or machine. The column `silent_since` is the time of the last heartbeat, and `served_at` is the time when all
+# desired amphorae serve users again. The column `ended_at` is the end of all work, and `outcome` is done, gone (load
+# balancer deleted), superseded or recovered.
 failover = sa.Table(
     "failover",
     metadata,
@@ -34,7 +35,7 @@ failover = sa.Table(
     sa.Column("outcome", sa.String(16), nullable=True),
 )
 
-# One row per event (`word`) in the time line of a fail-over.
+# The table `failover_event` has one row per event in the time line of a fail-over; the column `word` names the event.
 failover_event = sa.Table(
     "failover_event",
     metadata,
@@ -46,8 +47,9 @@ failover_event = sa.Table(
     sa.Column("detail", sa.Text, nullable=True),
 )
 
-# Amphorae without heartbeats, as the failure detector sees them now. `kind`: silent, mute (its agent answers),
-# never_spoke. `verdict`: the action that follows, or the reason for no action, as text.
+# The table `silent_amphora` lists the amphorae from which the health managers currently receive no heartbeats. The
+# column `kind` is silent, mute (the agent still answers the controller) or never_spoke. The column `verdict` is a text
+# with the action that follows, or with the reason for no action.
 silent_amphora = sa.Table(
     "silent_amphora",
     metadata,
@@ -58,8 +60,8 @@ silent_amphora = sa.Table(
     sa.Column("verdict", sa.Text, nullable=True),
 )
 
-# One row per sender of heartbeats with an unknown amphora id. The rows are hints for an operator, never proof, because
-# no known key signs these heartbeats.
+# The table `unknown_amphora` has one row per sender of heartbeats with an unknown amphora id. The rows are only hints
+# for an operator, because no known key signs the heartbeats.
 unknown_amphora = sa.Table(
     "unknown_amphora",
     metadata,
@@ -70,7 +72,8 @@ unknown_amphora = sa.Table(
     sa.Column("verdict", sa.Text, nullable=True),
 )
 
-# The circuit breaker of automatic fail-overs. `state`: closed, open, trial.
+# The table `circuit_breaker` holds the state of the circuit breaker that stops automatic fail-overs. The column `state`
+# of the breaker is closed, open (no fail-overs) or trial (one fail-over tests whether fail-overs succeed).
 circuit_breaker = sa.Table(
     "circuit_breaker",
     metadata,
@@ -83,7 +86,8 @@ circuit_breaker = sa.Table(
     sa.Column("reason", sa.Text, nullable=True),
 )
 
-# An image rotation over many load balancers. `wanted` (JSON): the selection. `state`: running, paused, aborted, done.
+# The table `rotation` has one row per image rotation over many load balancers. The column `wanted` is the operator's
+# selection as JSON, and `state` is running, paused, aborted or done.
 rotation = sa.Table(
     "rotation",
     metadata,
@@ -98,8 +102,10 @@ rotation = sa.Table(
     sa.Column("reason", sa.Text, nullable=True),
 )
 
-# The load balancers of a rotation, in order of `place`. `state`: waiting, running, done, failed, skipped. `amphorae`
-# (JSON): amphorae to replace, selected at the request. `operating`: the load balancer's status at its start.
+# The table `rotation_item` lists the load balancers of an image rotation in the order of the column `place`. The column
+# `state` is waiting, running, done, failed or skipped. The column `amphorae` lists, as JSON, the amphorae to replace,
+# selected when the operator requests the rotation. The column `operating` is the load balancer's operating status when
+# the replacement of its amphorae starts.
 rotation_item = sa.Table(
     "rotation_item",
     metadata,
@@ -114,8 +120,9 @@ rotation_item = sa.Table(
     sa.Column("reason", sa.Text, nullable=True),
 )
 
-# Processes of the control plane; each updates its own row every few seconds. `beat` grows only while the process works:
-# a health manager's while it receives its own test heartbeats. `draining`: it accepts no new jobs.
+# Each process of the control plane updates its own row of the table `process` every few seconds. The column `beat`
+# grows only while the process works; a health manager works while it receives its own test heartbeats. A process with
+# `draining` set accepts no new jobs.
 process = sa.Table(
     "process",
     metadata,
@@ -130,7 +137,7 @@ process = sa.Table(
     sa.Column("jobs", sa.Integer, nullable=False, default=0),
 )
 
-# Drained hosts: their controllers accept no new jobs, also controllers that start later.
+# The table `drained_host` lists drained hosts, whose controllers accept no new jobs, even if a controller starts later.
 drained_host = sa.Table(
     "drained_host",
     metadata,
@@ -139,9 +146,10 @@ drained_host = sa.Table(
     sa.Column("asked_by", sa.String(128), nullable=True),
 )
 
-# CAs for amphorae (`kind` amphora) or for controllers (controller). Before the first rotation of a kind there is no
-# row, and the configured files are used. `state`: next (trusted, signs nothing), current (signs), former (still
-# trusted), leaving (being removed from the amphorae's trust stores), gone.
+# The table `certificate_authority` lists CAs for amphorae (`kind` amphora) and for controllers (`kind` controller).
+# Before the first rotation of a kind, the table has no row of that kind, and the driver uses the configured files. The
+# column `state` is next (trusted, signs nothing), current (signs), former (still trusted), leaving (being removed from
+# the amphorae's trust stores) or gone.
 certificate_authority = sa.Table(
     "certificate_authority",
     metadata,
@@ -155,9 +163,10 @@ certificate_authority = sa.Table(
     sa.Column("expires_at", sa.Double, nullable=False),
 )
 
-# The last resynchronization of each load balancer: read it from Octavia completely, report all statuses to Octavia.
-# `outcome` (store/resyncs.py) is NULL until the end. `detail`: the differences, or the reason for waiting.
-# `remove_unknown`: remove a load balancer that Octavia does not know.
+# The table `resync` records the last resynchronization of each load balancer: a complete read from Octavia and a report
+# of all statuses. The column `outcome` is NULL until the resynchronization ends, and `detail` holds the differences or
+# the reason for waiting. If `remove_unknown` is set, the provider agent removes a load balancer that Octavia does not
+# know.
 resync = sa.Table(
     "resync",
     metadata,

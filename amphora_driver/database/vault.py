@@ -34,14 +34,17 @@ _READ_KEYS = "read the encryption keys"
 _OPEN = "open a secret"
 _DOCS = "docs/explanation/secrets.md"
 _REMEDY = "Set [amp_database] encryption_key_file to a file with one Fernet key a line."
-# The fingerprint of a key has a prefix, so that it differs from any other hash of the key.
+# The vault hashes an encryption key with a prefix, so that the fingerprint differs from any other hash of the key.
 _FINGERPRINT_PREFIX = b"amphora-driver encryption key "
 _FINGERPRINT_DIGITS = 12
-# A removed encryption key still opens secrets for a minute, which is longer than writing a key file takes.
+# After an encryption key disappears from the key file, the vault decrypts with that key for a minute, longer than
+# rewriting the file takes.
 _REMOVED_KEY_SECONDS = 60.0
-# Inode, modification time in nanoseconds, size and mode identify a version of the key file.
+# The vault detects a new version of the key file by the inode, the modification time in nanoseconds, the size and the
+# mode.
 _FileVersion = tuple[int, int, int, int]
-# Encrypted content consists of a prefix, a digest of the location, and the secret. No PEM text begins with the prefix.
+# The vault encrypts a prefix, a digest of the secret's location, and the secret. The prefix identifies the format,
+# because no PEM text begins with the prefix.
 _BOUND_PREFIX = b"amphora-sealed-1"
 _DIGEST_LENGTH = 32
 
@@ -76,7 +79,8 @@ class Vault:
         Raises:
             ConfigurationError: the file is missing, empty, readable by other users, or contains an invalid key.
         """
-        # The vault reads the version of the key file before the keys, so that it detects a concurrent change later.
+        # The vault reads the version of the key file before the keys, so that the vault later detects a concurrent
+        # change of the file.
         version = _file_version(Path(path))
         vault = cls(_read_keys(Path(path)))
         vault._path, vault._version = Path(path), version
@@ -106,7 +110,8 @@ class Vault:
         """Return the index of the sealing key, from 0; None if it is unknown."""
         for index, cipher in enumerate(self._current_ring().ciphers):
             with contextlib.suppress(InvalidToken):
-                # `extract_timestamp` verifies the signature and decrypts nothing.
+                # `Fernet.extract_timestamp` verifies the signature without decrypting the secret, so the vault finds
+                # the matching key cheaply.
                 cipher.extract_timestamp(sealed)
                 return index
         return None
@@ -131,7 +136,8 @@ class Vault:
         ring = self._key_ring
         if ring.removed and time.monotonic() > ring.removed_until:
             with self._reload_lock:
-                # Another thread may have replaced the key ring.
+                # Another thread may have replaced the key ring while the current thread waited for the reload lock, so
+                # the vault compares the key rings again.
                 if self._key_ring is ring:
                     self._key_ring = _KeyRing(ring.keys)
         return self._key_ring
@@ -140,19 +146,27 @@ class Vault:
         version = _file_version(path)
         if version == self._version:
             return
-        # The vault tries each version of the key file once, so that an unusable file causes one warning.
+        # The vault tries each version of the key file once, so that an unusable key file causes only one warning.
         self._version = version
         try:
             keys = _read_keys(path)
         except ConfigurationError as error:
-            LOG.warning("keeping the current encryption keys, because the new key file is unusable: %s", error)
+            LOG.warning(
+                "the vault is keeping the current encryption keys, because the changed key file is not usable: %s",
+                error,
+            )
             return
         before = self._key_ring
         removed = [key for key in (*before.keys, *before.removed) if key not in keys]
         self._key_ring = _KeyRing(keys, removed)
-        LOG.info("encryption keys reloaded; key %s encrypts", self._key_ring.fingerprints[0])
+        LOG.info(
+            "the vault has reloaded the encryption keys and now encrypts with the key of fingerprint %s",
+            self._key_ring.fingerprints[0],
+        )
         if removed:
-            text = "%d encryption keys were removed from the file and decrypt for another %.0f s"
+            text = (
+                "%d encryption keys were removed from the key file; the vault still decrypts with these keys for %.0f s"
+            )
             LOG.info(text, len(removed), _REMOVED_KEY_SECONDS)
 
 
@@ -210,6 +224,7 @@ def _read_keys(path: Path) -> list[bytes]:
         try:
             Fernet(key)
         except ValueError:
-            # The error has no cause, because the traceback of the cause would contain a frame with the key.
+            # The raised error carries no cause, because the traceback of the cause would contain a frame with the
+            # encryption key.
             raise ConfigurationError(_READ_KEYS, f"line {line} of {path} is not a Fernet key", _REMEDY) from None
     return keys

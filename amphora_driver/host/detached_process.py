@@ -18,9 +18,9 @@ from pathlib import Path
 import msgspec
 
 _BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
-# A process without arguments counts as being in execve(2) for half a second.
+# For half a second, the driver treats a process without command line arguments as a process that is still in execve(2).
 _EXEC_SECONDS = 0.5
-# The field `flags` of a kernel thread has this bit, PF_KTHREAD (proc_pid_stat(5)).
+# The kernel sets the bit PF_KTHREAD in the field `flags` of /proc/PID/stat if the process is a kernel thread.
 _KERNEL_THREAD = 0x00200000
 
 
@@ -40,7 +40,7 @@ class Process(msgspec.Struct, frozen=True):
     def children(self) -> list[Process]:
         """The child processes. The kernel has a list of children for each thread."""
         numbers: list[str] = []
-        # The process or a thread of it may end at the same time.
+        # The process or one of its threads may end while the driver reads /proc, so the driver ignores missing files.
         with suppress(FileNotFoundError, ProcessLookupError):
             for thread in Path(f"/proc/{self.pid}/task").iterdir():
                 with suppress(FileNotFoundError, ProcessLookupError):
@@ -79,7 +79,7 @@ class Process(msgspec.Struct, frozen=True):
     def _open_pidfd(self) -> int | None:
         try:
             descriptor = os.pidfd_open(self.pid)
-        # Both errors mean that the process has ended (Linux 6.16).
+        # `os.pidfd_open` raises ProcessLookupError or FileNotFoundError for a process that has ended (Linux 6.16).
         except (ProcessLookupError, FileNotFoundError):
             return None
         if self.alive():
@@ -124,7 +124,7 @@ def find(matches: Callable[[Path], bool]) -> list[Process]:
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            # The process may end at the same time.
+            # A process may end while the driver reads the process's files in /proc, so the driver ignores read errors.
             with suppress(OSError):
                 if matches(entry):
                     found.append(identify(int(entry.name)))
@@ -150,7 +150,8 @@ def signal_and_wait(processes: Sequence[Process], number: signal.Signals, second
     deadline = time.monotonic() + seconds
     for process in processes:
         process.signal(number)
-    # `wait` also reaps a process, so each process is waited for, also after a failure.
+    # The driver waits for every process, even after a failure, because `wait` also reaps child processes that have
+    # ended.
     ended = [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
     return all(ended)
 
@@ -160,7 +161,8 @@ def _read_stat(pid: int) -> tuple[str, int] | None:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The name of a process in /proc/PID/stat may contain spaces and parentheses.
+    # The name of a process in /proc/PID/stat may contain spaces and parentheses, so the other fields follow the last
+    # parenthesis.
     fields = text.rpartition(")")[2].split()
     return fields[0], int(fields[19])
 

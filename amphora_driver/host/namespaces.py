@@ -72,7 +72,8 @@ def remove(name: str) -> None:
     place = path(name)
     while exists(name):
         _check_result(_LIBC.umount2(os.fsencode(place), _MNT_DETACH), f"unmount {place}")
-    # Unlinking also detaches the copies of the mount in other mount namespaces (amphorae).
+    # Unlinking the mount point of a network namespace also detaches the copies of the mount in the mount namespaces of
+    # amphorae.
     place.unlink(missing_ok=True)
 
 
@@ -94,7 +95,7 @@ def run_inside(place: str | Path, work: Callable[[], T]) -> T:
 
     def enter() -> T:
         if _LIBC.setns(descriptor, _CLONE_NEWNET) != 0:
-            # setns(2): the descriptor is not a network namespace.
+            # setns(2) fails with EINVAL if the file descriptor does not refer to a network namespace.
             if ctypes.get_errno() == errno.EINVAL:
                 raise FileNotFoundError(errno.ENOENT, "no network namespace is mounted here", str(place))
             _check_result(-1, f"enter the network namespace {place}")
@@ -124,7 +125,8 @@ def write_sysctl(name: str, value: int) -> None:
 
 def _create_and_mount(place: Path) -> None:
     _check_result(_LIBC.unshare(_CLONE_NEWNET), "create a network namespace")
-    # Duplicate address detection delays the use of each IPv6 address by one or two seconds.
+    # A network namespace disables duplicate address detection, which would delay the use of each IPv6 address by one or
+    # two seconds.
     for scope in ("all", "default"):
         write_sysctl(f"net/ipv6/conf/{scope}/accept_dad", 0)
         write_sysctl(f"net/ipv6/conf/{scope}/accept_ra", 0)

@@ -34,7 +34,7 @@ from amphora_driver.secret import Secret
 S = TypeVar("S", bound=msgspec.Struct)
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Octavia's objects contain their own ids under a name for each kind.
+# Each Octavia object contains its own id under a name that depends on the kind of the object, for example `pool_id`.
 ID_NAMES: dict[Kind, str] = {
     Kind.LOAD_BALANCER: "loadbalancer_id",
     Kind.LISTENER: "listener_id",
@@ -202,7 +202,8 @@ def _add_load_balancer_fields(fields: dict[str, Any], source: Any) -> None:
         {name: _text_or_empty(vip.get("ip_address" if name == "address" else name)) for name in _VIP_FIELDS}
         for vip in get_value(source, "additional_vips") or ()
     ]
-    # A call delivers the zone as a dictionary. `DriverLibrary.get_*` delivers only its name, which is not used.
+    # Octavia's calls to the driver pass the availability zone as a dictionary. The functions `DriverLibrary.get_*`
+    # return only the name of the availability zone, which the driver discards.
     if not isinstance(fields.get("availability_zone"), dict):
         fields.pop("availability_zone", None)
 
@@ -247,7 +248,8 @@ def _text_or_empty(value: Any) -> str:
 
 def _convert(model_class: type[S], fields: Mapping[str, Any]) -> S:
     try:
-        # The conversion is not strict, because Octavia sends some numbers as text ("redirect_http_code").
+        # The conversion accepts numbers as text, because Octavia sends some numbers as text, for example
+        # `redirect_http_code`.
         return msgspec.convert(fields, model_class, strict=False)
     except msgspec.ValidationError as error:
         raise ModelError(

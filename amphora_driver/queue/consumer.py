@@ -24,7 +24,8 @@ from celery.worker.consumer import Consumer
 from amphora_driver.queue import rabbitmq
 
 LOG = logging.getLogger(__name__)
-# These Celery loggers write two lines for each hint, and the lines of the job are enough.
+# The consumer silences two Celery loggers that write two lines for each hint, because the log lines of the job are
+# enough.
 _VERBOSE_LOGGERS = ("celery.worker.strategy", "celery.app.trace")
 _CHECK_SECONDS = 0.5
 _RETRY_SECONDS = 2.0
@@ -89,7 +90,7 @@ class ControllerConsumer(_Consumer):
         for name in _VERBOSE_LOGGERS:
             logging.getLogger(name).setLevel(logging.WARNING)
 
-        # Celery requires a named function.
+        # Celery registers only named functions as tasks, so a nested function wraps the callback `on_hint`.
         def handle_hint(load_balancer_id: str | None) -> None:
             on_hint(load_balancer_id)
 
@@ -97,7 +98,7 @@ class ControllerConsumer(_Consumer):
 
     def stop(self, seconds: float) -> None:
         self._ending.set()
-        # Celery stops the worker of a process from another thread by this flag.
+        # Celery's flag `should_stop` ends the Celery worker of the process, even if another thread sets the flag.
         state.should_stop = 0
         super().stop(seconds)
         if not self._thread.is_alive():
@@ -108,8 +109,11 @@ class ControllerConsumer(_Consumer):
         try:
             self._app.WorkController(pool_cls="solo", concurrency=1, **without).start()
         except Exception:
-            # Errors of the library, the broker and the network have no common base, and the consumer must survive.
-            LOG.exception("the consumer of hints to controllers failed, starting again in %g s", _RETRY_SECONDS)
+            # The consumer catches every exception and starts again, because errors of Celery, the broker and the
+            # network have no common base class.
+            LOG.exception(
+                "the controller failed to receive hints from the message broker and tries again in %g s", _RETRY_SECONDS
+            )
 
 
 class ReporterConsumer(_Consumer):
@@ -123,7 +127,8 @@ class ReporterConsumer(_Consumer):
     def _consume(self) -> None:
         limits = {"connect_timeout": rabbitmq.CONNECT_SECONDS, "heartbeat": rabbitmq.HEARTBEAT_SECONDS}
         connection = kombu.Connection(self._url, **limits)
-        # An exclusive queue ends with the connection, because missed hints are worthless.
+        # The provider agent uses an exclusive queue, which ends with the connection, because hints from a time without
+        # a connection are worthless.
         queue = kombu.Queue(exchange=rabbitmq.REPORTERS, exclusive=True, durable=False, auto_delete=True)
         try:
             with connection.Consumer(queue, callbacks=[self._handle], no_ack=True):
@@ -133,7 +138,7 @@ class ReporterConsumer(_Consumer):
                     except TimeoutError:
                         connection.heartbeat_check()
         except Exception as error:  # noqa: BLE001 - library, broker and network errors have no common base
-            text = "the consumer of hints to reporters failed, starting again in %g s: %s"
+            text = "the provider agent failed to receive hints from the message broker and tries again in %g s: %s"
             LOG.info(text, _RETRY_SECONDS, type(error).__name__)
         finally:
             connection.collect()

@@ -18,7 +18,7 @@ from amphora_driver.errors import ConfigurationError
 CONTROLLER = "controller"
 REPORTER = "reporter"
 
-# A path has at most 108 bytes including the terminating zero (unix(7)).
+# The path of a Unix socket has at most 108 bytes, including the terminating zero byte (unix(7)).
 _LONGEST_PATH = 107
 
 
@@ -32,11 +32,12 @@ def wake_role(directory: str, role: str) -> None:
                 try:
                     sender.sendto(b"!", entry.path)
                 except ConnectionRefusedError:
-                    # The owner of the socket died without removing it.
+                    # A refused connection means that the process that owned the socket died without removing the socket
+                    # file.
                     with contextlib.suppress(OSError):
                         os.unlink(entry.path)  # noqa: PTH108 - scandir returns paths
                 except OSError:
-                    # A wake-up is already pending in a full socket.
+                    # A full socket already holds a wake-up for the receiving process, so the sender skips the socket.
                     continue
 
 
@@ -68,7 +69,8 @@ class WakeupSocket:
 
     def wake(self) -> None:
         """Wake up the waiting thread, from another thread of the same process."""
-        # A process without a free descriptor cannot open a socket, and finds the work at its next poll.
+        # A process without a free file descriptor cannot open a socket for a wake-up, and finds the work at its next
+        # poll.
         kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, kind) as sender:
             sender.sendto(b"!", str(self._path))

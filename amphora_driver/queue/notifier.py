@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 CELERY = "celery"
-# Each load balancer has at most one hint in the queue.
+# At most 1000 hints wait for the broker, at most one hint for each load balancer.
 _MOST_WAITING = 1000
-# The first and the longest back-off in seconds while the broker is not available.
+# The publisher waits 0.2 seconds after the first failure and at most five seconds after later failures to reach the
+# broker.
 _BACKOFF = (0.2, 5.0)
 _STOP_SECONDS = 5.0
 _Hint = tuple[str, str | None]
@@ -88,7 +89,7 @@ class Publisher:
     def __init__(self, url: str, most: int = _MOST_WAITING) -> None:
         self._url = url
         self._most = most
-        # The dictionary serves as an ordered set of hints.
+        # The dictionary serves as an ordered set of the hints that wait for the broker.
         self._waiting: dict[_Hint, None] = {}
         self._news = threading.Condition()
         self._ending = threading.Event()
@@ -116,20 +117,24 @@ class Publisher:
 
     def _run(self) -> None:
         try:
-            # Only engine celery needs the import of Celery, which takes half a second.
+            # The publisher imports Celery only for the queue engine `celery`, because the import takes half a second.
             from amphora_driver.queue.rabbitmq import HintSender  # noqa: PLC0415
         except ImportError as error:
-            text = "hints are not published, other hosts find the work when they poll: %s"
+            text = "this process publishes no hints, so other hosts find new work only when they poll the database: %s"
             LOG.error(text, _not_installed(error))  # noqa: TRY400 - the message is complete
             return
         sender = HintSender(self._url)
         pause = _BACKOFF[0]
         while (hint := self._next()) is not None:
-            # Only a write shows that an idle connection is dead, so the second attempt uses a new connection.
+            # Only a write shows that an idle broker connection is dead, so the publisher sends a failed hint again over
+            # a new connection.
             if self._send(sender, hint) or self._send(sender, hint):
                 pause = _BACKOFF[0]
             else:
-                LOG.warning("the broker is not available, dropping a hint; other hosts find the work when they poll")
+                LOG.warning(
+                    "the message broker is not available, so the publisher drops a hint about new work; "
+                    "other hosts find the work when they poll the database"
+                )
                 self._ending.wait(pause)
                 pause = min(2 * pause, _BACKOFF[1])
         sender.discard_connection()
@@ -148,12 +153,15 @@ class Publisher:
         try:
             sender.send(*hint)
         except Exception as error:  # noqa: BLE001 - the library's, broker's and network's errors have no common base
-            LOG.info("a hint could not be published, discarding the connection to the broker: %s", type(error).__name__)
+            LOG.info(
+                "the publisher failed to send a hint and discards the connection to the message broker: %s",
+                type(error).__name__,
+            )
             sender.discard_connection()
             return False
         return True
 
 
 _publishers: dict[str, Publisher] = {}
-# A forked child has no publisher threads.
+# A forked child process has no publisher threads, so the child forgets the publishers of its parent process.
 os.register_at_fork(after_in_child=_publishers.clear)

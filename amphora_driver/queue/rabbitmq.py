@@ -14,14 +14,15 @@ import kombu
 
 from amphora_driver.queue import local_socket
 
-# One controller with a free worker slot receives each message.
+# RabbitMQ delivers each message of the controllers' queue to only one controller with a free worker slot.
 CONTROLLERS = "amphora-driver.controllers"
 TASK = "amphora_driver.look"
-# Every provider agent receives the message; the one with the reporter duty acts.
+# RabbitMQ delivers each message of the reporters' exchange to every provider agent; only the provider agent with the
+# reporter duty acts.
 REPORTERS = kombu.Exchange("amphora-driver.reporters", type="fanout", durable=True)
 CONNECT_SECONDS = 3.0
 _ANSWER_SECONDS = 3.0
-# A peer that misses two heartbeats counts as dead.
+# Seconds between two AMQP heartbeats; RabbitMQ and its clients treat a peer as dead after two missing heartbeats.
 HEARTBEAT_SECONDS = 10
 
 
@@ -31,7 +32,8 @@ def create_celery_app(url: str) -> celery.Celery:
     Celery tries several URLs, separated by semicolons, in order.
     """
     app = celery.Celery("amphora-driver", broker=url, set_as_current=False)
-    # The limits apply while no controller runs, because old hints are worthless.
+    # RabbitMQ limits the number and the age of hints in the queue while no controller runs, because old hints are
+    # worthless.
     limits = {"x-queue-type": "quorum", "x-max-length": 100_000, "x-message-ttl": 600_000}
     exchange = kombu.Exchange("")
     queue = kombu.Queue(CONTROLLERS, exchange, routing_key=CONTROLLERS, durable=True, queue_arguments=limits)
@@ -40,7 +42,8 @@ def create_celery_app(url: str) -> celery.Celery:
         task_default_queue=CONTROLLERS,
         task_create_missing_queues=False,
         task_ignore_result=True,
-        # Celery acknowledges early: if the controller dies, the job is due after the lease expires.
+        # Celery acknowledges a hint before the job starts; if the controller dies, the job is due again after the lease
+        # expires.
         task_acks_late=False,
         worker_prefetch_multiplier=1,
         worker_enable_remote_control=False,

@@ -51,11 +51,12 @@ class LastHeartbeat(msgspec.Struct, frozen=True, kw_only=True):
     agent_version: str | None = None
 
 
-# Each statement is built once, because building it costs more than running it.
+# The SQL statements are module constants, because SQLAlchemy needs more time to build a statement than to execute it.
 _JSON_COLUMNS = ("plugged", "partners")
 _IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
 _LOAD_BALANCER_IDS = sa.select(amphora.c.id, amphora.c.load_balancer_id)
-# The query of a job and its amphorae omits columns for speed. For a name in both tables, it reads the column of `job`.
+# The query that reads a `job` row with its `amphora` rows omits the listed columns, because fewer columns make the
+# query faster. If both tables have a column of the same name, the query reads the column of the `job` table.
 _UNREAD_COLUMNS = {
     *("project_id", "reread", "tickets_due", "owner", "writes", "leased_until", "due_at", "error"),
     *("heartbeat_key", "created_at", "ready_at", "reason", "image", "audited_at", "drift", "drifts"),
@@ -63,12 +64,13 @@ _UNREAD_COLUMNS = {
 _OF_WORK = [column for column in job.c if column.name not in _UNREAD_COLUMNS]
 _OF_HEARTBEAT = (amphora_heartbeat.c.seen_at.label("heard_at"), amphora_heartbeat.c.holds_vip)
 _OF_AMPHORA = [column for column in amphora.c if column.name not in {*_UNREAD_COLUMNS, *(one.name for one in job.c)}]
-# An open fail-over with one of two causes means a dead amphora.
+# An amphora counts as dead if an open fail-over of the amphora has the cause `silent` or `never_spoke`.
 _DEATH_CAUSES = ("silent", "never_spoke")
 _IS_OPEN = failover.c.ended_at.is_(None)
 _OF_AN_AMPHORA = failover.c.load_balancer_id == amphora.c.load_balancer_id, failover.c.amphora_id == amphora.c.id
 _HAS_DEATH = sa.exists().where(*_OF_AN_AMPHORA, failover.c.cause.in_(_DEATH_CAUSES), _IS_OPEN)
-# Only a retiring amphora can have an open fail-over, so the database skips the subquery for all others.
+# Only a retiring amphora can have an open fail-over, so the database skips the search for fail-overs of amphorae in
+# other states.
 _IS_DEAD = sa.and_(amphora.c.state == AmphoraState.RETIRING.value, _HAS_DEATH.correlate(amphora)).label("dead")
 _IS_REPLACING = (
     sa.exists().where(failover.c.load_balancer_id == job.c.load_balancer_id, _IS_OPEN).correlate(job).label("replacing")
@@ -247,9 +249,11 @@ def last_heartbeats(connection: sa.Connection, amphora_ids: Sequence[str] | None
 
 def record_heartbeats(connection: sa.Connection, heard: Sequence[LastHeartbeat]) -> None:
     """Record heartbeats in bulk; a newer heartbeat, recorded by another health manager, stays."""
-    # Concurrent writers use the same order: they wait and do not deadlock.
+    # Every writer updates rows in the order of their ids, so that concurrent writers wait for each other instead of
+    # causing a deadlock.
     for some in chunks(sorted(heard, key=lambda one: one.amphora_id)):
-        # A deleted amphora gets no row, because no code would delete that row later.
+        # The health manager inserts no `amphora_heartbeat` row for a deleted amphora, because no later code would
+        # delete that row.
         rows = connection.execute(_WITH_HEARTBEAT, {"ids": [one.amphora_id for one in some]})
         known = {row.id: row.amphora_id is not None for row in rows}
         old = [_parameters(one) for one in some if known.get(one.amphora_id) is True]
@@ -260,7 +264,8 @@ def record_heartbeats(connection: sa.Connection, heard: Sequence[LastHeartbeat])
                 with connection.begin_nested():
                     connection.execute(_INSERT_SEEN, new)
             except IntegrityError:
-                # Another health manager has inserted the row at the same time.
+                # An IntegrityError means that another health manager has inserted the heartbeat row meanwhile, so an
+                # UPDATE statement writes the heartbeat.
                 connection.execute(_UPDATE_SEEN, new)
 
 

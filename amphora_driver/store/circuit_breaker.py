@@ -20,7 +20,7 @@ from amphora_driver.database.tables_fleet import circuit_breaker
 
 AUTOMATIC = "automatic"
 OPERATOR = "operator"
-# The row `sight` says whether the failure detector receives heartbeats.
+# The `circuit_breaker` row named `sight` records whether the failure detector receives heartbeats.
 SIGHT = "sight"
 SEEING, BLIND = "seeing", "blind"
 CLOSED, OPEN = "closed", "open"

@@ -48,8 +48,8 @@ _DECODERS: dict[Kind, msgspec.json.Decoder[Any]] = {
 }
 
 _OBJECT = desired_object.c
-# Each statement is built once, because building it costs more than running it. Other modules use
-# `LOAD_BALANCER_ID_OF_OBJECT` in their statements.
+# The SQL statements are module constants, because SQLAlchemy needs more time to build a statement than to execute it.
+# Other modules embed the subquery `LOAD_BALANCER_ID_OF_OBJECT` in their own SQL statements.
 _IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
 _OF: sa.BindParameter[Any] = sa.bindparam("of")
 _OF_KIND: sa.BindParameter[Any] = sa.bindparam("of_kind")
@@ -71,13 +71,15 @@ _TREE = (
 _ALIVE = (
     sa.select(sa.func.count()).select_from(desired_object).where(_OBJECT.load_balancer_id == _OF, ~_OBJECT.removed)
 ).scalar_subquery()
-# The result always includes the load balancer's own row, so that the number of objects is from the same moment.
+# The query for changed objects always returns the load balancer's row, so that even a result without changes contains
+# the current number of objects.
 _SINCE = sa.select(
     *(_OBJECT.id, _OBJECT.kind, _OBJECT.parent_id, _OBJECT.created, _OBJECT.removed, _OBJECT.body),
     _ALIVE.label("alive"),
 ).where(_OBJECT.load_balancer_id == _OF, sa.or_(_OBJECT.generation >= sa.bindparam("known"), _OBJECT.id == _OF))
-# One query reads the objects that refer to a pool, and the pool's members with one address and port. In the JSON,
-# another field follows the port, or the object ends.
+# One query returns the listeners and L7 policies that refer to a pool, and the pool's members with a given address and
+# port. The search in a member's JSON needs two patterns, because the port either precedes another field or ends the
+# object.
 _AROUND = sa.union_all(
     _USERS,
     sa.select(_OBJECT.kind, _OBJECT.id, _OBJECT.parent_id).where(
@@ -169,7 +171,7 @@ def load_member_context(connection: sa.Connection, member: Member) -> tuple[list
 
     The database searches the bodies as text: reading all bodies would cost a thousand times more.
     """
-    # A validated address contains no wildcard of LIKE.
+    # A validated member address contains no LIKE wildcard (% or _), so the search pattern needs no escaping.
     endpoint = f'"address":"{member.address}","protocol_port":{member.protocol_port}'
     values = {"pool": member.pool_id, "endpoint": f"{endpoint},", "at_the_end": f"{endpoint}}}"}
     rows = connection.execute(_AROUND, values).all()
@@ -272,7 +274,8 @@ def replace_tree(connection: sa.Connection, generation: int, tree: LoadBalancer)
     query = sa.select(_OBJECT.id, _OBJECT.body, _OBJECT.removed).where(_OBJECT.load_balancer_id == tree.id)
     rows = connection.execute(query).all()
     recorded = {row.id: row.body for row in rows if not row.removed}
-    # Octavia also returns objects that are being deleted, without marking them.
+    # Octavia's answer also contains objects whose deletion is in progress, so the driver ignores objects that the
+    # database records as removed.
     removed = {row.id for row in rows if row.removed}
     nodes = {node.id: node for node in iter_subtree(tree) if node.id not in removed}
     purge_objects(connection, [object_id for object_id in recorded if object_id not in nodes])
@@ -302,7 +305,8 @@ def _with_local_fields(node: Node, recorded: str) -> Node:
     """
     if isinstance(node, LoadBalancer):
         whole: LoadBalancer = _DECODERS[Kind.LOAD_BALANCER].decode(recorded)
-        # Octavia receives addresses only once, so later allocations are recorded only here.
+        # Octavia accepts VIP addresses only when the load balancer is created, so only the driver's database records
+        # VIP addresses that are allocated later.
         kept = ("profile", "flavor", "availability_zone", "vip", "additional_vips")
         return msgspec.structs.replace(node, **{name: getattr(whole, name) for name in kept})
     if not isinstance(node, Listener) or not node.sni_container_refs:

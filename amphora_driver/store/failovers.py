@@ -22,7 +22,8 @@ from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.store.generations import update_job
 
 _MAX_TEXT = 1000
-# One transaction deletes at most 500 fail-overs, because a longer transaction would delay others.
+# One transaction deletes at most 500 old fail-overs, because the locks of a longer transaction would delay other
+# transactions.
 _PURGE_BATCH = 500
 _IS_OPEN = failover.c.ended_at.is_(None)
 
@@ -87,7 +88,8 @@ def open_failovers(
     balancer that is being deleted, or to a pool of spares, which replaces its own amphorae. `amphora_ids` None means
     all. Return the number of fail-overs opened.
     """
-    # Every transaction locks `job` before `amphora`, otherwise two transactions may deadlock.
+    # Every transaction locks the `job` row before the `amphora` rows, because transactions with different lock orders
+    # may deadlock.
     op = connection.execute(sa.select(job.c.op).where(job.c.load_balancer_id == load_balancer_id).with_for_update())
     if op.scalar() != "apply":
         return 0
@@ -100,7 +102,8 @@ def open_failovers(
         connection.execute(amphora.update().where(amphora.c.id == amphora_id).values(**retired))
         _insert_failover(connection, load_balancer_id, amphora_id, trigger, now)
     if found:
-        # The back-off starts again, because these amphorae may have caused the earlier failures.
+        # The fail-over resets the back-off of the load balancer's job, because the replaced amphorae may have caused
+        # the earlier failures of the job.
         update_job(connection, load_balancer_id, dirty=True, due_at=URGENT, attempts=0)
         failpoints.reach(failpoints.Point.FAILOVER_WRITTEN)
     return len(found)
@@ -203,7 +206,8 @@ def purge_old_failovers(connection: sa.Connection, before: float, limit: int = _
     ended = sa.select(failover.c.id).where(failover.c.ended_at < before).order_by(failover.c.ended_at).limit(limit)
     old = list(connection.execute(ended).scalars())
     if old:
-        # The events go first, because an event without its fail-over would never be deleted.
+        # Housekeeping deletes the events of a fail-over before the fail-over, because no later run would find events
+        # without a fail-over.
         connection.execute(failover_event.delete().where(failover_event.c.failover_id.in_(old)))
         connection.execute(failover.delete().where(failover.c.id.in_(old)))
     return len(old) == limit

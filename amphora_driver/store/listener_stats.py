@@ -45,7 +45,8 @@ def list_due_totals(connection: sa.Connection, limit: int) -> list[ListenerTotal
     if not listener_ids:
         return []
     counters: dict[str, sa.ColumnElement[int]] = {name: table.c[name] for name in (*_COUNTERS, "version")}
-    # A deleted amphora has no active connections.
+    # The sum counts zero active connections for a deleted amphora, because the row still holds the number from before
+    # the deletion.
     counters["active_connections"] = sa.case((amphora.c.id.is_(None), 0), else_=table.c.active_connections)
     rows = connection.execute(
         sa.select(table.c.listener_id, *(sa.func.sum(column).label(name) for name, column in counters.items()))
@@ -53,7 +54,7 @@ def list_due_totals(connection: sa.Connection, limit: int) -> list[ListenerTotal
         .where(table.c.listener_id.in_(listener_ids))
         .group_by(table.c.listener_id)
     )
-    # MariaDB and PostgreSQL return sums as Decimal.
+    # MariaDB and PostgreSQL return sums of integers as Decimal, so the driver converts the sums to int.
     return [
         ListenerTotals(listener_id=row.listener_id, **{name: int(getattr(row, name)) for name in counters})
         for row in rows

@@ -20,7 +20,8 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import duty
 from amphora_driver.database.tables_fleet import drained_host, process
 
-# The row of a crashed process is deleted after an hour without heartbeats.
+# Every control-plane process writes a heartbeat to the database every two seconds. Housekeeping deletes the row of a
+# process after an hour without heartbeats.
 HEARTBEAT_INTERVAL = 2.0
 _PURGED_AFTER = 3600.0
 
@@ -41,7 +42,8 @@ class ProcessRegistration:
         self._name = name
         self._kind = kind
         self._beat = 0
-        # The process knows whether it is drained, and so restores a row that another process has deleted.
+        # The process object remembers whether the host is drained, because the process must restore its row if another
+        # process deletes the row.
         self._draining = False
 
     def heartbeat(self, *, jobs: int = 0, working: bool = True) -> bool:

@@ -31,10 +31,10 @@ Validate = Callable[[Node], None]
 ValidateFit = Callable[[Node, LoadBalancer], None]
 Contents = Mapping[SecretName, SealedSecret]
 
-# The history of requests names kinds in the singular, without an underscore.
+# The request history names object kinds in the singular and without an underscore, for example `l7policy`.
 _KIND_NAMES = {kind: kind.value[:-1] for kind in Kind} | {Kind.L7POLICY: "l7policy"}
 LOG = logging.getLogger(__name__)
-# The history of a load balancer has about 200 requests; every 50th request deletes older ones.
+# The request history of a load balancer has about 200 entries, because only every 50th request deletes older entries.
 _HISTORY_LENGTH = 200
 _PURGE_INTERVAL = 50
 
@@ -153,7 +153,8 @@ class RequestRecorder:
         Secrets that are not in `contents` are read from Octavia after its commit.
         """
         if kind is Kind.L7RULE:
-            # A regular expression is validated before the transaction takes locks; the transaction uses the cache.
+            # The driver validates a regular expression before the transaction, so that the slow validation holds no
+            # database locks. The validation inside the transaction then finds the result in the cache.
             rule = self._database.read(lambda connection: desired_objects.load_object(connection, kind, object_id))
             self._validate(from_octavia.apply_changes(rule, fields))
 
@@ -167,7 +168,8 @@ class RequestRecorder:
                 after = _shift_policies(connection, generation, after)
             desired_objects.update_objects(connection, generation, [after])
             if kind is Kind.LOAD_BALANCER:
-                # Octavia changes the security groups of a VIP without a call to the driver.
+                # Octavia changes a VIP's security groups without a call to the driver, so each update of a load
+                # balancer requests a new read from Octavia.
                 pending_rereads.request_object_reread(connection, load_balancer_id, kind, object_id)
             _sync_secrets(connection, load_balancer_id, before, after, fields, contents or {})
             _reread_unread_listeners(connection, load_balancer_id, before)
@@ -226,7 +228,8 @@ class RequestRecorder:
             desired_objects.insert_objects(connection, load_balancer_id, generation, added)
             desired_objects.update_objects(connection, generation, changed)
             desired_objects.mark_removed(connection, generation, gone)
-            # Octavia sets every member of the request PENDING, also unchanged ones.
+            # Octavia sets every member in a batch update to PENDING, even an unchanged member, so the driver must
+            # report a status for each member.
             touched = [(Kind.MEMBER, one) for one in (*kept, *gone) if one in before]
             touched += [*desired_objects.list_ancestors(connection, pool), (Kind.POOL, pool_id)]
             new = [(Kind.MEMBER, node.id) for node in added]
@@ -269,9 +272,10 @@ class RequestRecorder:
             validate(node, desired_objects.load_l4_context(connection, load_balancer_id, node, known))
 
 
-# Each statement is built once, because building it costs more than running it.
+# The SQL statements are module constants, because SQLAlchemy needs more time to build a statement than to execute it.
 _LOCK = sa.select(job.c.generation, job.c.op).where(job.c.load_balancer_id == sa.bindparam("of")).with_for_update()
-# A lock of the `job` row suffices, because every change of a load balancer takes this lock first.
+# The transaction locks only the `job` row, because every change of a load balancer locks the load balancer's `job` row
+# first.
 _LOCK_OWNER = (
     sa.select(job.c.load_balancer_id, job.c.generation, job.c.op)
     .where(job.c.load_balancer_id == desired_objects.LOAD_BALANCER_ID_OF_OBJECT.scalar_subquery())
@@ -295,7 +299,8 @@ def _advance_owner(connection: sa.Connection, object_id: str) -> tuple[str, int]
     """Make the job of an object's load balancer due; return the load balancer's id and its new generation."""
     row = connection.execute(_LOCK_OWNER, {"of": object_id}).first()
     if row is None:
-        # The object or its load balancer does not exist, and the lookups raise the matching error.
+        # If the query finds no row, the object or its load balancer does not exist, and the separate lookups raise the
+        # matching error.
         load_balancer_id = desired_objects.load_balancer_id_of(connection, object_id)
         return load_balancer_id, _advance(connection, load_balancer_id)
     return row.load_balancer_id, _write_generation(connection, row.load_balancer_id, row, Op.APPLY)
@@ -334,7 +339,8 @@ def _finish(
     status_outbox.expect_confirmation(connection, load_balancer_id, generation, everything, new)
     accepted = {"load_balancer_id": load_balancer_id, "generation": generation, "accepted_at": time.time()}
     added = connection.execute(request.insert(), {**accepted, "action": action, "object_id": object_id})
-    # Each call inserts its own row, so the row identifies the transaction.
+    # Each call of Octavia inserts its own `request` row, so the existence of the row proves that the call's transaction
+    # was committed.
     (row,) = added.inserted_primary_key or (None,)
     set_commit_marker(connection, _REQUEST_MARKER, {"row": row, "of": load_balancer_id})
     if generation % _PURGE_INTERVAL == 0:
@@ -353,7 +359,10 @@ def _affected_by_new(connection: sa.Connection, generation: int, node: Node) -> 
     listeners, stale = desired_objects.load_member_context(connection, node)
     for member_id in stale:
         LOG.warning(
-            "member %s has the address of member %s, removing the latter: Octavia rolled it back", node.id, member_id
+            "new member %s has the address and port of recorded member %s; the driver removes the recorded member, "
+            "because Octavia rolled back the recorded member's creation",
+            node.id,
+            member_id,
         )
     desired_objects.mark_removed(connection, generation, stale)
     found = [(Kind.POOL, node.pool_id), *((Kind.LISTENER, listener) for listener in listeners)]
@@ -378,7 +387,8 @@ def _sync_secrets(
     if not used and not used_before:
         return
     missing = sealed_secrets.sync_object_secrets(connection, load_balancer_id, after.id, used, contents)
-    # Octavia omits the field if a user removes the last SNI certificate, so a missing field may mean removal.
+    # Octavia omits the field `sni_container_refs` if a user removes the last SNI certificate, so a missing field may
+    # mean a removal. The driver then requests a new read of the listener from Octavia.
     is_unclear = isinstance(before, Listener) and before.sni_container_refs and "sni_container_refs" not in fields
     if missing or is_unclear or secrets_in_fields(after, fields).keys() - contents.keys():
         pending_rereads.request_object_reread(connection, load_balancer_id, desired_objects.kind_of(after), after.id)

@@ -17,20 +17,28 @@ from amphora_driver.database.rows import chunks
 from amphora_driver.database.tables import object_status
 from amphora_driver.database.tables_fleet import resync
 
-# The row of a finished resynchronization is kept for 30 days.
+# The database keeps the row of a finished resynchronization for 30 days, so that an operator can read the result.
 _KEPT_SECONDS = 30 * 86400.0
 
 
 class ResyncOutcome(str, Enum):
     """Result of a resynchronization."""
 
-    DONE = "done"  # The load balancer was read from Octavia, and all statuses are reported again.
-    UNREAD = "unread"  # Octavia does not deliver the load balancer; all recorded statuses are reported again.
-    UNKNOWN = "unknown"  # The load balancer is recorded here and unknown to Octavia.
-    REMOVED = "removed"  # One side alone knew the load balancer, which was removed there as requested.
-    UNRECORDED = "unrecorded"  # Octavia knows the load balancer, which is not recorded here.
-    NOWHERE = "nowhere"  # Neither side knows the load balancer.
-    GOING = "going"  # The load balancer is being deleted, and Octavia receives DELETED at the end.
+    # The provider agent has read the load balancer from Octavia and reports all statuses again.
+    DONE = "done"
+    # Octavia does not return the load balancer, so the provider agent only reports the recorded statuses again.
+    UNREAD = "unread"
+    # The driver's database records the load balancer, but Octavia does not know the load balancer.
+    UNKNOWN = "unknown"
+    # Only Octavia or only the driver knew the load balancer, and the provider agent has deleted the load balancer at
+    # the operator's request.
+    REMOVED = "removed"
+    # Octavia knows the load balancer, but the driver's database does not record the load balancer.
+    UNRECORDED = "unrecorded"
+    # Neither Octavia nor the driver's database knows the load balancer.
+    NOWHERE = "nowhere"
+    # The controller is deleting the load balancer, and Octavia receives the status DELETED at the end.
+    GOING = "going"
 
 
 def request_resyncs(
@@ -90,7 +98,8 @@ def report_again(connection: sa.Connection, load_balancer_id: str) -> None:
     Octavia's row of the load balancer must be PENDING, which blocks requests of users. Otherwise a repeated
     provisioning status could overwrite the PENDING of a newer request.
     """
-    # The order matters: MySQL and MariaDB assign from left to right and use the new values.
+    # The UPDATE statement sets `settled` before `version`, because MySQL and MariaDB assign from left to right and
+    # `settled` depends on the old `version`.
     again: list[tuple[Any, Any]] = [(column, object_status.c.version + 1) for column in ("settled", "version")]
     mine = object_status.c.load_balancer_id == load_balancer_id
     connection.execute(object_status.update().where(mine).ordered_values(*again))

@@ -24,7 +24,8 @@ from amphora_driver.store import spare_pools
 from amphora_driver.store.generations import update_job
 
 _MAX_TEXT = 1000
-# The lock of this row of `duty`, which has no owner, serializes requests for rotations.
+# Each request for an image rotation locks the `duty` row named `rotation request`, so that concurrent requests run one
+# after the other.
 _REQUEST_LOCK = "rotation request"
 
 
@@ -144,7 +145,7 @@ def select_amphorae(connection: sa.Connection, wanted: Selection, now: float) ->
         found = {one: ids for one, ids in found.items() if one in fitting}
     if wanted.load_balancers:
         _require_known(connection, wanted.load_balancers)
-        # The rotation follows the operator's order.
+        # The image rotation processes load balancers in the order in which the operator named the load balancers.
         found = {one: found[one] for one in dict.fromkeys(wanted.load_balancers) if one in found}
     return {one: tuple(ids) for one, ids in found.items() if ids}
 
@@ -285,7 +286,8 @@ def _restart_item(connection: sa.Connection, found: Rotation, item: RotationItem
         amphorae = msgspec.json.encode([*item.amphorae, *wrong]).decode()
         values = {"state": ItemState.WAITING.value, "amphorae": amphorae, "begun_at": None}
     _update_item(connection, found.id, item, ended_at=None, reason=None, **values)
-    # The back-off of the failed job starts again.
+    # When an image rotation continues with a failed load balancer, the rotation also resets the back-off of the load
+    # balancer's job.
     update_job(connection, item.load_balancer_id, job.c.op == "apply", dirty=True, due_at=URGENT, attempts=0)
 
 
@@ -310,7 +312,8 @@ def _retire_spares(connection: sa.Connection, rotation_id: int, wanted: Selectio
 
 def _selection_query(wanted: Selection, now: float) -> sa.Select[Any]:
     columns = (amphora.c.id, amphora.c.load_balancer_id)
-    # The rotation does not select amphorae that are being replaced already.
+    # An image rotation does not select a retiring amphora, because the controller is already replacing every retiring
+    # amphora.
     conditions = [amphora.c.state != AmphoraState.RETIRING.value, job.c.op == "apply"]
     if wanted.image is not None:
         conditions.append(sa.or_(amphora.c.image.is_(None), amphora.c.image != wanted.image))

@@ -18,7 +18,7 @@ from amphora_driver.database.tables import secret
 from amphora_driver.database.vault import SecretLocation
 from amphora_driver.model.secret_refs import Purpose, SecretName
 
-# Each statement is built once, because building it costs more than running it.
+# The SQL statements are module constants, because SQLAlchemy needs more time to build a statement than to execute it.
 _OF_LOAD_BALANCER = secret.select().where(secret.c.load_balancer_id == sa.bindparam("of"))
 _NAMES = sa.select(secret.c.purpose, secret.c.ref, secret.c.sealed.is_not(None).label("known")).where(
     secret.c.object_id == sa.bindparam("of")

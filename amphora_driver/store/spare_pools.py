@@ -24,7 +24,7 @@ from amphora_driver.store.generations import update_job
 
 OP = "spares"
 ROLE = "SPARE"
-# The ids of pools are UUIDs of version 5 in this namespace (RFC 9562, 5.5).
+# The driver derives the id of a spare pool as a version 5 UUID (RFC 9562, section 5.5) from a fixed namespace.
 _NAMESPACE = uuid.UUID("6d0f2a4e-6a55-4f0c-9a0b-0f6a1f5c2b7d")
 
 
@@ -149,9 +149,10 @@ def set_spare_pool(
 
 
 def _insert_pool(connection: sa.Connection, spec: SparePoolSpec) -> None:
-    # The second of two concurrent inserts fails, and its job retries.
+    # If two controllers insert the same spare pool at the same time, the second insert fails, and the second controller
+    # retries the job.
     row = {"load_balancer_id": spec.id, "compute": spec.compute, "network": spec.network, "op": OP, "due_at": URGENT}
-    # A pool serves nothing, so its generation never changes.
+    # The generation of a spare pool is always zero, because a spare pool has no configuration to serve.
     connection.execute(job.insert().values(**row, generation=0, spares=msgspec.json.encode(spec).decode()))
 
 

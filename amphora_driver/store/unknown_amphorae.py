@@ -21,9 +21,11 @@ from amphora_driver.database.tables_fleet import unknown_amphora
 from amphora_driver.store.orphans import OrphanKind
 
 MAX_ROWS = 100
-# Each amphora has its own address, so more rows of one address are a mistake or an attack.
+# The table keeps at most five unknown amphorae of one sender address, because more ids from one address are a mistake
+# or an attack.
 MAX_ROWS_PER_ADDRESS = 5
-# A row without heartbeats is deleted after a day. A new id may replace the row after five minutes.
+# A health manager deletes the row of an unknown amphora after a day without heartbeats. If the table is full, a new
+# unknown amphora replaces a row that is without heartbeats for five minutes.
 _PURGED_AFTER = 86_400.0
 _REPLACED_AFTER = 300.0
 _LONGEST_ADDRESS = 64
@@ -48,7 +50,7 @@ def record_unknown_amphorae(connection: sa.Connection, strays: Sequence[UnknownA
     ids = sorted(one.amphora_id for one in strays)
     recorded = sa.select(unknown_amphora.c.amphora_id).where(unknown_amphora.c.amphora_id.in_(ids))
     known = set(connection.execute(recorded).scalars())
-    # The controller may have recorded an amphora with this id since.
+    # The health manager skips an amphora id that a controller has recorded since the heartbeat with that id arrived.
     owned = set(connection.execute(sa.select(amphora.c.id).where(amphora.c.id.in_(ids))).scalars())
     new = []
     for one in sorted(strays, key=lambda each: each.amphora_id):
@@ -83,7 +85,7 @@ def _insert(connection: sa.Connection, one: UnknownAmphora) -> bool:
         with connection.begin_nested():
             connection.execute(unknown_amphora.insert().values(**values))
     except IntegrityError:
-        # Another health manager has inserted the same id at the same time.
+        # An IntegrityError means that another health manager has inserted a row with the same amphora id meanwhile.
         return False
     return True
 

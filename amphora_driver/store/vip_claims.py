@@ -19,7 +19,8 @@ from amphora_driver.database.rows import chunks, to_struct
 from amphora_driver.database.tables import job, vip_claim
 from amphora_driver.model.network import VipRequest
 
-# The first and the longest back-off in seconds for a backend that sets no retry time.
+# If a network backend sets no retry time, the controller waits one second before the first retry, and at most 30
+# seconds later.
 _FIRST_RETRY, _LONGEST_RETRY = 1.0, 30.0
 
 

@@ -35,14 +35,16 @@ from amphora_driver.errors import UnsupportedOption
 from amphora_driver.model.secret_refs import Purpose, SecretMaterial, SecretName
 from amphora_driver.secret import Secret
 
-# HAProxy refuses keys below OpenSSL's security level 2, the default of Debian and Ubuntu.
+# HAProxy refuses keys below OpenSSL's security level 2 (RSA 2048 bits, curves 224 bits), the default of Debian and
+# Ubuntu.
 _SHORTEST_RSA = 2048
 _SHORTEST_CURVE = 224
 _BROKEN_HASHES = (hashes.MD5, hashes.SHA1)
-# A certificate chain or a national list of CAs has far fewer bytes than the limit.
+# The driver accepts PEM texts up to 1 MiB, because a certificate chain or a national list of CAs is far shorter.
 _MAX_SIZE = 1 << 20
 
-# The pattern matches each boundary of a block (RFC 7468, section 2) once, so the time is linear in the text.
+# The regular expression matches each PEM block boundary (RFC 7468, section 2) once, so the search takes time linear in
+# the text length.
 _BOUNDARY = re.compile(rb"-----(?:BEGIN ([A-Z0-9 ]{1,40})-----\s|END ([A-Z0-9 ]{1,40})-----)")
 _KEYS = (b"PRIVATE KEY", b"RSA PRIVATE KEY", b"EC PRIVATE KEY", b"ENCRYPTED PRIVATE KEY")
 _LIBRARY_ERRORS = (ValueError, TypeError, UnsupportedAlgorithm)
@@ -103,16 +105,18 @@ def _server_pem(option: str, material: SecretMaterial) -> Secret:
 
 
 def _key(option: str, material: SecretMaterial) -> _ServerKey:
-    # The key can be in the same text as the certificate.
+    # If a secret has no separate private key, the driver searches for the key in the text of the certificate.
     text = material.private_key or material.text
     block = next(_blocks(text, *_KEYS), None)
     if block is None:
         _refuse(option, "it holds no private key in PEM format")
     passphrase = material.passphrase.reveal().rstrip(b"\r\n") if material.passphrase is not None else None
     for password in (passphrase or None, None):
-        # The second attempt reads an unencrypted key that has a passphrase.
+        # The second attempt, without a password, reads a private key that is unencrypted although the secret has a
+        # passphrase.
         with contextlib.suppress(*_LIBRARY_ERRORS):
-            # The comparison with the certificate is sufficient, while a check of the primes takes 0.1 s.
+            # The driver skips the check of the RSA primes, which takes 0.1 s, because the comparison of key and
+            # certificate is sufficient.
             key = load_pem_private_key(block, password, unsafe_skip_rsa_key_validation=True)
             break
     else:
@@ -140,7 +144,8 @@ def _check_strength(option: str, certificate: x509.Certificate) -> None:
     if weak:
         _refuse(option, "a certificate in its chain has a key that is too short")
     if certificate.issuer == certificate.subject:
-        # OpenSSL does not verify the signature of a self-signed certificate.
+        # OpenSSL does not verify the signature of a self-signed certificate, so the driver accepts a weak signature
+        # hash in the certificate.
         return
     signed_with = None
     with contextlib.suppress(*_LIBRARY_ERRORS):
@@ -164,7 +169,8 @@ def _chain(leaf: x509.Certificate, others: list[x509.Certificate]) -> list[x509.
 def _authorities(option: str, text: Secret) -> list[x509.Certificate]:
     found = _certificates(option, list(_blocks(text, b"CERTIFICATE")))
     for one in found:
-        # With a self-signed certificate a user pins the certificate of a member.
+        # A CA list may contain a self-signed certificate that is no CA, because a user may pin the certificate of a
+        # member.
         if one.issuer != one.subject and not _may_sign(one):
             _refuse(option, "a certificate in it does not belong to a certificate authority")
     return found
@@ -174,7 +180,7 @@ def _may_sign(certificate: x509.Certificate) -> bool:
     try:
         return bool(certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca)
     except x509.ExtensionNotFound:
-        # Version 1 of X.509 has no such extension.
+        # X.509 version 1 has no Basic Constraints extension, so the driver accepts any version 1 certificate as a CA.
         return certificate.version is x509.Version.v1
     except (*_LIBRARY_ERRORS, x509.DuplicateExtension):
         return False
@@ -202,7 +208,8 @@ def _certificates(option: str, blocks: Sequence[bytes]) -> list[x509.Certificate
     found: list[x509.Certificate] = []
     for block in blocks:
         one = _parse(option, partial(x509.load_pem_x509_certificate, block))
-        # The library parses the names on access, so the first access is here, where `_parse` handles errors.
+        # The library cryptography parses a certificate's names on first access, so the driver accesses the names inside
+        # `_parse`, which handles errors.
         _parse(option, partial(attrgetter("subject", "issuer"), one))
         if one not in found:
             found.append(one)
@@ -225,7 +232,7 @@ def _blocks(text: Secret, *labels: bytes) -> Iterator[bytes]:
 def _parse(option: str, read: Callable[[], _T]) -> _T:
     with contextlib.suppress(*_LIBRARY_ERRORS):
         return read()
-    # The error has no cause, because the message of a parser can quote the content.
+    # The raised error carries no cause, because the error message of a PEM parser can quote the secret content.
     raise _refusal(option, "one of its PEM blocks is not valid")
 
 

@@ -19,7 +19,7 @@ from amphora_driver.validation.metadata_schema import KeySupport, MetadataSchema
 from amphora_driver.validation.unsupported import NOT_SUPPORTED
 
 SCHEMA = MetadataSchema("flavor", "flavor.json")
-# A flavor may contain a key of the compute or network backend only if its backend supports the key.
+# A flavor may contain a compute key or network key only if the selected compute or network backend supports the key.
 COMPUTE_KEYS = ("compute_flavor", "amp_image_tag")
 NETWORK_KEYS = ("sriov_vip", "allow_member_sriov")
 _REMEDY = "Correct the flavor."
@@ -76,7 +76,8 @@ def _key_support(
 
 
 def _check_limits(flavor: Mapping[str, Any], deployment: Deployment) -> None:
-    # Only the flavor's own connection_limit counts. A configured limit above that of the amphora has no effect.
+    # The driver checks only a connection_limit in the flavor, because a configured default above the amphora's limit
+    # has no effect.
     one = flavor.get("connection_limit")
     all_together = flavor.get("process_connection_limit", deployment.process_connection_limit)
     if one is not None and all_together is not None and all_together < one:

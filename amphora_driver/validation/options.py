@@ -26,7 +26,8 @@ from amphora_driver.validation.unsupported import NOT_SUPPORTED, refuse, require
 _PROXIED = (PoolProtocol.HTTP, PoolProtocol.TCP, PoolProtocol.HTTPS, PoolProtocol.PROXY, PoolProtocol.PROXYV2)
 POOL_PROTOCOLS = (*_PROXIED, PoolProtocol.UDP, PoolProtocol.SCTP)
 ALGORITHMS = tuple(Algorithm)
-# Octavia accepts `direct` only with the flavor key allow_member_sriov, which the network backend must support.
+# Octavia accepts the vnic_type `direct` of a member only with the flavor key allow_member_sriov, which the network
+# backend must support.
 VNIC_TYPES = (None, "", "normal", "direct")
 MAX_WEIGHT = 256
 MAX_TIMEOUT = 2**31 - 1
@@ -80,7 +81,8 @@ def check_listener(listener: Listener) -> None:
     require_one_of("listener protocol", listener.protocol, LISTENER_PROTOCOLS)
     require_between("listener option protocol_port", listener.protocol_port, 1, 65535)
     if listener.connection_limit != -1:
-        # HAProxy reads a connection limit of 0 as "no limit" (manual: maxconn), the opposite of the literal meaning.
+        # The driver refuses a connection limit of 0, because HAProxy would read 0 as "no limit" (HAProxy manual:
+        # maxconn).
         require_between("listener option connection_limit", listener.connection_limit, 1, MAX_TIMEOUT)
     for name in _TIMEOUTS:
         value = getattr(listener, name)
@@ -104,7 +106,8 @@ def check_listener(listener: Listener) -> None:
 def _check_hsts(listener: Listener) -> None:
     age = listener.hsts_max_age
     if age is None:
-        # Octavia keeps the other HSTS options when a user removes the age and so disables HSTS.
+        # When a user disables HSTS by removing hsts_max_age, Octavia keeps the other HSTS options, so the driver
+        # ignores those options.
         return
     if listener.protocol is not ListenerProtocol.TERMINATED_HTTPS:
         reason = "only a TERMINATED_HTTPS listener can send the HSTS header"

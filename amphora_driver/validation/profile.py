@@ -70,7 +70,7 @@ def choose_profile(
             )
     chosen: dict[str, Any] = {
         **{key: zone_values.get(key) for key in availability_zones.COMPUTE_KEYS},
-        # JSON may contain a whole number as 5.0.
+        # JSON may contain a whole number as 5.0, so the driver converts the whole numbers of a flavor to int.
         **{key: int(wanted[key]) for key in _WHOLE_NUMBERS if key in wanted},
         **{key: wanted[key] for key in _SAME_NAME if key in wanted},
     }
@@ -96,7 +96,7 @@ def _topology(name: str | None, deployment: Deployment) -> Topology:
 
 
 def _backend(kind: str, name: str, backends: Mapping[str, Backend]) -> Backend:
-    # The operator may have disabled the backend of existing VIPs.
+    # The operator may have disabled a compute or network backend that an existing VIP still uses.
     if name not in backends:
         raise UnsupportedOption(
             f"use the {kind} backend {name}",

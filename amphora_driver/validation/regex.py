@@ -39,7 +39,6 @@ MAX_TEXT = 8_192
 The effort of many patterns grows with the square of the length in spite of the limit, because the limit applies to each
 position of the text."""
 
-# PCRE2's header file pcre2.h defines the values of the following constants.
 _CASELESS = 0x00000008
 _NO_AUTO_CAPTURE = 0x00002000
 _ANCHORED = 0x80000000
@@ -50,14 +49,16 @@ _ERROR_JIT_BADOPTION = -45
 _ERROR_MATCHLIMIT = -47
 _FIRST_IS_START = 2
 
-# The check searches texts of about 64 characters with up to a hundred times HAProxy's limit of steps. A pattern passes
-# if its cost grows at most with the fourth power of the length (64^4 / 4! is below a million).
+# The driver tests a pattern on texts of about 64 characters, with up to a hundred times HAProxy's limit of steps. A
+# pattern passes if its cost grows at most with the fourth power of the text length (64^4 / 4! is below a million).
 _TRIAL_STEPS = (100, 1_000, 8_000, 60_000, 400_000, 1_000_000)
 _TRIAL_LENGTH = 64
-# The limit of steps applies to one position of a text, so the total length of the probes has a limit as well.
+# PCRE2's limit of steps applies to one start position in a text, so the driver also limits the total length of the test
+# texts.
 _TRIAL_OCTETS = 64 << 10
 
-# A recursion of the whole pattern would include the text that this module adds.
+# A recursion of the whole pattern would include the text that the driver adds to the user's pattern, so the driver
+# refuses the recursion.
 _WHOLE = re.compile(r"\(\?(?:R|0|&0)\)|\(\?[+-]?0\)|\\g[<'][+-]?0[>']")
 
 
@@ -116,7 +117,8 @@ def _judge(pattern: str, caseless: bool) -> PatternFacts | _Refusal:
     if _WHOLE.search(pattern):
         return _Refusal("it refers to itself as a whole", "Use a named group and refer to that group.")
     try:
-        # Settings such as (*UTF) are valid only at the start of a pattern, so any text before them causes an error.
+        # PCRE2 accepts settings such as (*UTF) only at the start of a pattern, so the driver detects settings by an
+        # empty group before the pattern.
         _Code(f"(?:){pattern}", flags)
     except _CompileError as error:
         return _Refusal(f"settings at its start are not permitted: {error}", "Remove the settings.")
@@ -156,7 +158,8 @@ _PIECE = re.compile(
     r"(?P<literal>\\Q(?P<quoted>.*?)(?:\\E|$))|(?P<escape>\\.)|(?P<set>\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\])"
     rf"|(?P<group>\((?:\?(?:[:=!>|]|<[=!]|P?<\w+>|'\w+'|[\w^-]*[:)]))?)|(?P<quantifier>{_QUANTIFIER})|(?P<other>.)"
 )
-# A reference to a group repeats the group without a quantifier.
+# A reference to a group can repeat the group without a quantifier, so the driver treats every part of the pattern as
+# repeated.
 _RECURSION = re.compile(r"\(\?(?:&|P>|[+-]?[0-9]|R)|\\g[<']|\\[1-9]|\(\?\|")
 _CLASSES = {"d": "0", "D": "a", "w": "a", "W": "-", "s": " ", "S": "a", "h": " ", "H": "a", "N": "a", "X": "a", "R": ""}
 _SAMPLES = "a0 A/-._=&%,;:@!#$'()*+?[]{}|~\"<>\\^`"

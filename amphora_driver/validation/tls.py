@@ -32,9 +32,9 @@ ALPN_PROTOCOLS = ("h2", "http/1.1", "http/1.0")
 MAX_CIPHERS = 2048
 """Longest list of ciphers in characters: the width of Octavia's column."""
 
-# The API accepts names of ciphers and OpenSSL's operators.
+# Octavia's API accepts cipher names and the operators of OpenSSL's cipher lists in the option tls_ciphers.
 _CIPHERS = re.compile(r"[A-Za-z0-9+!:@=_.-]+")
-# OpenSSL 3 signs the handshakes of TLS 1.0 and 1.1 with SHA-1, which its security levels above 0 forbid.
+# OpenSSL 3 signs the handshakes of TLS 1.0 and 1.1 with SHA-1, which OpenSSL permits only at security level 0.
 _ANY_STRENGTH = "@SECLEVEL=0"
 _NO_AUTHORITY = "a revocation list needs its certificate authority"
 
@@ -82,7 +82,8 @@ def _negotiation(kind: str, owner: Listener | Pool, minimum: str | None, default
     text, option = owner.tls_ciphers or default_ciphers, f"{kind} option tls_ciphers"
     ciphers, suites = _split_ciphers(option, text)
     if ciphers is None and suites is not None:
-        # All selected ciphers belong to TLS 1.3. For older versions OpenSSL would use its default list.
+        # If all selected ciphers belong to TLS 1.3, the driver omits older TLS versions, because OpenSSL would use
+        # default ciphers for older versions.
         chosen = [version for version in chosen if version == MODERN]
         if not chosen:
             reason = "all of these ciphers need TLSv1.3, which tls_versions does not contain"
@@ -128,7 +129,7 @@ def _split_ciphers(option: str, text: str | None) -> tuple[str | None, str | Non
     suites = [name for name in names if name.startswith("TLS_")]
     older = [name for name in names if not name.startswith("TLS_")]
     if not any(name[0] not in "!-+@" for name in older):
-        # A list that contains only operators selects no cipher.
+        # A cipher list that contains only OpenSSL operators selects no cipher.
         older = []
     if not names or not (older or suites):
         refuse(option, text, "it selects no cipher", "Name at least one cipher, or remove this option.")

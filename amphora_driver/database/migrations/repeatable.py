@@ -34,5 +34,5 @@ def add_column(table: str, column: sa.Column[Any]) -> None:
 
 
 def _inspector() -> sa.Inspector:
-    # Each step needs a new inspector, because an inspector caches its results.
+    # Each migration step needs a new SQLAlchemy inspector, because an inspector caches its results.
     return sa.inspect(op.get_bind())

@@ -19,7 +19,8 @@ SERIAL = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 
 def upgrade() -> None:
-    # Written from the modules of tables; a test compares the two.
+    # The initial migration repeats the columns of the table modules, and a test compares the migrated schema with these
+    # modules.
     create_table(
         "amphora",
         sa.Column("id", ID, nullable=False),
