@@ -15,12 +15,13 @@ import threading
 from pathlib import Path
 
 LOG = logging.getLogger(__name__)
-# Seconds for the interpreter to print the directory of the agent's package.
+# Time-out in seconds of the Python interpreter that prints the directory of the agent's package.
 _TIMEOUT = 20.0
 _WHERE = (
     "import importlib.util as u; print(*(u.find_spec('amphora_agent').submodule_search_locations or ()), sep='\\n')"
 )
-# Hexadecimal digits of the digest: enough to distinguish all versions on one machine.
+# Number of hexadecimal digits in the digest of the agent's package, which is enough to distinguish all versions on one
+# machine.
 _DIGITS = 16
 
 

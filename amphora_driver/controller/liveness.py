@@ -45,7 +45,7 @@ class ControllerLiveness:
             LOG.warning("could not write the heartbeat of this controller, trying again: %s", error)
             return
         except Exception:
-            # Without this thread the controller would count as dead.
+            # If the thread that writes heartbeats ended, the controller would count as dead although it works.
             LOG.exception("could not write the heartbeat of this controller, trying again")
             return
         if draining and not self.draining.is_set():

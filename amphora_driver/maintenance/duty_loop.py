@@ -28,7 +28,8 @@ def run_duty(
         except AmphoraDriverError as error:
             LOG.warning("the work of duty %s failed, the next round repeats it: %s", duty, error)
         except Exception:
-            # Without this thread no controller does the work, and no component reports that.
+            # If the thread of a duty ended, no controller would do the work of the duty, and no component would report
+            # the failure.
             LOG.exception("the work of duty %s failed, trying again in %g s", duty, every)
     try:
         release()

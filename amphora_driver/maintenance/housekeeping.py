@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 _DUTY = "housekeeping"
-# Load balancers that get new TLS ticket keys in one round; the number is limited, because each of them is pushed.
+# Number of load balancers that get new TLS ticket keys in one round. The number is limited, because the controller
+# pushes each of them.
 _MOST_ROTATED = 200
-# Transactions that purge old fail-overs in one round; the next round continues.
+# Number of transactions in which one round of housekeeping purges old fail-overs. The next round purges the rest.
 _MOST_CHUNKS = 100
 
 
@@ -63,7 +64,8 @@ class Housekeeping:
             if not acquire_duty(self._database, _DUTY, self._owner, 2 * every):
                 return
             if self._certificates is not None:
-                # Certificates are first, so that the error of a backend does not let them expire.
+                # Housekeeping renews certificates first, so that no certificate expires because a backend fails in a
+                # later task.
                 renew_certificates(self._certificates)
             self.release_unused_vips()
             self._orphans.clean_up()
@@ -79,7 +81,8 @@ class Housekeeping:
         """Release VIPs of load balancers that were not created within [amp_controller] forget_vip_after."""
         grace: float = self._conf.amp_controller.forget_vip_after
         before = self._database.now() - grace
-        # Ages that cross a jump of the clock are not reliable.
+        # After a jump of the database clock, the ages of VIP claims are not reliable, so housekeeping releases no VIPs
+        # for a while.
         if self._database.seconds_since_clock_jump() < grace:
             return
         orphans, served = self._database.read(lambda c: vip_claims.list_settled_claims(c, before))

@@ -41,14 +41,15 @@ from amphora_driver.store.failovers import Event
 from amphora_driver.store.sealed_secrets import SealedSecret
 from amphora_driver.untrusted_text import printable
 
-# The result of a wave by amphora id; None for an amphora that serves the generation.
+# Results of a wave of pushes by amphora id: None for an amphora that serves the generation, otherwise the error of the
+# push.
 Answers = dict[str, AgentError | None]
 
 LOG = logging.getLogger(__name__)
-# If HAProxy refuses one object, the push is repeated without it, for at most this number of objects.
+# If HAProxy refuses an object, the controller repeats the push without the object, for at most this number of objects.
 _MAX_REJECTED_OBJECTS = 16
 _NO_UDP_SUPPORT = "its amphorae do not support UDP and SCTP: rotate them (amphoractl rotate)"
-# Time-out in seconds of a push to a retiring amphora, and of a query for the VIPs.
+# Time-outs in seconds: of a push to a retiring amphora, and of the query whether the amphorae hold the VIPs.
 _RETIRING_TIMEOUT = 5.0
 _VIP_QUERY_TIMEOUT = 3.0
 
@@ -74,13 +75,16 @@ class BundlePush:
         self._vault = context.vault
         self._job = job
         self._write = write
-        # Objects that cannot be served in the pushed generation: reasons by object id.
+        # Objects that the controller omits because an amphora cannot serve them in the pushed generation: reasons by
+        # object id.
         self._omitted: dict[str, str] = {}
-        # The rendered configuration without the omitted objects; None after another object was omitted.
+        # Rendered configuration without the omitted objects; None if the controller must render the configuration
+        # again, because it has omitted another object.
         self._served: Served | None = None
-        # The seed of the TLS ticket keys, if this job has created a seed.
+        # Sealed seed of the load balancer's TLS ticket keys, if the current job has created a seed; otherwise None.
         self._new_seed: SealedSecret | None = None
-        # Acceptance time of the oldest request that the last confirmation answered; None without a request.
+        # Time at which the driver accepted the oldest request that the last confirmation has answered; None without
+        # such a request.
         self._accepted_at: float | None = None
 
     def push(self, step: steps.Push, view: steps.LoadBalancerView, everyone: Sequence[Amphora]) -> None:
@@ -161,7 +165,8 @@ class BundlePush:
     def _push_to_all(self, wave: _Wave, served: Served) -> Answers:
 
         def push(amphora: Amphora) -> AgentError | None:
-            # The log context belongs to the job's thread, so each thread of the pool sets the context again.
+            # Each thread of the pool sets the log context again, because the log context belongs to the thread of the
+            # job.
             with log_context.about(wave.recorded.tree.id, amphora.id, wave.recorded.generation):
                 try:
                     self._push_to(wave, amphora, served)
@@ -179,10 +184,12 @@ class BundlePush:
         body = build_bundle(wave.recorded, amphora, served, self._conf)
         deadline = self._job.deadline
         if amphora.drains_until is not None:
-            # A draining amphora must not delay the others.
+            # A push to a draining amphora has a short time-out, so that the amphora does not delay the pushes to the
+            # others.
             deadline = deadline.within(_RETIRING_TIMEOUT)
         applied = self._agents.put_bundle(amphora.id, str(amphora.management_address), body, deadline=deadline)
-        # The agent may have replaced this push with a newer generation of another controller.
+        # The agent may serve a newer generation, which another controller has pushed meanwhile. Only an older
+        # generation is an error.
         if applied.generation < wave.recorded.generation:
             attempted = f"have amphora {amphora.id} serve generation {wave.recorded.generation}"
             raise AgentRefused(attempted, f"it serves {applied.generation}")
@@ -211,10 +218,12 @@ class BundlePush:
                 if view.replacing and one.state is not AmphoraState.RETIRING:
                     failovers.record_event(connection, view.load_balancer_id, Event.CONFIRMED, now, one.id)
             if all_serve:
-                # One transaction records the last confirmation and the confirmation of the load balancer.
+                # One transaction confirms the last amphora and the load balancer, so that a crash cannot record one
+                # without the other.
                 self._record_confirmation(connection, view)
             elif served and self._omitted and view.applied < generation:
-                # A later job may confirm the generation and needs the omitted objects.
+                # A later job may confirm the generation, so the database must contain the objects that the controller
+                # has omitted from it.
                 omitted, of = self._all_omitted(view), view.load_balancer_id
                 record_omitted_objects(connection, of, generation, omitted)
 
@@ -285,7 +294,8 @@ def _rejected_objects(refusal: AgentRefused, served: Served) -> dict[str, str]:
     """Return the objects to omit, with the reasons by object id; empty if the refusal names no object."""
     if refusal.object_id is not None:
         return {refusal.object_id: refusal.happened}
-    # An agent without UDP support cannot parse a bundle with UDP listeners.
+    # An agent without UDP support answers HTTP status 400 to a bundle with UDP listeners, because it cannot parse the
+    # bundle.
     if refusal.status == HTTPStatus.BAD_REQUEST:
         return {one.id: _NO_UDP_SUPPORT for one in served.virtual}
     return {}

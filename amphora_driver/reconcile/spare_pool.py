@@ -24,7 +24,7 @@ from amphora_driver.store.failovers import Event
 from amphora_driver.store.spare_pools import Spare, SparePoolSpec, SparePoolState
 
 LOG = logging.getLogger(__name__)
-# Time-out in seconds of a query of a spare's agent.
+# Time-out in seconds of the controller's query of a spare amphora.
 _QUERY_TIMEOUT = 2.0
 _DAY = 86_400.0
 
@@ -45,7 +45,7 @@ class SpareSteps:
         self._context = context
         self._job = job
         self._write = write
-        # The ready spares of the last observation, and the current image by pool.
+        # Ready spare amphorae at the last observation of the pool, and the current image of each spare pool by pool id.
         self._ready: tuple[Spare, ...] = ()
         self._images: dict[str, str | None] = {}
 
@@ -89,7 +89,8 @@ class SpareSteps:
         if not self._ready:
             return {}
         image = self._current_image(spec)
-        # Certificates are renewed at half of their validity. A spare with less than a third left missed its renewal.
+        # The controller renews a certificate at half of its validity. A spare amphora with less than a third left has
+        # missed its renewal.
         lasting = self._context.conf.amp_certificates.validity_days * _DAY / 3
         return {one.id: why for one in self._ready if (why := spare_pools.unfit_reason(one, image, now, lasting))}
 

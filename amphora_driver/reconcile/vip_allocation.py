@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 LOG = logging.getLogger(__name__)
-# Neutron's type of a port with SR-IOV.
+# Value of `vnic_type` in Neutron for a port that uses SR-IOV.
 _DIRECT = "direct"
 
 
@@ -52,9 +52,6 @@ class AppliedVipOptions(msgspec.Struct, frozen=True, kw_only=True):
     ports: tuple[str, ...] = ()
     refused: str = ""
     generation: int = 0
-
-
-# --- what is seen, without I/O ----------------------------------------------------------------------------------------
 
 
 def addresses_known(tree: LoadBalancer | None) -> bool:
@@ -155,9 +152,6 @@ def options_due(view: LoadBalancerView, amphorae: Sequence[Amphora]) -> str:
     if not given.refused and set(vip_ports(tree, amphorae)) - set(given.ports):
         return "the VIPs' options do not apply to a new amphora yet"
     return ""
-
-
-# --- what is recorded -------------------------------------------------------------------------------------------------
 
 
 def read_applied_options(row: sa.Row[tuple[object, ...]]) -> AppliedVipOptions | None:
