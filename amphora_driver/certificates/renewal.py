@@ -89,7 +89,10 @@ class CertificateRenewer:
         try:
             self._desired = None if trust is None else trust.credentials().desired
         except (CertificateError, StoreError) as error:
-            LOG.warning("renewing no certificates, cannot read the certificate authorities: %s", error)
+            LOG.warning(
+                "the controller cannot read the certificate authorities, so the current job renews no certificates: %s",
+                error,
+            )
 
     def due(self, observed: Sequence[Amphora], now: float) -> dict[str, str]:
         """Return the amphorae whose certificate this job should renew, with the reason."""
@@ -143,7 +146,9 @@ class CertificateRenewer:
             credentials = self._trust.credentials()
             issued = credentials.issuer.issue_server(amphora.id, self._days)
         except (CertificateError, StoreError) as error:
-            LOG.warning("cannot issue a certificate to amphora %s, trying again later: %s", amphora.id, error)
+            LOG.warning(
+                "the controller cannot issue a certificate to amphora %s and tries again later: %s", amphora.id, error
+            )
             return
         self._job.ensure_may_act()
         try:
@@ -155,12 +160,20 @@ class CertificateRenewer:
             # renewal.
             self._job.ensure_may_act()
             _FAILED[amphora.id] = time.monotonic()
-            LOG.warning("could not renew the certificate of amphora %s, trying again later: %s", amphora.id, error)
+            LOG.warning(
+                "the controller could not renew the certificate of amphora %s and tries again later: %s",
+                amphora.id,
+                error,
+            )
             return
         _FAILED.pop(amphora.id, None)
         failpoints.reach_step("RenewCertificate", failpoints.Moment.DONE)
         self._record(amphora.id, credentials.desired.authority, credentials.desired.trusts, issued.expires_at)
-        LOG.info("amphora %s has a new certificate and trusts %s", amphora.id, credentials.desired.trusts)
+        LOG.info(
+            "the controller renewed the certificate of amphora %s, which now trusts the certificate authorities %s",
+            amphora.id,
+            credentials.desired.trusts,
+        )
 
     def _record(
         self, amphora_id: str, authority: int | None, trusts: str, expires_at: float, *, is_progress: bool = True
@@ -243,7 +256,7 @@ class CertificateMaintenance:
         if found.moves:
             failpoints.reach_step(f"Authority-{kind.value}", failpoints.Moment.MARKED)
             steps = ", ".join(f"{one.id} is {state.value}" for one, state in found.moves.items())
-            LOG.info("rotation of the certificate authority of kind %s took a step: %s", kind.value, steps)
+            LOG.info("the rotation of the certificate authority of kind %s took a step: %s", kind.value, steps)
         self._log_waiting(kind, found)
         return bool(found.moves)
 
@@ -253,7 +266,7 @@ class CertificateMaintenance:
         if waits and waits != self._logged.get(kind):
             names = ", ".join(waits[:_NAMED]) + (" and others" if len(waits) > _NAMED else "")
             words = (kind.value, found.reason, len(waits), names)
-            LOG.warning("rotation of the certificate authority of kind %s waits (%s) for %d amphorae: %s", *words)
+            LOG.warning("the rotation of the certificate authority of kind %s waits (%s) for %d amphorae: %s", *words)
         self._logged[kind] = waits
 
     def make_renewals_due(self) -> int:
@@ -277,6 +290,8 @@ def renew_certificates(certificates: CertificateMaintenance) -> None:
     try:
         certificates.run_once()
     except AmphoraDriverError as error:
-        LOG.warning("the certificate maintenance failed, the next round repeats it: %s", error)
+        LOG.warning("the certificate maintenance of the controller failed, and the next round repeats it: %s", error)
     except Exception:
-        LOG.exception("the certificate maintenance failed, the next round repeats it")
+        LOG.exception(
+            "the certificate maintenance of the controller failed unexpectedly, and the next round repeats it"
+        )

@@ -146,7 +146,11 @@ class TrustStore:
                 # database that fails slowly.
                 ended = time.monotonic()
                 self._known_at = ended if ended - begun < _LONGEST_READ else begun
-            LOG.warning("cannot read the certificate authorities, using the present ones: %s", error)
+            LOG.warning(
+                "this process cannot read the certificate authorities from the database and continues "
+                "with the present ones: %s",
+                error,
+            )
             return
         with self._lock:
             # The age of the CAs in memory counts from the start of the read, because the rows may change during the
@@ -180,7 +184,11 @@ class TrustStore:
                     raise
                 # The file of the CA may be incomplete, because somebody is writing it; the next change of the file
                 # causes another attempt.
-                LOG.warning("cannot read the certificate authority, using the present one: %s", error)
+                LOG.warning(
+                    "this process cannot read the file of the certificate authority and continues with "
+                    "the present authority: %s",
+                    error,
+                )
                 issuer = self._file_issuer[1]
             self._file_issuer = versions, issuer
         return self._file_issuer[1]

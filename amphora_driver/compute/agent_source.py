@@ -64,6 +64,11 @@ class AgentSource:
                 argv, env=env, cwd="/", capture_output=True, text=True, timeout=_TIMEOUT, check=True
             )
         except (subprocess.SubprocessError, OSError) as error:
-            LOG.warning("amphorae have no digest, %s does not find the agent's package: %s", self._python, error)
+            LOG.warning(
+                "amphorae have no digest of the agent, because the interpreter %s does not find the "
+                "agent's package: %s",
+                self._python,
+                error,
+            )
             return ()
         return tuple(Path(line) for line in printed.stdout.splitlines() if line)

@@ -59,7 +59,9 @@ class QemuCompute(HostCompute):
             try:
                 return self._images.digest(self._images.find(tag or self._options.image_tag))
             except ComputeError as error:
-                LOG.warning("could not read the current image, all machines keep their images: %s", error)
+                LOG.warning(
+                    "the compute backend could not read the current image, so all machines keep their images: %s", error
+                )
                 return None
 
     def _boot(self, request: BootRequest, folder: Path, wanted: str) -> Machine:
@@ -173,7 +175,11 @@ def _remove_interface(monitor: Monitor, port: Port) -> None:
         monitor.try_execute("device_del", id=device_id(port))
         if not monitor.wait_until_removed(device_id(port), _RELEASE_SECONDS):
             words = (_RELEASE_SECONDS, port.id)
-            LOG.warning("no release by the guest in %g s, removing the network backend of port %s", *words)
+            LOG.warning(
+                "the guest did not release its interface in %g s, so the compute backend removes QEMU's "
+                "network backend of port %s",
+                *words,
+            )
     monitor.try_execute("netdev_del", id=qemu_command.tap_options(port)["id"])
 
 

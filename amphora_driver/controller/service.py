@@ -83,7 +83,10 @@ class Controller:
             # failing each job.
             trust.credentials()
         except StoreError as error:
-            LOG.warning("cannot read the certificate authorities, each job tries again: %s", error)
+            LOG.warning(
+                "the controller cannot read the certificate authorities at its start, and each job tries again: %s",
+                error,
+            )
         context = ReconcileContext(
             conf=conf,
             database=self._database,
@@ -171,7 +174,9 @@ class Controller:
         except Exception:
             # If the thread that claims jobs ended, the controller would start no job, although its process seems to
             # run.
-            LOG.exception("the controller failed to claim jobs, trying again in %g s", _ERROR_BACKOFF)
+            LOG.exception(
+                "the controller failed unexpectedly while it claimed jobs, trying again in %g s", _ERROR_BACKOFF
+            )
             return _ERROR_BACKOFF
         return pause
 
@@ -194,7 +199,11 @@ class Controller:
         try:
             lease = self._jobs.claim(load_balancer_id)
         except (StoreError, OSError) as error:
-            LOG.warning("load balancer %s: dropping a hint, cannot claim its job: %s", load_balancer_id, error)
+            LOG.warning(
+                "the controller cannot claim the job of load balancer %s, which a later poll starts: %s",
+                load_balancer_id,
+                error,
+            )
             return
         if lease is not None:
             self._start_job(pool, lease)
@@ -209,12 +218,21 @@ class Controller:
             # The thread pool is shutting down and never runs the job, so the shutdown would wait forever for the job's
             # worker slot.
             self._slots.release(job)
-            LOG.info("load balancer %s: returning the lease, this controller stops: %s", lease.load_balancer_id, error)
+            LOG.info(
+                "load balancer %s: the stopping controller returns the lease of a job that it has not started: %s",
+                lease.load_balancer_id,
+                error,
+            )
             try:
                 self._jobs.yield_lease(lease)
             except (AmphoraDriverError, OSError) as failure:
                 of = lease.load_balancer_id
-                LOG.warning("load balancer %s: could not return the lease, it expires: %s", of, failure)
+                LOG.warning(
+                    "load balancer %s: the stopping controller could not return the lease of its job, "
+                    "which expires by itself: %s",
+                    of,
+                    failure,
+                )
 
     def _claim_jobs(self, pool: ThreadPoolExecutor) -> float:
         """Claim due jobs while slots are free; return the seconds until the next search."""
@@ -282,7 +300,10 @@ class Controller:
         jobs = self._slots.jobs()
         hung = {job for job in jobs if job.deadline.left() < -self._conf.amp_controller.lease}
         for job in hung - self._hung:
-            LOG.error("load balancer %s: a call hangs, letting its lease expire", job.lease.load_balancer_id)
+            LOG.error(
+                "load balancer %s: a call hangs, so the controller lets the lease of the job expire",
+                job.lease.load_balancer_id,
+            )
         self._hung = hung
         return [job for job in jobs if job not in hung]
 
@@ -302,7 +323,10 @@ class Controller:
                 reaped_at = time.monotonic()
                 self._reap_dead_processes()
                 if self._jobs.clamp_due_times(longest):
-                    LOG.warning("the database clock was set back: jobs with implausible due times are due now")
+                    LOG.warning(
+                        "the database clock was set back, so the controller makes jobs with implausible "
+                        "due times due now"
+                    )
                     self._wakeup.wake()
 
         self._repeat("check running jobs", _CHECK_JOBS_EVERY, check)
@@ -318,7 +342,10 @@ class Controller:
 
     def _reap_dead_processes(self) -> None:
         if reaped := self._process_lock.reap_dead(self._release_leases_of):
-            LOG.warning("making the jobs of dead processes due: %s", ", ".join(reaped))
+            LOG.warning(
+                "the controller released the leases of dead controllers on this host, so their jobs are due now: %s",
+                ", ".join(reaped),
+            )
             notifier.notify(self._conf, local_socket.CONTROLLER)
 
     def _release_leases_of(self, name: str) -> None:
@@ -343,7 +370,10 @@ class ControllerService(cotyledon.Service):
         self._controller.stop()
         # The process ends after `terminate`, and another controller continues the running jobs.
         if not self._controller.wait(_STOP_TIMEOUT):
-            LOG.warning("the process stops with running jobs, another controller continues them after lease expiry")
+            LOG.warning(
+                "the controller stops with running jobs, and another controller continues them after "
+                "their leases expire"
+            )
 
 
 def main() -> int:

@@ -114,19 +114,25 @@ class FailureDetector:
                     self.run_once()
             except (AmphoraDriverError, OSError) as error:
                 if self._holds_duty:
-                    LOG.warning("the detector cannot read heartbeats, restarting all silent periods: %s", error)
+                    LOG.warning(
+                        "the failure detector cannot read heartbeats and restarts the silent periods of "
+                        "all amphorae: %s",
+                        error,
+                    )
                 self._suspend("the database is not available")
             except Exception:
                 # If the thread of the failure detector ended, no controller would replace silent amphorae, and no
                 # component would report the failure.
-                LOG.exception("failure detection failed, trying again in %g s", _ERROR_BACKOFF)
+                LOG.exception("the failure detector failed unexpectedly, trying again in %g s", _ERROR_BACKOFF)
                 self._suspend("failure detection failed")
                 pause = _ERROR_BACKOFF
         self._probe.close()
         try:
             self.release_duty("this controller is stopping")
         except (AmphoraDriverError, OSError) as error:
-            LOG.info("the controller could not release the detection duty, which expires: %s", error)
+            LOG.info(
+                "the controller could not release the duty of failure detection, which expires by itself: %s", error
+            )
 
     def release_duty(self, reason: str) -> None:
         if self._holds_duty:
@@ -169,7 +175,7 @@ class FailureDetector:
         held_last = self._epoch == snapshot.epoch
         self._watch.reset("the detector has just started")
         if not held_last:
-            LOG.info("this controller runs failure detection")
+            LOG.info("this controller now runs failure detection and replaces silent amphorae")
             self._restore_state(snapshot, rows)
         self._records.load(None if held_last else rows)
         self._epoch, self._holds_duty = snapshot.epoch, True
@@ -252,7 +258,9 @@ class FailureDetector:
             # operator's acknowledgements do not change.
             return
         if self._records.closed_by_operator(rows):
-            LOG.warning("an operator closed the circuit breaker: the amphorae that are silent now are replaced")
+            LOG.warning(
+                "an operator closed the circuit breaker, so the controller replaces the amphorae that are silent now"
+            )
             self._window.accept(silent)
             self._breaker = Breaker(since=now, reason="an operator has closed it")
             self._trial = None
@@ -266,13 +274,17 @@ class FailureDetector:
             return
         if self._breaker.state is BreakerState.OPEN:
             self._trial = None
-            LOG.error("circuit breaker opened, no automatic fail-over begins: %s", self._breaker.reason)
+            LOG.error("the circuit breaker opened, no automatic fail-over begins: %s", self._breaker.reason)
         elif self._breaker.state is BreakerState.TRIAL:
-            LOG.warning("circuit breaker begins its trial, one fail-over at a time may begin: %s", before.reason)
+            LOG.warning(
+                "the circuit breaker begins its trial, so one automatic fail-over at a time may begin; it "
+                "had opened because: %s",
+                before.reason,
+            )
         else:
             self._window.expire_all()
             self._trial = None
-            LOG.warning("circuit breaker closed: %s", self._breaker.reason)
+            LOG.warning("the circuit breaker closed, so automatic fail-overs may begin again: %s", self._breaker.reason)
 
     def _observed_long_enough(self, now: float) -> bool:
         return not self._watch.blind_reason and self._watch.sees_for(now) >= self._limits.silent_after
@@ -304,7 +316,10 @@ class FailureDetector:
         }
         in_progress = {one.load_balancer_id for one in snapshot.unserved}
         if self._trial is not None and self._trial[0] not in in_progress and self._observed_long_enough(now):
-            LOG.warning("trial fail-over of load balancer %s succeeded, the next one may begin", self._trial[0])
+            LOG.warning(
+                "the trial fail-over of load balancer %s succeeded, so the circuit breaker permits the next fail-over",
+                self._trial[0],
+            )
             self._trial = None
         held = rows.get(circuit_breaker.OPERATOR)
         silent = overdue + self._window.recent(now)
@@ -376,7 +391,9 @@ class FailureDetector:
             return False
         failpoints.reach(failpoints.Point.FAILOVER_BEGUN)
         for amphora_id in begun:
-            LOG.warning("load balancer %s: amphora %s is silent, replacing it", load_balancer_id, amphora_id)
+            LOG.warning(
+                "load balancer %s: amphora %s is silent, so the controller replaces it", load_balancer_id, amphora_id
+            )
         self._backoff.record(load_balancer_id, present, now)
         if self._breaker.state is BreakerState.TRIAL:
             self._trial = load_balancer_id, now

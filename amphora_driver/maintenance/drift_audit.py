@@ -313,7 +313,12 @@ class DriftAuditor:
                 self._outdated.setdefault(of)
         elif drift is Drift.IMPLAUSIBLE:
             why = f"{why}, which no controller has pushed; it now refuses every push: replace it with amphora failover"
-            LOG.warning("load balancer %s, amphora %s has a false generation: %s", of, amphora.id, why)
+            LOG.warning(
+                "the drift audit of load balancer %s found that amphora %s reports a false generation: %s",
+                of,
+                amphora.id,
+                why,
+            )
 
         def write(connection: sa.Connection) -> bool:
             repaired = drift in {Drift.BEHIND, Drift.AHEAD}
@@ -325,7 +330,13 @@ class DriftAuditor:
             return repaired and config_drift.revoke_confirmation(connection, amphora.id, generation, why)
 
         if self._database.write(write):
-            LOG.warning("load balancer %s: pushing it again, because amphora %s differs: %s", of, amphora.id, why)
+            LOG.warning(
+                "the drift audit makes a push of load balancer %s due, because the configuration of "
+                "amphora %s differs: %s",
+                of,
+                amphora.id,
+                why,
+            )
             self._on_due()
 
     def _push_outdated(self, pool: ThreadPoolExecutor, of: str) -> None:
@@ -356,15 +367,21 @@ class DriftAuditor:
         first = different[0]
         why = "renderer: this version renders the load balancer in another way"
         if self._database.write(lambda c: config_drift.revoke_confirmation(c, first.id, recorded.generation, why)):
-            LOG.info("load balancer %s: pushing it, because this version renders it in another way", of)
+            LOG.info(
+                "the drift audit makes a push of load balancer %s due, because this version of the driver "
+                "renders it in another way",
+                of,
+            )
             self._on_due()
 
 
 def _log_failure(what: str, error: BaseException) -> None:
     if isinstance(error, AmphoraDriverError):
-        LOG.info("drift audit of %s failed, repeating it later: %s", what, error)
+        LOG.info("the drift audit of %s failed, and the controller repeats it later: %s", what, error)
     else:
-        LOG.error("drift audit of %s failed, repeating it later", what, exc_info=error)
+        LOG.error(
+            "the drift audit of %s failed unexpectedly, and the controller repeats it later", what, exc_info=error
+        )
 
 
 def _fingerprint(recorded: BundleInputs) -> str:

@@ -125,15 +125,27 @@ class Housekeeping:
         try:
             return self._vault.seal(tls_tickets.rotate_ticket_state(self._vault.open(one.sealed, place)), place)
         except StoreError as error:
-            LOG.warning("load balancer %s: the next push creates new TLS ticket keys: %s", one.load_balancer_id, error)
+            LOG.warning(
+                "the controller cannot rotate the TLS ticket keys of load balancer %s, so the next push "
+                "creates new ones: %s",
+                one.load_balancer_id,
+                error,
+            )
             return None
 
     def _release_vip(self, orphan: vip_claims.OrphanedClaim) -> bool:
         """Release the addresses; return False on an error, which must not stop the other releases."""
-        LOG.info("load balancer %s was not created, releasing its VIPs", orphan.load_balancer_id)
+        LOG.info(
+            "Octavia did not create load balancer %s after the allocation of its VIPs, so the controller releases them",
+            orphan.load_balancer_id,
+        )
         try:
             self._backends.network(orphan.network).release_load_balancer(orphan.load_balancer_id)
         except AmphoraDriverError as error:
-            LOG.warning("load balancer %s: releasing its VIPs failed, repeating it: %s", orphan.load_balancer_id, error)
+            LOG.warning(
+                "the controller could not release the VIPs of load balancer %s and tries again in the next round: %s",
+                orphan.load_balancer_id,
+                error,
+            )
             return False
         return True

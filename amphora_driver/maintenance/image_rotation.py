@@ -182,7 +182,7 @@ class ImageRotator:
         done = self._database.write(lambda c: self._execute(c, snapshot.rotation.id, moves))
         failpoints.reach(failpoints.Point.ROTATION_MOVED)
         for move in done:
-            LOG.info("image rotation %d made a step: %s", snapshot.rotation.id, _describe(move))
+            LOG.info("the controller made a step of image rotation %d: %s", snapshot.rotation.id, _describe(move))
             if isinstance(move, StartItem | FinishItem):
                 self._watch.forget(move.item.load_balancer_id)
         if any(isinstance(move, StartItem) for move in done):

@@ -88,7 +88,12 @@ class OrphanCleaner:
         try:
             existing = list_ids()
             for one in self._removable(kind, backend, existing):
-                LOG.warning("removing %s %s (%s): it has no owner", kind.value, one, backend)
+                LOG.warning(
+                    "the orphan cleanup removes %s %s of backend %s, because it has no owner in the database",
+                    kind.value,
+                    one,
+                    backend,
+                )
                 remove(one)
                 removed += 1
         except AmphoraDriverError as error:
@@ -108,7 +113,13 @@ class OrphanCleaner:
             # a lock.
             return []
         for one in sorted(found - noted.keys()):
-            LOG.warning("%s %s (%s) has no owner, removing it in %.0f s", kind.value, one, backend, self._grace)
+            LOG.warning(
+                "%s %s of backend %s has no owner in the database, so the orphan cleanup removes it in %.0f s",
+                kind.value,
+                one,
+                backend,
+                self._grace,
+            )
         now = self._database.now()
         due = self._database.write(
             lambda connection: orphans.update_orphans(connection, kind, backend, found, now, self._grace)

@@ -74,7 +74,12 @@ def count_key_usage(database: Database, vault: Vault) -> list[KeyUsage]:
                 rows.setdefault(vault.key_index(row[-1]), []).append(misplaced)
                 if misplaced:
                     key = ", ".join(map(str, row[: len(column.table.primary_key)]))
-                    LOG.warning("column %s of row %s was sealed for another row or purpose, keeping it", column, key)
+                    LOG.warning(
+                        "the driver keeps a misplaced secret: the value in column %s of row %s was sealed "
+                        "for another row or purpose",
+                        column,
+                        key,
+                    )
         for number, flags in rows.items():
             name = names[number] if number is not None and number < len(names) else ""
             usage = KeyUsage(column=str(column), key=number, fingerprint=name, rows=len(flags), misplaced=sum(flags))

@@ -98,7 +98,12 @@ class Neutron:
         except ApiError as error:
             # The driver never reads the tags of a Neutron object: they only help operators to find objects, so a
             # failure is harmless.
-            LOG.warning("%s %s has no tags: %s", _NAMES[kind][1], made["id"], error)
+            LOG.warning(
+                "the network backend could not tag %s %s, which stays without tags: %s",
+                _NAMES[kind][1],
+                made["id"],
+                error,
+            )
         return made
 
     def add_tag(self, port_id: str, tag: str) -> None:

@@ -165,7 +165,7 @@ class Groups:
         if self._neutron.has_extension("stateful-security-group"):
             body["stateful"] = stateful
         made = self._neutron.create_tagged("groups", body, objects.tags(self._deployment_id, load_balancer_id))
-        LOG.info("created the security group %s (%s)", name, made["id"])
+        LOG.info("the network backend created the security group %s (%s)", name, made["id"])
         return made
 
     def _complete(self, group: Mapping[str, Any], rules: frozenset[Rule], *, exact: bool) -> None:
@@ -179,11 +179,17 @@ class Groups:
         """Return the group to use after a creation, and delete the created one if another one is older."""
         kept = objects.oldest(self._find(name))
         if kept is not None and made is not None and kept["id"] != made["id"]:
-            LOG.info("another process created the security group %s first: using %s", name, kept["id"])
+            LOG.info(
+                "another process created the security group %s first, so the network backend uses %s", name, kept["id"]
+            )
             try:
                 self._neutron.delete("groups", made["id"])
             except ApiError as error:
-                LOG.warning("the second security group %s stays: %s", made["id"], translate(error, "delete it"))
+                LOG.warning(
+                    "the network backend could not delete the duplicate security group %s, which stays: %s",
+                    made["id"],
+                    translate(error, "delete it"),
+                )
         return kept
 
 

@@ -115,7 +115,7 @@ class BootWait:
                 except Exception:
                     # If the thread of `BootWait` ended, each booting load balancer would wait for the end of its pause,
                     # and no component would report an error.
-                    LOG.exception("the wait for booting amphorae failed, continuing")
+                    LOG.exception("the controller's wait for booting amphorae failed unexpectedly and continues")
                     time.sleep(_ERROR_BACKOFF)
         finally:
             with self._lock:
@@ -150,7 +150,11 @@ class BootWait:
         try:
             self._on_listening(sorted({one.load_balancer_id for one in listening}))
         except (AmphoraDriverError, OSError) as error:
-            LOG.warning("could not make load balancers with booted amphorae due, the next poll starts them: %s", error)
+            LOG.warning(
+                "the controller could not start the jobs of load balancers with booted amphorae, the next "
+                "poll starts them: %s",
+                error,
+            )
 
     def _start_due(self) -> float | None:
         """Start the connections that are due; return the seconds until the next one, None without any."""
@@ -173,7 +177,11 @@ class BootWait:
             connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         except OSError as error:
             # The controller may have no free file descriptor at the moment, so it repeats the connection attempt later.
-            LOG.debug("could not open a socket for amphora %s, retrying: %s", entry.awaited.amphora_id, error)
+            LOG.debug(
+                "the controller could not open a socket to booting amphora %s and tries again later: %s",
+                entry.awaited.amphora_id,
+                error,
+            )
             return
         try:
             # The selector reports a connection as writable even if `connect_ex` has established it at once.
@@ -184,7 +192,11 @@ class BootWait:
         except (OSError, ValueError) as error:
             # The wait for booting amphorae only logs an invalid address, because the next job of the load balancer
             # reports it as an error.
-            LOG.debug("could not connect to amphora %s: %s", entry.awaited.amphora_id, error)
+            LOG.debug(
+                "the controller could not connect to booting amphora %s and tries again later: %s",
+                entry.awaited.amphora_id,
+                error,
+            )
         if entry.socket is None:
             connection.close()
 

@@ -70,7 +70,12 @@ class AmphoraRemoval:
             # `ensure_may_act` ends a preempted job here, because the preemption may have caused the error, which then
             # says nothing about the amphora.
             self._job.ensure_may_act()
-            LOG.info("amphora %s: could not query the VIPs and the drain, continuing: %s", amphora.id, error)
+            LOG.info(
+                "the controller could not query the VIPs and the drain of amphora %s and continues "
+                "without the answer: %s",
+                amphora.id,
+                error,
+            )
             return None
 
     def with_answers(self, observed: tuple[Amphora, ...]) -> tuple[Amphora, ...]:
@@ -126,7 +131,12 @@ class AmphoraRemoval:
                 )
             except AgentError as error:
                 self._job.ensure_may_act()
-                LOG.warning("amphora %s did not release the VIPs, querying it: %s", amphora.id, error)
+                LOG.warning(
+                    "amphora %s did not confirm the release of the VIPs, so the controller queries "
+                    "whether it holds them: %s",
+                    amphora.id,
+                    error,
+                )
             else:
                 return seconds
             said = self._query(amphora, deadline)
@@ -145,7 +155,7 @@ class AmphoraRemoval:
         if said is not None:
             over, why = said.draining is None or bool(said.holds_vip), str(said)
         if over:
-            LOG.info("the drain of amphora %s has ended: %s", amphora.id, why)
+            LOG.info("the controller found that the drain of amphora %s has ended: %s", amphora.id, why)
             self._write(lambda c: amphorae.update_amphora(c, amphora.id, drains_until=0.0))
 
     def _finds_unrecorded_drain(self, amphora: Amphora, view: steps.LoadBalancerView) -> bool:

@@ -88,7 +88,7 @@ class StepExecutor:
         """
         what = {name: value for name, value in msgspec.structs.asdict(step).items() if name != "reason"}
         words = (view.load_balancer_id, type(step).__name__, what or "", step.reason)
-        LOG.info("load balancer %s: starting step %s %s because %s", *words)
+        LOG.info("the controller works on load balancer %s: starting step %s %s because %s", *words)
         self._job.begin_step()
         self._job.ensure_may_act()
         self._network: Network = self._context.catalogue.network(view.network)
@@ -294,7 +294,11 @@ class StepExecutor:
                 # An agent that refuses or is not trusted may run on another machine with the same address. The job
                 # fails, so that its error is recorded.
                 raise
-            LOG.info("the agent of amphora %s does not answer yet, querying it later: %s", amphora.id, error.happened)
+            LOG.info(
+                "the agent of booting amphora %s does not answer yet, so the controller queries it again later: %s",
+                amphora.id,
+                error.happened,
+            )
             self.absent |= {amphora.id}
             return
         self._update(amphora.id, Event.READY, state=AmphoraState.READY, ready_at=self._database.now())

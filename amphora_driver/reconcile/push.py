@@ -120,7 +120,12 @@ class BundlePush:
                 unreachable = self._push_wave(wave, whole=whole) or unreachable
         except _GenerationConflict:
             of, generation = view.load_balancer_id, view.generation
-            LOG.info("load balancer %s: generation %d exists with another content, incrementing it", of, generation)
+            LOG.info(
+                "load balancer %s: an amphora has generation %d with another content, so the controller "
+                "increments the generation",
+                of,
+                generation,
+            )
             self._write(lambda c: generations.bump_generation(c, of, generation))
             return
         if unreachable is not None:
@@ -138,7 +143,12 @@ class BundlePush:
             said = [self._agents.info(one.id, str(one.management_address), deadline=deadline) for one in everyone]
         except AgentError as error:
             of = self._job.lease.load_balancer_id
-            LOG.warning("load balancer %s: continuing, an amphora cannot be queried for the VIPs: %s", of, error)
+            LOG.warning(
+                "load balancer %s: the controller cannot query an amphora for the VIPs and continues "
+                "without the answer: %s",
+                of,
+                error,
+            )
             return True
         return any(one.holds_vip for one in said) or all(one.holds_vip is None for one in said)
 
@@ -156,7 +166,13 @@ class BundlePush:
             if rejected.keys() <= self._omitted.keys():
                 raise refusal
             for object_id in rejected:
-                LOG.warning("load balancer %s: omitting its object %s: %s", of, object_id, refusal.happened)
+                LOG.warning(
+                    "load balancer %s: the controller omits object %s from the configuration, because an "
+                    "amphora refuses it, and repeats the push: %s",
+                    of,
+                    object_id,
+                    refusal.happened,
+                )
             self._omitted |= rejected
             self._served = None
         happened = f"it was refused {_MAX_REJECTED_OBJECTS} times: {next(iter(self._omitted.values()))}"
@@ -194,7 +210,7 @@ class BundlePush:
             attempted = f"have amphora {amphora.id} serve generation {wave.recorded.generation}"
             raise AgentRefused(attempted, f"it serves {applied.generation}")
         words = (amphora.id, wave.recorded.generation, printable(applied.how, 20), printable(applied.reason, 500))
-        LOG.info("amphora %s serves generation %d by %s (%s)", *words)
+        LOG.info("the agent accepted the push: amphora %s serves generation %d, applied by %s (%s)", *words)
         metrics.count_push(applied.how)
 
     def _record_wave(self, wave: _Wave, answers: Answers, *, whole: bool) -> AgentError | None:
@@ -202,7 +218,13 @@ class BundlePush:
         unreachable = None
         for amphora_id, error in answers.items():
             if error is not None and amphora_id in wave.optional:
-                LOG.warning("retiring amphora %s does not accept generation %d: %s", amphora_id, generation, error)
+                LOG.warning(
+                    "retiring amphora %s does not accept the push of generation %d, so the controller "
+                    "continues without it: %s",
+                    amphora_id,
+                    generation,
+                    error,
+                )
             elif error is not None:
                 unreachable = error
         served = [one for one in wave.targets if answers[one.id] is None]
@@ -257,7 +279,13 @@ class BundlePush:
             tree, self._omitted, self._conf, self._vault, lambda files: self._secrets_with_seed(view, files)
         )
         for object_id, reason in rendered.without_secret.items():
-            LOG.warning("load balancer %s: omitting its object %s: %s", tree.id, object_id, reason)
+            LOG.warning(
+                "load balancer %s: the controller omits object %s from the configuration, because a "
+                "secret of it is not usable: %s",
+                tree.id,
+                object_id,
+                reason,
+            )
         self._omitted = rendered.omitted
         return rendered.served
 

@@ -100,12 +100,19 @@ class Reconciler:
             failpoints.reach(failpoints.Point.FINISHED)
         except LeaseLost as error:
             if not job.row_deleted:
-                LOG.warning("load balancer %s: stopping the job, its lease is lost: %s", lease.load_balancer_id, error)
+                LOG.warning(
+                    "load balancer %s: the controller stops its job, because the lease of the job is lost: %s",
+                    lease.load_balancer_id,
+                    error,
+                )
             return "lost"
         except AmphoraDriverError as error:
             self._handle_failure(job, error)
         except Exception as error:
-            LOG.exception("load balancer %s: the job failed unexpectedly, retrying it", lease.load_balancer_id)
+            LOG.exception(
+                "load balancer %s: the job of the controller failed unexpectedly and is repeated",
+                lease.load_balancer_id,
+            )
             self._handle_failure(job, error)
         else:
             return "finished" if found[2] is None else "waiting"
@@ -261,13 +268,19 @@ class Reconciler:
             if isinstance(error, Superseded) or job.is_preempted:
                 # A preemption may cause any error of the running call, so the job returns its lease and records no
                 # failure.
-                LOG.info("load balancer %s: the job is preempted and starts again: %s", of, job.preemption_error())
+                LOG.info(
+                    "load balancer %s: the running job of the controller is preempted and starts again: %s",
+                    of,
+                    job.preemption_error(),
+                )
                 self._jobs.yield_lease(lease)
                 return
             final = isinstance(error, AmphoraDriverError) and error.final
             pause = conf.retry_most if final else min(conf.retry_first * 2**lease.attempts, conf.retry_most)
             pause *= random.uniform(0.8, 1.2)  # noqa: S311 - jitter, no secret
-            LOG.warning("load balancer %s: the job failed: %s; trying again in %.1f s", of, error, pause)
+            LOG.warning(
+                "load balancer %s: the job of the controller failed: %s; trying again in %.1f s", of, error, pause
+            )
             if job.replacing:
                 self._write(job, lambda c: failovers.record_failure(c, of, now, str(error)))
             tried = lease.attempts + 1
@@ -280,7 +293,12 @@ class Reconciler:
             crashes = lease.crashes - 1 if isinstance(error, CrashLoop) else 0
             self._jobs.retry_later(lease, pause, str(error), job.generation or None, crashes=crashes)
         except (AmphoraDriverError, OSError) as failure:
-            LOG.warning("load balancer %s: could not release its lease, which expires: %s", of, failure)
+            LOG.warning(
+                "load balancer %s: the controller could not release the lease of the failed job, which "
+                "expires by itself: %s",
+                of,
+                failure,
+            )
 
 
 def _perform_steps(
@@ -304,7 +322,12 @@ def _perform_steps(
             if amphora_id is None:
                 raise
             of = view.load_balancer_id
-            LOG.warning("load balancer %s: continuing, a step for amphora %s failed: %s", of, amphora_id, error)
+            LOG.warning(
+                "load balancer %s: a step for amphora %s failed, the controller continues with the other amphorae: %s",
+                of,
+                amphora_id,
+                error,
+            )
             errors[amphora_id] = error
     if errors:
         raise next((one for one in errors.values() if one.final), next(iter(errors.values())))

@@ -101,7 +101,12 @@ class SpareSteps:
                 compute = self._context.catalogue.compute(spec.compute, spec.network)
                 self._images[spec.id] = compute.image(spec.image_tag)
             except AmphoraDriverError as error:
-                LOG.warning("spare pool %s: could not read the current image, keeping all spares: %s", spec.id, error)
+                LOG.warning(
+                    "the controller could not read the current image of spare pool %s and keeps all its "
+                    "spare amphorae: %s",
+                    spec.id,
+                    error,
+                )
                 self._images[spec.id] = None
         return self._images[spec.id]
 
@@ -124,7 +129,11 @@ class SpareSteps:
             self._write(take)
             if taken[0]:
                 return
-        LOG.warning("load balancer %s: no usable spare in pool %s, booting an amphora", of, pool_id)
+        LOG.warning(
+            "load balancer %s: spare pool %s has no usable spare amphora, so the controller boots an amphora",
+            of,
+            pool_id,
+        )
         self.adoption_failed = True
 
     def query(self, step: steps.QuerySpares, by_id: dict[str, Amphora]) -> None:
@@ -149,7 +158,11 @@ class SpareSteps:
             self._context.agents.info(amphora_id, address, deadline=self._job.deadline.within(_QUERY_TIMEOUT))
         except AgentError as error:
             self._job.ensure_may_act()
-            LOG.warning("spare amphora %s does not answer and is not adopted: %s", amphora_id, error)
+            LOG.warning(
+                "spare amphora %s does not answer, so the controller does not adopt it for a load balancer: %s",
+                amphora_id,
+                error,
+            )
             return False
         return True
 
