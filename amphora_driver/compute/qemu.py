@@ -113,7 +113,8 @@ class QemuCompute(HostCompute):
             memory=options.memory,
             kernel_arguments=arguments,
             initrd=initrd,
-            # QEMU refuses to change to the user as whom it already runs, so the backend passes only another user.
+            # QEMU refuses to change to the user that already runs it, so the backend passes a user to QEMU only if it
+            # is another one.
             user=None if _uid_of(options.user, "start a machine") == os.geteuid() else options.user,
             runs_with=kvm_probe.supports_run_with_user(options.program),
         )

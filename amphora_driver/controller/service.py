@@ -247,7 +247,7 @@ class Controller:
                 break
             self._start_job(pool, lease)
         else:
-            # No worker slot is free, so this thread can wait: the end of a job wakes it.
+            # No worker slot is free, so the thread that claims jobs sleeps until the end of a job wakes it.
             return poll
         due = self._jobs.next_due()
         soonest = _CLAIM_FRESH_EVERY if fresh else 0.02

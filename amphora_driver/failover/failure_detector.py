@@ -197,8 +197,8 @@ class FailureDetector:
         state = BreakerState(row.state)
         self._breaker = breaker_rules.restore_breaker(state, row.reason or "", self._breaker_limits, now, remaining)
         if state is BreakerState.TRIAL and snapshot.unserved:
-            # In its TRIAL state, the circuit breaker permits one fail-over at a time: the newest one runs, and the next
-            # one waits for its end.
+            # In its TRIAL state, the circuit breaker permits one fail-over at a time: the newest fail-over is running,
+            # and the next fail-over waits for its end.
             self._trial = max(snapshot.unserved, key=lambda one: one.id).load_balancer_id, now
 
     def _decide(self, snapshot: LivenessSnapshot, rows: dict[str, BreakerRow], now: float) -> None:

@@ -24,19 +24,21 @@ from amphora_driver.store.silent_amphorae import AmphoraLiveness, LivenessSnapsh
 # Epoch and sequence of the last recorded heartbeat of an amphora; None before its first heartbeat.
 Order = tuple[int, int] | None
 
-# Fractions of `silent_after`: when the detector probes a late amphora, when a gap between two reads restarts the
-# timers, and when it counts as deaf. The probe starts early, so that its result exists at the end of `silent_after`.
+# The failure detector multiplies `silent_after` by these fractions. After `_LATE`, it probes a silent amphora, early
+# enough for a result. After a gap `_GAP` between two reads, it restarts its timers. After `_DEAF` without a proof of
+# reception, it trusts no health manager.
 _LATE = 0.65
 _GAP = 0.25
 _DEAF = 0.4
-# Minimum in seconds of a gap between two reads, because shorter ones are scheduling delays; and minimum in seconds
-# until the detector counts as deaf.
+# Shortest gap in seconds between two reads that restarts the timers of the failure detector; shorter gaps are
+# scheduling delays. The second value is the shortest time in seconds until it trusts no health manager without a proof
+# of reception.
 _LEAST_GAP = 1.0
 _LEAST_DEAF = 1.5
 # Seconds for which the result of a probe stays valid; twice the time-out of a probe if that is longer.
 _FRESH = 8.0
-# Seconds from the flush of a heartbeat until the failure detector sees it: a health manager writes once a second, and
-# the detector reads every half second.
+# Seconds after the health manager's flush until the failure detector sees a heartbeat: a health manager writes once a
+# second, and the detector reads every half second.
 _SEEN_LATE = 1.5
 # Fractions of a heartbeat interval: latest time of a punctual heartbeat, and time after which the detector takes a
 # heartbeat as not sent or lost.

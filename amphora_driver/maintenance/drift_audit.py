@@ -50,8 +50,8 @@ DUTY = "audit"
 # interval.
 _LONGEST_ROUND, _SHORTEST_ROUND = 5.0, 0.2
 _ROUNDS = 10
-# Each round of the drift audit may query this factor more amphorae than the audit interval requires, because failed
-# audits are repeated.
+# Factor by which a round of the drift audit may query more amphorae than its interval requires, because the audit
+# repeats failed queries.
 _RESERVE = 1.5
 # Seconds within which an agent must answer the drift audit, and seconds until the audit queries an amphora without an
 # answer again.
@@ -67,7 +67,7 @@ _QUEUED = 2
 # If an agent reports a generation that exceeds the recorded one by more than this number, the drift audit takes the
 # report as false.
 _IMPLAUSIBLE = 2**31
-# The drift audit receives this value from an iterator after the last amphora to audit.
+# Value by which the drift audit recognizes that no further amphora is due for an audit.
 _END = object()
 
 

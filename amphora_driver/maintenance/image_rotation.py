@@ -69,8 +69,8 @@ class RotationWatch:
 
     def __init__(self, silence: float) -> None:
         self._silence = silence
-        # Last heartbeat of each amphora, whether a newer one has arrived since, and the seconds since the newest one,
-        # by amphora id.
+        # For each amphora id: the last heartbeat, whether a newer heartbeat has arrived, and the seconds since the
+        # newest heartbeat.
         self._heartbeats: dict[str, tuple[tuple[int, int], bool, float]] = {}
         self._watched: dict[str, float] = {}
         self._well: dict[str, float] = {}

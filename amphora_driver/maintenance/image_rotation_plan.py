@@ -136,7 +136,8 @@ def next_moves(
     if rotation.state is RotationState.RUNNING:
         moves += _start_items(rotation, waiting, facts, limits, rotation.max_unavailable - busy, breaker)
     if not items:
-        # The facts may contain only the first waiting load balancers, so the rotation ends only when `items` is empty.
+        # `items` may contain only the first of the waiting load balancers, so the rotation ends only when `items` is
+        # empty.
         aborted = rotation.state is RotationState.ABORTED
         moves.append(FinishRotation(state=RotationState.ABORTED if aborted else RotationState.DONE))
     return moves

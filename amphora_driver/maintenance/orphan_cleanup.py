@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from amphora_driver.plugins import Catalogue
 
 LOG = logging.getLogger(__name__)
-# Number of orphans of one kind that the cleanup removes in any case; more orphans must not exceed a tenth of all
-# objects.
+# Number of orphans of one kind that crashes can explain. The cleanup removes more orphans only if they are at most a
+# tenth of all objects.
 _MOST = 2
 _FAILED = "orphan cleanup of backend %s failed, the next run repeats it: %s"
 

@@ -92,8 +92,8 @@ class LocalNetwork:
             else:
                 local_db.set_owner(connection, row.id, local_db.user_owner(row.id))
 
-        # The rules are removed before the addresses are released, because the next owner of an address must not inherit
-        # the rules.
+        # The packet rules of the VIPs are removed before their addresses are released, because the next owner of an
+        # address must not inherit the rules.
         self.port_security.remove_options(load_balancer_id)
         self._database.write(work)
 
@@ -162,8 +162,8 @@ class LocalNetwork:
         """The owners of all objects that `ensure_port` or `allocate_vip` created and that still exist."""
         query = sa.select(local_port.c.owner, local_port.c.ours).distinct()
         found = self._database.read(lambda c: c.execute(query).all())
-        # Hosts of the sandbox own ports under a name, so only amphora ids count. The backend releases a port of a user
-        # but never deletes it.
+        # Hosts of the sandbox own ports under names, so the backend lists only ports whose owner has an amphora id. The
+        # backend releases a port of a user but never deletes it.
         return Owners(
             amphorae=frozenset(row.owner for row in found if row.ours and _AMPHORA.fullmatch(row.owner)),
             load_balancers=frozenset(
@@ -303,8 +303,8 @@ class LocalNetwork:
             try:
                 fixed.append(local_db.choose_address(connection, subnet, request.address, attempt, mine))
             except NetworkError as error:
-                # The error becomes a `Conflict`, because the user can choose another address, but the operator cannot
-                # solve the problem.
+                # An unavailable address becomes a `Conflict`, because the user can choose another address, but the
+                # operator cannot solve the problem.
                 raise Conflict(error.wanted, error.happened, error.remedy) from error
         return local_db.to_vips(local_db.make_port(connection, segment, vip_owner(load_balancer_id), fixed))
 

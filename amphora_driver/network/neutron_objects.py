@@ -197,7 +197,7 @@ def to_vips(port: Json, wanted: Sequence[VipRequest]) -> tuple[Vip, ...] | None:
     """Return the VIPs in the order of the request; None if the port has no address for one of them."""
     left = [(one["subnet_id"], one["ip_address"]) for one in port["fixed_ips"]]
     chosen: dict[int, tuple[str, str]] = {}
-    # Requests with an exact address choose first, so that a less exact request cannot take the address.
+    # VIP requests that name an exact address choose first, so that a less exact request cannot take the address.
     for exact in (3, 2, 1, 0):
         for number, request in enumerate(wanted):
             score = 2 * bool(request.address) + bool(request.subnet_id)

@@ -21,8 +21,8 @@ _DRAIN_CHECK_PAUSE = 2.0
 _VIP_CHECK_PAUSE = 0.1
 # Shortest and longest pause in seconds between two checks of a booting amphora by the controller.
 _BOOT_PAUSE, _MAX_BOOT_PAUSE = 1.0, 10.0
-# The plan takes the steps of all amphorae in the order of these stages: all boots start before the first wait, so that
-# machines boot in parallel.
+# Order of the boot steps in a plan: all amphorae boot before the controller waits for the first agent, so that machines
+# boot in parallel.
 _STAGES = (steps.Boot, steps.Plug, steps.AwaitAgent)
 
 
@@ -257,8 +257,8 @@ class AmphoraSet:
         """Return the steps that remove replaced amphorae; a draining amphora stays until its connections end."""
         draining = [one for one in self.retiring if self._is_draining(one)]
         found: list[steps.Step] = [self._release_or_hand_over(one) for one in self.retiring if one not in draining]
-        # A draining amphora takes the VIPs only after all other amphorae have failed, provided that it knows its
-        # current VRRP peers.
+        # A draining amphora leaves the VIPs to the other amphorae only if it knows its current VRRP peers, so changed
+        # peers are pushed to it.
         reason = "its VRRP peers lack an amphora that stays"
         found += [
             steps.Push(waves=((one.id,),), optional=frozenset((one.id,)), whole=False, reason=reason)
@@ -290,7 +290,7 @@ class AmphoraSet:
     def _is_draining(self, one: Amphora) -> bool:
         if not one.drains_until:
             return False
-        # If the wall clock was set, the end of a drain is unknown here: only the agent measures the drain with a
+        # If the wall clock was set, the recorded end of a drain is wrong: only the agent measures the drain with a
         # monotonic clock. The amphora therefore counts as draining until a `CheckDrain` step learns from the agent that
         # the drain has ended.
         return self._view.clock_set or one.drains_until > self._view.now

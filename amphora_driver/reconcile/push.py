@@ -245,7 +245,7 @@ class BundlePush:
                 self._record_confirmation(connection, view)
             elif served and self._omitted and view.applied < generation:
                 # A later job may confirm the generation, so the database must contain the objects that the controller
-                # has omitted from it.
+                # omits from the generation.
                 omitted, of = self._all_omitted(view), view.load_balancer_id
                 record_omitted_objects(connection, of, generation, omitted)
 

@@ -288,8 +288,8 @@ class Reconciler:
                 first = final or tried == conf.give_up_after
                 if self._database.write(lambda c: _report_error(c, job, str(error), always=first)):
                     self._on_status()
-            # A job that ends without a crash resets the crash count of its load balancer. A refusal because of a crash
-            # loop leaves the count one below the limit.
+            # A job that ends without a crash resets the crash count of its load balancer. A job that is refused because
+            # of repeated crashes leaves the count one below the limit.
             crashes = lease.crashes - 1 if isinstance(error, CrashLoop) else 0
             self._jobs.retry_later(lease, pause, str(error), job.generation or None, crashes=crashes)
         except (AmphoraDriverError, OSError) as failure:
