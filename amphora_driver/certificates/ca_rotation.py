@@ -21,8 +21,8 @@ from amphora_driver.store.ca_records import AmphoraCertificate, CaKind, CaRecord
 
 DAY = 86400.0
 _DIGITS = 12
-# Fraction of the due time by which the renewal of a certificate may be earlier or later, so that certificates of the
-# same day are not renewed at once.
+# Fraction of the due time by which a certificate renewal may be earlier or later, so that certificates of one day are
+# not renewed at once.
 _SPREAD = 0.1
 
 

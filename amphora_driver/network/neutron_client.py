@@ -96,8 +96,8 @@ class Neutron:
         try:
             self._service.request("PUT", f"{_NAMES[kind][0]}/{made['id']}/tags", json={"tags": list(tags)})
         except ApiError as error:
-            # The driver never reads the tags of a Neutron object: they only help operators to find objects, so a
-            # failure is harmless.
+            # The driver does not read the tags of objects that it creates: the tags only help operators to find
+            # objects, so a failure is harmless.
             LOG.warning(
                 "the network backend could not tag %s %s, which stays without tags: %s",
                 _NAMES[kind][1],

@@ -149,7 +149,8 @@ class Groups:
             except ApiError as error:
                 if error.status not in (404, 409) or "overquota" in error.kind.lower():
                     raise
-                # Another process has changed the rules or removed the group, so the loop tries again.
+                # Another process has changed the rules of the security group or removed the group, so the next attempt
+                # begins.
                 continue
             kept = found or self._keep_one(name, made)
             if kept is not None:

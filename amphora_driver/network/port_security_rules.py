@@ -24,8 +24,8 @@ _BYTES = 125
 # largest frames.
 _BURST = 0.8
 _LEAST_BURST = 256 * 1024
-# The rules always admit these messages: neighbour discovery is necessary to find the VIP, the others for path MTU
-# discovery (RFC 1191, RFC 8201).
+# The packet rules of a VIP always admit some ICMP messages: neighbour discovery is necessary to find the VIP, the other
+# types for path MTU discovery (RFC 1191, RFC 8201).
 _ALWAYS = {
     4: ("icmp type destination-unreachable accept",),
     6: ("icmpv6 type { destination-unreachable, packet-too-big, nd-neighbor-solicit, nd-neighbor-advert } accept",),
