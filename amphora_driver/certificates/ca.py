@@ -23,10 +23,11 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from amphora_driver.errors import CertificateError
 from amphora_driver.secret import Secret
 
-# The validity of a certificate starts these seconds before its issue, because clocks of amphorae and hosts differ.
+# Seconds by which the validity of a certificate starts before its issue, because the clocks of amphorae and hosts
+# differ.
 CLOCK_SKEW = 86400.0
 _DAY = 86400.0
-# X.520 limits a common name to 64 characters (ub-common-name).
+# Maximum number of characters in the common name of a certificate (`ub-common-name` in X.520).
 _LONGEST_NAME = 64
 
 _IssuerKey = ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey | ed25519.Ed25519PrivateKey | ed448.Ed448PrivateKey
@@ -62,7 +63,7 @@ def create_authority(common_name: str, days: int = 3650) -> tuple[bytes, Secret]
     identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
     builder = (
         _builder(name, name, key.public_key(), _moment(now - CLOCK_SKEW), _moment(now + days * _DAY))
-        # With path length 0, certificates of this authority cannot be authorities.
+        # Path length 0 in the certificate of the authority means that the authority cannot create further authorities.
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_key_usage(sign_certificates=True), critical=True)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False)
@@ -152,7 +153,8 @@ class Authority:
         if self.expires_at <= now:
             happened = f"the authority expired on {self._certificate.not_valid_after_utc:%Y-%m-%d}"
             raise CertificateError(wanted, happened, "Replace the authority: see docs/how-to/rotate-certificates.md.")
-        # The validity is within the validity of the authority; otherwise verification fails at an unexpected time.
+        # A certificate is valid only within the validity of its authority, because its verification would otherwise
+        # fail at an unexpected time.
         begin = max(_moment(now - CLOCK_SKEW), self._certificate.not_valid_before_utc)
         end = min(_moment(now + days * _DAY), self._certificate.not_valid_after_utc)
         if end <= begin:
@@ -196,7 +198,7 @@ def _builder(
 
 
 def _moment(seconds: float) -> dt.datetime:
-    # X.509 has a resolution of one second.
+    # The times in an X.509 certificate have a resolution of one second, so the fraction is dropped.
     return dt.datetime.fromtimestamp(int(seconds), dt.timezone.utc)
 
 
@@ -215,7 +217,8 @@ def _key_usage(*, sign_certificates: bool) -> x509.KeyUsage:
 
 
 def _authority_identifier(certificate: x509.Certificate) -> x509.AuthorityKeyIdentifier:
-    # The identifier must equal the authority's own identifier, which another tool may have derived in another way.
+    # The identifier must equal the one in the authority's certificate, which another tool may have derived from the key
+    # in another way.
     try:
         own = certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier)
     except x509.ExtensionNotFound:
@@ -225,7 +228,7 @@ def _authority_identifier(certificate: x509.Certificate) -> x509.AuthorityKeyIde
 
 
 def _digest(key: _IssuerKey) -> hashes.SHA256 | None:
-    # Signatures with Edwards curves define their own hash.
+    # Signatures with Edwards curves (Ed25519, Ed448) define their own hash, so no hash is chosen for them.
     return None if isinstance(key, (ed25519.Ed25519PrivateKey, ed448.Ed448PrivateKey)) else hashes.SHA256()
 
 
@@ -273,7 +276,8 @@ def _read_key(secret: Secret) -> _IssuerKey:
         happened = "its private key is encrypted with a passphrase"
         raise CertificateError(wanted, happened, "Store it unencrypted, readable by the controller only.") from error
     except (ValueError, UnsupportedAlgorithm):
-        # The error has no original reason, which could quote the file.
+        # The new error does not contain the original error, because the message of the original could quote the key
+        # file.
         raise CertificateError(wanted, "its private key is no PEM private key", remedy) from None
     if not isinstance(key, _ISSUER_KEYS):
         raise CertificateError(wanted, "its private key is of a kind that cannot sign certificates", remedy)

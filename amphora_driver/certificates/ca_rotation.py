@@ -21,7 +21,8 @@ from amphora_driver.store.ca_records import AmphoraCertificate, CaKind, CaRecord
 
 DAY = 86400.0
 _DIGITS = 12
-# Renewals of certificates that were issued together spread over this fraction of their due time, before and after it.
+# Fraction of the due time by which a certificate renewal may be earlier or later, so that certificates of one day are
+# not renewed at once.
 _SPREAD = 0.1
 
 
@@ -103,7 +104,8 @@ def renewal_reason(one: AmphoraCertificate, desired: DesiredTrust, lifetime: Cer
 def trust_differs(text: str | None, desired: DesiredTrust) -> bool:
     """Return whether the trust list of an amphora differs from the desired one."""
     if text is None:
-        # The amphora is older than this column. Without recorded CAs it has the files.
+        # An amphora without a recorded trust list is older than the column for it. Such an amphora trusts the CAs from
+        # the files.
         return not desired.trusts.startswith("files-")
     named, _, signer = text.partition("/")
     to_name, _, to_sign = desired.trusts.partition("/")

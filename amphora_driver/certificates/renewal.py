@@ -35,14 +35,17 @@ if TYPE_CHECKING:
     from amphora_driver.reconcile.job import Job
 
 LOG = logging.getLogger(__name__)
-# Time-out of one renewal in seconds; it is short, because users may wait for other changes of the same job.
+# Time-out in seconds of the renewal of one certificate. It is short, because users may wait for other changes of the
+# same job.
 _RENEWAL_TIMEOUT = 10.0
-# Seconds between a failed renewal and the next attempt, and the times of the failures by amphora (`time.monotonic()`).
+# Seconds between a failed renewal and the next attempt, and the time of each failure by amphora id, on the clock of
+# `time.monotonic()`.
 _RETRY_AFTER = 60.0
 _FAILED: dict[str, float] = {}
-# Load balancers that become due in one round; the limit prevents that all amphorae renew at the same time.
+# Number of load balancers that become due for renewals in one round. Without a limit, all amphorae could renew their
+# certificates at once.
 _MOST = 100
-# Names in one log line.
+# Maximum number of amphorae that a log message lists by name.
 _NAMED = 5
 
 
@@ -80,12 +83,16 @@ class CertificateRenewer:
         self._agents = agents
         self._trust = trust
         self._job = job
-        # The trust that amphorae should have; without it no renewal is due.
+        # The CAs that amphorae should trust. While the controller cannot read them (None), no renewal of a certificate
+        # is due.
         self._desired: ca_rotation.DesiredTrust | None = None
         try:
             self._desired = None if trust is None else trust.credentials().desired
         except (CertificateError, StoreError) as error:
-            LOG.warning("renewing no certificates, cannot read the certificate authorities: %s", error)
+            LOG.warning(
+                "the controller cannot read the certificate authorities, so the current job renews no certificates: %s",
+                error,
+            )
 
     def due(self, observed: Sequence[Amphora], now: float) -> dict[str, str]:
         """Return the amphorae whose certificate this job should renew, with the reason."""
@@ -99,7 +106,8 @@ class CertificateRenewer:
         failed_at = _FAILED.get(one.id)
         if one.id in self.tried or (failed_at is not None and time.monotonic() - failed_at < _RETRY_AFTER):
             return False
-        # The controller calls a retiring amphora too, but an amphora without a confirmed generation may not exist.
+        # The controller also renews certificates of retiring amphorae, but a retiring amphora without a confirmed
+        # generation may have no machine.
         exists = one.state is AmphoraState.READY or (one.state is AmphoraState.RETIRING and one.confirmed > 0)
         return exists and one.management_address is not None and not one.dead
 
@@ -117,7 +125,8 @@ class CertificateRenewer:
         if amphora.certificate_issued_at is not None and exists():
             by = by if by == amphora.certificate_authority else None
             trusts = ca_rotation.common_trust(amphora.trusts, trusts)
-        # The boot that follows may crash each controller, so this record is no progress.
+        # The record of a certificate does not count as progress of the job, because the boot that follows may crash
+        # each controller.
         self._record(amphora.id, by, trusts, issued.expires_at, is_progress=False)
         return credentials, issued
 
@@ -137,7 +146,9 @@ class CertificateRenewer:
             credentials = self._trust.credentials()
             issued = credentials.issuer.issue_server(amphora.id, self._days)
         except (CertificateError, StoreError) as error:
-            LOG.warning("cannot issue a certificate to amphora %s, trying again later: %s", amphora.id, error)
+            LOG.warning(
+                "the controller cannot issue a certificate to amphora %s and tries again later: %s", amphora.id, error
+            )
             return
         self._job.ensure_may_act()
         try:
@@ -145,15 +156,24 @@ class CertificateRenewer:
             self._agents.renew(amphora.id, address, issued.bundle(), **cas, deadline=deadline)
             self._agents.verify_certificate(amphora.id, address, fingerprint(issued.certificate), deadline=deadline)
         except (AgentError, CertificateError) as error:
-            # The error of a preempted job is no failure of the renewal.
+            # `ensure_may_act` ends a preempted job here, because the preemption may have caused the error of the
+            # renewal.
             self._job.ensure_may_act()
             _FAILED[amphora.id] = time.monotonic()
-            LOG.warning("could not renew the certificate of amphora %s, trying again later: %s", amphora.id, error)
+            LOG.warning(
+                "the controller could not renew the certificate of amphora %s and tries again later: %s",
+                amphora.id,
+                error,
+            )
             return
         _FAILED.pop(amphora.id, None)
         failpoints.reach_step("RenewCertificate", failpoints.Moment.DONE)
         self._record(amphora.id, credentials.desired.authority, credentials.desired.trusts, issued.expires_at)
-        LOG.info("amphora %s has a new certificate and trusts %s", amphora.id, credentials.desired.trusts)
+        LOG.info(
+            "the controller renewed the certificate of amphora %s, which now trusts the certificate authorities %s",
+            amphora.id,
+            credentials.desired.trusts,
+        )
 
     def _record(
         self, amphora_id: str, authority: int | None, trusts: str, expires_at: float, *, is_progress: bool = True
@@ -221,20 +241,22 @@ class CertificateMaintenance:
             return ca_rotation.rotation_phase(kind, recorded, held, now, self._settle)
 
         def write(connection: sa.Connection) -> ca_rotation.RotationPhase:
-            # The rows may have changed since the read.
+            # Another controller may have changed the rows of the CAs since the last read, so the transaction reads them
+            # again.
             found = read(connection)
             changed = found.moves and ca_records.change_ca_states(connection, found.moves, now)
             return found if changed else ca_rotation.RotationPhase()
 
         found = self._database.read(read)
         if found.moves:
-            # Ages that cross a jump of the clock are not reliable: the step may have just begun.
+            # After a jump of the database clock, the age of a rotation step is not reliable: the step may have just
+            # begun.
             reliable = self._database.seconds_since_clock_jump() >= self._settle
             found = self._database.write(write) if reliable else ca_rotation.RotationPhase()
         if found.moves:
             failpoints.reach_step(f"Authority-{kind.value}", failpoints.Moment.MARKED)
             steps = ", ".join(f"{one.id} is {state.value}" for one, state in found.moves.items())
-            LOG.info("rotation of the certificate authority of kind %s took a step: %s", kind.value, steps)
+            LOG.info("the rotation of the certificate authority of kind %s took a step: %s", kind.value, steps)
         self._log_waiting(kind, found)
         return bool(found.moves)
 
@@ -244,7 +266,7 @@ class CertificateMaintenance:
         if waits and waits != self._logged.get(kind):
             names = ", ".join(waits[:_NAMED]) + (" and others" if len(waits) > _NAMED else "")
             words = (kind.value, found.reason, len(waits), names)
-            LOG.warning("rotation of the certificate authority of kind %s waits (%s) for %d amphorae: %s", *words)
+            LOG.warning("the rotation of the certificate authority of kind %s waits (%s) for %d amphorae: %s", *words)
         self._logged[kind] = waits
 
     def make_renewals_due(self) -> int:
@@ -257,7 +279,8 @@ class CertificateMaintenance:
         }
         if not outdated:
             return 0
-        # A random choice, so that unreachable amphorae do not block the others.
+        # The controller chooses load balancers at random, so that unreachable amphorae do not block the renewals of
+        # others in each round.
         chosen = random.sample(sorted(outdated), min(_MOST, len(outdated)))
         return self._database.write(lambda c: ca_records.make_load_balancers_due(c, chosen, fleet.now))
 
@@ -267,6 +290,8 @@ def renew_certificates(certificates: CertificateMaintenance) -> None:
     try:
         certificates.run_once()
     except AmphoraDriverError as error:
-        LOG.warning("the certificate maintenance failed, the next round repeats it: %s", error)
+        LOG.warning("the certificate maintenance of the controller failed, and the next round repeats it: %s", error)
     except Exception:
-        LOG.exception("the certificate maintenance failed, the next round repeats it")
+        LOG.exception(
+            "the certificate maintenance of the controller failed unexpectedly, and the next round repeats it"
+        )

@@ -35,11 +35,12 @@ if TYPE_CHECKING:
     from amphora_driver.database.vault import Vault
 
 LOG = logging.getLogger(__name__)
-# Maximum age of the data in seconds, and as a fraction of a rotation's shortest step.
+# Maximum age in seconds of the CAs in memory, and the maximum age as a fraction of a rotation's shortest step.
 _MAX_AGE, _OF_A_STEP = 5.0, 0.25
-# While one thread reads, other threads accept data of up to this multiple of the maximum age.
+# While one thread reads the CAs from the database, other threads accept CAs in memory of up to this multiple of the
+# maximum age.
 _MEANWHILE = 3
-# A read that takes more seconds means that the process was paused.
+# If a read of the CAs takes more than this number of seconds, the trust store assumes that the process was paused.
 _LONGEST_READ = 40.0
 _LONGEST_HOST = 40
 
@@ -64,17 +65,18 @@ class TrustStore:
         self._max_age = min(_MAX_AGE, _OF_A_STEP * conf.amp_certificates.settle)
         self._database = database
         self._vault = vault
-        # The lock protects the data and is held briefly; `_reading` is held during a read of the database.
+        # `_lock` protects the CAs in memory and is held briefly; `_reading` is held during a read of the database.
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         self._recorded: tuple[CaRecord, ...] | None = None
-        # Time of the data, on `time.monotonic()`'s clock.
+        # Time at which the CAs were read from the database, on the clock of `time.monotonic()`.
         self._known_at = 0.0
-        # After a failed first read: time of the next attempt, and the error.
+        # Time of the next attempt after a failed first read of the CAs, and the error of the failed read.
         self._unavailable: tuple[float, StoreError] | None = None
         self._issuers: dict[int, Authority] = {}
         self._file_issuer: tuple[object, Authority] | None = None
-        # Client certificate of this process: CA id, certificate, and time of its renewal (wall clock).
+        # Client certificate of this process: the id of its CA, the certificate, and the time of its renewal by the wall
+        # clock.
         self._client: tuple[int, Issued, float] | None = None
 
     def tls_override(self) -> TlsOverride:
@@ -139,14 +141,20 @@ class TrustStore:
                 if self._recorded is None:
                     self._unavailable = time.monotonic() + self._max_age, error
                     raise
-                # The old data is safe, because no operation can be recorded without the database. Its age counts from
-                # the end of the failed read, so that not every thread waits for a database that fails slowly.
+                # After a failed read of the CAs, the CAs in memory remain safe, because no rotation can proceed without
+                # the database. Their age counts from the end of the failed read, so that not every thread waits for a
+                # database that fails slowly.
                 ended = time.monotonic()
                 self._known_at = ended if ended - begun < _LONGEST_READ else begun
-            LOG.warning("cannot read the certificate authorities, using the present ones: %s", error)
+            LOG.warning(
+                "this process cannot read the certificate authorities from the database and continues "
+                "with the present ones: %s",
+                error,
+            )
             return
         with self._lock:
-            # The age of the data counts from the start of the read.
+            # The age of the CAs in memory counts from the start of the read, because the rows may change during the
+            # read.
             self._recorded, self._known_at, self._unavailable = found, begun, None
             in_use = {one.id for one in found if one.state is not CaState.GONE}
             self._issuers = {number: issuer for number, issuer in self._issuers.items() if number in in_use}
@@ -174,8 +182,13 @@ class TrustStore:
             except CertificateError as error:
                 if self._file_issuer is None:
                     raise
-                # The file may be incomplete, and its next change causes another attempt.
-                LOG.warning("cannot read the certificate authority, using the present one: %s", error)
+                # The file of the CA may be incomplete, because somebody is writing it; the next change of the file
+                # causes another attempt.
+                LOG.warning(
+                    "this process cannot read the file of the certificate authority and continues with "
+                    "the present authority: %s",
+                    error,
+                )
                 issuer = self._file_issuer[1]
             self._file_issuer = versions, issuer
         return self._file_issuer[1]
@@ -221,7 +234,7 @@ def create_ca(kind: CaKind, vault: Vault, days: int) -> ca_records.NewCa:
     Raises:
         CertificateError: the number of days is invalid.
     """
-    # Names of CAs are unique, because verification finds the issuer of a certificate by its name.
+    # Each CA gets a unique name, because verification finds the issuer of a certificate by its name.
     name = f"{kind.value} authority {time.strftime('%Y-%m-%d', time.gmtime())} {secrets.token_hex(4)}"
     certificate, key = create_authority(name, days)
     sealed = vault.seal(key, ca_records.key_location(kind, certificate))

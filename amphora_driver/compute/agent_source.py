@@ -15,12 +15,13 @@ import threading
 from pathlib import Path
 
 LOG = logging.getLogger(__name__)
-# Seconds for the interpreter to print the directory of the agent's package.
+# Time-out in seconds of the Python interpreter that prints the directory of the agent's package.
 _TIMEOUT = 20.0
 _WHERE = (
     "import importlib.util as u; print(*(u.find_spec('amphora_agent').submodule_search_locations or ()), sep='\\n')"
 )
-# Hexadecimal digits of the digest: enough to distinguish all versions on one machine.
+# Number of hexadecimal digits in the digest of the agent's package, which is enough to distinguish all versions on one
+# machine.
 _DIGITS = 16
 
 
@@ -63,6 +64,11 @@ class AgentSource:
                 argv, env=env, cwd="/", capture_output=True, text=True, timeout=_TIMEOUT, check=True
             )
         except (subprocess.SubprocessError, OSError) as error:
-            LOG.warning("amphorae have no digest, %s does not find the agent's package: %s", self._python, error)
+            LOG.warning(
+                "amphorae have no digest of the agent, because the interpreter %s does not find the "
+                "agent's package: %s",
+                self._python,
+                error,
+            )
             return ()
         return tuple(Path(line) for line in printed.stdout.splitlines() if line)

@@ -33,9 +33,10 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     generation: bool = True
 
 
-# The processor model was chosen by measurement. A model with fewer features is cheaper to emulate: the kernel boots in
-# two thirds of the time that it needs with `max`. A model with fewer known faults needs fewer mitigations. Processor
-# time from power-on to the agent: 33 s with this model and 42 s with Nehalem-v1 (Debian 13), 27 s and 30 s (Debian 12).
+# The emulated processor model was chosen by measurement. A model with fewer features is cheaper to emulate: the kernel
+# boots in two thirds of the time that it needs with the model `max`. A model with fewer known faults needs fewer
+# mitigations. On Debian 13, an amphora needs 33 s of processor time from power-on to the agent, and 42 s with the model
+# Nehalem-v1. On Debian 12, an amphora needs 27 s, and 30 s with Nehalem-v1.
 AMD64 = Architecture(
     name="amd64", program="qemu-system-x86_64", package="qemu-system-x86", machine="pc", emulated="Opteron_G3-v1"
 )

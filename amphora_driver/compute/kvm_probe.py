@@ -13,7 +13,7 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 
-# A boot sector: count down from 2^26, write to the port that ends QEMU, halt (Intel SDM, volume 2).
+# The boot sector counts down from 2^26, writes to the port that ends QEMU, and halts (Intel SDM, volume 2).
 _PROGRAM = bytes.fromhex(
     "66b900000004"  # mov ecx, 0x04000000
     "6649"  # again: dec ecx
@@ -25,9 +25,9 @@ _PROGRAM = bytes.fromhex(
     "ebfd"  # jmp halt
 )
 _SECTOR = _PROGRAM.ljust(510, b"\0") + b"\x55\xaa"
-# With isa-debug-exit, the exit status of QEMU is twice the written value plus one.
+# With the device isa-debug-exit, the exit status of QEMU is twice the value that the boot sector writes, plus one.
 _COUNTED = 2 * 0x10 + 1
-# Time-out in seconds. The start of QEMU and its BIOS takes about one second; the loop takes 0.1 s with KVM.
+# Time-out of the KVM probe in seconds: the start of QEMU and its BIOS takes about one second, the loop 0.1 s with KVM.
 _SECONDS = 5.0
 _HELP_SECONDS = 30.0
 

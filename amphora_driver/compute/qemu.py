@@ -37,7 +37,7 @@ from amphora_driver.network.local import LocalNetwork
 
 LOG = logging.getLogger(__name__)
 _HARDWARE_FILE = "hardware.json"
-# Time-outs in seconds: creation of an overlay, removal of an interface by the guest.
+# Time-outs in seconds: of the creation of a disk overlay, and of the release of a network interface by the guest.
 _OVERLAY_SECONDS, _RELEASE_SECONDS = 60.0, 10.0
 
 
@@ -59,7 +59,9 @@ class QemuCompute(HostCompute):
             try:
                 return self._images.digest(self._images.find(tag or self._options.image_tag))
             except ComputeError as error:
-                LOG.warning("could not read the current image, all machines keep their images: %s", error)
+                LOG.warning(
+                    "the compute backend could not read the current image, so all machines keep their images: %s", error
+                )
                 return None
 
     def _boot(self, request: BootRequest, folder: Path, wanted: str) -> Machine:
@@ -111,7 +113,8 @@ class QemuCompute(HostCompute):
             memory=options.memory,
             kernel_arguments=arguments,
             initrd=initrd,
-            # QEMU refuses to change to its current user.
+            # QEMU refuses to change to the user that already runs it, so the backend passes a user to QEMU only if it
+            # is another one.
             user=None if _uid_of(options.user, "start a machine") == os.geteuid() else options.user,
             runs_with=kvm_probe.supports_run_with_user(options.program),
         )
@@ -122,7 +125,7 @@ class QemuCompute(HostCompute):
         self._spawn(folder, qemu_command.build_command(hardware, folder, ports))
 
     def _spawn(self, folder: Path, argv: list[str]) -> None:
-        # The console output of the previous boot is discarded.
+        # The backend discards the console output of the previous boot before QEMU starts.
         write_private(folder / CONSOLE, b"")
         inside = ("nsenter", f"--net={namespaces.path(self._switch_name)}", f"--wd={folder}", "--")
         environment = {name: os.environ[name] for name in ("PATH",) if name in os.environ} | {"LANG": "C.UTF-8"}
@@ -168,11 +171,16 @@ def _add_interface(monitor: Monitor, port: Port, switch: str) -> None:
 def _remove_interface(monitor: Monitor, port: Port) -> None:
     """Remove the interface of a port. If the guest does not release it, remove its network backend only."""
     if device_id(port) in monitor.device_ids():
-        # QEMU refuses this command only while an earlier one waits for the guest.
+        # QEMU refuses `device_del` only while an earlier `device_del` waits for the guest, so the backend ignores the
+        # refusal.
         monitor.try_execute("device_del", id=device_id(port))
         if not monitor.wait_until_removed(device_id(port), _RELEASE_SECONDS):
             words = (_RELEASE_SECONDS, port.id)
-            LOG.warning("no release by the guest in %g s, removing the network backend of port %s", *words)
+            LOG.warning(
+                "the guest did not release its interface in %g s, so the compute backend removes QEMU's "
+                "network backend of port %s",
+                *words,
+            )
     monitor.try_execute("netdev_del", id=qemu_command.tap_options(port)["id"])
 
 

@@ -22,11 +22,12 @@ from amphora_driver.deadline import limit_wait
 from amphora_driver.errors import ComputeError
 
 _ID = re.compile(r"[0-9a-f][0-9a-f-]{7,35}")
-# Time-out of the lock on an amphora's directory, and the polling interval, in seconds.
+# Time-out in seconds of the lock on an amphora's directory, and seconds between two attempts to take the lock.
 _LOCK_SECONDS, _LOCK_PAUSE = 60.0, 0.02
-# Characters of a log to show, and bytes to read at its end; white space may follow the last text.
+# Number of characters of a log to show, and number of bytes to read at its end, because white space may follow the last
+# text.
 _LOG_TAIL, _MOST_READ = 400, 64 * 1024
-# The owner file has the prefix of the deployment that booted the amphora.
+# Name of the file that contains the prefix of the deployment that booted the amphora.
 _OWNER_FILE = "deployment"
 _IMAGE_FILE = "image"
 
@@ -92,7 +93,8 @@ def _lock(folder: Path, *, make: bool) -> int | None:
         except BaseException:
             os.close(descriptor)
             raise
-        # The previous holder of the lock may have removed this directory, and another one has its name.
+        # The previous holder of the lock may have removed the locked directory, so that another directory has its name
+        # now.
         if folder.exists() and os.path.samestat(os.fstat(descriptor), folder.stat()):
             return descriptor
         os.close(descriptor)

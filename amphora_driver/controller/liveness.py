@@ -42,11 +42,13 @@ class ControllerLiveness:
         try:
             draining = self._registry.heartbeat(jobs=self._jobs())
         except (AmphoraDriverError, OSError) as error:
-            LOG.warning("could not write the heartbeat of this controller, trying again: %s", error)
+            LOG.warning("this controller could not write its heartbeat to the database and tries again: %s", error)
             return
         except Exception:
-            # Without this thread the controller would count as dead.
-            LOG.exception("could not write the heartbeat of this controller, trying again")
+            # If the thread that writes heartbeats ended, the controller would count as dead although it works.
+            LOG.exception(
+                "this controller failed unexpectedly while it wrote its heartbeat to the database, and it tries again"
+            )
             return
         if draining and not self.draining.is_set():
             LOG.warning("controller %s drains on request: it starts no new job", self._name)
@@ -60,4 +62,8 @@ class ControllerLiveness:
         try:
             self._registry.deregister()
         except (AmphoraDriverError, OSError) as error:
-            LOG.info("the controller could not remove its row, which expires: %s", error)
+            LOG.info(
+                "the stopping controller could not remove its row from the database, where the row "
+                "expires by itself: %s",
+                error,
+            )

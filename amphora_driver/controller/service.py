@@ -46,22 +46,24 @@ from amphora_driver.store import process_registry
 from amphora_driver.telemetry.http_server import Telemetry
 
 LOG = logging.getLogger(__name__)
-# Seconds for which a stopping process waits for its running jobs.
+# Seconds for which a stopping controller waits for its running jobs.
 _STOP_TIMEOUT = 20.0
-# Seconds for which a hint waits for a free worker slot.
+# Seconds for which a hint about a due load balancer waits for a free worker slot before the controller drops the hint.
 _HINT_TIMEOUT = 5.0
-# Time-out in seconds of a job's pending calls after the process has begun to stop.
+# Time-out in seconds of the pending calls of a job after the controller has begun to stop.
 _STOP_GRACE = 3.0
-# Seconds between two checks of running jobs for preemption, and between two searches for dead processes of the host.
+# Seconds between two checks of running jobs for preemption, and seconds between two searches for dead controllers of
+# the same host.
 _CHECK_JOBS_EVERY = 0.25
 _REAP_EVERY = 1.0
-# The longest plausible pause is a multiple of the longest retry back-off, and has a minimum in seconds.
+# Longest plausible pause of a job, as a multiple of the longest retry back-off; and the minimum of this longest pause
+# in seconds.
 _PAUSE_FACTOR, _LEAST_PAUSE = 2, 30.0
-# Seconds between two claims while only jobs without a failed attempt are allowed.
+# Seconds between two claims while the controller may claim only jobs without a failed attempt.
 _CLAIM_FRESH_EVERY = 0.1
-# Seconds of back-off after an unexpected error, and after a failed renewal of leases.
+# Seconds for which a thread of the controller pauses after an unexpected error or a failed renewal of leases.
 _ERROR_BACKOFF = 1.0
-# Seconds without a claim after which the process reports itself as unhealthy.
+# Seconds without a successful claim after which the controller reports itself as unhealthy.
 _UNHEALTHY_AFTER = 15.0
 
 
@@ -77,10 +79,14 @@ class Controller:
         vault = Vault.load(conf.amp_database.encryption_key_file)
         trust = TrustStore(conf, self._database, vault)
         try:
-            # Wrong files and keys are errors at the start of the process.
+            # The controller reads the CAs at its start, so that wrong files or keys prevent the start instead of
+            # failing each job.
             trust.credentials()
         except StoreError as error:
-            LOG.warning("cannot read the certificate authorities, each job tries again: %s", error)
+            LOG.warning(
+                "the controller cannot read the certificate authorities at its start, and each job tries again: %s",
+                error,
+            )
         context = ReconcileContext(
             conf=conf,
             database=self._database,
@@ -98,7 +104,8 @@ class Controller:
         self._reconciler = Reconciler(context, self._jobs, on_status, self._boot_wait)
         self._stopping = threading.Event()
         self._ended = threading.Event()
-        # Jobs that have exceeded their deadline by the length of a lease.
+        # Jobs that have exceeded their deadline by the length of a lease, so that the controller no longer renews their
+        # leases.
         self._hung: set[Job] = set()
         self._slots = WorkerSlots(conf.amp_controller.threads)
         self._liveness = ControllerLiveness(self._database, name, lambda: len(self._slots.jobs()))
@@ -123,7 +130,7 @@ class Controller:
             threading.Thread(target=self._check_jobs, name="watch", daemon=True),
             *(threading.Thread(target=run, args=events, name=name) for name, run in self._duties.items()),
         ]
-        # The liveness thread is a daemon, because it may block for as long as the database does not answer.
+        # The liveness thread is a daemon thread, because it may block for as long as the database does not answer.
         liveness = threading.Thread(target=self._liveness.run, args=(self._stopping,), name="liveness", daemon=True)
         with ProcessLock(f"{conf.amp_queue.socket_dir}/alive", self._name) as process_lock:
             self._process_lock = process_lock
@@ -165,8 +172,11 @@ class Controller:
             pause = float(self._conf.amp_queue.poll_interval)
             LOG.warning("the controller cannot claim jobs, trying again in %g s: %s", pause, error)
         except Exception:
-            # Without this thread the controller starts no job, but the process seems to run.
-            LOG.exception("the controller failed to claim jobs, trying again in %g s", _ERROR_BACKOFF)
+            # If the thread that claims jobs ended, the controller would start no job, although its process seems to
+            # run.
+            LOG.exception(
+                "the controller failed unexpectedly while it claimed jobs, trying again in %g s", _ERROR_BACKOFF
+            )
             return _ERROR_BACKOFF
         return pause
 
@@ -183,13 +193,17 @@ class Controller:
         if load_balancer_id is None:
             self._wakeup.wake()
             return
-        # `stop` may have been called during the wait for a slot.
+        # `stop` may have been called while the hint waited for a worker slot, and a stopping controller claims no job.
         if self._stopping.is_set() or self._draining.is_set():
             return
         try:
             lease = self._jobs.claim(load_balancer_id)
         except (StoreError, OSError) as error:
-            LOG.warning("load balancer %s: dropping a hint, cannot claim its job: %s", load_balancer_id, error)
+            LOG.warning(
+                "the controller cannot claim the job of load balancer %s, which a later poll starts: %s",
+                load_balancer_id,
+                error,
+            )
             return
         if lease is not None:
             self._start_job(pool, lease)
@@ -201,14 +215,24 @@ class Controller:
         try:
             pool.submit(self._run_job, job)
         except RuntimeError as error:
-            # The pool is shutting down, and the shutdown would wait for the slot without end.
+            # The thread pool is shutting down and never runs the job, so the shutdown would wait forever for the job's
+            # worker slot.
             self._slots.release(job)
-            LOG.info("load balancer %s: returning the lease, this controller stops: %s", lease.load_balancer_id, error)
+            LOG.info(
+                "load balancer %s: the stopping controller returns the lease of a job that it has not started: %s",
+                lease.load_balancer_id,
+                error,
+            )
             try:
                 self._jobs.yield_lease(lease)
             except (AmphoraDriverError, OSError) as failure:
                 of = lease.load_balancer_id
-                LOG.warning("load balancer %s: could not return the lease, it expires: %s", of, failure)
+                LOG.warning(
+                    "load balancer %s: the stopping controller could not return the lease of its job, "
+                    "which expires by itself: %s",
+                    of,
+                    failure,
+                )
 
     def _claim_jobs(self, pool: ThreadPoolExecutor) -> float:
         """Claim due jobs while slots are free; return the seconds until the next search."""
@@ -223,14 +247,14 @@ class Controller:
                 break
             self._start_job(pool, lease)
         else:
-            # The end of a job wakes this thread.
+            # No worker slot is free, so the thread that claims jobs sleeps until the end of a job wakes it.
             return poll
         due = self._jobs.next_due()
         soonest = _CLAIM_FRESH_EVERY if fresh else 0.02
         return poll if due is None else min(max(due - self._database.now(), soonest), poll)
 
     def _run_job(self, job: Job) -> None:
-        # The first step begins now, because the job may have waited in the queue of the pool.
+        # The job may have waited in the queue of the thread pool, so the time of its first step begins only now.
         job.begin_step()
         try:
             self._boot_wait.remove_load_balancer(job.lease.load_balancer_id)
@@ -257,7 +281,8 @@ class Controller:
                 pause = min(_ERROR_BACKOFF, every)
                 LOG.warning("the controller could not %s, trying again in %g s: %s", task, pause, error)
             except Exception:
-                # Without this thread leases expire, no job is preempted, and dead processes keep their leases.
+                # If the thread of a repeated task ended, leases would expire, no job would be preempted, and dead
+                # controllers would keep their leases.
                 pause = min(_ERROR_BACKOFF, every)
                 LOG.exception("the controller could not %s, trying again in %g s", task, pause)
 
@@ -275,7 +300,10 @@ class Controller:
         jobs = self._slots.jobs()
         hung = {job for job in jobs if job.deadline.left() < -self._conf.amp_controller.lease}
         for job in hung - self._hung:
-            LOG.error("load balancer %s: a call hangs, letting its lease expire", job.lease.load_balancer_id)
+            LOG.error(
+                "load balancer %s: a call hangs, so the controller lets the lease of the job expire",
+                job.lease.load_balancer_id,
+            )
         self._hung = hung
         return [job for job in jobs if job not in hung]
 
@@ -295,7 +323,10 @@ class Controller:
                 reaped_at = time.monotonic()
                 self._reap_dead_processes()
                 if self._jobs.clamp_due_times(longest):
-                    LOG.warning("the database clock was set back: jobs with implausible due times are due now")
+                    LOG.warning(
+                        "the database clock was set back, so the controller makes jobs with implausible "
+                        "due times due now"
+                    )
                     self._wakeup.wake()
 
         self._repeat("check running jobs", _CHECK_JOBS_EVERY, check)
@@ -311,7 +342,10 @@ class Controller:
 
     def _reap_dead_processes(self) -> None:
         if reaped := self._process_lock.reap_dead(self._release_leases_of):
-            LOG.warning("making the jobs of dead processes due: %s", ", ".join(reaped))
+            LOG.warning(
+                "the controller released the leases of dead controllers on this host, so their jobs are due now: %s",
+                ", ".join(reaped),
+            )
             notifier.notify(self._conf, local_socket.CONTROLLER)
 
     def _release_leases_of(self, name: str) -> None:
@@ -334,9 +368,12 @@ class ControllerService(cotyledon.Service):
 
     def terminate(self) -> None:
         self._controller.stop()
-        # The process ends after this method, and another controller continues its running jobs.
+        # The process ends after `terminate`, and another controller continues the running jobs.
         if not self._controller.wait(_STOP_TIMEOUT):
-            LOG.warning("the process stops with running jobs, another controller continues them after lease expiry")
+            LOG.warning(
+                "the controller stops with running jobs, and another controller continues them after "
+                "their leases expire"
+            )
 
 
 def main() -> int:

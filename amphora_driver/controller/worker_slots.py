@@ -14,9 +14,10 @@ import time
 
 from amphora_driver.reconcile.job import Job
 
-# Seconds after which a step counts as waiting. Most steps take 20 ms, a boot takes hundreds of milliseconds.
+# Seconds after which a step of a job counts as waiting and frees its worker slot. Most steps take 20 ms, a boot takes
+# hundreds of milliseconds.
 STALL_SECONDS = 1.0
-# Maximum number of jobs for each slot, including waiting ones.
+# Maximum number of jobs for each worker slot of a controller, including jobs that wait.
 JOBS_PER_SLOT = 4
 
 

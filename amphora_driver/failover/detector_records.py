@@ -21,12 +21,15 @@ from amphora_driver.store.silent_amphorae import SilentAmphora
 if TYPE_CHECKING:
     from amphora_driver.database.engine import Database
 
-# Seconds between two writes of changed numbers alone, and between two verdicts on unknown amphorae.
+# Seconds between two writes of the failure detector if only numbers have changed, and seconds between two of its
+# verdicts on unknown amphorae.
 _NUMBERS_EVERY = 5.0
 _UNKNOWN_EVERY = 10.0
-# Rows of silent amphorae in one write. The number is limited, because the detector reads no heartbeats meanwhile.
+# Number of rows of silent amphorae in one write. The number is limited, because the failure detector reads no
+# heartbeats during a write.
 _MOST_WRITTEN = 200
-# Each turn computes the start of a silent period again; values within these seconds are equal.
+# The failure detector computes the start of a silent period again in each turn. Starts that differ by fewer seconds
+# count as equal.
 _SAME = 2.0
 
 
@@ -40,7 +43,8 @@ class DetectorRecords:
         self._known: set[str] = set()
         self._rows: dict[str, BreakerRow] = {}
         self._numbers_at = self._unknown_at = float("-inf")
-        # By load balancer: the last heartbeat (epoch, sequence) of each amphora when its status was set to ERROR.
+        # Last heartbeat (epoch, sequence) of each amphora at the moment when the detector set the load balancer's
+        # status to ERROR, by load balancer id.
         self._reported: dict[str, dict[str, tuple[int, int] | None]] = {}
 
     def load(self, rows: dict[str, BreakerRow] | None) -> None:

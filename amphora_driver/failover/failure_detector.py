@@ -46,14 +46,16 @@ if TYPE_CHECKING:
     from amphora_driver.database.engine import Database
 
 LOG = logging.getLogger(__name__)
-# Seconds between two reads; at most an eighth of `silent_after`.
+# Longest time in seconds between two reads of heartbeats by the failure detector, which reads at least eight times
+# within `silent_after`.
 _READ_EVERY = 0.5
-# Seconds of the duty's lease, and between two renewals.
+# Seconds for which a controller holds the duty of failure detection, and seconds between two renewals of the duty.
 _DUTY_LEASE = 6.0
 _RENEW_EVERY = 1.5
-# Seconds of back-off after an unexpected error.
+# Seconds for which the failure detector pauses after an unexpected error.
 _ERROR_BACKOFF = 1.0
-# Status writes in one turn. Each write is a transaction, in which the detector reads no heartbeats.
+# Number of load balancers that the failure detector sets to ERROR in one turn, because it reads no heartbeats during
+# each of the transactions.
 _MOST_STATUSES = 20
 
 
@@ -90,11 +92,14 @@ class FailureDetector:
         self._records = DetectorRecords(database, conf.amp_controller.orphan_grace)
         self._renew_at = 0.0
         self._holds_duty = False
-        # Epoch of the duty when this process held the duty last; another holder changes the epoch.
+        # Epoch of the detection duty when this process last held the duty. The epoch changes when another process takes
+        # the duty.
         self._epoch: int | None = None
-        # Why an amphora with an unanswered probe does not count as dead now; empty if the amphora counts as dead.
+        # Reason for which an amphora with an unanswered probe does not count as dead at the moment; empty if the
+        # amphora counts as dead.
         self._suspicion = ""
-        # Time at which this process first read each fail-over; load balancer and start of the trial fail-over.
+        # Time at which this process first read each unfinished fail-over, by fail-over id; load balancer and start of
+        # the circuit breaker's trial fail-over.
         self._in_progress: dict[int, float] = {}
         self._trial: tuple[str, float] | None = None
 
@@ -109,18 +114,25 @@ class FailureDetector:
                     self.run_once()
             except (AmphoraDriverError, OSError) as error:
                 if self._holds_duty:
-                    LOG.warning("the detector cannot read heartbeats, restarting all silent periods: %s", error)
+                    LOG.warning(
+                        "the failure detector cannot read heartbeats and restarts the silent periods of "
+                        "all amphorae: %s",
+                        error,
+                    )
                 self._suspend("the database is not available")
             except Exception:
-                # Without this thread no silent amphora is replaced, and nothing reports that.
-                LOG.exception("failure detection failed, trying again in %g s", _ERROR_BACKOFF)
+                # If the thread of the failure detector ended, no controller would replace silent amphorae, and no
+                # component would report the failure.
+                LOG.exception("the failure detector failed unexpectedly, trying again in %g s", _ERROR_BACKOFF)
                 self._suspend("failure detection failed")
                 pause = _ERROR_BACKOFF
         self._probe.close()
         try:
             self.release_duty("this controller is stopping")
         except (AmphoraDriverError, OSError) as error:
-            LOG.info("the controller could not release the detection duty, which expires: %s", error)
+            LOG.info(
+                "the controller could not release the duty of failure detection, which expires by itself: %s", error
+            )
 
     def release_duty(self, reason: str) -> None:
         if self._holds_duty:
@@ -163,7 +175,7 @@ class FailureDetector:
         held_last = self._epoch == snapshot.epoch
         self._watch.reset("the detector has just started")
         if not held_last:
-            LOG.info("this controller runs failure detection")
+            LOG.info("this controller now runs failure detection and replaces silent amphorae")
             self._restore_state(snapshot, rows)
         self._records.load(None if held_last else rows)
         self._epoch, self._holds_duty = snapshot.epoch, True
@@ -185,7 +197,8 @@ class FailureDetector:
         state = BreakerState(row.state)
         self._breaker = breaker_rules.restore_breaker(state, row.reason or "", self._breaker_limits, now, remaining)
         if state is BreakerState.TRIAL and snapshot.unserved:
-            # The newest fail-over is the trial, and the next fail-over waits for its end.
+            # In its TRIAL state, the circuit breaker permits one fail-over at a time: the newest fail-over is running,
+            # and the next fail-over waits for its end.
             self._trial = max(snapshot.unserved, key=lambda one: one.id).load_balancer_id, now
 
     def _decide(self, snapshot: LivenessSnapshot, rows: dict[str, BreakerRow], now: float) -> None:
@@ -241,10 +254,13 @@ class FailureDetector:
         self, rows: dict[str, BreakerRow], watched: set[str], silent: set[str], found: list[JudgedAmphora], now: float
     ) -> None:
         if not self._observed_long_enough(now):
-            # The observation is too short, so the breaker and the acknowledgements stay.
+            # The failure detector has not observed the amphorae for long enough, so the circuit breaker and the
+            # operator's acknowledgements do not change.
             return
         if self._records.closed_by_operator(rows):
-            LOG.warning("an operator closed the circuit breaker: the amphorae that are silent now are replaced")
+            LOG.warning(
+                "an operator closed the circuit breaker, so the controller replaces the amphorae that are silent now"
+            )
             self._window.accept(silent)
             self._breaker = Breaker(since=now, reason="an operator has closed it")
             self._trial = None
@@ -258,13 +274,17 @@ class FailureDetector:
             return
         if self._breaker.state is BreakerState.OPEN:
             self._trial = None
-            LOG.error("circuit breaker opened, no automatic fail-over begins: %s", self._breaker.reason)
+            LOG.error("the circuit breaker opened, no automatic fail-over begins: %s", self._breaker.reason)
         elif self._breaker.state is BreakerState.TRIAL:
-            LOG.warning("circuit breaker begins its trial, one fail-over at a time may begin: %s", before.reason)
+            LOG.warning(
+                "the circuit breaker begins its trial, so one automatic fail-over at a time may begin; it "
+                "had opened because: %s",
+                before.reason,
+            )
         else:
             self._window.expire_all()
             self._trial = None
-            LOG.warning("circuit breaker closed: %s", self._breaker.reason)
+            LOG.warning("the circuit breaker closed, so automatic fail-overs may begin again: %s", self._breaker.reason)
 
     def _observed_long_enough(self, now: float) -> bool:
         return not self._watch.blind_reason and self._watch.sees_for(now) >= self._limits.silent_after
@@ -290,13 +310,16 @@ class FailureDetector:
         self, snapshot: LivenessSnapshot, rows: dict[str, BreakerRow], watched: int, overdue: int, now: float
     ) -> FailoverPermit:
         self._in_progress = {one.id: self._in_progress.get(one.id, now) for one in snapshot.unserved}
-        # A fail-over that does not end blocks the others for no longer than one boot.
+        # A fail-over that does not end blocks other fail-overs only for the boot time-out of an amphora.
         recent = {
             one.load_balancer_id for one in snapshot.unserved if now - self._in_progress[one.id] < self._boot_timeout
         }
         in_progress = {one.load_balancer_id for one in snapshot.unserved}
         if self._trial is not None and self._trial[0] not in in_progress and self._observed_long_enough(now):
-            LOG.warning("trial fail-over of load balancer %s succeeded, the next one may begin", self._trial[0])
+            LOG.warning(
+                "the trial fail-over of load balancer %s succeeded, so the circuit breaker permits the next fail-over",
+                self._trial[0],
+            )
             self._trial = None
         held = rows.get(circuit_breaker.OPERATOR)
         silent = overdue + self._window.recent(now)
@@ -315,12 +338,13 @@ class FailureDetector:
     ) -> list[SilentAmphora]:
         """Request every fail-over that may begin; return the rows of all silent amphorae that remain."""
         shown, reported = [], 0
-        # Many silent amphorae are probably not dead, but behind a failed network.
+        # If many amphorae are silent, they are probably behind a failed network and not dead, so the failure detector
+        # reports no ERROR.
         plausible = self._breaker.state is BreakerState.CLOSED and not permit.late
         by_load_balancer: dict[str, list[JudgedAmphora]] = {}
         for one in found:
             by_load_balancer.setdefault(one.liveness.load_balancer_id, []).append(one)
-        # The load balancer with the longest silence is first.
+        # The failure detector begins with the load balancer whose amphora has been silent for the longest time.
         for load_balancer_id, mine in sorted(by_load_balancer.items(), key=lambda item: item[1][0].period.since):
             ready = [one for one in mine if one.liveness.state is AmphoraState.READY]
             refusals = {one.liveness.amphora_id: self._refusal(one, permit, now) for one in ready}
@@ -367,7 +391,9 @@ class FailureDetector:
             return False
         failpoints.reach(failpoints.Point.FAILOVER_BEGUN)
         for amphora_id in begun:
-            LOG.warning("load balancer %s: amphora %s is silent, replacing it", load_balancer_id, amphora_id)
+            LOG.warning(
+                "load balancer %s: amphora %s is silent, so the controller replaces it", load_balancer_id, amphora_id
+            )
         self._backoff.record(load_balancer_id, present, now)
         if self._breaker.state is BreakerState.TRIAL:
             self._trial = load_balancer_id, now
@@ -380,7 +406,8 @@ class FailureDetector:
         load_balancer_id, amphora_id = one.liveness.load_balancer_id, one.liveness.amphora_id
         detail = rules.finding(one, now)
         if self._backoff.is_replacement(load_balancer_id, amphora_id):
-            # The previous fail-over did not lead to a live amphora.
+            # A silent amphora that replaced another one shows that the previous fail-over of the load balancer has
+            # failed.
             failovers.record_event(connection, load_balancer_id, Event.FAILED, at, amphora_id, detail)
         if not failovers.open_failovers(connection, load_balancer_id, [amphora_id], rules.failover_cause(one), at):
             return False

@@ -46,24 +46,28 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 DUTY = "audit"
-# Seconds between two rounds.
+# Longest and shortest time in seconds between two rounds of the drift audit, and the number of rounds in one audit
+# interval.
 _LONGEST_ROUND, _SHORTEST_ROUND = 5.0, 0.2
 _ROUNDS = 10
-# Each round has room for more amphorae than the interval requires, because failed audits are repeated.
+# Factor by which a round of the drift audit may query more amphorae than its interval requires, because the audit
+# repeats failed queries.
 _RESERVE = 1.5
-# Seconds until an agent must answer, and until the audit of an amphora without an answer is repeated.
+# Seconds within which an agent must answer the drift audit, and seconds until the audit queries an amphora without an
+# answer again.
 _AGENT_TIMEOUT = 5.0
 _RETRY_AFTER = 60.0
 _MOST_REMEMBERED = 10_000
-# Time-out of a round in seconds, and the pause between two checks of its end.
+# Time-out of a round of the drift audit in seconds, and seconds between two checks whether the round must end.
 _ROUND_TIMEOUT, _CHECK_EVERY = 20.0, 0.2
-# Seconds of the duty's lease, and between two renewals.
+# Seconds for which a controller holds the duty of the drift audit, and seconds between two renewals of the duty.
 _DUTY_LEASE, _RENEW_EVERY = 60.0, 10.0
-# Amphorae that wait for a thread, for each thread.
+# Number of queries of the drift audit for each of its threads, including queries that wait for a thread.
 _QUEUED = 2
-# A reported generation that exceeds the recorded one by more is false, and the audit does not continue from it.
+# If an agent reports a generation that exceeds the recorded one by more than this number, the drift audit takes the
+# report as false.
 _IMPLAUSIBLE = 2**31
-# The value after the last target.
+# Value by which the drift audit recognizes that no further amphora is due for an audit.
 _END = object()
 
 
@@ -155,12 +159,15 @@ class DriftAuditor:
         self._most: int = audit.most_at_once
         self._pause: float = audit.renderer_pause
         self._round = min(max(self._interval / _ROUNDS, _SHORTEST_ROUND), _LONGEST_ROUND)
-        # Amphorae whose audit failed: time of the next attempt, on `time.monotonic()`'s clock.
+        # Time at which the drift audit queries an amphora again after a failure, by amphora id, on the clock of
+        # `time.monotonic()`.
         self._retry_at: dict[str, float] = {}
-        # Load balancers with drift RENDERER, in the order of their detection.
+        # Load balancers that this version of the driver renders in another way (drift RENDERER), in the order of
+        # detection.
         self._outdated: dict[str, None] = {}
         self._pushed_at = time.monotonic()
-        # Fingerprint of the content at the push that drift RENDERER caused, by load balancer.
+        # Fingerprint of each load balancer's content at its last push because of drift RENDERER: the drift audit pushes
+        # the same content only once.
         self._pushed: dict[str, str] = {}
         self._renewed_at = 0.0
 
@@ -236,7 +243,8 @@ class DriftAuditor:
                     done += self._handle_answer(asked.pop(answer), answer)
         finally:
             for answer, target in asked.items():
-                # A running call may hang, so the next round audits the other amphorae first.
+                # A query that is still running may hang, so the drift audit postpones its amphora and audits the others
+                # first.
                 if answer.done():
                     done += self._handle_answer(target, answer)
                 elif not answer.cancel():
@@ -257,7 +265,8 @@ class DriftAuditor:
         load_balancer_id, ids = due[0].load_balancer_id, {one.amphora_id for one in due}
         recorded = self._database.read(lambda c: load_record(c, load_balancer_id, self._context.catalogue))
         if recorded is None or recorded.generation != due[0].generation:
-            # The load balancer has changed meanwhile, or its addresses are not known yet.
+            # The load balancer has changed since the drift audit chose its amphorae, or its addresses are not known
+            # yet, so their audit is postponed.
             self._put_off(ids)
             return
         expected = self._expected_digests(recorded)
@@ -304,7 +313,12 @@ class DriftAuditor:
                 self._outdated.setdefault(of)
         elif drift is Drift.IMPLAUSIBLE:
             why = f"{why}, which no controller has pushed; it now refuses every push: replace it with amphora failover"
-            LOG.warning("load balancer %s, amphora %s has a false generation: %s", of, amphora.id, why)
+            LOG.warning(
+                "the drift audit of load balancer %s found that amphora %s reports a false generation: %s",
+                of,
+                amphora.id,
+                why,
+            )
 
         def write(connection: sa.Connection) -> bool:
             repaired = drift in {Drift.BEHIND, Drift.AHEAD}
@@ -316,7 +330,13 @@ class DriftAuditor:
             return repaired and config_drift.revoke_confirmation(connection, amphora.id, generation, why)
 
         if self._database.write(write):
-            LOG.warning("load balancer %s: pushing it again, because amphora %s differs: %s", of, amphora.id, why)
+            LOG.warning(
+                "the drift audit makes a push of load balancer %s due, because the configuration of "
+                "amphora %s differs: %s",
+                of,
+                amphora.id,
+                why,
+            )
             self._on_due()
 
     def _push_outdated(self, pool: ThreadPoolExecutor, of: str) -> None:
@@ -324,12 +344,14 @@ class DriftAuditor:
         recorded = self._database.read(lambda c: load_record(c, of, self._context.catalogue))
         if recorded is None:
             return
-        # A push since the audit may have repaired the drift, so the audit queries the agents again.
+        # A push since the audit may have repaired the drift, so the controller queries the agents again before it makes
+        # the load balancer due.
         expected = self._expected_digests(recorded)
         ready = [one for one in recorded.amphorae if one.confirmed == recorded.generation]
         different = []
         for one, answer in [(one, pool.submit(self._get_state, one)) for one in ready]:
-            # An amphora without an answer is audited again later.
+            # An amphora whose agent does not answer causes no push, because a later round of the drift audit queries it
+            # again.
             if not isinstance(answer.exception(), AmphoraDriverError):
                 drift = classify_drift(recorded.generation, expected[one.id], answer.result())
                 if drift is Drift.RENDERER:
@@ -340,19 +362,26 @@ class DriftAuditor:
         if len(self._pushed) >= _MOST_REMEMBERED:
             self._pushed.clear()
         self._pushed[of] = _fingerprint(recorded)
-        # One revoked confirmation is enough, because the push has a new generation for all amphorae.
+        # The drift audit revokes the confirmation of one amphora only, because the resulting push sends a new
+        # generation to all amphorae.
         first = different[0]
         why = "renderer: this version renders the load balancer in another way"
         if self._database.write(lambda c: config_drift.revoke_confirmation(c, first.id, recorded.generation, why)):
-            LOG.info("load balancer %s: pushing it, because this version renders it in another way", of)
+            LOG.info(
+                "the drift audit makes a push of load balancer %s due, because this version of the driver "
+                "renders it in another way",
+                of,
+            )
             self._on_due()
 
 
 def _log_failure(what: str, error: BaseException) -> None:
     if isinstance(error, AmphoraDriverError):
-        LOG.info("drift audit of %s failed, repeating it later: %s", what, error)
+        LOG.info("the drift audit of %s failed, and the controller repeats it later: %s", what, error)
     else:
-        LOG.error("drift audit of %s failed, repeating it later", what, exc_info=error)
+        LOG.error(
+            "the drift audit of %s failed unexpectedly, and the controller repeats it later", what, exc_info=error
+        )
 
 
 def _fingerprint(recorded: BundleInputs) -> str:

@@ -26,11 +26,12 @@ def run_duty(
             else:
                 work()
         except AmphoraDriverError as error:
-            LOG.warning("the work of duty %s failed, the next round repeats it: %s", duty, error)
+            LOG.warning("the work of the controller's duty %s failed, and the next round repeats it: %s", duty, error)
         except Exception:
-            # Without this thread no controller does the work, and no component reports that.
-            LOG.exception("the work of duty %s failed, trying again in %g s", duty, every)
+            # If the thread of a duty ended, no controller would do the work of the duty, and no component would report
+            # the failure.
+            LOG.exception("the work of the controller's duty %s failed unexpectedly, trying again in %g s", duty, every)
     try:
         release()
     except AmphoraDriverError as error:
-        LOG.info("the controller could not release the duty %s, which expires: %s", duty, error)
+        LOG.info("the controller could not release the duty %s, which expires by itself: %s", duty, error)

@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 _DUTY = "housekeeping"
-# Load balancers that get new TLS ticket keys in one round; the number is limited, because each of them is pushed.
+# Number of load balancers that get new TLS ticket keys in one round. The number is limited, because the controller
+# pushes each of them.
 _MOST_ROTATED = 200
-# Transactions that purge old fail-overs in one round; the next round continues.
+# Number of transactions in which one round of housekeeping purges old fail-overs. The next round purges the rest.
 _MOST_CHUNKS = 100
 
 
@@ -63,7 +64,8 @@ class Housekeeping:
             if not acquire_duty(self._database, _DUTY, self._owner, 2 * every):
                 return
             if self._certificates is not None:
-                # Certificates are first, so that the error of a backend does not let them expire.
+                # Housekeeping renews certificates first, so that no certificate expires because a backend fails in a
+                # later task.
                 renew_certificates(self._certificates)
             self.release_unused_vips()
             self._orphans.clean_up()
@@ -79,7 +81,8 @@ class Housekeeping:
         """Release VIPs of load balancers that were not created within [amp_controller] forget_vip_after."""
         grace: float = self._conf.amp_controller.forget_vip_after
         before = self._database.now() - grace
-        # Ages that cross a jump of the clock are not reliable.
+        # After a jump of the database clock, the ages of VIP claims are not reliable, so housekeeping releases no VIPs
+        # for a while.
         if self._database.seconds_since_clock_jump() < grace:
             return
         orphans, served = self._database.read(lambda c: vip_claims.list_settled_claims(c, before))
@@ -122,15 +125,27 @@ class Housekeeping:
         try:
             return self._vault.seal(tls_tickets.rotate_ticket_state(self._vault.open(one.sealed, place)), place)
         except StoreError as error:
-            LOG.warning("load balancer %s: the next push creates new TLS ticket keys: %s", one.load_balancer_id, error)
+            LOG.warning(
+                "the controller cannot rotate the TLS ticket keys of load balancer %s, so the next push "
+                "creates new ones: %s",
+                one.load_balancer_id,
+                error,
+            )
             return None
 
     def _release_vip(self, orphan: vip_claims.OrphanedClaim) -> bool:
         """Release the addresses; return False on an error, which must not stop the other releases."""
-        LOG.info("load balancer %s was not created, releasing its VIPs", orphan.load_balancer_id)
+        LOG.info(
+            "Octavia did not create load balancer %s after the allocation of its VIPs, so the controller releases them",
+            orphan.load_balancer_id,
+        )
         try:
             self._backends.network(orphan.network).release_load_balancer(orphan.load_balancer_id)
         except AmphoraDriverError as error:
-            LOG.warning("load balancer %s: releasing its VIPs failed, repeating it: %s", orphan.load_balancer_id, error)
+            LOG.warning(
+                "the controller could not release the VIPs of load balancer %s and tries again in the next round: %s",
+                orphan.load_balancer_id,
+                error,
+            )
             return False
         return True

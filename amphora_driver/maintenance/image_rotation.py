@@ -38,14 +38,17 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 DUTY = "rotation"
-# Seconds between two rounds, and of the duty's lease.
+# Seconds between two rounds of the image rotation, and seconds for which a controller holds the duty of the image
+# rotation.
 _EVERY = 1.0
 _DUTY_SECONDS = 10.0
-# Seconds between two rounds that count at most; a longer gap was a pause of the process or of the database.
+# Maximum number of seconds that the image rotation counts between two rounds. During a longer gap, the process or the
+# database was paused.
 _LONGEST_GAP = 3.0
-# Waiting load balancers that one round reads in their order, because the first ones may be busy.
+# Number of waiting load balancers that one round of the image rotation reads, because the first ones may be busy.
 _CANDIDATES = 100
-# Number of consecutive heartbeats that may be missing, and seconds until a heartbeat is recorded.
+# Number of consecutive heartbeats that an amphora may miss, and seconds until a heartbeat is recorded, before the
+# amphora counts as silent.
 _MISSED, _WRITING = 3, 2.0
 
 
@@ -66,11 +69,13 @@ class RotationWatch:
 
     def __init__(self, silence: float) -> None:
         self._silence = silence
-        # By amphora: its last heartbeat, whether a newer one has arrived, and the seconds since the newest one.
+        # For each amphora id: the last heartbeat, whether a newer heartbeat has arrived, and the seconds since the
+        # newest heartbeat.
         self._heartbeats: dict[str, tuple[tuple[int, int], bool, float]] = {}
         self._watched: dict[str, float] = {}
         self._well: dict[str, float] = {}
-        # By load balancer in replacement: its attempts, and whether ERROR was reported, at the first observation.
+        # For each load balancer in replacement: the number of attempts of its job, and whether ERROR was reported, when
+        # the rotation observed it first.
         self._first: dict[str, tuple[int, bool]] = {}
 
     def reset(self) -> None:
@@ -101,7 +106,8 @@ class RotationWatch:
             if item.state is ItemState.RUNNING:
                 watched[of] = self._watched.get(of, 0.0) + gap
                 before = self._first.get(of, (facts.attempts, facts.provisioning == "ERROR"))
-                # A success resets the attempts of the row, so this count starts again.
+                # A successful job resets the attempts in the row of the load balancer, so the image rotation lowers its
+                # remembered number as well.
                 first[of] = (min(before[0], facts.attempts), before[1] and facts.provisioning == "ERROR")
                 if plan.missing_condition(snapshot.rotation, item, facts) is None:
                     well[of] = self._well[of] + gap if of in self._well else 0.0
@@ -141,7 +147,7 @@ class ImageRotator:
         self._owner = owner
         self._on_due = on_due
         self._watch = RotationWatch(_MISSED * conf.amp_health.interval + _WRITING)
-        # Time of the last round; None while another process holds the duty.
+        # Time of the last round of the image rotation; None while another controller holds the duty.
         self._last_round_at: float | None = None
 
     def run(self, stopping: threading.Event, draining: threading.Event) -> None:
@@ -176,7 +182,7 @@ class ImageRotator:
         done = self._database.write(lambda c: self._execute(c, snapshot.rotation.id, moves))
         failpoints.reach(failpoints.Point.ROTATION_MOVED)
         for move in done:
-            LOG.info("image rotation %d made a step: %s", snapshot.rotation.id, _describe(move))
+            LOG.info("the controller made a step of image rotation %d: %s", snapshot.rotation.id, _describe(move))
             if isinstance(move, StartItem | FinishItem):
                 self._watch.forget(move.item.load_balancer_id)
         if any(isinstance(move, StartItem) for move in done):
@@ -195,7 +201,8 @@ class ImageRotator:
         rotations.lock_work(connection, locked)
         snapshot = self._watch.add_durations(self._add_heard(self._read(connection, found)))
         now = connection.execute(sa.select(clock.now(connection))).scalar_one()
-        # A load balancer that became ready meanwhile is not locked; the next round starts its replacement.
+        # A load balancer that became ready meanwhile is not locked in this transaction, so only the next round starts
+        # its replacement.
         moves = []
         for move in self._next_moves(snapshot):
             if not isinstance(move, StartItem) or move.item.load_balancer_id in locked:
@@ -244,7 +251,7 @@ class ImageRotator:
     def _read_facts(self, connection: sa.Connection, load_balancer_ids: Sequence[str]) -> dict[str, LoadBalancerFacts]:
         works = connection.execute(sa.select(job).where(job.c.load_balancer_id.in_(load_balancer_ids))).all()
         live: defaultdict[str, list[plan.AmphoraFacts]] = defaultdict(list)
-        # By load balancer and retiring amphora: whether the amphora drains.
+        # Whether each retiring amphora drains, by load balancer id and amphora id.
         retiring: defaultdict[str, dict[str, bool]] = defaultdict(dict)
         query = sa.select(amphora).where(amphora.c.load_balancer_id.in_(load_balancer_ids))
         for row in connection.execute(query.order_by(amphora.c.created_at, amphora.c.id)):

@@ -15,7 +15,7 @@ import msgspec
 
 from amphora_driver.store.rotations import ItemState, Rotation, RotationItem, RotationState
 
-# The severity of an operating status; OFFLINE has none, because an administrator has set it.
+# Severity of each operating status of a load balancer. OFFLINE has no severity, because an administrator has set it.
 _SEVERITY = {"DRAINING": 1, "DEGRADED": 2, "ERROR": 3}
 
 
@@ -136,7 +136,8 @@ def next_moves(
     if rotation.state is RotationState.RUNNING:
         moves += _start_items(rotation, waiting, facts, limits, rotation.max_unavailable - busy, breaker)
     if not items:
-        # `items` may hold only the first waiting load balancers, so the rotation ends only without any item.
+        # `items` may contain only the first of the waiting load balancers, so the rotation ends only when `items` is
+        # empty.
         aborted = rotation.state is RotationState.ABORTED
         moves.append(FinishRotation(state=RotationState.ABORTED if aborted else RotationState.DONE))
     return moves

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from amphora_driver.plugins import Catalogue
 
 LOG = logging.getLogger(__name__)
-# Orphans of one kind that are plausible, if they are not more than a tenth of all objects.
+# Number of orphans of one kind that crashes can explain. The cleanup removes more orphans only if they are at most a
+# tenth of all objects.
 _MOST = 2
 _FAILED = "orphan cleanup of backend %s failed, the next run repeats it: %s"
 
@@ -87,7 +88,12 @@ class OrphanCleaner:
         try:
             existing = list_ids()
             for one in self._removable(kind, backend, existing):
-                LOG.warning("removing %s %s (%s): it has no owner", kind.value, one, backend)
+                LOG.warning(
+                    "the orphan cleanup removes %s %s of backend %s, because it has no owner in the database",
+                    kind.value,
+                    one,
+                    backend,
+                )
                 remove(one)
                 removed += 1
         except AmphoraDriverError as error:
@@ -103,16 +109,24 @@ class OrphanCleaner:
             )
         )
         if not (found or noted):
-            # The usual case; a read costs less than a lock.
+            # Without orphans, the usual case, the cleanup only reads from the database, because a read costs less than
+            # a lock.
             return []
         for one in sorted(found - noted.keys()):
-            LOG.warning("%s %s (%s) has no owner, removing it in %.0f s", kind.value, one, backend, self._grace)
+            LOG.warning(
+                "%s %s of backend %s has no owner in the database, so the orphan cleanup removes it in %.0f s",
+                kind.value,
+                one,
+                backend,
+                self._grace,
+            )
         now = self._database.now()
         due = self._database.write(
             lambda connection: orphans.update_orphans(connection, kind, backend, found, now, self._grace)
         )
         if self._database.seconds_since_clock_jump() < self._grace:
-            # Ages that cross a jump of the clock are not reliable.
+            # After a jump of the database clock, the ages of orphans are not reliable, so the cleanup removes no orphan
+            # for a while.
             return []
         if _is_plausible(len(due), len(existing)):
             return due

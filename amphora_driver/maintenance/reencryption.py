@@ -25,7 +25,8 @@ from amphora_driver.model.secret_refs import Purpose, SecretName
 from amphora_driver.store import amphorae, ca_records, sealed_secrets
 
 LOG = logging.getLogger(__name__)
-# The columns besides the primary key that determine the location of a sealed value, and the location.
+# For each sealed column: the columns besides the primary key that determine the location of a value, and the function
+# that computes the location.
 _LOCATIONS: dict[sa.Column[Any], tuple[tuple[sa.Column[Any], ...], Callable[[sa.Row[Any]], SecretLocation]]] = {
     secret.c.sealed: (
         (),
@@ -37,9 +38,10 @@ _LOCATIONS: dict[sa.Column[Any], tuple[tuple[sa.Column[Any], ...], Callable[[sa.
         lambda row: ca_records.key_location(ca_records.CaKind(row.kind), row.certificate.encode()),
     ),
 }
-# All sealed columns; a test searches the tables for further ones.
+# All database columns with sealed values. A unit test searches the tables for sealed columns that are missing here.
 SEALED: tuple[sa.Column[Any], ...] = tuple(_LOCATIONS)
-# Rows in one transaction; the number is limited, because a write blocks other writers.
+# Number of rows that one transaction re-encrypts. The number is limited, because a write blocks the other writers of
+# the database.
 _BATCH = 100
 
 
@@ -72,7 +74,12 @@ def count_key_usage(database: Database, vault: Vault) -> list[KeyUsage]:
                 rows.setdefault(vault.key_index(row[-1]), []).append(misplaced)
                 if misplaced:
                     key = ", ".join(map(str, row[: len(column.table.primary_key)]))
-                    LOG.warning("column %s of row %s was sealed for another row or purpose, keeping it", column, key)
+                    LOG.warning(
+                        "the driver keeps a misplaced secret: the value in column %s of row %s was sealed "
+                        "for another row or purpose",
+                        column,
+                        key,
+                    )
         for number, flags in rows.items():
             name = names[number] if number is not None and number < len(names) else ""
             usage = KeyUsage(column=str(column), key=number, fingerprint=name, rows=len(flags), misplaced=sum(flags))

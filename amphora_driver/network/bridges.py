@@ -25,9 +25,11 @@ from amphora_driver.host import namespaces
 from amphora_driver.model.network import Port
 from amphora_driver.network.ip_allocation import AddressRange, Segment, derive_mac
 
-# IFA_F_NODAD: the address is usable at once. The database guarantees that it is unique.
+# Value of the flag IFA_F_NODAD: the kernel uses an address at once, because the database guarantees that the address is
+# unique.
 _NO_DAD = 0x02
-# Seconds to wait for a name: the kernel frees the name of a removed interface some milliseconds after its answer.
+# Seconds to wait for an interface name, because the kernel frees the name of a removed interface some milliseconds
+# after its answer.
 _NAME_FREE_AFTER = 2.0
 
 
@@ -102,8 +104,8 @@ class Switch:
 
     def _ensure_bridge(self, kernel: Any, segment: Segment, subnets: tuple[AddressRange, ...]) -> None:
         with _ignoring(errno.EEXIST):
-            # A fixed MAC address: otherwise the bridge uses the lowest MAC address of its ports, and neighbours
-            # have a stale ARP entry of the gateway after that port is removed. Snooping is off, because it drops
+            # Without a fixed MAC address, a bridge has the lowest MAC address of its ports. After the removal of that
+            # port, neighbours would have a stale ARP entry of the gateway. Multicast snooping is off, because it drops
             # multicast (VRRP, neighbour discovery) on a network without a querier.
             mac = derive_mac(segment.id, "bridge")
             kernel.link("add", kind="bridge", ifname=segment.bridge, address=mac, br_mcast_snooping=0)

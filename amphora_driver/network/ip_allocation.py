@@ -16,7 +16,7 @@ from netaddr import EUI, IPRange, IPSet, mac_unix_expanded
 from amphora_driver.errors import Conflict, NetworkError, UnsupportedOption
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-# The prefix of locally assigned MAC addresses in OpenStack: fa:16:3e.
+# Prefix of the MAC addresses that OpenStack assigns (fa:16:3e), as the highest three bytes of a number.
 _OUI = 0xFA163E << 24
 
 

@@ -50,7 +50,8 @@ class LocalNetwork:
 
     supports: ClassVar[frozenset[str]] = frozenset({"vip_qos_policy_id", "vip_sg_ids", "client_address"})
     wiring: ClassVar[str] = "bridge"
-    # The bridges filter no listener's traffic, and the rows are read in a millisecond.
+    # The bridges do not filter the traffic of listeners, so the backend needs no rules for them. The backend lists all
+    # owners in a millisecond, so it needs no pause between two listings.
     listener_rules = False
     listing_interval = 0.0
 
@@ -58,8 +59,6 @@ class LocalNetwork:
         self._database = database
         self._management: str = conf.amp_compute_netns.management_network
         self.port_security = PortSecurity(database, conf.amp_network_local.switch)
-
-    # --- the backend's interface ---------------------------------------------------------------------------
 
     def allocate_vip(
         self,
@@ -93,7 +92,8 @@ class LocalNetwork:
             else:
                 local_db.set_owner(connection, row.id, local_db.user_owner(row.id))
 
-        # Before the addresses are released: the next owner of an address must not inherit these rules.
+        # The packet rules of the VIPs are removed before their addresses are released, because the next owner of an
+        # address must not inherit the rules.
         self.port_security.remove_options(load_balancer_id)
         self._database.write(work)
 
@@ -139,7 +139,7 @@ class LocalNetwork:
             local_db.add_addresses(connection, port.id, fixed, len(have))
             return find(connection) or port
 
-        # Most calls find the port: they need no write transaction.
+        # Most calls find an existing port, so the backend first reads without a write transaction.
         port = self._database.read(find)
         if port is not None and set(subnet_ids) <= {fixed.subnet_id for fixed in port.addresses}:
             return port
@@ -162,7 +162,8 @@ class LocalNetwork:
         """The owners of all objects that `ensure_port` or `allocate_vip` created and that still exist."""
         query = sa.select(local_port.c.owner, local_port.c.ours).distinct()
         found = self._database.read(lambda c: c.execute(query).all())
-        # Hosts of the sandbox own ports by name. A user's port is released, never deleted.
+        # Hosts of the sandbox own ports under names, so the backend lists only ports whose owner has an amphora id. The
+        # backend releases a port of a user but never deletes it.
         return Owners(
             amphorae=frozenset(row.owner for row in found if row.ours and _AMPHORA.fullmatch(row.owner)),
             load_balancers=frozenset(
@@ -174,8 +175,6 @@ class LocalNetwork:
         """The subnet with this id."""
         found = self._database.read(lambda c: local_db.subnet_range(c, subnet_id, f"look up subnet {subnet_id}"))
         return Subnet(id=found.id, network_id=found.network_id, cidr=found.cidr, gateway=found.gateway)
-
-    # --- for the operator of the machine and the sandbox ---------------------------------------------------
 
     def define_network(self, network_id: str, name: str, bridge: str, mtu: int = 1500) -> Segment:
         """Create or update a network."""
@@ -284,8 +283,6 @@ class LocalNetwork:
 
         self._database.write(work)
 
-    # --- parts of a transaction ----------------------------------------------------------------------------
-
     def _ports(self, condition: Any) -> tuple[Port, ...]:
         query = local_db.PORTS.where(condition).order_by(local_port.c.network_id, local_port.c.id)
         return self._database.read(lambda c: tuple(local_db.read_port(c, row) for row in c.execute(query).all()))
@@ -306,7 +303,8 @@ class LocalNetwork:
             try:
                 fixed.append(local_db.choose_address(connection, subnet, request.address, attempt, mine))
             except NetworkError as error:
-                # The user can resolve this, the operator cannot.
+                # An unavailable address becomes a `Conflict`, because the user can choose another address, but the
+                # operator cannot solve the problem.
                 raise Conflict(error.wanted, error.happened, error.remedy) from error
         return local_db.to_vips(local_db.make_port(connection, segment, vip_owner(load_balancer_id), fixed))
 

@@ -94,7 +94,7 @@ class NeutronNetwork:
             with apply_deadline(mine), translated(attempt):
                 return self._vips.allocate(load_balancer_id, project_id, wanted, attempt)
         except (DeadlinePassed, TimedOut) as error:
-            # The port may exist already: the next call finds it.
+            # Neutron may have created the port although it did not answer in time, and the next call finds the port.
             return NotYet(reason=f"Neutron did not answer in {self._allocation_timeout:g} s: {error.happened}")
 
     def release_load_balancer(self, load_balancer_id: str) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 Json = dict[str, Any]
-# Path and the names of one and of several objects.
+# Path of each kind of object in the Neutron API, and the names of one and of several objects in JSON.
 _NAMES = {
     "ports": ("/ports", "port", "ports"),
     "networks": ("/networks", "network", "networks"),
@@ -96,8 +96,14 @@ class Neutron:
         try:
             self._service.request("PUT", f"{_NAMES[kind][0]}/{made['id']}/tags", json={"tags": list(tags)})
         except ApiError as error:
-            # The backend does not read tags; they help operators to find objects.
-            LOG.warning("%s %s has no tags: %s", _NAMES[kind][1], made["id"], error)
+            # The driver does not read the tags of objects that it creates: the tags only help operators to find
+            # objects, so a failure is harmless.
+            LOG.warning(
+                "the network backend could not tag %s %s, which stays without tags: %s",
+                _NAMES[kind][1],
+                made["id"],
+                error,
+            )
         return made
 
     def add_tag(self, port_id: str, tag: str) -> None:
@@ -141,8 +147,6 @@ class Neutron:
             self._extensions = frozenset(one["alias"] for one in self.find("extensions"))
         return alias in self._extensions
 
-    # --- the cache ----------------------------------------------------------------------------------------------------
-
     def cached(self, key: tuple[str, ...], read: Callable[[], T]) -> T:
         """Return a value that was read less than the cache time ago, or read it."""
         now = time.monotonic()
@@ -153,7 +157,8 @@ class Neutron:
             return found
         value = read()
         with self._lock:
-            # Expired values of other keys go as well: deleted networks never return.
+            # The cache also drops expired values of other keys, because the keys of deleted networks are never read
+            # again.
             self._cache = {one: kept for one, kept in self._cache.items() if now < kept[0]}
             self._cache[key] = (now + self._cache_time, value)
         return value

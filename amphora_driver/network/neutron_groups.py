@@ -29,7 +29,7 @@ from amphora_driver.network.neutron_rules import (
 from amphora_driver.openstack.errors import ApiError, translate
 
 LOG = logging.getLogger(__name__)
-# Each attempt follows a change by another process.
+# Number of attempts to make a security group. Each further attempt follows a change of the group by another process.
 _ATTEMPTS = 5
 
 
@@ -123,12 +123,10 @@ class Groups:
         guarded = [one for one in ports if one.get("port_security_enabled", True)]
         ids = sorted({group for one in guarded for group in one["security_groups"]})
         if not ids or not all(one["security_groups"] for one in guarded):
-            # A guarded port without a group passes nothing.
+            # Neutron lets no traffic pass a port with port security and without a security group.
             return not guarded
         found = self._neutron.find("groups", fields=("id", "stateful"), id=ids)
         return len(found) == len(ids) and not any(one.get("stateful", True) for one in found)
-
-    # --- one group ----------------------------------------------------------------------------------------------------
 
     def _find(self, name: str) -> list[Json]:
         project_id = self._neutron.project_id()
@@ -145,12 +143,15 @@ class Groups:
             if group is None:
                 continue
             try:
-                # Operators may add rules to the groups of the deployment.
+                # Operators may add rules to the security groups of the deployment, so only the group of a load balancer
+                # must match exactly.
                 self._complete(group, rules, exact=load_balancer_id is not None)
             except ApiError as error:
                 if error.status not in (404, 409) or "overquota" in error.kind.lower():
                     raise
-                continue  # another process has changed the rules or removed the group
+                # Another process has changed the rules of the security group or removed the group, so the next attempt
+                # begins.
+                continue
             kept = found or self._keep_one(name, made)
             if kept is not None:
                 return kept
@@ -165,7 +166,7 @@ class Groups:
         if self._neutron.has_extension("stateful-security-group"):
             body["stateful"] = stateful
         made = self._neutron.create_tagged("groups", body, objects.tags(self._deployment_id, load_balancer_id))
-        LOG.info("created the security group %s (%s)", name, made["id"])
+        LOG.info("the network backend created the security group %s (%s)", name, made["id"])
         return made
 
     def _complete(self, group: Mapping[str, Any], rules: frozenset[Rule], *, exact: bool) -> None:
@@ -179,11 +180,17 @@ class Groups:
         """Return the group to use after a creation, and delete the created one if another one is older."""
         kept = objects.oldest(self._find(name))
         if kept is not None and made is not None and kept["id"] != made["id"]:
-            LOG.info("another process created the security group %s first: using %s", name, kept["id"])
+            LOG.info(
+                "another process created the security group %s first, so the network backend uses %s", name, kept["id"]
+            )
             try:
                 self._neutron.delete("groups", made["id"])
             except ApiError as error:
-                LOG.warning("the second security group %s stays: %s", made["id"], translate(error, "delete it"))
+                LOG.warning(
+                    "the network backend could not delete the duplicate security group %s, which stays: %s",
+                    made["id"],
+                    translate(error, "delete it"),
+                )
         return kept
 
 

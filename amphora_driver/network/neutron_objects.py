@@ -26,7 +26,7 @@ _LOAD_BALANCER = re.compile(rf"octavia-lb-({_ID})")
 _MARK = "octavia-amphora-driver deployment "
 _CLAIM = "octavia-load-balancer="
 _VIP_DEVICE = re.compile(rf"lb-({_ID})")
-# Neutron's `binding:vnic_type` of ports that security groups and address pairs cannot protect.
+# Value of Neutron's `binding:vnic_type` for ports that security groups and allowed address pairs cannot protect.
 DIRECT = "direct"
 
 
@@ -80,9 +80,6 @@ def claim_tag(load_balancer_id: str) -> str:
 def other_claims(port: Json, load_balancer_id: str) -> list[str]:
     """Return the tags of other load balancers that use, or try to use, a port of a user."""
     return [one for one in port["tags"] if one.startswith(_CLAIM) and one != claim_tag(load_balancer_id)]
-
-
-# --- request bodies ---------------------------------------------------------------------------------------------------
 
 
 def amphora_port_body(
@@ -153,9 +150,6 @@ def _address(text: str) -> str:
     return str(ipaddress.ip_interface(text).ip)
 
 
-# --- answers ----------------------------------------------------------------------------------------------------------
-
-
 def is_amphora_port(port: Json, description: str, project_id: str) -> bool:
     """Whether a port is an amphora's port of this deployment."""
     return (
@@ -203,7 +197,7 @@ def to_vips(port: Json, wanted: Sequence[VipRequest]) -> tuple[Vip, ...] | None:
     """Return the VIPs in the order of the request; None if the port has no address for one of them."""
     left = [(one["subnet_id"], one["ip_address"]) for one in port["fixed_ips"]]
     chosen: dict[int, tuple[str, str]] = {}
-    # An exact request takes its address before a less exact one can.
+    # VIP requests that name an exact address choose first, so that a less exact request cannot take the address.
     for exact in (3, 2, 1, 0):
         for number, request in enumerate(wanted):
             score = 2 * bool(request.address) + bool(request.subnet_id)

@@ -19,7 +19,8 @@ from amphora_driver.network.neutron_groups import Groups, families
 from amphora_driver.network.neutron_references import References
 from amphora_driver.openstack.errors import ApiError, translated
 
-# Each attempt follows a change by another process.
+# Number of attempts to create or complete the port of an amphora. Each further attempt follows a change by another
+# process.
 _ATTEMPTS = 3
 
 
@@ -107,8 +108,6 @@ class AmphoraPorts:
         found = self._neutron.find("ports", id=port_ids) if port_ids else []
         project_id = self._neutron.project_id()
         return [one for one in found if objects.is_amphora_port(one, self._mark, project_id)]
-
-    # --- one port -----------------------------------------------------------------------------------------------------
 
     def _find(self, amphora_id: str, network_id: str) -> Json | None:
         return objects.oldest(self._list(amphora_id, network_id=network_id))

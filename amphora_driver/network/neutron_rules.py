@@ -17,10 +17,11 @@ import msgspec
 from amphora_driver.model.network import ListenerRule
 
 FAMILIES = ("IPv4", "IPv6")
-# Keepalived, HAProxy's stick tables, the tunnel of a planned hand-over.
+# Protocol number and ports on which amphorae reach each other: Keepalived (VRRP), HAProxy's stick tables (TCP), and the
+# tunnel of a planned handover (UDP).
 _VRRP = "112"
 _PEER_PORTS = (("tcp", 1025), ("udp", 4789))
-# Names under which Neutron returns protocols.
+# Names and numbers under which Neutron may return a protocol, with the name that the driver uses for the protocol.
 _NUMBERS = {"vrrp": _VRRP, "6": "tcp", "17": "udp", "132": "sctp", "ipv6-icmp": "icmpv6", "58": "icmpv6", "1": "icmp"}
 
 

@@ -49,8 +49,6 @@ class PortSecurity:
         self._database = database
         self._switch = switch
 
-    # --- definitions of the operator ---------------------------------------------------------------------------------
-
     def define_policy(self, policy: QosPolicy) -> None:
         """Create or update a QoS policy; the change applies to VIPs immediately."""
         values = {"name": policy.name, "egress_kbps": policy.egress_kbps, "ingress_kbps": policy.ingress_kbps}
@@ -75,8 +73,6 @@ class PortSecurity:
     def groups(self) -> tuple[SecurityGroup, ...]:
         """All security groups."""
         return tuple(self._database.read(_groups).values())
-
-    # --- options of load balancers -----------------------------------------------------------------------------------
 
     def apply_options(self, load_balancer_id: str, options: VipOptions, port_ids: Sequence[str]) -> None:
         """Apply exactly these options to the VIPs of a load balancer.
@@ -105,15 +101,14 @@ class PortSecurity:
         mine = local_vip_option.c.load_balancer_id == load_balancer_id
         if self._database.read(lambda c: c.execute(sa.select(local_vip_option).where(mine)).first()) is None:
             return
-        # The rules first: after a crash, the row still shows that rules must be removed.
+        # The VIP rules in the kernel are removed first: after a crash, the row in the database still shows that the
+        # rules must be removed.
         self._enforce(without=load_balancer_id)
         self._database.write(lambda c: c.execute(local_vip_option.delete().where(mine)))
 
     def enforce(self) -> None:
         """Replace the rules of the switch according to the rows; does nothing without a switch."""
         self._enforce()
-
-    # --- the kernel --------------------------------------------------------------------------------------------------
 
     def _enforce_if_any(self) -> None:
         if self._database.read(lambda c: c.execute(sa.select(local_vip_option)).first()) is not None:
@@ -188,7 +183,7 @@ def _protected_vips(
         .order_by(local_address.c.ordinal)
     )
     ids = msgspec.json.decode(row.security_group_ids, type=list[str])
-    # An unknown group admits no traffic.
+    # A security group that the database does not contain has no rules, so it admits no traffic.
     groups = tuple(known.get(one, SecurityGroup(id=one, name=one)) for one in ids) if ids else None
     return ProtectedVips(
         load_balancer_id=row.load_balancer_id,

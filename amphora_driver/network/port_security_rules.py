@@ -18,12 +18,14 @@ from amphora_driver.errors import NetworkError
 FAMILY, TABLE = "bridge", "amphora_vips"
 PROTOCOLS = ("tcp", "udp", "sctp", "icmp", "icmpv6")
 _WITH_PORTS = ("tcp", "udp", "sctp")
-# A kilobit has 125 bytes.
+# Number of bytes in a kilobit, the unit of the rates in a QoS policy.
 _BYTES = 125
-# The burst in seconds of the rate, as usual for TCP; and its minimum, four of the largest frames of the kernel.
+# Permitted burst as seconds of the rate, as usual for TCP; and the smallest burst in bytes, four of the kernel's
+# largest frames.
 _BURST = 0.8
 _LEAST_BURST = 256 * 1024
-# Neighbour discovery is necessary to find the VIP, the other types for path MTU discovery (RFC 1191, RFC 8201).
+# The packet rules of a VIP always admit some ICMP messages: neighbour discovery is necessary to find the VIP, the other
+# types for path MTU discovery (RFC 1191, RFC 8201).
 _ALWAYS = {
     4: ("icmp type destination-unreachable accept",),
     6: ("icmpv6 type { destination-unreachable, packet-too-big, nd-neighbor-solicit, nd-neighbor-advert } accept",),
@@ -110,7 +112,8 @@ def render_ruleset(protected: Sequence[ProtectedVips]) -> str:
     for number, one in enumerate(protected):
         if one.groups is not None:
             lines += [f"  chain vip{number} {{", *(f"    {line}" for line in _admission_rules(one, one.groups)), "  }"]
-    # Frames between two ports pass the hook forward; packets that the switch routes pass the hook output.
+    # Frames between two ports of a bridge pass the hook `forward`; packets that the switch routes pass the hook
+    # `output`.
     for hook in ("forward", "output"):
         lines += [f"  chain {hook} {{", f"    type filter hook {hook} priority 0; policy accept;"]
         for number, one in enumerate(protected):
@@ -152,7 +155,7 @@ def _rate_limits(one: ProtectedVips, direction: str, attribute: str) -> Iterator
         return
     burst = max(int(rate * _BYTES * _BURST), _LEAST_BURST)
     for interface in one.interfaces:
-        # One rule for each interface: all packets that match a rule share its limit.
+        # Each interface gets a rule of its own, because all packets that match the same rule share its limit.
         yield f'{direction} "{interface}" limit rate over {rate * _BYTES} bytes/second burst {burst} bytes drop'
 
 

@@ -22,7 +22,6 @@ from amphora_driver.network.bridges import switch_interface_name
 from amphora_driver.network.ip_allocation import Segment
 
 _DEVICE = "/dev/net/tun"
-# The values of the constants are from linux/if_tun.h.
 _TUNSETIFF, _TUNSETPERSIST = 0x400454CA, 0x400454CB
 _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 
@@ -48,7 +47,7 @@ def ensure_tap(switch: str, port: Port, segment: Segment, owner: str) -> str:
         if not bridge:
             raise NetworkError(f"connect port {port.id}", f"bridge {segment.bridge} does not exist in {switch}")
         index = kernel.link_lookup(ifname=name)[0]
-        # The tap must have no address of its own: the switch answers from its bridges.
+        # The tap must have no IPv6 address of its own, because the switch answers from the addresses of its bridges.
         namespaces.write_sysctl(f"net/ipv6/conf/{name}/disable_ipv6", 1)
         kernel.link("set", index=index, mtu=port.mtu, master=bridge[0], ifalias=owner, state="up")
 

@@ -22,20 +22,23 @@ import msgspec
 from amphora_driver.errors import AmphoraDriverError
 
 LOG = logging.getLogger(__name__)
-# Seconds between two connection attempts to a port: the first and the largest value. A refusal takes about 50 us.
+# Shortest and longest pause in seconds between two attempts of the controller to connect to the port of a booting
+# amphora.
 _MIN_PAUSE, _MAX_PAUSE = 0.01, 0.25
-# Growth of this pause with the time of waiting, and with the number of awaited amphorae.
+# Least pause between two connection attempts, in seconds: for each second of waiting, and for each amphora whose agent
+# the controller awaits.
 _PAUSE_PER_SECOND, _PAUSE_PER_ENTRY = 0.02, 0.0005
-# Seconds until an unanswered connection attempt is repeated. The kernel repeats its SYN only after one, three and seven
-# seconds (RFC 6298), long after the machine is ready.
+# Seconds after which the controller replaces a connection attempt that an amphora has not answered. The kernel repeats
+# its SYN packet only after one, three and seven seconds (RFC 6298), long after the amphora has booted.
 _CONNECT_TIMEOUT = 0.5
-# A port that listened and is awaited again belongs to an agent that does not answer yet. The delay in seconds before
-# the next attempt doubles each time, up to a limit.
+# Shortest and longest delay in seconds before the controller connects again to a port that listens while its agent does
+# not answer. The delay doubles with each attempt.
 _REPEAT_DELAY, _MAX_REPEAT_DELAY = 0.05, 5.0
 _MAX_DOUBLINGS = 8
-# Seconds for which a port that listened is remembered.
+# Seconds for which the controller remembers that the port of an amphora listened, and therefore delays the next
+# connection attempt.
 _REMEMBER_SECONDS = 60.0
-# Seconds of back-off after an unexpected error.
+# Seconds for which the thread of `BootWait` pauses after an unexpected error.
 _ERROR_BACKOFF = 0.5
 
 
@@ -69,9 +72,10 @@ class BootWait:
         self._on_listening = on_listening
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
-        # By amphora: number of successful connections, and time of the last one.
+        # Number of successful connections to each amphora, and the time of the last one, by amphora id.
         self._connected: dict[str, tuple[int, float]] = {}
-        # Entries whose sockets the thread of `run` must close.
+        # Other threads put removed entries here, because only the thread of `run` may close the sockets on which its
+        # selector waits.
         self._removed: list[_Entry] = []
         self._stopping = False
         self._selector = selectors.DefaultSelector()
@@ -109,8 +113,9 @@ class BootWait:
                 try:
                     self._run_once()
                 except Exception:
-                    # If this thread ended, every boot would take the full pause, without any visible error.
-                    LOG.exception("the wait for booting amphorae failed, continuing")
+                    # If the thread of `BootWait` ended, each booting load balancer would wait for the end of its pause,
+                    # and no component would report an error.
+                    LOG.exception("the controller's wait for booting amphorae failed unexpectedly and continues")
                     time.sleep(_ERROR_BACKOFF)
         finally:
             with self._lock:
@@ -145,7 +150,11 @@ class BootWait:
         try:
             self._on_listening(sorted({one.load_balancer_id for one in listening}))
         except (AmphoraDriverError, OSError) as error:
-            LOG.warning("could not make load balancers with booted amphorae due, the next poll starts them: %s", error)
+            LOG.warning(
+                "the controller could not start the jobs of load balancers with booted amphorae, the next "
+                "poll starts them: %s",
+                error,
+            )
 
     def _start_due(self) -> float | None:
         """Start the connections that are due; return the seconds until the next one, None without any."""
@@ -167,18 +176,27 @@ class BootWait:
         try:
             connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         except OSError as error:
-            # The process may have no free file descriptor, so the attempt is repeated later.
-            LOG.debug("could not open a socket for amphora %s, retrying: %s", entry.awaited.amphora_id, error)
+            # The controller may have no free file descriptor at the moment, so it repeats the connection attempt later.
+            LOG.debug(
+                "the controller could not open a socket to booting amphora %s and tries again later: %s",
+                entry.awaited.amphora_id,
+                error,
+            )
             return
         try:
-            # The selector also reports a connection that is established at once.
+            # The selector reports a connection as writable even if `connect_ex` has established it at once.
             code = connection.connect_ex((entry.awaited.address, self._port))
             if code in (0, errno.EINPROGRESS):
                 self._selector.register(connection, selectors.EVENT_WRITE, entry)
                 entry.socket, entry.next_at = connection, now + _CONNECT_TIMEOUT
         except (OSError, ValueError) as error:
-            # The next job reports an invalid address.
-            LOG.debug("could not connect to amphora %s: %s", entry.awaited.amphora_id, error)
+            # The wait for booting amphorae only logs an invalid address, because the next job of the load balancer
+            # reports it as an error.
+            LOG.debug(
+                "the controller could not connect to booting amphora %s and tries again later: %s",
+                entry.awaited.amphora_id,
+                error,
+            )
         if entry.socket is None:
             connection.close()
 
@@ -217,6 +235,7 @@ class BootWait:
             entry.socket = None
 
     def _wake(self) -> None:
-        # An error means that the buffer is full and a wake-up is pending, or that `run` has ended.
+        # Sending fails only if the buffer of the socket is full, so that a wake-up is already pending, or if `run` has
+        # ended.
         with suppress(OSError):
             self._wake_sender.send(b"!")

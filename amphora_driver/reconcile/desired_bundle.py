@@ -67,7 +67,7 @@ def build_bundle(recorded: BundleInputs, amphora: Amphora, served: Served, conf:
     """
     priority = recorded.priorities.get(amphora.role)
     if priority is not None and amphora.drains_until is not None:
-        # A draining amphora must not take the VIPs from the amphorae that stay.
+        # A draining amphora gets the lowest VRRP priority, so that it takes no VIP from an amphora that stays.
         priority = vrrp_peers.LAST_PRIORITY
     interval = advert_interval(recorded.tree, conf)
     pair = vrrp_peers.vrrp_instance(amphora, recorded.amphorae, recorded.tree.vip, priority, interval)

@@ -28,11 +28,12 @@ if TYPE_CHECKING:
     from amphora_driver.agent.responses import Vrrp
 
 LOG = logging.getLogger(__name__)
-# Additional seconds for which the new holder of the VIPs is ready to forward the drained connections.
+# Seconds beyond the drain time for which the new VIP holder remains ready to forward the connections of the draining
+# amphora.
 _DRAIN_MARGIN = 5.0
-# Time-out in seconds of a query of a retiring amphora.
+# Time-out in seconds of the controller's query of a retiring amphora.
 _QUERY_TIMEOUT = 5.0
-# Time-out in seconds of the first deletion of a dead amphora by the compute backend.
+# Time-out in seconds of the controller's first attempt to delete a dead amphora through the compute backend.
 _FENCING_TIMEOUT = 20.0
 
 
@@ -49,7 +50,8 @@ class AmphoraRemoval:
         self._job = job
         self._write = write
         self.holder_queried = False
-        # By amphora: its answer, and its last heartbeat at that time.
+        # Whether each amphora has answered that it holds the VIPs, and the time of its last heartbeat at the answer, by
+        # amphora id.
         self._answers: dict[str, tuple[bool, float | None]] = {}
 
     def query_holder(self, step: steps.QueryVipHolder, by_id: dict[str, Amphora]) -> None:
@@ -65,9 +67,15 @@ class AmphoraRemoval:
         try:
             return self._agents.vrrp(amphora.id, str(amphora.management_address), deadline=deadline)
         except AgentError as error:
-            # A preempted job ends here, because its error says nothing about the amphora.
+            # `ensure_may_act` ends a preempted job here, because the preemption may have caused the error, which then
+            # says nothing about the amphora.
             self._job.ensure_may_act()
-            LOG.info("amphora %s: could not query the VIPs and the drain, continuing: %s", amphora.id, error)
+            LOG.info(
+                "the controller could not query the VIPs and the drain of amphora %s and continues "
+                "without the answer: %s",
+                amphora.id,
+                error,
+            )
             return None
 
     def with_answers(self, observed: tuple[Amphora, ...]) -> tuple[Amphora, ...]:
@@ -92,7 +100,8 @@ class AmphoraRemoval:
                 address = str(partner.management_address)
                 self._agents.expect_vips(partner.id, address, drain + _DRAIN_MARGIN, deadline=self._job.deadline)
         except AgentError as error:
-            # A preempted job ends here, and a later job repeats the request.
+            # `ensure_may_act` ends a preempted job here, and a later job repeats the request to the partner of the
+            # amphora.
             self._job.ensure_may_act()
             message = "amphora %s cannot forward the connections of amphora %s, handing over without a drain: %s"
             LOG.warning(message, partner.id, amphora.id, error)
@@ -122,14 +131,20 @@ class AmphoraRemoval:
                 )
             except AgentError as error:
                 self._job.ensure_may_act()
-                LOG.warning("amphora %s did not release the VIPs, querying it: %s", amphora.id, error)
+                LOG.warning(
+                    "amphora %s did not confirm the release of the VIPs, so the controller queries "
+                    "whether it holds them: %s",
+                    amphora.id,
+                    error,
+                )
             else:
                 return seconds
             said = self._query(amphora, deadline)
             if said is None:
                 return None
             if said.holds_vip is False:
-                # An earlier request released the VIPs: its controller crashed, or its answer was lost.
+                # The amphora holds no VIP, so an earlier release has succeeded: its answer was lost, or the controller
+                # that requested it crashed.
                 return float(said.draining or 0.0)
         return None
 
@@ -140,7 +155,7 @@ class AmphoraRemoval:
         if said is not None:
             over, why = said.draining is None or bool(said.holds_vip), str(said)
         if over:
-            LOG.info("the drain of amphora %s has ended: %s", amphora.id, why)
+            LOG.info("the controller found that the drain of amphora %s has ended: %s", amphora.id, why)
             self._write(lambda c: amphorae.update_amphora(c, amphora.id, drains_until=0.0))
 
     def _finds_unrecorded_drain(self, amphora: Amphora, view: steps.LoadBalancerView) -> bool:
@@ -166,7 +181,8 @@ class AmphoraRemoval:
         """
         if isinstance(view, steps.LoadBalancerView) and self._finds_unrecorded_drain(amphora, view):
             return
-        # The fencing of a dead amphora delays its partner, so the first attempt is short.
+        # The partner of a dead amphora waits for the deletion, so the controller's first attempt to delete a dead
+        # amphora has a short time-out.
         hurry = amphora.dead and not view.attempts
         deadline = self._job.deadline.within(_FENCING_TIMEOUT) if hurry else self._job.deadline
         left: AmphoraDriverError | None = None
@@ -179,7 +195,8 @@ class AmphoraRemoval:
             self._job.ensure_may_act()
             network.delete_port(port.id)
         if left is not None:
-            # Other ports may get the addresses of the deleted ports, so the row must not have them.
+            # The network backend may give the addresses of deleted ports to other ports, so the row of the amphora must
+            # not keep the deleted ports.
             self._job.ensure_may_act()
             self._write(lambda c: amphorae.update_amphora(c, amphora.id, plugged=()))
             raise left

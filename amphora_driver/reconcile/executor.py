@@ -47,7 +47,8 @@ from amphora_driver.store import amphorae, failovers, generations, spare_pools
 from amphora_driver.store.failovers import Event
 
 LOG = logging.getLogger(__name__)
-# Time-out in seconds of the first query of an agent: a longer wait would delay other jobs.
+# Time-out in seconds of the controller's first query of an agent. A longer wait would delay the jobs of other load
+# balancers.
 _FIRST_QUERY_TIMEOUT = 3.0
 _WITHOUT_MACHINE: dict[str, Any] = {
     **dict.fromkeys(("management_address", "booted_at", "certificate_issued_at", "certificate_authority", "trusts")),
@@ -87,7 +88,7 @@ class StepExecutor:
         """
         what = {name: value for name, value in msgspec.structs.asdict(step).items() if name != "reason"}
         words = (view.load_balancer_id, type(step).__name__, what or "", step.reason)
-        LOG.info("load balancer %s: starting step %s %s because %s", *words)
+        LOG.info("the controller works on load balancer %s: starting step %s %s because %s", *words)
         self._job.begin_step()
         self._job.ensure_may_act()
         self._network: Network = self._context.catalogue.network(view.network)
@@ -278,7 +279,8 @@ class StepExecutor:
         """Query an agent once; the wait for a booting amphora uses neither this thread nor the lease."""
         amphora = self._read_amphora(step.amphora_id)
         if amphora.management_address is None:
-            # The compute backend may assign the address later.
+            # The compute backend may assign the management address of a booting amphora later, so only the boot
+            # time-out makes a missing address an error.
             self._check_boot_timeout(amphora, AgentUnreachable("reach it", "its management address is not known"))
             self.absent |= {amphora.id}
             return
@@ -289,9 +291,14 @@ class StepExecutor:
             self._check_machine(amphora)
             self._check_boot_timeout(amphora, error)
             if not isinstance(error, AgentUnreachable):
-                # Another machine may have this address, and a new boot may help.
+                # An agent that refuses or is not trusted may run on another machine with the same address. The job
+                # fails, so that its error is recorded.
                 raise
-            LOG.info("the agent of amphora %s does not answer yet, querying it later: %s", amphora.id, error.happened)
+            LOG.info(
+                "the agent of booting amphora %s does not answer yet, so the controller queries it again later: %s",
+                amphora.id,
+                error.happened,
+            )
             self.absent |= {amphora.id}
             return
         self._update(amphora.id, Event.READY, state=AmphoraState.READY, ready_at=self._database.now())
@@ -317,7 +324,8 @@ class StepExecutor:
         self._compute.destroy(amphora.id)
         self._update(amphora.id, **_WITHOUT_MACHINE)
         happened = f"its agent has not answered in {most:g} s: {error.happened}"
-        # The user has waited for the whole time-out, so ERROR is reported before the next boot.
+        # The user has already waited for the whole boot time-out, so the load balancer is set to ERROR before the next
+        # boot.
         raise ComputeError(f"boot amphora {amphora.id}", happened, final=True)
 
     def _unplug(self, amphora: Amphora, network_id: str) -> None:

@@ -21,7 +21,7 @@ from amphora_driver.errors import Superseded
 from amphora_driver.queue.jobs import Lease, check_lease
 from amphora_driver.store.requests import Op
 
-# Action of a fail-over request in the history (store/requests.py).
+# Name of a fail-over request in the history of requests (`store/requests.py`).
 _FAILOVER = "failover loadbalancer"
 
 
@@ -68,7 +68,7 @@ class Job:
             return self.preemption_reason(connection, generation, op, urgent=urgent)
 
         first = self._database.read(read)
-        # Another thread may preempt this job at the same time, so None is never assigned.
+        # Another thread may set `_preempted_by` at the same time, so the job never overwrites a reason with None.
         if first is not None and self._preempted_by is None:
             self._preempted_by = first
         if self._preempted_by is not None:

@@ -15,13 +15,14 @@ from amphora_driver.model.amphora import Amphora, AmphoraState, Partner
 from amphora_driver.reconcile import steps, vip_allocation, vrrp_peers
 from amphora_driver.reconcile.spare_pool_plan import plan_pool
 
-# Seconds between two checks of a draining amphora.
+# Seconds between two checks of the controller whether the connections of a draining amphora have ended.
 _DRAIN_CHECK_PAUSE = 2.0
-# Seconds between two checks whether a new pair has taken the VIPs.
+# Seconds between two checks of the controller whether a new pair of amphorae has taken the VIPs.
 _VIP_CHECK_PAUSE = 0.1
-# Seconds between two checks of a booting machine: the first and the largest value.
+# Shortest and longest pause in seconds between two checks of a booting amphora by the controller.
 _BOOT_PAUSE, _MAX_BOOT_PAUSE = 1.0, 10.0
-# All boots start before the first wait for an agent, so that machines boot in parallel.
+# Order of the boot steps in a plan: all amphorae boot before the controller waits for the first agent, so that machines
+# boot in parallel.
 _STAGES = (steps.Boot, steps.Plug, steps.AwaitAgent)
 
 
@@ -36,7 +37,8 @@ def plan(view: steps.AnyView, amphorae: tuple[Amphora, ...]) -> list[steps.Step]
     if first:
         return first
     found = plan_pool(view, amphorae) if isinstance(view, steps.SparePoolView) else _load_balancer_steps(view, amphorae)
-    # A certificate of a retiring amphora is renewed only if the plan is empty or checks a drain.
+    # The plan renews the certificate of a retiring amphora only if no other step is due or the first step checks a
+    # drain.
     return [*later, *found] if not found or isinstance(found[0], steps.CheckDrain) else found
 
 
@@ -65,7 +67,8 @@ def _load_balancer_steps(view: steps.LoadBalancerView, amphorae: tuple[Amphora, 
         return [_fill_role(view, amphora_set.next_role())]
     found = [step for one in amphora_set.live for step in _boot_steps(view, one)]
     if not vip_allocation.addresses_known(view.tree):
-        # Amphorae boot first, because the network backend may choose addresses by the location of the machines.
+        # The plan boots amphorae before it requests addresses, because the network backend may choose addresses by the
+        # location of the machines.
         boots: list[steps.Step] = [step for step in found if isinstance(step, steps.Boot)]
         reason = "the network backend needs time for the addresses"
         if view.allocate_at > view.now:
@@ -98,7 +101,7 @@ def _serving_steps(
         confirm = steps.Confirm(reason=f"every amphora serves generation {view.generation}")
         return _wait_for_vips(view, amphora_set) or [confirm]
     if (None if view.spec is None else view.spec.id) != view.pool:
-        # The change of the spare pool follows the push, so that no user waits for a pool.
+        # The plan changes the spare pool of a load balancer after the push, so that no user waits for a spare pool.
         reason = "the load balancer uses another spare pool, or none"
         return [steps.SetSparePool(spec=view.spec, former=view.pool, reason=reason)]
     return _cleanup_steps(view, amphora_set) or amphora_set.forget_departed()
@@ -144,12 +147,14 @@ class AmphoraSet:
         if not serving or not self.live:
             return True
         settled = all(one.confirmed >= self._view.generation for one in self.live)
-        # A draining amphora delays a replacement only if VIPs must be handed over.
+        # A draining amphora delays the replacement of another amphora only if the controller must still hand the VIPs
+        # over.
         staying = [one for one in serving if not self._is_draining(one)]
         replaced = {one.role for one in staying} & {one.role for one in self.live}
         lost = {one.role for one in self.retiring if one.dead}
         if lost & set(self.missing) and self._holder not in {one.id for one in staying}:
-            # An undeletable old amphora must not delay replacing a dead one.
+            # The controller replaces a dead amphora even if it cannot delete another old amphora, unless the old one
+            # holds the VIPs.
             return settled
         return settled and not replaced and not self._holder_to_hand_over()
 
@@ -208,7 +213,8 @@ class AmphoraSet:
     def push_step(self, arrived: Sequence[Amphora]) -> steps.Push:
         """Return the push to amphorae that are behind, and to a retiring VIP holder for its VRRP peers."""
         behind = self.behind(arrived)
-        # A retiring VIP holder gets the push also if it has confirmed this generation.
+        # A retiring amphora that holds the VIPs gets the push even if it has confirmed the generation, because it needs
+        # the new VRRP peers.
         holders = self._retiring_holder()
         return steps.Push(
             waves=vrrp_peers.order_waves([*behind, *holders], self._holder, self._silent)
@@ -225,8 +231,9 @@ class AmphoraSet:
     def handover_steps(self) -> list[steps.Step]:
         """Return the release of replaced amphorae, or the VIP handover before the next replacement."""
         roles = {one.role for one in self.live}
-        # A handover needs exactly two amphorae. An amphora that drains since an earlier fail-over prevents a handover.
-        # A dead amphora does not, and the deletion of its machine may take long.
+        # The controller hands VIPs over only between two amphorae, so an amphora that still drains after an earlier
+        # fail-over prevents a handover. A dead amphora prevents no handover, because the deletion of its machine may
+        # take long.
         replaced = [
             one for one in self.retiring if not one.dead and (one.role in roles or one.drains_until is not None)
         ]
@@ -250,7 +257,8 @@ class AmphoraSet:
         """Return the steps that remove replaced amphorae; a draining amphora stays until its connections end."""
         draining = [one for one in self.retiring if self._is_draining(one)]
         found: list[steps.Step] = [self._release_or_hand_over(one) for one in self.retiring if one not in draining]
-        # A draining amphora takes the VIPs only as the last one, if it knows its current peers.
+        # A draining amphora leaves the VIPs to the other amphorae only if it knows its current VRRP peers, so changed
+        # peers are pushed to it.
         reason = "its VRRP peers lack an amphora that stays"
         found += [
             steps.Push(waves=((one.id,),), optional=frozenset((one.id,)), whole=False, reason=reason)
@@ -265,7 +273,8 @@ class AmphoraSet:
 
     def _release_or_hand_over(self, one: Amphora) -> steps.Release | steps.HandOver:
         """Return the release of an amphora, or a handover if the amphora took the VIPs in its replacement."""
-        # Three amphorae exist here, so the connections end: only a handover between two amphorae keeps connections.
+        # Only a handover between two amphorae keeps the connections. A replacement at this point has three amphorae, so
+        # the handover ends the connections.
         if one.holds_vip and one in self._holder_to_hand_over() and self.live:
             to = max(self.live, key=lambda other: self._view.priorities.get(other.role, 0))
             return steps.HandOver(amphora_id=one.id, to=to.id, reason="it took the VIPs during its replacement")
@@ -281,7 +290,9 @@ class AmphoraSet:
     def _is_draining(self, one: Amphora) -> bool:
         if not one.drains_until:
             return False
-        # The agent measures the drain with a monotonic clock, and `CheckDrain` queries it repeatedly.
+        # If the wall clock was set, the recorded end of a drain is wrong: only the agent measures the drain with a
+        # monotonic clock. The amphora therefore counts as draining until a `CheckDrain` step learns from the agent that
+        # the drain has ended.
         return self._view.clock_set or one.drains_until > self._view.now
 
     def forget_departed(self) -> list[steps.Step]:
@@ -347,5 +358,5 @@ def _cleanup_steps(view: steps.LoadBalancerView, amphora_set: AmphoraSet) -> lis
         for plugged in one.plugged
         if plugged.port.network_id not in view.networks
     ]
-    # A wait ends the round, so the wait is the last step.
+    # A wait ends the current round of the job, so the plan puts its wait after all other steps.
     return found + amphora_set.wait_steps()

@@ -41,14 +41,15 @@ from amphora_driver.store.failovers import Event
 from amphora_driver.store.sealed_secrets import SealedSecret
 from amphora_driver.untrusted_text import printable
 
-# The result of a wave by amphora id; None for an amphora that serves the generation.
+# Results of a wave of pushes by amphora id: None for an amphora that serves the generation, otherwise the error of the
+# push.
 Answers = dict[str, AgentError | None]
 
 LOG = logging.getLogger(__name__)
-# If HAProxy refuses one object, the push is repeated without it, for at most this number of objects.
+# If HAProxy refuses an object, the controller repeats the push without the object, for at most this number of objects.
 _MAX_REJECTED_OBJECTS = 16
 _NO_UDP_SUPPORT = "its amphorae do not support UDP and SCTP: rotate them (amphoractl rotate)"
-# Time-out in seconds of a push to a retiring amphora, and of a query for the VIPs.
+# Time-outs in seconds: of a push to a retiring amphora, and of the query whether the amphorae hold the VIPs.
 _RETIRING_TIMEOUT = 5.0
 _VIP_QUERY_TIMEOUT = 3.0
 
@@ -74,13 +75,16 @@ class BundlePush:
         self._vault = context.vault
         self._job = job
         self._write = write
-        # Objects that cannot be served in the pushed generation: reasons by object id.
+        # Objects that the controller omits because an amphora cannot serve them in the pushed generation: reasons by
+        # object id.
         self._omitted: dict[str, str] = {}
-        # The rendered configuration without the omitted objects; None after another object was omitted.
+        # Rendered configuration without the omitted objects; None if the controller must render the configuration
+        # again, because it has omitted another object.
         self._served: Served | None = None
-        # The seed of the TLS ticket keys, if this job has created a seed.
+        # Sealed seed of the load balancer's TLS ticket keys, if the current job has created a seed; otherwise None.
         self._new_seed: SealedSecret | None = None
-        # Acceptance time of the oldest request that the last confirmation answered; None without a request.
+        # Time at which the driver accepted the oldest request that the last confirmation has answered; None without
+        # such a request.
         self._accepted_at: float | None = None
 
     def push(self, step: steps.Push, view: steps.LoadBalancerView, everyone: Sequence[Amphora]) -> None:
@@ -116,7 +120,12 @@ class BundlePush:
                 unreachable = self._push_wave(wave, whole=whole) or unreachable
         except _GenerationConflict:
             of, generation = view.load_balancer_id, view.generation
-            LOG.info("load balancer %s: generation %d exists with another content, incrementing it", of, generation)
+            LOG.info(
+                "load balancer %s: an amphora has generation %d with another content, so the controller "
+                "increments the generation",
+                of,
+                generation,
+            )
             self._write(lambda c: generations.bump_generation(c, of, generation))
             return
         if unreachable is not None:
@@ -134,7 +143,12 @@ class BundlePush:
             said = [self._agents.info(one.id, str(one.management_address), deadline=deadline) for one in everyone]
         except AgentError as error:
             of = self._job.lease.load_balancer_id
-            LOG.warning("load balancer %s: continuing, an amphora cannot be queried for the VIPs: %s", of, error)
+            LOG.warning(
+                "load balancer %s: the controller cannot query an amphora for the VIPs and continues "
+                "without the answer: %s",
+                of,
+                error,
+            )
             return True
         return any(one.holds_vip for one in said) or all(one.holds_vip is None for one in said)
 
@@ -152,7 +166,13 @@ class BundlePush:
             if rejected.keys() <= self._omitted.keys():
                 raise refusal
             for object_id in rejected:
-                LOG.warning("load balancer %s: omitting its object %s: %s", of, object_id, refusal.happened)
+                LOG.warning(
+                    "load balancer %s: the controller omits object %s from the configuration, because an "
+                    "amphora refuses it, and repeats the push: %s",
+                    of,
+                    object_id,
+                    refusal.happened,
+                )
             self._omitted |= rejected
             self._served = None
         happened = f"it was refused {_MAX_REJECTED_OBJECTS} times: {next(iter(self._omitted.values()))}"
@@ -161,7 +181,8 @@ class BundlePush:
     def _push_to_all(self, wave: _Wave, served: Served) -> Answers:
 
         def push(amphora: Amphora) -> AgentError | None:
-            # The log context belongs to the job's thread, so each thread of the pool sets the context again.
+            # Each thread of the pool sets the log context again, because the log context belongs to the thread of the
+            # job.
             with log_context.about(wave.recorded.tree.id, amphora.id, wave.recorded.generation):
                 try:
                     self._push_to(wave, amphora, served)
@@ -179,15 +200,17 @@ class BundlePush:
         body = build_bundle(wave.recorded, amphora, served, self._conf)
         deadline = self._job.deadline
         if amphora.drains_until is not None:
-            # A draining amphora must not delay the others.
+            # A push to a draining amphora has a short time-out, so that the amphora does not delay the pushes to the
+            # others.
             deadline = deadline.within(_RETIRING_TIMEOUT)
         applied = self._agents.put_bundle(amphora.id, str(amphora.management_address), body, deadline=deadline)
-        # The agent may have replaced this push with a newer generation of another controller.
+        # The agent may serve a newer generation, which another controller has pushed meanwhile. Only an older
+        # generation is an error.
         if applied.generation < wave.recorded.generation:
             attempted = f"have amphora {amphora.id} serve generation {wave.recorded.generation}"
             raise AgentRefused(attempted, f"it serves {applied.generation}")
         words = (amphora.id, wave.recorded.generation, printable(applied.how, 20), printable(applied.reason, 500))
-        LOG.info("amphora %s serves generation %d by %s (%s)", *words)
+        LOG.info("the agent accepted the push: amphora %s serves generation %d, applied by %s (%s)", *words)
         metrics.count_push(applied.how)
 
     def _record_wave(self, wave: _Wave, answers: Answers, *, whole: bool) -> AgentError | None:
@@ -195,7 +218,13 @@ class BundlePush:
         unreachable = None
         for amphora_id, error in answers.items():
             if error is not None and amphora_id in wave.optional:
-                LOG.warning("retiring amphora %s does not accept generation %d: %s", amphora_id, generation, error)
+                LOG.warning(
+                    "retiring amphora %s does not accept the push of generation %d, so the controller "
+                    "continues without it: %s",
+                    amphora_id,
+                    generation,
+                    error,
+                )
             elif error is not None:
                 unreachable = error
         served = [one for one in wave.targets if answers[one.id] is None]
@@ -211,10 +240,12 @@ class BundlePush:
                 if view.replacing and one.state is not AmphoraState.RETIRING:
                     failovers.record_event(connection, view.load_balancer_id, Event.CONFIRMED, now, one.id)
             if all_serve:
-                # One transaction records the last confirmation and the confirmation of the load balancer.
+                # One transaction confirms the last amphora and the load balancer, so that a crash cannot record one
+                # without the other.
                 self._record_confirmation(connection, view)
             elif served and self._omitted and view.applied < generation:
-                # A later job may confirm the generation and needs the omitted objects.
+                # A later job may confirm the generation, so the database must contain the objects that the controller
+                # omits from the generation.
                 omitted, of = self._all_omitted(view), view.load_balancer_id
                 record_omitted_objects(connection, of, generation, omitted)
 
@@ -248,7 +279,13 @@ class BundlePush:
             tree, self._omitted, self._conf, self._vault, lambda files: self._secrets_with_seed(view, files)
         )
         for object_id, reason in rendered.without_secret.items():
-            LOG.warning("load balancer %s: omitting its object %s: %s", tree.id, object_id, reason)
+            LOG.warning(
+                "load balancer %s: the controller omits object %s from the configuration, because a "
+                "secret of it is not usable: %s",
+                tree.id,
+                object_id,
+                reason,
+            )
         self._omitted = rendered.omitted
         return rendered.served
 
@@ -285,7 +322,8 @@ def _rejected_objects(refusal: AgentRefused, served: Served) -> dict[str, str]:
     """Return the objects to omit, with the reasons by object id; empty if the refusal names no object."""
     if refusal.object_id is not None:
         return {refusal.object_id: refusal.happened}
-    # An agent without UDP support cannot parse a bundle with UDP listeners.
+    # An agent without UDP support answers HTTP status 400 to a bundle with UDP listeners, because it cannot parse the
+    # bundle.
     if refusal.status == HTTPStatus.BAD_REQUEST:
         return {one.id: _NO_UDP_SUPPORT for one in served.virtual}
     return {}

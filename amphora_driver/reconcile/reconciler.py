@@ -45,18 +45,22 @@ from amphora_driver.store import amphorae, failovers, sealed_secrets, status_out
 from amphora_driver.store.requests import Op
 
 LOG = logging.getLogger(__name__)
-# Shortest pause in seconds before the next job, so that other jobs run first. A plan may state a shorter pause.
+# Shortest pause in seconds before the next job of a load balancer, so that other jobs run first. A plan may state a
+# shorter pause.
 _MIN_PAUSE = 1.0
-# Longest pause in seconds, unless the longest retry back-off is longer.
+# Longest pause in seconds before the next job of a load balancer, unless the longest retry back-off is longer.
 _MAX_PAUSE = 25.0
-# Additional pause in seconds for each booting amphora, because checks of machines slow their boots down.
+# Least pause before the next check of booting amphorae, in seconds for each of them, because frequent checks slow the
+# boots down.
 _PAUSE_PER_BOOT = 0.05
-# An amphora of a new pair takes the VIPs after three advertisement intervals and a fraction (RFC 9568, 6.1). The job
-# waits for at most four intervals and a margin in seconds for busy machines.
+# An amphora of a new pair takes the VIPs after three to four VRRP advertisement intervals (RFC 9568, section 6.1). The
+# job waits for four intervals at most, and for an additional margin in seconds, because machines may be busy.
 _MIN_ADVERTS, _MAX_ADVERTS, _VIP_MARGIN = 3, 4, 3.0
-# An amphora that misses this number of heartbeats does not delay its partner.
+# Number of missed heartbeats after which an amphora counts as silent, so that it does not delay the push to its
+# partner.
 _MISSED_HEARTBEATS = 3
-# Steps that affect the machine and the ports of one amphora only.
+# Steps that concern the machine and the ports of one amphora only: if one fails, the job continues with the other
+# amphorae.
 _SINGLE_AMPHORA_STEPS = (steps.Boot, steps.Plug, steps.AwaitAgent, steps.Release)
 
 
@@ -96,12 +100,19 @@ class Reconciler:
             failpoints.reach(failpoints.Point.FINISHED)
         except LeaseLost as error:
             if not job.row_deleted:
-                LOG.warning("load balancer %s: stopping the job, its lease is lost: %s", lease.load_balancer_id, error)
+                LOG.warning(
+                    "load balancer %s: the controller stops its job, because the lease of the job is lost: %s",
+                    lease.load_balancer_id,
+                    error,
+                )
             return "lost"
         except AmphoraDriverError as error:
             self._handle_failure(job, error)
         except Exception as error:
-            LOG.exception("load balancer %s: the job failed unexpectedly, retrying it", lease.load_balancer_id)
+            LOG.exception(
+                "load balancer %s: the job of the controller failed unexpectedly and is repeated",
+                lease.load_balancer_id,
+            )
             self._handle_failure(job, error)
         else:
             return "finished" if found[2] is None else "waiting"
@@ -130,25 +141,28 @@ class Reconciler:
         self, job: Job, view: steps.AnyView, observed: tuple[Amphora, ...], step: steps.Await | None
     ) -> None:
         if step is None and isinstance(view, steps.LoadBalancerView) and view.replacing:
-            # The plan is empty, so fail-overs with missing events end too.
+            # An empty plan means that the load balancer is settled, so its fail-overs end even if some of their events
+            # are missing.
             of, now = job.lease.load_balancer_id, self._database.now()
             self._write(job, lambda c: failovers.finish_settled_failovers(c, of, now))
         until = None if step is None else step.until
         if step is None or until is None:
             self._jobs.complete(job.lease, view.generation)
             return
-        # The steps since the observation may have taken longer than the wait.
+        # The steps of the job may have lasted until after the end of the planned wait, so the pause has a minimum.
         pause = max(until - self._database.now(), min(_MIN_PAUSE, until - view.now))
         if step.amphorae and self._boot_wait is not None:
             pause = max(pause, _PAUSE_PER_BOOT * len(self._boot_wait))
-        # `Jobs.clamp_due_times` takes a longer pause for an effect of a clock jump.
+        # The pause has a maximum, because `Jobs.clamp_due_times` takes a longer pause for an effect of a clock jump and
+        # ends the pause.
         pause = min(pause, max(self._context.conf.amp_controller.retry_most, _MAX_PAUSE))
         if view.applied >= view.generation:
             self._jobs.complete(job.lease, view.generation, self._database.now() + pause)
         else:
             readable = view.readable if isinstance(view, steps.LoadBalancerView) else True
             self._jobs.defer(job.lease, view.generation, pause, readable=readable)
-        # An agent that listens before the release of the lease would have no effect, so the wait begins here.
+        # The controller begins to wait for agents only after it has released the lease, because nobody could claim the
+        # load balancer before.
         awaited = [
             AwaitedAgent(one.id, one.management_address, job.lease.load_balancer_id, pause)
             for one in observed
@@ -164,7 +178,8 @@ class Reconciler:
         row, observed = amphorae.load_with_work(connection, load_balancer_id)
         if row is None:
             raise LeaseLost(f"work on load balancer {load_balancer_id}", "it is not recorded")
-        # The generation is recorded first, so that a later request counts as newer than this observation.
+        # The job records the observed generation before it reads the objects, so that a later request counts as newer
+        # than the observation.
         job.record_observation(row.generation, row.op)
         log_context.set_generation(row.generation)
         job.replacing = bool(row.replacing)
@@ -194,7 +209,8 @@ class Reconciler:
         if tree is not None and addressed:
             needed, failed = needed_networks(tree, observed, catalogue.network(row.network))
         failed |= vip_allocation.read_refusal(connection, load_balancer_id, given)
-        # References and secrets must be of the same generation, so a changed generation is read again.
+        # References and secrets must belong to the same generation, so the job reads the load balancer again if its
+        # generation has changed.
         uses_some = tree is not None and next(secrets_of_tree(tree), None) is not None
         kept = sealed_secrets.load_secrets(connection, load_balancer_id) if uses_some else {}
         if kept and _generation(connection, load_balancer_id) != row.generation:
@@ -250,14 +266,21 @@ class Reconciler:
         try:
             now = self._database.now()
             if isinstance(error, Superseded) or job.is_preempted:
-                # A preemption may cause any error of the running call.
-                LOG.info("load balancer %s: the job is preempted and starts again: %s", of, job.preemption_error())
+                # A preemption may cause any error of the running call, so the job returns its lease and records no
+                # failure.
+                LOG.info(
+                    "load balancer %s: the running job of the controller is preempted and starts again: %s",
+                    of,
+                    job.preemption_error(),
+                )
                 self._jobs.yield_lease(lease)
                 return
             final = isinstance(error, AmphoraDriverError) and error.final
             pause = conf.retry_most if final else min(conf.retry_first * 2**lease.attempts, conf.retry_most)
             pause *= random.uniform(0.8, 1.2)  # noqa: S311 - jitter, no secret
-            LOG.warning("load balancer %s: the job failed: %s; trying again in %.1f s", of, error, pause)
+            LOG.warning(
+                "load balancer %s: the job of the controller failed: %s; trying again in %.1f s", of, error, pause
+            )
             if job.replacing:
                 self._write(job, lambda c: failovers.record_failure(c, of, now, str(error)))
             tried = lease.attempts + 1
@@ -265,11 +288,17 @@ class Reconciler:
                 first = final or tried == conf.give_up_after
                 if self._database.write(lambda c: _report_error(c, job, str(error), always=first)):
                     self._on_status()
-            # A job without a crash resets the crash count, and a refusal leaves the count one below the limit.
+            # A job that ends without a crash resets the crash count of its load balancer. A job that is refused because
+            # of repeated crashes leaves the count one below the limit.
             crashes = lease.crashes - 1 if isinstance(error, CrashLoop) else 0
             self._jobs.retry_later(lease, pause, str(error), job.generation or None, crashes=crashes)
         except (AmphoraDriverError, OSError) as failure:
-            LOG.warning("load balancer %s: could not release its lease, which expires: %s", of, failure)
+            LOG.warning(
+                "load balancer %s: the controller could not release the lease of the failed job, which "
+                "expires by itself: %s",
+                of,
+                failure,
+            )
 
 
 def _perform_steps(
@@ -293,7 +322,12 @@ def _perform_steps(
             if amphora_id is None:
                 raise
             of = view.load_balancer_id
-            LOG.warning("load balancer %s: continuing, a step for amphora %s failed: %s", of, amphora_id, error)
+            LOG.warning(
+                "load balancer %s: a step for amphora %s failed, the controller continues with the other amphorae: %s",
+                of,
+                amphora_id,
+                error,
+            )
             errors[amphora_id] = error
     if errors:
         raise next((one for one in errors.values() if one.final), next(iter(errors.values())))

@@ -24,7 +24,7 @@ from amphora_driver.store.failovers import Event
 from amphora_driver.store.spare_pools import Spare, SparePoolSpec, SparePoolState
 
 LOG = logging.getLogger(__name__)
-# Time-out in seconds of a query of a spare's agent.
+# Time-out in seconds of the controller's query of a spare amphora.
 _QUERY_TIMEOUT = 2.0
 _DAY = 86_400.0
 
@@ -45,7 +45,7 @@ class SpareSteps:
         self._context = context
         self._job = job
         self._write = write
-        # The ready spares of the last observation, and the current image by pool.
+        # Ready spare amphorae at the last observation of the pool, and the current image of each spare pool by pool id.
         self._ready: tuple[Spare, ...] = ()
         self._images: dict[str, str | None] = {}
 
@@ -89,7 +89,8 @@ class SpareSteps:
         if not self._ready:
             return {}
         image = self._current_image(spec)
-        # Certificates are renewed at half of their validity. A spare with less than a third left missed its renewal.
+        # The controller renews a certificate at half of its validity. A spare amphora with less than a third left has
+        # missed its renewal.
         lasting = self._context.conf.amp_certificates.validity_days * _DAY / 3
         return {one.id: why for one in self._ready if (why := spare_pools.unfit_reason(one, image, now, lasting))}
 
@@ -100,7 +101,12 @@ class SpareSteps:
                 compute = self._context.catalogue.compute(spec.compute, spec.network)
                 self._images[spec.id] = compute.image(spec.image_tag)
             except AmphoraDriverError as error:
-                LOG.warning("spare pool %s: could not read the current image, keeping all spares: %s", spec.id, error)
+                LOG.warning(
+                    "the controller could not read the current image of spare pool %s and keeps all its "
+                    "spare amphorae: %s",
+                    spec.id,
+                    error,
+                )
                 self._images[spec.id] = None
         return self._images[spec.id]
 
@@ -123,7 +129,11 @@ class SpareSteps:
             self._write(take)
             if taken[0]:
                 return
-        LOG.warning("load balancer %s: no usable spare in pool %s, booting an amphora", of, pool_id)
+        LOG.warning(
+            "load balancer %s: spare pool %s has no usable spare amphora, so the controller boots an amphora",
+            of,
+            pool_id,
+        )
         self.adoption_failed = True
 
     def query(self, step: steps.QuerySpares, by_id: dict[str, Amphora]) -> None:
@@ -148,7 +158,11 @@ class SpareSteps:
             self._context.agents.info(amphora_id, address, deadline=self._job.deadline.within(_QUERY_TIMEOUT))
         except AgentError as error:
             self._job.ensure_may_act()
-            LOG.warning("spare amphora %s does not answer and is not adopted: %s", amphora_id, error)
+            LOG.warning(
+                "spare amphora %s does not answer, so the controller does not adopt it for a load balancer: %s",
+                amphora_id,
+                error,
+            )
             return False
         return True
 

@@ -21,7 +21,7 @@ from amphora_driver.secret import Secret
 
 SEED_LENGTH = 32
 _SEEDS = 3
-# AES-256: 16 bytes of name, 32 for the MAC and 32 for the cipher.
+# A TLS ticket key of HAProxy for AES-256 has 80 bytes: 16 for the name, 32 for the MAC and 32 for the cipher.
 _KEY_LENGTH = 80
 _KEY, _NEXT = b"amphora tls ticket key", b"amphora tls ticket seed"
 

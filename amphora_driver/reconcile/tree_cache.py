@@ -21,12 +21,12 @@ from amphora_driver.render.cache import Cache
 from amphora_driver.store import desired_objects
 from amphora_driver.store.desired_objects import ObjectChange
 
-# The changed children of one kind, by the id of the parent and then by their own id.
+# Changed child objects of one kind, by the id of their parent object and then by their own id.
 Children = dict[str | None, dict[str, ObjectChange]]
 
 N = TypeVar("N")
 _POOL_CHILDREN = ("members", "healthmonitor")
-# Maximum number of objects of all cached load balancers; one object takes about a kilobyte.
+# Maximum number of objects in all load balancers of the cache. One object takes about a kilobyte of memory.
 _CAPACITY = 50_000
 
 
@@ -135,7 +135,8 @@ def _merge_pools(tree: LoadBalancer, by_kind: dict[Kind, Children], generation: 
         if now is before and members_now is pool.members:
             return pool
         if len(now) > 1:
-            # One of the monitors is deleted, and the count of objects does not show the deletion.
+            # A pool has at most one health monitor, so one of its two monitors was deleted. The number of objects does
+            # not show the deletion, so the cache needs a full read.
             raise _FullReadNeededError
         return msgspec.structs.replace(pool, members=members_now, healthmonitor=now[0] if now else None)
 
@@ -159,7 +160,8 @@ def _merge_children(
         if change is None:
             found.append(one)
         elif change.created > generation:
-            # The object was created again under the same id, so its position has changed.
+            # An object that was deleted and created again under the same id has a new position, which only a full read
+            # shows.
             raise _FullReadNeededError
         elif change.node is not None:
             now: N = msgspec.structs.replace(change.node, **{name: getattr(one, name) for name in children})

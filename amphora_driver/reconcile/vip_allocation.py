@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 LOG = logging.getLogger(__name__)
-# Neutron's type of a port with SR-IOV.
+# Value of `vnic_type` in Neutron for a port that uses SR-IOV.
 _DIRECT = "direct"
 
 
@@ -52,9 +52,6 @@ class AppliedVipOptions(msgspec.Struct, frozen=True, kw_only=True):
     ports: tuple[str, ...] = ()
     refused: str = ""
     generation: int = 0
-
-
-# --- what is seen, without I/O ----------------------------------------------------------------------------------------
 
 
 def addresses_known(tree: LoadBalancer | None) -> bool:
@@ -157,9 +154,6 @@ def options_due(view: LoadBalancerView, amphorae: Sequence[Amphora]) -> str:
     return ""
 
 
-# --- what is recorded -------------------------------------------------------------------------------------------------
-
-
 def read_applied_options(row: sa.Row[tuple[object, ...]]) -> AppliedVipOptions | None:
     """Return the VIP options that a row of `job` stores."""
     return None if row.vip_applied is None else msgspec.json.decode(row.vip_applied, type=AppliedVipOptions)
@@ -222,13 +216,21 @@ class VipSteps:
         if isinstance(answer, NotYet):
             now = self._database.now()
             later = vip_claims.schedule_retry(pending, answer.reason, answer.again_in, now)
-            LOG.info("load balancer %s has no addresses yet: %s", tree.id, answer.reason)
+            LOG.info(
+                "load balancer %s has no VIP addresses yet, so the controller requests them again later: %s",
+                tree.id,
+                answer.reason,
+            )
             self._write(lambda connection: vip_claims.write_pending_request(connection, tree.id, backend, later))
             if now - pending.since > self._error_after:
                 waited = f"none in {now - pending.since:.0f} s: {answer.reason}"
                 raise NetworkError(f"allocate a VIP for load balancer {tree.id}", waited, final=True)
             return
-        LOG.info("load balancer %s has its addresses: %s", tree.id, ", ".join(one.address for one in answer))
+        LOG.info(
+            "the network backend has allocated the VIP addresses of load balancer %s: %s",
+            tree.id,
+            ", ".join(one.address for one in answer),
+        )
         self._write(lambda connection: record_addresses(connection, tree.id, generation, answer))
 
     def apply(self, network: Network, tree: LoadBalancer, amphorae: Sequence[Amphora], generation: int) -> None:
@@ -239,7 +241,12 @@ class VipSteps:
         try:
             network.apply_vip_options(tree.id, tree.project_id, options, ports)
         except RequestError as error:
-            LOG.warning("load balancer %s: the VIP options are refused: %s", tree.id, error)
+            LOG.warning(
+                "the network backend refuses the VIP options of load balancer %s, and the controller "
+                "records the refusal: %s",
+                tree.id,
+                error,
+            )
             refused = str(error)
         given = AppliedVipOptions(options=options, ports=ports, refused=refused, generation=generation)
         text = msgspec.json.encode(given).decode() if options else None

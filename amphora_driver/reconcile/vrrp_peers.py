@@ -14,13 +14,13 @@ from amphora_driver.model.amphora import Amphora, AmphoraState, Partner
 from amphora_driver.model.loadbalancer import Vip
 from amphora_driver.render.bundle import BundlePartner, BundleVrrp
 
-# All pairs use the same id. RFC 9568 requires distinct ids on a network because virtual routers share a multicast
-# group, but the advertisements of a pair are unicast.
+# All pairs of amphorae use the same VRRP router id. RFC 9568 requires distinct ids on a network because virtual routers
+# share a multicast group, but amphorae send unicast advertisements.
 ROUTER_ID = 1
-# Priority of an amphora that has handed its VIPs over. Amphorae with a higher priority take the VIPs nearly one
-# advertisement interval earlier (RFC 9568, 6.1: Skew_Time).
+# VRRP priority of an amphora that has handed its VIPs over. An amphora with a higher priority takes the VIPs nearly one
+# advertisement interval earlier (Skew_Time in RFC 9568, section 6.1).
 LAST_PRIORITY = 1
-# The VIP's network is always the first interface of the inner namespace (render/bundle.py).
+# Name of the amphora's interface on the VIP network, which `render/bundle.py` always puts first in the inner namespace.
 _INTERFACE = "eth1"
 
 
@@ -38,7 +38,8 @@ def partners(amphora: Amphora, amphorae: Iterable[Amphora], vip: Vip) -> tuple[P
     found = []
     for other in amphorae:
         at = own_address(other, vip)
-        # A retiring amphora that never served, or that is dead, is no peer.
+        # A retiring amphora that never served, or that is dead, cannot hold the VIPs, so it is no VRRP peer of the
+        # others.
         takes_part = other.state is not AmphoraState.RETIRING or (other.confirmed > 0 and not other.dead)
         if other.id != amphora.id and at is not None and takes_part:
             found.append(Partner(id=other.id, address=at))
@@ -80,14 +81,15 @@ def find_holder(amphorae: Sequence[Amphora], first_role: str, silent: frozenset[
 
     Without any report, the amphora with `first_role` is assumed. The last reports of silent amphorae are ignored.
     """
-    # A retiring amphora without ports cannot have the VIPs, even if its heartbeats report them.
+    # A retiring amphora without ports cannot hold the VIPs, even if its heartbeats report them.
     serving = [one for one in amphorae if one.confirmed > 0 and (one.plugged or one.state is not AmphoraState.RETIRING)]
     if not serving:
         return None
 
     def claim(one: Amphora) -> tuple[bool, bool, bool, float, bool, bool]:
         report = None if one.id in silent else one.holds_vip
-        # If two amphorae report the VIPs, the newer heartbeat counts, because the other amphora may be dead.
+        # If two amphorae report the VIPs, the report with the newer heartbeat counts, because the other amphora may be
+        # dead.
         last = (one.heard_at or 0.0) if report else 0.0
         kept = one.drains_until is None
         return (kept, one.id not in silent, report is True, last, report is not False, one.role == first_role)
