@@ -45,7 +45,8 @@ from amphora_agent.tls_identity import Identity
 
 _log = logging.getLogger(__name__)
 LARGEST_BODY = 32 * 1024 * 1024
-# The agent starts HAProxy when the responder answers, or after three seconds.
+# Seconds for which the agent waits for the responder before starting HAProxy. Without the responder, HAProxy reports
+# pinged members as down.
 RESPONDER_SECONDS = 3.0
 
 
@@ -61,7 +62,7 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
 
     def sender_for(wanted: Settings) -> Sender:
         if wanted.heartbeat_format == "octavia":
-            # The lambda is necessary because the variable `octavia` is assigned later.
+            # The lambda expression delays reading the variable `octavia`, which is assigned later in the function.
             return OctaviaSender(wanted, paths, collector, lambda: octavia.draining())  # noqa: PLW0108
         return HeartbeatSender(
             wanted, paths, collector, lambda: applier.generation, lambda: vrrp_state.holds_vip, drift.heartbeat

@@ -30,19 +30,20 @@ from amphora_agent.tls_identity import Identity
 _log = logging.getLogger(__name__)
 HANDSHAKE_SECONDS = 10.0
 SILENT_SECONDS = 75.0
-# A read or write within a request has a time-out of 30 s.
+# Time-out, in seconds, of each read or write of the agent within a request.
 EXCHANGE_SECONDS = 30.0
-# At most 128 connections are in a handshake, and at most 128 authenticated connections wait for data.
+# Most connections in a TLS handshake, and also most authenticated connections without a request that the agent keeps
+# open.
 MOST = 128
 _MOST_REASONS = 64
-# The gate limits handshakes per second and as a burst, for one address and for all unknown addresses. In 10 s unknown
-# addresses begin at most 40 + 8 * 10 handshakes. MOST is higher, so that a controller can always connect.
+# The TLS gate limits the rate and the burst of handshakes, for each address and for all unknown addresses. The limits
+# leave room for controllers.
 ADDRESS_RATE, ADDRESS_BURST = 1.0, 10.0
 UNKNOWN_RATE, UNKNOWN_BURST = 8.0, 40.0
-# For one hour after a handshake, the address of a controller needs no budget.
+# Seconds after a controller's handshake for which the TLS gate does not limit handshakes from the controller's address.
 KNOWN_SECONDS = 3600.0
 _MOST_KNOWN, _MOST_UNKNOWN = 256, 1024
-# The kernel resets a refused connection and keeps no state of the connection.
+# With this value of SO_LINGER, the kernel resets a refused connection and keeps no state of the connection.
 _RESET = struct.pack("ii", 1, 0)
 
 
@@ -117,7 +118,7 @@ class TlsGate:
         self._ready: deque[tuple[Connection, Any]] = deque()
         self._wakeup, self._waker = socket.socketpair()
         self._wakeup.setblocking(False)
-        # Both mappings of connections are in the order of the deadlines.
+        # The dictionaries `_handshakes` and `_idle` are in the order of the deadlines of their connections.
         self._handshakes: dict[int, _Peer] = {}
         self._idle: dict[int, _Peer] = {}
         self._budget = Budget(time.monotonic())
@@ -184,7 +185,8 @@ class TlsGate:
             plain, address = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        # The agent's own address needs no budget: the agent verifies a new certificate from there.
+        # The TLS gate never limits handshakes from the agent's own address, because the agent verifies a new
+        # certificate from there.
         if not self._budget.take(address[0], time.monotonic()) and address[0] != _local_address(plain):
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             plain.close()

@@ -31,12 +31,13 @@ from amphora_agent.paths import Paths, file_identity, read_if_exists, write, wri
 
 _log = logging.getLogger(__name__)
 _PEM = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
-# The ssl module has no name for OpenSSL's X509_V_FLAG_NO_CHECK_TIME.
+# OpenSSL's flag X509_V_FLAG_NO_CHECK_TIME, which accepts expired certificates. Python's ssl module has no name for the
+# flag.
 _NO_CHECK_TIME = 0x200000
 _MOST_FLIGHTS = 8
 SELF_SECONDS = 5.0
 _WANTED = "install a new certificate"
-# The ssl module represents an issuer or a subject as nested tuples.
+# Python's ssl module represents the issuer or the subject of a certificate as nested tuples.
 Name = tuple[tuple[tuple[str, str], ...], ...]
 
 
@@ -86,7 +87,8 @@ class Identity:
                     if self._context is None:
                         raise MachineError("read the certificates", _reason(error)) from None
                     _log.warning("Cannot read the certificate files; the former certificates stay in use: %s", error)
-                self._marks = marks  # after an error, the agent reads the certificate files again when they change
+                # After an error, the agent reads the certificate files again only when they change.
+                self._marks = marks
             return self._context
 
     def _restore(self) -> None:
@@ -155,7 +157,7 @@ class Identity:
             finally:
                 with suppress(OSError):
                     candidate.unlink(missing_ok=True)
-            # The agent writes the CAs before the certificate, which is of no use without its CA.
+            # The agent writes the CAs before the certificate, because the certificate is of no use without its CA.
             contents = {self._issuers: server_ca, self._callers: client_ca, self._own: pem}
             changed = {file: content for file, content in contents.items() if content is not None}
             self._exchange(changed, found, lambda: prove(anchor))
@@ -216,7 +218,9 @@ class Identity:
             if prove() != wanted.fingerprint:
                 raise MachineError(_WANTED, "handshakes still show another certificate")
             if (callers := contents.get(self._callers)) is not None:
-                self._note(callers)  # an unwritten CA is an error, because a boot would restore the old CA
+                # If the agent cannot store the controllers' CA, the installation fails, because a boot would restore
+                # the old CA.
+                self._note(callers)
         except (AgentError, OSError) as error:
             for file, old in reversed(before.items()):
                 if old is None:
@@ -244,9 +248,9 @@ def shown_by(host: str, port: int, name: str, authorities: str) -> str:
 def _server(own: Path, callers: Path | None) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.load_cert_chain(
-        own, password=b""
-    )  # with an empty password, OpenSSL refuses an encrypted key instead of a prompt
+    # With an empty password, OpenSSL refuses an encrypted key. Without a password, OpenSSL would ask for one on the
+    # terminal.
+    context.load_cert_chain(own, password=b"")
     if callers is not None:
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(cafile=callers)
@@ -284,7 +288,8 @@ def _shake(server: ssl.SSLContext, client: ssl.SSLContext, name: str | None) -> 
 
 
 def _describe(server: ssl.SSLContext, pem: str) -> Certificate:
-    # The ssl module returns the fields of verified certificates only, so this client trusts the certificate itself.
+    # Python's ssl module returns the fields of verified certificates only. The client therefore trusts the certificate
+    # itself, instead of a CA.
     client = _client(_leaf(pem), timeless=True)
     client.check_hostname = False
     end = _shake(server, client, None)

@@ -147,7 +147,7 @@ class Applier:
         with self._lock:
             reach(Point.TAKEN)
             bundle_check.refuse_stale(bundle, self._last, lost=self._lost is not None)
-            # A repeated push keeps the time of the first confirmation.
+            # If a controller pushes the confirmed bundle again, the agent keeps the time of the first confirmation.
             same = self._confirmed is not None and self._confirmed.digest == received
             record = None if same else confirmed_bundle.confirmed_now(bundle, received)
             draft = None if record is None else Draft(self._paths.confirmed, record)
@@ -185,7 +185,7 @@ class Applier:
         Returns False if another attempt is necessary.
         """
         with self._lock:
-            # A push that arrived during the start has already applied a bundle.
+            # If a controller has pushed a bundle during the agent's start, the agent has already applied a bundle.
             if self._confirmed is None or (self._has_applied and not self._parts.swap.is_interrupted):
                 return True
             try:
@@ -224,7 +224,7 @@ class Applier:
     def _verifiable(self) -> Bundle | None:
         """The confirmed bundle, if drift from that bundle has to be repaired."""
         bundle = self._served
-        # Octavia's worker repairs an amphora behind Octavia's API, so the agent does not.
+        # The agent repairs no drift behind Octavia's API, because Octavia's worker repairs such an amphora itself.
         ours = bundle is not None and bundle.load_balancer_id != OCTAVIA_API_V1_ID
         return bundle if ours and self._has_applied and not self._parts.swap.is_interrupted else None
 
@@ -264,7 +264,7 @@ class Applier:
             else:
                 change, loaded = self._update_haproxy(attempt, bundle.haproxy, network)
             change = self._update_udp(bundle, change)
-            # keepalived is last, because an amphora may get the VIPs only when it serves.
+            # The agent updates keepalived last, because keepalived may announce the VIPs only when the amphora serves.
             self._parts.keepalived.apply(bundle.vrrp_instance)
             self._confirm(attempt.draft)
         except (AgentError, OSError) as error:
@@ -282,7 +282,8 @@ class Applier:
         for listener in self._change_listeners:
             listener()
         if self._confirmed is not None and bundle == self._confirmed.bundle:
-            # A repeated push is a request to compare the whole amphora with the bundle.
+            # If a controller pushes the confirmed bundle again, the agent compares the whole amphora with the bundle,
+            # and trusts no cache.
             self._parts.plumbing.invalidate()
             self._parts.files.invalidate()
             self._parts.swap.invalidate()

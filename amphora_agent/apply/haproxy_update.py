@@ -212,7 +212,8 @@ class HaproxyUpdate:
 
     def _reload(self, wanted: Configuration, change: Change, max_old_workers: int | None) -> None:
         _log.info("Reloading HAProxy: %s", change.reason)
-        if not self._haproxy.is_running():  # HAProxy has crashed since the decision to reload
+        if not self._haproxy.is_running():
+            # If HAProxy has crashed since the decision to reload, the agent starts HAProxy instead.
             self._haproxy.start()
             return
         before = self._swap.before

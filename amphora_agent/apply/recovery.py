@@ -40,7 +40,8 @@ class RecoveryLoop:
             links.bind((0, _GROUP_LINK))
             while not self._try():
                 select.select([links], [], [], RETRY_SECONDS)
-                # The kernel raises BlockingIOError after the last event, and ENOBUFS after lost events.
+                # The agent reads all waiting netlink events. The kernel raises BlockingIOError after the last event,
+                # and ENOBUFS after lost events.
                 with suppress(OSError):
                     while True:
                         links.recv(65536)

@@ -19,11 +19,12 @@ from amphora_agent.errors import AgentError
 
 _log = logging.getLogger(__name__)
 DUTY_DIVISOR = 200
-# A second check confirms a difference after one second.
+# Seconds after which a second check has to find the same difference before the agent repairs the difference.
 _CONFIRM_SECONDS = 1.0
-# The back-off grows to at most 16 checks between two repairs of the same difference.
+# Most periodic checks between two repairs of drift that returns after each repair. The agent increases the distance up
+# to this number.
 _MAX_BACKOFF = 16
-# A difference that returns within 10 checks counts as not repaired.
+# If drift returns within 10 checks after a repair, the agent repairs less often.
 _RECENT_CHECKS = 10
 
 
@@ -42,7 +43,7 @@ class DriftRepair:
         self._on_finding = on_finding
         self._min_pause = 0.0
         self._backoff, self._skip = 1, 0
-        # The mapping has the time of the last finding of each kind of drift, by the monotonic clock.
+        # `_seen` has the time of the last finding of each kind of drift, measured by the monotonic clock.
         self._seen: dict[str, float] = {}
         self._generation: int | None = None
 
@@ -86,7 +87,8 @@ class DriftRepair:
     def _has_returned(self, new: set[str]) -> bool:
         """Whether an earlier difference, which a repair or a push has removed, has returned."""
         if self._checker.generation != self._generation:
-            # A new generation makes the findings of the earlier generation invalid.
+            # A bundle of a new generation replaces the configuration, so the agent forgets the drift from the earlier
+            # generation.
             self._seen, self._generation = {}, self._checker.generation
         before = self._recent_kinds()
         self._seen = {kind: self._seen[kind] for kind in before}
@@ -126,7 +128,8 @@ class DriftRepair:
             _log.warning("Drift repair failed; retrying with back-off: %s", error)
             unrepaired: tuple[Difference, ...] = tuple(found)
         else:
-            # During a push the check returns None; the next periodic check finds the remaining drift.
+            # If a push is in progress, the second check returns None, and the next periodic check finds the remaining
+            # drift.
             unrepaired = self._check() or ()
         self._report.record(found, unrepaired)
         if unrepaired:

@@ -30,9 +30,11 @@ from amphora_agent.stats.monotonic_counters import MonotonicCounters
 from amphora_agent.stats.udp_stats import UdpStats
 
 _log = logging.getLogger(__name__)
-# The counters of a thousand members take many milliseconds to read or write, so not each heartbeat does this.
+# With more than 100 rows of counters, the agent reads or writes all counters only every 10 s, because each time costs
+# many milliseconds.
 FEW_ROWS, WRITE_SECONDS = 100, 10.0
-# HAProxy ends a worker after hard-stop-after and loses its counters. The collector ends the worker this much earlier.
+# The collector ends an old HAProxy worker two seconds before HAProxy's `hard-stop-after`. HAProxy would end the worker
+# without a last reading of the counters.
 MARGIN_SECONDS = 2.0
 CUT_SECONDS = 1.0
 
@@ -103,7 +105,8 @@ class Collector:
             identity = _identity(self._latest.pid) if self._latest is not None else ""
             if not identity:
                 return
-            # After a failed reload the collector holds the worker already.
+            # If HAProxy failed to reload before, the collector already holds a connection to the worker, and only
+            # extends the drain time.
             if (known := next((held for held in self._held if held.identity == identity), None)) is not None:
                 known.until = until
                 return
@@ -156,7 +159,9 @@ class Collector:
 
     def _sample(self) -> None:
         before, self._latest = self._latest, None
-        with suppress(HaproxyError):  # while HAProxy does not answer, `document` names no object
+        with suppress(HaproxyError):
+            # If HAProxy does not answer, `_latest` stays None, and the heartbeat names no listener, pool or member of
+            # HAProxy.
             self._latest = haproxy_stats.parse(self._worker.ask(haproxy_stats.QUESTION), before)
         if self._latest is not None and (identity := _identity(self._latest.pid)):
             self._totals.read(identity, self._latest.counts)
@@ -173,13 +178,16 @@ class Collector:
                 held.was_idle = False
                 return
             sample = self._read_held(held)
-        except HaproxyError:  # the worker has ended by hard-stop-after or a crash
+        except HaproxyError:
+            # The old HAProxy worker does not answer, because HAProxy's `hard-stop-after` or a crash has ended the
+            # worker.
             self._release(held)
             return
         if present:
             self._leaving.pop(held.identity, None)
             return
-        # A worker is idle only after two idle samples: HAProxy does not count a connection that moves between threads.
+        # The collector treats an old HAProxy worker as idle after two idle samples. HAProxy does not count a connection
+        # that moves between threads.
         idle = sample.stopping and sample.other_jobs <= 0
         if idle and held.was_idle:
             self._release(held)
@@ -214,7 +222,7 @@ class Collector:
         text = former_workers.compose(self._latest.pid, sums)
         if text != self._published:
             try:
-                # The mode permits reading, because the responder runs as another user.
+                # All users may read the file of counters, because the responder runs as another user than the agent.
                 write_atomically(self._paths.earlier, text, durable=False, mode=0o644)
                 self._published = text
             except OSError as error:

@@ -22,9 +22,9 @@ from amphora_agent.stats.active_sender import Sender
 from amphora_agent.stats.collector import Collector
 
 _log = logging.getLogger(__name__)
-# In format 3, pools are beside the listeners, and traffic is the difference to the previous heartbeat.
+# Number of the heartbeat format. In Octavia's format 3, each heartbeat has the traffic since the previous heartbeat.
 VERSION = 3
-# Octavia has short names for the counters.
+# The mapping translates Octavia's names of the traffic counters to the agent's names.
 _TRAFFIC = {"tx": "bytes_out", "rx": "bytes_in", "totconns": "total_connections", "ereq": "request_errors"}
 
 Reported = dict[str, dict[str, int]]
