@@ -20,8 +20,8 @@ Address = ipaddress.IPv4Interface | ipaddress.IPv6Interface
 _MAC = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}")
 _LEAST_MTU, _LARGEST_MTU = 576, 65535
 _MOST = 64
-# The cloud gives no addresses for these types of networks. systemd-networkd then uses DHCP, router advertisements, or
-# both.
+# The cloud gives no addresses for networks of a dynamic type. systemd-networkd then uses DHCP, router advertisements,
+# or both.
 _DYNAMIC = {
     "ipv4_dhcp": ("ipv4", False),
     "ipv6_dhcp": ("ipv6", True),
@@ -97,8 +97,8 @@ def rendered(interface: Interface) -> str:
         *("[Match]", f"MACAddress={interface.mac}", "", *mtu),
         *("[Network]", *(f"Address={address.with_prefixlen}" for address in interface.addresses)),
         *(f"DHCP={dhcp}", f"IPv6AcceptRA={'yes' if interface.routers else 'no'}"),
-        # The amphora resolves no names. It keeps its address while the link has no carrier, because the agent listens
-        # on the address.
+        # The amphora resolves no host names. The amphora keeps its address while the link has no carrier, because the
+        # agent listens on the address.
         *("LLMNR=no", "MulticastDNS=no", "IgnoreCarrierLoss=yes", "ConfigureWithoutCarrier=yes", ""),
         *("[DHCPv4]", "UseDNS=no", "UseHostname=no", "", "[DHCPv6]", "UseDNS=no", ""),
     ]

@@ -23,16 +23,16 @@ _POLL_SECONDS = 0.005
 class Point(Enum):
     """The failpoints in the order of a change; no change reaches all of them."""
 
-    # At the failpoint TAKEN, the agent's queue has started a bundle.
+    # At the failpoint TAKEN, the agent has taken a bundle from the queue of pushes.
     TAKEN = "taken"
-    # At the failpoint FILES, the set of TLS files is complete.
+    # At the failpoint FILES, the agent has written the complete set of TLS files.
     FILES = "files"
-    # At the failpoint CHECKING, the candidate file for HAProxy is written.
+    # At the failpoint CHECKING, the agent has written the candidate file for HAProxy.
     CHECKING = "checking"
     # At the failpoint RESERVED, the agent has reserved all disk space for the change, and has not changed a serving
     # process.
     RESERVED = "reserved"
-    # At the failpoint MARKED, the disk has the mark of an unfinished change.
+    # At the failpoint MARKED, the agent has marked the change as unfinished on the disk.
     MARKED = "marked"
     # At the failpoint EARLY, the agent has changed the running HAProxy by runtime commands, but not HAProxy's file.
     EARLY = "early"
@@ -42,7 +42,7 @@ class Point(Enum):
     PLUGGED = "plugged"
     # At the failpoint SWITCHED, the candidate file has replaced HAProxy's file.
     SWITCHED = "switched"
-    # At the failpoint HANDED_OVER, the states of the members are stored for the next HAProxy worker, and the agent
+    # At the failpoint HANDED_OVER, the agent has stored the states of the members for the next HAProxy worker, and
     # holds a connection to the present worker.
     HANDED_OVER = "handed-over"
     # At the failpoint RELOADING, HAProxy's master has received the command to reload.
@@ -71,7 +71,7 @@ def _stop(armed: Path) -> None:
             armed.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
     while armed.exists():
-        # The agent creates this file to show the test that the agent waits at the failpoint.
+        # The agent creates a file with the suffix `.here` to show a test that the agent waits at the failpoint.
         armed.with_suffix(".here").touch()
         time.sleep(_POLL_SECONDS)
     armed.with_suffix(".here").unlink(missing_ok=True)

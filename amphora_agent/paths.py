@@ -51,11 +51,12 @@ class Paths:
         self.metrics_socket = run / "metrics.sock"
         # keepalived reads the file `haproxy.health`: 0 while HAProxy serves or is not wanted, otherwise 1.
         self.haproxy_health = run / "haproxy.health"
-        # HAProxy uses the directory `empty` as its root directory, so the directory always stays empty.
+        # HAProxy uses the directory `empty` as its root directory. The directory always stays empty, so HAProxy cannot
+        # open other files.
         self.empty = run / "empty"
 
-        # The responder adds the counters of ended HAProxy workers in the file `earlier` to the counters of the present
-        # worker.
+        # The file `earlier` has the counters of ended HAProxy workers. The responder adds them to the counters of the
+        # present worker.
         self.earlier = run / "earlier"
         self.totals = var / "totals.json"
         self.epoch = var / "epoch"

@@ -11,16 +11,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 SECONDS = 30.0
-# Seconds for which the agent waits for an answer of HAProxy: five until the first time-out, and 0.3 afterwards.
+# Seconds for which the agent waits for an answer of HAProxy: 5 s until the first time-out, and 0.3 s afterwards.
 FIRST_TIMEOUT, LATER_TIMEOUT = 5.0, 0.3
-# Most characters of one text in the diagnostics, which the agent shortens.
+# Largest number of characters of one text in the diagnostics. The agent cuts a longer text.
 MOST = 6 << 20
 HIDDEN = "***"
 _KEY_BLOCK = re.compile(
     r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----.*?(?:-----END [A-Z0-9 ]*PRIVATE KEY-----|\Z)", re.DOTALL
 )
-# The diagnostics hide the values of these directives, which are passwords and keys of HAProxy, keepalived and the
-# heartbeat.
+# The diagnostics hide the values of directives with passwords or keys of HAProxy, keepalived and the heartbeat.
 _SECRET_WORDS = re.compile(
     r"\b(dynamic-cookie-key|auth_pass|password|insecure-password|heartbeat_key)([ \t]*[=:][ \t]*|[ \t]+)\S+"
 )

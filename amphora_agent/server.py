@@ -72,7 +72,7 @@ class Server(BaseApplication):
         # Only gunicorn's worker imports the application. After an import in gunicorn's master, reference counting would
         # make the kernel copy nearly all shared pages.
         sys.setswitchinterval(SWITCH_SECONDS)
-        # The agent disables the garbage collector during the imports, because imports create no garbage.
+        # The agent disables Python's garbage collector during its imports, because imports create no garbage.
         gc.disable()
         from amphora_agent import app  # noqa: PLC0415
         from amphora_agent.tls_identity import Identity  # noqa: PLC0415
@@ -104,7 +104,8 @@ def _exit_with_worker(_arbiter: Any, _worker: Any) -> None:
 def _reduce_memory() -> None:
     """Use one heap for all threads, so that freed memory is reused (mallopt(3)); share the master's pages."""
     ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
-    # The garbage collector does not write to frozen objects, so gunicorn's master and worker share their memory pages.
+    # Python's garbage collector does not write to frozen objects, so gunicorn's master and worker share the memory
+    # pages of the objects.
     gc.collect()
     gc.freeze()
 
@@ -121,7 +122,7 @@ def main() -> None:
         sys.exit(str(error))
     logging.getLogger().setLevel(settings.log_level)
     paths.run.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # The directory is accessible for other users, because the responder and the L4 daemon run as other users.
+    # Other users may enter the agent's run directory, because the responder and the L4 daemon run as other users.
     paths.run.chmod(0o711)
     paths.var.mkdir(parents=True, exist_ok=True, mode=0o700)
     paths.empty.mkdir(exist_ok=True, mode=0o755)

@@ -30,20 +30,22 @@ from amphora_agent.tls_identity import Identity
 _log = logging.getLogger(__name__)
 HANDSHAKE_SECONDS = 10.0
 SILENT_SECONDS = 75.0
-# Time-out, in seconds, of each read or write of the agent within a request.
+# Seconds after which a read or write of the agent within a request times out.
 EXCHANGE_SECONDS = 30.0
-# Most connections in a TLS handshake, and also most authenticated connections without a request that the agent keeps
-# open.
+# Largest number of connections in a TLS handshake. The same number limits the authenticated connections that wait for a
+# request.
 MOST = 128
 _MOST_REASONS = 64
-# The TLS gate limits the rate and the burst of handshakes, for each address and for all unknown addresses. The limits
-# leave room for controllers.
+# The TLS gate limits handshakes for each address, and to 120 in 10 s for all unknown addresses. A controller can always
+# connect, because the gate allows 128 handshakes at a time.
 ADDRESS_RATE, ADDRESS_BURST = 1.0, 10.0
 UNKNOWN_RATE, UNKNOWN_BURST = 8.0, 40.0
-# Seconds after a controller's handshake for which the TLS gate does not limit handshakes from the controller's address.
+# Seconds after a controller's handshake for which the TLS gate does not limit handshakes from the address of the
+# controller.
 KNOWN_SECONDS = 3600.0
 _MOST_KNOWN, _MOST_UNKNOWN = 256, 1024
-# With this value of SO_LINGER, the kernel resets a refused connection and keeps no state of the connection.
+# With the option SO_LINGER and a time of 0 s, the kernel resets a refused connection and keeps no state of the
+# connection.
 _RESET = struct.pack("ii", 1, 0)
 
 
@@ -158,7 +160,9 @@ class TlsGate:
                     self._handle(key.fd)
             except Exception:  # noqa: BLE001 (without this thread the agent is not reachable)
                 if not self._closing:
-                    _log.exception("TLS gate failed; continuing in one second")
+                    _log.exception(
+                        "The agent failed to accept TLS connections by an unexpected error, and continues in one second"
+                    )
                     time.sleep(1.0)
 
     def _handle(self, number: int) -> None:

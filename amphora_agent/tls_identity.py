@@ -31,7 +31,7 @@ from amphora_agent.paths import Paths, file_identity, read_if_exists, write, wri
 
 _log = logging.getLogger(__name__)
 _PEM = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
-# OpenSSL's flag X509_V_FLAG_NO_CHECK_TIME, which accepts expired certificates. Python's ssl module has no name for the
+# OpenSSL accepts expired certificates with the flag X509_V_FLAG_NO_CHECK_TIME. Python's ssl module has no name for the
 # flag.
 _NO_CHECK_TIME = 0x200000
 _MOST_FLIGHTS = 8
@@ -86,7 +86,10 @@ class Identity:
                 except (OSError, ValueError) as error:
                     if self._context is None:
                         raise MachineError("read the certificates", _reason(error)) from None
-                    _log.warning("Cannot read the certificate files; the former certificates stay in use: %s", error)
+                    _log.warning(
+                        "The agent cannot read its certificate files, and the former certificates stay in use: %s",
+                        error,
+                    )
                 # After an error, the agent reads the certificate files again only when they change.
                 self._marks = marks
             return self._context
@@ -100,18 +103,27 @@ class Identity:
             callers, replaced = _read_kept(self._kept)
             if _digest(self._callers.read_text(encoding="utf-8")) in replaced:
                 write_atomically(self._callers, callers)
-                _log.warning("Restored the CA of the controllers: %s had a replaced CA", self._callers)
+                _log.warning(
+                    "The agent restored the controllers' CA, because the file %s had an older, replaced CA",
+                    self._callers,
+                )
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, TypeError) as error:
-            _log.error("Cannot restore the CA of the controllers; the agent uses %s: %s", self._callers, error)
+            _log.error(
+                "The agent cannot restore the controllers' CA from its disk, and trusts the CA in the file %s: %s",
+                self._callers,
+                error,
+            )
 
     def _keep(self) -> None:
         """Write the CA of the clients and the digests of its predecessors to the disk, or log the error."""
         try:
             self._note(self._callers.read_text(encoding="utf-8"))
         except OSError as error:
-            _log.error("Cannot store the CA of the controllers; after a boot the agent may use an older CA: %s", error)
+            _log.error(
+                "The agent cannot store the controllers' CA, and may trust an older CA after the next boot: %s", error
+            )
 
     def _note(self, callers: str) -> None:
         before, replaced = "", set[str]()
@@ -161,7 +173,11 @@ class Identity:
             contents = {self._issuers: server_ca, self._callers: client_ca, self._own: pem}
             changed = {file: content for file, content in contents.items() if content is not None}
             self._exchange(changed, found, lambda: prove(anchor))
-        _log.info("Installed a new certificate, valid until %s, fingerprint %s", found.expires_at, found.fingerprint)
+        _log.info(
+            "The agent installed a new certificate for its API, which is valid until %s and has the fingerprint %s",
+            found.expires_at,
+            found.fingerprint,
+        )
         return found
 
     def _examine(self, candidate: Path, pem: str, server_ca: str | None) -> tuple[Certificate, str]:
@@ -288,8 +304,8 @@ def _shake(server: ssl.SSLContext, client: ssl.SSLContext, name: str | None) -> 
 
 
 def _describe(server: ssl.SSLContext, pem: str) -> Certificate:
-    # Python's ssl module returns the fields of verified certificates only. The client therefore trusts the certificate
-    # itself, instead of a CA.
+    # Python's ssl module returns the fields of verified certificates only. The agent's client therefore trusts the
+    # agent's certificate itself, instead of a CA.
     client = _client(_leaf(pem), timeless=True)
     client.check_hostname = False
     end = _shake(server, client, None)

@@ -34,7 +34,7 @@ from amphora_agent.tls_identity import Identity
 from amphora_agent.version import agent_version
 
 VIRTUAL_TABLE = "amphora_virtual"
-# Most bytes (8 MiB) of one answer of HAProxy that the agent reads for the diagnostics.
+# Largest number of bytes (8 MiB) that the agent reads of one answer of HAProxy for the diagnostics.
 _MOST = 8 << 20
 # HAProxy's answers to these commands contain no private keys and no entries of stick tables, so an operator may share
 # them.

@@ -123,7 +123,8 @@ def _link(file: Path, name: Path) -> None:
     temporary.unlink(missing_ok=True)
     os.link(file, temporary)
     temporary.replace(name)
-    # If both names already refer to the same inode, rename(2) does nothing, and the temporary name stays.
+    # If both names already refer to the same inode, rename(2) does nothing. The agent therefore deletes the temporary
+    # name itself.
     temporary.unlink(missing_ok=True)
 
 

@@ -84,8 +84,7 @@ _RETURN = (
 _REDIRECT = rf"(?:code 30[1-8] )?(?:(?:location|prefix) {LOG_FORMAT}|scheme https?)(?: code 30[1-8])?{_WHEN}"
 _SIZES = rf"size {_NUMBER}[kmg]?(?: expire {_TIME})?(?: peers amphora)?"
 
-# The mapping has the allowed arguments of each HAProxy directive, as a pattern that does not include the directive's
-# first word.
+# The mapping has, for each allowed HAProxy directive, a pattern of the arguments that the agent accepts.
 _ARGUMENTS: Mapping[str, str] = {
     "acl": rf"{IDENTIFIER} {MATCH}",
     "backend": IDENTIFIER,
@@ -141,7 +140,7 @@ _CRT_LIST_LINE = re.compile(
     rf"[ \t]*(?:{FILE}(?:[ \t]+\[[ \t]*alpn[ \t]+[A-Za-z0-9./,-]+[ \t]*\])?(?:[ \t]+[!A-Za-z0-9*._-]+)*[ \t]*)?(?:#.*)?"
 )
 _OPTIONS = {"bind": (2, _BIND), "server": (3, _SERVER)}
-# If the agent refuses one of these HAProxy directives, the error message names the first two words of the directive.
+# If the agent refuses a directive such as `http-request`, the error message names the first two words of the directive.
 _COMPOUND = {
     "http-after-response", "http-check", "http-request", "http-response", "no", "option", "stick", "tcp-request",
     "timeout",

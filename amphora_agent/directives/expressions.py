@@ -36,7 +36,7 @@ MATCH = (
     rf"{EXPRESSION}(?: -i)?(?: -m (?:str|beg|end|sub|dir|dom|reg|len|int|bool|found))?"
     rf"(?: --(?: {WORD})+|(?: {_PATTERN})*)"
 )
-# HAProxy ends an ACL in braces at the closing brace, so the pattern accepts no brace as a value of such an ACL.
+# HAProxy ends an ACL in braces at the closing brace, so the pattern accepts no closing brace as a value of the ACL.
 _INLINE = (
     rf"{EXPRESSION}(?: -i)?(?: -m (?:str|beg|end|sub|dir|dom|reg|len|int|bool|found))?"
     r"(?: --)?(?: (?!\}\n|\}$)[^\n-][^\n]*)*"

@@ -20,8 +20,8 @@ from amphora_agent.errors import AgentError, ConfigurationRefused, MachineError
 from amphora_agent.haproxy.config_file import Document
 from amphora_agent.haproxy.config_parser import Configuration, Section
 
-# The agent waits 60 s, and 20 ms more for each server, while HAProxy reads a configuration. A busy machine needs up to
-# a minute for 10,000 servers.
+# The agent gives HAProxy 60 s, and 20 ms more for each server, to read a configuration. A busy machine needs up to a
+# minute for 10,000 servers.
 MIN_READ_SECONDS, READ_SECONDS_PER_SERVER = 60.0, 0.02
 ALERT = re.compile(r"^\[ALERT\]\s+\(\d+\) : (?:config : )?(?P<text>.*)$", re.MULTILINE)
 _PLACE = re.compile(r"(?:[Pp]arsing )?\[(?P<file>[^\]]*):(?P<line>\d+)\]\s*:?\s*")
@@ -37,8 +37,8 @@ MIN_SERVERS = 50
 # HAProxy compares the keywords `guid` and `track` with servers of all backends. A new server with either keyword
 # therefore needs a full check.
 _GLOBAL_KEYWORDS = frozenset({"guid", "track"})
-# HAProxy's check of a new configuration covers all servers of a backend with one of these directives, because the
-# directive refers to servers or creates servers.
+# HAProxy checks all servers of a backend with a directive such as `use-server`, because the directive refers to other
+# servers.
 _REFERRING = frozenset({"use-server", "force-persist", "ignore-persist", "server-template"})
 # If a configuration reads the state of servers by fetches with the prefix `srv_` (HAProxy manual, 7.3.2), HAProxy
 # checks all servers.

@@ -18,8 +18,8 @@ from amphora_agent.haproxy.config_parser import Configuration, Section, Server
 from amphora_agent.haproxy.features import MINIMAL_FEATURES, Features
 from amphora_agent.haproxy.tls_diff import TlsChanges
 
-# HAProxy 2.6 or a later version may refuse these keywords for a server that is added at run time. The agent then
-# reloads HAProxy.
+# HAProxy 2.6 refuses a new server at run time with most keywords of the set, such as `cookie`. HAProxy 3.0 refuses
+# `enabled`, and the agent's tests do not cover `track`.
 _NOT_AT_RUNTIME = {
     "cookie", "enabled", "init-addr", "log-proto", "max-reuse", "namespace", "no-check", "no-check-send-proxy",
     "no-check-ssl", "no-ssl", "non-stick", "redir", "resolve-net", "resolve-opts", "resolve-prefer", "resolvers",
@@ -28,14 +28,14 @@ _NOT_AT_RUNTIME = {
 # Computing dynamic cookies halts HAProxy 2.6 for 22 ms with 1,000 servers in a backend. The agent reloads HAProxy for
 # backends with more than 1,500 servers.
 MAX_COOKIE_SERVERS = 1500
-# HAProxy accepts new servers at run time with these four balancing methods, and with hash methods that use a consistent
-# hash.
+# HAProxy accepts new servers at run time with the balancing methods `roundrobin`, `leastconn`, `first` and `random`.
+# Other methods need a consistent hash.
 _DYNAMIC_METHODS = {"roundrobin", "leastconn", "first", "random"}
 # If a change replaces more than 20 servers, the agent reloads HAProxy, because the reload is faster than runtime
 # commands.
 MAX_REPLACED = 20
-# HAProxy's runtime commands can change these keywords of a server: the weight, the connection limit, and the address
-# and port of health checks.
+# HAProxy's runtime commands can change the weight and the connection limit of a server, and the address and port of its
+# health checks.
 _SETTABLE = ("weight", "maxconn", "addr", "port")
 
 
@@ -79,9 +79,9 @@ def compare_configurations(
     order_only = False
     for before, after in zip(old.sections, new.sections, strict=True):
         if before.servers is after.servers and before.lines is after.lines:
+            # The parser reuses the objects of unchanged lines. Identical objects therefore mean that a section has not
+            # changed.
             continue
-            # The parser reuses the objects of unchanged lines. Identical objects therefore mean that a section has
-            # not changed.
         was, now = _changed_range(before.servers, after.servers)
         change = _section_actions(before, after, {server.name: server for server in was}, now, new, features)
         if isinstance(change, Reload):
@@ -181,9 +181,9 @@ def _section_actions(
     for name, server in after.items():
         was = before.get(name)
         if was is server:
+            # The parser reuses the object of an unchanged server. Identical objects therefore mean that the server has
+            # not changed.
             continue
-            # The parser reuses the object of an unchanged server. Identical objects therefore mean that the server
-            # has not changed.
         if was is None:
             why = _not_addable(new, server, wanted, features)
             awaits_check = features.init_state and _may_await_check(server, old, new)

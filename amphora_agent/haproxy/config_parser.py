@@ -20,27 +20,27 @@ from typing import TypeVar
 from amphora_agent.directives import allowed
 from amphora_agent.errors import ConfigurationRefused
 
-# In a `server` line of HAProxy, the value of each of these keywords is the name of a TLS file.
+# HAProxy's server keywords `ca-file`, `crl-file` and `crt` each take the name of a TLS file.
 FILE_KEYWORDS = ("ca-file", "crl-file", "crt")
 _RELATED = frozenset({"cookie", "guid", "id", "track"})
 ALLOWED = frozenset({"defaults", "frontend", "backend"})
 AGENT_PREFIX = "amphora:"
 """The prefix of the names of the agent's own sections."""
-# HAProxy (up to 3.2) starts a section at each of these words, even in an indented line. The parser therefore refuses
-# such lines.
+# HAProxy (up to 3.2) starts a section at a word such as `global` or `peers`, even in an indented line. The parser
+# refuses such lines.
 _AGENT_SECTIONS = {
     "acme", "cache", "crt-store", "fcgi-app", "global", "haterm", "http-errors", "listen", "log-forward", "log-profile",
     "mailers", "peers", "program", "resolvers", "ring", "traces", "userlist",
 }  # fmt: skip
 _BLANKS = " \t\r\v\f"
 _TO_SPACES = str.maketrans(_BLANKS, " " * len(_BLANKS))
-# HAProxy may interpret these characters in a line or in a command. HAProxy splits a line without them at spaces only.
+# HAProxy may interpret special characters, such as quotes, in a line or in a command. HAProxy splits a line without
+# special characters at spaces only.
 _SPECIAL = re.compile(r"""[^ -~]|["#$';<\\]""")
 # The pattern splits a line of HAProxy's configuration into tokens: comments, blanks, quoted strings, escaped
 # characters, and other text.
 _TOKENS = re.compile(r"""#.*|[ \t\r\v\f]+|"(?:\\.|[^"\\])*"?|'[^']*'?|\\.?|[^ \t\r\v\f"'\\#]+""", re.DOTALL)
-# HAProxy replaces the tokens that match this pattern by other text, for example by the value of an environment
-# variable.
+# HAProxy replaces some tokens by other text, for example a variable by its value. The pattern matches such tokens.
 _AMBIGUOUS = re.compile(r"""\\[^ \\'"#]?|"[^\\$]*[\\$].*""", re.DOTALL)
 
 

@@ -44,16 +44,19 @@ SERVICE = "haproxy"
 MAX_THREADS = 64
 STICK_TABLES_SECONDS = 11.0
 STOP_SECONDS, OLD_WORKER_END_SECONDS = 1.0, 2.0
-# The service manager probes HAProxy every 0.15 s. After 0.6 s without an answer it treats HAProxy as frozen.
+# The service manager probes HAProxy every 0.15 s. After 0.6 s without an answer, the service manager treats HAProxy as
+# frozen.
 PROBE_SECONDS, FROZEN_SECONDS = 0.15, 0.6
 _POLL_SECONDS = 0.002
 _SLOW_POLL_SECONDS = 0.05
 # If HAProxy's master still reports the old state two seconds after a reload command, the agent sends the command again.
 # HAProxy 2.6 may lose a command while the master executes itself again.
 _LOST_COMMAND_SECONDS = 2.0
-# Seconds for which the agent waits until HAProxy's old worker stops accepting connections after a reload.
+# Largest number of seconds for which the agent waits, after a reload, until HAProxy's old worker accepts no more
+# connections.
 _STOPPING_SECONDS = 2.0
-# HAProxy's alerts with these phrases give no reason. The agent then quotes an earlier alert in its error message.
+# HAProxy's alerts such as "Fatal errors" give no reason. The agent quotes an earlier alert in its error message
+# instead.
 _EMPTY_PHRASES = ("Fatal errors", "Error(s) found", "exited with code", "failed to start their listeners")
 
 
@@ -70,7 +73,7 @@ class Haproxy:
         self._inner = inner
         self.counters = counters
         self.ended_workers: list[int] = []
-        # A restarted agent does not know HAProxy's stick tables, so the agent assumes that they have entries.
+        # A restarted agent does not know HAProxy's stick tables, so the agent assumes that the tables have entries.
         self._had_table_entries = True
         self._features: Features | None = None
         self._read_seconds = config_check.MIN_READ_SECONDS
@@ -223,7 +226,7 @@ class Haproxy:
                 worker = self.worker_pid()
                 if worker is not None:
                     self.counters.hold(drain)
-                    # The signal makes HAProxy's worker close its listeners. The agent does not signal HAProxy's master,
+                    # SIGUSR1 makes HAProxy's worker close its listeners. The agent does not signal HAProxy's master,
                     # because the service manager would restart a master that ends.
                     os.kill(worker, signal.SIGUSR1)
                 self.counters.finish_all(STOP_SECONDS)
@@ -252,26 +255,26 @@ class Haproxy:
             self._await_reload(old, reloads, starts)
         except HaproxyError:
             with suppress(HaproxyError):
-                # If HAProxy's worker has crashed, its successor has no drained servers, so the agent ignores the
-                # failure of these commands.
+                # If HAProxy's worker has crashed, the worker's successor drains no server. The agent therefore ignores
+                # failures to end the draining.
                 for command in drained:
                     self.worker.ask(worker_replacement.ready_command(command))
             raise
         finally:
-            # The agent empties the server-state file, because HAProxy would read old server states from the file after
-            # a crash.
+            # After a reload, the agent empties the server-state file. HAProxy would otherwise read outdated server
+            # states when restarting after a crash.
             self._write_server_state(worker_replacement.NO_STATES)
             self.counters.sample()
 
     def _drain_removed_servers(self, states: str, wanted: Configuration) -> list[str]:
         """Stop requests of the old worker to removed members; return the commands."""
         sent: list[str] = []
-        # Without a drained server, a removed member may get one more request. The agent stops at the first error,
-        # because each unanswered command takes a full time-out.
+        # If the agent cannot drain a server, the removed member may get one more request. The agent stops at the first
+        # error, because each unanswered command takes a full time-out.
         with suppress(HaproxyError):
             for command in worker_replacement.drain_commands(wanted, runtime_state.parse_servers(states)):
-                # The agent records the command before sending, because HAProxy may carry out a command without
-                # answering.
+                # The agent records each runtime command as sent before HAProxy answers, because HAProxy may carry out a
+                # command without answering.
                 sent.append(command)
                 self.worker.ask(command)
         return sent
@@ -297,14 +300,23 @@ class Haproxy:
         for pid in workers.excess_workers(self._workers(), limit):
             closed = self.counters.finish(pid, 0.0)
             if closed:
-                _log.warning("Ended old HAProxy worker %d with %d connections: too many old workers", pid, closed)
+                _log.warning(
+                    "The agent ended HAProxy's old worker %d and closed its %d connections, because HAProxy has too "
+                    "many old workers",
+                    pid,
+                    closed,
+                )
                 self.ended_workers.append(closed)
             deadline = time.monotonic() + OLD_WORKER_END_SECONDS
             while pid in self._workers().replaced:
                 if time.monotonic() > deadline:
                     # An old HAProxy worker stays if another process keeps a connection to the worker, or if a client's
                     # connection does not close.
-                    _log.warning("Killing old HAProxy worker %d: too many old workers, and it does not end", pid)
+                    _log.warning(
+                        "The agent kills HAProxy's old worker %d, because HAProxy has too many old workers and this "
+                        "worker does not end",
+                        pid,
+                    )
                     self.ended_workers.append(closed)
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGTERM)

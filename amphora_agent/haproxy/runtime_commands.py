@@ -111,7 +111,8 @@ class ActionRunner:
             commands.append(f"enable health {name}")
         if not server.disabled and not action.awaits_cookie:
             commands.append(f"enable server {name}")
-        # If one of the commands fails, HAProxy's answer has more text than `_ADDED`, and the agent raises an error.
+        # If one of the commands that add a server fails, HAProxy's answer has additional text, and the agent raises an
+        # error.
         self._worker.order("; ".join(commands), _ADDED)
 
     def _replace(self, action: act.ReplaceServer) -> None:
@@ -159,8 +160,8 @@ class ActionRunner:
             # with retries.
             left = max(1, int(1000 * (deadline - time.monotonic())))
             self._worker.ask(f"wait {left}ms srv-removable {backend}/{actions[-1].name}")
-        # The agent reads the counters now, because servers in maintenance get no more requests and their counters are
-        # final.
+        # The agent reads the counters of servers in maintenance before deleting the servers. The counters are final,
+        # because the servers get no more requests.
         if found and len(names) <= MAX_COUNTED_SEPARATELY:
             self._counters.sample_servers([use.numbers for use in found.values()])
         else:

@@ -16,7 +16,8 @@ from amphora_agent.haproxy.config_parser import AGENT_PREFIX, Configuration, Sec
 
 PROXIES, SERVERS = "show stat -1 3 -1", "show servers state"
 _Key = tuple[str, str]
-# The numbers are the positions of columns in HAProxy's answer to `show servers state` (management guide, 9.3).
+# The following constants are the positions of columns in HAProxy's answer to `show servers state` (management guide,
+# 9.3).
 _BACKEND, _NAME, _ADDRESS, _RUNNING, _ADMIN, _WEIGHT, _PORT = 1, 3, 4, 5, 6, 7, 18
 _CHECK_PORT, _CHECK_ADDRESS, _FIELDS = 21, 22, 25
 # HAProxy reports a server in maintenance by the bit 0x01, and a draining server by the bit 0x08. The agent ignores all
@@ -28,7 +29,8 @@ _LISTENS = ("OPEN", "FULL")
 # HAProxy's answer to `show servers state` has three lines up to the first server: the version, the column names, and
 # that server.
 _HEAD_LINES = 3
-# If the agent needs more than 20 servers of HAProxy's answer, parsing all lines is faster than searching each server.
+# For more than 20 wanted servers, parsing all lines of HAProxy's answer is faster than searching the answer for each
+# server.
 _MAX_SEARCHED = 20
 
 
@@ -205,8 +207,8 @@ def _server_difference(server: Server, state: ServerState) -> str:
         if port.isdecimal() and int(port) != state.check_port:
             return f"is monitored on port {state.check_port}, not {port}"
     if "agent-check" in server.keywords:
-        # The member's own agent check sets the weight and maintenance of the server, so both may differ from the
-        # configuration.
+        # The member's own agent check sets the weight and maintenance of the server, so the agent does not compare them
+        # with the configuration.
         return ""
     if (state.weight, state.maintenance) != (server.weight, server.disabled):
         wanted = (server.weight, server.disabled)
@@ -216,7 +218,8 @@ def _server_difference(server: Server, state: ServerState) -> str:
 
 def _same_endpoint(server: Server, host: str, port: int) -> bool:
     if server.address == f"{host}:{port}":
-        # Comparing the texts avoids parsing 10,000 addresses, because nearly all addresses have the same text.
+        # The agent compares addresses as texts first. With 10,000 servers this comparison saves time, because nearly
+        # all addresses have equal texts.
         return True
     wanted, number = server.endpoint
     if not (_is_address(wanted) and number.isdecimal()):

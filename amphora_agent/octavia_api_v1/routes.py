@@ -208,7 +208,8 @@ def _vrrp_and_udp(routes: Blueprint, amphora: OctaviaAmphora) -> None:
     @routes.put("/1.0/listeners/<amphora_id>/<listener_id>/udp_listener")
     def upload_udp(amphora_id: str, listener_id: str) -> ResponseReturnValue:
         with amphora.changing():
-            # The agent refuses the UDP listener. Octavia's worker then sets the listener to ERROR and logs the message.
+            # The agent refuses a UDP listener from Octavia's worker. Octavia's worker then sets the listener to ERROR
+            # and logs the agent's message.
             raise RequestRefused(_NO_UDP, f"listener {_id(listener_id)} of amphora {_id(amphora_id)}", 500)
 
     @routes.get("/1.0/listeners/<listener_id>/udp_listener")

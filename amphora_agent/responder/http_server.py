@@ -22,11 +22,12 @@ from amphora_agent.network.icmp_echo import Pinger
 from amphora_agent.responder.prometheus import CONTENT_TYPE
 
 ADDRESS = "127.0.0.1"
-# Seconds after which the responder answers a ping with an error. HAProxy itself closes its connections earlier, at its
-# check time-out.
+# Seconds after which the responder ends an unanswered request or a scrape. HAProxy itself closes the connection of a
+# health check earlier.
 LONGEST_SECONDS = 30.0
 SEND_SECONDS = 10.0
-# Most simultaneous scrapes of the metrics. HAProxy allows fewer, but two HAProxy workers exist during a reload.
+# Largest number of simultaneous scrapes of the metrics. One HAProxy worker allows fewer, but two workers exist during a
+# reload.
 MOST_SCRAPES = 8
 MOST_OPEN = 4096
 _BACKLOG = 4096
@@ -36,9 +37,9 @@ _WANTED_FILES = 4 * MOST_OPEN
 _PING = "/ping/"
 # The responder sends this text to a browser that opens the path `/`. Prometheus never requests the path.
 _FRONT = "The metrics of this load balancer are at /metrics"
-# A connection that a former responder hands over, and the bytes of the request that the former responder has received.
+# The type is a connection that a former responder hands over, with the bytes that the former responder has received.
 Waiting = tuple[socket.socket, bytes]
-# A function of this type calls another function in HAProxy's network namespace, which opens the responder's sockets.
+# A function of the type `Opener` calls another function in HAProxy's network namespace to open the responder's sockets.
 Opener = Callable[..., tuple[Pinger, socket.socket]]
 _REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed"}
 _REASONS |= {431: "Request Header Fields Too Large", 503: "Service Unavailable"}
@@ -163,9 +164,8 @@ class Responder:
                 return
             _stream(connection, parts, chunked=version == "HTTP/1.1")
         except OSError:
+            # The client has closed the connection during the scrape, so the responder ends the scrape without an error.
             pass
-            # The client of the scrape has closed the connection, so the responder has nobody to send the metrics
-            # to.
         except Exception as error:  # noqa: BLE001 (this thread has no caller)
             _log(f"a scrape of the metrics failed: {type(error).__name__}: {error}", unexpected=True)
         finally:
@@ -189,7 +189,7 @@ class _Session:
         self._targets = targets
         self._version = version
         self._most = _room()
-        # The keys are file descriptors of connections. The dictionary is in the order of the connections' deadlines.
+        # The dictionary maps file descriptors to open connections, and is in the order of the connections' deadlines.
         self._open: dict[int, Exchange] = {}
         self._pinger, self._listener = pinger, listener
         self._selector = selectors.DefaultSelector()
@@ -202,7 +202,8 @@ class _Session:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # After `leave`, the new responder program has a duplicate of the listening socket, so the socket stays open.
+        # After `leave`, the new responder program has a duplicate of the listening socket, so connections still arrive
+        # there.
         self._listener.close()
         for exchange in list(self._open.values()):
             self._drop(exchange).close()
@@ -226,7 +227,8 @@ class _Session:
         for key, _ in self._selector.select(self._expire()):
             if isinstance(key.data, Exchange):
                 if self._open.get(key.fd) is key.data:
-                    # An earlier event of the same loop may have closed the connection and reused its descriptor.
+                    # The responder reads a connection only if an earlier event of the same round has not closed the
+                    # connection.
                     self._read(key.data)
             else:
                 key.data()
@@ -268,7 +270,8 @@ class _Session:
             self._drop(exchange).close()
             return
         if exchange.mark is not None:
-            # The responder has already received the request of the connection, and ignores further data.
+            # The responder has already sent a ping for the request of the connection, and ignores further data from the
+            # client.
             return
         exchange.received += data
         if b"\r\n\r\n" in exchange.received:
@@ -338,8 +341,7 @@ def _listen(port: int) -> socket.socket:
     opened = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # The kernel reports a new connection only after the first data of the request, which saves the responder an
-        # event.
+        # The kernel reports a new connection only when data of the request arrive, which saves the responder one event.
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, int(LONGEST_SECONDS))
         opened.bind((ADDRESS, port))
         opened.listen(_BACKLOG)

@@ -32,8 +32,8 @@ _OTHERS_SECONDS = 1.0
 _POLL_SECONDS = 0.02
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 _SPECIAL = re.compile(r'[\\"\n]')
-# The mapping gives the state for the first word of HAProxy's status. All other words ("OPEN", "FULL", "no check" …)
-# mean UP.
+# The mapping gives the metric's state for the first word of HAProxy's status. All other words ("OPEN", "FULL", "no
+# check" …) mean UP.
 _STATE_OF = {"DOWN": "DOWN", "STOP": "DOWN", "MAINT": "MAINT", "DRAIN": "DRAIN", "NOLB": "NOLB"}
 _Row = list[str]
 
@@ -59,8 +59,8 @@ def scrape(worker: Socket, sums: str = "", others: str = "") -> Iterator[str]:
         if time.monotonic() > deadline:
             cause = "the agent has not written the counters of its former workers"
             raise HaproxyError("read HAProxy's statistics", cause)
-        # The responder waits, because the agent writes the counters of former HAProxy workers each second and after a
-        # reload.
+        # The responder polls the file with the counters of former HAProxy workers. The agent writes the file each
+        # second and after a reload.
         time.sleep(_POLL_SECONDS)
 
 

@@ -23,7 +23,8 @@ from amphora_agent.services.control import ServiceManager
 _log = logging.getLogger(__name__)
 SERVICE = "amphora-responder"
 ANSWER_SECONDS = 1.0
-# Seconds for which the agent waits for a replaced responder. The former responder first finishes the open scrapes.
+# Largest number of seconds for which the agent waits for a replaced responder, because the former responder first
+# finishes the open scrapes.
 REPLACEMENT_SECONDS = 15.0
 _RETRY_SECONDS = 5.0
 _POLL_SECONDS = 0.02
@@ -61,7 +62,12 @@ class ResponderDaemon:
             try:
                 self.ensure()
             except AgentError as error:
-                _log.warning("The responder does not answer, retrying in %.0f s: %s", _RETRY_SECONDS, error)
+                _log.warning(
+                    "The agent gets no answer from the responder (for pings and metrics), and starts it again in %.0f "
+                    "s: %s",
+                    _RETRY_SECONDS,
+                    error,
+                )
                 time.sleep(_RETRY_SECONDS)
             else:
                 return
@@ -73,7 +79,12 @@ class ResponderDaemon:
         present = self._await(None)
         self._ready.set()
         if present != wanted:
-            _log.info("Replacing the responder: it runs code version %s, the sources have %s", present, wanted)
+            _log.info(
+                "The agent replaces the running responder, because it has code version %s, and the installed files "
+                "have version %s",
+                present,
+                wanted,
+            )
             self._services.signal(SERVICE, signal.SIGHUP)
             self._await(wanted)
 
@@ -84,8 +95,8 @@ class ResponderDaemon:
         try:
             self._services.start(SERVICE, argv, inner=True)
         except ServiceError:
-            # If the arguments of the responder have changed, for example the path of Python, the service manager needs
-            # a new process.
+            # If the arguments of the responder have changed, for example the path of Python, the agent stops the
+            # responder and starts another process.
             self._services.stop(SERVICE)
             self._services.start(SERVICE, argv, inner=True)
 

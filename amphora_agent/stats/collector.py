@@ -30,8 +30,8 @@ from amphora_agent.stats.monotonic_counters import MonotonicCounters
 from amphora_agent.stats.udp_stats import UdpStats
 
 _log = logging.getLogger(__name__)
-# With more than 100 rows of counters, the agent reads or writes all counters only every 10 s, because each time costs
-# many milliseconds.
+# With more than 100 rows of counters, the agent reads or writes all rows only every 10 s, because each time takes many
+# milliseconds.
 FEW_ROWS, WRITE_SECONDS = 100, 10.0
 # The collector ends an old HAProxy worker two seconds before HAProxy's `hard-stop-after`. HAProxy would end the worker
 # without a last reading of the counters.
@@ -63,7 +63,11 @@ class Collector:
         try:
             kept = self._store.kept()
         except AgentError as error:
-            _log.warning("Cannot recover the former agent's stopping workers; their last counters are lost: %s", error)
+            _log.warning(
+                "The agent cannot take over HAProxy's stopping workers from its former process, and their last "
+                "counters are lost: %s",
+                error,
+            )
             return
         for name, descriptor in kept.items():
             identity, _, until = name.rpartition("@")
@@ -105,22 +109,32 @@ class Collector:
             identity = _identity(self._latest.pid) if self._latest is not None else ""
             if not identity:
                 return
-            # If HAProxy failed to reload before, the collector already holds a connection to the worker, and only
-            # extends the drain time.
+            # If HAProxy failed to reload before, the collector already holds a connection to HAProxy's worker, and only
+            # changes the end of the drain time.
             if (known := next((held for held in self._held if held.identity == identity), None)) is not None:
                 known.until = until
                 return
             try:
                 held = OldWorker.hold(self._paths.stats_socket, identity, until)
             except (OSError, HaproxyError) as error:
-                _log.warning("Cannot hold stopping worker %s of HAProxy: %s; its counters are lost", identity, error)
+                _log.warning(
+                    "The agent cannot stay connected to HAProxy's stopping worker %s: %s; the last counters of this "
+                    "worker are lost",
+                    identity,
+                    error,
+                )
                 return
             self._held.append(held)
             try:
                 if self._store is not None:
                     self._store.keep(held.name, held.fileno())
             except AgentError as error:
-                _log.warning("A restart of the agent loses the counters of worker %s: %s", identity, error)
+                _log.warning(
+                    "A restart of the agent would lose the counters of HAProxy's worker %s, because the agent failed "
+                    "to save its connection: %s",
+                    identity,
+                    error,
+                )
 
     def finish(self, pid: int, grace: float) -> int:
         """End a stopping worker after ``grace`` seconds; returns the number of closed connections."""
@@ -193,7 +207,11 @@ class Collector:
             self._release(held)
         elif sample.stopping and time.monotonic() >= held.until:
             cut = self._finish(held, 0.0, release=True)
-            _log.info("Drain time of HAProxy's worker %s is over; closed %d connections", held.identity, cut)
+            _log.info(
+                "The agent ended HAProxy's old worker %s, because its drain time is over, and closed %d connections",
+                held.identity,
+                cut,
+            )
         held.was_idle = idle
 
     def _can_skip(self, held: OldWorker) -> bool:
@@ -226,7 +244,11 @@ class Collector:
                 write_atomically(self._paths.earlier, text, durable=False, mode=0o644)
                 self._published = text
             except OSError as error:
-                _log.warning("Cannot write counters for the responder, retrying at the next sample: %s", error)
+                _log.warning(
+                    "The agent cannot write the counters of HAProxy's former workers for the responder, and retries in "
+                    "its next sample: %s",
+                    error,
+                )
 
     def document(self, generation: int | None) -> dict[str, Any]:
         document = self._haproxy_document(generation)

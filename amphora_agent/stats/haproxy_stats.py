@@ -11,9 +11,9 @@ from amphora_agent.haproxy.config_parser import AGENT_PREFIX
 from amphora_agent.stats.former_workers import COUNTED
 
 # A stopping HAProxy worker reports its listeners as stopped. The second `show info` reveals a worker that began to stop
-# during the question.
+# after the first `show info`.
 QUESTION = "show info;show stat -1 7 -1;show info"
-# In interactive mode HAProxy writes a prompt after each answer, so the agent sends these commands one at a time.
+# In interactive mode HAProxy writes a prompt after each answer, so the agent sends one command at a time.
 HELD_QUESTIONS = ("show info", "show stat -1 7 -1", "show info")
 # The tuple has the counters of one row of HAProxy's statistics, in the order of `COUNTED`.
 Counts = tuple[int, ...]

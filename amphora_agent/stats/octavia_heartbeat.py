@@ -22,9 +22,10 @@ from amphora_agent.stats.active_sender import Sender
 from amphora_agent.stats.collector import Collector
 
 _log = logging.getLogger(__name__)
-# Number of the heartbeat format. In Octavia's format 3, each heartbeat has the traffic since the previous heartbeat.
+# Version number of the format of Octavia's heartbeats. In version 3, each heartbeat has the traffic since the previous
+# heartbeat.
 VERSION = 3
-# The mapping translates Octavia's names of the traffic counters to the agent's names.
+# The mapping translates Octavia's short names of the traffic counters to the agent's names.
 _TRAFFIC = {"tx": "bytes_out", "rx": "bytes_in", "totconns": "total_connections", "ereq": "request_errors"}
 
 Reported = dict[str, dict[str, int]]
@@ -93,7 +94,12 @@ class OctaviaSender(Sender):
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            _log.warning("Cannot read the counters in %s: %s; all counters are reported again", self._file, error)
+            _log.warning(
+                "The agent cannot read the file %s of traffic reported to Octavia: %s; the agent reports all traffic "
+                "again",
+                self._file,
+                error,
+            )
             return {}
 
     def _send(self) -> None:
