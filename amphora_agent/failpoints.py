@@ -42,8 +42,8 @@ class Point(Enum):
     PLUGGED = "plugged"
     # At the failpoint SWITCHED, the candidate file has replaced HAProxy's file.
     SWITCHED = "switched"
-    # At the failpoint HANDED_OVER, the agent has stored the states of the members for the next HAProxy worker, and
-    # holds a connection to the present worker.
+    # At the failpoint HANDED_OVER, the agent has stored the states of members for HAProxy's next worker, and holds
+    # a connection to the present worker.
     HANDED_OVER = "handed-over"
     # At the failpoint RELOADING, HAProxy's master has received the command to reload.
     RELOADING = "reloading"
