@@ -45,7 +45,8 @@ from amphora_agent.tls_identity import Identity
 
 _log = logging.getLogger(__name__)
 LARGEST_BODY = 32 * 1024 * 1024
-# The agent starts HAProxy when the responder answers, or after three seconds.
+# Largest number of seconds for which the agent waits for the responder before starting HAProxy. Without the responder,
+# HAProxy reports pinged members as down.
 RESPONDER_SECONDS = 3.0
 
 
@@ -61,7 +62,8 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
 
     def sender_for(wanted: Settings) -> Sender:
         if wanted.heartbeat_format == "octavia":
-            # The lambda is necessary because the variable `octavia` is assigned later.
+            # The lambda expression reads the variable `octavia` only when called, because the function assigns the
+            # variable later.
             return OctaviaSender(wanted, paths, collector, lambda: octavia.draining())  # noqa: PLW0108
         return HeartbeatSender(
             wanted, paths, collector, lambda: applier.generation, lambda: vrrp_state.holds_vip, drift.heartbeat
@@ -115,7 +117,7 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
 def _answer_errors(app: Flask) -> None:
     @app.errorhandler(AgentError)
     def ours(error: AgentError) -> ResponseReturnValue:
-        _log.warning("A request was refused or failed: %s", error)
+        _log.warning("The agent refused a request to its API, or failed to carry it out: %s", error)
         return jsonify(error.document()), error.status
 
     @app.errorhandler(HTTPException)
@@ -125,6 +127,8 @@ def _answer_errors(app: Flask) -> None:
 
     @app.errorhandler(Exception)
     def unforeseen(error: Exception) -> ResponseReturnValue:
-        _log.exception("A request failed with an unexpected error; the client receives status 500")
+        _log.exception(
+            "The agent failed to answer a request to its API by an unexpected error, and the client receives status 500"
+        )
         said = AgentError("serve the request", f"{type(error).__name__}: {error}", "This is an error of the agent.")
         return jsonify(said.document()), 500

@@ -30,7 +30,8 @@ Octavia plugs an amphora before it names the load balancer. No other controller 
 _MAC = re.compile(r"(?:[0-9a-f]{2}:){5}[0-9a-f]{2}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,14}")
 _MIN_MTU, _MAX_MTU = 68, 65535
-# No part of a file name begins with a dot, which excludes hidden files and parent directories.
+# The pattern allows no leading dot in any part of a TLS file's name, which excludes hidden files and parent
+# directories.
 _FILE = re.compile(r"tls/[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}/[a-z0-9_][a-z0-9_.-]{0,99}")
 _PARTNER = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _MAX_PORT = 65535
@@ -192,7 +193,8 @@ class Bundle:
             "interfaces": [_plain(interface) for interface in self.interfaces],
             "allowed": [_allowed_document(one) for one in self.allowed],
             "vrrp": None if self.vrrp is None else _plain(self.vrrp),
-            # Agents before 2.0 refuse the key `virtual_servers`, so a bundle without virtual servers omits it.
+            # An agent older than version 2.0 refuses the key `virtual_servers`. A bundle without virtual servers
+            # therefore omits the key.
             **({"virtual_servers": model.to_document(self.virtual_servers)} if self.virtual_servers else {}),
         }
 

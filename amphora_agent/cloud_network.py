@@ -20,8 +20,8 @@ Address = ipaddress.IPv4Interface | ipaddress.IPv6Interface
 _MAC = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}")
 _LEAST_MTU, _LARGEST_MTU = 576, 65535
 _MOST = 64
-# The cloud's document has no addresses for dynamic networks. networkd then uses DHCP of one family, or router
-# advertisements, or both.
+# The cloud gives no addresses for networks of a dynamic type. systemd-networkd then uses DHCP, router advertisements,
+# or both.
 _DYNAMIC = {
     "ipv4_dhcp": ("ipv4", False),
     "ipv6_dhcp": ("ipv6", True),
@@ -97,7 +97,8 @@ def rendered(interface: Interface) -> str:
         *("[Match]", f"MACAddress={interface.mac}", "", *mtu),
         *("[Network]", *(f"Address={address.with_prefixlen}" for address in interface.addresses)),
         *(f"DHCP={dhcp}", f"IPv6AcceptRA={'yes' if interface.routers else 'no'}"),
-        # The amphora resolves no names. Its address stays without a carrier, because the agent listens on the address.
+        # The amphora resolves no host names. The amphora keeps its address while the link has no carrier, because the
+        # agent listens on the address.
         *("LLMNR=no", "MulticastDNS=no", "IgnoreCarrierLoss=yes", "ConfigureWithoutCarrier=yes", ""),
         *("[DHCPv4]", "UseDNS=no", "UseHostname=no", "", "[DHCPv6]", "UseDNS=no", ""),
     ]
@@ -156,7 +157,8 @@ def _prefix(netmask: str) -> int:
 def _routes(network: Mapping[str, Any]) -> list[Route]:
     found = []
     listed = _listed(network, "routes")
-    if network.get("gateway"):  # Nova before 2016 and other clouds use the key `gateway`
+    if network.get("gateway"):
+        # Nova before 2016 and other clouds give the default route by the key `gateway`.
         everything = "::" if network["type"] == "ipv6" else "0.0.0.0"
         listed = [{"network": everything, "netmask": everything, "gateway": network["gateway"]}, *listed]
     for route in listed:

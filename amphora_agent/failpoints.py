@@ -23,24 +23,40 @@ _POLL_SECONDS = 0.005
 class Point(Enum):
     """The failpoints in the order of a change; no change reaches all of them."""
 
-    TAKEN = "taken"  # The queue has started a bundle.
-    FILES = "files"  # The set of TLS files is complete.
-    CHECKING = "checking"  # The candidate file for HAProxy is written.
-    RESERVED = "reserved"  # All disk space is reserved. The serving processes are unchanged so far.
-    MARKED = "marked"  # The change is marked as unfinished on the disk.
-    EARLY = "early"  # The running HAProxy was changed at run time, before its file.
-    CHECKED = "checked"  # HAProxy has accepted the candidate.
-    PLUGGED = "plugged"  # The interfaces have the addresses and routes of the new bundle.
-    SWITCHED = "switched"  # HAProxy's file is replaced by the candidate.
-    HANDED_OVER = (
-        "handed-over"  # The states of the members are stored for the next worker, and the present worker is held.
-    )
-    RELOADING = "reloading"  # HAProxy's master has received the command to reload.
-    LOADED = "loaded"  # HAProxy runs the new configuration.
-    CONFIRMED = "confirmed"  # The bundle is confirmed on disk.
-    FINISHED = "finished"  # The mark of the unfinished change is removed.
-    TIDIED = "tidied"  # Unused TLS files are removed.
-    RETURNING = "returning"  # The change has failed, and the rollback begins.
+    # At the failpoint TAKEN, the agent has taken a bundle from the queue of pushes.
+    TAKEN = "taken"
+    # At the failpoint FILES, the agent has written the complete set of TLS files.
+    FILES = "files"
+    # At the failpoint CHECKING, the agent has written the candidate file for HAProxy.
+    CHECKING = "checking"
+    # At the failpoint RESERVED, the agent has reserved all disk space for the change, and has not changed a serving
+    # process.
+    RESERVED = "reserved"
+    # At the failpoint MARKED, the agent has marked the change as unfinished on the disk.
+    MARKED = "marked"
+    # At the failpoint EARLY, the agent has changed the running HAProxy by runtime commands, but not HAProxy's file.
+    EARLY = "early"
+    # At the failpoint CHECKED, HAProxy has accepted the candidate file.
+    CHECKED = "checked"
+    # At the failpoint PLUGGED, the interfaces have the addresses and routes of the new bundle.
+    PLUGGED = "plugged"
+    # At the failpoint SWITCHED, the candidate file has replaced HAProxy's file.
+    SWITCHED = "switched"
+    # At the failpoint HANDED_OVER, the agent has stored the states of members for HAProxy's next worker, and holds
+    # a connection to the present worker.
+    HANDED_OVER = "handed-over"
+    # At the failpoint RELOADING, HAProxy's master has received the command to reload.
+    RELOADING = "reloading"
+    # At the failpoint LOADED, HAProxy runs the new configuration.
+    LOADED = "loaded"
+    # At the failpoint CONFIRMED, the agent has stored the bundle on the disk as confirmed.
+    CONFIRMED = "confirmed"
+    # At the failpoint FINISHED, the agent has removed the mark of the unfinished change from the disk.
+    FINISHED = "finished"
+    # At the failpoint TIDIED, the agent has removed unused TLS files.
+    TIDIED = "tidied"
+    # At the failpoint RETURNING, the change of the configuration has failed, and the rollback begins.
+    RETURNING = "returning"
 
 
 def reach(point: Point) -> None:
@@ -55,6 +71,7 @@ def _stop(armed: Path) -> None:
             armed.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
     while armed.exists():
-        armed.with_suffix(".here").touch()  # this file shows the test that the agent waits
+        # The agent creates a file with the suffix `.here` to show a test that the agent waits at the failpoint.
+        armed.with_suffix(".here").touch()
         time.sleep(_POLL_SECONDS)
     armed.with_suffix(".here").unlink(missing_ok=True)

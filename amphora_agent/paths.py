@@ -17,61 +17,70 @@ class Paths:
         self.var = var = root / "var/lib/amphora-agent"
         self.run = run = root / "run/amphora-agent"
         self.inner_namespace = root / "run/netns/amphora-haproxy"
-        # The supervisor keeps the files that an amphora in a network namespace writes in directories of its host.
+        # If an amphora runs in a network namespace, the supervisor keeps the files of the amphora in directories below
+        # `private`.
         self.private = root / "run/private"
         self.supervisor_socket = run / "supervisor.sock"
-        # Each daemon that systemd runs has a directory of state files in `services`, and a unit in `units`.
+        # Each daemon that systemd runs has a directory of state files below `services`, and a unit file below `units`.
         self.services = run / "services"
         self.units = root / "run/systemd/system"
 
         self.confirmed = var / "confirmed.json"
-        # The file `unfinished` exists while HAProxy's file and the running HAProxy may differ.
+        # The file `unfinished` exists while HAProxy's file and the running HAProxy may differ, so the next change
+        # reloads HAProxy.
         self.unfinished = var / "unfinished"
-        # `callers.json` has the CA of the controllers and the digests of replaced CAs.
+        # The file `callers.json` has the CA of the controllers and the digests of replaced CAs.
         self.callers = var / "callers.json"
-        # Each set of TLS files has a directory in `files`, which is in memory.
+        # Each set of TLS files has a directory below `files`, which is in memory.
         self.files = run / "files"
 
-        # HAProxy reads two files: the part of this machine, and the part of the load balancer.
+        # HAProxy reads two configuration files: `machine.cfg` for the amphora itself, and `haproxy.cfg` for the load
+        # balancer.
         self.machine_configuration = var / "machine.cfg"
         self.configuration = var / "haproxy.cfg"
         self.candidate = var / "haproxy.cfg.new"
         self.previous = var / "haproxy.cfg.old"
-        # The check by HAProxy may read a short form of the candidate.
+        # HAProxy's check may read the file `haproxy.cfg.abridged`, which lacks the servers that HAProxy has already
+        # accepted.
         self.abridged = run / "haproxy.cfg.abridged"
-        # HAProxy's old worker passes the results of health checks to the next one in the server-state file.
+        # HAProxy's new worker reads the results of health checks by the old worker from the file `server-state`.
         self.server_state = run / "server-state"
         self.stats_socket = run / "haproxy.sock"
         self.master_socket = run / "haproxy-master.sock"
-        # The responder asks HAProxy on the metrics socket, which accepts no changes.
+        # The responder reads HAProxy's statistics from the socket `metrics.sock`, on which HAProxy accepts no changes.
         self.metrics_socket = run / "metrics.sock"
-        # keepalived watches `haproxy.health`: 0 while HAProxy serves or is not wanted, otherwise 1.
+        # keepalived reads the file `haproxy.health`: 0 while HAProxy serves or is not wanted, otherwise 1.
         self.haproxy_health = run / "haproxy.health"
-        # HAProxy's root directory is always empty.
+        # HAProxy uses the directory `empty` as its root directory. The directory always stays empty, so HAProxy cannot
+        # open other files.
         self.empty = run / "empty"
 
-        # The responder adds the counters of ended workers to those of the present worker.
+        # The file `earlier` has the counters of ended HAProxy workers. The responder adds them to the counters of the
+        # present worker.
         self.earlier = run / "earlier"
         self.totals = var / "totals.json"
         self.epoch = var / "epoch"
         self.pings = run / "pings"
 
-        # keepalived watches `vrrp.released`: 1 while the VIPs move to the partner, otherwise 0.
+        # keepalived reads the file `vrrp.released`: 1 while the VIPs move to the partner, otherwise 0.
         self.released = run / "vrrp.released"
-        # `handover.json` has the times at which connections end after the VIPs moved; a boot makes them invalid.
+        # The file `handover.json` has the times at which connections end after the VIPs moved. After a boot the agent
+        # ignores the times.
         self.handover = run / "handover.json"
         self.keepalived_configuration = run / "keepalived.conf"
         self.keepalived_candidate = run / "keepalived.conf.new"
-        # keepalived has a parent process and a child process for VRRP.
+        # keepalived has a parent process and a child process for VRRP, and each process has a file with its process id.
         self.keepalived_pid_files = run / "keepalived.pid", run / "keepalived-vrrp.pid"
 
-        # In a virtual machine the checker writes in the directory `checker` only.
+        # In a virtual machine, the checker of UDP and SCTP members may write only into the directory `checker`.
         self.checker = run / "checker"
         self.checker_socket = self.checker / "checker.sock"
-        # The checker writes its virtual servers, and the states of members for its next process.
+        # The checker stores its virtual servers and the states of their members in two files, which a restarted checker
+        # reads.
         self.virtual_servers = self.checker / "virtual-servers.json"
         self.virtual_states = self.checker / "virtual-states.json"
-        # `virtual-totals.json` has the counters of virtual servers over all boots of the machine.
+        # The file `virtual-totals.json` has the counters of virtual servers since their creation, over all boots of the
+        # machine.
         self.virtual_totals = var / "virtual-totals.json"
 
 

@@ -11,19 +11,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 SECONDS = 30.0
-# HAProxy has 5 s for each answer. After the first time-out it has 0.3 s.
+# Seconds for which the agent waits for an answer of HAProxy: 5 s until the first time-out, and 0.3 s afterwards.
 FIRST_TIMEOUT, LATER_TIMEOUT = 5.0, 0.3
-# A text in the diagnostics has at most 6 MiB characters.
+# Largest number of characters of one text in the diagnostics. The agent cuts a longer text.
 MOST = 6 << 20
 HIDDEN = "***"
 _KEY_BLOCK = re.compile(
     r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----.*?(?:-----END [A-Z0-9 ]*PRIVATE KEY-----|\Z)", re.DOTALL
 )
-# The diagnostics hide the values of directives with HAProxy's cookie key, or passwords of keepalived and HAProxy.
+# The diagnostics hide the values of directives with passwords or keys of HAProxy, keepalived and the heartbeat.
 _SECRET_WORDS = re.compile(
     r"\b(dynamic-cookie-key|auth_pass|password|insecure-password|heartbeat_key)([ \t]*[=:][ \t]*|[ \t]+)\S+"
 )
-# HAProxy's `show errors` has lines with captured bytes, for example "  00000  GET / HTTP/1.1\r\n".
+# The pattern matches lines of HAProxy's `show errors` with captured bytes of clients, for example "  00000  GET /
+# HTTP/1.1\r\n".
 _CAPTURED = re.compile(r"^ +\d{5}[+ ] .*\n?", re.MULTILINE)
 _SESSION = re.compile(r"\bfe=(\S+)(?: .*?\bbe=(\S+))?(?: .*?\bsrv=(\S+))?")
 

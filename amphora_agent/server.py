@@ -28,8 +28,8 @@ THREADS = 16
 KEEPALIVE_SECONDS = 75
 _PR_SET_PDEATHSIG = 1
 _M_ARENA_MAX = -8
-# A change waits for HAProxy and the disk a dozen times, and needs the interpreter again after each wait. A thread that
-# reads ten thousand counters would keep the interpreter for the usual 5 ms each time.
+# Python switches threads after 0.5 ms. With Python's default of 5 ms, a thread that reads many counters would delay
+# each step of a configuration change.
 SWITCH_SECONDS = 0.0005
 
 
@@ -63,14 +63,17 @@ class Server(BaseApplication):
         if self._inherited.address is not None:
             options["child_exit"] = _exit_with_worker
         for name, value in options.items():
-            if name in self.cfg.settings:  # older versions of gunicorn have no option `control_socket_disable`
+            if name in self.cfg.settings:
+                # An older version of gunicorn lacks the option `control_socket_disable`, so the agent omits unknown
+                # options.
                 self.cfg.set(name, value)
 
     def load(self) -> Any:
-        # Only the worker imports the application. An import in the master costs more memory, because reference counting
-        # makes the kernel copy nearly all shared pages (measured).
+        # Only gunicorn's worker imports the application. After an import in gunicorn's master, reference counting would
+        # make the kernel copy nearly all shared pages.
         sys.setswitchinterval(SWITCH_SECONDS)
-        gc.disable()  # imports create no garbage, so the garbage collector would only cost time
+        # The agent disables Python's garbage collector during its imports, because imports create no garbage.
+        gc.disable()
         from amphora_agent import app  # noqa: PLC0415
         from amphora_agent.tls_identity import Identity  # noqa: PLC0415
 
@@ -101,7 +104,8 @@ def _exit_with_worker(_arbiter: Any, _worker: Any) -> None:
 def _reduce_memory() -> None:
     """Use one heap for all threads, so that freed memory is reused (mallopt(3)); share the master's pages."""
     ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
-    # The garbage collector does not write to frozen objects, so that the worker's pages stay shared.
+    # Python's garbage collector does not write to frozen objects, so gunicorn's master and worker share the memory
+    # pages of the objects.
     gc.collect()
     gc.freeze()
 
@@ -118,7 +122,8 @@ def main() -> None:
         sys.exit(str(error))
     logging.getLogger().setLevel(settings.log_level)
     paths.run.mkdir(parents=True, exist_ok=True, mode=0o700)
-    paths.run.chmod(0o711)  # the responder and the L4 daemon run as other users and need access
+    # Other users may enter the agent's run directory, because the responder and the L4 daemon run as other users.
+    paths.run.chmod(0o711)
     paths.var.mkdir(parents=True, exist_ok=True, mode=0o700)
     paths.empty.mkdir(exist_ok=True, mode=0o755)
     Server(settings, paths, inherited).run()

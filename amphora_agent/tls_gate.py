@@ -30,19 +30,22 @@ from amphora_agent.tls_identity import Identity
 _log = logging.getLogger(__name__)
 HANDSHAKE_SECONDS = 10.0
 SILENT_SECONDS = 75.0
-# A read or write within a request has a time-out of 30 s.
+# Seconds after which a read or write of the agent within a request times out.
 EXCHANGE_SECONDS = 30.0
-# At most 128 connections are in a handshake, and at most 128 authenticated connections wait for data.
+# Largest number of connections in a TLS handshake. The same number limits the authenticated connections that wait for a
+# request.
 MOST = 128
 _MOST_REASONS = 64
-# The gate limits handshakes per second and as a burst, for one address and for all unknown addresses. In 10 s unknown
-# addresses begin at most 40 + 8 * 10 handshakes. MOST is higher, so that a controller can always connect.
+# The TLS gate limits handshakes for each address, and to 120 in 10 s for all unknown addresses. A controller can always
+# connect, because the gate allows 128 handshakes at a time.
 ADDRESS_RATE, ADDRESS_BURST = 1.0, 10.0
 UNKNOWN_RATE, UNKNOWN_BURST = 8.0, 40.0
-# For one hour after a handshake, the address of a controller needs no budget.
+# Seconds after a controller's handshake for which the TLS gate does not limit handshakes from the address of the
+# controller.
 KNOWN_SECONDS = 3600.0
 _MOST_KNOWN, _MOST_UNKNOWN = 256, 1024
-# The kernel resets a refused connection and keeps no state of the connection.
+# With the option SO_LINGER and a time of 0 s, the kernel resets a refused connection and keeps no state of the
+# connection.
 _RESET = struct.pack("ii", 1, 0)
 
 
@@ -117,7 +120,7 @@ class TlsGate:
         self._ready: deque[tuple[Connection, Any]] = deque()
         self._wakeup, self._waker = socket.socketpair()
         self._wakeup.setblocking(False)
-        # Both mappings of connections are in the order of the deadlines.
+        # The dictionaries `_handshakes` and `_idle` are in the order of the deadlines of their connections.
         self._handshakes: dict[int, _Peer] = {}
         self._idle: dict[int, _Peer] = {}
         self._budget = Budget(time.monotonic())
@@ -157,7 +160,9 @@ class TlsGate:
                     self._handle(key.fd)
             except Exception:  # noqa: BLE001 (without this thread the agent is not reachable)
                 if not self._closing:
-                    _log.exception("TLS gate failed; continuing in one second")
+                    _log.exception(
+                        "The agent failed to accept TLS connections by an unexpected error, and continues in one second"
+                    )
                     time.sleep(1.0)
 
     def _handle(self, number: int) -> None:
@@ -184,7 +189,8 @@ class TlsGate:
             plain, address = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        # The agent's own address needs no budget: the agent verifies a new certificate from there.
+        # The TLS gate never limits handshakes from the agent's own address, because the agent verifies a new
+        # certificate from there.
         if not self._budget.take(address[0], time.monotonic()) and address[0] != _local_address(plain):
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             plain.close()

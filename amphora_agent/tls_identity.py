@@ -31,12 +31,13 @@ from amphora_agent.paths import Paths, file_identity, read_if_exists, write, wri
 
 _log = logging.getLogger(__name__)
 _PEM = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
-# The ssl module has no name for OpenSSL's X509_V_FLAG_NO_CHECK_TIME.
+# OpenSSL accepts expired certificates with the flag X509_V_FLAG_NO_CHECK_TIME. Python's ssl module has no name for the
+# flag.
 _NO_CHECK_TIME = 0x200000
 _MOST_FLIGHTS = 8
 SELF_SECONDS = 5.0
 _WANTED = "install a new certificate"
-# The ssl module represents an issuer or a subject as nested tuples.
+# Python's ssl module represents the issuer or the subject of a certificate as nested tuples.
 Name = tuple[tuple[tuple[str, str], ...], ...]
 
 
@@ -85,8 +86,12 @@ class Identity:
                 except (OSError, ValueError) as error:
                     if self._context is None:
                         raise MachineError("read the certificates", _reason(error)) from None
-                    _log.warning("Cannot read the certificate files; the former certificates stay in use: %s", error)
-                self._marks = marks  # after an error, the agent reads the certificate files again when they change
+                    _log.warning(
+                        "The agent cannot read its certificate files, and the former certificates stay in use: %s",
+                        error,
+                    )
+                # After an error, the agent reads the certificate files again only when they change.
+                self._marks = marks
             return self._context
 
     def _restore(self) -> None:
@@ -98,18 +103,27 @@ class Identity:
             callers, replaced = _read_kept(self._kept)
             if _digest(self._callers.read_text(encoding="utf-8")) in replaced:
                 write_atomically(self._callers, callers)
-                _log.warning("Restored the CA of the controllers: %s had a replaced CA", self._callers)
+                _log.warning(
+                    "The agent restored the controllers' CA, because the file %s had an older, replaced CA",
+                    self._callers,
+                )
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, TypeError) as error:
-            _log.error("Cannot restore the CA of the controllers; the agent uses %s: %s", self._callers, error)
+            _log.error(
+                "The agent cannot restore the controllers' CA from its disk, and trusts the CA in the file %s: %s",
+                self._callers,
+                error,
+            )
 
     def _keep(self) -> None:
         """Write the CA of the clients and the digests of its predecessors to the disk, or log the error."""
         try:
             self._note(self._callers.read_text(encoding="utf-8"))
         except OSError as error:
-            _log.error("Cannot store the CA of the controllers; after a boot the agent may use an older CA: %s", error)
+            _log.error(
+                "The agent cannot store the controllers' CA, and may trust an older CA after the next boot: %s", error
+            )
 
     def _note(self, callers: str) -> None:
         before, replaced = "", set[str]()
@@ -155,11 +169,15 @@ class Identity:
             finally:
                 with suppress(OSError):
                     candidate.unlink(missing_ok=True)
-            # The agent writes the CAs before the certificate, which is of no use without its CA.
+            # The agent writes the CAs before the certificate, because the certificate is of no use without its CA.
             contents = {self._issuers: server_ca, self._callers: client_ca, self._own: pem}
             changed = {file: content for file, content in contents.items() if content is not None}
             self._exchange(changed, found, lambda: prove(anchor))
-        _log.info("Installed a new certificate, valid until %s, fingerprint %s", found.expires_at, found.fingerprint)
+        _log.info(
+            "The agent installed a new certificate for its API, which is valid until %s and has the fingerprint %s",
+            found.expires_at,
+            found.fingerprint,
+        )
         return found
 
     def _examine(self, candidate: Path, pem: str, server_ca: str | None) -> tuple[Certificate, str]:
@@ -216,7 +234,9 @@ class Identity:
             if prove() != wanted.fingerprint:
                 raise MachineError(_WANTED, "handshakes still show another certificate")
             if (callers := contents.get(self._callers)) is not None:
-                self._note(callers)  # an unwritten CA is an error, because a boot would restore the old CA
+                # If the agent cannot store the controllers' CA, the installation fails, because a boot would restore
+                # the old CA.
+                self._note(callers)
         except (AgentError, OSError) as error:
             for file, old in reversed(before.items()):
                 if old is None:
@@ -244,9 +264,9 @@ def shown_by(host: str, port: int, name: str, authorities: str) -> str:
 def _server(own: Path, callers: Path | None) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.load_cert_chain(
-        own, password=b""
-    )  # with an empty password, OpenSSL refuses an encrypted key instead of a prompt
+    # With an empty password, OpenSSL refuses an encrypted key. Without a password, OpenSSL would ask for one on the
+    # terminal.
+    context.load_cert_chain(own, password=b"")
     if callers is not None:
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(cafile=callers)
@@ -284,7 +304,8 @@ def _shake(server: ssl.SSLContext, client: ssl.SSLContext, name: str | None) -> 
 
 
 def _describe(server: ssl.SSLContext, pem: str) -> Certificate:
-    # The ssl module returns the fields of verified certificates only, so this client trusts the certificate itself.
+    # Python's ssl module returns the fields of verified certificates only. The agent's client therefore trusts the
+    # agent's certificate itself, instead of a CA.
     client = _client(_leaf(pem), timeless=True)
     client.check_hostname = False
     end = _shake(server, client, None)

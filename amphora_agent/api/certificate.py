@@ -66,7 +66,8 @@ def _read(body: bytes) -> dict[str, Any]:
     try:
         document = json.loads(body)
     except (ValueError, RecursionError):
-        # The JSON parser's error would quote the request, which may contain a private key.
+        # The agent hides the JSON parser's error, because the error would quote the request, which may contain a
+        # private key.
         raise MalformedCertificate(_ACTION, "the request is not JSON") from None
     if not isinstance(document, dict) or not isinstance(document.get("certificate"), str):
         raise MalformedCertificate(_ACTION, "the request has no string 'certificate'")

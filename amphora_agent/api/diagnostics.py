@@ -34,9 +34,10 @@ from amphora_agent.tls_identity import Identity
 from amphora_agent.version import agent_version
 
 VIRTUAL_TABLE = "amphora_virtual"
-# The agent reads at most 8 MiB of one answer of HAProxy.
+# Largest number of bytes (8 MiB) that the agent reads of one answer of HAProxy for the diagnostics.
 _MOST = 8 << 20
-# HAProxy's answers to `show ssl cert` and `show table` contain names only, and no keys.
+# HAProxy's answers to these commands contain no private keys and no entries of stick tables, so an operator may share
+# them.
 _QUESTIONS = {
     "show info": "show info",
     "show stat": "show stat -1 7 -1",

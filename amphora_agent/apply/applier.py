@@ -84,11 +84,18 @@ class Applier:
         try:
             self._confirmed = confirmed_bundle.read(self._paths.confirmed, self._paths.configuration)
         except MachineError as error:
-            _log.error("Cannot read the confirmed bundle; waiting for a push: %s", error)
+            _log.error(
+                "The agent cannot read the confirmed bundle from the disk, and waits for a push by a controller: %s",
+                error,
+            )
         found = self._confirmed
         if found is not None and not self._parts.files.holds(found.bundle.files):
             self._confirmed, self._lost = None, found
-            _log.warning("TLS files of generation %d are lost; waiting for another push", found.bundle.generation)
+            _log.warning(
+                "The TLS files of the confirmed generation %d are lost, so the agent waits for another push by a "
+                "controller",
+                found.bundle.generation,
+            )
 
     @property
     def confirmed(self) -> Confirmed | None:
@@ -140,14 +147,18 @@ class Applier:
             bundle.generation, bundle.load_balancer_id, lambda: self._apply_received(bundle, received)
         )
         if result.generation != bundle.generation:
-            _log.info("Skipped generation %d: generation %d is applied", bundle.generation, result.generation)
+            _log.info(
+                "The agent skipped the pushed generation %d, because it has applied the newer generation %d",
+                bundle.generation,
+                result.generation,
+            )
         return result
 
     def _apply_received(self, bundle: Bundle, received: str) -> ApplyResult:
         with self._lock:
             reach(Point.TAKEN)
             bundle_check.refuse_stale(bundle, self._last, lost=self._lost is not None)
-            # A repeated push keeps the time of the first confirmation.
+            # If a controller pushes the confirmed bundle again, the agent keeps the time of the first confirmation.
             same = self._confirmed is not None and self._confirmed.digest == received
             record = None if same else confirmed_bundle.confirmed_now(bundle, received)
             draft = None if record is None else Draft(self._paths.confirmed, record)
@@ -185,13 +196,14 @@ class Applier:
         Returns False if another attempt is necessary.
         """
         with self._lock:
-            # A push that arrived during the start has already applied a bundle.
+            # If a controller has pushed a bundle during the agent's start, the agent has already applied that bundle,
+            # and need not apply the confirmed one.
             if self._confirmed is None or (self._has_applied and not self._parts.swap.is_interrupted):
                 return True
             try:
                 result = self._apply(_Attempt(self._confirmed.bundle, None))
             except AgentError as error:
-                _log.warning("Cannot serve the confirmed bundle; retrying: %s", error)
+                _log.warning("The agent cannot apply the confirmed bundle, and retries: %s", error)
                 return False
             finally:
                 self._remove_unused_files()
@@ -201,7 +213,13 @@ class Applier:
 
     def _report(self, event: str, result: ApplyResult) -> None:
         change, reason = result.change, result.change.reason or "none"
-        _log.info("Generation %d is %s, method %s, reason: %s", result.generation, event, change.how, reason)
+        _log.info(
+            "The configuration of generation %d was %s by the agent; the method was %s, and the reason was: %s",
+            result.generation,
+            event,
+            change.how,
+            reason,
+        )
 
     def add_change_listener(self, listener: Callable[[], None]) -> None:
         """Call a function at the start of each change, under the lock."""
@@ -224,7 +242,8 @@ class Applier:
     def _verifiable(self) -> Bundle | None:
         """The confirmed bundle, if drift from that bundle has to be repaired."""
         bundle = self._served
-        # Octavia's worker repairs an amphora behind Octavia's API, so the agent does not.
+        # If Octavia's worker controls the amphora, the agent repairs no drift, because Octavia's worker repairs the
+        # amphora itself.
         ours = bundle is not None and bundle.load_balancer_id != OCTAVIA_API_V1_ID
         return bundle if ours and self._has_applied and not self._parts.swap.is_interrupted else None
 
@@ -264,7 +283,7 @@ class Applier:
             else:
                 change, loaded = self._update_haproxy(attempt, bundle.haproxy, network)
             change = self._update_udp(bundle, change)
-            # keepalived is last, because an amphora may get the VIPs only when it serves.
+            # The agent updates keepalived last, because keepalived may announce the VIPs only when the amphora serves.
             self._parts.keepalived.apply(bundle.vrrp_instance)
             self._confirm(attempt.draft)
         except (AgentError, OSError) as error:
@@ -282,7 +301,8 @@ class Applier:
         for listener in self._change_listeners:
             listener()
         if self._confirmed is not None and bundle == self._confirmed.bundle:
-            # A repeated push is a request to compare the whole amphora with the bundle.
+            # If a controller pushes the confirmed bundle again, the agent compares the whole amphora with the bundle,
+            # and trusts no cache.
             self._parts.plumbing.invalidate()
             self._parts.files.invalidate()
             self._parts.swap.invalidate()
@@ -394,7 +414,11 @@ class Applier:
                 if change is not None:
                     self._count(change)
         except (AgentError, OSError) as error:
-            _log.error("Rollback of a bundle failed; the next change reloads HAProxy: %s", error)
+            _log.error(
+                "The agent failed to restore the bundle before a failed change, and reloads HAProxy at the next "
+                "change: %s",
+                error,
+            )
         finally:
             self._parts.udp_update.roll_back(self._served, attempt.bundle)
             self._parts.plumbing.roll_back(self._served)
@@ -430,5 +454,5 @@ class Applier:
                 needed.add(document.files)
             self._parts.files.keep_only(needed)
         except OSError as error:
-            _log.error("Cannot remove unused TLS files; the next change retries: %s", error)
+            _log.error("The agent cannot remove unused TLS files, and retries at the next change: %s", error)
         reach(Point.TIDIED)

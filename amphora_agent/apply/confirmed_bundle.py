@@ -94,7 +94,9 @@ class Draft:
         try:
             self._new_path.unlink()
         except FileNotFoundError:
-            return  # without a temporary record, the text file belongs to the confirmed bundle
+            # If no temporary record exists, the text file belongs to the confirmed bundle, and the agent must not
+            # delete it.
+            return
         self._text_path.unlink(missing_ok=True)
 
 
@@ -121,7 +123,9 @@ def _link(file: Path, name: Path) -> None:
     temporary.unlink(missing_ok=True)
     os.link(file, temporary)
     temporary.replace(name)
-    temporary.unlink(missing_ok=True)  # rename(2) does nothing if both names are the same file
+    # If both names already refer to the same inode, rename(2) does nothing. The agent therefore deletes the temporary
+    # name itself.
+    temporary.unlink(missing_ok=True)
 
 
 def _read_text(places: Sequence[Path], sha256: str | None) -> str:

@@ -32,7 +32,7 @@ class FileSets:
         self._root = paths.files
         self._empty = paths.empty
         self._known: set[Path] = set()
-        # The mapping has the inode fields of the TLS files whose content was correct at the last check.
+        # `_intact` has the inode fields of each TLS file whose content was correct at the last check.
         self._intact: dict[Path, tuple[int, ...]] = {}
 
     def directory(self, files: Sequence[File]) -> Path:
@@ -96,7 +96,9 @@ class FileSets:
                     os.link(source, target)
                 else:
                     _write(target, file)
-            _remove(directory)  # a directory with this name has missing or modified files
+            # An existing directory with the name of this file set has missing or modified files, so the agent replaces
+            # the directory.
+            _remove(directory)
             incomplete.rename(directory)
         except BaseException:
             _remove(incomplete)

@@ -211,8 +211,9 @@ class HaproxyUpdate:
         self._parsed = plan.document.text, plan.wanted
 
     def _reload(self, wanted: Configuration, change: Change, max_old_workers: int | None) -> None:
-        _log.info("Reloading HAProxy: %s", change.reason)
-        if not self._haproxy.is_running():  # HAProxy has crashed since the decision to reload
+        _log.info("The agent reloads HAProxy for this reason: %s", change.reason)
+        if not self._haproxy.is_running():
+            # If HAProxy has crashed since the decision to reload, the agent starts HAProxy instead.
             self._haproxy.start()
             return
         before = self._swap.before
@@ -234,7 +235,11 @@ class HaproxyUpdate:
             self._return_to(before)
             self._paths.unfinished.unlink(missing_ok=True)
         except (AgentError, OSError) as error:
-            _log.error("Rollback of HAProxy failed; the next change reloads HAProxy: %s", error)
+            _log.error(
+                "The agent failed to restore the previous configuration of HAProxy, and reloads HAProxy at the next "
+                "change: %s",
+                error,
+            )
 
     def restore(self, before: Document | None) -> Change | None:
         """Bring HAProxy back to the restored file; return the change if HAProxy was reloaded."""

@@ -32,7 +32,9 @@ class NetworkUpdate:
         """Remove the network configuration that no bundle needs, and announce the VIPs."""
         if not self.is_needed:
             return
-        if self._bundle.virtual_servers:  # the forwarding rules must exist before the VIPs are announced
+        if self._bundle.virtual_servers:
+            # The agent writes the kernel's forwarding rules before announcing the VIPs, because clients' packets arrive
+            # as soon as the VIPs are announced.
             self._parts.udp_update.apply(self._bundle)
         keepalived = self._parts.keepalived
         ends_vrrp = self._bundle.vrrp_instance is None and keepalived.is_running()

@@ -40,7 +40,8 @@ class RecoveryLoop:
             links.bind((0, _GROUP_LINK))
             while not self._try():
                 select.select([links], [], [], RETRY_SECONDS)
-                # The kernel raises BlockingIOError after the last event, and ENOBUFS after lost events.
+                # The agent reads all waiting netlink events. The kernel raises BlockingIOError after the last event,
+                # and ENOBUFS after lost events.
                 with suppress(OSError):
                     while True:
                         links.recv(65536)
@@ -49,7 +50,7 @@ class RecoveryLoop:
         try:
             done = self._attempt()
         except Exception:  # noqa: BLE001 (the loop must go on: a later attempt may succeed)
-            _log.exception("Applying the confirmed bundle failed; retrying")
+            _log.exception("The agent failed to apply the confirmed bundle by an unexpected error, and retries")
             return False
         with self._lock:
             self._running = not done

@@ -27,7 +27,8 @@ class UdpUpdate:
 
     def __init__(self, service: CheckerClient) -> None:
         self._service = service
-        # The checker has confirmed these virtual servers; None means that the state is not known.
+        # `_served` has the virtual servers that the checker has confirmed, or None if the agent does not know the
+        # checker's state.
         self._served: _Wanted | None = None
         self._validated: _Wanted | None = None
 
@@ -51,7 +52,8 @@ class UdpUpdate:
             return
         known, self._served = self._served, None
         if known is None:
-            # The drift query makes the checker read the rules of the kernel before the checker writes them.
+            # If the agent does not know the checker's rules, the agent first asks for drift. The checker then reads the
+            # kernel's rules before writing new ones.
             self._service.find_drift(wanted[0], paired=wanted[1])
         self._serve(bundle)
 
@@ -64,7 +66,8 @@ class UdpUpdate:
         """Restore the virtual servers of the previous bundle, unless they are still served."""
         before = replace(failed, virtual_servers=(), vrrp=None) if served is None else served
         wanted = _wanted(before)
-        # `validate` may have started the checker. A request without virtual servers stops the checker again.
+        # If the agent has started the checker for a bundle that failed, a request without virtual servers stops the
+        # checker again.
         is_idle = bool(failed.virtual_servers) and not wanted[0]
         if not is_idle and (wanted == self._served or (self._served is None and not wanted[0])):
             return
@@ -72,7 +75,10 @@ class UdpUpdate:
             self._serve(before)
         except AgentError as error:
             self._served = None
-            _log.error("Rollback of the UDP and SCTP listeners failed; the drift check retries: %s", error)
+            _log.error(
+                "The agent failed to restore the previous UDP and SCTP listeners, and the next drift check retries: %s",
+                error,
+            )
 
     def differences(self, bundle: Bundle) -> list[str]:
         """Return the differences from a bundle, as sentences. Raises AgentError without an answer."""

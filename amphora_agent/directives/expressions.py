@@ -7,12 +7,13 @@ separated by line ends, which no word contains.
 
 from __future__ import annotations
 
-# The first value of an ACL cannot be a flag: the flag "-f" would open a file.
+# The first value of an ACL must not begin with a dash, because HAProxy's flag `-f` would open a file.
 WORD = r"[^\n]+"
 _PATTERN = r"[^\n-][^\n]*"
 IDENTIFIER = r"[A-Za-z0-9][A-Za-z0-9_.:-]*"
 
-# HAProxy's argument parser interprets quotes, backslashes, commas and parentheses.
+# HAProxy interprets quotes, backslashes, commas and parentheses in arguments, so an argument has such characters only
+# within double quotes.
 _ARGUMENT = r"""(?:"(?:[^"\\\n]|\\[^\n])*"|[^\n"'(),\\]*)"""
 _ARGUMENTS = rf"(?:\({_ARGUMENT}(?:,{_ARGUMENT})*\))?"
 _FETCH = (
@@ -35,7 +36,7 @@ MATCH = (
     rf"{EXPRESSION}(?: -i)?(?: -m (?:str|beg|end|sub|dir|dom|reg|len|int|bool|found))?"
     rf"(?: --(?: {WORD})+|(?: {_PATTERN})*)"
 )
-# An ACL in braces ends at the brace; no value of this project is a brace.
+# HAProxy ends an ACL in braces at the closing brace, so the pattern accepts no closing brace as a value of the ACL.
 _INLINE = (
     rf"{EXPRESSION}(?: -i)?(?: -m (?:str|beg|end|sub|dir|dom|reg|len|int|bool|found))?"
     r"(?: --)?(?: (?!\}\n|\}$)[^\n-][^\n]*)*"

@@ -28,7 +28,8 @@ class DriftChecker:
         self._applier = applier
         self._parts = parts
         self._file = parts.paths.configuration
-        # The inode fields of HAProxy's file when the last check found it correct, and the worker at that time.
+        # `_intact` has the inode fields of HAProxy's file at the last successful check, and the process id of HAProxy's
+        # worker at that time.
         self._intact: tuple[tuple[int, ...] | None, int | None] | None = None
         self._misread = False
         applier.add_change_listener(self.invalidate)
@@ -77,7 +78,8 @@ class DriftChecker:
         yield from self._haproxy_file(document)
         if not haproxy.is_wanted():
             yield Difference("haproxy", "HAProxy does not run, and the service manager does not start it")
-        elif haproxy.worker_pid() is not None:  # a HAProxy that does not answer starts or is busy, which is no drift
+        elif haproxy.worker_pid() is not None:
+            # HAProxy does not answer while it starts or is busy, so the agent does not count a missing answer as drift.
             try:
                 haproxy.verify(wanted, directory)
             except (HaproxyError, OSError) as error:
@@ -91,7 +93,8 @@ class DriftChecker:
             if identity is None or self._file.read_bytes() != wanted.content.encode():
                 yield Difference("haproxy.cfg", "haproxy.cfg was modified")
                 return
-            # HAProxy's file was modified and restored. A worker that started meanwhile may have read the other content.
+            # Another program has modified and restored HAProxy's file. If HAProxy's worker is new, the worker may have
+            # read the modified file.
             earlier = None if self._intact is None else self._intact[1]
             self._misread = self._misread or (None not in (earlier, worker) and earlier != worker)
         self._intact = identity, worker

@@ -19,11 +19,12 @@ from amphora_agent.errors import AgentError
 
 _log = logging.getLogger(__name__)
 DUTY_DIVISOR = 200
-# A second check confirms a difference after one second.
+# Seconds after which a second check has to find the same difference before the agent repairs the difference.
 _CONFIRM_SECONDS = 1.0
-# The back-off grows to at most 16 checks between two repairs of the same difference.
+# Largest number of periodic checks between two repairs of drift that returns after each repair. The agent doubles the
+# distance up to this number.
 _MAX_BACKOFF = 16
-# A difference that returns within 10 checks counts as not repaired.
+# If drift returns within 10 checks after a repair, the agent repairs less often.
 _RECENT_CHECKS = 10
 
 
@@ -42,7 +43,7 @@ class DriftRepair:
         self._on_finding = on_finding
         self._min_pause = 0.0
         self._backoff, self._skip = 1, 0
-        # The mapping has the time of the last finding of each kind of drift, by the monotonic clock.
+        # `_seen` has the time of the last finding of each kind of drift, measured by the monotonic clock.
         self._seen: dict[str, float] = {}
         self._generation: int | None = None
 
@@ -55,9 +56,17 @@ class DriftRepair:
             try:
                 self.check_and_repair()
             except AgentError as error:
-                _log.warning("Drift check failed; the agent retries in %.0f s: %s", self._interval, error)
+                _log.warning(
+                    "The agent failed to compare the amphora with its configuration, and retries in %.0f s: %s",
+                    self._interval,
+                    error,
+                )
             except Exception:  # noqa: BLE001 (without this thread the agent would never repair drift again)
-                _log.exception("Drift check failed; the agent retries in %.0f s", self._interval)
+                _log.exception(
+                    "The agent failed to compare the amphora with its configuration by an unexpected error, and "
+                    "retries in %.0f s",
+                    self._interval,
+                )
 
     def check_and_repair(self) -> None:
         """Check once, and repair the differences that a second check confirms. Raises AgentError."""
@@ -73,7 +82,11 @@ class DriftRepair:
         known, present = {one.kind for one in self._report.unrepaired}, {one.kind for one in found}
         returned = self._has_returned(present - known)
         if returned:
-            _log.warning("Drift returned soon after a repair; backing off: %s", ", ".join(sorted(present - known)))
+            _log.warning(
+                "The agent repairs less often, because configuration drift of these kinds returned soon after a "
+                "repair: %s",
+                ", ".join(sorted(present - known)),
+            )
             self._backoff = self._next_backoff()
             self._skip = self._backoff - 1
             self._report.record(found, found)
@@ -86,7 +99,8 @@ class DriftRepair:
     def _has_returned(self, new: set[str]) -> bool:
         """Whether an earlier difference, which a repair or a push has removed, has returned."""
         if self._checker.generation != self._generation:
-            # A new generation makes the findings of the earlier generation invalid.
+            # A bundle of a new generation replaces the configuration, so the agent forgets the drift from the earlier
+            # generation.
             self._seen, self._generation = {}, self._checker.generation
         before = self._recent_kinds()
         self._seen = {kind: self._seen[kind] for kind in before}
@@ -113,25 +127,33 @@ class DriftRepair:
         if not self._recent_kinds():
             self._backoff = 1
         if self._report.unrepaired:
-            _log.info("Unrepaired drift has ended without a repair: %s", ", ".join(kinds(self._report.unrepaired)))
+            _log.info(
+                "The configuration drift that the agent could not repair has ended without a repair; its kinds were: "
+                "%s",
+                ", ".join(kinds(self._report.unrepaired)),
+            )
             self._report.clear()
             self._on_finding()
 
     def _repair(self, found: Sequence[Difference]) -> None:
         for one in found:
-            _log.warning("Configuration drift, repair follows: %s", one.sentence)
+            _log.warning("The agent found configuration drift on the amphora, and repairs it now: %s", one.sentence)
         try:
             self._checker.repair(found)
         except AgentError as error:
-            _log.warning("Drift repair failed; retrying with back-off: %s", error)
+            _log.warning(
+                "The agent failed to repair configuration drift, and retries after a growing number of checks: %s",
+                error,
+            )
             unrepaired: tuple[Difference, ...] = tuple(found)
         else:
-            # During a push the check returns None; the next periodic check finds the remaining drift.
+            # During a push, the check after the repair returns None. The next periodic check then finds the remaining
+            # drift.
             unrepaired = self._check() or ()
         self._report.record(found, unrepaired)
         if unrepaired:
             self._skip, self._backoff = self._backoff - 1, self._next_backoff()
         else:
-            _log.info("Drift repaired: %s", ", ".join(kinds(found)))
+            _log.info("The agent has repaired the configuration drift of these kinds: %s", ", ".join(kinds(found)))
             self._skip = 0
         self._on_finding()

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# A drift report has at most five sentences of 160 characters.
+# A report of drift has at most five sentences, and the agent cuts each sentence after 160 characters.
 _MAX_SENTENCES, _MAX_SENTENCE_LENGTH = 5, 160
 
 
@@ -73,7 +73,7 @@ class DriftReport:
         with self._lock:
             new = {one.kind for one in differences} - {one.kind for one in self._unrepaired}
             self._counts.update(new)
-            # The report keeps the time of the first finding of a difference that stays.
+            # While a difference stays, the drift report keeps the time at which the agent first found the difference.
             if new or self._last is None or not unrepaired:
                 self._last = Finding(time.time(), tuple(differences), repaired=not unrepaired)
             self._unrepaired = tuple(unrepaired)

@@ -20,8 +20,8 @@ from amphora_agent.errors import AgentError, ConfigurationRefused, MachineError
 from amphora_agent.haproxy.config_file import Document
 from amphora_agent.haproxy.config_parser import Configuration, Section
 
-# HAProxy 2.6 needs 4 s of an idle processor to read 10,000 members, and reads them up to three times for a change. A
-# busy machine needed a minute. A shorter time-out would only repeat the work.
+# The agent gives HAProxy 60 s, and 20 ms more for each server, to read a configuration. A busy machine needs up to a
+# minute for 10,000 servers.
 MIN_READ_SECONDS, READ_SECONDS_PER_SERVER = 60.0, 0.02
 ALERT = re.compile(r"^\[ALERT\]\s+\(\d+\) : (?:config : )?(?P<text>.*)$", re.MULTILINE)
 _PLACE = re.compile(r"(?:[Pp]arsing )?\[(?P<file>[^\]]*):(?P<line>\d+)\]\s*:?\s*")
@@ -29,15 +29,19 @@ _NAMES = re.compile(r"'(?:server |backend |frontend )?([^' ]+)'")
 _ACTION = "load the configuration into HAProxy"
 _REMEDY = "The configuration served before is still served."
 _KEY = "PRIVATE KEY-----"
-# A message that repeats 12 characters of a base64 line of a private key shows a part of the key.
+# The agent hides a message of HAProxy that repeats the first 12 characters of a line of a private key.
 _KEY_MATCH_LENGTH = 12
-# Below 50 servers a full check by HAProxy is faster than the comparison of the texts.
+# From 50 servers on, HAProxy checks a new configuration without the unchanged servers. With fewer servers, a check of
+# the full configuration is faster.
 MIN_SERVERS = 50
-# The keywords `guid` and `track` also refer to servers of other backends.
+# HAProxy compares the keywords `guid` and `track` with servers of all backends. A new server with either keyword
+# therefore needs a full check.
 _GLOBAL_KEYWORDS = frozenset({"guid", "track"})
-# Directives such as `use-server` refer to servers or create servers. Fetches with the prefix `srv_` read the state of
-# servers (HAProxy manual, 7.3.2).
+# HAProxy checks all servers of a backend with a directive such as `use-server`, because the directive refers to other
+# servers.
 _REFERRING = frozenset({"use-server", "force-persist", "ignore-persist", "server-template"})
+# If a configuration reads the state of servers by fetches with the prefix `srv_` (HAProxy manual, 7.3.2), HAProxy
+# checks all servers.
 _STATE_FETCH = "srv_"
 
 

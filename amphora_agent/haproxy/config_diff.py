@@ -18,20 +18,24 @@ from amphora_agent.haproxy.config_parser import Configuration, Section, Server
 from amphora_agent.haproxy.features import MINIMAL_FEATURES, Features
 from amphora_agent.haproxy.tls_diff import TlsChanges
 
-# HAProxy 2.6 refuses most of the following keywords for a server added at run time (tests/dataplane verifies this).
-# HAProxy 3.0 refuses "enabled", and "track" is untested.
+# HAProxy 2.6 refuses a new server at run time with most keywords of the set, such as `cookie`. HAProxy 3.0 refuses
+# `enabled`, and the agent's tests do not cover `track`.
 _NOT_AT_RUNTIME = {
     "cookie", "enabled", "init-addr", "log-proto", "max-reuse", "namespace", "no-check", "no-check-send-proxy",
     "no-check-ssl", "no-ssl", "non-stick", "redir", "resolve-net", "resolve-opts", "resolve-prefer", "resolvers",
     "socks4", "stick", "tcp-ut", "track",
 }  # fmt: skip
-# HAProxy 2.6 compares each server of a backend with a dynamic cookie with each other: 22 ms for 1,000 servers.
+# Computing dynamic cookies halts HAProxy 2.6 for 22 ms with 1,000 servers in a backend. The agent reloads HAProxy for
+# backends with more than 1,500 servers.
 MAX_COOKIE_SERVERS = 1500
-# Four balancing methods accept new servers at run time; others need a consistent hash.
+# HAProxy accepts new servers at run time with the balancing methods `roundrobin`, `leastconn`, `first` and `random`.
+# Other methods need a consistent hash.
 _DYNAMIC_METHODS = {"roundrobin", "leastconn", "first", "random"}
-# HAProxy reloads faster than it replaces more than 20 servers at run time.
+# If a change replaces more than 20 servers, the agent reloads HAProxy, because the reload is faster than runtime
+# commands.
 MAX_REPLACED = 20
-# Runtime commands can change the weight, the connection limit and the check target of a server.
+# HAProxy's runtime commands can change the weight and the connection limit of a server, and the address and port of its
+# health checks.
 _SETTABLE = ("weight", "maxconn", "addr", "port")
 
 
@@ -75,7 +79,9 @@ def compare_configurations(
     order_only = False
     for before, after in zip(old.sections, new.sections, strict=True):
         if before.servers is after.servers and before.lines is after.lines:
-            continue  # sections of equal lines are the same objects, because the parser reuses them
+            # The parser reuses the objects of unchanged lines. Identical objects therefore mean that a section has not
+            # changed.
+            continue
         was, now = _changed_range(before.servers, after.servers)
         change = _section_actions(before, after, {server.name: server for server in was}, now, new, features)
         if isinstance(change, Reload):
@@ -175,7 +181,9 @@ def _section_actions(
     for name, server in after.items():
         was = before.get(name)
         if was is server:
-            continue  # servers of equal lines are the same objects
+            # The parser reuses the object of an unchanged server. Identical objects therefore mean that the server has
+            # not changed.
+            continue
         if was is None:
             why = _not_addable(new, server, wanted, features)
             awaits_check = features.init_state and _may_await_check(server, old, new)
@@ -283,7 +291,7 @@ def _fixed_keywords(server: Server, other: Server) -> tuple[str, ...]:
     """Return the keywords whose values no command can change to the values of the other server."""
     words = list(server.keywords)
     for keyword in _SETTABLE:
-        # A runtime command can change the target of a check, but cannot remove it.
+        # A runtime command can change the address and port of a health check, but cannot remove them from a server.
         is_check = keyword in ("addr", "port")
         if is_check and not (keyword in other.keywords and server.checked and "agent-check" not in words):
             continue

@@ -50,7 +50,8 @@ class Peer:
     port: int
 
 
-# A single HAProxy shares its stick tables with its next worker only.
+# An amphora without a partner passes its stick tables only to the next worker of its own HAProxy, over the loopback
+# address.
 SINGLE = (Peer("local", ipaddress.IPv4Address("127.0.0.1"), 9102),)
 PAIR_PORT = 1025
 

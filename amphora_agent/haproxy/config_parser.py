@@ -20,24 +20,27 @@ from typing import TypeVar
 from amphora_agent.directives import allowed
 from amphora_agent.errors import ConfigurationRefused
 
-# The keywords `ca-file`, `crl-file` and `crt` of a server have a file name as their value.
+# HAProxy's server keywords `ca-file`, `crl-file` and `crt` each take the name of a TLS file.
 FILE_KEYWORDS = ("ca-file", "crl-file", "crt")
 _RELATED = frozenset({"cookie", "guid", "id", "track"})
 ALLOWED = frozenset({"defaults", "frontend", "backend"})
 AGENT_PREFIX = "amphora:"
 """The prefix of the names of the agent's own sections."""
-# HAProxy (up to 3.2) starts a section at each word of the set, also with indentation.
+# HAProxy (up to 3.2) starts a section at a word such as `global` or `peers`, even in an indented line. The parser
+# refuses such lines.
 _AGENT_SECTIONS = {
     "acme", "cache", "crt-store", "fcgi-app", "global", "haterm", "http-errors", "listen", "log-forward", "log-profile",
     "mailers", "peers", "program", "resolvers", "ring", "traces", "userlist",
 }  # fmt: skip
 _BLANKS = " \t\r\v\f"
 _TO_SPACES = str.maketrans(_BLANKS, " " * len(_BLANKS))
-# HAProxy splits a line without special characters at spaces, and its sockets accept the words unchanged.
+# HAProxy may interpret special characters, such as quotes, in a line or in a command. HAProxy splits a line without
+# special characters at spaces only.
 _SPECIAL = re.compile(r"""[^ -~]|["#$';<\\]""")
-# A token is a comment, blanks, a quoted string, an escaped character, or other characters.
+# The pattern splits a line of HAProxy's configuration into tokens: comments, blanks, quoted strings, escaped
+# characters, and other text.
 _TOKENS = re.compile(r"""#.*|[ \t\r\v\f]+|"(?:\\.|[^"\\])*"?|'[^']*'?|\\.?|[^ \t\r\v\f"'\\#]+""", re.DOTALL)
-# HAProxy replaces ambiguous tokens, such as variables. Other escapes stand for the character behind the backslash.
+# HAProxy replaces some tokens by other text, for example a variable by its value. The pattern matches such tokens.
 _AMBIGUOUS = re.compile(r"""\\[^ \\'"#]?|"[^\\$]*[\\$].*""", re.DOTALL)
 
 
@@ -347,7 +350,7 @@ def _read(text: str, before: Configuration) -> tuple[list[Row], CommonLines]:
     same = common_lines(before.text, text) if before.rows else CommonLines()
     kept = len(before.rows) - same.last
     new, old = (_lines(each, same) for each in (text, before.text))
-    # The parser finds a moved line by its text, and uses the parsed line again.
+    # The parser finds an unchanged line by its text, even at another place, and reuses the object of the line.
     seen = dict(zip(old, before.rows[same.first : kept], strict=True)) if before.rows else {}
     middle: list[Row] = []
     for number, raw in enumerate(new, start=same.first + 1):

@@ -17,7 +17,8 @@ from amphora_agent.errors import HaproxyError
 from amphora_agent.haproxy.runtime_socket import ANSWER_SECONDS
 
 _PROMPT = b"\n> "
-# The pattern matches sessions of clients, but not the agent's connection and connections to peers.
+# The pattern matches clients' sessions in HAProxy's answer to `show sess`. Connections of the agent and connections to
+# peers do not match.
 _SESSION = re.compile(r"^(0x[0-9a-f]+): proto=(?!unix_stream|\?)", re.MULTILINE)
 _COUNTS = re.compile(r"^(CurrConns|Listeners|Unstoppable Jobs): (\d+)$", re.MULTILINE)
 _POLL_SECONDS = 0.01
@@ -113,7 +114,8 @@ class OldWorker:
         while self.jobs() > 0:
             if time.monotonic() >= deadline:
                 return False
-            time.sleep(_POLL_SECONDS)  # HAProxy sends no notification when a connection ends
+            # The agent polls, because HAProxy sends no notification when a client's connection ends.
+            time.sleep(_POLL_SECONDS)
         return True
 
     def jobs(self) -> int:

@@ -44,16 +44,19 @@ SERVICE = "haproxy"
 MAX_THREADS = 64
 STICK_TABLES_SECONDS = 11.0
 STOP_SECONDS, OLD_WORKER_END_SECONDS = 1.0, 2.0
-# The service manager detects a frozen HAProxy after 0.6 to 0.75 s.
+# The service manager probes HAProxy every 0.15 s. After 0.6 s without an answer, the service manager treats HAProxy as
+# frozen.
 PROBE_SECONDS, FROZEN_SECONDS = 0.15, 0.6
 _POLL_SECONDS = 0.002
 _SLOW_POLL_SECONDS = 0.05
-# A master does not answer during a reload. HAProxy 2.6 executes itself again after the start of its worker and may lose
-# a command. A master that reports the old state after two seconds has lost the command.
+# If HAProxy's master still reports the old state two seconds after a reload command, the agent sends the command again.
+# HAProxy 2.6 may lose a command while the master executes itself again.
 _LOST_COMMAND_SECONDS = 2.0
-# The first thread of the old worker handles the signal of the master in milliseconds, on a busy machine later.
+# Largest number of seconds for which the agent waits, after a reload, until HAProxy's old worker accepts no more
+# connections.
 _STOPPING_SECONDS = 2.0
-# HAProxy's alert "Fatal errors" and similar alerts have no reason, but refer to an earlier alert.
+# HAProxy's alerts such as "Fatal errors" give no reason. The agent quotes an earlier alert in its error message
+# instead.
 _EMPTY_PHRASES = ("Fatal errors", "Error(s) found", "exited with code", "failed to start their listeners")
 
 
@@ -70,7 +73,8 @@ class Haproxy:
         self._inner = inner
         self.counters = counters
         self.ended_workers: list[int] = []
-        self._had_table_entries = True  # a new agent process assumes that HAProxy's stick tables have entries
+        # A restarted agent does not know HAProxy's stick tables, so the agent assumes that the tables have entries.
+        self._had_table_entries = True
         self._features: Features | None = None
         self._read_seconds = config_check.MIN_READ_SECONDS
         self.worker = Socket(paths.stats_socket)
@@ -162,10 +166,12 @@ class Haproxy:
         if serving == wanted:
             return self._paths.configuration
         if read_if_exists(self._paths.previous) == wanted.content:
-            # An interrupted change has left a file with the same document.
+            # An interrupted change may leave a file with the wanted text. The agent reuses that file, because the disk
+            # may be full.
             self._paths.previous.replace(self._paths.candidate)
         else:
-            # A write into the old file would also change its hard link, the text of the confirmed bundle.
+            # The old candidate file may be a hard link to the text of the confirmed bundle. The agent removes the file
+            # instead of overwriting that text.
             self._paths.candidate.unlink(missing_ok=True)
             write(self._paths.candidate, wanted.content, durable=False)
         return self._paths.candidate
@@ -190,8 +196,9 @@ class Haproxy:
                 why = self._last_alert() or f"no answer within {self._read_seconds:.0f} s"
                 self._services.stop(SERVICE, missed=True)
                 raise HaproxyError("start HAProxy", why)
-            time.sleep(_POLL_SECONDS)  # HAProxy 2.6 notifies systemd only
-        # The first sample of the counters lets the responder answer metrics, even if the agent crashes now.
+            # The agent polls, because HAProxy 2.6 reports the end of its start to systemd only.
+            time.sleep(_POLL_SECONDS)
+        # The responder answers a scrape of the metrics only after the agent has read HAProxy's counters once.
         self.counters.sample()
 
     def ensure_wanted(self) -> None:
@@ -219,8 +226,8 @@ class Haproxy:
                 worker = self.worker_pid()
                 if worker is not None:
                     self.counters.hold(drain)
-                    # The worker closes its listeners, and the held connection keeps the worker alive. A signal to the
-                    # master would end the master, and the service manager would restart HAProxy.
+                    # SIGUSR1 makes HAProxy's worker close its listeners. The agent does not signal HAProxy's master,
+                    # because the service manager would restart a master that ends.
                     os.kill(worker, signal.SIGUSR1)
                 self.counters.finish_all(STOP_SECONDS)
         self._services.stop(SERVICE)
@@ -247,23 +254,28 @@ class Haproxy:
             reach(Point.RELOADING)
             self._await_reload(old, reloads, starts)
         except HaproxyError:
-            with suppress(HaproxyError):  # a worker that crashed needs no command to revert the drain
+            with suppress(HaproxyError):
+                # If HAProxy's worker has crashed, the worker's successor drains no server. The agent therefore ignores
+                # failures to end the draining.
                 for command in drained:
                     self.worker.ask(worker_replacement.ready_command(command))
             raise
         finally:
-            # A start of HAProxy after a crash must not read the server states of the earlier reload.
+            # After a reload, the agent empties the server-state file. HAProxy would otherwise read outdated server
+            # states when restarting after a crash.
             self._write_server_state(worker_replacement.NO_STATES)
             self.counters.sample()
 
     def _drain_removed_servers(self, states: str, wanted: Configuration) -> list[str]:
         """Stop requests of the old worker to removed members; return the commands."""
         sent: list[str] = []
-        # A failure costs at most one more request to a removed member. After a missing answer the agent sends no more
-        # commands, because each would wait as long.
+        # If the agent cannot drain a server, the removed member may get one more request. The agent stops at the first
+        # error, because each unanswered command takes a full time-out.
         with suppress(HaproxyError):
             for command in worker_replacement.drain_commands(wanted, runtime_state.parse_servers(states)):
-                sent.append(command)  # HAProxy may carry out a command without an answer
+                # The agent records each runtime command as sent before HAProxy answers, because HAProxy may carry out a
+                # command without answering.
+                sent.append(command)
                 self.worker.ask(command)
         return sent
 
@@ -288,12 +300,23 @@ class Haproxy:
         for pid in workers.excess_workers(self._workers(), limit):
             closed = self.counters.finish(pid, 0.0)
             if closed:
-                _log.warning("Ended old HAProxy worker %d with %d connections: too many old workers", pid, closed)
+                _log.warning(
+                    "The agent ended HAProxy's old worker %d and closed its %d connections, because HAProxy has too "
+                    "many old workers",
+                    pid,
+                    closed,
+                )
                 self.ended_workers.append(closed)
             deadline = time.monotonic() + OLD_WORKER_END_SECONDS
             while pid in self._workers().replaced:
-                if time.monotonic() > deadline:  # another process holds the worker, or a connection does not close
-                    _log.warning("Killing old HAProxy worker %d: too many old workers, and it does not end", pid)
+                if time.monotonic() > deadline:
+                    # An old HAProxy worker stays if another process keeps a connection to the worker, or if a client's
+                    # connection does not close.
+                    _log.warning(
+                        "The agent kills HAProxy's old worker %d, because HAProxy has too many old workers and this "
+                        "worker does not end",
+                        pid,
+                    )
                     self.ended_workers.append(closed)
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGTERM)
@@ -306,7 +329,8 @@ class Haproxy:
         had = self._had_table_entries
         answer = self.worker.ask(worker_replacement.TABLES)
         while worker_replacement.would_lose_entries(answer, has_predecessor=had) and time.monotonic() < deadline:
-            time.sleep(_SLOW_POLL_SECONDS)  # HAProxy sends no notification about its stick tables
+            # The agent polls, because HAProxy sends no notification when a stick table changes.
+            time.sleep(_SLOW_POLL_SECONDS)
             answer = self.worker.ask(worker_replacement.TABLES)
         self._had_table_entries = worker_replacement.has_entries(answer)
 
@@ -325,7 +349,9 @@ class Haproxy:
                     self.master.ask("reload", seconds=self._read_seconds)
                     again = time.monotonic() + _LOST_COMMAND_SECONDS
             except HaproxyError:
-                count, worker = reloads, None  # a master that executes itself again does not answer
+                # HAProxy's master does not answer while the master executes itself again, so a missing answer is no
+                # failed reload.
+                count, worker = reloads, None
                 if self._starts() > starts + 1:
                     raise HaproxyError("reload HAProxy", self._last_alert() or "it crashed twice") from None
             if count != reloads and worker is None:
@@ -334,7 +360,8 @@ class Haproxy:
             if worker not in (None, old) and self.worker_pid() == worker:
                 self._await_stopping(old)
                 return
-            time.sleep(_POLL_SECONDS)  # HAProxy 2.6 answers 'reload' at once, 2.8 after the reload
+            # The agent polls, because HAProxy 2.6 answers the command `reload` before the new worker serves.
+            time.sleep(_POLL_SECONDS)
         raise HaproxyError("reload HAProxy", f"no new worker within {self._read_seconds:.0f} s")
 
     def _await_stopping(self, old: int | None) -> None:
@@ -343,14 +370,17 @@ class Haproxy:
         Until then both workers accept on the same sockets, and the old one may receive commands for the new one.
         """
         deadline = time.monotonic() + _STOPPING_SECONDS
-        with suppress(HaproxyError):  # a frozen worker accepts no connections
+        with suppress(HaproxyError):
+            # A frozen HAProxy worker gives no answer, but does not accept connections either, so the agent ignores the
+            # error.
             while old is not None and time.monotonic() < deadline:
                 if "\nStopping: 0\n" not in self.master.ask(f"@!{old} show info", seconds=_STOPPING_SECONDS):
                     return
                 time.sleep(_POLL_SECONDS)
 
     def _workers(self) -> Workers:
-        # HAProxy's master does not answer while it reads a configuration.
+        # The time-out allows HAProxy to read its whole configuration, because HAProxy's master gives no answers
+        # meanwhile.
         answer = self.master.ask("show proc", seconds=self._read_seconds)
         found = workers.parse(answer)
         if found is None:
@@ -363,7 +393,9 @@ class Haproxy:
         For about 50 ms after a start (2.6, 2.8 and 3.0) the master executes itself again and refuses connections.
         """
         with suppress(HaproxyError):
-            self._workers()  # after a failed reload the master reports no present worker
+            # After a failed reload, HAProxy's master reports no present worker. The master's answer alone therefore
+            # proves that the master is up.
+            self._workers()
             return self.worker_pid() is not None
         return False
 

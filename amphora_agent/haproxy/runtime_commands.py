@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 REMOVAL_SECONDS = 0.1
 _POLL_SECONDS = 0.002
-# HAProxy reads at most 16 KiB in one line of commands.
+# The agent sends at most 50 commands in one line, because HAProxy reads at most 16 KiB of a line.
 _MAX_BATCH = 50
-# For more than 10 servers it is faster to read the counters of all servers at once.
+# If a change removes more than 10 servers, the agent reads the counters of all servers at once, because this is faster.
 MAX_COUNTED_SEPARATELY = 10
 _ADDED = "New server registered."
 _DELETED = "Server deleted."
@@ -62,7 +62,8 @@ class ActionRunner:
             case act.AddServer():
                 self._add(action)
             case act.ComputeCookies(backend, key, names):
-                # HAProxy 2.6 computes the cookies when the key is set, and none when a server is added.
+                # HAProxy 2.6 computes dynamic cookies only when the cookie key is set. The agent therefore sets the key
+                # again after adding servers.
                 self._worker.order(f"set dynamic-cookie-key backend {backend} {key}")
                 self._order_all([f"enable server {backend}/{name}" for name in names])
             case act.ReplaceServer():
@@ -82,7 +83,8 @@ class ActionRunner:
             case act.SetMaintenance(backend, name, maintenance):
                 worker.order(f"set server {backend}/{name} state {'maint' if maintenance else 'ready'}")
             case act.SetAddress(backend, name, address, port):
-                # HAProxy's answer to `set server addr` differs between versions; `runtime_state` verifies the effect.
+                # The agent ignores HAProxy's answer to `set server addr`, which differs between versions, and verifies
+                # the address afterwards.
                 worker.ask(f"set server {backend}/{name} addr {address} port {port}")
             case act.SetCheck(backend, name, check_address, check_port):
                 place = f"check-addr {check_address}" if check_address is not None else ""
@@ -109,7 +111,9 @@ class ActionRunner:
             commands.append(f"enable health {name}")
         if not server.disabled and not action.awaits_cookie:
             commands.append(f"enable server {name}")
-        self._worker.order("; ".join(commands), _ADDED)  # a failed command adds other text to HAProxy's answer
+        # If one of the commands that add a server fails, HAProxy's answer has additional text, and the agent raises an
+        # error.
+        self._worker.order("; ".join(commands), _ADDED)
 
     def _replace(self, action: act.ReplaceServer) -> None:
         """Remove a server and add it again with other keywords, without an interruption of clients.
@@ -146,15 +150,18 @@ class ActionRunner:
         self._order_all([f"set server {backend}/{name} state drain" for name in draining])
         found = self._usage(backend, names)
         while any(found[name].used for name in draining if name in found) and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)  # HAProxy's command 'wait' (3.0) accepts one server only
+            # The agent polls, because HAProxy's command `wait` (since 3.0) waits for one server only.
+            time.sleep(_POLL_SECONDS)
             found = self._usage(backend, names)
         self._order_all([f"set server {backend}/{action.name} state maint" for action in actions])
         deadline = max(deadline, time.monotonic() + REMOVAL_SECONDS / 2)
         if self._features.wait_command:
-            # HAProxy's command `wait` waits for the last server only; `_delete` retries for the others.
+            # HAProxy's command `wait` waits only for the last server to be removed. The agent deletes the other servers
+            # with retries.
             left = max(1, int(1000 * (deadline - time.monotonic())))
             self._worker.ask(f"wait {left}ms srv-removable {backend}/{actions[-1].name}")
-        # The counters of servers in maintenance are final, because these servers get no more requests.
+        # The agent reads the counters of servers in maintenance before deleting the servers. The counters are final,
+        # because the servers get no more requests.
         if found and len(names) <= MAX_COUNTED_SEPARATELY:
             self._counters.sample_servers([use.numbers for use in found.values()])
         else:
@@ -187,7 +194,8 @@ class ActionRunner:
         head = lines[0].split() if lines else []
         if "used_cur" not in head:
             return {}
-        column = head.index("used_cur") - 1  # the first word of HAProxy's table head is '#'
+        # The first word of HAProxy's table head is "#", so a column's index is one less than the index of its name.
+        column = head.index("used_cur") - 1
         found = {}
         for line in lines[1:]:
             name = line.partition(" ")[0].removeprefix(f"{backend}/")

@@ -16,18 +16,21 @@ from amphora_agent.haproxy.config_parser import AGENT_PREFIX, Configuration, Sec
 
 PROXIES, SERVERS = "show stat -1 3 -1", "show servers state"
 _Key = tuple[str, str]
-# HAProxy's management guide, 9.3, defines the columns of `show servers state`.
+# The following constants are the positions of columns in HAProxy's answer to `show servers state` (management guide,
+# 9.3).
 _BACKEND, _NAME, _ADDRESS, _RUNNING, _ADMIN, _WEIGHT, _PORT = 1, 3, 4, 5, 6, 7, 18
 _CHECK_PORT, _CHECK_ADDRESS, _FIELDS = 21, 22, 25
-# HAProxy sets the bit 0x01 for a disabled server. The agent ignores the bit 0x04, which HAProxy keeps for a server that
-# the file disabled and a command enabled.
+# HAProxy reports a server in maintenance by the bit 0x01, and a draining server by the bit 0x08. The agent ignores all
+# other bits.
 _FORCED_MAINTENANCE, _FORCED_DRAIN = 0x01, 0x08
 _UP = "2"
 _PROXY, _KIND, _LIMIT, _STATUS = 0, 1, 6, 17
 _LISTENS = ("OPEN", "FULL")
-# HAProxy's answer begins with the version, the names of the columns, and the first server.
+# HAProxy's answer to `show servers state` has three lines up to the first server: the version, the column names, and
+# that server.
 _HEAD_LINES = 3
-# For more than 20 servers it is faster to parse all lines of HAProxy's answer.
+# For more than 20 wanted servers, parsing all lines of HAProxy's answer is faster than searching the answer for each
+# server.
 _MAX_SEARCHED = 20
 
 
@@ -203,7 +206,9 @@ def _server_difference(server: Server, state: ServerState) -> str:
             return f"is monitored at {state.check_address}, not at {address}"
         if port.isdecimal() and int(port) != state.check_port:
             return f"is monitored on port {state.check_port}, not {port}"
-    if "agent-check" in server.keywords:  # the agent check of the member sets weight and maintenance
+    if "agent-check" in server.keywords:
+        # The member's own agent check sets the weight and maintenance of the server, so the agent does not compare them
+        # with the configuration.
         return ""
     if (state.weight, state.maintenance) != (server.weight, server.disabled):
         wanted = (server.weight, server.disabled)
@@ -212,11 +217,14 @@ def _server_difference(server: Server, state: ServerState) -> str:
 
 
 def _same_endpoint(server: Server, host: str, port: int) -> bool:
-    if server.address == f"{host}:{port}":  # the comparison of texts is fast for 10,000 servers
+    if server.address == f"{host}:{port}":
+        # The agent compares addresses as texts first. With 10,000 servers this comparison saves time, because nearly
+        # all addresses have equal texts.
         return True
     wanted, number = server.endpoint
     if not (_is_address(wanted) and number.isdecimal()):
-        return True  # no runtime action changes a name, a socket or a port offset
+        # No runtime command changes a host name, a socket path or a port offset, so the agent does not compare them.
+        return True
     return _same_address(wanted, host) and int(number) == port
 
 

@@ -23,7 +23,9 @@ class Verifier:
 
     def __init__(self, worker: Socket) -> None:
         self._worker = worker
-        self._loaded: Loaded | None = None  # the last answer of HAProxy without differences
+        # `_loaded` is the last state of HAProxy's worker that was equal to the configuration, or None after a
+        # difference.
+        self._loaded: Loaded | None = None
 
     def invalidate(self) -> None:
         """Forget the last answer, because another worker will serve."""

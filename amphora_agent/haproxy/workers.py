@@ -6,7 +6,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-# The number of old workers is limited, because each is a copy of HAProxy in memory.
+# Largest number of old HAProxy workers after a reload. The agent ends the oldest ones, because each worker is a copy of
+# HAProxy in memory.
 MAX_OLD_WORKERS = 8
 _LINE = re.compile(r"^(?P<pid>\d+)\s+(?P<kind>master|worker)\s+(?P<reloads>\d+)", re.MULTILINE)
 

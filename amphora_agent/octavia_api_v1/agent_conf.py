@@ -37,7 +37,8 @@ def changed(settings: Settings, text: str) -> Settings:
         topology = parser.get("controller_worker", "loadbalancer_topology", fallback="")
         found = settings.targets if targets is None else parse_targets(targets.strip("[]"))
     except configparser.Error as error:
-        # The text of the parser's error may repeat the line with the heartbeat key.
+        # The agent reports only the type of the configuration parser's error, because the error's text may repeat the
+        # line with the heartbeat key.
         raise RequestRefused(_REFUSED, f"{type(error).__name__}", 500) from None
     except ValueError as error:
         raise RequestRefused(_REFUSED, str(error), 500) from error
@@ -62,7 +63,12 @@ def stored(settings: Settings, paths: Paths) -> Settings:
         try:
             return changed(settings, text)
         except RequestRefused as error:
-            _log.error("Ignoring the stored configuration of Octavia (%s): %s", _FILE, error)
+            _log.error(
+                "The agent ignores the configuration that Octavia's worker has uploaded (%s), and uses its own "
+                "settings: %s",
+                _FILE,
+                error,
+            )
     return settings
 
 

@@ -32,7 +32,8 @@ from amphora_agent.octavia_api_v1.uploads import Uploads
 from amphora_agent.paths import Paths
 
 _log = logging.getLogger(__name__)
-# Octavia's API defines both messages. Octavia's worker retries after NO_INTERFACE.
+# Octavia's API defines the texts of the two error messages. Octavia's worker repeats its request after "No suitable
+# network interface found".
 NO_INTERFACE = "No suitable network interface found"
 NO_LOAD_BALANCER = "Loadbalancer Not Found"
 
@@ -58,7 +59,10 @@ class OctaviaAmphora:
         try:
             found = state_of.read(self._file)
         except MachineError as error:
-            _log.error("Cannot read the stored requests of Octavia's worker; waiting for its next update: %s", error)
+            _log.error(
+                "The agent cannot read the stored requests of Octavia's worker, and waits for the next request: %s",
+                error,
+            )
             found = None
         if found is not None:
             return found
@@ -91,7 +95,8 @@ class OctaviaAmphora:
 
     def set_rules(self, document: Any) -> None:
         with self.changing():
-            # The worker sends an empty list for a new amphora. An empty list must not open an amphora with rules.
+            # Octavia's worker sends an empty list of firewall rules for a new amphora. The agent ignores an empty list
+            # if the amphora has rules.
             read = firewall_rules.read(document)
             if read or self._state.rules is None:
                 self._apply(replace(self._state, rules=read))
@@ -141,7 +146,8 @@ class OctaviaAmphora:
             raise RequestRefused(NO_LOAD_BALANCER, "no configuration was uploaded", 404)
         found = text_of.translate(state.uploaded, owner)
         if not found.ports:
-            return self._bare(state)  # HAProxy does not run without an enabled listener
+            # If no listener is enabled, the agent stops HAProxy, because HAProxy does not run without a listener.
+            return self._bare(state)
         wanted = replace(
             state.wanted,
             haproxy=found.text,
@@ -215,14 +221,17 @@ class OctaviaAmphora:
         generation = 1 if last is None else last.generation + 1
         made = state_of.bundle(state, generation, pair=self._settings().pair)
         try:
-            parse_stored(made.to_document())  # a restarted agent must be able to read the bundle
+            # The agent parses each bundle before storing the bundle, because a restarted agent must be able to read the
+            # bundle.
+            parse_stored(made.to_document())
         except (ValueError, KeyError, TypeError) as error:
             raise RequestRefused("Invalid request", str(error)) from error
         return made
 
     def _apply(self, state: State) -> ApplyResult:
         if self._applier.lost is not None and any(file.content is None for file in state.wanted.files):
-            # After a reboot the uploaded files are lost, and Octavia's worker uploads them again.
+            # After a reboot the uploaded TLS files are lost. The agent serves no listener until Octavia's worker
+            # uploads the files again.
             state = self._bare(state)
         bundle = self._bundle(state)
         outcome = self._applier.apply_bundle(bundle, digest(json.dumps(bundle.to_document()).encode()))

@@ -17,7 +17,8 @@ import signal
 import socket
 import sys
 
-# The agent starts the program by its path: -I and -S save a megabyte, and omit the package from the search path.
+# Python's options -I and -S save the responder a megabyte, but omit the agent's package from Python's search path. The
+# responder adds the package again.
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # noqa: PTH100, PTH118, PTH120
 
 from amphora_agent.haproxy.runtime_socket import Socket
@@ -29,7 +30,7 @@ from amphora_agent.responder.ping_targets import Targets
 
 def main() -> None:
     """Serve until SIGTERM; replace the program at SIGHUP."""
-    # The process blocks the signals before any thread exists and across execve(2), so that no signal is lost.
+    # The responder blocks SIGTERM and SIGHUP before starting a thread, and across execve(2), so that no signal is lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     _, port, stats, pings, sums, *left = sys.argv
     place = stats.rpartition("/")[0]
@@ -37,8 +38,8 @@ def main() -> None:
     responder = Responder(
         lambda function, *arguments: function(*arguments),
         int(port),
-        # The other two sockets are beside HAProxy's main socket (amphora_agent/paths.py). With additional arguments the
-        # agent could not replace an older responder without a gap.
+        # The responder derives the paths of two other sockets from the path of HAProxy's main socket. With additional
+        # arguments the agent could not replace an older responder without a gap.
         lambda: prometheus.scrape(_worker(place, stats), sums, f"{place}/checker/rows.sock"),
         Targets(pings),
         version=version(),

@@ -22,10 +22,12 @@ from amphora_agent.network.icmp_echo import Pinger
 from amphora_agent.responder.prometheus import CONTENT_TYPE
 
 ADDRESS = "127.0.0.1"
-# HAProxy closes the connection at the monitor's time-out. The limit is for other clients.
+# Seconds after which the responder ends an unanswered request or a scrape. HAProxy itself closes the connection of a
+# health check earlier.
 LONGEST_SECONDS = 30.0
 SEND_SECONDS = 10.0
-# HAProxy allows fewer scrapes at a time than this limit; during a reload two HAProxy workers exist.
+# Largest number of simultaneous scrapes of the metrics. One HAProxy worker allows fewer, but two workers exist during a
+# reload.
 MOST_SCRAPES = 8
 MOST_OPEN = 4096
 _BACKLOG = 4096
@@ -33,11 +35,11 @@ _RETRY_SECONDS = 1.0
 _LARGEST_REQUEST = 8192
 _WANTED_FILES = 4 * MOST_OPEN
 _PING = "/ping/"
-# The server sends this answer to a browser at `/`. Prometheus never requests this path.
+# The responder sends this text to a browser that opens the path `/`. Prometheus never requests the path.
 _FRONT = "The metrics of this load balancer are at /metrics"
-# A waiting connection comes with the bytes that the server has received so far.
+# The type is a connection that a former responder hands over, with the bytes that the former responder has received.
 Waiting = tuple[socket.socket, bytes]
-# An opener runs a function in HAProxy's namespace.
+# A function of the type `Opener` calls another function in HAProxy's network namespace to open the responder's sockets.
 Opener = Callable[..., tuple[Pinger, socket.socket]]
 _REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed"}
 _REASONS |= {431: "Request Header Fields Too Large", 503: "Service Unavailable"}
@@ -162,7 +164,8 @@ class Responder:
                 return
             _stream(connection, parts, chunked=version == "HTTP/1.1")
         except OSError:
-            pass  # the scraper closed the connection
+            # The client has closed the connection during the scrape, so the responder ends the scrape without an error.
+            pass
         except Exception as error:  # noqa: BLE001 (this thread has no caller)
             _log(f"a scrape of the metrics failed: {type(error).__name__}: {error}", unexpected=True)
         finally:
@@ -186,7 +189,8 @@ class _Session:
         self._targets = targets
         self._version = version
         self._most = _room()
-        self._open: dict[int, Exchange] = {}  # The keys are descriptors, sorted by deadline.
+        # The dictionary maps file descriptors to open connections, and is in the order of the connections' deadlines.
+        self._open: dict[int, Exchange] = {}
         self._pinger, self._listener = pinger, listener
         self._selector = selectors.DefaultSelector()
         self._selector.register(woken, selectors.EVENT_READ, lambda: None)
@@ -198,7 +202,9 @@ class _Session:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._listener.close()  # after `leave` the new program has a duplicate
+        # After `leave`, the new responder program has a duplicate of the listening socket, so connections still arrive
+        # there.
+        self._listener.close()
         for exchange in list(self._open.values()):
             self._drop(exchange).close()
         self._pinger.close()
@@ -220,7 +226,9 @@ class _Session:
         """Wait for events and handle them."""
         for key, _ in self._selector.select(self._expire()):
             if isinstance(key.data, Exchange):
-                if self._open.get(key.fd) is key.data:  # an earlier event may have closed the connection
+                if self._open.get(key.fd) is key.data:
+                    # The responder reads a connection only if an earlier event of the same round has not closed the
+                    # connection.
                     self._read(key.data)
             else:
                 key.data()
@@ -262,7 +270,9 @@ class _Session:
             self._drop(exchange).close()
             return
         if exchange.mark is not None:
-            return  # the client has sent its request already
+            # The responder has already sent a ping for the request of the connection, and ignores further data from the
+            # client.
+            return
         exchange.received += data
         if b"\r\n\r\n" in exchange.received:
             self._handle(exchange)
@@ -331,7 +341,7 @@ def _listen(port: int) -> socket.socket:
     opened = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # The kernel reports a connection together with its request, which saves an event.
+        # The kernel reports a new connection only when data of the request arrive, which saves the responder one event.
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, int(LONGEST_SECONDS))
         opened.bind((ADDRESS, port))
         opened.listen(_BACKLOG)

@@ -21,7 +21,8 @@ from amphora_agent.responder.metric_families import RESPONSES, STATUS, Family, S
 from amphora_agent.stats.former_workers import FormerWorkers, read
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# Copies of constants, whose modules would double the responder's memory. A test compares both.
+# The responder has copies of two constants of the agent, because importing the original modules would double the memory
+# of the responder. A unit test compares the copies with the originals.
 OWN = "amphora:"
 QUESTION = "show info;show stat -1 7 -1;show info"
 _UNKNOWN = "NaN"
@@ -31,7 +32,8 @@ _OTHERS_SECONDS = 1.0
 _POLL_SECONDS = 0.02
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 _SPECIAL = re.compile(r'[\\"\n]')
-# The first word of HAProxy's status gives the state. All other words ("OPEN", "FULL", "no check" …) mean UP.
+# The mapping gives the metric's state for the first word of HAProxy's status. All other words ("OPEN", "FULL", "no
+# check" …) mean UP.
 _STATE_OF = {"DOWN": "DOWN", "STOP": "DOWN", "MAINT": "MAINT", "DRAIN": "DRAIN", "NOLB": "NOLB"}
 _Row = list[str]
 
@@ -57,7 +59,9 @@ def scrape(worker: Socket, sums: str = "", others: str = "") -> Iterator[str]:
         if time.monotonic() > deadline:
             cause = "the agent has not written the counters of its former workers"
             raise HaproxyError("read HAProxy's statistics", cause)
-        time.sleep(_POLL_SECONDS)  # the agent writes the counters each second, and after a reload
+        # The responder polls the file with the counters of former HAProxy workers. The agent writes the file each
+        # second and after a reload.
+        time.sleep(_POLL_SECONDS)
 
 
 def _ask_others(path: str) -> str:

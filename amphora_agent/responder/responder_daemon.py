@@ -23,7 +23,8 @@ from amphora_agent.services.control import ServiceManager
 _log = logging.getLogger(__name__)
 SERVICE = "amphora-responder"
 ANSWER_SECONDS = 1.0
-# A replacement takes long, because the former program finishes open scrapes first.
+# Largest number of seconds for which the agent waits for a replaced responder, because the former responder first
+# finishes the open scrapes.
 REPLACEMENT_SECONDS = 15.0
 _RETRY_SECONDS = 5.0
 _POLL_SECONDS = 0.02
@@ -44,7 +45,8 @@ class ResponderDaemon:
         """Set the members to ping; raises OSError if the file cannot be written."""
         text = ping_targets.text_of(pings)
         if text != self._written:
-            write_atomically(self._paths.pings, text, durable=False, mode=0o644)  # the responder runs as another user
+            # All users may read the file of ping targets, because the responder runs as another user than the agent.
+            write_atomically(self._paths.pings, text, durable=False, mode=0o644)
             self._written = text
 
     def start(self) -> None:
@@ -60,7 +62,12 @@ class ResponderDaemon:
             try:
                 self.ensure()
             except AgentError as error:
-                _log.warning("The responder does not answer, retrying in %.0f s: %s", _RETRY_SECONDS, error)
+                _log.warning(
+                    "The agent gets no answer from the responder (for pings and metrics), and starts it again in %.0f "
+                    "s: %s",
+                    _RETRY_SECONDS,
+                    error,
+                )
                 time.sleep(_RETRY_SECONDS)
             else:
                 return
@@ -72,7 +79,12 @@ class ResponderDaemon:
         present = self._await(None)
         self._ready.set()
         if present != wanted:
-            _log.info("Replacing the responder: it runs code version %s, the sources have %s", present, wanted)
+            _log.info(
+                "The agent replaces the running responder, because it has code version %s, and the installed files "
+                "have version %s",
+                present,
+                wanted,
+            )
             self._services.signal(SERVICE, signal.SIGHUP)
             self._await(wanted)
 
@@ -83,7 +95,9 @@ class ResponderDaemon:
         try:
             self._services.start(SERVICE, argv, inner=True)
         except ServiceError:
-            self._services.stop(SERVICE)  # other arguments (another Python or path) need a new process
+            # If the arguments of the responder have changed, for example the path of Python, the agent stops the
+            # responder and starts another process.
+            self._services.stop(SERVICE)
             self._services.start(SERVICE, argv, inner=True)
 
     def _await(self, wanted: str | None) -> str:
@@ -98,7 +112,8 @@ class ResponderDaemon:
                 why = said[-1] if said else f"no answer within {REPLACEMENT_SECONDS:.0f} s"
                 remedy = "Without it HAProxy reports pinged members as down. See the log of the service."
                 raise ServiceError("start the responder", why, remedy)
-            time.sleep(_POLL_SECONDS)  # the responder sends no notification
+            # The agent polls, because the responder sends no notification when it is ready.
+            time.sleep(_POLL_SECONDS)
 
 
 def ask_version(port: int) -> str | None:

@@ -83,7 +83,11 @@ class Sender:
         text = f"{type(error).__name__}: {error}"
         known = self._errors.get(what, {"count": 0, "last": ""})
         if known["last"] != text:
-            _log.warning("Heartbeat failed (target or task: %s), retrying at the next interval: %s", what, text)
+            _log.warning(
+                "The agent failed to send a heartbeat (target or task: %s), and retries at the next interval: %s",
+                what,
+                text,
+            )
         self._errors[what] = {"count": known["count"] + 1, "last": text}
 
 

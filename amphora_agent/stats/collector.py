@@ -30,9 +30,11 @@ from amphora_agent.stats.monotonic_counters import MonotonicCounters
 from amphora_agent.stats.udp_stats import UdpStats
 
 _log = logging.getLogger(__name__)
-# The counters of a thousand members take many milliseconds to read or write, so not each heartbeat does this.
+# With more than 100 rows of counters, the agent reads or writes all rows only every 10 s, because each time takes many
+# milliseconds.
 FEW_ROWS, WRITE_SECONDS = 100, 10.0
-# HAProxy ends a worker after hard-stop-after and loses its counters. The collector ends the worker this much earlier.
+# The collector ends an old HAProxy worker two seconds before HAProxy's `hard-stop-after`. HAProxy would end the worker
+# without a last reading of the counters.
 MARGIN_SECONDS = 2.0
 CUT_SECONDS = 1.0
 
@@ -61,7 +63,11 @@ class Collector:
         try:
             kept = self._store.kept()
         except AgentError as error:
-            _log.warning("Cannot recover the former agent's stopping workers; their last counters are lost: %s", error)
+            _log.warning(
+                "The agent cannot take over HAProxy's stopping workers from its former process, and their last "
+                "counters are lost: %s",
+                error,
+            )
             return
         for name, descriptor in kept.items():
             identity, _, until = name.rpartition("@")
@@ -103,21 +109,32 @@ class Collector:
             identity = _identity(self._latest.pid) if self._latest is not None else ""
             if not identity:
                 return
-            # After a failed reload the collector holds the worker already.
+            # If HAProxy failed to reload before, the collector already holds a connection to HAProxy's worker, and only
+            # changes the end of the drain time.
             if (known := next((held for held in self._held if held.identity == identity), None)) is not None:
                 known.until = until
                 return
             try:
                 held = OldWorker.hold(self._paths.stats_socket, identity, until)
             except (OSError, HaproxyError) as error:
-                _log.warning("Cannot hold stopping worker %s of HAProxy: %s; its counters are lost", identity, error)
+                _log.warning(
+                    "The agent cannot stay connected to HAProxy's stopping worker %s: %s; the last counters of this "
+                    "worker are lost",
+                    identity,
+                    error,
+                )
                 return
             self._held.append(held)
             try:
                 if self._store is not None:
                     self._store.keep(held.name, held.fileno())
             except AgentError as error:
-                _log.warning("A restart of the agent loses the counters of worker %s: %s", identity, error)
+                _log.warning(
+                    "A restart of the agent would lose the counters of HAProxy's worker %s, because the agent failed "
+                    "to save its connection: %s",
+                    identity,
+                    error,
+                )
 
     def finish(self, pid: int, grace: float) -> int:
         """End a stopping worker after ``grace`` seconds; returns the number of closed connections."""
@@ -156,7 +173,9 @@ class Collector:
 
     def _sample(self) -> None:
         before, self._latest = self._latest, None
-        with suppress(HaproxyError):  # while HAProxy does not answer, `document` names no object
+        with suppress(HaproxyError):
+            # If HAProxy does not answer, `_latest` stays None, and the heartbeat names no listener, pool or member of
+            # HAProxy.
             self._latest = haproxy_stats.parse(self._worker.ask(haproxy_stats.QUESTION), before)
         if self._latest is not None and (identity := _identity(self._latest.pid)):
             self._totals.read(identity, self._latest.counts)
@@ -173,19 +192,26 @@ class Collector:
                 held.was_idle = False
                 return
             sample = self._read_held(held)
-        except HaproxyError:  # the worker has ended by hard-stop-after or a crash
+        except HaproxyError:
+            # The old HAProxy worker does not answer, because HAProxy's `hard-stop-after` or a crash has ended the
+            # worker.
             self._release(held)
             return
         if present:
             self._leaving.pop(held.identity, None)
             return
-        # A worker is idle only after two idle samples: HAProxy does not count a connection that moves between threads.
+        # The collector treats an old HAProxy worker as idle after two idle samples. HAProxy does not count a connection
+        # that moves between threads.
         idle = sample.stopping and sample.other_jobs <= 0
         if idle and held.was_idle:
             self._release(held)
         elif sample.stopping and time.monotonic() >= held.until:
             cut = self._finish(held, 0.0, release=True)
-            _log.info("Drain time of HAProxy's worker %s is over; closed %d connections", held.identity, cut)
+            _log.info(
+                "The agent ended HAProxy's old worker %s, because its drain time is over, and closed %d connections",
+                held.identity,
+                cut,
+            )
         held.was_idle = idle
 
     def _can_skip(self, held: OldWorker) -> bool:
@@ -214,11 +240,15 @@ class Collector:
         text = former_workers.compose(self._latest.pid, sums)
         if text != self._published:
             try:
-                # The mode permits reading, because the responder runs as another user.
+                # All users may read the file of counters, because the responder runs as another user than the agent.
                 write_atomically(self._paths.earlier, text, durable=False, mode=0o644)
                 self._published = text
             except OSError as error:
-                _log.warning("Cannot write counters for the responder, retrying at the next sample: %s", error)
+                _log.warning(
+                    "The agent cannot write the counters of HAProxy's former workers for the responder, and retries in "
+                    "its next sample: %s",
+                    error,
+                )
 
     def document(self, generation: int | None) -> dict[str, Any]:
         document = self._haproxy_document(generation)

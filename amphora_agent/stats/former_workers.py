@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-# The columns of HAProxy's statistics that are summed over its workers. HAProxy only increases them (management guide,
-# 9.1, "CSV format"). Counters of health checks describe members, not traffic, and each worker counts the same checks.
+# The agent adds up the following columns of HAProxy's statistics over all workers, because HAProxy only increases them.
+# The list has no counters of health checks, because each worker counts the same checks.
 _TRAFFIC = ("stot", "bin", "bout")
 _ERRORS = ("ereq", "dreq", "dresp", "econ", "eresp", "wretr", "wredis", "wrew", "cli_abrt", "srv_abrt")
 _SESSIONS = ("lbtot", "connect", "reuse", "conn_tot", "dcon", "dses", "req_tot", "intercepted")

@@ -10,11 +10,12 @@ from operator import itemgetter
 from amphora_agent.haproxy.config_parser import AGENT_PREFIX
 from amphora_agent.stats.former_workers import COUNTED
 
-# The second `show info` detects a worker that began to stop in between. Such a worker reports its listeners as stopped.
+# A stopping HAProxy worker reports its listeners as stopped. The second `show info` reveals a worker that began to stop
+# after the first `show info`.
 QUESTION = "show info;show stat -1 7 -1;show info"
-# An interactive connection writes a prompt between answers, so the agent sends one question at a time.
+# In interactive mode HAProxy writes a prompt after each answer, so the agent sends one command at a time.
 HELD_QUESTIONS = ("show info", "show stat -1 7 -1", "show info")
-# A row has its counters in the order of `COUNTED`.
+# The tuple has the counters of one row of HAProxy's statistics, in the order of `COUNTED`.
 Counts = tuple[int, ...]
 NONE: Counts = (0,) * len(COUNTED)
 _CONNECTIONS, _BYTES_IN, _BYTES_OUT, _REQUEST_ERRORS = map(COUNTED.index, ("stot", "bin", "bout", "ereq"))
@@ -74,7 +75,8 @@ def parse(answer: str, before: Sample | None = None) -> Sample | None:
         return None
     lines = table.split("\n")
     columns = {name: place for place, name in enumerate(("pxname", *lines[0].split(",")))}
-    # A column that this HAProxy version lacks is read from the first column, which is empty in each parsed row.
+    # For a column that this version of HAProxy lacks, the agent reads the first column, which the agent empties in each
+    # row.
     counted = itemgetter(*(columns.get(name, 0) for name in COUNTED))
     former = before.known if before is not None else {}
     known: dict[tuple[str, ...], Counts] = {}

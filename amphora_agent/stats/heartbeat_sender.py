@@ -26,7 +26,8 @@ def next_epoch(paths: Paths) -> int:
     try:
         write_atomically(paths.epoch, str(epoch))
     except OSError:
-        # The disk is full: the number has the same length as the former one and overwrites it in place.
+        # If the disk is full, the agent overwrites the stored epoch in place, because the new epoch has as many digits
+        # as the former one.
         with paths.epoch.open("r+", encoding="ascii") as file:
             file.write(str(epoch))
             file.flush()

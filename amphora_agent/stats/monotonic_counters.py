@@ -14,7 +14,8 @@ from amphora_agent.stats.former_workers import COUNTED
 from amphora_agent.stats.haproxy_stats import NONE, Counts
 
 _log = logging.getLogger(__name__)
-# A row may return, so this number of rows is kept although no worker has them.
+# Largest number of rows of counters that the agent keeps for objects that no HAProxy worker serves. A removed object
+# may return later.
 MOST_ABSENT = 2000
 
 
@@ -33,7 +34,9 @@ class MonotonicCounters:
     def read(self, identity: str, readings: Mapping[str, Counts]) -> None:
         known = self._running.setdefault(identity, {})
         for row in [row for row in known if row not in readings]:
-            self._settle(row, known.pop(row))  # HAProxy has removed the member at run time
+            # HAProxy has removed the member at run time, so the agent adds the last counters of the member to the
+            # permanent sum.
+            self._settle(row, known.pop(row))
         self.read_some(identity, readings)
 
     def read_some(self, identity: str, readings: Mapping[str, Counts]) -> None:
@@ -44,7 +47,9 @@ class MonotonicCounters:
             if before is counts:
                 continue
             if before is not None and before != counts and any(map(lt, counts, before)):
-                self._settle(row, before)  # HAProxy cleared or recreated the row
+                self._settle(row, before)
+                # HAProxy has cleared or recreated a row of counters, so the agent adds the former counters of the row
+                # to the permanent sum.
             known[row] = counts
 
     @property
@@ -76,7 +81,8 @@ class MonotonicCounters:
 
     def _settle(self, row: str, counts: Counts) -> None:
         self.settlements += 1
-        # pop() moves the row to the end, so that the oldest row is the first key.
+        # The agent moves the changed row to the end of the dictionary by `pop`, so the first key is always the oldest
+        # row.
         self._settled[row] = tuple(map(add, self._settled.pop(row, NONE), counts))
 
     def document(self) -> dict[str, Any]:
@@ -106,5 +112,7 @@ class MonotonicCounters:
         except FileNotFoundError:
             return cls()
         except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            _log.warning("Cannot read the counters in %s: %s; counting starts at zero", file, error)
+            _log.warning(
+                "The agent cannot read the stored counters of traffic in %s: %s; counting starts at zero", file, error
+            )
             return cls()

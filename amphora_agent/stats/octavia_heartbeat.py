@@ -22,9 +22,10 @@ from amphora_agent.stats.active_sender import Sender
 from amphora_agent.stats.collector import Collector
 
 _log = logging.getLogger(__name__)
-# In format 3, pools are beside the listeners, and traffic is the difference to the previous heartbeat.
+# Version number of the format of Octavia's heartbeats. In version 3, each heartbeat has the traffic since the previous
+# heartbeat.
 VERSION = 3
-# Octavia has short names for the counters.
+# The mapping translates Octavia's short names of the traffic counters to the agent's names.
 _TRAFFIC = {"tx": "bytes_out", "rx": "bytes_in", "totconns": "total_connections", "ereq": "request_errors"}
 
 Reported = dict[str, dict[str, int]]
@@ -93,7 +94,12 @@ class OctaviaSender(Sender):
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            _log.warning("Cannot read the counters in %s: %s; all counters are reported again", self._file, error)
+            _log.warning(
+                "The agent cannot read the file %s of traffic reported to Octavia: %s; the agent reports all traffic "
+                "again",
+                self._file,
+                error,
+            )
             return {}
 
     def _send(self) -> None:

@@ -17,7 +17,8 @@ from amphora_agent.stats import haproxy_stats
 from amphora_agent.stats.former_workers import COUNTED
 from amphora_agent.stats.monotonic_counters import MonotonicCounters
 
-# Seconds for which the last state of a failed daemon is valid. The kernel forwards traffic while the daemon restarts.
+# Seconds for which the agent reports the last state of a failed L4 daemon. The kernel forwards traffic while the L4
+# daemon restarts.
 STALE_SECONDS = 10.0
 
 
@@ -37,7 +38,8 @@ class UdpStats:
         """Read the state of the daemon. Without an answer the last state is valid for `STALE_SECONDS`."""
         with self._lock:
             state = self._source.read_state()
-            # The final state is read after the state, because the daemon may end in between.
+            # The agent asks for the final state of an ended L4 daemon after the current state, because the daemon may
+            # end between the two questions.
             ended = self._source.take_final_state()
             if ended is not None:
                 self._count(ended)
@@ -87,7 +89,8 @@ class UdpStats:
         """Write the counters to disk if they have changed; raises OSError."""
         with self._lock:
             if not self._totals.running:
-                return  # the amphora never served a UDP or SCTP listener
+                # The amphora has never served a UDP or SCTP listener, so the agent writes no file of counters.
+                return
             text = json.dumps(self._totals.document(), separators=(",", ":"))
             if text != self._written:
                 write_atomically(self._file, text)
