@@ -111,8 +111,9 @@ class VipHandover:
                 with self._recording(replace(self._deadlines, draining=time.monotonic() + drain)):
                     self._create_tunnel(instance)
                     self._start_answers(instance, direct_allowed=direct_answers)
-            # keepalived sees a fault and announces it in its last advertisement (priority 0, RFC 9568, 6.4.3), so the
-            # partner takes over at once. Then keepalived is healthy again, and takes the VIPs only if they are free.
+            # DEAD in the file makes keepalived send a last advertisement with priority 0 (RFC 9568, section 6.4.3), so
+            # the partner takes over at once. After ALIVE, keepalived is healthy again, and takes the VIPs only if no
+            # other amphora has them.
             self._paths.released.write_text(DEAD, encoding="ascii")
             try:
                 deadline = time.monotonic() + RELEASE_SECONDS
@@ -159,7 +160,8 @@ class VipHandover:
             yield
         except _FAILURES:
             self._deadlines = _expire_new(before, deadlines, time.monotonic())
-            with suppress(*_FAILURES):  # the thread of the hand-over retries
+            with suppress(*_FAILURES):
+                # If the hand-over cannot be ended here, the background thread of the hand-over retries.
                 self._end_expired()
             raise
 
@@ -199,12 +201,14 @@ class VipHandover:
                 return
             if left == HandoverDeadlines():
                 self._remove_tunnel()
-            self._deadlines = left  # assigned last, so that the thread retries a failed removal
+            # The deadlines change only after the tunnel's removal, so that the background thread of the hand-over
+            # retries a failed removal.
+            self._deadlines = left
             self._write_deadlines()
 
     def _remove_tunnel(self) -> None:
         self._inner.run(tunnel_answers.stop_answers)
-        # Only the local end is removed, because the partner may still need its own end.
+        # The agent removes only its own end of the hand-over tunnel, because the partner may still need the other end.
         self._inner.run(connection_tunnel.remove_tunnel)
         with suppress(FirewallError):
             self._inner.run(connection_tunnel.remove_guard)

@@ -35,7 +35,7 @@ class VrrpState:
         self._inner = inner
         self._instance = instance
         self._changed = changed
-        # The attribute is None for a single amphora.
+        # `holds_vip` is None while the load balancer has a single amphora and therefore no VRRP.
         self.holds_vip: bool | None = None
         self._lock = threading.Lock()
         self._announcements = netlink_watch.watch_addresses(inner)
@@ -82,7 +82,8 @@ def _has_first_vip(instance: VrrpInstance) -> bool:
     try:
         index = socket.if_nametoindex(instance.vrrp.interface)
     except OSError:
-        return False  # the interface does not exist yet, or was removed
+        # The VRRP interface does not exist yet or was removed, so the amphora has no VIP.
+        return False
     with IPRoute() as route:
         return any(
             message["index"] == index and ipaddress.ip_address(message.get_attr(attribute)) == vip
@@ -106,7 +107,8 @@ def remove_stale_vips(instance: VrrpInstance) -> None:
                 try:
                     route.addr("del", index=index, address=str(address.ip), prefixlen=address.max_prefixlen)
                 except NetlinkError as error:
-                    if error.code != errno.EADDRNOTAVAIL:  # the kernel has no such address
+                    # EADDRNOTAVAIL means that the kernel no longer has the stale VIP, so the agent ignores the error.
+                    if error.code != errno.EADDRNOTAVAIL:
                         raise
 
 

@@ -82,7 +82,8 @@ class Machine:
 
     def build(self, spec: dict[str, Any]) -> None:
         """Mount the private file systems and create the network namespace of the load balancer."""
-        # The supervisor opens the directories first, because the mounts below may hide them.
+        # The supervisor opens the source directories before it mounts file systems, because the mounts may hide the
+        # directories.
         sources = [(os.open(spec[name], os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), name) for name in ("etc", "var")]
         self._mount("tmpfs", self._paths.root / "run", "tmpfs", "mode=755,size=64m")
         for (source, name), place in zip(sources, (self._paths.etc, self._paths.var), strict=True):
@@ -253,7 +254,8 @@ class Supervisor:
             answer = self._handlers[request["op"]](connection, request)
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             answer = {"ok": False, "error": f"{type(error).__name__}: {error}"}
-        while self._arrived:  # no handler has used the descriptor
+        while self._arrived:
+            # The handler of the request has not used the received descriptor, so the supervisor closes the descriptor.
             os.close(self._arrived.pop())
         if answer is not None:
             self._answer(connection, answer)
@@ -279,7 +281,9 @@ class Supervisor:
                 known.health.started(known.pid)
             service, starts = known, False
         elif known is not None and known.due is not None and known.restart_delay and known.argv == service.argv:
-            service, starts = known, False  # the daemon has exited, and its restart is delayed
+            # The daemon has exited, and the supervisor will restart it after a delay. So a request to start the daemon
+            # starts no second process now.
+            service, starts = known, False
         elif known is not None:
             service.log, service.starts = known.log, known.starts
         self._set_policy(service, request.get("policy", {}))
