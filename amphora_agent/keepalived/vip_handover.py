@@ -70,7 +70,8 @@ class VipHandover:
                 self._remove_tunnel()
             except _FAILURES as error:
                 _log.warning(
-                    "Cannot remove the tunnel of a former hand-over, which stays until the next one: %s", error
+                    "The agent cannot remove the tunnel of a former VIP hand-over. The tunnel stays until the next: %s",
+                    error,
                 )
         self._thread.start()
 
@@ -133,14 +134,22 @@ class VipHandover:
         except FirewallError as error:
             if not direct_allowed:
                 raise
-            _log.warning("answers of open connections leave directly; a stateful security group drops them: %s", error)
+            _log.warning(
+                "The kernel cannot send answers of open connections through the hand-over tunnel. "
+                "They leave directly, and a stateful security group drops them: %s",
+                error,
+            )
 
     def _reset_connections(self, instance: VrrpInstance) -> None:
         """Reset connections to VIPs that have left. The VIPs have moved, so a failure is logged only."""
         try:
             self._inner.run(connection_reset.reset_connections, instance)
         except _FAILURES as error:
-            _log.warning("connections to VIPs that have left are not reset: %s", error)
+            _log.warning(
+                "The agent could not reset the connections to VIPs that have moved to the partner, "
+                "so they stay open until a time-out: %s",
+                error,
+            )
 
     def _instance_with_partner(self, attempt: str, *, only_one: bool = True) -> VrrpInstance:
         instance = self._instance()
@@ -181,7 +190,9 @@ class VipHandover:
                 self._end_expired()
             except _FAILURES as error:
                 _log.warning(
-                    "Cannot end the hand-over of the VIPs, retrying in %.1f s: %s", _CHECK_INTERVAL_SECONDS, error
+                    "The agent cannot end the hand-over of the VIPs, and retries in %.1f s: %s",
+                    _CHECK_INTERVAL_SECONDS,
+                    error,
                 )
 
     def _end_expired(self) -> None:

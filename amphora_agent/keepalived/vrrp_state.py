@@ -54,14 +54,17 @@ class VrrpState:
                 self._remove_stale_vips(instance)
         if changed:
             places = {None: "not under VRRP", True: "on this amphora", False: "on a partner"}
-            _log.info("The VIPs of the load balancer are %s", places[self.holds_vip])
+            _log.info("The agent has seen a change: the VIPs of the load balancer are now %s", places[self.holds_vip])
             self._changed()
 
     def _remove_stale_vips(self, instance: VrrpInstance) -> None:
         try:
             self._inner.run(remove_stale_vips, instance)
         except NetlinkError as error:
-            _log.warning("The kernel did not remove stale VIPs, which stay until the next change: %s", error)
+            _log.warning(
+                "The agent could not remove stale VIPs of this amphora, which stay until the next change of VRRP: %s",
+                error,
+            )
 
     def _run(self) -> None:
         timeout: float | None = 0.0
@@ -72,7 +75,11 @@ class VrrpState:
                 self.refresh()
                 timeout = None
             except (AgentError, OSError, NetlinkError) as error:
-                _log.warning("Cannot read whether the VIPs are here, retrying in %.0f s: %s", _RETRY_SECONDS, error)
+                _log.warning(
+                    "The agent cannot read whether this amphora has the VIPs, and retries in %.0f s: %s",
+                    _RETRY_SECONDS,
+                    error,
+                )
                 timeout = _RETRY_SECONDS
 
 

@@ -188,7 +188,11 @@ class CheckerClient:
         self._start()
         present = self._wait_for_version(None)
         if present != self._version:
-            _log.info("Replacing the checker: it runs code version %s, the sources have %s", present, self._version)
+            _log.info(
+                "The agent replaces the running L4 daemon: it has code version %s, but the installed sources have %s",
+                present,
+                self._version,
+            )
             self._services.signal(SERVICE, signal.SIGHUP)
             self._wait_for_version(self._version)
 

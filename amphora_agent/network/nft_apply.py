@@ -42,7 +42,10 @@ def replace_table(text: str) -> bool:
         for transaction in plan_transactions(held, text):
             execute(transaction)
     except FirewallError as error:
-        _log.warning("Incremental change of the firewall rules failed, replacing the whole table: %s", error)
+        _log.warning(
+            "The kernel refused an incremental change of the firewall rules, so the agent replaces the whole table: %s",
+            error,
+        )
         execute(_MISSING + text)
     return True
 

@@ -144,7 +144,9 @@ class Plumbing:
             self._converge(wanted, may_lack=True)
             self._is_changing = False
         except AgentError as error:
-            _log.error("Rollback of the network failed; the next drift check repairs the rest: %s", error)
+            _log.error(
+                "The agent could not restore the former network; the next drift check repairs the rest: %s", error
+            )
 
     def _converge(self, wanted: WantedNetwork, *, may_lack: bool) -> None:
         """Run passes until one changes nothing. A later announcement comes from a change outside the agent."""
@@ -157,7 +159,10 @@ class Plumbing:
             interfaces.announce_vips(self._inner, done.added_vips)
             if done.changed == 0 and not done.complete:
                 absent = [one.name for one in wanted.interfaces if not one.vips]
-                _log.warning("One of the interfaces %s is missing; the agent continues without it", ", ".join(absent))
+                _log.warning(
+                    "The amphora lacks at least one of the interfaces %s; the agent continues without it",
+                    ", ".join(absent),
+                )
                 return
             if done.changed == 0:
                 self._network = wanted
