@@ -70,7 +70,8 @@ class VipHandover:
                 self._remove_tunnel()
             except _FAILURES as error:
                 _log.warning(
-                    "The agent cannot remove the tunnel of a former VIP hand-over. The tunnel stays until the next: %s",
+                    "The agent cannot remove the tunnel of a former VIP hand-over, "
+                    "and keeps the tunnel until the next hand-over: %s",
                     error,
                 )
         self._thread.start()
