@@ -80,7 +80,7 @@ class Schedule:
         except OSError as error:
             if is_local_error(error):
                 if str(error) != self._last_error:
-                    log(f"health checks cannot be started, retrying at the next interval: {error}")
+                    log(f"the L4 daemon cannot start a health check, and retries after the check's interval: {error}")
                 self._last_error = str(error)
                 self._schedule_next(job)
             else:

@@ -102,7 +102,7 @@ class Checker:
         except Exception as error:  # noqa: BLE001 (checks continue after any error of the kernel)
             text = str(error) if isinstance(error, AgentError) else f"{type(error).__name__}: {error}"
             if text != self._last_error:
-                log(f"member states are not applied, retrying: {text}")
+                log(f"the L4 daemon could not apply the states of members to the kernel's rules, and retries: {text}")
             self._last_error = text
             due = time.monotonic() + self._retry_seconds
             self._retry_timer = self._loop.call_at(due, lambda: setattr(self, "_retry_timer", None))

@@ -63,7 +63,7 @@ class ControlSocket:
             return
         except OSError as error:
             # accept() fails when the L4 daemon has reached its limit of open files, so the control socket pauses.
-            log(f"control socket: connections are not accepted for {_PAUSE_SECONDS} s: {error}")
+            log(f"the control socket of the L4 daemon accepts no connections for {_PAUSE_SECONDS} s: {error}")
             self._loop.remove(self._listener)
             listen = partial(self._loop.add_reader, self._listener, self._accept)
             self._pause_timer = self._loop.call_at(time.monotonic() + _PAUSE_SECONDS, listen)
@@ -83,7 +83,10 @@ class ControlSocket:
             answer = {"error": _unexpected_error(error, refused=False)}
             import traceback  # noqa: PLC0415 (rarely needed, saves memory)
 
-            log(f"a request failed with an unexpected error: {''.join(traceback.format_exception(error)).rstrip()}")
+            log(
+                f"the L4 daemon answers a request with an unexpected error, and continues: "
+                f"{''.join(traceback.format_exception(error)).rstrip()}"
+            )
         if isinstance(answer, str):
             return answer.encode()
         return json.dumps(answer, separators=(",", ":")).encode() + b"\n"

@@ -99,7 +99,7 @@ class FlowLog:
             if self._socket is not None:
                 self._socket.close()
                 self._socket = None
-            log(f"the flow log is off, clients are served without it: {error}")
+            log(f"the L4 daemon cannot open the flow log, and serves clients without the flow log: {error}")
             return
         self._loop.add_reader(self._socket, self._on_readable)
 
@@ -157,7 +157,7 @@ class FlowLog:
             self._report_timer = self._loop.call_at(time.monotonic() + REPORT_SECONDS, self._report_losses)
         lost = self._lost
         if lost > self._reported:
-            log(f"{lost - self._reported} flows have no line in the flow log: too many flows have ended")
+            log(f"the flow log lacks the lines of {lost - self._reported} flows, because too many flows ended at once")
         self._reported = lost
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ def _enable_setting(name: str) -> None:
             with open(path, "w", encoding="ascii") as file:  # noqa: PTH123 (pathlib needs a megabyte)
                 file.write("1")
     except OSError as error:
-        log(f"lines of the flow log are incomplete, nf_conntrack_{name} cannot be set: {error}")
+        log(f"the L4 daemon cannot set nf_conntrack_{name}, so lines of the flow log are incomplete: {error}")
 
 
 def _drops(one: socket.socket) -> int:

@@ -229,7 +229,10 @@ class Supervisor:
         backoff = max(backoff, service.restart_delay)
         service.due = time.monotonic() + backoff
         last = service.log[-1] if service.log else ""
-        self._log(f"daemon {service.name} exited with {code} after {lived:.1f} s; restart in {backoff:.1f} s. {last}")
+        self._log(
+            f"daemon {service.name} exited with {code} after {lived:.1f} s, and the supervisor restarts it "
+            f"in {backoff:.1f} s. Last line of the daemon: {last}"
+        )
 
     @staticmethod
     def _log(line: str) -> None:
@@ -265,7 +268,7 @@ class Supervisor:
             connection.settimeout(ANSWER_SECONDS)
             connection.sendall(json.dumps(answer).encode() + b"\n")
         except OSError as error:
-            self._log(f"a client closed the control socket before its answer: {error}")
+            self._log(f"the supervisor could not send an answer, because the client closed the control socket: {error}")
         finally:
             connection.close()
 
