@@ -113,9 +113,9 @@ class VipHandover:
                 with self._recording(replace(self._deadlines, draining=time.monotonic() + drain)):
                     self._create_tunnel(instance)
                     self._start_answers(instance, direct_allowed=direct_answers)
-            # DEAD in the file makes keepalived send a last advertisement with priority 0 (RFC 9568, section 6.4.3), so
-            # the partner takes over at once. After ALIVE, keepalived is healthy again, and takes the VIPs only if no
-            # other amphora has them.
+            # DEAD in the file `released` makes keepalived send a last advertisement with priority 0 (RFC 9568, section
+            # 6.4.3), so the partner takes over at once. After ALIVE, keepalived is healthy again, and takes the VIPs
+            # only if no other amphora has them.
             self._paths.released.write_text(DEAD, encoding="ascii")
             try:
                 deadline = time.monotonic() + RELEASE_SECONDS
@@ -213,8 +213,8 @@ class VipHandover:
                 return
             if left == HandoverDeadlines():
                 self._remove_tunnel()
-            # The deadlines change only after the tunnel's removal, so that the background thread of the hand-over
-            # retries a failed removal.
+            # The agent changes the deadlines of the hand-over only after the tunnel's removal, so that the background
+            # thread retries a failed removal.
             self._deadlines = left
             self._write_deadlines()
 

@@ -124,8 +124,8 @@ class CheckerClient:
                 return
             document = _desired_document("serve", servers, paired=paired)
             if not servers and not self._may_be_forwarding():
-                # The request to stop forwarding fails at once if the L4 daemon never started. The agent waits for an L4
-                # daemon with a failed change, because that L4 daemon answers late.
+                # A request to an L4 daemon that never started fails at once. An L4 daemon whose last change failed
+                # answers late, so the agent waits for the answer.
                 with suppress(VirtualServersError, ConfigurationRefused):
                     if (state := _parse_state(self._request(document, SERVE_TIMEOUT_SECONDS))).sums:
                         self._keep_final_state(state)

@@ -77,8 +77,8 @@ class FlowAttribution:
         }
         now = time.time_ns()
         for gone in self._retained - retained:
-            # After pop(), the assignment puts the member at the end of the dictionary, so that the oldest entry is
-            # always the first.
+            # pop() and the new assignment move a member to the end of `_cut`, so that the first entries are the oldest
+            # and are dropped first.
             self._cut.pop(gone, None)
             self._cut[gone] = begun, now
         for old in list(self._cut)[:-_MAX_FORMER]:

@@ -90,7 +90,7 @@ class NftablesEngine:
         """
         self.check_servers(servers)
         with suppress(VirtualServersError):
-            # If the flows cannot be counted, the engine uses the members' previous loads.
+            # If the flows cannot be counted, the engine plans with the previous number of flows of each member.
             self._update_loads(servers, at_once=self._loads_due - self._loads_read_at < PERIOD_SECONDS)
         former = self._table if self._table is not None and self._is_unchanged() else None
         if former is None or not self._apply_difference(former, servers, up, paired=paired):
@@ -180,7 +180,8 @@ class NftablesEngine:
         if ruleset.diff_commands(self._table, wanted):
             found.append("the forwarding rules belong to another configuration")
         if not self._is_unchanged():
-            # After the engine forgets the table, its next change rebuilds all forwarding rules.
+            # Another program has changed the table. The engine forgets its own record of the table, so that its next
+            # change rebuilds all forwarding rules.
             self._table = None
             found.append("the forwarding rules were changed")
         if self._marks_to_end or self._unmarked_places:

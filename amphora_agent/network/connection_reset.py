@@ -62,8 +62,8 @@ def _destroy(connections: list[Connection]) -> None:
         kernel.settimeout(_ANSWER_SECONDS)
         for connection in connections:
             kernel.send(_destroy_request(connection))
-            # The kernel answers each request to reset a connection. The answer is an error if the connection has
-            # already ended, so the agent ignores it.
+            # The kernel answers each request to reset a connection. The agent ignores the answer, which is an error if
+            # the connection has already ended.
             kernel.recv(_ANSWER_BYTES)
 
 

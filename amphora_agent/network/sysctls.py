@@ -27,7 +27,7 @@ _SETTINGS = {
     "ipv6/conf/default/accept_dad": "0",
     # Only the interface that has an address answers ARP requests for the address, even if two networks share a switch.
     "ipv4/conf/all/arp_ignore": "1",
-    # With the value 2, the kernel sends ARP requests from the fixed address of the interface. A request from the VIP
+    # With arp_announce=2, the kernel sends ARP requests from the fixed address of an interface. A request from a VIP
     # would announce the VIP here, even after the VIP has moved to the other amphora.
     "ipv4/conf/all/arp_announce": "2",
     # Clients may arrive by another interface than the one of their route (policy_routing.py), so the reverse-path

@@ -24,7 +24,7 @@ from pathlib import Path
 ALIVE, DEAD = "0", "1"
 BUSY_SECONDS = 5.0
 # HealthFile repeats an unanswered question after this number of seconds. A worker that froze and was replaced never
-# answers the questions that the worker accepted.
+# answers a question that it accepted.
 REPEAT_SECONDS = 2.0
 _LATE_SECONDS = 0.1
 _STATE, _USER_TIME, _SYSTEM_TIME = 0, 11, 12
