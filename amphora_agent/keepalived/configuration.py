@@ -12,14 +12,14 @@ from pathlib import Path
 from amphora_agent.bundle import VrrpInstance
 from amphora_agent.services.template_files import load_template
 
-# Interval of repeated gratuitous ARP: after two nodes had the VIPs, a neighbour may send to the wrong one for so long.
-# The holder cannot rely on the partner's advertisement. A node that has not sent to the holder lately first resolves
-# the holder's link-layer address, and the kernel drops the advertisement after three unanswered requests.
-# Without repetition, clients reach a node without VIPs for eight seconds, until their neighbour tables expire (Linux,
-# arp(7)). Cost: while both nodes have the VIPs, clients that hear both change sides every second.
+# keepalived repeats gratuitous ARP at this interval, in seconds. After two amphorae had the VIPs, a neighbour may send
+# to the wrong amphora until the next repetition. The VRRP advertisement of the partner does not suffice: the partner's
+# kernel drops it if three requests for the holder's link-layer address stay unanswered. Without repetition, clients
+# would send to an amphora without VIPs for eight seconds, until their neighbour entries expire (arp(7)). The repetition
+# has a cost: while both amphorae have the VIPs, clients that hear both amphorae change sides every second.
 REFRESH_SECONDS = 1
-# Without a partner, advertisements go to the loopback. With an empty "unicast_peer" keepalived sends them by multicast,
-# where another load balancer may use the same router id (manual, "unicast_peer").
+# Without a partner, keepalived sends VRRP advertisements to the loopback address. With an empty "unicast_peer",
+# keepalived would send them by multicast, where another load balancer may use the same router id.
 _LOOPBACK = {4: "127.0.0.1", 6: "::1"}
 _CENTISECONDS = 100
 

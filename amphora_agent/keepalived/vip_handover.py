@@ -70,7 +70,9 @@ class VipHandover:
                 self._remove_tunnel()
             except _FAILURES as error:
                 _log.warning(
-                    "Cannot remove the tunnel of a former hand-over, which stays until the next one: %s", error
+                    "The agent cannot remove the tunnel of a former VIP hand-over, "
+                    "and keeps the tunnel until the next hand-over: %s",
+                    error,
                 )
         self._thread.start()
 
@@ -111,8 +113,9 @@ class VipHandover:
                 with self._recording(replace(self._deadlines, draining=time.monotonic() + drain)):
                     self._create_tunnel(instance)
                     self._start_answers(instance, direct_allowed=direct_answers)
-            # keepalived sees a fault and announces it in its last advertisement (priority 0, RFC 9568, 6.4.3), so the
-            # partner takes over at once. Then keepalived is healthy again, and takes the VIPs only if they are free.
+            # DEAD in the file `released` makes keepalived send a last advertisement with priority 0 (RFC 9568, section
+            # 6.4.3), so the partner takes over at once. After ALIVE, keepalived is healthy again, and takes the VIPs
+            # only if no other amphora has them.
             self._paths.released.write_text(DEAD, encoding="ascii")
             try:
                 deadline = time.monotonic() + RELEASE_SECONDS
@@ -132,14 +135,22 @@ class VipHandover:
         except FirewallError as error:
             if not direct_allowed:
                 raise
-            _log.warning("answers of open connections leave directly; a stateful security group drops them: %s", error)
+            _log.warning(
+                "The kernel cannot send answers of open connections through the hand-over tunnel. "
+                "They leave directly, and a stateful security group drops them: %s",
+                error,
+            )
 
     def _reset_connections(self, instance: VrrpInstance) -> None:
         """Reset connections to VIPs that have left. The VIPs have moved, so a failure is logged only."""
         try:
             self._inner.run(connection_reset.reset_connections, instance)
         except _FAILURES as error:
-            _log.warning("connections to VIPs that have left are not reset: %s", error)
+            _log.warning(
+                "The agent could not reset the connections to VIPs that have moved to the partner, "
+                "so they stay open until a time-out: %s",
+                error,
+            )
 
     def _instance_with_partner(self, attempt: str, *, only_one: bool = True) -> VrrpInstance:
         instance = self._instance()
@@ -159,7 +170,8 @@ class VipHandover:
             yield
         except _FAILURES:
             self._deadlines = _expire_new(before, deadlines, time.monotonic())
-            with suppress(*_FAILURES):  # the thread of the hand-over retries
+            with suppress(*_FAILURES):
+                # If the hand-over cannot be ended here, the background thread of the hand-over retries.
                 self._end_expired()
             raise
 
@@ -179,7 +191,9 @@ class VipHandover:
                 self._end_expired()
             except _FAILURES as error:
                 _log.warning(
-                    "Cannot end the hand-over of the VIPs, retrying in %.1f s: %s", _CHECK_INTERVAL_SECONDS, error
+                    "The agent cannot end the hand-over of the VIPs, and retries in %.1f s: %s",
+                    _CHECK_INTERVAL_SECONDS,
+                    error,
                 )
 
     def _end_expired(self) -> None:
@@ -199,12 +213,14 @@ class VipHandover:
                 return
             if left == HandoverDeadlines():
                 self._remove_tunnel()
-            self._deadlines = left  # assigned last, so that the thread retries a failed removal
+            # The agent changes the deadlines of the hand-over only after the tunnel's removal, so that the background
+            # thread retries a failed removal.
+            self._deadlines = left
             self._write_deadlines()
 
     def _remove_tunnel(self) -> None:
         self._inner.run(tunnel_answers.stop_answers)
-        # Only the local end is removed, because the partner may still need its own end.
+        # The agent removes only its own end of the hand-over tunnel, because the partner may still need the other end.
         self._inner.run(connection_tunnel.remove_tunnel)
         with suppress(FirewallError):
             self._inner.run(connection_tunnel.remove_guard)

@@ -35,7 +35,7 @@ class VrrpState:
         self._inner = inner
         self._instance = instance
         self._changed = changed
-        # The attribute is None for a single amphora.
+        # `holds_vip` is None while the load balancer has a single amphora and therefore no VRRP.
         self.holds_vip: bool | None = None
         self._lock = threading.Lock()
         self._announcements = netlink_watch.watch_addresses(inner)
@@ -54,14 +54,17 @@ class VrrpState:
                 self._remove_stale_vips(instance)
         if changed:
             places = {None: "not under VRRP", True: "on this amphora", False: "on a partner"}
-            _log.info("The VIPs of the load balancer are %s", places[self.holds_vip])
+            _log.info("The agent has seen a change: the VIPs of the load balancer are now %s", places[self.holds_vip])
             self._changed()
 
     def _remove_stale_vips(self, instance: VrrpInstance) -> None:
         try:
             self._inner.run(remove_stale_vips, instance)
         except NetlinkError as error:
-            _log.warning("The kernel did not remove stale VIPs, which stay until the next change: %s", error)
+            _log.warning(
+                "The agent could not remove stale VIPs of this amphora, which stay until the next change of VRRP: %s",
+                error,
+            )
 
     def _run(self) -> None:
         timeout: float | None = 0.0
@@ -72,7 +75,11 @@ class VrrpState:
                 self.refresh()
                 timeout = None
             except (AgentError, OSError, NetlinkError) as error:
-                _log.warning("Cannot read whether the VIPs are here, retrying in %.0f s: %s", _RETRY_SECONDS, error)
+                _log.warning(
+                    "The agent cannot read whether this amphora has the VIPs, and retries in %.0f s: %s",
+                    _RETRY_SECONDS,
+                    error,
+                )
                 timeout = _RETRY_SECONDS
 
 
@@ -82,7 +89,8 @@ def _has_first_vip(instance: VrrpInstance) -> bool:
     try:
         index = socket.if_nametoindex(instance.vrrp.interface)
     except OSError:
-        return False  # the interface does not exist yet, or was removed
+        # The VRRP interface does not exist yet or was removed, so the amphora has no VIP.
+        return False
     with IPRoute() as route:
         return any(
             message["index"] == index and ipaddress.ip_address(message.get_attr(attribute)) == vip
@@ -106,7 +114,8 @@ def remove_stale_vips(instance: VrrpInstance) -> None:
                 try:
                     route.addr("del", index=index, address=str(address.ip), prefixlen=address.max_prefixlen)
                 except NetlinkError as error:
-                    if error.code != errno.EADDRNOTAVAIL:  # the kernel has no such address
+                    # EADDRNOTAVAIL means that the kernel no longer has the stale VIP, so the agent ignores the error.
+                    if error.code != errno.EADDRNOTAVAIL:
                         raise
 
 

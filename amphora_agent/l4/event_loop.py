@@ -12,9 +12,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-# libnftables uses select(2), which supports descriptors below 1024 only. From 512 on they are reserved for libnftables.
+# libnftables waits with select(2), which supports only file descriptors below 1024. So the L4 daemon reserves the
+# descriptors from 512 to 1023 for libnftables.
 _RESERVED_FROM, _RESERVED_BELOW = 512, 1024
-# epoll counts milliseconds in 32 bits, so a longer wait is split.
+# epoll counts milliseconds in 32 bits, so the event loop waits at most this number of seconds at once.
 _MAX_WAIT_SECONDS = 3600.0
 
 
@@ -60,7 +61,8 @@ class EventLoop:
     def run_once(self, longest: float | None = None) -> None:
         """Wait for the next event, at most for this number of seconds, and handle everything that is due."""
         for key, _ in self._selector.select(self._timeout(longest)):
-            # An earlier event may have closed the socket, and another socket may have its descriptor.
+            # The handler of an earlier event may have closed this event's socket, and a new socket may have the same
+            # descriptor. The event loop skips such an event.
             is_open = isinstance(key.fileobj, socket.socket) and key.fileobj.fileno() >= 0
             present = self._selector.get_map().get(key.fileobj) if is_open else None
             if present is not None and present.data is key.data:
@@ -90,7 +92,8 @@ def make_nonblocking(one: socket.socket) -> socket.socket:
         return one
     try:
         number = fcntl.fcntl(one.fileno(), fcntl.F_DUPFD_CLOEXEC, _RESERVED_BELOW)
-    except OSError:  # the limit of descriptors is too low
+    except OSError:
+        # The process may not open descriptors of 1024 and above, so the socket keeps its low descriptor.
         return one
     with one:
         moved = socket.socket(fileno=number)

@@ -12,11 +12,13 @@ ROUTE, NETFILTER = 0, 12
 REQUEST, ACK, REPLACE, DUMP = 1, 4, 0x100, 0x300
 ERROR, DONE = 2, 3
 NESTED = 0x8000
-# In a message of netfilter, the attributes follow nlmsghdr and nfgenmsg.
+# In a netlink message of netfilter, the attributes follow the structs nlmsghdr (16 bytes) and nfgenmsg (4 bytes).
 FIRST_ATTRIBUTE = 20
-ATTRIBUTE = struct.Struct("=HH")  # The fields are length and type.
+# Each netlink attribute begins with its length and its type.
+ATTRIBUTE = struct.Struct("=HH")
 TYPE_MASK = 0x3FFF
-_HEAD = struct.Struct("=IHHII")  # The fields are length, type, flags, sequence number and port.
+# Each netlink message begins with its length, type, flags, sequence number and port.
+_HEAD = struct.Struct("=IHHII")
 _SO_ATTACH_FILTER = 26
 
 

@@ -9,7 +9,8 @@ from typing import Any
 _IDENTITY = ("pxname", "svname", "type", "mode", "status")
 COLUMNS = (*_IDENTITY, "scur", "stot", "conn_tot", "bin", "bout", "ereq", "weight", "lbtot")
 _LISTENER, _POOL, _MEMBER = "0", "1", "2"
-# HAProxy counts in lbtot only sessions that the algorithm selected; for virtual servers these are all sessions.
+# HAProxy's column lbtot counts only sessions that the balancing algorithm assigned to a member. For a virtual server
+# the algorithm assigns all sessions, so lbtot equals stot.
 _OF_MEMBERS = {
     "scur": "active_connections",
     "stot": "total_connections",
@@ -31,7 +32,8 @@ def render_rows(servers: Mapping[str, Mapping[str, Any]]) -> str:
         if (pool := found["pool"]) is None:
             continue
         proxy = f"{pool['id']}:{name}"
-        # The pool has the counters of the listener, because all flows of a listener go to its pool.
+        # All flows of a UDP or SCTP listener go to the listener's pool, so the row of the pool repeats the counters of
+        # the listener.
         lines.append(_row(proxy, "BACKEND", _POOL, pool["status"], counted))
         for member, one in pool["members"].items():
             own = {column: one[field] for column, field in _OF_MEMBERS.items() if field in one}

@@ -8,12 +8,14 @@ import socket
 import struct
 from collections.abc import Iterator
 
-# The socket module does not name these constants of the kernel's headers.
+# Python's socket module does not name these constants of the Linux headers, so their numbers are here.
 _IP_RECVERR, _IPV6_RECVERR, _MSG_ERRQUEUE = 11, 25, 0x2000
-_EXTENDED = struct.Struct("=IBBBBII")  # The fields are errno, origin, type, code, padding, info and data.
+# The kernel's struct sock_extended_err has the fields errno, origin, type, code, padding, info and data.
+_EXTENDED = struct.Struct("=IBBBBII")
 _LEVELS = {(socket.IPPROTO_IP, _IP_RECVERR), (socket.IPPROTO_IPV6, _IPV6_RECVERR)}
 _LARGEST = 512
-# These errors mean an unreachable member. Other errors are about the path, for example a packet that is too large.
+# These errors mean that the member is unreachable. Other errors, such as a packet that is too large, concern only the
+# path, so the health check ignores them.
 _UNREACHABLE = {
     errno.ECONNREFUSED: "port unreachable",
     errno.ENOPROTOOPT: "protocol unreachable",
@@ -33,7 +35,8 @@ def enable(one: socket.socket) -> None:
 
 def read_errors(one: socket.socket) -> Iterator[tuple[str, str, bytes]]:
     """Yield each error: its text, the address it is about, and the packet without the IP header."""
-    # Reading SO_ERROR clears the error, which the next call would raise.
+    # The next call on the socket would raise the pending error. Reading SO_ERROR clears the pending error, so that
+    # recvmsg() can read the error queue.
     one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     while True:
         try:

@@ -15,7 +15,8 @@ from amphora_agent.l4_checks.check import Check, OnResult, Target, error_text
 from amphora_agent.l4_checks.tcp import Connection, TcpChecks
 
 MAX_LINE_BYTES = 1024
-# RFC 9112, section 4: the reason phrase may be missing, and the space before it too.
+# An HTTP check accepts a status line without a reason phrase, and also without the space before the phrase (RFC 9112,
+# section 4).
 _FIRST_LINE = re.compile(rb"HTTP/1\.[0-9] ([1-9][0-9]{2})(?: [^\r\n]*)?\r?\n")
 
 

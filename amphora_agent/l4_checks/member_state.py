@@ -26,7 +26,7 @@ class Status:
     DRAIN = "DRAIN"
     MAINT = "MAINT"
     NO_CHECK = "no check"
-    # The L4 daemon has no result for the member yet.
+    # UNKNOWN is the status of a member for which the L4 daemon has no check result yet.
     UNKNOWN = "NOLB"
     OPEN = "OPEN"
     FULL = "FULL"

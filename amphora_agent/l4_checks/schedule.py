@@ -14,7 +14,8 @@ from amphora_agent.l4.stderr_log import log
 from amphora_agent.l4_checks.check import Check, CheckType, Factories, Target, error_text, is_local_error
 from amphora_agent.l4_checks.member_state import MemberKey
 
-# The schedule starts at most this number of first checks in a second, and the check of a single new member at once.
+# The scheduler spreads the first checks of new members, at this number per second, so that not all checks start at
+# once.
 _STARTS_PER_SECOND = 200
 _LATE_SECONDS, _CATCH_UP_SHARE = 1.0, 0.2
 
@@ -79,7 +80,7 @@ class Schedule:
         except OSError as error:
             if is_local_error(error):
                 if str(error) != self._last_error:
-                    log(f"health checks cannot be started, retrying at the next interval: {error}")
+                    log(f"the L4 daemon cannot start a health check, and retries after the check's interval: {error}")
                 self._last_error = str(error)
                 self._schedule_next(job)
             else:

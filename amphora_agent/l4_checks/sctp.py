@@ -15,7 +15,8 @@ from amphora_agent.l4_checks.check import Check, OnResult, Target
 from amphora_agent.network.icmp_echo import open_raw_socket
 
 _MAX_BYTES = 2048
-_FIRST_PORT, _PORTS = 32768, 28232  # This is Linux's default range of client ports.
+# SCTP checks send from the ports of Linux's default range of client ports, 32768 to 60999.
+_FIRST_PORT, _PORTS = 32768, 28232
 
 
 class SctpChecks:
@@ -24,7 +25,8 @@ class SctpChecks:
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
         self._sockets: dict[socket.AddressFamily, socket.socket] = {}
-        self._pending: dict[int, _Init] = {}  # The keys are local ports.
+        # `_pending` has the pending SCTP checks by their local ports.
+        self._pending: dict[int, _Init] = {}
         self._next = int.from_bytes(os.urandom(2), "big") % _PORTS
         try:
             for family in (socket.AF_INET, socket.AF_INET6):
@@ -51,7 +53,9 @@ class SctpChecks:
         else:
             raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
         check = _Init(_FIRST_PORT + self._next, target, on_result, self)
-        self._read_packets(opened)  # sendto() would raise pending errors of other members
+        # sendto() would raise pending errors of other members on the shared socket, so the check first reads all
+        # packets and errors.
+        self._read_packets(opened)
         opened.sendto(sctp_packet.init(check.port, target.port, check.tag), (target.address, 0))
         self._pending[check.port] = check
         return check
@@ -71,7 +75,9 @@ class SctpChecks:
             except BlockingIOError:
                 return
             except OSError:
-                continue  # the error queue reports this error too
+                continue
+                # The SCTP check skips an error of recvfrom(), because the socket's error queue reports the same
+                # error with its member.
             start = 4 * (data[0] & 0x0F) if opened.family == socket.AF_INET and data else 0
             packet = sctp_packet.parse(data[start:])
             if packet is not None:

@@ -11,12 +11,14 @@ import struct
 from dataclasses import dataclass
 
 INIT, INIT_ACK, ABORT = 1, 2, 6
-# The fields of a packet are source port, destination port, verification tag and checksum (section 3).
+# An SCTP packet begins with source port, destination port, verification tag and checksum (RFC 9260, section 3).
 _HEADER = struct.Struct("!HHII")
-_CHUNK = struct.Struct("!BBH")  # The fields are type, flags and length.
-_START = struct.Struct("!IIHHI")  # The fields are initiate tag, window, streams and first TSN.
+# Each chunk of an SCTP packet begins with its type, its flags and its length.
+_CHUNK = struct.Struct("!BBH")
+# An SCTP INIT chunk continues with the initiate tag, the window, the two numbers of streams, and the first TSN.
+_START = struct.Struct("!IIHHI")
 _CHECKSUM_AT = 8
-# The check transfers no data, so it announces the smallest permitted window (section 3.3.2).
+# An SCTP check transfers no data, so it announces the smallest permitted receive window (RFC 9260, section 3.3.2).
 _WINDOW = 1500
 _CASTAGNOLI = 0x82F63B78
 

@@ -17,10 +17,11 @@ from amphora_agent.l4_checks.check import Check, OnResult, Target
 from amphora_agent.l4_checks.icmp_errors import IcmpErrorMonitor
 from amphora_agent.l4_checks.neighbor_probe import NeighborProbe
 
-# A line feed disturbs no program that logs lines. Some programs take an empty datagram for the end of input.
+# A UDP check sends one line feed, which does not disturb programs that log lines. An empty datagram would be the end of
+# input for some programs.
 PAYLOAD = b"\n"
 _MAX_BYTES = 512
-# The limit includes errors of removed members.
+# The UDP checks keep at most this number of late ICMP errors, including errors about members that have been removed.
 _MAX_LATE_ERRORS = 4096
 
 
@@ -29,7 +30,8 @@ class UdpChecks:
 
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
-        self._checks: dict[str, set[_Datagram]] = {}  # The keys are addresses.
+        # `_checks` has the UDP checks by the addresses of their members.
+        self._checks: dict[str, set[_Datagram]] = {}
         self._late_errors: dict[tuple[str, int], tuple[float, str]] = {}
         self.neighbors = NeighborProbe()
         try:
@@ -42,7 +44,7 @@ class UdpChecks:
         when, error = self._late_errors.pop(target.endpoint, (0.0, ""))
         check = _Datagram(self._loop, target, on_result, self)
         self._checks.setdefault(target.address, set()).add(check)
-        # A failed host sends no ICMP error, so the kernel also probes the link-layer address of the host.
+        # A failed host sends no ICMP error, so the L4 daemon also makes the kernel probe the host's link-layer address.
         self.neighbors.probe(target.address)
         if error and when >= time.monotonic() - target.monitor.interval:
             self._loop.call_at(0.0, lambda: check.report(False, error))

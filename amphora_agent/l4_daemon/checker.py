@@ -29,9 +29,10 @@ from amphora_agent.l4_flow_log.writer import FlowLog
 from amphora_agent.l4_nftables.engine import NftablesEngine
 
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.5, 30.0
-# The L4 daemon counts flows for LEAST_CONNECTIONS at this interval.
+# For the algorithm LEAST_CONNECTIONS, the L4 daemon counts flows at this interval, in seconds.
 _REBALANCE_SECONDS = 1.0
-# The L4 daemon delays the writing of changes that alter no member's status. A kill may lose these changes.
+# The L4 daemon writes changes that alter no member's status after this number of seconds. If the daemon is killed
+# before, the changes are lost.
 _SAVE_SECONDS = 1.0
 
 
@@ -52,9 +53,11 @@ class Checker:
         self._counters = loaded.counters
         self._states = member_state.carry_over(loaded.states, (), loaded.desired.servers, time.time())
         self._monitors: dict[MemberKey, model.Monitor] = {}
-        # The health that the engine has. At the start this is the recorded health of the previous process.
+        # `_applied_health` is the member health that the nftables engine uses. When the L4 daemon starts, it assumes
+        # the health that the previous process recorded.
         self._applied_health = member_state.member_health(loaded.desired.servers, self._states)
-        # The previous process may have applied a state that it did not record.
+        # The previous L4 daemon may have applied a state without recording it, so the new L4 daemon applies its own
+        # state at once.
         self._must_apply = bool(loaded.desired.servers)
         self._is_saved = True
         self._last_error: str | None = None
@@ -99,7 +102,7 @@ class Checker:
         except Exception as error:  # noqa: BLE001 (checks continue after any error of the kernel)
             text = str(error) if isinstance(error, AgentError) else f"{type(error).__name__}: {error}"
             if text != self._last_error:
-                log(f"member states are not applied, retrying: {text}")
+                log(f"the L4 daemon could not apply the states of members to the kernel's rules, and retries: {text}")
             self._last_error = text
             due = time.monotonic() + self._retry_seconds
             self._retry_timer = self._loop.call_at(due, lambda: setattr(self, "_retry_timer", None))
@@ -165,7 +168,9 @@ class Checker:
             try:
                 self._engine.rebalance(self._desired.servers, self._applied_health, paired=self._desired.paired)
             except AgentError:
-                self._must_apply = True  # the next application logs the error if it persists
+                # The L4 daemon does not log the error here. The next application of the member states logs the error if
+                # the error persists.
+                self._must_apply = True
         self._schedule_rebalance()
 
     def handle_request(self, request: Mapping[str, Any]) -> dict[str, Any] | str:

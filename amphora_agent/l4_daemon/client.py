@@ -32,12 +32,15 @@ from amphora_agent.services.control import ServiceManager, ServicePolicy
 
 _log = logging.getLogger(__name__)
 SERVICE = "amphora-checker"
-# Heartbeats wait for this answer. After a time-out they use the previous answer (`stats.udp_stats`).
+# A heartbeat waits this number of seconds for the L4 daemon's state. After a time-out, the heartbeat contains the
+# previous state (`stats.udp_stats`).
 STATE_TIMEOUT_SECONDS = 0.3
 ANSWER_TIMEOUT_SECONDS = 1.0
-# A change of the kernel's table takes milliseconds, and longer on a busy machine.
+# The agent waits this number of seconds for a change of the kernel's table. The change takes milliseconds, and longer
+# on a busy machine.
 SERVE_TIMEOUT_SECONDS = 60.0
-# On a busy emulated machine, the start of the L4 daemon took more than fifteen seconds.
+# The agent waits this number of seconds for the start of the L4 daemon, which took more than fifteen seconds on a busy
+# emulated machine.
 START_TIMEOUT_SECONDS = 60.0
 _RESTART_DELAY = 0.1
 _POLL_SECONDS = 0.02
@@ -97,7 +100,8 @@ class CheckerClient:
         self._services = services
         self._lock = threading.Lock()
         self._version = version()
-        # The final state has a separate lock, so that its reader does not wait for the L4 daemon.
+        # A separate lock protects the L4 daemon's final state, so that a reader does not wait for a running request to
+        # the L4 daemon.
         self._final_state_lock = threading.Lock()
         self._final_state: CheckerState | None = None
 
@@ -120,7 +124,8 @@ class CheckerClient:
                 return
             document = _desired_document("serve", servers, paired=paired)
             if not servers and not self._may_be_forwarding():
-                # An L4 daemon that never started fails at once. An L4 daemon with a failed change answers late.
+                # A request to an L4 daemon that never started fails at once. An L4 daemon whose last change failed
+                # answers late, so the agent waits for the answer.
                 with suppress(VirtualServersError, ConfigurationRefused):
                     if (state := _parse_state(self._request(document, SERVE_TIMEOUT_SECONDS))).sums:
                         self._keep_final_state(state)
@@ -175,14 +180,19 @@ class CheckerClient:
         except FileNotFoundError:
             return False
         except (OSError, ValueError, KeyError, TypeError):
-            return True  # the file is not readable, so the state is unknown
+            # The agent cannot read the file of virtual servers, so it assumes that the L4 daemon may be forwarding.
+            return True
 
     def _ensure_running(self) -> None:
         """Start the L4 daemon, or replace it if it runs other code; returns when the L4 daemon answers."""
         self._start()
         present = self._wait_for_version(None)
         if present != self._version:
-            _log.info("Replacing the checker: it runs code version %s, the sources have %s", present, self._version)
+            _log.info(
+                "The agent replaces the running L4 daemon: it has code version %s, but the installed sources have %s",
+                present,
+                self._version,
+            )
             self._services.signal(SERVICE, signal.SIGHUP)
             self._wait_for_version(self._version)
 
@@ -190,12 +200,15 @@ class CheckerClient:
         script = str(Path(__file__).with_name("__main__.py"))
         argv = [sys.executable, "-I", "-S", script, str(self._paths.checker), str(self._paths.checker_socket)]
         policy = ServicePolicy(restart_delay=_RESTART_DELAY)
-        # In a virtual machine systemd gives the directory to the L4 daemon's user.
+        # The agent creates the directory of the L4 daemon. In a virtual machine, systemd gives the directory to the L4
+        # daemon's user.
         self._paths.checker.mkdir(mode=0o711, parents=True, exist_ok=True)
         try:
             self._services.start(SERVICE, argv, inner=True, policy=policy)
         except ServiceError:
-            self._services.stop(SERVICE)  # the command line of the L4 daemon has changed
+            # The service manager refuses a start because the command line of the L4 daemon has changed, so the agent
+            # stops the L4 daemon first.
+            self._services.stop(SERVICE)
             self._services.start(SERVICE, argv, inner=True, policy=policy)
 
     def _wait_for_version(self, version_wanted: str | None) -> str:

@@ -8,13 +8,14 @@ import sys
 from zlib import crc32
 
 PACKAGES = ("l4", "l4_checks", "l4_daemon", "l4_flow_log", "l4_nftables")
-# The L4 daemon imports these files outside its packages. A unit test compares the list.
+# The L4 daemon imports these files from outside its packages, so its code version includes them. A unit test compares
+# the list with the imports.
 ELSEWHERE = ("__init__.py", "errors.py", "network/__init__.py", "network/libnftables.py", "network/icmp_echo.py")
 
 
 def version() -> str:
     """Return a checksum of the present source files and of the Python version."""
-    # pathlib would need a megabyte of the L4 daemon's memory.
+    # The L4 daemon does without pathlib, because the import of pathlib would need a megabyte of memory.
     agent = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
     own = sorted(
         entry.path

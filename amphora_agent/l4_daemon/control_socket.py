@@ -20,7 +20,8 @@ TIMEOUT_SECONDS = 10.0
 MAX_REQUEST_BYTES = 64 << 20
 _READ_BYTES = 1 << 18
 _BACKLOG = 32
-# The pause after a failed accept() prevents a busy loop.
+# After a failed accept(), the control socket pauses for this number of seconds, because retrying at once would be a
+# busy loop.
 _PAUSE_SECONDS = 0.1
 
 HandleRequest = Callable[[dict[str, Any]], dict[str, Any] | str]
@@ -60,8 +61,9 @@ class ControlSocket:
             connection, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        except OSError as error:  # the limit of open files is reached
-            log(f"control socket: connections are not accepted for {_PAUSE_SECONDS} s: {error}")
+        except OSError as error:
+            # accept() fails when the L4 daemon has reached its limit of open files, so the control socket pauses.
+            log(f"the control socket of the L4 daemon accepts no connections for {_PAUSE_SECONDS} s: {error}")
             self._loop.remove(self._listener)
             listen = partial(self._loop.add_reader, self._listener, self._accept)
             self._pause_timer = self._loop.call_at(time.monotonic() + _PAUSE_SECONDS, listen)
@@ -81,7 +83,10 @@ class ControlSocket:
             answer = {"error": _unexpected_error(error, refused=False)}
             import traceback  # noqa: PLC0415 (rarely needed, saves memory)
 
-            log(f"a request failed with an unexpected error: {''.join(traceback.format_exception(error)).rstrip()}")
+            log(
+                f"the L4 daemon answers a request with an unexpected error, and continues: "
+                f"{''.join(traceback.format_exception(error)).rstrip()}"
+            )
         if isinstance(answer, str):
             return answer.encode()
         return json.dumps(answer, separators=(",", ":")).encode() + b"\n"
@@ -117,7 +122,8 @@ class _Connection:
             self.end()
         elif data.endswith(b"\n"):
             self._loop.remove(self._socket)
-            self._timer.cancel()  # the first timer limits the reception of the request only
+            # The first timer of a connection limits only the reception of the request. The answer gets a new timer.
+            self._timer.cancel()
             self._unsent = memoryview(self._server.reply(bytes(self._received)))
             self._timer = self._loop.call_at(time.monotonic() + TIMEOUT_SECONDS, self.end)
             self._received.clear()

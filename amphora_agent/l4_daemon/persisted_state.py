@@ -87,4 +87,7 @@ def _logged_errors(name: str, *, may_lack: bool = True) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if not (may_lack and isinstance(error, FileNotFoundError)):
-            log(f"the file {name} cannot be read or written and counts as missing: {type(error).__name__}: {error}")
+            log(
+                f"the L4 daemon cannot read or write its file {name}, and continues without the file: "
+                f"{type(error).__name__}: {error}"
+            )

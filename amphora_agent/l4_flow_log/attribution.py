@@ -16,7 +16,7 @@ _PROTOCOL_NUMBERS = {"UDP": UDP, "SCTP": SCTP}
 _MAX_FORMER = 4096
 _SECOND = 10**9
 _SETTINGS = "/proc/sys/net/netfilter/nf_conntrack_"
-# The values of the constants are from linux/netfilter/nf_conntrack_sctp.h.
+# The header linux/netfilter/nf_conntrack_sctp.h numbers the states of an SCTP flow in this order.
 _SETUP_STATES = ("", "closed", "cookie_wait", "cookie_echoed", "established")
 _SCTP_STATES = (*_SETUP_STATES, "shutdown_sent", "shutdown_recd", "shutdown_ack_sent", "heartbeat_sent")
 
@@ -38,9 +38,10 @@ class FlowAttribution:
     def __init__(self) -> None:
         self._listeners: dict[_Destination, _Listener] = {}
         self._formats: dict[str, LogFormat] = {}
-        # The flows of these members continue.
+        # `_retained` has the members whose flows continue in the kernel.
         self._retained: set[tuple[_Destination, _MemberAddress]] = set()
-        # The kernel ended the flows of these members between two times, in nanoseconds.
+        # `_cut` has the members whose flows the kernel has ended, each with the earliest and the latest possible time
+        # in nanoseconds.
         self._cut: dict[tuple[_Destination, _MemberAddress], tuple[int, int]] = {}
         self._begun: int | None = None
 
@@ -76,7 +77,9 @@ class FlowAttribution:
         }
         now = time.time_ns()
         for gone in self._retained - retained:
-            self._cut.pop(gone, None)  # pop() moves the entry to the end, so that the oldest entry is the first
+            # pop() and the new assignment move a member to the end of `_cut`, so that the first entries are the oldest
+            # and are dropped first.
+            self._cut.pop(gone, None)
             self._cut[gone] = begun, now
         for old in list(self._cut)[:-_MAX_FORMER]:
             del self._cut[old]

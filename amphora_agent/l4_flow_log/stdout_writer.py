@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 MAX_BACKLOG = 1 << 18
-# A pipe accepts this number of bytes as a whole or not at all (pipe(7), PIPE_BUF).
+# A pipe accepts a write of this number of bytes as a whole or not at all (pipe(7), PIPE_BUF).
 _PIPE_BYTES = 4096
 
 
@@ -25,7 +25,8 @@ class StdoutWriter:
         if stat.S_ISSOCK(mode):
             self._socket = socket.socket(fileno=os.dup(descriptor))
         elif stat.S_ISFIFO(mode):
-            # The pipe is opened again, because O_NONBLOCK of the shared descriptor would affect other processes.
+            # The flow log opens the pipe again, because O_NONBLOCK on the shared descriptor would affect other
+            # processes.
             self._file = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         else:
             self._file = os.dup(descriptor)

@@ -24,7 +24,7 @@ from amphora_agent.l4_flow_log.stdout_writer import StdoutWriter
 
 SHARE = 5
 REPORT_SECONDS = 10.0
-# At its end, the flow log handles remaining messages for at most this time.
+# When the flow log closes, it handles the kernel's remaining messages for at most this number of seconds.
 _CLOSE_SECONDS = 1.0
 _MAX_AT_ONCE = 100
 _GROUP_DESTROYED = 1 << 2
@@ -33,16 +33,18 @@ _SO_RCVBUFFORCE, _SO_MEMINFO = 33, 55
 _MEMINFO = struct.Struct("=9I")
 _BUFFER, _MAX_MESSAGE_BYTES = 8 << 20, 1 << 16
 _SETTINGS = "/proc/sys/net/netfilter/nf_conntrack_"
-# Lines need counters of bytes and packets, the times of a flow, and events.
+# Lines of the flow log contain bytes, packets and times of a flow. The kernel reports these values only with the
+# following conntrack settings.
 _REQUIRED_SETTINGS = ("acct", "timestamp", "events")
-# This classic BPF program (linux/filter.h) accepts messages whose mark (SKF_AD_NLATTR) is not zero.
+# This classic BPF program (linux/filter.h) accepts only conntrack messages whose mark is not zero. The kernel's
+# extension SKF_AD_NLATTR finds the attribute that contains the mark.
 _ONLY_MARKED = (
-    (0x00, 0, 0, 20),  # A is the offset of the attributes.
-    (0x01, 0, 0, 8),  # X is the attribute number of the mark.
-    (0x20, 0, 0, 0xFFFFF00C),  # A is the offset of the attribute.
-    (0x15, 3, 0, 0),  # The program jumps if there is no mark.
+    (0x00, 0, 0, 20),  # The BPF accumulator gets the offset of the first attribute.
+    (0x01, 0, 0, 8),  # The BPF index register gets the attribute number of the mark.
+    (0x20, 0, 0, 0xFFFFF00C),  # The BPF accumulator gets the offset of the mark's attribute.
+    (0x15, 3, 0, 0),  # The BPF program drops a message that has no mark.
     (0x07, 0, 0, 0),
-    (0x40, 0, 0, 4),  # A is the value of the mark.
+    (0x40, 0, 0, 4),  # The BPF accumulator gets the value of the mark.
     (0x15, 0, 1, 0),
     (0x06, 0, 0, 0),
     (0x06, 0, 0, 0xFFFFFFFF),
@@ -97,7 +99,7 @@ class FlowLog:
             if self._socket is not None:
                 self._socket.close()
                 self._socket = None
-            log(f"the flow log is off, clients are served without it: {error}")
+            log(f"the L4 daemon cannot open the flow log, and serves clients without the flow log: {error}")
             return
         self._loop.add_reader(self._socket, self._on_readable)
 
@@ -106,7 +108,8 @@ class FlowLog:
         try:
             opened.setblocking(False)
             opened.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER)
-            # The socket counts lost messages, so ENOBUFS errors are not needed.
+            # The flow log reads the number of lost messages from the socket, so it disables the socket's ENOBUFS
+            # errors.
             opened.setsockopt(_SOL_NETLINK, _NETLINK_NO_ENOBUFS, 1)
             attach_filter(opened, _ONLY_MARKED)
             opened.bind((0, _GROUP_DESTROYED))
@@ -154,7 +157,7 @@ class FlowLog:
             self._report_timer = self._loop.call_at(time.monotonic() + REPORT_SECONDS, self._report_losses)
         lost = self._lost
         if lost > self._reported:
-            log(f"{lost - self._reported} flows have no line in the flow log: too many flows have ended")
+            log(f"the flow log lacks the lines of {lost - self._reported} flows, because too many flows ended at once")
         self._reported = lost
 
     def close(self) -> None:
@@ -187,7 +190,7 @@ def _enable_setting(name: str) -> None:
             with open(path, "w", encoding="ascii") as file:  # noqa: PTH123 (pathlib needs a megabyte)
                 file.write("1")
     except OSError as error:
-        log(f"lines of the flow log are incomplete, nf_conntrack_{name} cannot be set: {error}")
+        log(f"the L4 daemon cannot set nf_conntrack_{name}, so lines of the flow log are incomplete: {error}")
 
 
 def _drops(one: socket.socket) -> int:

@@ -27,11 +27,14 @@ _TUPLE_IP, _TUPLE_PROTO, _PROTO_NUMBER, _PROTO_DESTINATION = 1, 2, 1, 3
 _DESTINATION_OF = {socket.AF_INET: 2, socket.AF_INET6: 4}
 _TIMEOUT_SECONDS = 30.0
 _BUFFER = 1 << 20
-# The pattern finds a mark. Attributes are aligned to four bytes, in a message and in a received block.
+# The pattern finds the mark attribute in a dump of flows. The kernel aligns attributes to four bytes, so the L4 daemon
+# ignores matches at other offsets.
 _MARKED = re.compile(rb"\x08\x00\x08\x00(.{4})" if sys.byteorder == "little" else rb"\x00\x08\x00\x08(.{4})", re.DOTALL)
-# For each mark the kernel goes through all flows. For more marks than this, one dump of all flows is faster.
+# For each requested mark, the kernel searches all flows. For more marks than this number, one dump of all flows is
+# faster.
 _MAX_DUMPS = 8
-# The number of requests before their answers are read. The answers are far smaller than the socket's buffer.
+# The L4 daemon sends this number of requests before it reads the answers. The answers are far smaller than the socket's
+# buffer.
 _BATCH = 200
 
 
@@ -119,7 +122,7 @@ def _flows(link: socket.socket, only: bytes = b"") -> Iterator[tuple[bytes, int]
     for answer, spans in _dump(link, only):
         for at, stop in spans:
             mark = _find(answer, at + netlink.FIRST_ATTRIBUTE, stop, _MARK)
-            # The kernel may omit a mark of 0.
+            # The kernel may omit the mark attribute of a flow whose mark is 0.
             yield answer[at:stop], 0 if mark is None else int.from_bytes(answer[mark + 4 : mark + 8], "big")
 
 

@@ -53,13 +53,14 @@ class NftablesEngine:
     def __init__(self) -> None:
         self._table: Table | None = None
         self._marks = conntrack_marks.NO_MARKS
-        # The engine keeps the listing after its latest change, and the kernel's generation of the ruleset at that time.
+        # The engine keeps the listing of its table and the kernel's ruleset generation after its latest change. Later
+        # differences reveal a change by another program.
         self._listed = ""
         self._generation: int | None = None
-        # The engine still has to end these flows: by mark, and by destination for flows without a mark.
+        # The engine still has to end the flows with these marks, and the flows without a mark to these destinations.
         self._marks_to_end: set[int] = set()
         self._unmarked_places: set[ServicePlace] = set()
-        # The engine keeps its latest count of flows, by mark.
+        # `_flows` is the engine's latest count of flows by mark.
         self._flows: dict[int, int] = {}
         self._flow_count_due = 0.0
         self._loads = NO_LOADS
@@ -88,14 +89,16 @@ class NftablesEngine:
         Raises VirtualServersError if nftables refuses the rules; the previous rules are still in force.
         """
         self.check_servers(servers)
-        with suppress(VirtualServersError):  # after an error the previous loads stay valid
+        with suppress(VirtualServersError):
+            # If the flows cannot be counted, the engine plans with the previous number of flows of each member.
             self._update_loads(servers, at_once=self._loads_due - self._loads_read_at < PERIOD_SECONDS)
         former = self._table if self._table is not None and self._is_unchanged() else None
         if former is None or not self._apply_difference(former, servers, up, paired=paired):
             self._table = None
             self._rebuild(servers, up, paired=paired)
         self._record_listing()
-        # The last step finds all flows, because packets that matched the former rules have become flows by now.
+        # The engine ends flows as the last step. Packets that matched the former rules have become flows by then, so
+        # the engine misses none.
         self._end_flows()
 
     def _apply_difference(
@@ -116,7 +119,8 @@ class NftablesEngine:
         """Rebuild the table, whatever a previous process or an operator left."""
         listed = self._list_table()
         before = {*self._marks.members.values()}
-        # Without rules there may still be flows with the assigned marks.
+        # If the kernel has no forwarding rules, flows with the assigned marks may still exist, so the engine keeps the
+        # assignment of marks.
         self._marks = _parse_marks(listed) if _BASE.search(listed) else self._marks
         before |= {*self._marks.members.values()}
         marks = conntrack_marks.assign_marks(self._marks, servers)
@@ -125,7 +129,8 @@ class NftablesEngine:
         try:
             libnftables.run_commands(ruleset.rebuild_commands(present, table))
         except NftError:
-            # Another program has changed the table, so the engine deletes the table and loses its counters.
+            # nftables refuses the commands if another program has changed the table. The engine then deletes the table,
+            # which loses the table's counters, and creates it again.
             self._run(ruleset.DELETE_COMMANDS + ruleset.diff_commands(ruleset.EMPTY, table))
         self._record_table(table, marks, before, set())
 
@@ -175,7 +180,9 @@ class NftablesEngine:
         if ruleset.diff_commands(self._table, wanted):
             found.append("the forwarding rules belong to another configuration")
         if not self._is_unchanged():
-            self._table = None  # the next change rebuilds the table
+            # Another program has changed the table. The engine forgets its own record of the table, so that its next
+            # change rebuilds all forwarding rules.
+            self._table = None
             found.append("the forwarding rules were changed")
         if self._marks_to_end or self._unmarked_places:
             found.append("flows of removed members still continue")
@@ -206,7 +213,8 @@ class NftablesEngine:
             return False
         found = {mark: count for mark, count in self._count_flows().items() if mark}
         rest = LEAST_SHARE * (time.monotonic() - now)
-        # The plan expects that flows begin at the recent rate until the next count.
+        # The engine plans turns for the flows that will begin until the next count, and expects them at the recent
+        # rate.
         ahead = max(PERIOD_SECONDS, rest) / max(now - self._loads_read_at, MIN_PERIOD_SECONDS)
         former, self._loads_due = self._loads, time.monotonic() + rest
         self._loads_read_at = self._counted_at = now
@@ -277,7 +285,8 @@ class NftablesEngine:
         if listed:
             self._run(ruleset.DELETE_COMMANDS)
         for one in (_parse_marks(listed), self._marks):
-            # The flows of both end: after an error, a number may belong to another virtual server at the next attempt.
+            # The engine ends flows with either the listed or the remembered marks. After an error, the next attempt may
+            # give the same marks to another virtual server.
             self._marks_to_end |= {*one.servers.values(), *one.members.values()}
         self._table, self._marks, self._listed, self._generation = None, conntrack_marks.NO_MARKS, "", None
         self._loads = NO_LOADS

@@ -41,7 +41,8 @@ def plan_turns(members: Sequence[tuple[int, int, int]], expected: int) -> list[i
         return []
     if 2 * expected > MAX_TURNS:
         return _proportional_turns(members, expected)
-    # The list has only some lengths, so that a change of the expectation rarely changes the length.
+    # The list of turns has one of a few lengths, so that a change of the expected number of flows rarely changes the
+    # list's length.
     length = MIN_TURNS
     while length < 2 * expected:
         length *= 2

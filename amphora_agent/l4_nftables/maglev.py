@@ -16,7 +16,8 @@ from math import gcd
 Weighted = Sequence[tuple[int, int]]
 """Members as numbers, which mean the same member on every machine, each with its weight (1 or more)."""
 
-# The sizes are primes. With this number of slots for each member, shares are exact to a few percent.
+# The sizes of the hash table are primes, so that each member can reach every slot. With 15 slots for each member, a
+# member's share is exact to a few percent.
 _SIZES = (1021, 4093, 16381, 65521)
 _SLOTS_PER_MEMBER = 15
 _MAX_TURNS = 4096
@@ -35,7 +36,8 @@ def hash_table(members: Weighted) -> list[int]:
     slots = table_size(len(members))
     free = -1
     table = [free] * slots
-    # The order in which a member claims slots depends neither on other members nor on the order of the list.
+    # A member claims hash slots in an order that depends on the member alone, not on other members or the order of the
+    # list. So a changed list of members moves few slots.
     ordered = sorted(members)
     positions = [_mix(member) % slots for member, _ in ordered]
     skips = [_mix(member ^ _MASK) % (slots - 1) + 1 for member, _ in ordered]

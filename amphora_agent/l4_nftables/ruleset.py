@@ -197,10 +197,11 @@ def _serve_rules(server: VirtualServer, maps: Mapping[str, Map], loads: Loads, *
     versions = eligible_members.vip_families(server)
     for version in versions:
         name = f"slots-{server.id}-{version}"
-        # A server without slots has no rule, because the hash needs a modulus.
+        # A virtual server without slots gets no rule, because nftables refuses a hash with the modulus 0.
         if maps[name].elements:
             by = _slot_expression(server, version, len(maps[name].elements), paired=paired)
-            # A changed rule makes the kernel begin at the first turn.
+            # The rule's comment changes with each plan of turns. A changed rule makes the kernel begin at the first
+            # turn of the new plan.
             comment = f' comment "{loads.number}"' if uses_least_connections(server) else ""
             yield f"meta nfproto {_NFPROTO[version]} ct mark set {by} map @{name}{comment}"
     yield f'ct mark != 0 counter name "flows-{server.id}"'
@@ -217,11 +218,13 @@ def _slot_expression(server: VirtualServer, version: int, slots: int, *, paired:
     if not _is_hashed(server, paired=paired):
         return f"numgen inc mod {slots}"
     source = f"{_WORDS[version]} saddr"
-    # The seed is the same on every amphora, and different for each virtual server.
+    # The hash seed of a virtual server is the same on every amphora, so that each amphora selects the same member for a
+    # client. Different virtual servers have different seeds.
     end = f"mod {slots} seed {int(server.id[:8], 16) or 1:#x}"
     if server.persistence is not None:
         prefix = server.persistence.prefix_v4 if version == 4 else server.persistence.prefix_v6
-        if prefix == 0:  # with a prefix of 0, all clients count as one
+        if prefix == 0:
+            # With a persistence prefix of 0, all clients count as one client, so the hash is the same for all.
             return f"jhash {source} mod 1 seed 0x1"
         mask = ipaddress.ip_network(f"{'0.0.0.0' if version == 4 else '::'}/{prefix}").netmask
         return f"jhash {source} & {mask} {end}"

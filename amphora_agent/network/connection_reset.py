@@ -17,12 +17,12 @@ from amphora_agent.bundle import VrrpInstance
 from amphora_agent.network.connection_tunnel import Connection, list_connections
 from amphora_agent.network.pyroute2_lazy import IPRoute, NetlinkError
 
-# The values of the constants are from linux/netlink.h, linux/sock_diag.h and linux/inet_diag.h.
+# The headers linux/netlink.h, linux/sock_diag.h and linux/inet_diag.h define the numbers of the netlink request that
+# resets a connection.
 _SOCK_DIAG, _SOCK_DESTROY, _REQUEST, _ACKNOWLEDGE = 4, 21, 1, 4
 _HEADER, _FAMILY, _PORTS = struct.Struct("=IHHII"), struct.Struct("=BBBBI"), struct.Struct("!HH")
 _ALL_STATES, _ADDRESS_BYTES, _NO_COOKIE = 0xFFFFFFFF, 16, b"\xff" * 8
 _ANSWER_SECONDS, _ANSWER_BYTES = 1.0, 8192
-# The values of the constants are from linux/if_addr.h.
 _NODAD = 0x02
 
 
@@ -37,7 +37,9 @@ def reset_connections(instance: VrrpInstance) -> int:
     if not connections:
         return 0
     with IPRoute() as route:
-        # The kernel needs the VIPs for the resets. It answers no ARP or neighbour request for addresses of this device.
+        # The kernel sends a reset from a VIP only while the amphora has the VIP, so the agent adds the VIPs to the
+        # loopback interface. The kernel answers no ARP request or neighbour solicitation for addresses of the loopback
+        # interface.
         index = route.link_lookup(ifname="lo")[0]
         wanted = [{"index": index, "address": str(vip.ip), "prefixlen": vip.max_prefixlen} for vip in instance.vips]
         try:
@@ -48,7 +50,9 @@ def reset_connections(instance: VrrpInstance) -> int:
                 raise OSError(errno.EOPNOTSUPP, f"{len(left)} of {len(connections)} connections are still open")
         finally:
             for address in wanted:
-                with suppress(NetlinkError):  # the address was not added
+                with suppress(NetlinkError):
+                    # After an error some VIPs were never added, and the kernel refuses to delete an address that the
+                    # amphora does not have.
                     route.addr("del", **address)
     return len(connections)
 
@@ -58,7 +62,9 @@ def _destroy(connections: list[Connection]) -> None:
         kernel.settimeout(_ANSWER_SECONDS)
         for connection in connections:
             kernel.send(_destroy_request(connection))
-            kernel.recv(_ANSWER_BYTES)  # the kernel answers with an error if the connection has ended
+            # The kernel answers each request to reset a connection. The agent ignores the answer, which is an error if
+            # the connection has already ended.
+            kernel.recv(_ANSWER_BYTES)
 
 
 def _destroy_request(connection: Connection) -> bytes:
@@ -69,7 +75,8 @@ def _destroy_request(connection: Connection) -> bytes:
         + _PORTS.pack(connection.port, connection.client_port)
         + connection.vip.packed.ljust(_ADDRESS_BYTES, b"\0")
         + connection.client.packed.ljust(_ADDRESS_BYTES, b"\0")
-        + bytes(4)  # zero stands for any interface
+        # In the kernel's identification of a socket, four zero bytes stand for any network interface.
+        + bytes(4)
         + _NO_COOKIE
     )
     return _HEADER.pack(_HEADER.size + len(body), _SOCK_DESTROY, _REQUEST | _ACKNOWLEDGE, 0, 0) + body

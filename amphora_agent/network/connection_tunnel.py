@@ -33,23 +33,26 @@ from amphora_agent.services.template_files import load_template
 
 NAME = "handover0"
 PORT = 4789
-# Both ends have this locally administered MAC address, so that no end has to learn the other one.
+# Both ends of the hand-over tunnel have this locally administered MAC address, so that neither amphora has to learn the
+# other's address.
 _MAC = "0a:00:00:00:00:01"
-# Source address of redirected packets, whose answers this version accepts (tunnel_answers).
+# The new holder of the VIPs sends redirected packets from this MAC address if it accepts their answers through the
+# hand-over tunnel (tunnel_answers).
 RETURNS = "0a:00:00:00:00:02"
 _TABLE = "amphora_handover"
-# Limits for known connections, and for connections with a SYN only, with their time-out. Each kind has a limit of its
-# own, because a flood of SYNs with forged sources must not displace established connections.
+# The hand-over table limits known connections and, separately, connections with only a SYN, which the table forgets
+# after some seconds. Because of the separate limits, a flood of SYNs with forged sources cannot displace established
+# connections.
 MOST_CONNECTIONS = 1_000_000
 _MOST_BEGUN, _BEGUN_SECONDS = 262_144, 10
-# The values of the constants are from linux/if_addr.h.
 _NODAD, _TENTATIVE = 0x02, 0x40
 _READY_SECONDS, _POLL_SECONDS = 2.0, 0.001
 _FOREVER = 0xFFFFFFFF
 _ESTABLISHED, _SYN_RECEIVED, _FIN_WAIT_1, _FIN_WAIT_2, _CLOSE_WAIT, _LAST_ACK, _CLOSING = 1, 3, 4, 5, 8, 9, 11
 _LIVING = {_ESTABLISHED, _SYN_RECEIVED, _FIN_WAIT_1, _FIN_WAIT_2, _CLOSE_WAIT, _LAST_ACK, _CLOSING}
 WORDS = {4: ("ip", "ipv4_addr"), 6: ("ip6", "ipv6_addr")}
-# Path MTU messages: RFC 1191 and RFC 4443, 3.2
+# Path MTU discovery depends on these ICMP messages, by which a router reports a packet that is too large (RFC 1191; RFC
+# 4443, section 3.2).
 _TOO_LARGE = {4: "icmp type destination-unreachable icmp code 4", 6: "icmpv6 type packet-too-big"}
 
 
@@ -78,8 +81,8 @@ def _sockets(version: int, vips: Collection[Host]) -> Iterator[Connection]:
         for line in lines:
             _, local, remote, word, *_, inode = line.split(None, 10)[:10]
             state = int(word, 16)
-            # In FIN_WAIT_2 without a process, the client has received everything. The kernel waits a minute for the
-            # FIN, because the network may have lost the FIN when the VIPs moved.
+            # A connection in FIN_WAIT_2 without a process counts as ended, because its client has received everything.
+            # The kernel only waits a minute for the client's FIN, which the network may have lost when the VIPs moved.
             if state in _LIVING and not (state == _FIN_WAIT_2 and inode == "0"):
                 vip, port = _endpoint(local)
                 if vip in vips:
@@ -103,7 +106,9 @@ def create_tunnel(instance: VrrpInstance) -> None:
     with IPRoute() as route:
         found = route.link_lookup(ifname=NAME)
         if found and _peer(route, found[0]) != remote:
-            stop_redirect()  # the rules contain the index of the interface, which changes with the new tunnel
+            # The redirect rules contain the interface index of the old hand-over tunnel. The new tunnel gets another
+            # index, so the agent removes the rules first.
+            stop_redirect()
             route.link("del", index=found[0])
             found = ()
         if not found:
@@ -119,7 +124,8 @@ def add_vips(instance: VrrpInstance) -> None:
             more = {"flags": _NODAD, "preferred_lft": 0, "valid_lft": _FOREVER} if vip.version == 6 else {}
             route.addr("replace", index=index, address=str(vip.ip), prefixlen=vip.max_prefixlen, **more)
         deadline = time.monotonic() + _READY_SECONDS
-        # An IPv6 address is tentative for a moment, even without duplicate address detection.
+        # The kernel marks a new IPv6 address as tentative for a moment, even without duplicate address detection, and
+        # does not use the address meanwhile.
         while any(message["flags"] & _TENTATIVE for message in route.get_addr(family=socket.AF_INET6, index=index)):
             if time.monotonic() > deadline:
                 raise NetlinkError(errno.ETIMEDOUT, "an IPv6 address is not ready")

@@ -134,8 +134,9 @@ class NamespaceState:
             (self.links[one.mac].index, address) for one in self.interfaces for address in (*one.addresses, *one.vips)
         }
         for index, address in present - known:
-            # With VRRP, host addresses belong to keepalived. It removes a former VIP when it reads its new file. If
-            # another process removes one before, keepalived assumes that it lost its VIPs and releases all of them.
+            # Under VRRP, keepalived owns the host addresses (/32, /128) and removes a former VIP when it reads its new
+            # file. If another process removed the VIP first, keepalived would assume the loss of its VIPs and release
+            # all of them.
             is_ours = self.wanted.has_vips or address.network.prefixlen != address.max_prefixlen
             if is_ours and index not in self._unwanted_indexes:
                 yield index, address
@@ -194,7 +195,8 @@ def _add_addresses(
         if address.version == 6:
             more["flags"] = _NODAD
             if address in interface.vips:
-                # "deprecated" (RFC 4862, 5.5.4): own connections do not use a VIP as their source.
+                # A deprecated IPv6 address (RFC 4862, section 5.5.4) accepts connections, but the kernel does not
+                # choose it as the source of the amphora's own connections.
                 more.update(preferred_lft=0, valid_lft=_FOREVER)
         state.route.addr("replace", index=index, address=str(address.ip), prefixlen=address.network.prefixlen, **more)
     return missing
@@ -205,7 +207,9 @@ def _remove_addresses(route: Any, addresses: Iterable[tuple[int, Address]]) -> N
         try:
             route.addr("del", index=index, address=str(address.ip), prefixlen=address.network.prefixlen)
         except NetlinkError as error:
-            if error.code != errno.EADDRNOTAVAIL:  # the kernel removes a secondary address with the primary one
+            # The kernel removes secondary addresses together with their primary address, so the agent ignores the error
+            # about a missing address.
+            if error.code != errno.EADDRNOTAVAIL:
                 raise
 
 
@@ -285,7 +289,8 @@ def _names(route: Any) -> dict[int, str]:
 
 
 def _describe_neighbours() -> list[dict[str, Any]]:
-    # The states are those of linux/neighbour.h, without NOARP (0x40).
+    # The names are the neighbour states of linux/neighbour.h. The agent omits entries in the state NOARP (0x40), which
+    # the kernel never resolves.
     states = {0x01: "incomplete", 0x02: "reachable", 0x04: "stale", 0x08: "delay", 0x10: "probe", 0x20: "failed"}
     with IPRoute() as route:
         names = _names(route)

@@ -15,7 +15,8 @@ from amphora_agent.network.namespace import Namespace
 from amphora_agent.network.pyroute2_lazy import IPRoute, NetlinkError
 
 _UP = 1
-# The agent never moves the loopback and the tunnel (`connection_tunnel.NAME`).
+# The agent never moves two of its own interfaces to another namespace: the loopback and the hand-over tunnel
+# (`connection_tunnel.NAME`).
 _OWN = ("lo", "handover0")
 
 

@@ -20,11 +20,12 @@ from amphora_agent.network.libnftables import REMEDY, STATELESS, NftError
 
 _log = logging.getLogger(__name__)
 _MISSING = f"table {FAMILY} {TABLE}\ndelete table {FAMILY} {TABLE}\n"
-# These patterns find the contents of a table that nft has listed.
+# These patterns find the sets, the chains and all other objects in the text of a table that nft has listed.
 _SETS = re.compile(r"^\tset (?P<name>\S+) \{\n.*?^\t\}\n\n?", re.MULTILINE | re.DOTALL)
 _CHAINS = re.compile(r"^\tchain (\S+) \{", re.MULTILINE)
 _OBJECTS = re.compile(r"^\t(\w+) ", re.MULTILINE)
-# nft 1.1.3 (Debian 13) lists TCP flags with a mask in this form.
+# nft 1.1.3 (Debian 13) lists TCP flags with a mask in this form. The agent rewrites the form to an older one before it
+# compares tables.
 _FLAGS = re.compile(r"tcp flags & \(([0-9a-fx| ]+)\) == (0x[0-9a-f]+(?: \| 0x[0-9a-f]+)*)")
 
 
@@ -41,7 +42,10 @@ def replace_table(text: str) -> bool:
         for transaction in plan_transactions(held, text):
             execute(transaction)
     except FirewallError as error:
-        _log.warning("Incremental change of the firewall rules failed, replacing the whole table: %s", error)
+        _log.warning(
+            "The kernel refused an incremental change of the firewall rules, so the agent replaces the whole table: %s",
+            error,
+        )
         execute(_MISSING + text)
     return True
 
@@ -52,7 +56,8 @@ def plan_transactions(held: str, wanted: str) -> list[str]:
     foreign = set(_OBJECTS.findall(held)) - {"set", "chain"}
     changed = any(name in after and after[name].split() != block.split() for name, block in before.items())
     if not wanted or foreign or changed:
-        # The wanted table is empty, or another program has changed the present table: replace the whole table.
+        # The wanted table is empty, or another program has changed the present table. In either case one transaction
+        # replaces the whole table.
         return [_MISSING + wanted]
     new_sets = "".join(block for name, block in after.items() if name not in before)
     rules = [f"delete chain {FAMILY} {TABLE} {name}\n" for name in _CHAINS.findall(held)]

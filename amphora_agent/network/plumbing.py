@@ -28,7 +28,8 @@ from amphora_agent.network.interfaces import NO_NETWORK, AddedVip, WantedNetwork
 from amphora_agent.network.namespace import Namespace
 
 _log = logging.getLogger(__name__)
-# Each pass reads the state again: a removal may make the kernel remove more, and announcements may arrive late.
+# The agent reads and changes the network in at most this number of passes. One pass may not suffice, because the kernel
+# may remove more than requested, or announce changes late.
 _MAX_PASSES = 4
 _POLL_SECONDS = 0.01
 
@@ -40,11 +41,13 @@ class Plumbing:
         self._inner = inner
         self._interface_watch = netlink_watch.watch_interfaces(inner)
         self._nftables_watch = netlink_watch.watch_nftables(inner)
-        # The known state of the kernel. None means that the kernel's state may have changed.
+        # The agent remembers the network and the restrictions that it last applied. None means that the kernel's state
+        # may have changed since then.
         self._network: WantedNetwork | None = None
         self._restrictions: Restrictions | None = None
         self._is_changing = False
-        # `commit` announces these added VIPs, when HAProxy listens. A dict keeps the order.
+        # After HAProxy has begun to listen, `commit` announces these added VIPs to the network. A dict serves as a set
+        # that keeps the order.
         self._unannounced: dict[AddedVip, None] = {}
 
     def matches(self, bundle: Bundle) -> bool:
@@ -102,9 +105,11 @@ class Plumbing:
         if self._network != wanted:
             self._network = None
             done = interfaces.converge(self._inner, wanted, may_lack=may_lack, removes=False)
-            # After a start, the agent also announces VIPs that a crashed agent added without an announcement.
+            # After its start, the agent announces all its VIPs, because a crashed agent may have added VIPs without an
+            # announcement.
             self._unannounced |= dict.fromkeys(done.added_vips if served is not None else interfaces.own_vips(wanted))
-        if restricted.forwards:  # the kernel already has the rules that limit forwarding
+        if restricted.forwards:
+            # The kernel already has the rules that limit forwarding, so the agent may enable forwarding now.
             self._inner.run(sysctls.set_forwarding, wanted=True)
 
     def commit(self, bundle: Bundle, *, may_lack: bool = False, ending: Callable[[], None] | None = None) -> None:
@@ -139,7 +144,9 @@ class Plumbing:
             self._converge(wanted, may_lack=True)
             self._is_changing = False
         except AgentError as error:
-            _log.error("Rollback of the network failed; the next drift check repairs the rest: %s", error)
+            _log.error(
+                "The agent could not restore the former network; the next drift check repairs the rest: %s", error
+            )
 
     def _converge(self, wanted: WantedNetwork, *, may_lack: bool) -> None:
         """Run passes until one changes nothing. A later announcement comes from a change outside the agent."""
@@ -152,7 +159,10 @@ class Plumbing:
             interfaces.announce_vips(self._inner, done.added_vips)
             if done.changed == 0 and not done.complete:
                 absent = [one.name for one in wanted.interfaces if not one.vips]
-                _log.warning("One of the interfaces %s is missing; the agent continues without it", ", ".join(absent))
+                _log.warning(
+                    "The amphora lacks at least one of the interfaces %s; the agent continues without it",
+                    ", ".join(absent),
+                )
                 return
             if done.changed == 0:
                 self._network = wanted

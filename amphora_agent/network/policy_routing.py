@@ -26,14 +26,16 @@ FORWARDED = 0x616D
 FIRST_TABLE = 1
 """Table of the first interface with VIPs. There is only one; a second one would have the next table."""
 _PRIORITY = 100
-# The kernel has these default metrics (include/net/ip6_route.h).
+# The kernel gives these metrics to an IPv4 or IPv6 route that is added without a metric (include/net/ip6_route.h).
 _METRICS = {4: 0, 6: 1024}
 _FAMILIES = {4: socket.AF_INET, 6: socket.AF_INET6}
 _EVERYTHING = {socket.AF_INET: "0.0.0.0/0", socket.AF_INET6: "::/0"}
-# The values of the constants are from include/uapi/linux/rtnetlink.h.
+# The header linux/rtnetlink.h defines the numbers of the route protocols, the route type, the route flag and the route
+# scope.
 _PROTOCOL_KERNEL, _PROTOCOL_STATIC, _PROTOCOL_ROUTER_ADVERTISEMENT = 2, 4, 9
 _UNICAST, _CLONED, _SCOPE_LINK = 1, 0x200, 253
-# Every namespace begins with these rules, for the tables local, main and default.
+# The kernel creates these routing rules, by priority and table, in each network namespace for the tables local, main
+# and default.
 _KERNEL_RULES = {(0, 255), (32766, MAIN), (32767, 253)}
 _LEADS_TO_A_TABLE = 1
 _MARK = "FRA_FWMARK"

@@ -9,42 +9,49 @@ from amphora_agent.errors import InterfaceError
 from amphora_agent.network.namespace import Namespace
 
 _ROOT = Path("/proc/sys/net")
-# HAProxy binds a VIP before the VIP is added, and while another amphora has it.
+# HAProxy binds a VIP before the agent adds the VIP, and also while another amphora has the VIP.
 _NEEDED = {"ipv4/ip_nonlocal_bind": "1", "ipv6/ip_nonlocal_bind": "1"}
 _SETTINGS = {
-    # Addresses and routes come from the bundle only.
+    # The amphora takes its IPv6 addresses and routes from the agent's bundle only, so the kernel ignores router
+    # advertisements.
     "ipv6/conf/default/accept_ra": "0",
     "ipv6/conf/default/autoconf": "0",
-    # IPv4 accepts redirects if "all" or the interface does, so both are set.
+    # IPv4 accepts ICMP redirects if the setting "all" or the setting of the interface permits them, so the agent
+    # disables both settings.
     "ipv6/conf/all/accept_redirects": "0",
     "ipv6/conf/default/accept_redirects": "0",
     "ipv4/conf/all/accept_redirects": "0",
     "ipv4/conf/default/accept_redirects": "0",
-    # Duplicate address detection is off: the network assigns addresses once, and a VIP must be usable at once.
+    # The agent disables duplicate address detection, because the cloud assigns each address once and a VIP must be
+    # usable at once.
     "ipv6/conf/default/accept_dad": "0",
-    # Only the interface with the address answers ARP, also if two networks share a switch.
+    # Only the interface that has an address answers ARP requests for the address, even if two networks share a switch.
     "ipv4/conf/all/arp_ignore": "1",
-    # ARP requests use the fixed address. A request from the VIP would announce the VIP here, even after the VIP has
-    # moved to the other amphora.
+    # With arp_announce=2, the kernel sends ARP requests from the fixed address of an interface. A request from a VIP
+    # would announce the VIP here, even after the VIP has moved to the other amphora.
     "ipv4/conf/all/arp_announce": "2",
-    # Clients may arrive by another interface than the one of their route (policy_routing.py), so the filter must be
-    # loose. The kernel uses the larger value of "all" and the interface; the default of the host may be strict.
+    # Clients may arrive by another interface than the one of their route (policy_routing.py), so the reverse-path
+    # filter must be loose. The kernel uses the larger value of "all" and the interface, so a strict default of the host
+    # has no effect.
     "ipv4/conf/all/rp_filter": "2",
-    # With clients and members in one network, the amphora would redirect both past itself (RFC 1812, 5.2.7.2).
+    # If clients and members share a network, ICMP redirects from the amphora would lead their packets past the amphora
+    # (RFC 1812, section 5.2.7.2).
     "ipv4/conf/all/send_redirects": "0",
     "ipv4/conf/default/send_redirects": "0",
-    # Without promotion the kernel removes all addresses of a subnet together with the first one.
+    # Without the promotion of secondary addresses, the kernel removes all addresses of a subnet together with the first
+    # one.
     "ipv4/conf/all/promote_secondaries": "1",
-    # The kernel must permit accept queues as long as HAProxy's connection limits.
+    # The kernel must permit accept queues that are as long as HAProxy's connection limits.
     "core/somaxconn": "65535",
     "ipv4/tcp_max_syn_backlog": "65535",
-    # With SYN cookies, a flood of SYNs with forged sources does not block real clients.
+    # With SYN cookies, a flood of SYNs with forged sources does not keep real clients from connecting.
     "ipv4/tcp_syncookies": "1",
-    # Each connection to a member needs a local port. So all ports are used, except those on which the amphora listens.
+    # Each connection to a member needs a local port. So the kernel may use all ports except those on which the amphora
+    # listens.
     "ipv4/ip_local_port_range": "1024 65535",
     "ipv4/ip_local_reserved_ports": "1025,9101-9102",
-    # The kernel reuses a port in TIME-WAIT (a minute) for a new connection to the same member; TCP time stamps make the
-    # reuse safe (RFC 6191).
+    # The kernel may reuse a local port in TIME-WAIT, which lasts a minute, for a new connection to the same member. TCP
+    # time stamps make the reuse safe (RFC 6191).
     "ipv4/tcp_tw_reuse": "1",
 }
 

@@ -63,7 +63,8 @@ def answer_rules(instance: VrrpInstance) -> str:
         leaving.append(f'  {word} saddr {{ {vips} }} {reverse} {answered} fwd to "{NAME}"\n')
     chains = (
         ("tunnelled", "ingress", NAME, 0, tunnelled),
-        # The chain precedes the redirect of a node that is also a new holder.
+        # After another hand-over, the former holder may also redirect packets as the new holder of the VIPs. The chain
+        # "direct" must see each packet before the redirect takes the packet away.
         ("direct", "ingress", device, -1, direct),
         ("leaving", "egress", device, 0, leaving),
     )

@@ -23,7 +23,8 @@ from pathlib import Path
 
 ALIVE, DEAD = "0", "1"
 BUSY_SECONDS = 5.0
-# HealthFile repeats questions, because a worker that froze and was replaced never answers the questions it accepted.
+# HealthFile repeats an unanswered question after this number of seconds. A worker that froze and was replaced never
+# answers a question that it accepted.
 REPEAT_SECONDS = 2.0
 _LATE_SECONDS = 0.1
 _STATE, _USER_TIME, _SYSTEM_TIME = 0, 11, 12
@@ -85,7 +86,8 @@ class HealthFile:
     def started(self, pid: int) -> None:
         """Record a start. With a probe, the file changes with the first answer."""
         self._pid, self._answered = pid, False
-        # The script around the daemon may have written DEAD to the file, after an exit that this process has not seen.
+        # The script that runs the daemon may have written DEAD to the health file. HealthFile forgets what it wrote
+        # last, so that its next write happens in any case.
         self._written = None
         if self._probe is None:
             self._write(ALIVE)
@@ -105,7 +107,7 @@ class HealthFile:
     def _write(self, content: str) -> None:
         if self._file is None or content == self._written:
             return
-        # One write in place shows a watcher one change.
+        # A process that watches the health file, such as keepalived, sees a single write in place as a single change.
         with suppress(OSError):
             self._file.write_text(content, encoding="ascii")
             self._written = content
@@ -134,7 +136,8 @@ class HealthFile:
         try:
             connection.connect(self._probe.socket)
             connection.send(self._probe.question.encode())
-        except OSError:  # the daemon has no listener, or its backlog is full
+        except OSError:
+            # The daemon has no listener yet, or the backlog of its listener is full, so HealthFile asks again later.
             connection.close()
             self.due = now + self._probe.interval
         else:
@@ -165,7 +168,8 @@ class HealthFile:
         self.due = now + probe.time_limit / 2
         silent = now - (self._silent_since if self._silent_since is not None else now)
         if not self._answered or self._pid is None:
-            # A daemon that starts is not frozen: the agent waits for its answer or its exit.
+            # A daemon that is still starting does not count as frozen. The agent waits for the daemon's first answer or
+            # its exit.
             self.due = now + probe.interval
             return
         activity = read_activity(self._pid)

@@ -23,13 +23,15 @@ from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
-    # The agent starts the program by its path: -I and -S save a megabyte, and omit the package from the search path.
+    # The agent starts the health watcher by its path with the Python options -I and -S, which save a megabyte. The
+    # options also omit the package from Python's search path, so the watcher adds the directory of the package.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from amphora_agent.services.health_file import HealthFile, Probe
 
 POLICY_FILE, WANTED_FILE, PID_FILE = "policy.json", "wanted", "pid"
-# With these contents of WANTED_FILE, an exit of the daemon is a failure.
+# If the WANTED_FILE of a daemon contains one of these words, the health watcher treats an exit of the daemon as a
+# failure.
 _FAILURES = ("wanted", "missed")
 LOOK_SECONDS = 0.15
 _READ_AGAIN = 50
@@ -96,7 +98,8 @@ class WatchedService:
     def _watch_process(self, pid: int) -> bool:
         try:
             self._descriptor = os.pidfd_open(pid)
-        except (ProcessLookupError, FileNotFoundError):  # both errors mean that the process has exited (Linux 6.16)
+        except (ProcessLookupError, FileNotFoundError):
+            # On Linux 6.16, ProcessLookupError and FileNotFoundError both mean that the process has exited.
             return False
         self._selector.register(self._descriptor, selectors.EVENT_READ, self._process_exited)
         return True

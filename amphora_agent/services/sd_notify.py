@@ -13,7 +13,8 @@ from urllib.parse import quote, unquote
 from amphora_agent.errors import ServiceError
 
 FIRST_DESCRIPTOR = 3
-# The prefix distinguishes descriptors that the agent stored from those of socket units.
+# Descriptors that the agent has stored in systemd have names with this prefix, which distinguishes them from
+# descriptors of socket units.
 _PREFIX = "kept-"
 _LONGEST_NAME = 255
 _MOST_KEPT, _LARGEST_LIST = 64, 65536
@@ -83,14 +84,15 @@ def notify_ready(inherited: Inherited) -> None:
 def store_descriptor(address: str, name: str, descriptor: int) -> None:
     """Store a descriptor in systemd beyond the life of this process; raises ServiceError."""
     send(address, f"FDSTORE=1\nFDPOLL=0\nFDNAME={_encoded(name)}", [descriptor])
-    # After the barrier systemd has the descriptor, and this process may exit.
+    # When systemd answers the barrier message, systemd has received the descriptor, and the agent's process may exit.
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
             send(address, "BARRIER=1", [theirs.fileno()])
         ours.settimeout(ANSWER_SECONDS)
         try:
-            ours.recv(1)  # systemd closes the other end when it handles the message
+            # systemd answers the barrier message by closing its end of the socket pair, which ends recv().
+            ours.recv(1)
         except OSError as error:
             raise ServiceError("notify systemd", f"it does not answer: {error}") from error
 

@@ -82,7 +82,8 @@ class Machine:
 
     def build(self, spec: dict[str, Any]) -> None:
         """Mount the private file systems and create the network namespace of the load balancer."""
-        # The supervisor opens the directories first, because the mounts below may hide them.
+        # The supervisor opens the source directories before it mounts file systems, because the mounts may hide the
+        # directories.
         sources = [(os.open(spec[name], os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), name) for name in ("etc", "var")]
         self._mount("tmpfs", self._paths.root / "run", "tmpfs", "mode=755,size=64m")
         for (source, name), place in zip(sources, (self._paths.etc, self._paths.var), strict=True):
@@ -228,7 +229,10 @@ class Supervisor:
         backoff = max(backoff, service.restart_delay)
         service.due = time.monotonic() + backoff
         last = service.log[-1] if service.log else ""
-        self._log(f"daemon {service.name} exited with {code} after {lived:.1f} s; restart in {backoff:.1f} s. {last}")
+        self._log(
+            f"daemon {service.name} exited with {code} after {lived:.1f} s, and the supervisor restarts it "
+            f"in {backoff:.1f} s. Last line of the daemon: {last}"
+        )
 
     @staticmethod
     def _log(line: str) -> None:
@@ -253,7 +257,9 @@ class Supervisor:
             answer = self._handlers[request["op"]](connection, request)
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             answer = {"ok": False, "error": f"{type(error).__name__}: {error}"}
-        while self._arrived:  # no handler has used the descriptor
+        while self._arrived:
+            # The handler of the request has not used a file descriptor that the client sent, so the supervisor closes
+            # the descriptor.
             os.close(self._arrived.pop())
         if answer is not None:
             self._answer(connection, answer)
@@ -263,7 +269,7 @@ class Supervisor:
             connection.settimeout(ANSWER_SECONDS)
             connection.sendall(json.dumps(answer).encode() + b"\n")
         except OSError as error:
-            self._log(f"a client closed the control socket before its answer: {error}")
+            self._log(f"the supervisor could not send an answer, because the client closed the control socket: {error}")
         finally:
             connection.close()
 
@@ -279,7 +285,9 @@ class Supervisor:
                 known.health.started(known.pid)
             service, starts = known, False
         elif known is not None and known.due is not None and known.restart_delay and known.argv == service.argv:
-            service, starts = known, False  # the daemon has exited, and its restart is delayed
+            # The daemon has exited, and the supervisor will restart it after a delay. So a request to start the daemon
+            # starts no second process now.
+            service, starts = known, False
         elif known is not None:
             service.log, service.starts = known.log, known.starts
         self._set_policy(service, request.get("policy", {}))

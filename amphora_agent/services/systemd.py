@@ -46,7 +46,7 @@ class Systemd:
         self._paths = paths
         self._address = inherited.address
         self._kept = inherited.receive()
-        # The lock prevents that a thread reads an incomplete change of another thread.
+        # The lock prevents a thread from acting while another thread has changed the files of a unit only in part.
         self._lock = threading.Lock()
 
     def start(
@@ -62,7 +62,9 @@ class Systemd:
                 return present if present.wanted else self._started_status(name)
             pending = self._state(name) in _ACTIVE_STATES
             if pending and policy.restart_delay and change is not UnitChange.COMMAND and self._wanted(name) == WANTED:
-                return self._started_status(name)  # the daemon has exited, and systemd delays the restart
+                # The daemon has exited, and systemd will restart it after a delay. So the agent does not start the unit
+                # now.
+                return self._started_status(name)
             self._start_unit(name, restart=pending)
             return self._started_status(name)
 
@@ -75,7 +77,8 @@ class Systemd:
         try:
             self._systemctl(f"start {name}", "restart" if restart else "start", unit_name(name))
         except ServiceError:
-            # A daemon that started and exited at once is not an error here, because the caller waits for its answer.
+            # systemctl also fails if the daemon started and exited at once. The agent ignores that failure, because the
+            # caller waits for the daemon's answer.
             if health_watcher.read_line(directory / "starts") == before:
                 raise
 
@@ -85,7 +88,8 @@ class Systemd:
                 return
             self._set_wanted(name, MISSED if missed else STOPPED)
             self._systemctl(f"stop {name}", "stop", unit_name(name))
-            # systemd keeps failed units in memory without a limit.
+            # systemd would keep failed units in memory without a limit, so the agent makes systemd forget the stopped
+            # unit.
             self._systemctl(f"stop {name}", "reset-failed", unit_name(name), may_fail=True)
 
     def dismiss(self, name: str) -> None:
@@ -103,18 +107,22 @@ class Systemd:
         try:
             descriptor = os.pidfd_open(pid)
             try:
-                if not health_watcher.is_in_unit(pid, unit_name(name)):  # the kernel has reused the process id
+                if not health_watcher.is_in_unit(pid, unit_name(name)):
+                    # The daemon has exited, and the kernel has reused its process id for a process outside the daemon's
+                    # unit.
                     raise missing
                 signal.pidfd_send_signal(descriptor, number)
             finally:
                 os.close(descriptor)
-        except (ProcessLookupError, FileNotFoundError):  # both errors mean that the process has exited (Linux 6.16)
+        except (ProcessLookupError, FileNotFoundError):
+            # On Linux 6.16, ProcessLookupError and FileNotFoundError both mean that the process has exited.
             raise missing from None
 
     def log(self, name: str) -> list[str]:
         if self.status(name) is None:
             return []
-        # --sync writes the last lines of the daemon before its exit to the journal.
+        # `journalctl --sync` makes the journal complete, so that the agent also reads the last lines of a daemon that
+        # has exited.
         self._run("read the log", ["journalctl", "--sync"], may_fail=True)
         match = [f"_SYSTEMD_UNIT={unit_name(name)}", "--boot", f"--lines={LOG_LINES}"]
         said = self._run(f"read the log of {name}", ["journalctl", "--quiet", "--no-pager", "--output=cat", *match])
@@ -161,7 +169,9 @@ class Systemd:
         unit.state.mkdir(mode=0o700, parents=True, exist_ok=True)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, text, durable=False)
-        file.chmod(0o644)  # the file has no secrets; systemd warns about unreadable units
+        # systemd warns about unit files that other users cannot read. The unit file contains no secrets, so the agent
+        # makes it readable.
+        file.chmod(0o644)
         if change is not UnitChange.NEW:
             self._systemctl(f"start {unit.name}", "daemon-reload")
         return change
@@ -202,9 +212,10 @@ class Systemd:
             return None
         pid = health_watcher.running_pid(directory, unit_name(name))
         starts = int(health_watcher.read_line(directory / "starts") or 0)
-        # systemd does not restart a unit that an operator has stopped.
+        # A daemon that an operator has stopped does not count as restarting, because systemd does not restart its unit.
         restarts = wanted == WANTED and (pid is not None or self._state(name) in _ACTIVE_STATES)
-        if restarts and pid is None:  # the daemon may have started during the call of systemctl
+        if restarts and pid is None:
+            # The daemon may have started while systemctl ran, so the agent reads the process id again.
             pid = health_watcher.running_pid(directory, unit_name(name))
         return ServiceStatus(pid, starts, exit_code(health_watcher.read_line(directory / "exit")), restarts)
 

@@ -90,7 +90,7 @@ def test_server_without_descriptors_accepts_later(turning, listening, capfd):
     with asking(path) as connection:
         with files(_next_file()):
             turning.run_once(0)
-        assert "connections are not accepted" in capfd.readouterr().err
+        assert "accepts no connections" in capfd.readouterr().err
         connection.setblocking(False)
         said, end = b"", time.monotonic() + 30
         while not said:
