@@ -37,13 +37,14 @@ from amphora_driver.telemetry.http_server import Telemetry
 
 LOG = logging.getLogger(__name__)
 
-# A reported value expires after five heartbeat intervals without a repetition.
+# The health manager forgets a reported value that no heartbeat repeats within five heartbeat intervals.
 _EXPIRY_INTERVALS = 5
-# The health manager flushes without new heartbeats too, because a failed write needs a retry.
+# The health manager writes to the database every second even without new heartbeats, because a failed write needs a
+# retry.
 _IDLE_FLUSH_INTERVAL = 1.0
-# A stopping health manager waits for its last flush until a time-out in seconds.
+# A stopping health manager waits at most 20 s for the last write of reports to the database.
 _STOP_TIMEOUT = 20.0
-# A health manager without a recent flush (age in seconds) reports that it does not work.
+# A health manager reports that it does not work if the last write of reports to the database is older than 15 s.
 _MAX_FLUSH_AGE = 15.0
 
 
@@ -72,7 +73,8 @@ class HealthManager:
             self._receiver.forget,
         )
         name = process_name()
-        # The controllers have to notice a failed self-test long before an amphora counts as silent.
+        # The controllers must learn of a failed self-test long before they regard silent amphorae as dead, so the
+        # health manager repeats the self-test often.
         interval = min(process_registry.HEARTBEAT_INTERVAL, conf.amp_failover.silent_after / 5)
         max_flush_age = _IDLE_FLUSH_INTERVAL + 2 * conf.amp_health.flush_interval
         self._self_test = ReceiverSelfTest(self._database, name, self._receiver.receives_probe, interval, max_flush_age)
@@ -122,7 +124,8 @@ class HealthManager:
             return keys, amphorae.last_heartbeats(connection, list(keys))
 
         keys, orders = self._database.read(read)
-        # The orders precede the use of the keys, so that this process refuses heartbeats that another one accepted.
+        # The health manager loads the positions of the last accepted heartbeats before it uses new keys. So it refuses
+        # heartbeats that another health manager has accepted.
         self._reports.load_orders(orders)
         return keys
 
@@ -146,7 +149,8 @@ class HealthManager:
             self._updated.wait(_IDLE_FLUSH_INTERVAL)
             self._updated.clear()
             self._flush()
-            # The pause between two flushes collects changes into one batch.
+            # During the pause between two flushes, the health manager collects changed statuses, and then writes them
+            # to the database in one batch.
             self._stopping.wait(self._conf.amp_health.flush_interval)
 
     def _flush(self, *, last: bool = False) -> None:
@@ -163,7 +167,8 @@ class HealthManager:
         except StoreError as error:
             LOG.warning("could not write the reports of amphorae, trying again: %s", error)
         except Exception:
-            # An unexpected error must not end the flush thread, because reports would be lost unnoticed.
+            # The flush thread must survive an unexpected error, because without the thread the health manager would
+            # silently lose all reports.
             LOG.exception("could not write the reports of amphorae, trying again")
 
 
@@ -182,7 +187,7 @@ class HealthManagerService(cotyledon.Service):
 
     def terminate(self) -> None:
         self._manager.stop()
-        # Cotyledon ends the process when `terminate` returns.
+        # Cotyledon ends the process when `terminate` returns, so `terminate` waits for the last write of the reports.
         if not self._manager.wait(_STOP_TIMEOUT):
             LOG.warning("exiting before all reports are written: the last flush takes longer than %d s", _STOP_TIMEOUT)
 
