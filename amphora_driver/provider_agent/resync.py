@@ -42,13 +42,15 @@ from amphora_driver.store.resyncs import ResyncOutcome
 from amphora_driver.store.sealed_secrets import SealedSecret
 
 LOG = logging.getLogger(__name__)
-# The next attempt follows soon for a load balancer with open changes, and later after an error (in seconds).
+# The provider agent repeats a resync after one second if the load balancer has open changes, and after 15 seconds if an
+# error occurred.
 _BUSY_DELAY, _RETRY_DELAY = 1.0, 15.0
 _BUSY = "waits until all requests of its users are served and reported to Octavia"
 _CREATING = "waits until Octavia has committed its creation"
-# Each deletion costs Octavia tens of milliseconds, and a call times out after half a minute.
+# Each deletion costs Octavia tens of milliseconds, and a call times out after half a minute. So one call deletes at
+# most 15 objects.
 _MAX_DELETED = 15
-# The database column limits the length of the recorded differences.
+# The database column for the result of a resync limits the length of the recorded differences.
 _MAX_DETAIL = 2000
 
 
@@ -80,7 +82,7 @@ class Resyncer:
         self._executor = executor
         self._lock = threading.Lock()
         self._running = False
-        # `_not_before` contains the earliest next attempts (`time.monotonic()`) by load balancer.
+        # By load balancer id, `_not_before` contains the monotonic time of the earliest next attempt of a resync.
         self._not_before: dict[str, float] = {}
 
     def run_due(self) -> None:
@@ -143,7 +145,8 @@ class Resyncer:
         if found is None and unread is None:
             self._finish_unknown(request)
             return None
-        # All checks precede PENDING_UPDATE, because that state blocks the users.
+        # All checks of a resync precede the state PENDING_UPDATE, because Octavia refuses requests of users in that
+        # state.
         before = self._database.read(lambda connection: sync_transactions.load_settled(connection, load_balancer_id))
         if before is None:
             return _BUSY
@@ -166,7 +169,8 @@ class Resyncer:
         try:
             return self._library().get_loadbalancer(load_balancer_id), None
         except octavia_errors.DriverAgentTimeout:
-            # Octavia answers at once for an unknown load balancer, so a time-out means that Octavia knows it.
+            # Octavia answers immediately if it does not know a load balancer, so a time-out proves that Octavia knows
+            # the load balancer.
             return None, octavia_reader.UNREADABLE
 
     def _convert(
@@ -202,7 +206,8 @@ class Resyncer:
             if differences:
                 if not sync_transactions.adopt_octavia_tree(connection, row, tree, contents, gone):
                     return False
-                # Changed objects and the load balancer become ACTIVE after the amphorae serve them.
+                # The load balancer and its changed objects become ACTIVE in Octavia only after the amphorae serve the
+                # new configuration.
                 waiting = [(Kind.LOAD_BALANCER, tree.id), *((kind, one) for one, kind in changed.items())]
                 status_outbox.expect_confirmation(connection, tree.id, row.generation + 1, waiting)
             elif not sync_transactions.is_unchanged(connection, row):
@@ -255,7 +260,8 @@ class Resyncer:
             return
         if request.remove_unknown and found is not None:
             LOG.warning("resync deletes unrecorded load balancer %s from Octavia as requested", load_balancer_id)
-            # Octavia refuses to delete an object that has children, so the leaves come first.
+            # Octavia refuses to delete an object that has children, so the resync deletes children before their
+            # parents.
             gone = list(reversed([*octavia_audit.nodes_by_id(from_octavia.load_balancer(found)).values()]))
             for start in range(0, len(gone), _MAX_DELETED):
                 self._library().update_loadbalancer_status(_deleted(gone[start : start + _MAX_DELETED]))
