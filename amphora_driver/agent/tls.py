@@ -131,7 +131,10 @@ class TlsIdentity:
         except (CertificateError, StoreError) as error:
             if self._context is None:
                 raise
-            LOG.warning("cannot read the certificates for agents, keeping the present ones: %s", error)
+            LOG.warning(
+                "the process cannot read the TLS certificates for agents and keeps the previous ones: %s",
+                error,
+            )
             return self._context
         with self._lock:
             certificate = None if override.certificate else _file_version(self._client_certificate)
@@ -143,7 +146,9 @@ class TlsIdentity:
                 except CertificateError as error:
                     if self._context is None:
                         raise
-                    LOG.warning("cannot load the certificates for agents, keeping the present ones: %s", error)
+                    LOG.warning(
+                        "the process cannot load the TLS certificates for agents and keeps the previous ones: %s", error
+                    )
                 # Even if the certificates cannot be loaded, the code records their versions, so only a changed version
                 # causes the next attempt.
                 self._versions = versions

@@ -104,10 +104,15 @@ class KeyCache:
         try:
             found = self._read_keys(known)
         except AmphoraDriverError as error:
-            LOG.warning("could not read heartbeat keys of new amphorae; the next datagram repeats the read: %s", error)
+            LOG.warning(
+                "the health manager could not read the keys of new amphorae; the next heartbeat repeats the read: %s",
+                error,
+            )
         except Exception:
             # Only one thread reads heartbeat keys, so the thread must survive an unexpected error of a database client.
-            LOG.exception("could not read heartbeat keys of new amphorae; the next datagram repeats the read")
+            LOG.exception(
+                "the health manager could not read the keys of new amphorae; the next heartbeat repeats the read"
+            )
         else:
             self.add(found)
             self._record_unknown(requested - found.keys())

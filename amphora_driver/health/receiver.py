@@ -144,7 +144,10 @@ class Receiver:
                 sender.setblocking(False)
                 sender.sendto(probe, self._address)
         except OSError as error:
-            LOG.warning("could not send the self-test probe to the heartbeat socket, the self-test fails: %s", error)
+            LOG.warning(
+                "the health manager fails its self-test, because it cannot send a probe to its heartbeat socket: %s",
+                error,
+            )
             return False
         received = self._probe_received.wait(seconds)
         self._probe = b""
@@ -181,7 +184,9 @@ class Receiver:
             except OSError as error:
                 # A temporary socket error, for example an ICMP error after a probe, must not end the receive loop of
                 # the health manager.
-                LOG.warning("could not read from the heartbeat socket, continuing: %s", error)
+                LOG.warning(
+                    "the health manager could not read a datagram from its heartbeat socket and continues: %s", error
+                )
 
     def _handle_datagram(self, datagram: memoryview, sender: str, *, retried: bool) -> None:
         if self._accept_probe(datagram):
@@ -203,7 +208,10 @@ class Receiver:
             # An error in the processing of one amphora's report must not stop the reception of heartbeats from all
             # other amphorae.
             self.refused["handler"] += 1
-            LOG.exception("could not process a heartbeat of amphora %s, dropping it", heartbeat.amphora_id)
+            LOG.exception(
+                "the health manager could not process a heartbeat of amphora %s and drops the heartbeat",
+                heartbeat.amphora_id,
+            )
 
     def _decode(self, datagram: memoryview, key: Secret) -> Heartbeat:
         """Decode a datagram. The cheap checks come first: signature, order, budget, size, content."""
@@ -233,7 +241,10 @@ class Receiver:
         if now - self._logged_at >= _LOG_INTERVAL:
             self._logged_at = now
             amphorae = dict(self.refused_by_amphora.most_common(_MAX_NAMED))
-            numbers = "%s Refused datagrams since the start by reason: %s; with a valid signature by amphora: %s"
+            numbers = (
+                "the health manager refused a heartbeat: %s Refused datagrams since the start, by reason: %s; "
+                "refused datagrams with a valid signature, by amphora: %s"
+            )
             LOG.warning(numbers, refusal, dict(self.refused), amphorae)
 
     def _wake_up(self) -> None:
@@ -263,7 +274,9 @@ def _bind(address: str, port: int) -> socket.socket:
             # capability CAP_NET_ADMIN.
             made.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _SOCKET_BUFFER)
         except PermissionError:
-            LOG.info("net.core.rmem_max limits the receive buffer for heartbeats, continuing with that size")
+            LOG.info(
+                "without CAP_NET_ADMIN, the health manager limits its heartbeat receive buffer to net.core.rmem_max"
+            )
         made.bind((address, port))
     except (OSError, ValueError) as error:
         made.close()

@@ -89,7 +89,9 @@ class HealthManager:
         try:
             self._receiver.preload(self._read_new_keys(frozenset()))
         except StoreError as error:
-            LOG.warning("could not read the heartbeat keys; the first heartbeat repeats the read: %s", error)
+            LOG.warning(
+                "the health manager could not read the heartbeat keys; the first heartbeat repeats the read: %s", error
+            )
         others = [
             threading.Thread(target=self._flush_until_stopped, name="status-writer"),
             threading.Thread(target=self._self_test.run, args=(self._stopping,), name="self-test"),
@@ -142,7 +144,10 @@ class HealthManager:
         omitted = self._database.write(lambda connection: unknown_amphorae.record_unknown_amphorae(connection, due, at))
         self._unknown.mark_recorded(due, now)
         if omitted:
-            LOG.warning("%d unknown amphorae send heartbeats without a record, because the table is full", omitted)
+            LOG.warning(
+                "the health manager cannot record %d unknown senders of heartbeats, because the database table is full",
+                omitted,
+            )
 
     def _flush_until_stopped(self) -> None:
         while not self._stopping.is_set():
@@ -165,11 +170,13 @@ class HealthManager:
                 notifier.notify(self._conf, local_socket.REPORTER)
             self._record_unknown()
         except StoreError as error:
-            LOG.warning("could not write the reports of amphorae, trying again: %s", error)
+            LOG.warning(
+                "the health manager could not write the reports of amphorae to the database and tries again: %s", error
+            )
         except Exception:
             # The flush thread must survive an unexpected error, because without the thread the health manager would
             # silently lose all reports.
-            LOG.exception("could not write the reports of amphorae, trying again")
+            LOG.exception("the health manager could not write the reports of amphorae to the database and tries again")
 
 
 class HealthManagerService(cotyledon.Service):
@@ -189,7 +196,10 @@ class HealthManagerService(cotyledon.Service):
         self._manager.stop()
         # Cotyledon ends the process when `terminate` returns, so `terminate` waits for the last write of the reports.
         if not self._manager.wait(_STOP_TIMEOUT):
-            LOG.warning("exiting before all reports are written: the last flush takes longer than %d s", _STOP_TIMEOUT)
+            LOG.warning(
+                "the health manager exits before writing all reports, because the last write takes longer than %d s",
+                _STOP_TIMEOUT,
+            )
 
 
 def main() -> int:

@@ -191,7 +191,9 @@ class StatusWriter:
         """Log once that an amphora is silent, because no status shows its silence while the partner serves."""
         now_silent = frozenset(each for each in silent if self._reports.last_report(each) is not None)
         for amphora_id in sorted(now_silent - state.silent):
-            silence = "amphora %s of load balancer %s is silent, its partner sends heartbeats"
+            silence = (
+                "amphora %s of load balancer %s is silent: the health manager receives heartbeats only from its partner"
+            )
             LOG.warning(silence, amphora_id, load_balancer_id)
         state.silent = now_silent
 
@@ -219,7 +221,10 @@ class StatusWriter:
 
         lost = self._database.write(write)
         for one in lost:
-            lost_config = "amphora %s confirmed generation %d and serves %d; pushing its configuration again"
+            lost_config = (
+                "amphora %s confirmed generation %d of its configuration but serves generation %d; "
+                "a controller pushes the configuration again"
+            )
             LOG.warning(lost_config, one.amphora_id, one.confirmed, one.serves)
         self._lost_configs.clear(suspected)
         if lost:
@@ -252,12 +257,16 @@ class StatusWriter:
         due, recorded = self._database.write(write)
         for amphora_id in recorded:
             LOG.warning(
-                "the agent of amphora %s reports drift, recording it: %s",
+                "the agent of amphora %s reports drift, which the health manager records: %s",
                 amphora_id,
                 _plain(notices[amphora_id].sentence),
             )
         for one in unrepaired:
-            LOG.warning("pushing the configuration of amphora %s again: %s", one.amphora_id, _plain(_push_reason(one)))
+            LOG.warning(
+                "the health manager requests a new push of the configuration to amphora %s: %s",
+                one.amphora_id,
+                _plain(_push_reason(one)),
+            )
         self._drift_reports.record_pushes(unrepaired, now)
         self._drift_reports.record_notices(updated, now)
         if due:

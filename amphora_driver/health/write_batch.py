@@ -110,7 +110,10 @@ class BatchWriter:
         if now - self._logged_at.get(owner, -_LOG_INTERVAL) >= _LOG_INTERVAL:
             self._logged_at[owner] = now
             reason = printable(str(error), _MAX_REASON)
-            refused = "the database refused the reports of %s, trying again with its next heartbeat (refusal %d): %s"
+            refused = (
+                "the database refused the reports of %s (a load balancer or an amphora); "
+                "the health manager tries again with the next heartbeat (refusal %d): %s"
+            )
             LOG.warning(refused, owner, self.refused[owner], reason)
 
     def forget_old_refusals(self) -> None:

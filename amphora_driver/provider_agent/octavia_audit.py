@@ -113,7 +113,7 @@ class OctaviaAuditor:
             with self._lock:
                 backoff = min(2 * self._backoffs.get(load_balancer_id, _FIRST_BACKOFF / 2), _MAX_BACKOFF)
                 self._backoffs[load_balancer_id] = backoff
-            failed = "could not compare load balancer %s with Octavia, trying again in %.0f s: %s"
+            failed = "the provider agent could not compare load balancer %s with Octavia and tries again in %.0f s: %s"
             LOG.warning(failed, load_balancer_id, backoff, error)
             self.schedule([load_balancer_id])
         else:
@@ -139,7 +139,7 @@ class OctaviaAuditor:
         if not lost:
             self._database.write(lambda connection: sync_transactions.mark_committed(connection, [row]))
             return True
-        dropped = "Octavia has dropped a batch of load balancer %s that removed members; restoring members %s"
+        dropped = "Octavia rolled back member removals of load balancer %s; the provider agent restores members %s"
         LOG.warning(dropped, load_balancer_id, ", ".join(lost))
         # The scheduled comparison of the load balancer with Octavia finds the members that the dropped batch created or
         # changed.
@@ -178,7 +178,7 @@ class OctaviaAuditor:
             lambda connection: sync_transactions.adopt_octavia_tree(connection, row, tree, contents, gone)
         )
         if adopted:
-            differs = "load balancer %s differs in Octavia; adopting Octavia's state: %s"
+            differs = "load balancer %s differs in Octavia; the provider agent adopts Octavia's state: %s"
             LOG.warning(differs, load_balancer_id, "; ".join(differences))
             notifier.notify(self._conf, local_socket.CONTROLLER, load_balancer_id)
         return adopted

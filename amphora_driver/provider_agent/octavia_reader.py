@@ -93,7 +93,9 @@ class OctaviaReader:
             try:
                 return self._read_with_retry(row, verify)
             except Exception:
-                LOG.exception("could not read load balancer %s from Octavia, trying again", load_balancer_id)
+                LOG.exception(
+                    "the provider agent could not read load balancer %s from Octavia and tries again", load_balancer_id
+                )
                 return False
             finally:
                 with self._lock:
@@ -117,7 +119,7 @@ class OctaviaReader:
         except _FAILED as error:
             backoff = min(2 * self.retries.get(row.load_balancer_id, (0.0, _FIRST_BACKOFF))[1], _MAX_BACKOFF)
             self.retries[row.load_balancer_id] = (time.monotonic() + backoff, backoff)
-            failed = "could not read load balancer %s from Octavia, trying again in %.0f s: %s"
+            failed = "the provider agent could not read load balancer %s from Octavia and tries again in %.0f s: %s"
             LOG.warning(failed, row.load_balancer_id, backoff, error)
             return backoff >= GIVE_UP_BACKOFF and self._continue_without(row, error)
         if complete:
@@ -139,7 +141,10 @@ class OctaviaReader:
             since = self._unknown.setdefault(row.load_balancer_id, time.monotonic())
             if time.monotonic() - since > self._conf.amp_octavia.commit_timeout:
                 self._unknown.pop(row.load_balancer_id)
-                LOG.warning("Octavia has not committed load balancer %s in time; deleting it", row.load_balancer_id)
+                LOG.warning(
+                    "Octavia has not committed load balancer %s in time; the provider agent deletes it",
+                    row.load_balancer_id,
+                )
                 self._database.write(lambda c: sync_transactions.delete_unknown(c, row.load_balancer_id))
                 self._notify_controller(row.load_balancer_id)
             return False
@@ -240,7 +245,7 @@ class OctaviaReader:
             pools = [read_part(Kind.POOL, one) for one in tree.pools]
             listeners = [read_part(Kind.LISTENER, one) for one in tree.listeners]
         except _FAILED as error:
-            failed = "could not read the parts of load balancer %s from Octavia, trying again: %s"
+            failed = "the provider agent could not read the parts of load balancer %s from Octavia and tries again: %s"
             LOG.warning(failed, row.load_balancer_id, error)
             return False
         if None in listeners or None in pools or not (listeners or pools):

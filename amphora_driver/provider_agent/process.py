@@ -56,7 +56,10 @@ class _DriverAgent:
             # containers forbid the call.
             self._poll.register(os.pidfd_open(os.getppid()), select.POLLIN)
         except OSError as error:
-            LOG.info("cannot detect a killed octavia-driver-agent, so that only its event ends this process: %s", error)
+            LOG.info(
+                "the provider agent stops only on the exit event, because it cannot watch octavia-driver-agent: %s",
+                error,
+            )
 
     def has_ended(self) -> bool:
         return bool(self._poll.poll(0))
@@ -92,7 +95,11 @@ def run(exit_event: Event, driver_agent: _DriverAgent | None = None) -> None:
             if title in running and running[title].is_alive():
                 continue
             if title in running:
-                LOG.warning("the %s process ended with exit code %s; restarting it", title, running[title].exitcode)
+                LOG.warning(
+                    "the %s process of the provider agent ended with exit code %s; the supervisor restarts it",
+                    title,
+                    running[title].exitcode,
+                )
                 time.sleep(_RESTART_DELAY)
             running[title] = processes.Process(target=target, name=title)
             running[title].start()
@@ -111,7 +118,7 @@ def _run_standby(supervisor: int, stopping: ctypes.c_bool, exit_event: Event, dr
     while not _is_stopped(stopping, supervisor):
         time.sleep(_POLL_INTERVAL)
     if not (stopping.value or driver_agent.has_ended() or exit_event.is_set()):
-        LOG.warning("the supervisor of the reporter has died; the standby takes its place")
+        LOG.warning("the supervisor process of the provider agent has died; the standby process replaces it")
         run(exit_event, driver_agent)
 
 

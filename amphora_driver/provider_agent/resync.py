@@ -118,7 +118,7 @@ class Resyncer:
             waiting = self.resync(request)
             delay = 0.0 if waiting is None else _BUSY_DELAY
         except Exception as error:  # noqa: BLE001 - a failure must not block the requests of other load balancers
-            failed = "could not resynchronize load balancer %s, trying again in %.0f s: %s"
+            failed = "the provider agent could not resynchronize load balancer %s and tries again in %.0f s: %s"
             LOG.warning(failed, load_balancer_id, _RETRY_DELAY, error)
             waiting, delay = f"failed, next attempt in {_RETRY_DELAY:.0f} s: {error}", _RETRY_DELAY
         self._not_before[load_balancer_id] = time.monotonic() + delay
@@ -126,7 +126,7 @@ class Resyncer:
             try:
                 self._database.write(lambda c: resyncs.set_resync_detail(c, load_balancer_id, waiting))
             except AmphoraDriverError as error:
-                failed = "could not record the state of the resync of load balancer %s, continuing: %s"
+                failed = "the provider agent could not record the resync state of load balancer %s and continues: %s"
                 LOG.warning(failed, load_balancer_id, error)
 
     def resync(self, request: Any) -> str | None:
@@ -188,7 +188,8 @@ class Resyncer:
         except Exception as error:
             if not isinstance(error, AmphoraDriverError):
                 LOG.exception(
-                    "cannot use Octavia's answer for load balancer %s, keeping its desired state", recorded.id
+                    "the provider agent cannot use Octavia's answer for load balancer %s and keeps its desired state",
+                    recorded.id,
                 )
             return None, f"Octavia's answer cannot be used: {error}"[:_MAX_DETAIL]
         return _OctaviaState(tree=tree, differences=differences, contents=contents), None
@@ -235,7 +236,11 @@ class Resyncer:
     def _commit(self, load_balancer_id: str, write: Callable[[sa.Connection], bool], found: str) -> str | None:
         if not self._database.write(write):
             return _BUSY
-        LOG.info("the resync of load balancer %s ends with a new report of its statuses: %s", load_balancer_id, found)
+        LOG.info(
+            "the resync of load balancer %s is complete; the provider agent reports all its statuses again: %s",
+            load_balancer_id,
+            found,
+        )
         self._notify(load_balancer_id)
         return None
 
@@ -243,11 +248,13 @@ class Resyncer:
         """Finish the request for a load balancer that exists only in the driver's database."""
         load_balancer_id = request.load_balancer_id
         if not request.remove_unknown:
-            LOG.warning("resync found that Octavia does not know load balancer %s; keeping it", load_balancer_id)
+            LOG.warning("the resync keeps load balancer %s, although Octavia does not know it", load_balancer_id)
             detail = "it is recorded and served; --remove-unknown deletes it in the driver"
             self._finish(request, ResyncOutcome.UNKNOWN, detail)
             return
-        LOG.warning("resync deletes load balancer %s as requested, which Octavia does not know", load_balancer_id)
+        LOG.warning(
+            "the resync deletes load balancer %s as requested, because Octavia does not know it", load_balancer_id
+        )
         self._database.write(lambda connection: sync_transactions.delete_unknown(connection, load_balancer_id))
         self._finish(request, ResyncOutcome.REMOVED)
         self._notify(load_balancer_id)
@@ -259,7 +266,10 @@ class Resyncer:
             self._finish(request, ResyncOutcome.NOWHERE)
             return
         if request.remove_unknown and found is not None:
-            LOG.warning("resync deletes unrecorded load balancer %s from Octavia as requested", load_balancer_id)
+            LOG.warning(
+                "the resync deletes load balancer %s from Octavia as requested, because the driver has no record of it",
+                load_balancer_id,
+            )
             # Octavia refuses to delete an object that has children, so the resync deletes children before their
             # parents.
             gone = list(reversed([*octavia_audit.nodes_by_id(from_octavia.load_balancer(found)).values()]))
@@ -267,7 +277,9 @@ class Resyncer:
                 self._library().update_loadbalancer_status(_deleted(gone[start : start + _MAX_DELETED]))
             self._finish(request, ResyncOutcome.REMOVED, "deleted from Octavia")
             return
-        LOG.warning("resync found load balancer %s in Octavia, but not in the database; keeping it", load_balancer_id)
+        LOG.warning(
+            "the resync keeps load balancer %s in Octavia, although the driver has no record of it", load_balancer_id
+        )
         name = f"name {found.name}, VIP {found.vip_address}; " if found is not None else ""
         detail = f"{name}it is not served; --remove-unknown deletes it from Octavia"
         self._finish(request, ResyncOutcome.UNRECORDED, detail)

@@ -128,7 +128,7 @@ class Reporter:
                 if time.monotonic() < self._held_until:
                     self.report_statistics()
             except _UNREACHABLE as error:
-                LOG.warning("could not report statistics to Octavia, trying again: %s", error)
+                LOG.warning("the provider agent could not report statistics to Octavia and tries again: %s", error)
 
     def _update_registry_until_stopped(self) -> None:
         """Update the row of this process in the registry. The process works while it completes rounds.
@@ -145,13 +145,17 @@ class Reporter:
                     jobs.acquire_duty(self._database, _DUTY, self._name, _DUTY_SECONDS)
                 registry.heartbeat(working=rounds != before)
             except AmphoraDriverError as error:
-                LOG.warning("could not update the row of this provider agent, trying again: %s", error)
+                LOG.warning(
+                    "the provider agent could not update its row in the process registry and tries again: %s", error
+                )
             before = rounds
             ended = self._ended.wait(process_registry.HEARTBEAT_INTERVAL)
         try:
             registry.deregister()
         except AmphoraDriverError as error:
-            LOG.warning("could not delete the row of this stopping provider agent, stopping anyway: %s", error)
+            LOG.warning(
+                "the provider agent could not delete its row from the process registry and stops anyway: %s", error
+            )
 
     def is_working(self) -> bool:
         """Return whether this process has begun a round recently, with or without the duty."""
@@ -162,7 +166,7 @@ class Reporter:
         try:
             return self.run_once()
         except _UNREACHABLE as error:
-            LOG.warning("could not report to Octavia, trying again: %s", error)
+            LOG.warning("the provider agent could not report statuses to Octavia and tries again: %s", error)
             if not isinstance(error, AmphoraDriverError):
                 self._yield_duty()
         return float(self._conf.amp_queue.poll_interval)
@@ -265,7 +269,10 @@ class Reporter:
         except octavia_errors.UpdateStatusError as error:
             if error.status_object_id is None or len(barriers) == 1:
                 raise
-            LOG.warning("Octavia refused a barrier; sending the barriers one by one: %s", error.fault_string)
+            LOG.warning(
+                "Octavia refused the status updates (barriers) of several load balancers; they are sent one by one: %s",
+                error.fault_string,
+            )
         else:
             return set()
         failed = set()
@@ -276,7 +283,9 @@ class Reporter:
             try:
                 self._update_octavia("barrier", {"loadbalancers": [barrier]})
             except octavia_errors.UpdateStatusError as error:
-                refused = "Octavia refused the barrier of load balancer %s, trying again: %s"
+                refused = (
+                    "Octavia refused the status update (barrier) of load balancer %s; the next round repeats it: %s"
+                )
                 LOG.warning(refused, load_balancer_id, error.fault_string)
                 failed.add(load_balancer_id)
         return failed
@@ -302,7 +311,10 @@ class Reporter:
         except octavia_errors.UpdateStatusError as error:
             if error.status_object_id is None:
                 raise
-            LOG.warning("Octavia refused a status; sending the statuses one by one: %s", error.fault_string)
+            LOG.warning(
+                "Octavia refused one of several statuses; the provider agent sends the statuses one by one: %s",
+                error.fault_string,
+            )
             due = (report for report in reports if self._is_due(report) and self._acquire_duty())
             accepted = [report for report in due if self._report_single(report)]
         failpoints.reach(failpoints.Point.REPORT_SENT)
@@ -332,7 +344,7 @@ class Reporter:
                 return True
             backoff = min(2 * self._refused.get(report.object_id, (0.0, 0.125))[1], 60.0)
             metrics.count_reports("refused")
-            refused = "Octavia refused the status of %s %s, trying again in %.0f s: %s"
+            refused = "Octavia refused the status of %s %s; the provider agent tries again in %.0f s: %s"
             LOG.warning(refused, report.kind, report.object_id, backoff, error.fault_string)
             self._refused[report.object_id] = (time.monotonic() + backoff, backoff)
             if backoff <= _MAX_CHILD_BACKOFF:

@@ -101,7 +101,7 @@ class TokenFile:
             problem = error.strerror or str(error)
         if self._logged != problem:
             self._logged = problem
-            words = "the status page refuses all requests: cannot use [amp_status_page] token_file %s: %s"
+            words = "the status page refuses all requests, because [amp_status_page] token_file %s is unusable: %s"
             LOG.error(words, self._path, problem)
         raise RequestRefused(503, "The token of this page cannot be read: see the log of its process.")
 

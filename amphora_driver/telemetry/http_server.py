@@ -97,7 +97,9 @@ class StatusServer:
                 attempt = f"cannot serve the status page on {self._address} port {self.port}"
                 self._log_once(f"{attempt}, trying again every {_RESTART_DELAY:.0f} s: {error.strerror or error}")
             except Exception:
-                LOG.exception("the status page server failed, restarting it in %.0f s", _RESTART_DELAY)
+                LOG.exception(
+                    "the status page server failed with an unexpected error and restarts in %.0f s", _RESTART_DELAY
+                )
             self._listening.clear()
             self._stopping.wait(_RESTART_DELAY)
 
@@ -107,7 +109,7 @@ class StatusServer:
         made = socket.create_server((self._address, self.port), family=family, backlog=_BACKLOG)
         made.setblocking(False)
         self.port = made.getsockname()[1]
-        LOG.info("the process serves the status page and the metrics on %s port %d", self._address, self.port)
+        LOG.info("this process serves the status page and the metrics on address %s, port %d", self._address, self.port)
         return made
 
     def _accept_until_stopped(self, listener: socket.socket) -> None:
@@ -134,7 +136,9 @@ class StatusServer:
         try:
             thread.start()
         except RuntimeError as error:
-            LOG.warning("cannot start a thread for a connection to the status page, closing it: %s", error)
+            LOG.warning(
+                "the status page server cannot start a thread for a connection and closes the connection: %s", error
+            )
             self._close(number, connection)
 
     def _close_overdue(self) -> None:
@@ -162,9 +166,9 @@ class StatusServer:
         except (OSError, ValueError) as error:
             # An error of a connection to the status page means that the client has closed the connection or uses
             # another protocol.
-            LOG.debug("a connection to the status page ended early, closing it: %s", error)
+            LOG.debug("a connection to the status page failed, and the server closes it: %s", error)
         except Exception:
-            LOG.exception("could not serve a connection to the status page, closing it")
+            LOG.exception("the status page server could not serve a connection and closes the connection")
         finally:
             self._close(number, connection)
 
@@ -209,7 +213,7 @@ class StatusServer:
         except OSError:
             raise
         except Exception:
-            LOG.exception("could not answer a request to the status page, answering with status 500")
+            LOG.exception("the status page server could not process a request and responds with status 500")
             response = Response(status=500, body=b"Internal error: see the log of this process.\n")
         connection.sendall(response.encode(method, accepts_gzip=accepts_gzip))
         _close_gracefully(connection)
@@ -218,7 +222,7 @@ class StatusServer:
         """Log an error unless it repeats the previous one."""
         if self._logged != text:
             self._logged = text
-            LOG.error("the status page has a problem: %s", text)
+            LOG.error("the status page server has a problem: %s", text)
 
 
 def _read_head(connection: socket.socket) -> bytes:
