@@ -149,8 +149,8 @@ class TlsIdentity:
                     LOG.warning(
                         "the process cannot load the TLS certificates for agents and keeps the previous ones: %s", error
                     )
-                # Even if the certificates cannot be loaded, the code records their versions, so only a changed version
-                # causes the next attempt.
+                # Even if loading the certificates fails, the process records their versions, and tries again only after
+                # a version has changed.
                 self._versions = versions
             return self._context
 

@@ -179,7 +179,7 @@ def _depends_on(one: AmphoraCertificate, authority: CaRecord) -> bool:
         return one.authority == authority.id
     trusted = ca_rotation.parse_controller_ids(one.trusts)
     # The first rotation imports the CA from the configured files into the database. So an amphora without a list of
-    # trusted CAs trusts this CA.
+    # trusted CAs trusts the imported CA.
     return authority.id in trusted or (authority.sealed_key is None and not trusted)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from amphora_driver.cli.formatting import escape_unprintable
 
-# amphoractl masks the values after these words of haproxy.cfg, because the agent masks the same secrets in `GET
+# amphoractl masks the values after secret keywords of haproxy.cfg, because the agent masks the same values in `GET
 # /v2/diagnostics` (docs/reference/agent-api.md).
 _SECRET_WORDS = re.compile(r"\b(dynamic-cookie-key|password|insecure-password)([ \t]+)\S+")
 # In haproxy.cfg, a marker line separates the agent's part from the load balancer's part.

@@ -168,7 +168,8 @@ class _AmphoraState:
         self.generation: int | None = None
         self._listeners: dict[str, tuple[float, ListenerReport]] = {}
         self._pools: dict[str, _PoolState] = {}
-        # `_name_bound` may exceed the number of distinct object ids, because an id in two heartbeats counts twice.
+        # `_name_bound` is an upper bound for the number of object ids that an amphora has reported, because an id in
+        # two heartbeats counts twice.
         self._name_bound = 0
 
     def merge(self, report: Report, now: float) -> None:
@@ -216,8 +217,8 @@ class _PoolState:
     def __init__(self) -> None:
         self.at = 0.0
         self.status = ""
-        # Each tuple contains the arrival time of a heartbeat datagram, and the statuses of the pool's members in the
-        # datagram.
+        # Each tuple in `parts` contains the arrival time of a heartbeat datagram, and the statuses of the pool's
+        # members in the datagram.
         self.parts: list[tuple[float, dict[str, str]]] = []
 
     def add(self, now: float, pool: PoolReport) -> None:

@@ -105,8 +105,8 @@ def parse_document(verified: VerifiedDatagram, document: bytes) -> Heartbeat:
     generation = report.generation
     if generation is not None and not 0 <= generation <= _MAX_GENERATION:
         raise HeartbeatRefused(_OPERATION, f"amphora {amphora_id} sent an impossible generation", reason="document")
-    # The amphora id comes from the header with the verified key, because the document of a heartbeat could name another
-    # amphora.
+    # The health manager takes the amphora id from the signed header, because the document of a heartbeat could name
+    # another amphora.
     identified = msgspec.structs.replace(report, amphora_id=amphora_id)
     return Heartbeat(amphora_id, verified.epoch, verified.sequence, identified)
 

@@ -126,7 +126,7 @@ class HealthManager:
             return keys, amphorae.last_heartbeats(connection, list(keys))
 
         keys, orders = self._database.read(read)
-        # The health manager loads the positions of the last accepted heartbeats before it uses new keys. So it refuses
+        # The health manager loads the order of the last accepted heartbeats before it uses new keys. So it refuses
         # heartbeats that another health manager has accepted.
         self._reports.load_orders(orders)
         return keys

@@ -23,8 +23,8 @@ Key = tuple[str, str]
 _TABLE = listener_statistics
 _COUNTERS = ("bytes_in", "bytes_out", "request_errors", "total_connections")
 _VALUES = ("active_connections", *_COUNTERS)
-# The sum of several counters with this maximum fits into a column of 64 bits. At 100 Gbit/s, a byte counter reaches the
-# maximum after 1.5 years.
+# The health manager limits a counter to 2**59, so a 64-bit column can hold the sum of several counters. At 100 Gbit/s,
+# a byte counter needs 1.5 years to reach the limit.
 _MAX_COUNTER = 1 << 59
 # Databases limit the number of values in one `IN (...)`, so the health manager writes statistics rows in chunks of 500.
 _CHUNK = 500
@@ -113,7 +113,7 @@ def _insert(connection: sa.Connection, rows: Sequence[Row]) -> None:
             connection.execute(statement, [msgspec.structs.asdict(row) for row in rows])
     except IntegrityError:
         # Another health manager may have inserted statistics of the same listener and amphora meanwhile. If the INSERT
-        # of a single row fails, an UPDATE replaces it.
+        # of one row fails, the health manager sends an UPDATE.
         if len(rows) == 1:
             connection.execute(_UPDATE, _bound(rows[0]))
             return

@@ -175,8 +175,8 @@ class StatusWriter:
             state = self._states.setdefault(load_balancer_id, _LoadBalancerState())
             self._log_silent(load_balancer_id, state, [each for each in trusted if each not in reports])
             newest = max((reports[each].generation or 0 for each in live), default=0)
-            # An amphora may report a generation above the recorded one. Without the minimum, each such heartbeat would
-            # cause a read of the load balancer from the database.
+            # An amphora may report a generation above the recorded one. The health manager ignores the excess, because
+            # otherwise each heartbeat would cause a database read of the load balancer.
             served = min(newest, one.generation)
             if served > state.served:
                 # A new configuration of a load balancer may contain objects without statuses in the database, so the

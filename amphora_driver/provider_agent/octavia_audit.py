@@ -141,8 +141,8 @@ class OctaviaAuditor:
             return True
         dropped = "Octavia rolled back member removals of load balancer %s; the provider agent restores members %s"
         LOG.warning(dropped, load_balancer_id, ", ".join(lost))
-        # The scheduled comparison of the load balancer with Octavia finds the members that the dropped batch created or
-        # changed.
+        # After Octavia has dropped a batch of member changes, the scheduled comparison with Octavia finds the members
+        # that the batch created or changed.
         if self._database.write(lambda connection: sync_transactions.restore_members(connection, row, lost)):
             self.schedule([load_balancer_id])
             notifier.notify(self._conf, local_socket.CONTROLLER, load_balancer_id)

@@ -220,8 +220,8 @@ def restore_members(connection: sa.Connection, row: Any, removed: Collection[str
     for one in sorted(removed):
         changed = desired_object.update().where(desired_object.c.id == one)
         connection.execute(changed.values(removed=False, generation=generation))
-    # The outbox may already contain the status DELETED of the restored members. The expected confirmation replaces
-    # DELETED by a new status.
+    # The outbox may already contain the status DELETED of the restored members. The next confirmation by the amphorae
+    # replaces DELETED by a new status.
     members = [(Kind.MEMBER, one) for one in sorted(removed)]
     status_outbox.expect_confirmation(connection, row.load_balancer_id, generation, members)
     return True

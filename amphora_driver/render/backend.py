@@ -191,7 +191,7 @@ def needs_http(pool: Pool) -> bool:
     return wanted is not None and wanted.type is not PersistenceType.SOURCE_IP
 
 
-# The cache of rendered pools counts a pool by the number of members, so a full cache needs at most about 100 MB.
+# The cache of rendered pools limits the total number of members to 100,000, which need at most about 100 MB.
 _EXAMINED: Cache[ExaminedPool] = Cache(100_000)
 
 

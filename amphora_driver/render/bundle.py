@@ -190,7 +190,7 @@ def _interface(tree: LoadBalancer, plugged: AttachedPort) -> BundleInterface:
         first.setdefault(destination, gateway)
     return BundleInterface(
         mac=port.mac,
-        # The name of a network interface does not depend on other interfaces, because renaming an interface would end
+        # The name of a network interface must not depend on other interfaces, because a later rename would end
         # connections.
         name="eth1" if is_vip else f"m{port.mac.replace(':', '')}",
         mtu=port.mtu,

@@ -31,7 +31,8 @@ from amphora_driver.render.quoting import Quoted
 from amphora_driver.validation import l7, regex
 
 _REMEMBERED = 8_192
-# Percent-encoding makes a value at most three times as long, so a limit of four times the length is sufficient.
+# Percent-encoding makes a value of an L7 rule at most three times as long, so a limit of four times the length is
+# sufficient.
 _LONGEST = 4 * quoting.MAX_TEXT
 
 _ACL = quoting.keywords("acl")

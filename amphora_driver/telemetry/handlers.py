@@ -107,8 +107,8 @@ class TokenFile:
 
     def _read_file(self, found: os.stat_result) -> Secret:
         """Return the token of a file with this state."""
-        # Each write of the token file changes at least one of inode, size, mtime and ctime. After some writes, only one
-        # of these values differs.
+        # A write of the token file may leave some of inode, size, mtime and ctime unchanged, but never all of them. So
+        # the server compares all four.
         mark = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
         if self._known is None or self._known[0] != mark:
             line = Path(str(self._path)).read_bytes().split(b"\n", 1)[0].strip()
