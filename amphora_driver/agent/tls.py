@@ -132,8 +132,7 @@ class TlsIdentity:
             if self._context is None:
                 raise
             LOG.warning(
-                "the process cannot read the TLS certificates for agents and keeps the previous ones: %s",
-                error,
+                "the process cannot read the TLS certificates for agents and keeps the previous ones: %s", error
             )
             return self._context
         with self._lock:
